@@ -248,6 +248,14 @@ def test_the_time_between_two_signals_is_what_passed_not_what_was_allowed(play: 
     assert "local_rank 0: SIGINT, and SIGKILL 1.5 s later" in summary("job-7", play.outcome)
 
 
+def ends_of(p: Play) -> list[str]:
+    """Let a failed job end, and return how the summary says that its two workers ended."""
+    p.see(events.WorkersGone(3))
+    p.close(Result.FAILED)
+    assert p.outcome is not None
+    return summary("job-7", p.outcome).splitlines()[-2:]
+
+
 def test_a_hung_worker_is_killed_without_a_signal_before() -> None:
     p = Play(keep_timeout_ms=10_000)
     p.run()
@@ -258,11 +266,7 @@ def test_a_hung_worker_is_killed_without_a_signal_before() -> None:
     p.now_ms = 2_000
     p.exit(0, None, 9)
     p.exit(1, None, 15)
-    p.see(events.WorkersGone(3))
-    p.close(Result.FAILED)
-    assert p.outcome is not None
-    ends = summary("job-7", p.outcome).splitlines()[-2:]
-    assert ends == ["  local_rank 0: SIGKILL", "  local_rank 1: SIGTERM"]
+    assert ends_of(p) == ["  local_rank 0: SIGKILL", "  local_rank 1: SIGTERM"]
 
 
 def test_a_worker_killed_because_it_did_not_park_says_so() -> None:
@@ -274,11 +278,7 @@ def test_a_worker_killed_because_it_did_not_park_says_so() -> None:
     p.fates.worker_not_kept(1, 4711, "it is another process")
     p.exit(0, None, 9)
     p.exit(1, None, 9)
-    p.see(events.WorkersGone(3))
-    p.close(Result.FAILED)
-    assert p.outcome is not None
-    ends = summary("job-7", p.outcome).splitlines()[-2:]
-    assert ends == [
+    assert ends_of(p) == [
         "  local_rank 0: SIGKILL: it did not park in time",
         "  local_rank 1: SIGTERM, and SIGKILL 10 s later",
     ]

@@ -177,9 +177,8 @@ class JobDriver:
         state, assignment = self._decisions.state, self._decisions.state.assignment
         if state.outcome is not None and state.phase is Phase.ENDED:
             self._do(commands.Exit(state.outcome))
-        needed = (
-            None if state.phase in (Phase.JOINING, Phase.ENDED) else assignment and assignment.round
-        )
+        needs_store = state.phase not in (Phase.JOINING, Phase.ENDED)
+        needed = assignment.round if needs_store and assignment is not None else None
         for round_ in hello.store_hosts - {needed}:
             self._context.runner.stop_store_host(round_)
         if state.ending_kept:
@@ -346,10 +345,8 @@ class JobDriver:
         state, assignment = self._decisions.state, self._decisions.state.assignment
         targets: tuple[Target, ...] = ()
         why_none = f"it has no workers of round {asked.round}"
-        if assignment is not None and (assignment.run, assignment.round) == (
-            asked.run,
-            asked.round,
-        ):
+        asked_round = (asked.run, asked.round)
+        if assignment is not None and (assignment.run, assignment.round) == asked_round:
             why_none = f"its workers of round {asked.round} have all exited"
             if not state.workers_gone and state.alive and self._context.last_round is not None:
                 targets = self._context.last_round.stack_targets(state.alive)
@@ -410,10 +407,8 @@ class JobDriver:
         """Store this driver's state in the runner if it has changed."""
         if self._keeper is None:
             return
-        folder, assignment = (
-            self._context.observers.progress.folder,
-            self._decisions.state.assignment,
-        )
+        folder = self._context.observers.progress.folder
+        assignment = self._decisions.state.assignment
         # Between a round's announcement and its start, `last_round` is still the previous one.
         round_ = None if assignment is None else self._context.round_of(assignment.round)
         self._keeper.keep(
@@ -442,9 +437,8 @@ class JobDriver:
                 self._context.round.stop_workers(command)
             case commands.SaySnapshots():
                 assignment = self._decisions.state.assignment
-                self._reports.snapshots(
-                    command, 1 if assignment is None else assignment.group_world_size
-                )
+                nodes = 1 if assignment is None else assignment.group_world_size
+                self._reports.snapshots(command, nodes)
             case commands.AnnounceWatermark():
                 runner, assignment = self._context.runner, self._decisions.state.assignment
                 runner.announce_watermark(command.mark)
