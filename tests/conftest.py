@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+# As in the agent: a fork while gRPC is at work would else write to stderr, which tests read, or
+# hang.
+from rdzv.agent.system import grpc_forks  # noqa: F401
+
 ROOT = str(Path(__file__).parents[1])
 if ROOT not in sys.path:
     # So that helpers are `tests.support.builders` here and under `python -m tests...` alike.
