@@ -188,7 +188,11 @@ class Crowd:
 
     async def _await(self, since_s: float) -> dict[str, Any]:
         nodes = self._nodes
-        await self._all("all are back", lambda: all(n.connected_s > since_s for n in nodes))
+        try:
+            await self._all("all are back", lambda: all(n.connected_s > since_s for n in nodes))
+        except TimeoutError as error:
+            back = sum(n.connected_s > since_s for n in nodes)
+            raise TimeoutError(f"{error}; {back} of {len(nodes)} are") from None
         return {
             "began_s": since_s,
             "first_s": min(node.connected_s for node in nodes),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +36,47 @@ HEADERS = {
     b"content-type": b"application/grpc",
     b"te": b"trailers",
 }
+PING_ACK = b"\0\0\x08\x06\x01\0\0\0\0later..."
+DATA, RESET = 0, 3
+"""Types of HTTP/2 frames."""
+CALLS_AT_ONCE = 1_500
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 def call(headers: dict[bytes, bytes]) -> bytes:
     """Call an rpc, in HTTP/2 without compression, and without a request."""
+    return PREFACE + headers_frame(headers, 1, flags=5)
+
+
+def headers_frame(headers: dict[bytes, bytes], stream: int, flags: int) -> bytes:
     block = b"".join(
         b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
         for name, value in headers.items()
     )
-    return PREFACE + len(block).to_bytes(3, "big") + b"\x01\x05\0\0\0\1" + block
+    return frame_head(len(block), 1, flags, stream) + block
+
+
+def frame_head(length: int, kind: int, flags: int, stream: int) -> bytes:
+    return length.to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")
+
+
+def calls(count: int) -> bytes:
+    """Call one rpc often at once, with empty requests, and then ping."""
+    asked = (
+        headers_frame(HEADERS, stream, flags=4) + frame_head(5, DATA, 1, stream) + bytes(5)
+        for stream in range(1, 2 * count, 2)
+    )
+    return PREFACE + b"".join(asked) + frame_head(8, 6, 0, 0) + b"later..."
+
+
+def frames(received: bytes) -> Counter[int]:
+    """Count the whole frames that were received, by type."""
+    counted: Counter[int] = Counter()
+    at = 0
+    while at + 9 <= len(received):
+        counted[received[at + 3]] += 1
+        at += 9 + int.from_bytes(received[at : at + 3], "big")
+    return counted
 
 
 @asynccontextmanager
@@ -151,3 +184,31 @@ async def test_a_server_of_grpc_that_ends_by_itself_ends_ours(
         async with asyncio.timeout(LONG_S), server():
             await made[0].stop(0)
             await asyncio.Event().wait()
+
+
+async def ends_of(count: int, caller: socket.socket, received: bytes) -> Counter[int]:
+    """Wait until so many calls of a connection have ended; return the frames by their types."""
+    caller.setblocking(False)
+    async with asyncio.timeout(LONG_S):
+        while (seen := frames(received))[DATA] + seen[RESET] < count:
+            received += await asyncio.get_running_loop().sock_recv(caller, 65536)
+    return seen
+
+
+async def test_calls_wait_for_a_server_that_is_busy_and_none_is_cancelled() -> None:
+    """A thousand nodes and more call at once after a restart, and one event loop takes them."""
+    each = 100
+    with ExitStack() as stack:
+        async with server() as at:
+            read: dict[socket.socket, bytes] = {}
+            # Nothing is awaited here, so the server cannot take the calls yet.
+            for _ in range(CALLS_AT_ONCE // each):
+                caller = stack.enter_context(socket.create_connection((at.host, at.port), LONG_S))
+                caller.sendall(calls(each))
+                read[caller] = b""
+                while PING_ACK not in read[caller]:
+                    read[caller] += caller.recv(65536)
+            ended: Counter[int] = Counter()
+            for caller, received in read.items():
+                ended += await ends_of(each, caller, received)
+    assert (ended[DATA], ended[RESET]) == (CALLS_AT_ONCE, 0)

@@ -39,6 +39,9 @@ log = logging.getLogger("rdzv.service")
 OTHER_FILES = 512
 """The number of open files reserved for other uses: the store, the HTTP port, and more."""
 
+UNHEARD_S = 120
+"""How long a call may wait until this server takes it. Nodes give up earlier."""
+
 SERVICES = ("rdzv.v1.Rendezvous", "rdzv.v1.Control")
 
 
@@ -93,6 +96,7 @@ async def serving(
 
 def listener_options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
     """Return the options for a gRPC server to which nodes connect."""
+    connections = connections_at_once(limits)
     return [
         # Otherwise two servers could share a port, and each would get some of the connections.
         ("grpc.so_reuseport", 0),
@@ -101,7 +105,12 @@ def listener_options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
         # Both limits are the same: between the two, gRPC refuses at random.
         ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
         ("grpc.max_concurrent_streams", limits.calls_per_connection),
-        ("grpc.max_allowed_incoming_connections", connections_at_once(limits)),
+        ("grpc.max_allowed_incoming_connections", connections),
+        # All nodes may call at once after a restart. By default, gRPC cancels some calls if more
+        # than 1,000 wait, and each that has waited for 30 s, and their nodes begin again.
+        ("grpc.server.max_pending_requests", connections),
+        ("grpc.server.max_pending_requests_hard_limit", connections),
+        ("grpc.server_max_unrequested_time_in_server", UNHEARD_S),
         handshakes.grpc_timeout_option(timings),
         ("grpc.max_connection_idle_ms", timings.idle_connection_ms),
         ("grpc.keepalive_time_ms", timings.ping_interval_ms),

@@ -183,7 +183,7 @@ class Timings:
     """The driver's own timings; the cores' timings are in `Tuning` and `NodesTuning`."""
 
     # These are set by settings.
-    hello_timeout_ms: int = 10_000
+    hello_timeout_ms: int = 60_000
     handshake_ms: int = 10_000
     first_request_ms: int = 10_000
     leaderless_hold_ms: int = 4_000

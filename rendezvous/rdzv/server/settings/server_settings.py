@@ -402,7 +402,8 @@ class TimingSettings(Table, frozen=True):
         How long a new HTTP connection may take for its first request.""")]
     hello_timeout: Annotated[Duration, _sets(
         "timings.hello_timeout_ms", ge=1, le=HOUR, reload=True, reason="""
-        A stream that sends no hello is closed after this time.""")]
+        A stream that sends no hello is closed after this time. With thousands of nodes, reading
+        their hellos may take most of it.""")]
     leaderless_hold: Annotated[Duration, _sets(
         "timings.leaderless_hold_ms", ge=0, le=8, reload=True, reason="""
         How long a node's call is held while no server leads, so that the node need not repeat it;
