@@ -15,19 +15,13 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rdzv.core.commands import Command
 from rdzv.core.events import RoundCompleted
 from rdzv.core.model import Membership
-from rdzv.errors import (
-    InvalidRequestError,
-    LimitExceededError,
-    RendezvousConnectionError,
-    RendezvousError,
-)
+from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.driver import Driver
 from rdzv.server.engine.job import Job, News
-from rdzv.server.messages import Heard, Holdings, Hung, Refused
+from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_interface import Meter
@@ -230,14 +224,13 @@ class _Group:
 
 
 class _Door:
-    """The server's end of a connection; see `RendezvousService`."""
+    """The server's end of a connection; see `rendezvous_service.Conversation`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, stream: Stream, messages: NodeMessages) -> None:
         self.connection = connection
-        self.stream: Stream | None = None
-        self.inbox: asyncio.Queue[Any] = asyncio.Queue(CONFIG.limits.inbox)
+        self.stream = stream
+        self.messages = messages
         self.tasks: list[asyncio.Task[None]] = []
-        self.early_hung: list[Hung] = []
         self.cut = False
         """Whether its relay is gone, or its relay's way here."""
 
@@ -345,7 +338,7 @@ class Server:
     def connection_of(self, stream: int) -> Connection | None:
         """Return the connection that carries a stream, if it is open."""
         for connection, door in self._doors.items():
-            if door.stream is not None and door.stream.number == stream:
+            if door.stream.number == stream:
                 return connection
         return None
 
@@ -361,14 +354,14 @@ class Server:
 
     def _excuse(self, connection: Connection) -> None:
         door = self._doors.get(connection)
-        if door is not None and door.stream is not None:
+        if door is not None:
             self.world.count("relay: a node is excused")
             self.driver.leases.excuse(frozenset({door.stream.node_id}), 2 * QUIET_MS)
 
     def _cut(self, connection: Connection) -> None:
         connection.server_open = False
         door = self._doors.get(connection)
-        if door is not None and door.stream is not None:
+        if door is not None:
             self.world.count("relay: a stream is cut")
             door.cut = True
             for task in door.tasks:
@@ -401,94 +394,25 @@ class Server:
             if isinstance(message, pb.NodeMessage) and connection.server_open:
                 self._attach(connection, message)
         elif isinstance(message, End):
-            door.inbox.put_nowait(None)
-        elif door.stream is not None and door.stream.open:
-            self.driver.connections.heard(door.stream)
-            self._take_in(door, door.stream, message)
+            door.messages.finish()
+        elif door.stream.open:
+            door.messages.take(message)
 
     def _attach(self, connection: Connection, message: pb.NodeMessage) -> None:
-        door = self._doors[connection] = _Door(connection)
         try:
-            stream = door.stream = self.driver.connections.attach(
-                inbound_nodes.hello_of(message.hello, CONFIG.limits)
-            )
+            hello = inbound_nodes.hello_of(message.hello, CONFIG.limits)
+            stream = self.driver.connections.attach(hello)
         except RendezvousError as error:
             self.world.count(f"attach refused: {error.code}")
             self.world.judge.turned_away(self, connection.node)  # type: ignore[arg-type]
-            del self._doors[connection]
             connection.end_by_server(error)
             return
         self.world.judge.welcomed(self, connection.node, stream.incarnation)  # type: ignore[arg-type]
-        beliefs = self._beliefs(stream, message.hello)
-        create = self.process.create_task
-        door.tasks = [create(self._obey(door, stream, beliefs)), create(self._write(door, stream))]
+        messages = NodeMessages(self.driver, stream, self.process, CONFIG.limits)
+        door = self._doors[connection] = _Door(connection, stream, messages)
+        create, beliefs = self.process.create_task, message.hello.beliefs
+        door.tasks = [create(messages.obey(beliefs)), create(self._write(door, stream))]
         create(self._end(door, stream))
-
-    def _beliefs(self, stream: Stream, hello: pb.Hello) -> list[Any]:
-        speaker = inbound_nodes.Speaker(stream.node_id, stream.incarnation)
-        return [inbound_nodes.belief_of(belief, speaker, CONFIG.limits) for belief in hello.beliefs]
-
-    def _take_in(self, door: _Door, stream: Stream, message: pb.NodeMessage) -> None:
-        match message.WhichOneof("body"):
-            case "heartbeat":
-                if message.heartbeat.number:
-                    stream.send(Heard(message.heartbeat.number, 0))
-            case "away":
-                self.driver.connections.plan_away(
-                    stream, inbound_nodes.away_ms_of(message.away, CONFIG.limits)
-                )
-            case "hung":
-                hung = inbound_nodes.hung_of(message.hung, CONFIG.limits)
-                if stream.greeted:
-                    self._note_hung(stream, hung)
-                else:
-                    door.early_hung.append(hung)
-            case "stacks":
-                self.driver.reports.take_stacks_in(
-                    stream, inbound_nodes.stacks_of(message.stacks, CONFIG.limits)
-                )
-            case "holdings":
-                self._queue(
-                    door,
-                    stream,
-                    Holdings(inbound_nodes.holdings_of(message.holdings, CONFIG.limits)),
-                )
-            case "draining":
-                draining = inbound_nodes.draining_of(message.draining, CONFIG.limits)
-                self.driver.reports.note_draining(stream, draining)
-            case _:
-                speaker = inbound_nodes.Speaker(stream.node_id, stream.incarnation)
-                try:
-                    self._queue(
-                        door, stream, inbound_nodes.command_of(message, speaker, CONFIG.limits)
-                    )
-                except InvalidRequestError as error:
-                    stream.send(
-                        Refused(inbound_nodes.job_named_in(message), error.code, str(error))
-                    )
-
-    def _queue(self, door: _Door, stream: Stream, said: tuple[str, Command] | Holdings) -> None:
-        try:
-            door.inbox.put_nowait(said)
-        except asyncio.QueueFull:
-            stream.close(LimitExceededError("too many messages wait"))
-
-    def _note_hung(self, stream: Stream, hung: Hung) -> None:
-        try:
-            self.driver.reports.note_hung(stream, hung)
-        except InvalidRequestError as error:
-            stream.send(Refused(hung.rdzv_id, error.code, str(error)))
-
-    async def _obey(self, door: _Door, stream: Stream, beliefs: list[Any]) -> None:
-        await self.driver.recovery.greet(stream, beliefs)
-        for hung in door.early_hung:
-            self._note_hung(stream, hung)
-        while (said := await door.inbox.get()) is not None:
-            if isinstance(said, Holdings):
-                await self.driver.reports.note_holdings(stream, said.held)
-            else:
-                await self.driver.commands.hear(stream, *said)
-        stream.close()
 
     async def _write(self, door: _Door, stream: Stream) -> None:
         while several := await stream.outbox.take():

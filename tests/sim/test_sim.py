@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 
 from rdzv.core.fleet import nodes
+from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import Event
 from tests.sim.checkers import Judge, SafetyError
 from tests.sim.ledgers import with_steps
+from tests.sim.world import World
 
 ROOT = Path(__file__).parents[2]
 HISTORIES = int(os.environ.get("SEEDS", "80"))
@@ -74,6 +76,24 @@ def test_an_incarnation_goes_back_only_at_a_deposed_server(latest: int, may_go_b
         (event,) = nodes.step(server, connect, 3_000).events
     assert event.incarnation == (1 << 32) + 1
     assert [type(each) for each in failures] == ([] if may_go_back else [SafetyError])
+
+
+def test_the_simulated_server_takes_all_that_nodes_say() -> None:
+    """A refusal would end the node's part in its job, and so hide all that follows."""
+    world, heard = World(4711, only=()), []
+    with world.judge.watching():
+        world._begin()
+        world.run(5_000)
+        (agent, *_) = (one for one in world.agents if one.greeted)
+        agent.take = lambda connection, message: heard.append(message)  # type: ignore[method-assign]
+        for body in set(pb.NodeMessage.DESCRIPTOR.fields_by_name) - {"hello"}:
+            message = pb.NodeMessage()
+            getattr(message, body).SetInParent()
+            agent.say(message)
+        world.run(5_000)
+    refusals = [one.refused.message for one in heard if one.HasField("refused")]
+    assert any("rdzv_id" in said for said in refusals), "an empty message names no job"
+    assert not [said for said in refusals if "has no place here" in said]
 
 
 def test_no_step_is_made_up_for_a_run_that_has_not_begun() -> None:

@@ -87,7 +87,8 @@ RULES = (
         never=of("rdzv.v1"),
         but=of(
             *("server/rpc/*_service.py", "server/rpc/grpc_listener.py", "server/wire/*.py"),
-            *("server/rpc/node_calls.py", "server/rpc/relayed_streams.py", "server/relay/*.py"),
+            *("server/rpc/node_calls.py", "server/rpc/node_messages.py"),
+            *("server/rpc/relayed_streams.py", "server/relay/*.py"),
             "server/__main__.py",
             *("view/from_messages.py", "client.py", "transport/*.py"),
             # The agent's reports and node only pass on messages that its link has encoded.
@@ -253,6 +254,11 @@ RULES = (
         "configurations are described without knowing any program",
         "settings/*.py",
         only=of("rdzv.errors", "rdzv.settings", "msgspec"),
+    ),
+    Rule(
+        "what a node's messages do is decided without gRPC, so the simulator decides the same",
+        "server/rpc/node_messages.py",
+        never=of("grpc", "rdzv.v1.rdzv_pb2_grpc"),
     ),
 )
 

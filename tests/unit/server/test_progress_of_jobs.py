@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from datetime import UTC
-from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from control_samples import running as running_sample
@@ -21,12 +19,11 @@ from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import Assignment, Progress
 from rdzv.server.messages import RankProgress as Said
-from rdzv.server.rpc.rendezvous_service import Conversation, Inbox
-from rdzv.server.settings.config import Config, Limits
+from rdzv.server.rpc.node_messages import NodeMessages
+from rdzv.server.settings.config import Limits
 from rdzv.server.wire import inbound_reports
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
-from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import as_json
 from rdzv.view.answers import JobStatus, RankProgress
@@ -196,23 +193,21 @@ async def test_what_is_said_before_the_beliefs_are_decided_waits_for_them(
         n1, _ = await s.pair()
         s.driver.connections.detach(n1)
         stream = s.attach("n1", incarnation=n1.incarnation)
-        config = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
-        conversation = Conversation(s.driver, cast(Any, None), s.clock, config, "0")
-        inbox = Inbox(9)
+        messages = NodeMessages(s.driver, stream, s.clock, Limits())
         for step in (5, 6):
             ranks = [pb.RankProgress(rank=0, step=step)]
             early = pb.Progress(rdzv_id="job-7", run="run-1", round=0, ranks=ranks)
-            conversation._take(pb.NodeMessage(progress=early), stream, inbox)
+            messages.take(pb.NodeMessage(progress=early))
         other = pb.Progress(rdzv_id="job-7", run="run-1", ranks=[pb.RankProgress(rank=3)])
-        assert (steps(s), inbox.qsize()) == ({}, 0)
-        await inbox.put(None)
+        assert steps(s) == {}
+        messages.finish()
         belief = pb.Belief(join=pb.Join(rdzv_id="job-7"))
-        await conversation._obey(stream, [belief], inbox)
+        await messages.obey([belief])
         assert steps(s) == {0: 6}
         for _ in range(3):
-            conversation._take(pb.NodeMessage(progress=other), stream, inbox)
+            messages.take(pb.NodeMessage(progress=other))
         assert caplog.text.count("n1: ignoring its report: progress of RANK 3") == 1
-        assert (steps(s), inbox.qsize()) == ({0: 6}, 0)
+        assert steps(s) == {0: 6}
 
 
 # ---------------------------------------------------------------------- who watches

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, cast
-
 import pytest
 
 from rdzv.core.events import RankCaughtUp, RankStraggles
@@ -12,11 +9,10 @@ from rdzv.core.fleet.nodes import NodesTuning
 from rdzv.core.gpu_state import GpuState
 from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import Progress, RankProgress, WorkerGpus
-from rdzv.server.rpc.rendezvous_service import Conversation, Inbox
+from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config, Limits
+from rdzv.server.settings.config import Limits
 from rdzv.server.wire import inbound_reports
-from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import event_in
 from rdzv.view.history import read as event_of
@@ -90,10 +86,9 @@ async def test_a_node_speaks_of_its_own_workers_alone(caplog: pytest.LogCaptureF
         n1, _n2 = await s.pair()
         with pytest.raises(InvalidRequestError, match="a GPU of RANK 3: n1 has no such"):
             s.driver.reports.note_gpus(n1, gpus({0: HOT, 3: HOT}))
-        config = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
-        conversation = Conversation(s.driver, cast(Any, None), s.clock, config, "0")
+        messages = NodeMessages(s.driver, n1, s.clock, Limits())
         said = pb.WorkerGpus(rdzv_id="job-7", run="run-1", ranks=[pb.RankGpu(rank=3)])
-        conversation._take(pb.NodeMessage(worker_gpus=said), n1, Inbox(9))
+        messages.take(pb.NodeMessage(worker_gpus=said))
         assert "n1: ignoring its report: a GPU of RANK 3" in caplog.text
 
 

@@ -1,0 +1,214 @@
+"""Handles the messages of one node's stream. It never sees gRPC, so the simulator uses it too."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from rdzv.core.commands import Command
+from rdzv.errors import InvalidRequestError, LimitExceededError
+from rdzv.runtime.clock import Clock
+from rdzv.server.driver import Driver
+from rdzv.server.messages import (
+    Belief,
+    Heard,
+    Holdings,
+    Hung,
+    Progress,
+    Refused,
+    SnapshotsHeld,
+    WorkersStarted,
+)
+from rdzv.server.rpc.rate_limit import RateLimit
+from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Limits
+from rdzv.server.wire import inbound_nodes, inbound_reports, inbound_snapshots
+from rdzv.v1 import rdzv_pb2 as pb
+
+Said = tuple[str, Command] | Holdings
+
+_SHOWN = 3
+"""The number of kinds of reports that are kept for a job until the node's beliefs are handled."""
+
+log = logging.getLogger("rdzv.service")
+
+
+class NodeMessages:
+    """The messages of one node after its hello.
+
+    Commands and holdings wait in an inbox, and are handled in order; all other messages are handled
+    as they arrive. An invalid message is refused, or logged if it is only shown to people; the
+    stream stays open.
+    """
+
+    def __init__(self, driver: Driver, stream: Stream, clock: Clock, limits: Limits) -> None:
+        self._driver = driver
+        self._stream = stream
+        self._clock = clock
+        self._limits = limits
+        self._speaker = inbound_nodes.Speaker(stream.node_id, stream.incarnation)
+        self._allowance = RateLimit(limits.commands_at_once, limits.commands_per_second)
+        # One place more than the limit, for the end.
+        self._inbox: asyncio.Queue[Said | None] = asyncio.Queue(limits.inbox + 1)
+        self._early: dict[tuple[type, str], Callable[[], None]] = {}
+        """By kind and rdzv_id: reports that arrived before the node's beliefs were handled. They
+        are noted after that."""
+        self._early_hung: dict[str, Hung] = {}
+        """By rdzv_id: early reports of hung workers."""
+        self._warned = False
+
+    # -------------------------------------------------------------- as they arrive
+
+    def take(self, message: pb.NodeMessage) -> None:
+        """Take a message, which renews the lease at once, even while the store is away."""
+        self._driver.connections.heard(self._stream)
+        try:
+            self._dispatch(message)
+        except (InvalidRequestError, LimitExceededError) as error:
+            self._refuse(inbound_nodes.job_named_in(message), error)
+
+    def finish(self) -> None:
+        """Note that the node sends no more; call it once. `obey` ends after the last command."""
+        self._inbox.put_nowait(None)
+
+    def _dispatch(self, message: pb.NodeMessage) -> None:
+        stream, reports, limits = self._stream, self._driver.reports, self._limits
+        match message.WhichOneof("body"):
+            case "heartbeat":
+                if message.heartbeat.number:
+                    now_us = self._clock.now_ms() * 1_000
+                    stream.send(Heard(message.heartbeat.number, now_us))
+            case "away":
+                deadline_ms = inbound_nodes.away_ms_of(message.away, limits)
+                self._driver.connections.plan_away(stream, deadline_ms)
+            case "log_piece":
+                piece = inbound_nodes.log_piece_of(message.log_piece, limits)
+                reports.take_log(stream, piece)
+            case "progress" | "workers_started" | "snapshots_held" | "arrivals" | "worker_gpus":
+                self._take_shown(message)
+            case "hung":
+                self._take_hung(inbound_nodes.hung_of(message.hung, limits))
+            case "stacks":
+                reports.take_stacks_in(stream, inbound_nodes.stacks_of(message.stacks, limits))
+            case "health":
+                reports.note_health(stream, inbound_nodes.failing_of(message.health, limits))
+            case "holdings":
+                self._queue(Holdings(inbound_nodes.holdings_of(message.holdings, limits)))
+            case "draining":
+                reports.note_draining(stream, inbound_nodes.draining_of(message.draining, limits))
+            case _:
+                self._queue(inbound_nodes.command_of(message, self._speaker, limits))
+
+    def _take_shown(self, message: pb.NodeMessage) -> None:
+        """Handle a report that is not a command; an invalid one is logged, not refused."""
+        stream, reports, limits = self._stream, self._driver.reports, self._limits
+        try:
+            match message.WhichOneof("body"):
+                case "progress":
+                    progress = inbound_reports.progress_of(message.progress, limits)
+                    self._show(progress, reports.note_progress)
+                case "workers_started":
+                    started = inbound_reports.started_of(message.workers_started, limits)
+                    self._show(started, reports.note_started)
+                case "snapshots_held":
+                    held = inbound_snapshots.snapshots_held_of(message.snapshots_held, limits)
+                    self._show(held, reports.note_snapshots)
+                case "worker_gpus":
+                    gpus = inbound_reports.gpus_of(message.worker_gpus, limits)
+                    if stream.greeted:  # An early report is dropped: agents repeat it.
+                        reports.note_gpus(stream, gpus)
+                case _:
+                    arrivals = inbound_reports.arrivals_of(message.arrivals, limits)
+                    if stream.greeted:  # Early arrivals are dropped: more follow in seconds.
+                        reports.note_arrivals(stream, arrivals)
+        except InvalidRequestError as error:
+            self._warn(error)
+
+    def _show(
+        self,
+        said: Progress | WorkersStarted | SnapshotsHeld,
+        note: Callable[[Stream, Any], None],
+    ) -> None:
+        """Note a report at once, so that it does not wait in the inbox while the store is away.
+
+        A report that arrives before the node's beliefs are handled is noted after them.
+        """
+        key = type(said), said.rdzv_id
+        if self._stream.greeted:
+            note(self._stream, said)
+        elif key in self._early or len(self._early) < _SHOWN * self._limits.beliefs:
+            self._early[key] = partial(note, self._stream, said)
+
+    def _take_hung(self, said: Hung) -> None:
+        """Note hung workers at once or, if the node's beliefs are not handled yet, after them."""
+        if self._stream.greeted:
+            self._driver.reports.note_hung(self._stream, said)
+        elif said.rdzv_id in self._early_hung or len(self._early_hung) < self._limits.beliefs:
+            self._early_hung[said.rdzv_id] = said
+
+    def _queue(self, said: Said) -> None:
+        if not isinstance(said, Holdings) and not self._allowance.take(self._clock.now_ms()):
+            raise LimitExceededError(
+                f"{self._stream.node_id} sends more than {self._limits.commands_per_second} "
+                "commands a second; send fewer"
+            )
+        if self._inbox.qsize() < self._limits.inbox:
+            self._inbox.put_nowait(said)
+            return
+        self._stream.close(
+            LimitExceededError(
+                f"{self._limits.inbox} messages of {self._stream.node_id} wait to be decided; the "
+                "stream is closed: send Hello again with the node's beliefs"
+            )
+        )
+
+    def _refuse(self, rdzv_id: str, error: InvalidRequestError | LimitExceededError) -> None:
+        self._stream.send(Refused(rdzv_id, error.code, str(error)))
+
+    def _warn(self, error: InvalidRequestError) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("%s: ignoring its report: %s", self._stream.node_id, error)
+
+    # -------------------------------------------------------------- in order
+
+    async def obey(self, beliefs: Sequence[pb.Belief]) -> None:
+        """Handle the node's beliefs, and then its queued messages in order, until `finish`."""
+        stream = self._stream
+        named = [inbound_nodes.job_named_in(message) for message in beliefs]
+        await self._driver.recovery.greet(stream, self._beliefs(beliefs), named)
+        self._release_shown()
+        self._release_hung()
+        while (said := await self._inbox.get()) is not None:
+            if isinstance(said, Holdings):
+                await self._driver.reports.note_holdings(stream, said.held)
+            else:
+                await self._driver.commands.hear(stream, *said)
+        stream.close()
+
+    def _beliefs(self, messages: Sequence[pb.Belief]) -> Iterable[Belief]:
+        for message in messages:
+            try:
+                yield inbound_nodes.belief_of(message, self._speaker, self._limits)
+            except InvalidRequestError as error:
+                # An error about one job must not block the node's other jobs.
+                self._refuse(inbound_nodes.job_named_in(message), error)
+
+    def _release_shown(self) -> None:
+        early, self._early = self._early, {}
+        for note in early.values():
+            try:
+                note()
+            except InvalidRequestError as error:
+                self._warn(error)
+
+    def _release_hung(self) -> None:
+        early, self._early_hung = self._early_hung, {}
+        for said in early.values():
+            try:
+                self._driver.reports.note_hung(self._stream, said)
+            except InvalidRequestError as error:
+                self._refuse(said.rdzv_id, error)
