@@ -96,6 +96,8 @@ class LivenessError(BrokenPromiseError):
 
 A_MOMENT_MS = 20_000
 """Other jobs learn of a quarantine a moment later, and the server may pause in between."""
+REPEATABLE = (agent_commands.SayStuck, agent_commands.FetchCopies)
+"""Commands of an agent that may be carried out again: a repeated fetch replaces the first one."""
 UNHEARD = "while it was silent"
 """Sent to a node that returns to a job that continued without it and already knew of its seat."""
 CALM_SHARE = 0.03
@@ -1012,7 +1014,7 @@ class Judge:
         if isinstance(event, agent_events.Signalled | agent_events.ServerConnected):
             return
         again = agent_step(transition.state, event, now_ms)
-        acts = [c for c in again.commands if not isinstance(c, agent_commands.SayStuck)]
+        acts = [c for c in again.commands if not isinstance(c, REPEATABLE)]
         if acts:
             self.fail(f"idempotence: {part.node_id} hears {event} twice and does {acts}")
 
@@ -1129,9 +1131,15 @@ def _said_of_snapshots(decided: Decided) -> dict[str, tuple[Snapshot, ...]]:
     """Return the reported snapshots of waiting nodes, including the one that is heard now."""
     before, command, transition = decided[:3]
     said = {node_id: one.snapshots for node_id, one in before.waiting.items()}
+    if not isinstance(command, Join):
+        return said
+    known = before.waiting.get(command.node_id)
     # A server without memory may adopt the run by this join, and complete a round in the same step.
-    if isinstance(command, Join) and command.run == transition.state.membership.run:
+    if command.run == transition.state.membership.run:
         said[command.node_id] = command.snapshots
+    elif known is not None and known.incarnation != command.incarnation:
+        # A new instance that has adopted no workers: what the former one held is gone with it.
+        del said[command.node_id]
     return said
 
 

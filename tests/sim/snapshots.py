@@ -45,6 +45,7 @@ class Slots:
         self.copies: tuple[Saved, ...] = ()
         """What is kept of other nodes' snapshots."""
         self.missing: MissingCopies | None = None
+        self._fetches = 0
         self._round: Assignment | None = None
         self._lineage = 0
 
@@ -72,13 +73,16 @@ class Slots:
                 world.agenda.after(in_ms, save)
 
     def fetch(self, mark: SnapshotMark, sources: tuple[CopySource, ...]) -> None:
-        """Begin to fetch copies; that takes a while, and may fail."""
+        """Begin to fetch copies instead of others; that takes a while, and may fail."""
         world = self._runner.world
+        self._fetches += 1
         in_ms = world.random.choice((0, 5, 300, 3_000))
-        world.agenda.after(in_ms, partial(self._fetched, mark, sources))
+        world.agenda.after(in_ms, partial(self._fetched, self._fetches, mark, sources))
 
-    def _fetched(self, mark: SnapshotMark, sources: tuple[CopySource, ...]) -> None:
+    def _fetched(self, number: int, mark: SnapshotMark, sources: tuple[CopySource, ...]) -> None:
         world = self._runner.world
+        if number != self._fetches:
+            return
         found = [
             replace(there, copy=one)
             for source in sources
