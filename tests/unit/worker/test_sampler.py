@@ -113,6 +113,37 @@ def test_several_batches_may_lie_between_two_commits() -> None:
     assert sampler.position == 3
 
 
+def test_the_last_step_of_an_epoch_is_told_by_the_length() -> None:
+    sampler = ElasticBatchSampler(10, 1, shuffle=False, batches_per_commit=3)
+    sampler.begin_round(0, 1)
+    steps: list[list[list[int]]] = [[]]
+    while sampler.epoch < 1:
+        for batch in sampler:
+            steps[-1].append(batch)
+            if len(steps[-1]) == min(3, len(sampler)):
+                sampler.commit()
+                steps.append([])
+    assert steps == [[[0], [1], [2]], [[3], [4], [5]], [[6], [7], [8]], [[9]], []]
+
+
+def test_an_epoch_whose_last_step_is_never_committed_is_refused() -> None:
+    """Otherwise its last batches would be yielded for ever."""
+    sampler = ElasticBatchSampler(10, 1, shuffle=False, batches_per_commit=3)
+    sampler.begin_round(0, 1)
+
+    def train_epoch() -> int:
+        for batches, _ in enumerate(sampler, 1):
+            if batches % 3 == 0:
+                sampler.commit()
+        return batches
+
+    assert [train_epoch() for _ in range(3)] == [10, 1, 1]
+    with pytest.raises(WorkerError, match=r"last 1 batches .* are never committed"):
+        train_epoch()
+    sampler.begin_round(0, 1)
+    assert train_epoch() == 1
+
+
 def test_an_iterator_of_a_former_round_is_refused() -> None:
     sampler = ElasticBatchSampler(10, 1, shuffle=False)
     sampler.begin_round(0, 1)

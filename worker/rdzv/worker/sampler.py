@@ -70,6 +70,8 @@ class ElasticBatchSampler:
         self._world_size = 1
         self._round = 0
         self._ends: deque[int] = deque()
+        self._fruitless = 0
+        """How many iterators in a row have yielded the same incomplete last step."""
 
     def begin_round(self, rank: int, world_size: int) -> None:
         """Divide the samples among the ranks of a new round; older iterators raise from now on.
@@ -84,11 +86,13 @@ class ElasticBatchSampler:
         self._rank = rank
         self._world_size = world_size
         self._round += 1
+        self._fruitless = 0
         self._ends.clear()
         self._end_epoch()
 
     def commit(self) -> None:
         """Count the oldest yielded batches as done; `State.commit` calls this."""
+        self._fruitless = 0
         for _ in range(min(self.batches_per_commit, len(self._ends))):
             self.position = self._ends.popleft()
         self._end_epoch()
@@ -115,7 +119,7 @@ class ElasticBatchSampler:
         self._ends.clear()
 
     def __len__(self) -> int:
-        """Return how many batches this rank has left in this epoch, at this world size."""
+        """Return how many batches of this epoch this rank has not committed."""
         per_step = self.batch_size * self._world_size
         left = self.size - self.position
         return left // per_step if self.drop_tail else -(-left // per_step)
@@ -131,6 +135,7 @@ class ElasticBatchSampler:
 
     def _batches(self, rank: int, round_: int) -> Iterator[list[int]]:
         self._refuse_if_stale(round_)
+        self._refuse_endless_epoch()
         if self.on_first_batch is not None and self.position:
             self.on_first_batch()
         self.on_first_batch = None
@@ -142,12 +147,22 @@ class ElasticBatchSampler:
             self._ends.append(position)
             yield batch
             self._refuse_if_stale(round_)
+        self._fruitless += len(self._ends) < self.batches_per_commit
 
     def _refuse_if_stale(self, round_: int) -> None:
         if round_ != self._round:
             raise WorkerError(
                 "an iterator of an earlier round was asked for a batch, but it divides the samples "
                 "among other ranks: make loaders and iterators inside the function under @elastic"
+            )
+
+    def _refuse_endless_epoch(self) -> None:
+        # Not at the second: the script may have left the loop early, or looked at one batch.
+        if self._fruitless > 2:
+            raise WorkerError(
+                f"the last {len(self._ends)} batches of the epoch are never committed, because "
+                f"batches_per_commit is {self.batches_per_commit}: also commit the last step, "
+                f"which has fewer: if batches == min({self.batches_per_commit}, len(sampler))"
             )
 
     def _end_epoch(self) -> None:
