@@ -11,6 +11,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -355,6 +356,29 @@ def test_nccl_without_its_watchdog_is_unwatched(
     groups.open()
     assert groups.is_unwatched is is_unwatched
     groups.close()
+
+
+def test_a_short_timeout_does_not_limit_how_long_new_workers_take_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[timedelta] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, timeout, **__: made.append(timeout))
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    timeout = timedelta(milliseconds=10)
+    link: Any = FakeLink()
+    kept = RoundGroups(round_of({"RANK": "0", "WORLD_SIZE": "2"}), Options(None, timeout), link)
+    thread = threading.Thread(target=kept.open)
+    thread.start()
+    server.wait(["rdzv/0/started/0"], timedelta(seconds=60))
+    thread.join(0.1)
+    assert thread.is_alive() and not made
+    server.set("rdzv/0/started/1", "true")  # The new worker.
+    thread.join()
+    assert made == [timeout]
+    kept.close()
 
 
 def test_two_rounds_on_one_store_share_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:

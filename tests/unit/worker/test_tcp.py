@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import weakref
 from collections.abc import Iterator
@@ -126,6 +127,19 @@ def test_connections_are_held_here_if_the_runner_has_no_place(
     cut.release(over=True)
     with pytest.raises(BrokenPipeError):
         one.ours.sendall(b"x")
+
+
+@pytest.mark.parametrize(("addresses", "is_held"), [(32, True), (33, False)])
+def test_all_workers_of_a_node_have_at_most_a_quarter_of_their_users_descriptors_held(
+    monkeypatch: pytest.MonkeyPatch, addresses: int, is_held: bool
+) -> None:
+    """More in the queues of a user's sockets than its limit, and no loader can pass a tensor."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    asked: list[list[int]] = []
+    published = Published(addresses={("127.0.0.1", port) for port in range(1, addresses + 1)})
+    GlooCut(published, set()).hand_over(lambda fds: not asked.append(fds))
+    assert bool(asked) is is_held
 
 
 def test_a_child_keeps_the_numbers_and_not_the_connections(connections: list[Connection]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import threading
 import weakref
@@ -110,11 +112,16 @@ class GlooCut:
         self._knocked = len(own)
 
     def hand_over(self, hold_open: Callable[[list[int]], bool]) -> None:
-        """Have the runner hold the connections that were made since the last call."""
+        """Have the runner hold the connections made since the last call, unless they are too many.
+
+        A rank has about as many connections as addresses are published.
+        """
         known = len(self._published.addresses)
         if known == self._known:
             return
         self._known = known
+        if known > most_held():
+            return
         found = duplicates(set(self._published.addresses), self._handed_over)
         if hold_open([connection.fileno() for connection in found.values()]):
             self._handed_over |= found.keys()
@@ -128,6 +135,18 @@ class GlooCut:
     def drop_in_child(self) -> None:
         """Close a forked child's copies of the round's connections."""
         drop_in_child(self.addresses)
+
+
+def most_held() -> int:
+    """Return the most connections of one worker that the runner may hold.
+
+    The kernel counts the descriptors that wait in the sockets of all of a user's processes. Above
+    RLIMIT_NOFILE none of them can pass another one, without CAP_SYS_RESOURCE: a loader cannot pass
+    its tensors, nor the runner its log files. All workers of a node take at most a quarter: the
+    connections of dead workers are held beside those of their successors.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft // 4 // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 class NcclCut:

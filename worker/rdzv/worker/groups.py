@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .cutting import Cut, GlooCut, NcclCut
 from .errors import StaleGroupError, UnsupportedError
+from .exchange import exchange
 from .gloo_addresses import Published
 from .recording_store import recording_store
 from .tcp import resolve
@@ -66,13 +67,15 @@ class RoundGroups:
         if self._link is not None:
             _keep_nccl_quiet()
             self._link.begin(self.round.number, self.cut)
-        timeout = self._options.timeout or dist.distributed_c10d.default_pg_timeout
-        self._base_store = self._made_store(timeout)
+        self._base_store = self._made_store()
         # Group names start at 0 in every round, so two rounds must not share their keys.
         self.store = PrefixStore(f"rdzv/{self.round.number}", self._base_store)
         backend = self._options.backend or _default_backend()
         quiet = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0"
         self.is_unwatched = "nccl" in backend and quiet
+        if self._options.timeout is not None and self._link is not None:
+            # It limits collectives, not how long the new processes of this round take to start.
+            exchange(self.store, self.round, "started", True)
         dist.init_process_group(
             backend,
             store=self.store,
@@ -137,8 +140,9 @@ class RoundGroups:
         if self._gloo is not None:
             self._gloo.drop_in_child()
 
-    def _made_store(self, timeout: timedelta) -> Store:
+    def _made_store(self) -> Store:
         from torch._C._distributed_c10d import HashStore, TCPStore
+        from torch.distributed.distributed_c10d import default_pg_timeout
 
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if host is None or port is None:
@@ -157,7 +161,7 @@ class RoundGroups:
             int(port),
             self.round.world_size,
             is_master=not served and self.round.rank == 0,
-            timeout=timeout,
+            timeout=default_pg_timeout,
             **({} if served else {"multi_tenant": True}),
         )
         if self._link is None:
