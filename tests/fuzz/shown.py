@@ -1,7 +1,7 @@
 """Texts from others on their way to a terminal: the commands' output, and log lines.
 
 A step is a message that a server might send, whatever is in it: `JobStatus` and similar, or
-`LogLines`. It is formatted by the commands and the log relay, as `rdzvctl` would on a terminal.
+`LogLines`. It is formatted by the commands and by the server, as `rdzvctl` would on a terminal.
 """
 
 from __future__ import annotations

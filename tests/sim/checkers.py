@@ -61,7 +61,7 @@ from rdzv.core.rendezvous import Transition
 from rdzv.core.snapshots import MAX_LOADS
 from rdzv.errors import RendezvousError
 from rdzv.server.engine.job import News
-from rdzv.server.scheduling import job_queue
+from rdzv.server.scheduling import placing
 from rdzv.server.scheduling.quarantined_nodes import QUARANTINE
 from rdzv.stores.base import Record
 from rdzv.stores.memory import MemoryStore
@@ -201,7 +201,7 @@ class Judge:
         with (
             patch.object(rendezvous, "step", watched_step),
             patch.object(nodes, "step", watched_nodes),
-            patch.object(job_queue, "plan", watched_plan),
+            patch.object(placing, "plan", watched_plan),
         ):
             yield
 

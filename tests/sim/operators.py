@@ -224,7 +224,7 @@ class Operators:
             yield f"{name} is still drained"
         if leader is None or not world.swarm.specs:
             return
-        if leader.driver.scheduling.queue.settled_at_ms > leader.process.now_ms():
+        if leader.driver.scheduling.placer.settled_at_ms > leader.process.now_ms():
             yield "the server still waits for nodes that are on their way back"
         for record in leader.driver.leases.records.values():
             # A job that could have it blocks those behind it in the queue.
@@ -266,7 +266,7 @@ class Operators:
         world = self.world
         leader = world.leader
         state = leader.driver.jobs.peek(job.rdzv_id) if leader is not None else None
-        wait = leader.driver.scheduling.queue.wait_of(job.rdzv_id) if leader is not None else None
+        wait = leader.driver.scheduling.placer.wait_of(job.rdzv_id) if leader is not None else None
         held = [h for a in world.agents if isinstance(a, Daemon) for h in a.held]
         mine = [h for h in held if h.placed.key == (job.rdzv_id, job.run)]
         without_room = [h for h in mine if self._waits_for_room(h)]

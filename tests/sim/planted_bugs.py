@@ -16,7 +16,7 @@ QUARANTINE_TESTS = (
 )
 NOTICE_TESTS = "tests/unit/agent/test_agent_notice.py"
 LEDGER_TESTS = "tests/unit/view/test_ledger.py tests/unit/server/test_step_milestones.py"
-QUEUE_TESTS = "tests/unit/server/test_job_queue.py"
+QUEUE_TESTS = "tests/unit/server/test_placing.py"
 RELAY_TESTS = "tests/unit/server/test_relayed_streams.py"
 ROLE_TESTS = "tests/unit/server/test_roles.py"
 KEEPING_TESTS = (
@@ -164,14 +164,14 @@ MUTANTS = (
         "staying",
         "        return len(self.here) - len(self.going)",
         "        return len(self.here)",
-        by="tests/unit/core/fleet/test_placement.py tests/unit/server/test_job_queue.py",
+        by="tests/unit/core/fleet/test_placement.py tests/unit/server/test_placing.py",
     ),
     Mutant(
         "a lifted drain is not told to who was away",
         "Drains.owed",
         "        return UndrainNode() if lifted else None",
         "        return None",
-        by="tests/unit/server/test_job_queue.py",
+        by="tests/unit/server/test_placing.py",
     ),
     # ---------------------------------------------------------- notice, and who leaves by it
     Mutant(
@@ -238,7 +238,7 @@ MUTANTS = (
     ),
     Mutant(
         "who has not taken it up yet keeps its placement on a drained node",
-        "JobQueue._decide",
+        "Placer._decide",
         "        return [*_withdrawn_from(going, states), *_commands(decided, runs, lost)]",
         "        return [*_commands(decided, runs, lost)]",
         by=QUEUE_TESTS,
@@ -284,7 +284,7 @@ MUTANTS = (
         "decline_job",
         "    if command.passing:",
         "    if False:",
-        by=_unit("tests/unit/server/test_job_queue.py"),
+        by=_unit("tests/unit/server/test_placing.py"),
     ),
     Mutant(
         "a check that hangs is asked again and again",
@@ -1682,10 +1682,10 @@ MUTANTS = (
     ),
     Mutant(
         "nodes are given while a placement is in doubt",
-        "JobQueue.place",
+        "Placer.place",
         "while not self.stopped and await self._resolved() and (",
         "while not self.stopped and (",
-        by="tests/unit/server/test_job_queue.py",
+        by="tests/unit/server/test_placing.py",
     ),
     Mutant(
         "cordons are forgotten by the next server",
@@ -1795,7 +1795,7 @@ MUTANTS = (
     ),
     Mutant(
         "a placement is not taken back from who is not heard of again",
-        "JobQueue._decide",
+        "Placer._decide",
         "        lost = self._vanished(states) if settled else {}",
         "        lost: dict[str, tuple[str, ...]] = {}",
     ),
@@ -1816,7 +1816,7 @@ MUTANTS = (
         "after_step",
         "                    yield node_id, withdrawn",
         "                    continue",
-        by="tests/unit/server/test_job_queue.py",
+        by="tests/unit/server/test_placing.py",
     ),
     Mutant(
         "a job that left a node unheard keeps it",
@@ -1857,7 +1857,7 @@ MUTANTS = (
         "after_step",
         "                gone = event.node_id in before.placed and event",
         "                gone = False and event",
-        by="tests/unit/server/test_job_queue.py",
+        by="tests/unit/server/test_placing.py",
     ),
     Mutant(
         "who joins from an old round does not hear that its seat is of one that has ended",
@@ -1871,14 +1871,14 @@ MUTANTS = (
         "Reports.note_holdings",
         "                await self._note_let_go(stream, rdzv_id, run)\n",
         "                pass\n",
-        by="tests/unit/server/test_job_queue.py",
+        by="tests/unit/server/test_placing.py",
     ),
     Mutant(
         "who believes in another run keeps its seat in this one",
         "greet",
         "            if not self._is_of_another_run(belief):\n",
         "            if True:\n",
-        by="tests/unit/server/test_job_queue.py",
+        by="tests/unit/server/test_placing.py",
     ),
     Mutant(
         "who joins as another run is adopted has no place in that one",

@@ -10,7 +10,7 @@ from functools import reduce
 from operator import add
 from types import MappingProxyType
 
-from rdzv.core.fleet.drains import Drain
+from rdzv.core.fleet.drain import Drain
 from rdzv.core.fleet.placement import Wait
 from rdzv.core.kept_ranks import kept_workers
 from rdzv.core.life.absences import some_seat_away, unheard, unheard_until_ms

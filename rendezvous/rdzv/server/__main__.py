@@ -285,7 +285,7 @@ def _reload(configuration: Configuration, tls: Tls | None) -> None:
 
 async def _run_relay(config: Config, to: RelayTo, tls: Tls | None, stop: asyncio.Event) -> None:
     """Carry nodes' streams to the server that leads."""
-    from rdzv.server.relay.running import relaying
+    from rdzv.server.stream_relay.running import relaying
 
     async with relaying(config, to, tls) as bound:
         _say_ready(config, bound, f"relaying to {','.join(map(str, to.servers))}", None, None)

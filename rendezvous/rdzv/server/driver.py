@@ -184,7 +184,7 @@ class Driver:
             self.engine,
             forgetting=self.forgetting,
             views=self.views,
-            queue=self.scheduling.queue,
+            placer=self.scheduling.placer,
             stack_archive=self.diagnosis.stack_archive,
             watchers=self.watchers,
         )
@@ -288,7 +288,7 @@ class Driver:
         """Announce a stored step to nodes, watchers and the other parts, without waiting."""
         self.node_jobs.note_step(job, news)
         if news.before.membership.submission or news.after.membership.submission:
-            self.scheduling.queue.wake()
+            self.scheduling.placer.wake()
         self.diagnosis.note_state(news.after)
         self.watchers.job_changed(job.rdzv_id)
         self.streams.announce(news)

@@ -1,11 +1,11 @@
 // Chooses the view, and shows the state of the connection to the server, and the theme.
 
-import { useToken } from "./ask.js";
 import { put, tell, tick } from "./dom.js";
 import { FleetView } from "./fleet.js";
 import { JobView } from "./job.js";
 import { NodeView } from "./node.js";
 import { ReportView } from "./report.js";
+import { requestServers, useToken } from "./requests.js";
 import { Stream } from "./stream.js";
 import { duration } from "./words.js";
 
@@ -163,7 +163,7 @@ document.querySelector(".skip").addEventListener("click", (event) => {
 
 /** Warn if anyone who can reach the server can do anything. */
 async function warn() {
-  const { servers } = await (await fetch("/api/v1/servers")).json();
+  const { servers } = await (await requestServers()).json();
   const exposed = servers.find((server) => server.insecure);
   $("insecure").hidden = !exposed;
   if (exposed) put($("insecure"), `Insecure: ${exposed.insecure}; anyone who can reach ${exposed.address} can run and end jobs.`);

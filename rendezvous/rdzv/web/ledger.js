@@ -1,8 +1,7 @@
 // How a run spent its time: a band over time, and a table with the same data.
 
-import { ask } from "./ask.js";
 import { fillAnew, h, keyed, mark, put, s } from "./dom.js";
-import { jobPath } from "./stream.js";
+import { requestLedger } from "./requests.js";
 import { clock, counted, hours, moment, orNone, took } from "./words.js";
 
 const WIDE = 1000;
@@ -86,7 +85,7 @@ export class Ledger {
     this.busy = true;
     this.again = false;
     try {
-      const answer = await ask(`${jobPath(this.name)}/ledger${this.number === null ? "" : `?run=${this.number}`}`);
+      const answer = await requestLedger(this.name, this.number);
       const told = await answer.json();
       if (!this.closed) {
         this.element.hidden = !answer.ok;

@@ -1,8 +1,7 @@
 // The output of a job's workers: its end, or new output as it arrives.
 
-import { ask } from "./ask.js";
 import { h, put } from "./dom.js";
-import { jobPath } from "./stream.js";
+import { requestLogs } from "./requests.js";
 
 const MOST = 400000; // Characters kept of a followed log.
 
@@ -60,7 +59,7 @@ export class LogView {
     if (this.follow.checked) query.set("follow", "true");
     put(this.said, "Reading.");
     try {
-      const answer = await ask(`${jobPath(this.name)}/logs?${query}`, { signal: reading.signal });
+      const answer = await requestLogs(this.name, query, reading.signal);
       if (!answer.ok) {
         put(this.said, (await answer.json()).message);
         return;

@@ -1,8 +1,8 @@
 // One node, across its jobs: its state, what runs there, and its history.
 
-import { ask } from "./ask.js";
 import { age, chip, fillAnew, h, keyed, mark, put, tone, updateAge, updateChip } from "./dom.js";
 import { drawJobsOf, jobLink, nodeNote, nodeState, resourcesOf } from "./fleet.js";
+import { requestNodeEvents } from "./requests.js";
 import { bytes, moment, orNone } from "./words.js";
 
 const BAD = ["WorkerFailed", "NodeLost", "NodeDeclined", "WorkersHang", "NodeQuarantined", "NodeStuck", "RoundEnded", "RoundSettled"];
@@ -51,7 +51,7 @@ export class NodeView {
     const reading = (this.reading = new AbortController());
     put(this.said, "Reading the history of all jobs.");
     try {
-      const answer = await ask(`/api/v1/nodes/${encodeURIComponent(this.name)}/events`, { signal: reading.signal });
+      const answer = await requestNodeEvents(this.name, reading.signal);
       const told = await answer.json();
       put(this.said, answer.ok ? "" : told.message);
       if (!answer.ok) return;

@@ -1,8 +1,8 @@
 // How all jobs spent their time: which causes, nodes and jobs cost most. Loaded when opened, or on request.
 
-import { ask } from "./ask.js";
 import { fillAnew, h, put } from "./dom.js";
 import { jobLink, nodeLink } from "./fleet.js";
+import { requestReport } from "./requests.js";
 import { hours, took } from "./words.js";
 
 const SINCE = { 24: "1 day", 168: "7 days", 720: "30 days" };
@@ -66,7 +66,7 @@ export class ReportView {
     const reading = (this.reading = new AbortController());
     put(this.said, "Reading the history of all jobs.");
     try {
-      const answer = await ask(`/api/v1/report?hours=${this.since.value}`, { signal: reading.signal });
+      const answer = await requestReport(this.since.value, reading.signal);
       const report = await answer.json();
       put(this.said, answer.ok ? `As of ${new Date(report.until_unix_ms).toLocaleTimeString([], { hour12: false })}.` : report.message);
       if (answer.ok) this.show(report);

@@ -1,8 +1,7 @@
 // Hung workers, and the stacks of all workers of a round, loaded on request.
 
-import { ask } from "./ask.js";
 import { chip, fillAnew, h, keyed, put, updateChip } from "./dom.js";
-import { jobPath } from "./stream.js";
+import { requestStacks, takeStacks } from "./requests.js";
 import { clock, counted, rankList } from "./words.js";
 
 const GROUPS = 16; // The most places in the code shown; rdzvctl stacks --raw has all.
@@ -66,21 +65,21 @@ export class Stacks {
   }
 
   async read(taken = this.last) {
-    if (await this.ask(`?round=${taken.round}`, "Reading.")) this.shown = `${taken.round} ${taken.at}`;
+    if (await this.load((signal) => requestStacks(this.name, taken.round, signal), "Reading.")) this.shown = `${taken.round} ${taken.at}`;
   }
 
   async takeNow() {
     this.take.disabled = true;
-    if (await this.ask("", "Asking every worker: it is stopped for some milliseconds.", "POST")) this.shown = "now";
+    if (await this.load((signal) => takeStacks(this.name, signal), "Asking every worker: it is stopped for some milliseconds.")) this.shown = "now";
     this.take.disabled = false;
   }
 
-  async ask(query, meanwhile, method = "GET") {
+  async load(request, meanwhile) {
     this.reading?.abort();
     const reading = (this.reading = new AbortController());
     put(this.said, meanwhile);
     try {
-      const answer = await ask(`${jobPath(this.name)}/stacks${query}`, { method, signal: reading.signal });
+      const answer = await request(reading.signal);
       const report = await answer.json();
       put(this.said, answer.ok ? `Of round ${report.round}.` : report.message);
       if (answer.ok) this.show(report);

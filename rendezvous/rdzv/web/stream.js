@@ -1,14 +1,11 @@
-// Keeps what the server pushes. Everything else (logs, ledger, a node's history, reports) is requested with `ask`.
+// Keeps what the server pushes. Everything else (logs, ledger, a node's history, reports) is requested once (`requests.js`).
 
-import { ask, Source } from "./ask.js";
+import { openStream, requestJob, requestNodes } from "./requests.js";
 
-const API = "/api/v1";
 const SILENT_MS = 12000; // The server sends something every 5 s.
 const HIDDEN_MS = 60000;
 const FIRST_MS = 500;
 const MOST_MS = 10000;
-
-export const jobPath = (name) => `${API}/jobs/${encodeURIComponent(name)}`;
 
 /** One stream of the server: reopened whenever it ends, and closed while the page is hidden. */
 export class Stream {
@@ -43,8 +40,7 @@ export class Stream {
   open() {
     clearTimeout(this.again);
     this.source?.close();
-    const query = this.job === null ? "" : `?job=${encodeURIComponent(this.job)}`;
-    const source = (this.source = new Source(`${API}/stream${query}`));
+    const source = (this.source = openStream(this.job));
     this.opened = Date.now();
     let fresh = null;
     const on = (name, take) =>
@@ -137,7 +133,7 @@ export class Stream {
   async explain() {
     this.retry();
     try {
-      const answer = await ask(this.job === null ? `${API}/nodes` : jobPath(this.job));
+      const answer = await (this.job === null ? requestNodes() : requestJob(this.job));
       if (this.closed) return;
       if (answer.ok) {
         // There was no such job, and there is one now.

@@ -88,7 +88,7 @@ RULES = (
         but=of(
             *("server/rpc/*_service.py", "server/rpc/grpc_listener.py", "server/wire/*.py"),
             *("server/rpc/node_calls.py", "server/rpc/node_messages.py"),
-            *("server/rpc/relayed_streams.py", "server/relay/*.py"),
+            *("server/rpc/relayed_streams.py", "server/stream_relay/*.py"),
             "server/__main__.py",
             *("view/from_messages.py", "client.py", "transport/*.py"),
             # The agent's reports and node only pass on messages that its link has encoded.

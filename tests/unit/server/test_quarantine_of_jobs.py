@@ -29,7 +29,7 @@ from rdzv.transport.endpoints import Listen
 from rdzv.view.answers import Node
 from tests.support.builders import Job
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, read, settle
-from tests.unit.server.test_job_queue import QUIET_MS, daemons, live, submission
+from tests.unit.server.test_placing import QUIET_MS, daemons, live, submission
 
 SETTINGS = Settings(2, 2, max_restarts=9, restart_backoff_ms=0)
 HOUR_MS = 3_600_000
@@ -240,7 +240,7 @@ async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_sto
     """Two jobs share two nodes. One has n2 quarantined; the other removes it at its next end."""
     async with server(failures=2, max_nodes=2) as s:
         roomy = replace_capacity(2)
-        s.driver.scheduling.queue.settled_at_ms = 0
+        s.driver.scheduling.placer.settled_at_ms = 0
         n1, n2, n3 = [await s.connect(name, resources=roomy) for name in ("n1", "n2", "n3")]
         await s.clock.advance(QUIET_MS)
         await training(s, (n1, n2, n3))
@@ -277,7 +277,7 @@ async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_sto
 
 
 def replace_capacity(capacity: int):  # type: ignore[no-untyped-def]
-    from tests.unit.server.test_job_queue import HAS
+    from tests.unit.server.test_placing import HAS
 
     gpus = tuple(replace(HAS.gpus[0], uuid=f"u{number}") for number in range(capacity))
     return replace(HAS, capacity=capacity, gpus=gpus)

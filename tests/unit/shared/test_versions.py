@@ -23,7 +23,7 @@ from rdzv.agent.output import log_reading
 from rdzv.agent.server_link import encoding as agent_wire
 from rdzv.client import LOG_POSITIONS
 from rdzv.errors import InvalidRequestError
-from rdzv.server.diagnosis import log_relay
+from rdzv.server.diagnosis import worker_logs
 from rdzv.server.settings import config
 from rdzv.server.wire import inbound_nodes, inbound_reports, inbound_snapshots
 from rdzv.structs import as_dict
@@ -168,7 +168,7 @@ def test_the_present_protocol_is_recorded_with_every_message() -> None:
 
 def test_agent_and_server_of_one_build_speak_the_same_protocol() -> None:
     assert AGENT_PROTOCOL_VERSION == config.PROTOCOL_VERSION
-    assert log_reading.PIECE_COST == log_relay.PIECE_COST
+    assert log_reading.PIECE_COST == worker_logs.PIECE_COST
     assert LIMITS.log_piece_bytes == log_reading.PIECE_BYTES
     assert LIMITS.log_positions == LOG_POSITIONS
 

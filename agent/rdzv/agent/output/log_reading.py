@@ -34,7 +34,7 @@ PIECE_BYTES = 64 * 1024
 """The most data in one piece."""
 PIECE_COST = 256
 """The credit that a piece costs in addition to its data, which also limits the number of small
-pieces. `rdzv.server.diagnosis.log_relay` counts the same.
+pieces. `rdzv.server.diagnosis.worker_logs` counts the same.
 """
 TAIL_BYTES = 64 * 1024 * 1024
 """How far back the start of the last lines is searched."""

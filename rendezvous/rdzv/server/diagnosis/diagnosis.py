@@ -10,13 +10,13 @@ from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.diagnosis.hang_investigation import Hangs
-from rdzv.server.diagnosis.log_relay import LogRelay
 from rdzv.server.diagnosis.progress_tracking import ProgressBoard
 from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
 from rdzv.server.diagnosis.stack_archive import StackArchive
 from rdzv.server.diagnosis.stack_collection import StackRelay
 from rdzv.server.diagnosis.step_milestones import StepMilestones
 from rdzv.server.diagnosis.straggler_tracking import Stragglers
+from rdzv.server.diagnosis.worker_logs import WorkerLogs
 from rdzv.server.diagnosis.worker_starts import WorkerStarts
 from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.store_access import StoreAccess
@@ -45,7 +45,7 @@ class Diagnosis:
         self.starts = WorkerStarts(note)
         self.snapshots = SnapshotTracking(send)
         self.stragglers = Stragglers(timings.straggler_after_ms, note)
-        self.logs = LogRelay(clock, limits, timings.log_answer_ms, send)
+        self.logs = WorkerLogs(clock, limits, timings.log_answer_ms, send)
         self.stacks = StackRelay(clock, limits, timings.stacks_answer_ms, send)
         self.stack_archive = StackArchive(store)
         self.hangs = Hangs(

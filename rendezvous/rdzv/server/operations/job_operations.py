@@ -13,7 +13,7 @@ from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.forgetting import Forgetting
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.operations.job_views import JobViews
-from rdzv.server.scheduling.job_queue import JobQueue
+from rdzv.server.scheduling.placing import Placer
 from rdzv.server.security import roles
 from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.structs import replace
@@ -30,14 +30,14 @@ class JobOperations:
         *,
         forgetting: Forgetting,
         views: JobViews,
-        queue: JobQueue,
+        placer: Placer,
         stack_archive: StackArchive,
         watchers: Watchers,
     ) -> None:
         self._engine = engine
         self._forgetting = forgetting
         self._views = views
-        self._queue = queue
+        self._placer = placer
         self._stack_archive = stack_archive
         self._watchers = watchers
 
@@ -56,10 +56,10 @@ class JobOperations:
 
         state = await self._engine.jobs.look(rdzv_id)
         if command.run != state.membership.run:
-            self._queue.check_placeable(command.spec)
+            self._placer.check_placeable(command.spec)
         command = replace(command, spec=replace(command.spec, submitter=caller.name))
         await self._engine.submit(rdzv_id, command, guard)
-        await self._queue.place()
+        await self._placer.place()
         return await self._views.status(rdzv_id)
 
     async def obey(self, rdzv_id: str, command: Command) -> JobView:

@@ -62,7 +62,7 @@ class NodeOperations:
             TooFewNodesError: with `keep_min`, one of its jobs would be left with too few nodes.
 
         """
-        short = self._scheduling.queue.short_without if keep_min else None
+        short = self._scheduling.placer.short_without if keep_min else None
         await self._scheduling.drains.drain(node_id, deadline_ms, reason, short)
         self._show_drain(node_id)
         return self._views.summary(node_id)

@@ -15,8 +15,8 @@ from rdzv.server.messages import Announcement, Draining, Hello, Holding
 from rdzv.server.scheduling.cordons import Cordon, Cordons
 from rdzv.server.scheduling.drains import Drains
 from rdzv.server.scheduling.hosts import Hosts
-from rdzv.server.scheduling.job_queue import JobQueue
 from rdzv.server.scheduling.known_nodes import KnownNodes
+from rdzv.server.scheduling.placing import Placer
 from rdzv.server.scheduling.quarantined_nodes import Quarantine
 from rdzv.server.settings.config import Config
 
@@ -49,7 +49,7 @@ class Scheduling:
         self.cordons = Cordons(store, clock, lock, records, on_change=self._cordons_changed)
         self.drains = Drains(engine, clock, self.cordons, send)
         self.hosts = Hosts(records, self.known_nodes, self.cordons, self.drains, self.quarantine)
-        self.queue = JobQueue(
+        self.placer = Placer(
             engine,
             clock,
             tasks,
@@ -73,23 +73,23 @@ class Scheduling:
 
         """
         await self.cordons.load()
-        self.queue.start()
+        self.placer.start()
 
     def stop(self) -> None:
         """Stop placing jobs, and stop the timer that ends quarantines."""
-        self.queue.stop()
+        self.placer.stop()
         self.quarantine.stop()
 
     def _wake(self) -> None:
-        self.queue.wake()
+        self.placer.wake()
 
     def _quarantine_changed(self) -> None:
         self._on_quarantine()
-        self.queue.wake()
+        self.placer.wake()
 
     def _cordons_changed(self, before: Mapping[str, Cordon]) -> None:
         self.drains.tell_changes(before)
-        self.queue.wake()
+        self.placer.wake()
 
     # ---------------------------------------------------------------- reports of nodes
 
@@ -110,7 +110,7 @@ class Scheduling:
         """Note that a known node leaves all its jobs on its own initiative; ignore other drains."""
         if self.known_nodes.of(node_id) is not None and draining.own:
             self.drains.note_draining(node_id, draining)
-            self.queue.wake()
+            self.placer.wake()
 
     def note_lost(self, node_id: str) -> None:
         """Forget a node that was given up."""

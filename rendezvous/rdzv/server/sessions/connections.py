@@ -165,13 +165,13 @@ class Connections:
             case nodes.NodeConnected():
                 self._streams.close(event.node_id, event.stale_stream, "a newer one is open")
                 self._node_jobs.mark_soon(event.node_id)
-                self._scheduling.queue.wake()
+                self._scheduling.placer.wake()
             case nodes.LeaseGrown():
                 interval_ms = self._leases.heartbeat_interval_ms(event.lease_ms)
                 self._streams.send(event.node_id, Lease(interval_ms, event.lease_ms))
             case nodes.NodeAway():
                 self._node_jobs.mark_soon(event.node_id)
-                self._scheduling.queue.wake()
+                self._scheduling.placer.wake()
             case nodes.NodeLost():
                 self._meter.node_lost()
                 self._callers.pop(event.node_id, None)

@@ -1,4 +1,4 @@
-// Requests to the server, with the user's token if one is needed.
+// All requests of the page, one function each. The user's token is sent with them, if one is needed.
 
 const KEY = "rdzv-token";
 const TOKEN = /^[\w.~+/=-]{1,1024}$/;
@@ -27,11 +27,39 @@ export function useToken(text) {
   return true;
 }
 
-export const ask = (path, options = {}) =>
-  fetch(path, { ...options, headers: token ? { Authorization: `Bearer ${token}` } : {} });
+const request = (path, options = {}) =>
+  fetch(`/api/v1${path}`, { ...options, headers: token ? { Authorization: `Bearer ${token}` } : {} });
+
+const jobPath = (name) => `/jobs/${encodeURIComponent(name)}`;
+
+export const requestServers = () => request("/servers");
+
+export const requestNodes = () => request("/nodes");
+
+export const requestNodeEvents = (name, signal) => request(`/nodes/${encodeURIComponent(name)}/events`, { signal });
+
+export const requestJob = (name) => request(jobPath(name));
+
+/** Request the ledger of a job's run, or of its latest run if `run` is null. */
+export const requestLedger = (name, run) => request(`${jobPath(name)}/ledger${run === null ? "" : `?run=${run}`}`);
+
+/** Request logs of a job; `query` has the parameters of the API. */
+export const requestLogs = (name, query, signal) => request(`${jobPath(name)}/logs?${query}`, { signal });
+
+/** Request the stacks that were taken in a round. */
+export const requestStacks = (name, round, signal) => request(`${jobPath(name)}/stacks?round=${round}`, { signal });
+
+/** Have the stacks of all workers of a job taken now. */
+export const takeStacks = (name, signal) => request(`${jobPath(name)}/stacks`, { method: "POST", signal });
+
+/** Request how all jobs spent the last `hours`. */
+export const requestReport = (hours, signal) => request(`/report?hours=${hours}`, { signal });
+
+/** Open the stream of one job, or of the fleet if `name` is null. */
+export const openStream = (name) => new Source(name === null ? "/stream" : `/stream?job=${encodeURIComponent(name)}`);
 
 /** Like an EventSource, which cannot send a token; its owner reopens it. */
-export class Source {
+class Source {
   constructor(path) {
     this.takes = new Map();
     this.onerror = () => {};
@@ -49,7 +77,7 @@ export class Source {
 
   async read(path) {
     try {
-      const answer = await ask(path, { signal: this.closed.signal });
+      const answer = await request(path, { signal: this.closed.signal });
       if (answer.ok) await this.takeAll(answer.body.pipeThrough(new TextDecoderStream()).getReader());
     } catch {
       // Another request finds out why it ended.

@@ -15,8 +15,6 @@ from rdzv.errors import (
     RendezvousError,
     UnauthenticatedError,
 )
-from rdzv.server.relay.node_end import NodeEnd
-from rdzv.server.relay.upstream import Link, Upstream
 from rdzv.server.rpc.gate_interceptor import (
     authorization_header,
     certified_caller,
@@ -25,6 +23,8 @@ from rdzv.server.rpc.gate_interceptor import (
 )
 from rdzv.server.rpc.node_calls import no_hello
 from rdzv.server.settings.config import Config
+from rdzv.server.stream_relay.node_end import NodeEnd
+from rdzv.server.stream_relay.upstream import Link, Upstream
 from rdzv.v1 import rdzv_pb2 as pb
 
 if TYPE_CHECKING:

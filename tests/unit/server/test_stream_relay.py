@@ -17,11 +17,11 @@ from rdzv.errors import (
     LimitExceededError,
     RendezvousConnectionError,
 )
-from rdzv.server.relay.node_end import NODE_BYTES, NodeEnd
-from rdzv.server.relay.running import relaying
-from rdzv.server.relay.upstream import Link
 from rdzv.server.security.tls import Tls
 from rdzv.server.settings.config import Config, RelayTo, Timings
+from rdzv.server.stream_relay.node_end import NODE_BYTES, NodeEnd
+from rdzv.server.stream_relay.running import relaying
+from rdzv.server.stream_relay.upstream import Link
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.transport.endpoints import Listen, parse_endpoint
 from rdzv.v1 import rdzv_pb2 as pb

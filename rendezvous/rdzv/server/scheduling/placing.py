@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from rdzv.core.commands import Command, GiveUp, Place, Withdraw
 from rdzv.core.fleet import nodes
-from rdzv.core.fleet.drains import Drain
+from rdzv.core.fleet.drain import Drain
 from rdzv.core.fleet.placement import Plan, Wait, demand, grows_at_ms, nearest_miss, plan
 from rdzv.core.life.chosen_nodes import awaited
 from rdzv.core.model import JobSpec, State
@@ -32,7 +32,7 @@ from rdzv.structs import replace
 log = logging.getLogger("rdzv.scheduling")
 
 
-class JobQueue:
+class Placer:
     """Places one server's submitted jobs, whenever a change may have made it possible."""
 
     def __init__(

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rdzv.runtime.concurrency import beside
-from rdzv.server.relay.service import RelayService
-from rdzv.server.relay.upstream import Upstream
 from rdzv.server.rpc.grpc_listener import bind_all, insisting_on, listener_options
 from rdzv.server.rpc.grpc_log import quiet_grpc
 from rdzv.server.rpc.grpc_server import grpc_server
 from rdzv.server.security.tls import Tls
 from rdzv.server.settings.config import Config, RelayTo
+from rdzv.server.stream_relay.service import RelayService
+from rdzv.server.stream_relay.upstream import Upstream
 from rdzv.transport.addresses import is_loopback
 from rdzv.transport.endpoints import Listen
 

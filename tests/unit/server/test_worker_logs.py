@@ -1,4 +1,4 @@
-"""Logs relayed by the server: which node is asked, what is bounded, how a request ends."""
+"""Logs that pass through the server: which node is asked, what is bounded, how a request ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rdzv.errors import (
     RendezvousError,
     UnknownJobError,
 )
-from rdzv.server.diagnosis.log_relay import PIECE_COST, _by_node
+from rdzv.server.diagnosis.worker_logs import PIECE_COST, _by_node
 from rdzv.server.messages import (
     Assignment,
     LogCredit,

@@ -20,7 +20,7 @@ from rdzv.errors import (
     RendezvousError,
 )
 from rdzv.runtime.concurrency import beside
-from rdzv.server.relay.node_end import NodeEnd
+from rdzv.server.stream_relay.node_end import NodeEnd
 from rdzv.transport.batches import Batches
 from rdzv.transport.channels import Credentials
 from rdzv.transport.endpoints import Endpoint

@@ -46,7 +46,7 @@ def submission(run: str = "sub-1", nodes: tuple[int, int] = (2, 2), **spec: obje
 
 async def daemons(s: Server, *names: str, **more: object) -> list[Stream]:
     """Nodes that accept submitted jobs; their messages so far have been read."""
-    s.driver.scheduling.queue.settled_at_ms = 0
+    s.driver.scheduling.placer.settled_at_ms = 0
     streams = [await s.connect(name, resources=HAS, **more) for name in names]
     await s.clock.advance(QUIET_MS)
     for stream in streams:
@@ -131,7 +131,7 @@ async def test_a_job_that_no_node_could_ever_take_is_refused() -> None:
             await s.driver.operations.submit_job("job-7", submission(gpus_per_node=2))
         assert await s.driver.views.list() == ()
         # The right one of a server that has just started may be on its way.
-        s.driver.scheduling.queue.settled_at_ms = s.clock.now_ms() + 1
+        s.driver.scheduling.placer.settled_at_ms = s.clock.now_ms() + 1
         await s.driver.operations.submit_job("job-7", submission(gpus_per_node=2))
 
 
@@ -574,11 +574,11 @@ async def test_while_a_placement_is_in_doubt_its_nodes_are_given_to_nobody_else(
     store = FlakyStore()
     async with server(store) as s:
         (n1,) = await daemons(s, "n1")
-        s.driver.scheduling.queue.stopped = True
+        s.driver.scheduling.placer.stopped = True
         await s.driver.engine.submit("job-7", submission(nodes=(1, 1)))
-        s.driver.scheduling.queue.stopped = False
+        s.driver.scheduling.placer.stopped = False
         store.next_write = "lost after"
-        await s.driver.scheduling.queue.place()
+        await s.driver.scheduling.placer.place()
         store.away, store.next_write = None, ""
         urgent = submission("sub-2", (1, 1), priority=1)
         shown = await s.driver.operations.submit_job("job-8", urgent)
@@ -606,7 +606,7 @@ async def test_who_loses_its_placement_as_it_leaves_is_told_so() -> None:
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await take_up(s, n1, placements(n1)[0], (1, 1))
         read(n1)
-        s.driver.scheduling.queue.stopped = True
+        s.driver.scheduling.placer.stopped = True
         for left_round in (None, 0):
             leave = Leave("n1", n1.incarnation, "sub-1", LeaveCause.SIGNAL, "SIGTERM", left_round)
             await s.driver.commands.hear(n1, "job-7", leave)

@@ -1,4 +1,4 @@
-"""Relays workers' output from their nodes to readers, through the server.
+"""Passes workers' output on from their nodes to readers, through the server.
 
 A *reader* asks each node that may have output (`ReadLog`), on the stream that the node has opened,
 and passes on the pieces that come back. Only pieces in transit are held, and they are bounded: a
@@ -64,7 +64,7 @@ class _Ask:
     """Positions in that round's files, by LOCAL_RANK and whether the file is stderr."""
 
 
-class LogRelay:
+class WorkerLogs:
     """The readers of one server, and their requests."""
 
     def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
@@ -193,12 +193,12 @@ def _no_rank(name: str, rank: int, round_: Round) -> str:
 
 
 class LogReader:
-    """Streams the output of some workers to one caller. Use `LogRelay.open` to make one."""
+    """Streams the output of some workers to one caller. Use `WorkerLogs.open` to make one."""
 
-    def __init__(self, relay: LogRelay, state: State, wanted: LogsWanted) -> None:
+    def __init__(self, logs: WorkerLogs, state: State, wanted: LogsWanted) -> None:
         membership = state.membership
         self.rdzv_id = membership.rdzv_id
-        self._relay = relay
+        self._logs = logs
         self._wanted = wanted
         self._run = membership.run
         self._over = membership.ended is not None
@@ -214,7 +214,7 @@ class LogReader:
         """Whether any wanted output has come, or a note on why a node sends none."""
         self._error: RendezvousError | None = None
         self._news = asyncio.Event()
-        self._timer = Timer(relay.clock, self._tick)
+        self._timer = Timer(logs.clock, self._tick)
         last = membership.round
         self._first = membership.next_round
         if wanted.round is not None:
@@ -223,8 +223,8 @@ class LogReader:
             self._first = last.number
         candidates = _candidates(state, self._first, wanted.rank)
         self._credit = min(
-            relay.limits.log_window,
-            max(relay.limits.log_buffer // max(len(candidates), 1), relay.limits.log_window_least),
+            logs.limits.log_window,
+            max(logs.limits.log_buffer // max(len(candidates), 1), logs.limits.log_window_least),
         )
         positions = _by_node(wanted.positions)
         for node_id in {**dict.fromkeys(candidates), **positions}:
@@ -266,15 +266,15 @@ class LogReader:
     def close(self) -> None:
         """Stop reading, and notify the nodes."""
         self._timer.cancel()
-        self._relay.discard(self)
+        self._logs.discard(self)
         for ask in self._asks.values():
-            self._relay.forget(ask, cancel=True)
+            self._logs.forget(ask, cancel=True)
 
     def _give_back(self, ask: _Ask, cost: int) -> None:
         """Renew a node's credit for what was consumed, once that is half of its credit."""
         ask.taken += cost
         if ask.request is not None and ask.taken >= self._credit // 2:
-            self._relay.grant(ask, ask.taken)
+            self._logs.grant(ask, ask.taken)
             ask.credit, ask.taken = ask.credit + ask.taken, 0
             self._expect(ask)
 
@@ -287,7 +287,7 @@ class LogReader:
                 f"{self.rdzv_id}-{self._run}/NODE_ID/round_{self._first} in its --log-dir"
             )
 
-    # ---------------------------------------------------------------- the relay's side
+    # ---------------------------------------------------------------- called by WorkerLogs
 
     def take(self, ask: _Ask, piece: LogPiece) -> None:
         """Take a piece from a node."""
@@ -303,7 +303,7 @@ class LogReader:
             self._keep(ask, piece, cost)
         if piece.last:
             ask.failed = bool(piece.error)
-            self._relay.forget(ask, cancel=False)
+            self._logs.forget(ask, cancel=False)
             self._finish(ask)
 
     def _keep(self, ask: _Ask, piece: LogPiece, cost: int) -> None:
@@ -383,7 +383,7 @@ class LogReader:
         ask = self._asks.get(node_id)
         if ask is None or ask.request is None:
             return
-        self._relay.forget(ask, cancel=False)
+        self._logs.forget(ask, cancel=False)
         if self._wanted.follow and not self._over:
             self._expect(ask)
         else:
@@ -411,7 +411,7 @@ class LogReader:
         )
         self._open += 1
         told = ReadLog(
-            request=self._relay.next_number(),
+            request=self._logs.next_number(),
             rdzv_id=self.rdzv_id,
             round=self._first if round_ is None else round_,
             rank=wanted.rank,
@@ -426,32 +426,32 @@ class LogReader:
                 for (local_rank, stderr), offset in offsets.items()
             ),
         )
-        if self._relay.ask(self, ask, told) or (expected and self._may_come_back()):
-            ask.deadline_ms = self._relay.clock.now_ms() + self._relay.answer_ms
+        if self._logs.ask(self, ask, told) or (expected and self._may_come_back()):
+            ask.deadline_ms = self._logs.clock.now_ms() + self._logs.answer_ms
             self._timer.arm_by(ask.deadline_ms)
         else:
             self._end(ask, self._absent(ask))
 
     def _may_come_back(self) -> bool:
         """Return whether to wait for a node that is not connected."""
-        return not self._over or self._relay.clock.now_ms() < self._relay.expects_until_ms
+        return not self._over or self._logs.clock.now_ms() < self._logs.expects_until_ms
 
     def _expect(self, ask: _Ask) -> None:
         """Set the deadline for an answer, a return, or, without `follow`, further output."""
         owes = ask.request is None or (not self._wanted.follow and ask.credit > PIECE_COST)
-        ask.deadline_ms = self._relay.clock.now_ms() + self._relay.answer_ms if owes else None
+        ask.deadline_ms = self._logs.clock.now_ms() + self._logs.answer_ms if owes else None
         if ask.deadline_ms is not None:
             self._timer.arm_by(ask.deadline_ms)
 
     def _tick(self, _: int) -> None:
-        now_ms = self._relay.clock.now_ms()
+        now_ms = self._logs.clock.now_ms()
         for ask in tuple(self._asks.values()):
             if ask.done or ask.deadline_ms is None:
                 continue
             if ask.deadline_ms > now_ms:
                 self._timer.arm_by(ask.deadline_ms)
             elif ask.request is not None:
-                seconds = self._relay.answer_ms / 1000
+                seconds = self._logs.answer_ms / 1000
                 self._end(
                     ask,
                     f"it has sent nothing for {seconds:g} s: its agent may be held up, or too old "
@@ -466,7 +466,7 @@ class LogReader:
 
     def _end(self, ask: _Ask, note: str) -> None:
         ask.failed = True
-        self._relay.forget(ask, cancel=True)
+        self._logs.forget(ask, cancel=True)
         self._note(ask, note)
         self._finish(ask)
 
