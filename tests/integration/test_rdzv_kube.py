@@ -55,7 +55,7 @@ def test_a_pod_that_is_deleted_leaves_in_order_and_its_name_is_free_again(
     kube = start_kube(c, api)
     nodes = [c.start_node(name, nnodes="1:2") for name in ("train-0", "train-1")]
     c.wait_for_round(0, workers=2)
-    c.wait_for_text(kube, "pods: 2, now followed")
+    c.wait_for_text(kube, "watching 2 pods")
 
     # The server is away when the event comes, and the watch is cut as well: nothing is lost.
     c.kill_server()

@@ -15,6 +15,7 @@ from rdzv.stores import codec, etcd
 from rdzv.stores.base import Record
 from rdzv.stores.etcd_client import MAX_REQUEST_BYTES, EtcdClient
 from rdzv.stores.etcd_config import EtcdConfig
+from rdzv.stores.etcd_login import Login
 from rdzv.stores.etcd_wire import CHANNEL_OPTIONS
 from rdzv.structs import replace
 
@@ -90,9 +91,28 @@ async def test_where_there_are_several_one_may_take_half_of_the_time(
     endpoints: str, within_s: float
 ) -> None:
     client = EtcdClient(replace(EtcdConfig.parse(endpoints), timeout_ms=5_000))
-    assert client._attempt_s == within_s
-    for channel in client._channels:
-        await channel.close()
+    assert client.attempt_s == within_s
+    await client.close()
+
+
+def test_a_refused_token_is_replaced_unless_another_call_has_done_so() -> None:
+    login = Login(replace(GOOD, user="ada", password="secret"))
+    assert login.needed
+    login.token = "old"
+    sent = login.metadata
+    assert not login.needed
+    assert not login.refused(sent, "connection reset")
+    assert login.refused(sent, "etcdserver: invalid auth token")
+    assert login.needed
+    login.token = "new"
+    assert login.refused(sent, "etcdserver: invalid auth token"), "the call is sent again"
+    assert login.metadata == (("token", "new"),)
+
+
+def test_without_a_user_there_is_no_token() -> None:
+    login = Login(GOOD)
+    assert not login.needed
+    assert not login.refused(login.metadata, "etcdserver: invalid auth token")
 
 
 @pytest.mark.parametrize(

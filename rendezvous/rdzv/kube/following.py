@@ -90,7 +90,7 @@ class Following(Generic[Value]):
                     backoff_s = BACKOFF_S[0]
                     continue
             except GoneError:
-                log.info("%s: the resource version has expired; listing again", self._what)
+                log.info("the resource version has expired; listing all %s again", self._what)
                 self._version = ""
             except Exception as error:  # The client's exceptions have no common base.
                 self._ill(_in_words(error))
@@ -100,13 +100,13 @@ class Following(Generic[Value]):
 
     def _well(self) -> None:
         if self.trouble:
-            log.info("%s: %d, now followed", self._what, len(self._objects or ()))
+            log.info("watching %d %s", len(self._objects or ()), self._what)
             self.trouble = ""
             self._changed()
 
     def _ill(self, trouble: str) -> None:
         if trouble != self.trouble:
-            log.warning("%s cannot be followed: %s; trying again", self._what, trouble)
+            log.warning("cannot watch %s, will retry: %s", self._what, trouble)
         self.trouble = trouble
 
     def _list(self) -> None:
@@ -147,7 +147,7 @@ class Following(Generic[Value]):
                 self._take(json.loads(line))
         except HTTPError as error:
             # Expected: the next watch continues from here.
-            log.debug("%s: the watch was cut: %s", self._what, error)
+            log.debug("the watch of %s was interrupted: %s", self._what, error)
         finally:
             answer.close()
 

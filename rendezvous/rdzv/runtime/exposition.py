@@ -45,7 +45,9 @@ class Parts:
         except Exception:
             if self._in_order.get(name, True):
                 log.exception(
-                    "a bug in %s, please report it: /metrics lacks %s", self._program, name
+                    "/metrics lacks the %s metrics because of a bug in %s, please report it",
+                    name,
+                    self._program,
                 )
             self._in_order[name] = False
         else:

@@ -265,9 +265,9 @@ def _tls(config: Config) -> Tls | None:
 
     if os.environ.get(_CIPHER_SUITES) != _NO_TLS_1_2:
         log.warning(
-            "gRPC may negotiate TLS 1.2 here, because of etcd or %s; if etcd speaks TLS 1.3, set "
-            "%s=%s to rule out older versions",
-            *(_CIPHER_SUITES, _CIPHER_SUITES, _NO_TLS_1_2),
+            "clients may connect with TLS 1.2, because gRPC has one setting for them and for etcd, "
+            "and etcd may support nothing newer; if it supports TLS 1.3, set %s=%s",
+            *(_CIPHER_SUITES, _NO_TLS_1_2),
         )
     return Tls(config.tls)
 

@@ -33,6 +33,7 @@ from rdzv.stores.etcd_errors import (
     tried,
     unanswered,
 )
+from rdzv.stores.etcd_login import Login
 from rdzv.stores.etcd_values import (
     Change,
     CompactedError,
@@ -47,13 +48,13 @@ from rdzv.stores.etcd_wire import (
     GRANT,
     RANGE,
     REVOKE,
-    TOKEN_REFUSAL,
     TXN,
     WATCH,
     Metadata,
     Method,
     Request,
     Response,
+    authenticate_message,
     change_of,
     compare_message,
     first_of,
@@ -95,9 +96,9 @@ class EtcdClient:
         )
         self._current = 0
         self._timeout_s = config.timeout_ms / 1000
-        # A stopped member must not use up the time in which another could answer.
-        self._attempt_s = self._timeout_s / (2 if len(self._channels) > 1 else 1)
-        self._token = ""
+        self.attempt_s = self._timeout_s / (2 if len(self._channels) > 1 else 1)
+        """The longest wait for one endpoint: if it is stopped, another still has time to answer."""
+        self.login = Login(config)
         self._authenticating = asyncio.Lock()
 
     @classmethod
@@ -247,9 +248,8 @@ class EtcdClient:
             finally:
                 over.set()
                 call.cancel()
-            if fresh or not metadata or not TOKEN_REFUSAL.search(reason):
+            if fresh or not self.login.refused(metadata, reason):
                 break
-            await self._authenticate(stale=metadata)
             metadata, fresh = await self._credentials(), True
         self._leave(index)
         raise RendezvousConnectionError(f"{tried(self.config, index)}: {reason}")
@@ -266,7 +266,7 @@ class EtcdClient:
         timeout_s = timeout_s or self._timeout_s
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        attempt_s = min(self._attempt_s, timeout_s)
+        attempt_s = min(self.attempt_s, timeout_s)
         tried = 0
         reason = ""
         while True:
@@ -310,9 +310,8 @@ class EtcdClient:
         try:
             return await self._send(index, method, request, timeout_s, metadata)
         except grpc.aio.AioRpcError as error:
-            if not metadata or not TOKEN_REFUSAL.search(error.details() or ""):
+            if not self.login.refused(metadata, error.details() or ""):
                 raise judged(self.config, error) from error
-        await self._authenticate(stale=metadata)
         left = max(deadline - loop.time(), 0)
         try:
             return await self._send(index, method, request, left, await self._credentials())
@@ -343,7 +342,7 @@ class EtcdClient:
         tried = 0
         while True:
             index = self._current
-            left = min(self._attempt_s, deadline - loop.time())
+            left = min(self.attempt_s, deadline - loop.time())
             if await _within(left, self._until_ready(index)):
                 return index
             self._leave(index)
@@ -383,23 +382,21 @@ class EtcdClient:
     # ---------------------------------------------------------------- users
 
     async def _credentials(self) -> Metadata:
-        if not self.config.user:
-            return ()
-        if not self._token:
-            await self._authenticate(stale=())
-        return (("token", self._token),)
+        if self.login.needed:
+            await self._authenticate()
+        return self.login.metadata
 
-    async def _authenticate(self, stale: Metadata) -> None:
-        """Get a token, unless another call has got one since `stale` was refused."""
+    async def _authenticate(self) -> None:
+        """Get a token, unless another call has got one meanwhile."""
         async with self._authenticating:
-            if self._token and (("token", self._token),) != stale:
+            if not self.login.needed:
                 return
-            request = pb.AuthenticateRequest(name=self.config.user, password=self.config.password)
+            request = authenticate_message(self.config)
             loop = asyncio.get_running_loop()
             deadline = loop.time() + self._timeout_s
             while True:
                 index = self._current
-                left = min(self._attempt_s, deadline - loop.time())
+                left = min(self.attempt_s, deadline - loop.time())
                 try:
                     response = await self._send(index, AUTHENTICATE, request, left, ())
                 except grpc.aio.AioRpcError as error:
@@ -411,7 +408,7 @@ class EtcdClient:
                         raise unanswered(self.config, index, reason_of(error)) from error
                     await asyncio.sleep(RETRY_S)
                 else:
-                    self._token = response.token
+                    self.login.token = response.token
                     return
 
     # ---------------------------------------------------------------- errors

@@ -6,7 +6,6 @@ threads) use its messages.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -82,11 +81,6 @@ AUTHENTICATE = Method(
     "/etcdserverpb.Auth/Authenticate", pb.AuthenticateRequest, pb.AuthenticateResponse
 )
 
-# For a watch, some versions report denied permission when only the token has expired.
-TOKEN_REFUSAL = re.compile(
-    "invalid auth token|revision of auth store is old|refuses the watch: .*permission denied"
-)
-
 
 def tls(config: EtcdConfig) -> grpc.ChannelCredentials | None:
     """Return the TLS credentials, read again from the files; None for plaintext."""
@@ -97,6 +91,11 @@ def tls(config: EtcdConfig) -> grpc.ChannelCredentials | None:
         return path.read_bytes() if path else None
 
     return grpc.ssl_channel_credentials(read(config.ca), read(config.key), read(config.cert))
+
+
+def authenticate_message(config: EtcdConfig) -> pb.AuthenticateRequest:
+    """Encode the request for a user's token."""
+    return pb.AuthenticateRequest(name=config.user, password=config.password)
 
 
 def value_of(kv: pb.KeyValue) -> KeyValue:

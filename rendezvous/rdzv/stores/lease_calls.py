@@ -14,17 +14,18 @@ import grpc
 from rdzv.etcd import etcd_pb2 as pb
 from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.stores.etcd_errors import reason_of, unanswered
+from rdzv.stores.etcd_login import Login
 from rdzv.stores.etcd_values import KeyValue
 from rdzv.stores.etcd_wire import (
     AUTHENTICATE,
     CHANNEL_OPTIONS,
     KEEP_ALIVE,
     RANGE,
-    TOKEN_REFUSAL,
     Metadata,
     Method,
     Request,
     Response,
+    authenticate_message,
     first_of,
     tls,
 )
@@ -47,7 +48,7 @@ class LeaseCalls:
             for endpoint in config.endpoints
         )
         self._current = 0
-        self._token = ""
+        self._login = Login(config)
 
     def close(self) -> None:
         """Close all connections; no call may follow, and those in progress fail."""
@@ -68,12 +69,12 @@ class LeaseCalls:
     ) -> Response:
         index, until_s = self._current, time.monotonic() + timeout_s
         try:
+            metadata = self._credentials(until_s)
             try:
-                return self._send(index, method, request, until_s, self._credentials(until_s))
+                return self._send(index, method, request, until_s, metadata)
             except grpc.RpcError as error:
-                if not self._config.user or not TOKEN_REFUSAL.search(reason_of(error)):
+                if not self._login.refused(metadata, reason_of(error)):
                     raise
-            self._token = ""
             return self._send(index, method, request, until_s, self._credentials(until_s))
         except (grpc.RpcError, StopIteration) as error:
             # Another thread may have moved on already.
@@ -84,12 +85,10 @@ class LeaseCalls:
             raise unanswered(self._config, index, reason) from error
 
     def _credentials(self, until_s: float) -> Metadata:
-        if not self._config.user:
-            return ()
-        if not self._token:
-            request = pb.AuthenticateRequest(name=self._config.user, password=self._config.password)
-            self._token = self._send(self._current, AUTHENTICATE, request, until_s, ()).token
-        return (("token", self._token),)
+        if self._login.needed:
+            request = authenticate_message(self._config)
+            self._login.token = self._send(self._current, AUTHENTICATE, request, until_s, ()).token
+        return self._login.metadata
 
     def _send(
         self,

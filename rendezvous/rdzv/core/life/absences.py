@@ -7,7 +7,7 @@ from rdzv.core.draft import Draft
 from rdzv.core.events import NodeCameBack, NodeWentAway
 from rdzv.core.life.conditions import Ignored
 from rdzv.core.model import Away, Participant, Round, State, Tuning, is_placeholder
-from rdzv.core.rounds.participants import known
+from rdzv.core.rounds.participants import facts, find
 from rdzv.core.shared_map import put, without
 from rdzv.structs import replace
 
@@ -97,10 +97,10 @@ def some_seat_away(state: State) -> bool:
 
 def longest_stop_ms(round_: Round, tuning: Tuning) -> int:
     """Return the longest time that a participant of a round may take to stop its workers."""
-    return known(round_.participants).longest_shutdown_ms + tuning.stop_margin_ms
+    return facts(round_.participants).longest_shutdown_ms + tuning.stop_margin_ms
 
 
 def participant_of(state: State, node_id: str) -> Participant | None:
     """Return the place of a node in the latest round; None if it has none."""
     round_ = state.membership.round
-    return known(round_.participants).by_node_id.get(node_id) if round_ is not None else None
+    return find(round_.participants, node_id) if round_ is not None else None

@@ -13,7 +13,7 @@ from rdzv.core.life.conditions import Ignored
 from rdzv.core.life.round_end import end_round
 from rdzv.core.model import Cause, Failure, Round
 from rdzv.core.root_cause import describe_failure, keep_earliest, root_cause
-from rdzv.core.rounds.participants import known
+from rdzv.core.rounds.participants import find
 from rdzv.structs import replace
 
 
@@ -56,7 +56,7 @@ def failures_from(
     """Convert reports into failures, with times on the server's clock."""
     if not reports:
         return ()
-    participant = known(round_.participants).by_node_id.get(node_id)
+    participant = find(round_.participants, node_id)
     address = participant.offer.address if participant is not None else ""
     return tuple(
         Failure(

@@ -1,4 +1,4 @@
-"""Facts derived from a round's participants, computed once rather than at every step.
+"""Lookups in a round's participants, by tables that are computed once rather than at every step.
 
 A large job takes as many steps as it has nodes, and few of them change the participants.
 """
@@ -6,39 +6,54 @@ A large job takes as many steps as it has nodes, and few of them change the part
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from rdzv.core.model import Participant
 from rdzv.structs import struct
 
-_MOST = 16
-"""The number of rounds remembered: the jobs of one server take turns."""
+Participants = tuple[Participant, ...]
 
 
 @struct(frozen=True)
-class Known:
+class Facts:
     """Facts derived from the participants of one round."""
 
-    participants: tuple[Participant, ...]
-    by_node_id: Mapping[str, Participant]
+    group_ranks: Mapping[str, int]
+    """GROUP_RANK of each node, by node_id."""
     longest_shutdown_ms: int
     """The longest time that one of them gives its workers to stop."""
 
 
-def known(participants: tuple[Participant, ...]) -> Known:
-    """Return the facts about these participants, remembered or newly derived."""
-    found = _remembered.get(id(participants))
-    if found is None or found.participants is not participants:
-        found = Known(
-            participants,
-            {p.node_id: p for p in participants},
-            max((p.offer.shutdown_timeout_ms for p in participants), default=0),
-        )
-        if len(_remembered) >= _MOST:
-            del _remembered[next(iter(_remembered))]
-        _remembered[id(participants)] = found
-    return found
+def facts(participants: Participants) -> Facts:
+    """Return the facts about these participants, from the cache if they were asked for before."""
+    return _facts(_Same(participants))
 
 
-_remembered: dict[int, Known] = {}
-"""Keyed by the identity of the tuple, which stays alive here: comparing tuples would look at every
-participant."""
+def find(participants: Participants, node_id: str) -> Participant | None:
+    """Return the participant with this node_id; None if there is none."""
+    group_rank = facts(participants).group_ranks.get(node_id)
+    return None if group_rank is None else participants[group_rank]
+
+
+class _Same:
+    """A tuple as a cache key: compared by identity, as comparing values looks at every node."""
+
+    __slots__ = ("participants",)
+
+    def __init__(self, participants: Participants) -> None:
+        self.participants = participants
+
+    def __hash__(self) -> int:
+        return id(self.participants)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.participants is other.participants
+
+
+# Enough for the rounds of the jobs whose steps alternate on one server.
+@lru_cache(maxsize=16)
+def _facts(of: _Same) -> Facts:
+    return Facts(
+        {participant.node_id: rank for rank, participant in enumerate(of.participants)},
+        max((one.offer.shutdown_timeout_ms for one in of.participants), default=0),
+    )

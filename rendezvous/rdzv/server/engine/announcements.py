@@ -7,7 +7,6 @@ node may receive the same message twice, once from each.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import lru_cache
 
 from rdzv.core.commands import Join
 from rdzv.core.events import (
@@ -37,6 +36,7 @@ from rdzv.core.model import (
     State,
     is_placeholder,
 )
+from rdzv.core.rounds.participants import facts
 from rdzv.core.rounds.recovery_reports import adoptable, tally_of
 from rdzv.core.spent import Tally
 from rdzv.server.messages import (
@@ -287,37 +287,13 @@ def _about_its_seat(
 def _group_rank(
     participants: tuple[Participant, ...], node_id: str, reported_rank: int | None
 ) -> int:
-    # Each recovery report replaces a participant of the adopted round, so the cache below would
-    # miss every time.
+    # Each recovery report replaces a participant of the adopted round, so the table would be
+    # computed anew every time.
     if reported_rank is not None and reported_rank < len(participants):
         reported = participants[reported_rank]
         if reported.node_id == node_id:
             return reported_rank
-    return _group_ranks(_Participants(participants))[node_id]
-
-
-class _Participants:
-    """A round's participants as a cache key that is compared by identity."""
-
-    __slots__ = ("these",)
-
-    def __init__(self, these: tuple[Participant, ...]) -> None:
-        self.these = these
-
-    def __hash__(self) -> int:
-        return id(self.these)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Participants) and self.these is other.these
-
-
-@lru_cache(maxsize=16)
-def _group_ranks(of: _Participants) -> dict[str, int]:
-    """Return the GROUP_RANK of each node, by node_id.
-
-    The result is cached, because after a restart of the server every node of the round needs it.
-    """
-    return {participant.node_id: rank for rank, participant in enumerate(of.these)}
+    return facts(participants).group_ranks[node_id]
 
 
 def _seat_given_up(membership: Membership, node_id: str, number: int) -> RoundOver:
