@@ -54,6 +54,7 @@ from rdzv.core.model import (
     Result,
     Round,
     Snapshot,
+    SnapshotMark,
     State,
     placeholder,
 )
@@ -66,6 +67,7 @@ from rdzv.server.scheduling.quarantined_nodes import QUARANTINE
 from rdzv.stores.base import Record
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace, struct
+from rdzv.transport.same_fields import from_message
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.scenarios.language import write_events
 from tests.support.builders import BrokenPromiseError, check_calm, check_step
@@ -130,6 +132,8 @@ class Judge:
         """The round in which the workers of each round, or those that they carry on, were new."""
         self.offered: dict[tuple[str, Workers], int] = {}
         """The most steps that a parked worker of a round has sealed, as its node last reported."""
+        self.claimed: dict[tuple[str, SnapshotMark], set[int]] = {}
+        """By job and mark: the parts that nodes have ever reported to hold."""
         self.stored: dict[str, Membership] = {}
         self.rounds: dict[Workers, Round] = {}
         """Every round that was committed; after the store's loss, as it was adopted."""
@@ -575,6 +579,32 @@ class Judge:
             if agent.name == node_id and rdzv_id in agent.parts:
                 yield from agent.parts[rdzv_id].runner.slots.all()
 
+    def claims(self, rdzv_id: str, held: Iterable[Snapshot]) -> None:
+        """Note what a node reports to hold, truly or not."""
+        for one in held:
+            self.claimed.setdefault((rdzv_id, one.mark), set()).add(one.shard)
+
+    def saved_in_round(self, rdzv_id: str) -> SnapshotMark | None:
+        """Return the newest mark that the nodes of a live round have saved, if there is one."""
+        round_ = self.stored[rdzv_id].live_round
+        if round_ is None or self.era or not self.honest_of_snapshots:
+            return None
+        names = [participant.node_id for participant in round_.participants]
+        return _newest_saved(round_, {name: [*self._saved(name, rdzv_id)] for name in names})
+
+    def check_announced(self, rdzv_id: str, mark: SnapshotMark) -> None:
+        """All nodes of a live round know that this mark is whole, so they may overwrite others."""
+        membership = self.stored[rdzv_id]
+        round_ = membership.live_round
+        for agent in self.world.agents:
+            part = agent.parts.get(rdzv_id)
+            if round_ is None or part is None or not agent.alive:
+                continue
+            if part.runner.workers == (rdzv_id, membership.run, round_.number):
+                self.world.count("nodes that know what is whole")
+                if part.state.watermark is None or part.state.watermark < mark:
+                    self.fail(f"snapshots: {agent.name} has not heard that {mark} is whole")
+
     def _check_parts(
         self, workers: Workers, last: Round, round_: Round, known: Mapping[int, Parked]
     ) -> None:
@@ -691,7 +721,8 @@ class Judge:
         assert round_.end is not None
         mine[settled.cause] += 1
         failed = settled.cause is Cause.WORKER_FAILURE
-        moved = self._moved_on(mine, after, round_) or _is_saved(round_, held)
+        saved = _newest_saved(round_, held) is not None
+        moved = self._moved_on(mine, after, round_) or saved
         if moved or round_.end.at_ms - round_.at_ms >= 60_000:
             mine["row"] = 0
         elif failed:
@@ -909,8 +940,27 @@ class Judge:
                 self.fail(f"{part.node_id} hears that run {closed.run} is closed, and it is not")
             if unknown and self.era == 0 and len(self.ended) < 10:
                 self.fail(f"{part.node_id} hears that run {closed.run} is not known")
+        elif body == "snapshot_watermark":
+            self._check_whole(part, from_message(SnapshotMark, message.snapshot_watermark.mark))
+        elif body == "keep_copies":
+            self._check_order(part, message.keep_copies)
         elif body == "waiting" and not message.waiting.reason:
             self.fail(f"always a reason: {part.node_id} is not told why it waits")
+
+    def _check_whole(self, part: Part, mark: SnapshotMark) -> None:
+        """Nodes may overwrite older snapshots only once all parts of a newer one are there."""
+        parts = self.claimed.get((part.rdzv_id, mark), set())
+        if parts != set(range(mark.shards)):
+            self.fail(f"snapshots: {part.node_id} hears of {mark} as whole, and of it are {parts}")
+
+    def _check_order(self, part: Part, order: pb.KeepCopies) -> None:
+        """What is copied is whole, and another node's."""
+        mark = from_message(SnapshotMark, order.mark)
+        self._check_whole(part, mark)
+        for source in order.sources:
+            others = {from_message(SnapshotMark, one.mark) for one in source.snapshots} - {mark}
+            if source.node_id == part.node_id or others:
+                self.fail(f"copies: {part.node_id} is asked to copy {source} of {mark}")
 
     def _is_over(self, workers: Workers) -> bool:
         """Return whether it is committed that a round has ended."""
@@ -1143,14 +1193,15 @@ def _said_of_snapshots(decided: Decided) -> dict[str, tuple[Snapshot, ...]]:
     return said
 
 
-def _is_saved(round_: Round, held: Mapping[str, Sequence[Snapshot]]) -> bool:
-    """Whether all parts of a step that is newer than the round are held."""
-    marks = {one.mark for snapshots in held.values() for one in snapshots}
-    for mark in marks:
+def _newest_saved(
+    round_: Round, held: Mapping[str, Sequence[Snapshot | Saved]]
+) -> SnapshotMark | None:
+    """Return the newest mark, if newer than the round's own, of which all parts are held."""
+    newest = round_.snapshot
+    for mark in {one.mark for snapshots in held.values() for one in snapshots}:
         of_round = round_.lineage <= mark.lineage <= round_.number
         fits = mark.shards == 1 or mark.world_size == round_.world_size
-        newer = round_.snapshot is None or mark > round_.snapshot
         parts = {one.shard for all_ in held.values() for one in all_ if one.mark == mark}
-        if of_round and fits and newer and len(parts) == mark.shards:
-            return True
-    return False
+        if of_round and fits and len(parts) == mark.shards and (newest is None or mark > newest):
+            newest = mark
+    return None if newest == round_.snapshot else newest

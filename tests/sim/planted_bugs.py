@@ -672,6 +672,25 @@ MUTANTS = (
         by=SNAPSHOT_TESTS,
     ),
     Mutant(
+        "snapshots: what nodes report between joins is not noted",
+        "NodeMessages._show",
+        "            note(self._stream, said)",
+        "            pass",
+    ),
+    Mutant(
+        "snapshots: announced as whole while a part is missing",
+        "HeldByNodes._is_whole",
+        "len(self._holders[mark]) == mark.shards",
+        "bool(self._holders[mark])",
+    ),
+    Mutant(
+        "copies: who has succeeded keeps none, and holds up every newer step",
+        "_apply_to_snapshots",
+        "state.phase in (Phase.RUNNING, Phase.SUCCEEDED)",
+        "state.phase is Phase.RUNNING",
+        by=SNAPSHOT_TESTS,
+    ),
+    Mutant(
         "copies: kept in the same topology",
         "snapshot_copies.keepers",
         "order[(n + len(largest)) % len(order)]",

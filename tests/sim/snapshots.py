@@ -177,5 +177,6 @@ class Slots:
             world.judge.honest_of_snapshots = False
             one, step = held[-1], world.random.choice((0, 1, 7, 1 << 53))
             held = (*held[:-1], replace(one, mark=replace(one.mark, step=step)))
+        world.judge.claims(self._runner.part.rdzv_id, held)
         carrier = CopyCarrier(40_000, "secret") if world.swarm.snapshot_copies else None
         self._runner.tell(events.SnapshotsHeld(held, carrier, self.missing))

@@ -726,10 +726,14 @@ class World:
         jobs = [rdzv_id for rdzv_id in self.swarm.jobs if rdzv_id in stored]
         open_jobs = [rdzv_id for rdzv_id in jobs if stored[rdzv_id].ended is None]
         before = {rdzv_id: self._present(rdzv_id) for rdzv_id in open_jobs}
+        saved = {rdzv_id: self.judge.saved_in_round(rdzv_id) for rdzv_id in open_jobs}
         self.judge.moves.clear()
         self.run(CALM_MS)
         for rdzv_id in open_jobs:
             after = self._present(rdzv_id)
+            mark = saved[rdzv_id]
+            if mark is not None and before[rdzv_id] == after:
+                self.judge.check_announced(rdzv_id, mark)
             # Where one job ends, the nodes that it had go to others.
             moves = self.judge.moves & ({*jobs} if self.swarm.specs else {rdzv_id})
             if before[rdzv_id] != after and not moves:

@@ -15,6 +15,7 @@ from rdzv.agent.core.commands import (
     SaySnapshots,
     StartWorkers,
 )
+from rdzv.agent.core.model import Phase
 from rdzv.agent.server_link import encoding
 from rdzv.core import commands as asked
 from rdzv.core.model import Snapshot, SnapshotMark
@@ -29,6 +30,8 @@ from tests.unit.agent.test_agent_machine import (
     RUNNER_LOST,
     SIGTERM,
     Node,
+    exited,
+    gone,
     line,
     signalled,
 )
@@ -85,6 +88,17 @@ def test_copies_are_fetched_while_workers_run() -> None:
     assert node.hear(events.CopiesWanted("r0", mark(40), sources)) == []
     node.hear(over())
     assert node.hear(events.CopiesWanted("r1", mark(40), sources)) == []
+
+
+def test_a_node_whose_workers_have_succeeded_keeps_copies_for_those_that_run_on() -> None:
+    """Otherwise the server waits for these copies, and no newer step is ever whole."""
+    sources = (CopySource("n2", "10.0.0.2", 40_000, "secret", held(40)),)
+    node = running()
+    node.hear(exited(0), exited(1), gone())
+    assert node.phase is Phase.SUCCEEDED
+    assert node.hear(events.CopiesWanted("r1", mark(40), sources)) == [
+        FetchCopies(mark(40), sources)
+    ]
 
 
 def test_a_node_that_waits_says_it_with_its_join() -> None:

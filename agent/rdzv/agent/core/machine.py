@@ -629,7 +629,8 @@ def _apply_to_snapshots(work: _Step, event: SnapshotWatermark | CopiesWanted) ->
     if event.run != state.run:
         return
     if isinstance(event, CopiesWanted):
-        if state.phase is Phase.RUNNING:
+        # No newer mark is announced to the others before the copies are kept or given up.
+        if state.phase in (Phase.RUNNING, Phase.SUCCEEDED):
             work.do(FetchCopies(event.mark, event.sources))
     elif state.watermark is None or event.mark > state.watermark:
         work.state = replace(state, watermark=event.mark)
