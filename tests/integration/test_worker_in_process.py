@@ -152,6 +152,22 @@ def test_a_value_that_cannot_be_copied_is_named() -> None:
         elastic(lambda state, round: None)(state)
 
 
+def test_a_loss_with_its_graph_is_refused_with_a_remedy() -> None:
+    @elastic
+    def train(state: State, round_: Round) -> None:
+        state.losses.append(torch.ones(1, requires_grad=True) * 2)
+        state.commit()
+
+    with pytest.raises(CannotBroadcastError, match=r"state\.losses .*graph.* \.detach\(\)"):
+        train(State(losses=[]))
+
+
+def test_another_state_than_the_functions_own_has_no_round() -> None:
+    other = State(step=0)
+    with pytest.raises(NoRoundError, match="on the State with which that function was called"):
+        elastic(lambda state, round: other.commit())(State(step=0))
+
+
 def test_a_value_that_cannot_be_pickled_is_named() -> None:
     with pytest.raises(CannotBroadcastError, match=r"state\.f .*Keep it out"):
         packed({"value.f": lambda: None})

@@ -208,6 +208,11 @@ def unpacked(data: bytes) -> dict[str, Any]:
 
 def cannot_broadcast(name: str, error: Exception) -> CannotBroadcastError:
     """Return the error that names an entry, the reason and the remedy."""
+    if "graph leaves" in str(error):  # Torch's words; its remedy is for authors of modules.
+        return CannotBroadcastError(
+            f"state.{name} has a tensor that carries autograd's graph, which cannot be copied: "
+            "assign its .item() or .detach()"
+        )
     return CannotBroadcastError(
         f"state.{name} cannot be sent to another rank ({type(error).__name__}: {error}). Keep it "
         "out of the state, or give it state_dict and load_state_dict"

@@ -142,6 +142,6 @@ class State:
         if session is None:
             raise NoRoundError(
                 f"state.{what}() was called outside of a round: call it inside the function under "
-                "@elastic"
+                "@elastic, on the State with which that function was called"
             )
         return session
