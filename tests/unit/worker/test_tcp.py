@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
@@ -10,12 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from rdzv.worker import tcp
 from rdzv.worker.cutting import GlooCut
 from rdzv.worker.gloo_addresses import Published
 from rdzv.worker.groups import RoundGroups
 from rdzv.worker.session import Session
 from rdzv.worker.session import drop_in_child as drop_in_child_of
-from rdzv.worker.tcp import Address, drop_in_child, knock, let_go, stop_reading
+from rdzv.worker.tcp import Address, drop_in_child, duplicates, knock, let_go, stop_reading
 
 
 class Connection:
@@ -78,6 +80,23 @@ def test_a_connection_that_is_stopped_reads_its_end_and_its_peer_hears_nothing_y
     assert open_files() == before
     with pytest.raises(BrokenPipeError):
         one.ours.sendall(b"x")
+
+
+def test_connections_end_though_no_descriptors_are_left_to_hold_them(
+    connections: list[Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With hundreds of ranks, duplicates of all connections may exceed the limit."""
+
+    def duplicate(connection: socket.socket) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(tcp, "_duplicate", duplicate)
+    one, _ = connections
+    held: dict[int, socket.socket] = {}
+    assert not duplicates({one.address})
+    stop_reading({one.address}, held)
+    assert not held
+    assert one.ours.recv(1) == b""
 
 
 @pytest.mark.parametrize("over", [True, False])

@@ -15,12 +15,14 @@ def stop_reading(addresses: Collection[Address], held: dict[int, socket.socket])
 
     Its owner reads the end of the stream at once. A duplicate of each connection is put into
     `held`, by inode, so that the peer notices nothing before `let_go`, even if the owner closes it.
+    Without descriptors for that, the connections are shut down all the same.
     """
     for _, connection in _connections(addresses):
         inode = os.fstat(connection.fileno()).st_ino
         if inode in held:
             continue
-        held[inode] = _duplicate(connection)
+        with contextlib.suppress(OSError):
+            held[inode] = _duplicate(connection)
         with contextlib.suppress(OSError):  # It has ended by itself.
             connection.shutdown(socket.SHUT_RD)
 
@@ -40,13 +42,14 @@ def duplicates(
 ) -> dict[int, socket.socket]:
     """Return duplicates of the connections with one of these addresses, by inode, except `but`.
 
-    The caller closes them.
+    The caller closes them. Those for which there are no descriptors are left out.
     """
     found = {}
     for _, connection in _connections(addresses):
         inode = os.fstat(connection.fileno()).st_ino
         if inode not in but and inode not in found:
-            found[inode] = _duplicate(connection)
+            with contextlib.suppress(OSError):
+                found[inode] = _duplicate(connection)
     return found
 
 
