@@ -256,7 +256,8 @@ def test_what_was_saved_in_memory_is_there_for_workers_of_the_next_agent(d: Node
     script = d.folder / "train.py"
     paths = [str(TESTS / "support"), str(TESTS.parent / "worker")]
     script.write_text(
-        f"import sys\nsys.path[:0] = {paths}\n"
+        f"import runpy, sys\nsys.path[:0] = {paths}\n"
+        f"runpy.run_path({str(WORKERS / 'no_compiler.py')!r})\n"
         "import kept_training\n"
         "slowly = {'at': 'forward', 'do': 'sleep', 'seconds': 0.05}\n"
         "kept_training.train(100_000, faults=[slowly], snapshot_every=2)\n"

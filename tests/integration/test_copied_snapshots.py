@@ -39,7 +39,7 @@ class Training:
             "import json, sys, kept_training\n"
             "kept_training.train_sharded(**json.loads(sys.argv[1]))\n"
         )
-        paths = os.pathsep.join([str(SUPPORT), str(ROOT / "worker")])
+        paths = os.pathsep.join([str(SUPPORT), str(ROOT / "worker"), os.environ["PYTHONPATH"]])
         for name in names:
             options = ("--max-restarts=5", "--keep-timeout=1", f"--topology={TOPOLOGY[name]}")
             self.nodes[name] = self.cluster.start_node(

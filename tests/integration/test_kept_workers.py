@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import descendants
+from cluster import QUICK_TORCH, descendants
 from kept_workers import Worker, World, world
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -389,7 +389,8 @@ def test_loader_processes_of_a_killed_worker_hold_nobody_up(tmp_path: Path) -> N
 
 def run_script(command: list[str]) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("RDZV_")}
-    env["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), str(ROOT / "worker")])
+    paths = [str(SUPPORT), str(ROOT / "worker"), os.environ["PYTHONPATH"]]
+    env |= {"PYTHONPATH": os.pathsep.join(paths), **QUICK_TORCH}
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=120, check=False
     )

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cluster import QUICK_TORCH
 
 from tests.support.accounts import needs_root
 
@@ -43,7 +45,10 @@ class Job:
             f"kept_training.{function}(**json.loads(sys.argv[1]))\n"
         )
         env = {name: value for name, value in os.environ.items() if not name.startswith("RDZV_")}
-        env["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), str(ROOT / "worker")])
+        paths = [str(SUPPORT), str(ROOT / "worker"), os.environ["PYTHONPATH"]]
+        env["PYTHONPATH"] = os.pathsep.join(paths)
+        if function == "train":  # Sharding needs the modules of torch's compiler.
+            env |= QUICK_TORCH
         launch = ["--standalone", "--nproc-per-node=2", "--max-restarts=5", *options]
         self.log = folder / "log"
         with self.log.open("wb") as log:
@@ -109,14 +114,25 @@ def job(
         made.process.wait()
 
 
+@pytest.fixture(scope="module", name="undisturbed")
+def _undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
+    """Return what runs a training to its end, once for all tests."""
+
+    @functools.cache
+    def finished(function: str) -> Job:
+        with job(tmp_path_factory.mktemp("undisturbed") / function, function) as made:
+            made.finish()
+        return made
+
+    return finished
+
+
 @pytest.mark.parametrize("function", ["train", "train_sharded"])
 def test_a_run_that_has_failed_goes_on_from_disk_in_a_new_one(
-    tmp_path: Path, function: str
+    tmp_path: Path, undisturbed: Callable[[str], Job], function: str
 ) -> None:
     """The runner writes it when no worker is left; torch reads it without us."""
     disk = (f"--snapshot-dir={tmp_path / 'disk'}", "--max-restarts=0")
-    with job(tmp_path / "a", function) as undisturbed:
-        undisturbed.finish()
     with job(
         tmp_path / "b", function, disk, faults=stopped_in(KILLED_IN), snapshot_every=5
     ) as killed:
@@ -133,7 +149,7 @@ def test_a_run_that_has_failed_goes_on_from_disk_in_a_new_one(
         assert f"of step {manifest['step']} in {folder}, not from a checkpoint" in resumed.text
         resumed.finish()
     if function == "train_sharded":
-        assert undisturbed.ends() == resumed.ends()
+        assert undisturbed(function).ends() == resumed.ends()
         with job(tmp_path / "d", function, (*disk, "--nproc-per-node=1")) as alone:
             assert alone.wait_for("begin", 1)[0]["step"] == 0
             refused = "its 2 parts were saved by 2 ranks, but this round has 1: start 2, or load"
@@ -152,17 +168,19 @@ def stopped_in(step: int, round_: int = 0) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("function", "options"),
     [
-        ("train", ()),
-        ("train_sharded", ()),
-        pytest.param("train", ("--warm",), marks=pytest.mark.slow),
+        ("train", ("--warm",)),
+        ("train_sharded", ("--warm",)),
+        pytest.param("train", (), marks=pytest.mark.campaign),
+        pytest.param("train_sharded", (), marks=pytest.mark.campaign),
     ],
 )
 def test_losses_are_those_of_a_run_that_nothing_disturbed(
-    tmp_path: Path, function: str, options: tuple[str, ...]
+    tmp_path: Path,
+    undisturbed: Callable[[str], Job],
+    function: str,
+    options: tuple[str, ...],
 ) -> None:
     """With dropout, random inputs and a batch norm of each rank's own."""
-    with job(tmp_path / "a", function) as undisturbed:
-        undisturbed.finish()
     faults = [*stopped_in(KILLED_IN), *stopped_in(KILLED_IN + 4, 1)]
     with job(tmp_path / "b", function, options, faults=faults, snapshot_every=5) as killed:
         killed.kill_all(0)
@@ -174,8 +192,8 @@ def test_losses_are_those_of_a_run_that_nothing_disturbed(
         killed.kill_all(1)
         assert {row["step"] for row in killed.wait_for("begin", 2, round=2)} in ({10}, {15})
         killed.finish()
-    assert killed.losses() == undisturbed.losses()
-    assert len(killed.ends()) == 2 and killed.ends() == undisturbed.ends()
+    assert killed.losses() == undisturbed(function).losses()
+    assert len(killed.ends()) == 2 and killed.ends() == undisturbed(function).ends()
 
 
 def test_a_script_whose_model_has_changed_starts_again_and_says_why(tmp_path: Path) -> None:

@@ -15,11 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo  # DDP's constructor imports it.
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -376,6 +373,10 @@ def train_sharded(
     **options: Any,
 ) -> None:
     """Train a model that is sharded anew in each round, with a scheduler and a scaler."""
+    # These take half as long as torch itself; the other functions do without.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     faults = faults or []
     data = make_data()
     torch.set_num_threads(1)

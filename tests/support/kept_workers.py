@@ -27,7 +27,8 @@ from rdzv.agent.runner.held_connections import ConnectionQueue
 
 DEADLINE_S = 60.0
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["kept_training"])
+# DDP's constructor imports torch's compiler; only some of the functions shard.
+_forks.set_forkserver_preload(["kept_training", "torch._dynamo", "torch.distributed.fsdp"])
 
 
 def _start_fork_server() -> None:
