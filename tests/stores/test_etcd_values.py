@@ -181,6 +181,7 @@ def participant(number: int, dice: random.Random) -> Participant:
     return Participant(node_id, incarnation, offer, 8 * number, 8 * number, 80_000)
 
 
+@pytest.mark.slow
 def test_a_job_of_ten_thousand_nodes_fits_into_one_request() -> None:
     dice = random.Random(7)
     nodes = tuple(participant(number, dice) for number in range(10_000))

@@ -23,6 +23,8 @@ import pytest
 
 from tests.support.source_tree import parsed_text, statements
 
+pytestmark = pytest.mark.slow
+
 AGENT = Path(__file__).parents[3] / "agent" / "rdzv" / "agent"
 
 OF_THE_JOB = {"torch_side", "store_host", "zygote", "sitecustomize"}
@@ -465,7 +467,6 @@ def written(expression: ast.expr) -> str:
 # ---------------------------------------------------------------------- the tests
 
 
-@pytest.mark.slow
 def test_every_path_is_handled_as_an_account_or_has_a_reason_not_to_be() -> None:
     found, explained = unguarded(), Counter(key for keys in REASONS.values() for key in keys)
     new = [f"{key} (x{found[key]})" for key in found if found[key] > explained[key]]

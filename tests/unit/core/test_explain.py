@@ -268,6 +268,7 @@ def test_a_job_that_has_succeeded_shows_its_last_round() -> None:
     assert {node.state for node in shown.nodes} == {NodeState.SUCCEEDED}
 
 
+@pytest.mark.slow
 def test_a_thousand_nodes_are_not_all_named() -> None:
     settings = Settings(1_000, 1_000, max_restarts=1)
     job = Job(settings, strict=False)

@@ -80,6 +80,7 @@ def a_server_takes_over_and_a_worker_has_failed(group: Group) -> None:
     assert group.round == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "act", [all_fail, one_is_lost, a_server_takes_over_and_a_worker_has_failed]
 )

@@ -38,12 +38,14 @@ def _make() -> ModuleType:
     return made
 
 
+@pytest.mark.slow
 def test_the_dashboards_are_current(make: ModuleType) -> None:
     """`python deploy/grafana/make.py` updates them."""
     assert make.main(["--check"]) == 0
     assert set(dashboards()) == {board.uid for board in make.BOARDS}
 
 
+@pytest.mark.slow
 def test_whoever_writes_them_again_writes_the_same(
     make: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -290,6 +290,7 @@ def submission(rdzv_id: str, run: str) -> pb.SubmitJobRequest:
     )
 
 
+@pytest.mark.slow
 async def test_a_job_is_its_owners_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with guarded(monkeypatch) as server:
         await control(server, "ada", "SubmitJob", submission("job-7", "r1"))

@@ -172,6 +172,7 @@ def test_what_was_before_an_operator_lifted_it_does_not_count() -> None:
     assert not [s for s in lift(record, "n2").strikes if s.node_id == "n2"]
 
 
+@pytest.mark.slow
 def test_what_is_remembered_is_bounded_and_forgotten_in_time() -> None:
     record = Record()
     tuning = QuarantineTuning(failures=MAX_STRIKES * 2)
