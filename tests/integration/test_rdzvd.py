@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,8 +161,10 @@ def control(channel: grpc.aio.Channel) -> Any:
 
 
 @asynccontextmanager
-async def attached(address: str, message: pb.Hello) -> AsyncIterator[Node]:
-    async with asyncio.timeout(240), grpc.aio.insecure_channel(address) as channel:
+async def attached(
+    address: str, message: pb.Hello, options: Sequence[tuple[str, int]] = ()
+) -> AsyncIterator[Node]:
+    async with asyncio.timeout(240), grpc.aio.insecure_channel(address, options) as channel:
         call = await opened(channel, message)
         first = await call.read()
         assert isinstance(first, pb.ServerMessage)
@@ -539,7 +541,9 @@ async def test_workers_of_an_unknown_job_are_left_alone(tmp_path: Path) -> None:
 
 async def test_a_slow_reader_loses_its_stream_and_nobody_else_suffers(tmp_path: Path) -> None:
     with rdzvd(tmp_path, "--store", "memory") as server:
-        async with attached(server.address, hello("slow")) as slow:
+        # Little fits between the two, so that a few thousand answers are too many.
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+        async with attached(server.address, hello("slow"), options) as slow:
             # Each is refused, and the refusals are not read.
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 for number in range(50_000):

@@ -25,7 +25,7 @@ from typing import Any
 
 from rdzv.agent.runner.held_connections import ConnectionQueue
 
-DEADLINE_S = 60.0
+DEADLINE_S = 100.0
 _forks = multiprocessing.get_context("forkserver")
 # DDP's constructor imports torch's compiler; only some of the functions shard.
 _forks.set_forkserver_preload(["kept_training", "torch._dynamo", "torch.distributed.fsdp"])
@@ -133,12 +133,22 @@ class Worker:
         assert not self.process.is_alive(), f"runs on after {deadline_s} s: {self.text()}"
         return self.process.exitcode
 
-    def resources(self) -> tuple[int, int, int]:
-        """Return how many descriptors and threads the process has, and its resident memory."""
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        found = dict(line.split(":", 1) for line in status.splitlines())
-        fds = len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
-        return fds, int(found["Threads"]), int(found["VmRSS"].split()[0]) << 10
+    def resources(self, before: tuple[int, int, int] | None = None) -> tuple[int, int, int]:
+        """Return how many descriptors and threads the process has, and its resident memory.
+
+        If they differ from `before`, look again until the deadline: on a busy machine a descriptor
+        of the last round may not be closed yet.
+        """
+        deadline_s = time.monotonic() + DEADLINE_S
+        while True:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+            found = dict(line.split(":", 1) for line in status.splitlines())
+            fds = len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+            threads = int(found["Threads"])
+            as_before = before is None or (fds, threads) == before[:2]
+            if as_before or time.monotonic() > deadline_s:
+                return fds, threads, int(found["VmRSS"].split()[0]) << 10
+            time.sleep(0.01)
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
