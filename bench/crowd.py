@@ -1,7 +1,8 @@
 """A part of the crowd of the scale benchmark: simulated nodes of one job, in one process.
 
-Run by path as a child process. It takes one act a line on stdin, and answers each with a JSON line
-on stdout; it ends with stdin. Times are by CLOCK_MONOTONIC, which all processes here share.
+Run by path as a child process, with the seconds that an act may take. It takes one act a line on
+stdin, and answers each with a JSON line on stdout; it ends with stdin. Times are by
+CLOCK_MONOTONIC, which all processes here share.
 
 * `{"act": "gather", "nodes": N, "numbers": [FIRST, END], "endpoint": "HOST:PORT", "tls": FOLDER}`:
   these nodes of a job of N connect, each by a connection of its own, and all but number N - 1 join;
@@ -47,7 +48,6 @@ from rdzv.v1 import rdzv_pb2_grpc
 JOB = "crowd"
 AT_ONCE = 64
 """How many nodes of a process connect at once; all of them would overload it."""
-TIMEOUT_S = 120.0
 FOREVER_MS = 3_600_000
 
 
@@ -110,7 +110,8 @@ class CountingStub:
 class Crowd:
     """The nodes of this process, and the commands for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._nodes: list[SimulatedNode] = []
         self._links: dict[SimulatedNode, asyncio.Task[None]] = {}
         self._last: SimulatedNode | None = None
@@ -160,7 +161,7 @@ class Crowd:
                 self._start(node)
                 await node.admitted.wait()
 
-        async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as tasks:
             for node in self._nodes:
                 if node is not self._last:
                     tasks.create_task(connect(node))
@@ -201,7 +202,7 @@ class Crowd:
         }
 
     async def _all(self, what: str, holds: Callable[[], bool]) -> None:
-        await until(what, holds, TIMEOUT_S)
+        await until(what, holds, self._timeout_s)
 
 
 def _name(number: int) -> str:
@@ -221,13 +222,14 @@ async def main() -> None:
     # The loss of a server is what is measured; ten thousand nodes need not log it.
     logging.getLogger("rdzv.agent").setLevel(logging.CRITICAL)
     rdzv_pb2_grpc.RendezvousStub = CountingStub  # type: ignore[misc,assignment]
-    crowd = Crowd()
+    timeout_s = float(sys.argv[1])
+    crowd = Crowd(timeout_s)
     while line := await asyncio.to_thread(sys.stdin.readline):
         began_cpu_s = time.process_time()
         try:
             answer = await crowd.act(json.loads(line))
         except TimeoutError as error:
-            answer = {"failed": str(error) or f"no end of {line.strip()} in {TIMEOUT_S:g} s"}
+            answer = {"failed": str(error) or f"no end of {line.strip()} in {timeout_s:g} s"}
         answer |= {"traffic": TRAFFIC.take(), "cpu_s": time.process_time() - began_cpu_s}
         print(json.dumps(answer), flush=True)
 

@@ -22,6 +22,10 @@ bench/floor.py what gRPC alone costs.
 `core` is 10,000 joins through the rendezvous core alone, and with the invariants that the driver
 asks before each commit.
 
+`--relays` measures the same again with relays between. Then no process has a connection of each
+node, so there may be more nodes than a process may open files; of so many, or with `--only-relays`,
+only this is measured. The server gets the settings that docs/scale.md names for its nodes.
+
 The peer, in the same run: torch's c10d rendezvous, at the sizes that it can do; its nodes are
 threads of two processes, which do nothing else.
 
@@ -34,6 +38,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import math
 import os
 import resource
 import tempfile
@@ -59,6 +64,7 @@ from processes import Asked, Rdzvd, certified, cpu_s, resident_bytes, upstream
 from profiling import profiled
 
 from rdzv.core.commands import Join
+from rdzv.core.fleet.nodes import NodesTuning
 from rdzv.core.invariants import violations
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import Offer, Settings, State, Tuning
@@ -70,12 +76,18 @@ PEER_NODES = (16, 100, 256)
 """At 512 it does not complete in three minutes here."""
 REPEATED_UP_TO = 1_000
 CORE_NODES = 10_000
+DEFAULT_NODES = 10_000
+"""The most nodes of a job without settings."""
+MOST_NODES = 99_999
+"""The most for which the names of nodes are in order."""
 CROWDS = 4
 """Processes that the nodes are in."""
 STEADY_S = 10.0
 CALM_S = 6.0
 """Longer than a lease: any node to be given up is."""
-TIMEOUT_S = 140.0
+TIMEOUT_S = 120.0
+ANSWER_S = 20.0
+"""How much longer than for its act to wait for the answer of a part of the crowd."""
 PEER_TIMEOUT_S = 90.0
 PEER_PROCESSES = 2
 TRAFFIC = ("up", "down", "up_bytes", "down_bytes", "tries")
@@ -128,16 +140,18 @@ def plainly(act: str, pid: int) -> AbstractContextManager[None]:
 class Crowd:
     """All nodes, in several processes with separate descriptors. Created by `running`."""
 
-    def __init__(self, parts: Sequence[Asked]) -> None:
+    def __init__(self, parts: Sequence[Asked], timeout_s: float) -> None:
         self._parts = parts
+        self._timeout_s = timeout_s
 
     @classmethod
     @contextlib.contextmanager
-    def running(cls) -> Iterator[Crowd]:
-        """Start the processes, and end them with the body."""
+    def running(cls, timeout_s: float) -> Iterator[Crowd]:
+        """Start the processes, and end them with the body; each act may take `timeout_s`."""
+        arguments = HERE / "crowd.py", str(timeout_s)
         with contextlib.ExitStack() as stack:
-            program = HERE / "crowd.py"
-            yield cls([stack.enter_context(Asked.running(program)) for _ in range(CROWDS)])
+            parts = [stack.enter_context(Asked.running(*arguments)) for _ in range(CROWDS)]
+            yield cls(parts, timeout_s)
 
     def gather(self, nodes: int, endpoints: Sequence[str], tls: str) -> dict[str, Any]:
         """Let all nodes but the last one join, each process at one of the endpoints."""
@@ -154,7 +168,7 @@ class Crowd:
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        answers = [part.answer(TIMEOUT_S) for part in self._parts]
+        answers = [part.answer(self._timeout_s + ANSWER_S) for part in self._parts]
         together: dict[str, Any] = {
             "cpu_s": sum(answer["cpu_s"] for answer in answers),
             "traffic": {k: sum(answer["traffic"][k] for answer in answers) for k in TRAFFIC},
@@ -248,6 +262,7 @@ def measure(
     *,
     tls: bool,
     relays: int = 0,
+    timeout_s: float = TIMEOUT_S,
     during: During = plainly,
     only_return: bool = False,
 ) -> Samples:
@@ -259,15 +274,18 @@ def measure(
         below = directory / f"{nodes}-{relays}-{'tls' if tls else 'plain'}-{number}"
         below.mkdir()
         port = free_port()
-        options = [f"--data-dir={below / 'data'}"]
+        settings = below / "rdzvd.toml"
+        settings.write_text(settings_for(nodes))
+        options = [f"--config={settings}"]
         if tls:
             options += certified(below)
         host = "localhost" if tls else "127.0.0.1"
-        server = Rdzvd(f"{host}:{port}", options, below / "rdzvd.log")
+        stored = [*options, f"--data-dir={below / 'data'}"]
+        server = Rdzvd(f"{host}:{port}", stored, below / "rdzvd.log")
         between = [
             Rdzvd(
                 f"{host}:{free_port()}",
-                [*options[1:], f"--relay={host}:{port}", *(upstream(below) if tls else [])],
+                [*options, f"--relay={host}:{port}", *(upstream(below) if tls else [])],
                 below / f"relay-{one}.log",
             )
             for one in range(relays)
@@ -275,7 +293,7 @@ def measure(
         try:
             for one in (server, *between):
                 one.start()
-            with Crowd.running() as crowd:
+            with Crowd.running(timeout_s) as crowd:
                 trial = Trial(nodes, server, between, crowd, samples)
                 trial.run(str(below) if tls else "", during, only_return=only_return)
         except (TimeoutError, RuntimeError) as error:
@@ -284,6 +302,17 @@ def measure(
             for one in (*between, server):
                 one.kill()
     return samples
+
+
+def settings_for(nodes: int) -> str:
+    """Return what docs/scale.md says to set for this number of nodes; nothing up to the default."""
+    if nodes <= DEFAULT_NODES:
+        return ""
+    lease_s = math.ceil(NodesTuning().lease_max_ms * nodes / DEFAULT_NODES / 1000)
+    return (
+        f"[limits]\nnodes = {2 * nodes}\nnodes_per_job = {nodes}\n"
+        f"[lease]\nlongest = {lease_s}\nlongest_nodes = {nodes}\n"
+    )
 
 
 def say(nodes: int, samples: Samples, *, tls: bool, relays: int = 0) -> None:
@@ -472,6 +501,8 @@ def arguments() -> argparse.Namespace:
     add("--peer-nodes", default="", help=f"sizes for c10d, with commas (default: {PEER_NODES})")
     add("--tls", action="store_true", help="with mutual TLS")
     add("--relays", type=int, default=0, help="once more with this number of relays between")
+    add("--only-relays", action="store_true", help="not without relays")
+    add("--timeout", type=float, default=TIMEOUT_S, help="seconds for an act (default: 120)")
     add("--only-return", action="store_true", help="nothing but gather, form, start and return")
     add("--profile", action="store_true", help="show where the server's time goes; needs perf")
     add("--no-peer", action="store_true", help="without c10d")
@@ -483,14 +514,21 @@ def arguments() -> argparse.Namespace:
     chosen.peer_nodes = _sizes(parser, chosen.peer_nodes) or PEER_NODES
     if not 0 <= chosen.relays <= CROWDS:
         parser.error(f"--relays {chosen.relays}: give 1 to {CROWDS}, the processes of the crowd")
+    if chosen.only_relays and not chosen.relays:
+        parser.error("--only-relays: give a number of --relays")
+    if chosen.timeout <= 0:
+        parser.error(f"--timeout {chosen.timeout:g}: give more than 0 seconds")
     if chosen.repetitions < 0:
         parser.error(f"--repetitions {chosen.repetitions}: give at least 1")
     chosen.repetitions = chosen.repetitions or (1 if chosen.quick or chosen.profile else 3)
-    if max(chosen.nodes) > (most := most_nodes()):
+    # A relay holds as many nodes as a process of the crowd.
+    each = -(-max(chosen.nodes) // max(chosen.relays, 1))
+    if each > (most := most_nodes()):
         parser.error(
-            f"{max(chosen.nodes)} nodes need as many open files in rdzvd, and {most} are allowed; "
-            "raise the hard limit (ulimit -Hn), or give fewer --nodes"
+            f"{max(chosen.nodes)} nodes need {each} open files in one process, and {most} are "
+            "allowed; raise the hard limit (ulimit -Hn), or give more --relays or fewer --nodes"
         )
+    chosen.most_direct = 0 if chosen.only_relays else most
     return chosen
 
 
@@ -499,8 +537,8 @@ def _sizes(parser: argparse.ArgumentParser, given: str) -> tuple[int, ...]:
         sizes = tuple(int(part) for part in given.split(",") if part)
     except ValueError:
         parser.error(f"{given} are no numbers; give, for example, 100,1000")
-    if any(not 3 <= size <= 10_000 for size in sizes):
-        parser.error(f"{given}: a job has 3 to 10000 nodes here")
+    if any(not 3 <= size <= MOST_NODES for size in sizes):
+        parser.error(f"{given}: a job has 3 to {MOST_NODES} nodes here")
     return sizes
 
 
@@ -527,11 +565,13 @@ def main() -> None:
         for nodes in chosen.nodes:
             repetitions = chosen.repetitions if nodes <= REPEATED_UP_TO else 1
             during = sampled if chosen.profile else plainly
-            for relays in (0, chosen.relays) if chosen.relays else (0,):
+            direct = [0] if nodes <= chosen.most_direct else []
+            for relays in [*direct, *([chosen.relays] if chosen.relays else [])]:
                 samples = measure(
                     *(nodes, repetitions, directory),
                     tls=chosen.tls,
                     relays=relays,
+                    timeout_s=chosen.timeout,
                     during=during,
                     only_return=chosen.only_return,
                 )

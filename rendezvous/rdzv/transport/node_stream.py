@@ -58,6 +58,8 @@ STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
     # One ping follows each heartbeat; with ten thousand nodes, the server makes both rare.
     ("grpc.http2.max_pings_without_data", 1),
     ("grpc.keepalive_permit_without_calls", 1),
+    # Otherwise each read is followed by a ping, which measures how much may be on the way.
+    ("grpc.http2.bdp_probe", 0),
 )
 """Options of a node's stream."""
 

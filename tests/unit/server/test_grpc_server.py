@@ -37,7 +37,7 @@ HEADERS = {
     b"te": b"trailers",
 }
 PING_ACK = b"\0\0\x08\x06\x01\0\0\0\0later..."
-DATA, RESET = 0, 3
+DATA, RESET, PING = 0, 3, 6
 """Types of HTTP/2 frames."""
 CALLS_AT_ONCE = 1_500
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
@@ -184,6 +184,20 @@ async def test_a_server_of_grpc_that_ends_by_itself_ends_ours(
         async with asyncio.timeout(LONG_S), server():
             await made[0].stop(0)
             await asyncio.Event().wait()
+
+
+async def test_a_server_answers_a_call_without_pinging_the_caller() -> None:
+    """Its pings would cost a server of thousands of nodes as much as their messages."""
+    async with server() as at:
+        with socket.create_connection((at.host, at.port), LONG_S) as caller:
+            caller.sendall(calls(3))
+            seen = await ends_of(3, caller, b"")
+            caller.sendall(frame_head(8, PING, 0, 0) + b"at last.")
+            received = b""
+            while b"at last." not in received:
+                received += await asyncio.get_running_loop().sock_recv(caller, 65536)
+    # The answer to the ping that follows the calls, and to the last one.
+    assert (seen + frames(received))[PING] == 2
 
 
 async def ends_of(count: int, caller: socket.socket, received: bytes) -> Counter[int]:

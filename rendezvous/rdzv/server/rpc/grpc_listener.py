@@ -111,6 +111,8 @@ def listener_options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
         ("grpc.server.max_pending_requests", connections),
         ("grpc.server.max_pending_requests_hard_limit", connections),
         ("grpc.server_max_unrequested_time_in_server", UNHEARD_S),
+        # Otherwise each read is followed by a ping, which measures how much may be on the way.
+        ("grpc.http2.bdp_probe", 0),
         handshakes.grpc_timeout_option(timings),
         ("grpc.max_connection_idle_ms", timings.idle_connection_ms),
         ("grpc.keepalive_time_ms", timings.ping_interval_ms),

@@ -38,6 +38,9 @@ from rdzv.version import VERSION
 ANSWER_S = 10.0
 """How long a server may take to answer. Longer than a server holds calls while none leads."""
 
+OPTIONS = (*STREAM_OPTIONS, ("grpc.http2.bdp_probe", 1))
+"""The messages to thousands of nodes arrive here at once, from further away than a node's own."""
+
 BACKOFF = Backoff(max_s=1.0)
 """Short, because relays are few, and thousands of nodes wait for each."""
 
@@ -195,7 +198,7 @@ class Upstream:
         """Hold one call until it ends; return why it ended."""
         try:
             metadata = self._credentials.metadata(endpoint)
-            channel = self._credentials.aio_channel(endpoint, STREAM_OPTIONS)
+            channel = self._credentials.aio_channel(endpoint, OPTIONS)
         except InvalidRequestError as error:
             return RendezvousConnectionError(f"cannot connect to {endpoint}: {error}")
         async with channel:
