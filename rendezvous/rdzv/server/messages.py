@@ -355,7 +355,7 @@ class Waiting:
 
 @struct(frozen=True)
 class LogPosition:
-    """How far one worker's log has been read. Messages to a node leave out the node's name."""
+    """How far one worker's log has been read. `node_id` is not sent to the node itself."""
 
     node_id: str
     round: int

@@ -37,7 +37,7 @@ class Fence:
 
 @struct(frozen=True)
 class Leader:
-    """The leader, as its key describes it. `since_unix_ms` is by its own clock, and only shown."""
+    """The leader, as its key describes it. `since_unix_ms` is by its own clock, for display only."""
 
     address: str
     since_unix_ms: int

@@ -147,7 +147,7 @@ class Straggler:
 
 @struct(frozen=True)
 class Token:
-    """A token without its text. `expires_in_ms` is None if it never expires, 0 if it has expired.
+    """A token, without its secret. `expires_in_ms` is None if it never expires, 0 if it has expired.
 
     `used_age_ms` is accurate to an hour; None if it was never used.
     """
@@ -456,7 +456,7 @@ class WorkerStack:
 
 @struct(frozen=True)
 class StackGroup:
-    """Workers at the same place in their code."""
+    """Workers that are at the same place in their code."""
 
     ranks: tuple[int, ...]
     where: str

@@ -189,7 +189,7 @@ def _line(data: bytes) -> str:
 
 @dataclass(eq=False, slots=True)
 class _Source:
-    """The file, as a source for `Watches`."""
+    """The preemption notice file, in the form that `Watches` can watch."""
 
     path: Path
     woken: Callable[[], None]

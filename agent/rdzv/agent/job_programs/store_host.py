@@ -117,7 +117,7 @@ def reachable_at(fd: int) -> tuple[str, int]:
 
 
 def prepare_for_many() -> None:
-    """Let this process hold a connection from each rank without asking DNS who they are.
+    """Let this process hold a connection from each rank without a DNS lookup.
 
     The soft limit of open files is often 1,024; the connections of ranks beyond it are reset. And
     while a name server does not answer, for 5 s or more, the store serves nobody.

@@ -98,7 +98,7 @@ class RecordReader:
     """Reads the records of one job's workers, with the rights of their account."""
 
     def __init__(self, rdzv_id: str, *, on: bool, identity: Identity | None = None) -> None:
-        """Unless `on`, no worker is asked."""
+        """Read nothing unless `on`."""
         self._rdzv_id = rdzv_id
         self.on = on
         self._identity = identity

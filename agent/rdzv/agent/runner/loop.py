@@ -46,7 +46,7 @@ class Loop:
         os.close(fd)
 
     def wait(self, timeout_s: float | None) -> Iterator[Callable[[], object]]:
-        """Wait for readable descriptors; yield the function to call for each, in their order."""
+        """Wait until descriptors are readable, and yield the function registered for each."""
         for key, _ in self._selector.select(timeout_s):
             # An earlier call of this batch may have ended the watch over this one.
             if self._selector.get_map().get(key.fd) is key:

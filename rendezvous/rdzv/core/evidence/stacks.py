@@ -111,7 +111,7 @@ class WorkerStack:
 
 @struct(frozen=True)
 class Group:
-    """Workers at the same place."""
+    """Workers that are at the same place in their code."""
 
     ranks: tuple[int, ...]
     where: str

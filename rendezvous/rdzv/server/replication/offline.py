@@ -208,7 +208,9 @@ async def _to_write(config: Config) -> AsyncIterator[Store]:
 
 
 async def _elected(election: Election, etcd: EtcdConfig) -> Fence:
-    """Wait until elected, long enough for a dead leader's lease to expire; return the fence.
+    """Wait until elected, and return the fence.
+
+    The wait is long enough for a dead leader's lease to expire.
 
     Raises:
         InvalidRequestError: another server leads, or etcd has not answered.

@@ -60,7 +60,10 @@ def _undo(hook: str) -> None:
 
 
 class _Finder:
-    """Wraps `init_process_group` once its module has been executed; finds no modules itself."""
+    """An import hook that wraps `init_process_group` after its module has run.
+
+    The other finders still find the modules.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
