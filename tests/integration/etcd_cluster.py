@@ -273,7 +273,7 @@ class Proxy:
     async def running(cls, target: Endpoint) -> AsyncIterator[Proxy]:
         async with asyncio.TaskGroup() as group:
             proxy = cls(target, group)
-            server = await asyncio.start_server(proxy._accept, "127.0.0.1", 0)
+            server = await asyncio.start_server(proxy.accept, "127.0.0.1", 0)
             proxy.endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
             try:
                 yield proxy
@@ -287,7 +287,7 @@ class Proxy:
         for writer in self._writers:
             writer.transport.abort()
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         self._group.create_task(self._serve(reader, writer))
 

@@ -88,7 +88,7 @@ class Session:
         self._stopped = threading.Event()
         self._leading = threading.Event()
         self._threads = [
-            threading.Thread(target=self._renew, name="lease", daemon=True),
+            threading.Thread(target=self.renew_until_lost, name="lease", daemon=True),
             threading.Thread(target=self._keep_word, name="word", daemon=True),
         ]
         self._renewed(sent_s)
@@ -143,8 +143,8 @@ class Session:
         """Extend the leader's word: a read sent at this time has shown the key to be its own."""
         self.word_until_s = sent_s + self.word_s
 
-    def _renew(self) -> None:
-        """Renew the lease until it is lost; report why."""
+    def renew_until_lost(self) -> None:
+        """Renew the lease until it is lost; report why. Runs in a thread of this session."""
         trouble = ""
         while True:
             wait_s = RETRY_S if trouble else self.sent_s + self.every_s - now_s()

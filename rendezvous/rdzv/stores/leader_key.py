@@ -37,7 +37,7 @@ class Fence:
 
 @struct(frozen=True)
 class Leader:
-    """The leader, as its key describes it. `since_unix_ms` is by its own clock, for display only."""
+    """The leader, as its key describes it. `since_unix_ms`, by its own clock, is only shown."""
 
     address: str
     since_unix_ms: int

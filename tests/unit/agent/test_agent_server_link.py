@@ -144,7 +144,7 @@ class Server(rdzv_pb2_grpc.RendezvousServicer):
     """Passes every stream to the story."""
 
     def __init__(self) -> None:
-        self._talks: asyncio.Queue[Talk] = asyncio.Queue()
+        self.talks: asyncio.Queue[Talk] = asyncio.Queue()
         self.server = grpc.aio.server()
         rdzv_pb2_grpc.add_RendezvousServicer_to_server(self, self.server)
         self.endpoint = Endpoint("127.0.0.1", self.server.add_insecure_port("127.0.0.1:0"))
@@ -153,13 +153,13 @@ class Server(rdzv_pb2_grpc.RendezvousServicer):
         self, request_iterator: object, context: grpc.aio.ServicerContext
     ) -> None:
         talk = Talk(context)
-        self._talks.put_nowait(talk)
+        self.talks.put_nowait(talk)
         await talk.serve()
 
     async def talk(self) -> Talk:
         """Return the next stream that was opened."""
         async with asyncio.timeout(PATIENCE_S):
-            return await self._talks.get()
+            return await self.talks.get()
 
     async def greet(self, **welcome: int) -> tuple[Talk, pb.Hello]:
         """Welcome the next stream."""
@@ -277,15 +277,13 @@ async def test_a_node_that_knows_one_server_goes_to_the_one_that_it_was_told_of(
             await talk.say(servers=pb.Servers(addresses=[str(standby.endpoint)]))
             await job.hear(events.ServerConnected)
             async with asyncio.timeout(PATIENCE_S):
-                while (channel := link._standby._channel) is None or (  # noqa: ASYNC110
-                    channel.get_state() is not grpc.ChannelConnectivity.READY
-                ):
+                while not link.standby.connected:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             # Only a connection: that server has no call.
-            assert standby._talks.empty()
+            assert standby.talks.empty()
             talk.end(grpc.StatusCode.UNAVAILABLE)
             await standby.greet(leadership=2)
-            assert link._standby._channel is None
+            assert not link.standby.connected
     finally:
         await standby.server.stop(None)
 

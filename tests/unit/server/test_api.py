@@ -728,7 +728,7 @@ async def test_a_slow_reader_hears_of_it_and_holds_up_nobody() -> None:
         await s.pair()
         async with s.stream("?job=job-7") as slow:
             await slow.first()
-            (feed,) = s.feeds._feeds.values()
+            (feed,) = s.feeds.by_rdzv_id.values()
             (reader,) = feed._readers
             # As if its connection took nothing: events that are put wait.
             reader.put([feeds_module.READY] * 5)
@@ -757,7 +757,9 @@ async def test_more_readers_than_the_limit_are_refused_and_those_gone_do_not_cou
             await events.first()
             error = await s.get("/stream", 429)
             assert "`http_streams`" in error["message"]
-        await until(lambda: not (s.feeds._readers or s.feeds._feeds or s.driver.watchers.followers))
+        await until(
+            lambda: not (s.feeds.readers or s.feeds.by_rdzv_id or s.driver.watchers.followers)
+        )
 
 
 async def test_who_follows_a_job_that_nobody_knows_gives_the_place_back() -> None:

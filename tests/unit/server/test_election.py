@@ -68,7 +68,7 @@ async def test_a_renewal_that_is_answered_late_proves_nothing_for_longer(
     """Counted from its answer, a term would continue when the next server already leads."""
     etcd.answers_after_s = [late_s]
     session = leading(etcd, monkeypatch, sent_s=etcd.now_s - TTL_S / 2)
-    session._renew()
+    session.renew_until_lost()
     await asyncio.sleep(0)
     assert "the last renewal is" in (session.lost or "")
     # By the clock alone, at every moment until another may lead, and from then on.
@@ -86,7 +86,7 @@ async def test_a_lease_is_renewed_while_the_loop_is_late_and_not_while_it_stands
     session = leading(etcd, monkeypatch, sent_s=etcd.now_s)
     turned_s = etcd.now_s
     # As in a thread, while the loop does not turn.
-    session._renew()
+    session.renew_until_lost()
     await asyncio.sleep(0)
     assert "its event loop has stood still" in (session.lost or "")
     renewed_for_s = session.sent_s - turned_s

@@ -426,8 +426,8 @@ async def test_a_job_that_has_ended_is_shown_for_a_while_and_no_longer() -> None
         assert "rdzv_job_min_nodes{rdzv_id=job-7}" not in found
         await s.clock.advance(CONFIG.timings.ended_job_ms)
         assert not any("job-7" in name for name in await s.values())
-        assert not s.metrics._tallies
-        assert not s.metrics._ended
+        assert not s.metrics.tallies
+        assert not s.metrics.ended
 
 
 async def test_a_job_that_begins_again_counts_from_zero() -> None:
@@ -522,13 +522,13 @@ async def test_ended_jobs_are_bounded() -> None:
         ended = step(began.state, Stop("run-1", "an operator"), 1)
         metrics.stepped(state, began.state, began.events, 0)
         metrics.stepped(began.state, ended.state, ended.events, 1)
-    assert len(metrics._ended) == ENDED_JOBS
+    assert len(metrics.ended) == ENDED_JOBS
     # Events that arrive after the job was forgotten create nothing again.
     first = vacant("job-0", CONFIG.tuning)
     ended = step(step(first, _first_join(), 0).state, Stop("run-1", "an operator"), 1)
     assert ended.state.membership.ended
     metrics.stepped(ended.state, ended.state, (NodeLost("n1", "too late"),), 2)
-    assert not metrics._tallies
+    assert not metrics.tallies
 
 
 def _first_join() -> Join:
@@ -611,7 +611,7 @@ def test_the_gauges_say_what_status_says(beginning: str) -> None:
 def counts_what_lives(metrics: Metrics, state: State) -> None:
     """Check that a job is counted until it has ended, and that its time runs until then."""
     membership = state.membership
-    tally = metrics._tallies.get(membership.rdzv_id)
+    tally = metrics.tallies.get(membership.rdzv_id)
     assert (tally is not None) is (bool(membership.run) and membership.ended is None)
     if tally is not None:
         live = job_state(state) is JobState.RUNNING

@@ -99,7 +99,8 @@ class ServerLink:
         self._attempts = Attempts(endpoints, backoff)
         self._credentials = credentials
         self._options = options
-        self._standby = Standby(credentials, options)
+        self.standby = Standby(credentials, options)
+        """The connection kept open to the server that would lead next."""
         self._identity = identity
         self._jobs: dict[str, JobPort] = {}
         self.placements: PlacementPort | None = None
@@ -279,7 +280,7 @@ class ServerLink:
         try:
             await self._keep_stream()
         finally:
-            await self._standby.close()
+            await self.standby.close()
 
     async def _keep_stream(self) -> None:
         while not self._closing.is_set():
@@ -316,7 +317,7 @@ class ServerLink:
     async def _converse(self, endpoint: Endpoint) -> RendezvousError:
         """Keep a stream open, renewing it on request; return why the last one ended."""
         try:
-            opened = await self._standby.take(endpoint)
+            opened = await self.standby.take(endpoint)
             opened = opened or self._credentials.aio_channel(endpoint, self._options)
         except InvalidRequestError as unusable:
             # The certificate may be about to be renewed.
@@ -431,7 +432,7 @@ class ServerLink:
         if servers.addresses:
             # Thousands of nodes learn of it at once; the lease, which grows with their number,
             # spreads their connections over time.
-            await self._standby.keep(self._attempts.next, self.tolerated_ms / 1000)
+            await self.standby.keep(self._attempts.next, self.tolerated_ms / 1000)
 
     def _take_lease(self, lease_ms: int, heartbeat_interval_ms: int) -> None:
         self._lease_ms = self._last_lease_ms = lease_ms

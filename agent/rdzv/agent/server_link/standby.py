@@ -28,6 +28,12 @@ class Standby:
         self._stamp = credentials.stamp()
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def connected(self) -> bool:
+        """Whether the channel is open and the server is reachable on it."""
+        channel = self._channel
+        return channel is not None and channel.get_state() is grpc.ChannelConnectivity.READY
+
     async def keep(self, endpoint: Endpoint, within_s: float) -> None:
         """Connect to an endpoint at a random time within `within_s`, and stay connected."""
         if self._wanted == endpoint:

@@ -397,9 +397,10 @@ class Feeds:
         self._tasks = tasks
         self._limits = limits
         self._timings = timings
-        self._feeds: dict[str | None, Feed] = {}
+        self.by_rdzv_id: dict[str | None, Feed] = {}
         """The feeds, by rdzv_id; the key None is for the feed of all jobs and nodes."""
-        self._readers = 0
+        self.readers = 0
+        """The number of readers of all feeds."""
         self._closed = False
 
     @classmethod
@@ -415,7 +416,7 @@ class Feeds:
                     yield feeds
                 finally:
                     feeds.close()
-                    for feed in feeds._feeds.values():
+                    for feed in feeds.by_rdzv_id.values():
                         if feed.task is not None:
                             feed.task.cancel()
 
@@ -433,12 +434,12 @@ class Feeds:
         """
         if self._closed:
             raise RendezvousConnectionError("this server is stopping; connect again")
-        if self._readers >= self._limits.http_streams:
+        if self.readers >= self._limits.http_streams:
             raise LimitExceededError(
-                f"{self._readers} readers follow the stream here, which is the limit; close a "
+                f"{self.readers} readers follow the stream here, which is the limit; close a "
                 "page, or raise the limit `http_streams`"
             )
-        self._readers += 1
+        self.readers += 1
         try:
             if rdzv_id is not None:
                 await self._answers.check_known(rdzv_id)
@@ -447,13 +448,13 @@ class Feeds:
             with self._joined(rdzv_id) as reader:
                 yield reader
         finally:
-            self._readers -= 1
+            self.readers -= 1
 
     @contextmanager
     def _joined(self, rdzv_id: str | None) -> Iterator[Reader]:
-        feed = self._feeds.get(rdzv_id)
+        feed = self.by_rdzv_id.get(rdzv_id)
         if feed is None or feed.task is None or feed.task.done():
-            feed = self._feeds[rdzv_id] = self._new(rdzv_id)
+            feed = self.by_rdzv_id[rdzv_id] = self._new(rdzv_id)
             feed.task = self._tasks.create_task(feed.run())
         reader = Reader(self._limits)
         feed.add(reader)
@@ -462,8 +463,8 @@ class Feeds:
         finally:
             if feed.discard(reader):
                 feed.task.cancel()
-                if self._feeds.get(rdzv_id) is feed:
-                    del self._feeds[rdzv_id]
+                if self.by_rdzv_id.get(rdzv_id) is feed:
+                    del self.by_rdzv_id[rdzv_id]
 
     def _new(self, rdzv_id: str | None) -> Feed:
         if rdzv_id is None:
@@ -473,5 +474,5 @@ class Feeds:
     def close(self) -> None:
         """End all readers, because this server is stopping, and accept no more."""
         self._closed = True
-        for feed in self._feeds.values():
+        for feed in self.by_rdzv_id.values():
             feed.fail(RendezvousConnectionError("this server is stopping; connect again"))

@@ -113,9 +113,10 @@ class Metrics(Meter, Collector):
         self._scrapes_limit = config.limits.scrapes
         self._scrapes = 0
         self._ended_ms = config.timings.ended_job_ms
-        self._tallies: dict[str, JobTally] = {}
+        self.tallies: dict[str, JobTally] = {}
+        """Jobs that have not ended, by rdzv_id."""
         self._ledgers = JobLedgers()
-        self._ended: dict[str, JobTally] = {}
+        self.ended: dict[str, JobTally] = {}
         """Jobs that have ended, in the order in which they ended."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -230,10 +231,10 @@ class Metrics(Meter, Collector):
         """Start counting a job that was loaded from the store, or continue its earlier counts."""
         membership = state.membership
         if not membership.run or membership.ended is not None:
-            self._tallies.pop(membership.rdzv_id, None)
+            self.tallies.pop(membership.rdzv_id, None)
             return
         self._ledgers.loaded(state, now_ms)
-        tally = self._tallies.setdefault(membership.rdzv_id, JobTally.of(state, now_ms))
+        tally = self.tallies.setdefault(membership.rdzv_id, JobTally.of(state, now_ms))
         tally.follow(state, now_ms)
 
     def recorded(self, rows: Sequence[Record]) -> None:
@@ -257,11 +258,11 @@ class Metrics(Meter, Collector):
         restarts = len(after.membership.restarts) - len(before.membership.restarts)
         for event in events:
             if isinstance(event, RunBegan):
-                self._tallies[rdzv_id] = JobTally(now_ms)
-                self._ended.pop(rdzv_id, None)
-            tally = self._tallies.get(rdzv_id) or self._ended.get(rdzv_id)
+                self.tallies[rdzv_id] = JobTally(now_ms)
+                self.ended.pop(rdzv_id, None)
+            tally = self.tallies.get(rdzv_id) or self.ended.get(rdzv_id)
             if tally is None:
-                tally = self._tallies[rdzv_id] = JobTally.of(before, now_ms)
+                tally = self.tallies[rdzv_id] = JobTally.of(before, now_ms)
             match event:
                 case RoundCompleted():
                     self._complete(tally, after, round_, event.round, now_ms)
@@ -285,8 +286,8 @@ class Metrics(Meter, Collector):
                 case NodeLost():
                     self._change(tally, "lost")
         if after.membership.ended is not None:
-            self._tallies.pop(rdzv_id, None)
-        elif (present := self._tallies.get(rdzv_id)) is not None:
+            self.tallies.pop(rdzv_id, None)
+        elif (present := self.tallies.get(rdzv_id)) is not None:
             present.follow(after, now_ms)
 
     def _change(self, tally: JobTally, kind: str, times: int = 1) -> None:
@@ -334,25 +335,25 @@ class Metrics(Meter, Collector):
         self._runs_ended.labels(event.ended.result).inc()
         tally.running_ms, tally.running_since_ms = tally.running_until(now_ms), None
         tally.ended_ms, tally.final = now_ms, _RESULT_STATE[event.ended.result]
-        self._tallies.pop(rdzv_id, None)
-        self._ended.pop(rdzv_id, None)
-        self._ended[rdzv_id] = tally
+        self.tallies.pop(rdzv_id, None)
+        self.ended.pop(rdzv_id, None)
+        self.ended[rdzv_id] = tally
         self._forget_ended(now_ms)
 
     def _forget_ended(self, now_ms: int) -> None:
         """Forget jobs that ended long ago and, if there are too many, those that ended first."""
-        while self._ended:
-            rdzv_id, oldest = next(iter(self._ended.items()))
+        while self.ended:
+            rdzv_id, oldest = next(iter(self.ended.items()))
             long_ago = oldest.ended_ms is None or now_ms - oldest.ended_ms >= self._ended_ms
-            if not long_ago and len(self._ended) <= ENDED_JOBS:
+            if not long_ago and len(self.ended) <= ENDED_JOBS:
                 return
-            del self._ended[rdzv_id]
+            del self.ended[rdzv_id]
             self._ledgers.drop(rdzv_id)
 
     def forget_jobs(self) -> None:
         """Drop all jobs, because this server no longer leads."""
-        self._tallies.clear()
-        self._ended.clear()
+        self.tallies.clear()
+        self.ended.clear()
         self._ledgers.clear()
 
     @contextmanager
@@ -508,7 +509,7 @@ class Metrics(Meter, Collector):
         now_ms, page = figures.now_ms, JobPage()
         self._forget_ended(now_ms)
         for number, state in enumerate(_known(figures.states), 1):
-            tally = self._tallies.get(state.membership.rdzv_id)
+            tally = self.tallies.get(state.membership.rdzv_id)
             if tally is not None:
                 page.add_live(state, tally, figures.progress(state), now_ms)
                 page.add_straggling(state, figures.straggling(state))
@@ -517,7 +518,7 @@ class Metrics(Meter, Collector):
                 page.add_phases(rdzv_id, *self._ledgers.phases(rdzv_id, now_ms, state))
             if number % SLICE_JOBS == 0:
                 await asyncio.sleep(0)
-        for number, (rdzv_id, tally) in enumerate(tuple(self._ended.items()), 1):
+        for number, (rdzv_id, tally) in enumerate(tuple(self.ended.items()), 1):
             page.add_ended(rdzv_id, tally, now_ms)
             page.add_phases(rdzv_id, *self._ledgers.phases(rdzv_id, now_ms))
             if number % SLICE_JOBS == 0:
