@@ -147,9 +147,10 @@ class Straggler:
 
 @struct(frozen=True)
 class Token:
-    """A token without its secret. `expires_in_ms` is None if it never expires, 0 if it has expired.
+    """A token without its secret.
 
-    `used_age_ms` is accurate to an hour; None if it was never used.
+    `expires_in_ms` is None if it never expires, 0 if it has expired. `used_age_ms` is accurate to
+    an hour; None if it was never used.
     """
 
     id: str
