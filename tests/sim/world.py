@@ -1,10 +1,11 @@
 """One history of the whole system in virtual time: everything in it follows from one seed.
 
-Real parts: the server's driver, jobs, streams and timers, its three pure cores, the store's codec
-and contract, the agent core, and the messages between server and agents. Simulated: the network,
-the disk, processes, clocks, and the workers. So the *driver* is tested as well: its process may be
-killed at each await. A model of it around the bare cores would run about three times as many
-histories in the same time, but would miss the driver's own bugs.
+Real parts: the server's driver, jobs, streams and timers, what it does with each message of a node,
+its three pure cores, the store's codec and contract, the agent core, and the messages between
+server and agents. Simulated: the network, the disk, processes, clocks, and the workers. So the
+*driver* is tested as well: its process may be killed at each await. A model of it around the bare
+cores would run about three times as many histories in the same time, but would miss the driver's
+own bugs.
 (tests/unit/core/test_small_scope.py is the other extreme: the bare core, every order of commands.)
 
 A history has two phases. In the *safety* phase things go wrong as planned, and the judge checks
