@@ -3,7 +3,8 @@
 * kills: writers get SIGKILL at random moments; what they leave is looked at (killed_writers.py of
   the tests). The same for processes that fetch a copy while its source is overwritten.
 * flips: one bit of the newest of two snapshots is flipped; a new process must go on from the older.
-* load: how fast a new process comes to a snapshot of `--gb`, verified and copied into the model.
+* load: how fast a new process comes to a snapshot of `--gb`, mapped, verified and copied into the
+  model, with one CPU and with all; beside it a bare copy of as much memory by as many threads.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from snapshots import Memory
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
+from rdzv.worker import staging
 from rdzv.worker.link import GivenSlots
 from rdzv.worker.resuming import Resuming
 from rdzv.worker.rounds import Round
@@ -122,13 +124,25 @@ def measure_loads(gb: float, runs: int) -> None:
     size = int(gb * 1e9 / 4 / parameters)
     runner = Runner()
     saved(runner, size, parameters, 2)
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
+    cpus = os.sched_getaffinity(0)
+    tensors = [torch.ones(size) for _ in range(parameters)]
+    places = [torch.zeros(size) for _ in range(parameters)]
+    for used in ({min(cpus)}, cpus):
+        os.sched_setaffinity(0, used)
+        times, bare = list[float](), list[float]()
         with contextlib.redirect_stderr(io.StringIO()):
-            times = [loaded(runner, size, parameters)[1] for _ in range(runs)]
+            for _ in range(runs):
+                times.append(loaded(runner, size, parameters)[1])
+                begun = time.perf_counter()
+                staging.copy_all(tensors, places, [], staging.copiers())
+                bare.append(time.perf_counter() - begun)
         print(
-            f"load of {gb:g} GB, {threads} threads, n={runs}: median "
-            f"{gb / statistics.median(times):.1f} GB/s, best {gb / min(times):.1f} GB/s"
+            f"load of {gb:g} GB, {len(used)} CPUs, n={runs}: median "
+            f"{gb / statistics.median(times):.1f} GB/s, best {gb / min(times):.1f} GB/s; a bare "
+            f"copy: median {gb / statistics.median(bare):.1f} GB/s, best {gb / min(bare):.1f} "
+            f"GB/s; a load takes {statistics.median(times) / statistics.median(bare):.1f} times "
+            f"as long (best: {min(times) / min(bare):.1f})",
+            flush=True,
         )
 
 
@@ -148,10 +162,10 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--loads", type=int, default=10)
     args = parser.parse_args()
+    torch.set_num_threads(1)  # As rdzvrun sets it for several workers.
     print(load(), flush=True)
     if args.loads:
         measure_loads(args.gb, args.loads)
-    torch.set_num_threads(1)
     if args.flips:
         flip_bits(args.flips, random.Random(0))
     sys.stdout.flush()

@@ -16,17 +16,19 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import NoReturn
 
 import torch
-from killed_writers import content_of, look_at, write_for_ever
+from killed_writers import content_of, kill_after_begin, look_at, write_for_ever
 
 from rdzv.agent.job_programs import snapshot_carrier as carrier
 from rdzv.worker.snapshot_slot import Slot, bytes_needed
 
 NAMES = ("lineage", "step", "shard", "shards", "world_size", "digest")
-PIECE_BYTES = 64 << 10
+PIECE_BYTES = 16 << 10
 """Small, so that many pieces make a copy."""
 
 
@@ -38,11 +40,14 @@ def serve(fds: list[int], size: int, listening: socket.socket) -> None:
     sender.accept(listening)
 
 
-def fetch_for_ever(fds: list[int], port: int, memory: mmap.mmap, told: mmap.mmap) -> NoReturn:
+def fetch_for_ever(
+    fds: list[int], port: int, memory: mmap.mmap, begun: Callable[[], object]
+) -> NoReturn:
     """Fetch the newest step again and again; what was overwritten meanwhile is not there.
 
-    It puts the number of attempts in shared memory.
+    `begun` is called after the first attempt.
     """
+    attempts = 0
     views = [memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ)) for fd in fds]
     while True:
         headers = [one for one in map(carrier.read_header, views) if one is not None]
@@ -53,7 +58,9 @@ def fetch_for_ever(fds: list[int], port: int, memory: mmap.mmap, told: mmap.mmap
         with socket.create_connection(("127.0.0.1", port), 30) as sock, suppress(carrier.CopyError):
             key = carrier.greet_sender(sock, "secret")
             carrier.fetch(sock, asked, memoryview(memory), key, time.monotonic() + 30)
-        told[8:16] = (int.from_bytes(told[8:16], "little") + 1).to_bytes(8, "little")
+        attempts += 1
+        if attempts == 1:
+            begun()
 
 
 def main() -> None:
@@ -80,15 +87,7 @@ def main() -> None:
     port, while_copying, steps = listening.getsockname()[1], 0, set[int]()
     try:
         for _ in range(count):
-            before = told[8:16]
-            pid = os.fork()
-            if pid == 0:
-                fetch_for_ever(fds, port, memory, told)
-            while told[8:16] == before:
-                time.sleep(0)
-            time.sleep(dice.random() * 0.02)
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            kill_after_begin(partial(fetch_for_ever, fds, port, memory), dice)
             copy = Slot(memoryview(memory))
             header = copy.header()
             if header is None:

@@ -14,6 +14,9 @@ import random
 import signal
 import sys
 import time
+import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -22,7 +25,10 @@ from rdzv.worker.images import Image
 from rdzv.worker.snapshot_slot import Content, Header, Slot, bytes_needed
 from rdzv.worker.snapshots import slot_to_write
 
-SIZES = (1 << 18, 1 << 20, 3)
+SIZES = (1 << 14, 1 << 16, 3)
+"""Small, so that a kill costs milliseconds: a writer spends most of its time between two seals."""
+MOST_DELAY_S = 0.004
+"""A kill comes at most this long after the first step: some steps later."""
 
 
 def content_of(step: int) -> Content:
@@ -30,8 +36,18 @@ def content_of(step: int) -> Content:
     return Content({"rng": step}, {"state": Image(step, tensors, [], {"values": {"step": step}})})
 
 
-def write_for_ever(slots: list[Slot], step: int, told: mmap.mmap, pause_s: float = 0.0) -> NoReturn:
-    """Save steps as a worker does, and put the number of the last one in shared memory."""
+def write_for_ever(
+    slots: list[Slot],
+    step: int,
+    told: mmap.mmap,
+    begun: Callable[[], object] = lambda: None,
+    pause_s: float = 0.0,
+) -> NoReturn:
+    """Save steps as a worker does, and put the number of the last one in shared memory.
+
+    `begun` is called after the first.
+    """
+    first = step + 1
     while True:
         step += 1
         content = content_of(step)
@@ -43,7 +59,28 @@ def write_for_ever(slots: list[Slot], step: int, told: mmap.mmap, pause_s: float
         header = Header(step, 0, shard=0, shards=1, rank=0, world_size=1, state="s")
         slots[number].seal(header, tensors, head)
         told[:8] = step.to_bytes(8, "little")
+        if step == first:
+            begun()
         time.sleep(pause_s)
+
+
+def kill_after_begin(run: Callable[[Callable[[], object]], NoReturn], dice: random.Random) -> None:
+    """Fork a child that runs for ever, and kill it at a random moment after it has begun."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run(lambda: os.write(writing, b"."))
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    os.close(writing)
+    has_begun = os.read(reading, 1)
+    os.close(reading)
+    time.sleep(dice.random() * MOST_DELAY_S)
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    assert has_begun and os.WIFSIGNALED(status), "the child ended by itself: see above"
 
 
 def look(slots: list[Slot], told: int) -> tuple[int, bool]:
@@ -76,15 +113,7 @@ def main() -> None:
     slots, told = [Slot(memoryview(one)) for one in memory[:2]], memory[2]
     step, while_writing = 0, 0
     for _ in range(count):
-        before = int.from_bytes(told[:8], "little")
-        pid = os.fork()
-        if pid == 0:
-            write_for_ever(slots, step, told)
-        while int.from_bytes(told[:8], "little") <= before:
-            time.sleep(0)
-        time.sleep(dice.random() * 0.02)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        kill_after_begin(partial(write_for_ever, slots, step, told), dice)
         step, writing = look(slots, int.from_bytes(told[:8], "little"))
         told[:8] = step.to_bytes(8, "little")
         while_writing += writing

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rdzv.worker.contents import Contents
-from rdzv.worker.link import GivenSlots
+from rdzv.worker.link import GivenSlots, Watermark
 from rdzv.worker.resuming import Resuming
 from rdzv.worker.rounds import Round
 from rdzv.worker.sealing import Sealing
@@ -33,7 +33,7 @@ SUPPORT = Path(__file__).parents[2] / "support"
 class Runner:
     """The runner's end of the links: slots that outlive the processes."""
 
-    watermark = None
+    watermark: Watermark | None = None
     pinned: tuple[int, int] | None = None
 
     def __init__(self) -> None:
@@ -335,6 +335,17 @@ def test_memory_that_the_kernel_refuses_is_said_and_training_goes_on(
     assert train(runners[0], 5).step == 5
     said = capsys.readouterr().err
     assert said == f"rdzv: rank 0: cannot save snapshots: cannot map their memory: {reason}\n"
+
+
+def test_saves_that_are_left_out_are_said_once(
+    runners: list[Runner], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No other rank has saved anything, so that no step is whole."""
+    runners[0].watermark = Watermark(0, 0, "")
+    train(runners[0], 5)
+    assert {what["step"] for _, what in runners[0].said if what} == {1, 2}
+    said = capsys.readouterr().err
+    assert said.count("rank 0: saves are left out as long as both snapshots in memory are ") == 1
 
 
 @pytest.mark.parametrize("program", ["killed_writers.py", "killed_copies.py"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from rdzv.worker import CannotBroadcastError
+from rdzv.worker.digest import digest
 from rdzv.worker.images import Image
 from rdzv.worker.snapshot_slot import TENSORS_AT, Content, Header, Slot, SlotError, bytes_needed
 
@@ -102,6 +104,21 @@ def test_a_bit_that_flips_is_found_wherever_it_is(seed: int) -> None:
         assert found is None or not slot.is_sound(found), place
         memory[place] ^= bit
     assert Slot(memory).is_sound(header)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("words", [0, 1, 4095, 4096, 7 * 4096 + 5, (1 << 20) + 4096 + 1])
+def test_the_sum_of_bits_is_what_the_format_says(words: int, threads: int) -> None:
+    """Each word counts as often as its place says, with the product for each word written out."""
+    octets = torch.randint(0, 256, (8 * words + 3,), dtype=torch.uint8)
+    factor, chunk, total = 0x2545F4914F6CDD1D, 1 << 20, torch.zeros((), dtype=torch.int64)
+    for part in torch.split(octets[: 8 * words].view(torch.int64), chunk):
+        total = total * factor + (part * (2 * torch.arange(len(part)) + 1) * factor).sum()
+    for octet in octets[8 * words :].to(torch.int64):
+        total = total * factor + octet
+    said = hashlib.blake2b(f"a|torch.uint8|({len(octets)},)\n".encode(), digest_size=16)
+    said.update(repr([int(total)]).encode())
+    assert digest([("a", octets)], threads) == said.hexdigest()
 
 
 @pytest.mark.parametrize("exchanged", [(0, 8), (8, 4096), (64, 128)])

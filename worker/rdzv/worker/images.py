@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .contents import Contents, load_object, parameters_of, put_settings
+from .staging import copiers, copy_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,8 +73,12 @@ def put_back(
     import torch
 
     with torch.no_grad():
-        for name, one in tensors:
-            local(one).copy_(image.parameters[name])
+        copy_all(
+            [image.parameters[name] for name, _ in tensors],
+            [local(one) for _, one in tensors],
+            [],
+            copiers(),
+        )
         for name, one in buffers:
             local(one).copy_(image.small["buffers"][name])
     for optimizer in contents.optimizers.values():

@@ -16,6 +16,7 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _MADV_DONTFORK = 10
+_MADV_HUGEPAGE = 14
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_POPULATE = 0x8000
 
@@ -38,6 +39,13 @@ def mapped(fd: int, size: int) -> memoryview:
     held = (ctypes.c_ubyte * size).from_address(address)
     weakref.finalize(held, _unmap, os.getpid(), address, size).atexit = False
     return memoryview(held).cast("B")
+
+
+def use_huge_pages(address: int, size: int) -> None:
+    """Advise the kernel to use huge pages for memory of this process; it need not follow."""
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    _libc.madvise(begin, end - begin, _MADV_HUGEPAGE)
 
 
 def _unmap(pid: int, address: int, size: int) -> None:

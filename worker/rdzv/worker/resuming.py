@@ -22,6 +22,7 @@ from .contents import described
 from .exchange import exchange
 from .shards import Place
 from .snapshot_files import WholeStep, whole_steps
+from .staging import readers
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -124,7 +125,7 @@ class InMemory:
 
     def is_sound(self) -> bool:
         """Return whether the snapshot is undamaged; this reads all of it once."""
-        return self._slot.is_sound(self.header)
+        return self._slot.is_sound(self.header, readers())
 
     def read(self) -> tuple[Content, int, int]:
         """Return its content, and the rank and world size that it was saved with."""

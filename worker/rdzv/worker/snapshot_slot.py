@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from .contents import packed, unpacked
 from .digest import digest
 from .images import Image, is_tensor
+from .staging import copy_all, huge, readers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,23 +121,38 @@ class _Shapes:
         held = [value for _, value, _ in self.optimizers if isinstance(value, _Shape)]
         return [*self.parameters.values(), *held]
 
-    def filled(self, places: Iterator[Tensor], small: dict[str, Any], *, in_place: bool) -> Image:
-        """Rebuild the image around tensors in memory; copy those of optimizers, or not."""
+    def filled(self, places: Iterator[Tensor], small: dict[str, Any]) -> Image:
+        """Rebuild the image around tensors in memory."""
         return Image(
             self.step,
             {name: next(places) for name in self.parameters},
             [
-                (key, _taken(next(places), value, in_place=in_place), sharded)
-                if isinstance(value, _Shape)
-                else (key, value, sharded)
+                (key, next(places), sharded) if isinstance(value, _Shape) else (key, value, sharded)
                 for key, value, sharded in self.optimizers
             ],
             small,
         )
 
 
-def _taken(place: Tensor, shape: _Shape, *, in_place: bool) -> Tensor:
-    return place if in_place else place.to(shape.device, copy=True)
+def _with_copied_optimizers(image: Image, shapes: _Shapes) -> Image:
+    """Return the image with each optimizer tensor copied to the device that it was on."""
+    import torch
+
+    olds = [value for _, value, _ in image.optimizers if is_tensor(value)]
+    devices = [value.device for _, value, _ in shapes.optimizers if isinstance(value, _Shape)]
+    news = [
+        huge(torch.empty(old.shape, dtype=old.dtype, device=device))
+        for old, device in zip(olds, devices)
+    ]
+    copy_all(olds, news, [], readers())
+    copies = iter(news)
+    return replace(
+        image,
+        optimizers=[
+            (key, next(copies) if is_tensor(value) else value, sharded)
+            for key, value, sharded in image.optimizers
+        ],
+    )
 
 
 def _shapes_of(image: Image) -> _Shapes:
@@ -212,9 +228,9 @@ class Slot:
 
     # ------------------------------------------------------------------ reading
 
-    def is_sound(self, header: Header) -> bool:
+    def is_sound(self, header: Header, threads: int = 1) -> bool:
         """Return whether the snapshot is undamaged; this reads all of it once."""
-        return self.header() == header and self._digest(header) == header.digest
+        return self.header() == header and self._digest(header, threads) == header.digest
 
     def read(self, header: Header, *, in_place: bool = False) -> Content:
         """Return the snapshot; parameters share the slot's memory, optimizer tensors are copied.
@@ -227,9 +243,12 @@ class Slot:
         parts = unpacked(rest)
         places = iter(self._places([one for found in shapes.values() for one in found.all()]))
         images = {
-            name: found.filled(places, parts[f"small.{name}"], in_place=in_place)
-            for name, found in shapes.items()
+            name: found.filled(places, parts[f"small.{name}"]) for name, found in shapes.items()
         }
+        if not in_place:
+            images = {
+                name: _with_copied_optimizers(image, shapes[name]) for name, image in images.items()
+            }
         return Content(parts["own"], images)
 
     def devices(self, header: Header) -> dict[str, dict[Any, str]]:
@@ -260,10 +279,10 @@ class Slot:
             at += _aligned(size)
         return places
 
-    def _digest(self, header: Header) -> str:
+    def _digest(self, header: Header, threads: int = 1) -> str:
         begin = TENSORS_AT + header.tensors_bytes
         head = hashlib.blake2b(self._bytes[begin : begin + header.head_bytes], digest_size=16)
-        head.update(digest([("tensors", self._memory[TENSORS_AT:begin])]).encode())
+        head.update(digest([("tensors", self._memory[TENSORS_AT:begin])], threads).encode())
         return head.hexdigest()
 
 

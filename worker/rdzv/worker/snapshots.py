@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,10 @@ class HeldSlots:
         """Map the slots in the runner's reply, and return whether there are any."""
         self.reason = given.reason
         try:
-            slots = [Slot(mapped(fd, given.size)) for fd in given.fds]
+            # Each has its thread: the kernel takes longer to map a slot than to copy it.
+            with ThreadPoolExecutor(max(len(given.fds), 1)) as pool:
+                memory = list(pool.map(mapped, given.fds, [given.size] * len(given.fds)))
+            slots = [Slot(one) for one in memory]
         except OSError as error:
             self.reason, slots = f"cannot map their memory: {error.strerror}", []
         finally:
@@ -208,8 +212,6 @@ class Snapshots:
         self._sealing = sealing
         self._every = every
         self.held = None if link is None else HeldSlots(link)
-        self.skipped = 0
-        """The number of steps not saved because both slots were still needed."""
         self._round: Round | None = None
         self._layout: tuple[str, str] | None = None
         self._queue: SimpleQueue[_Copying | None] = SimpleQueue()
@@ -334,7 +336,10 @@ class Snapshots:
             held.link.pinned,
         )
         if number is None:
-            self.skipped += 1
+            self._say(
+                "saves are left out as long as both snapshots in memory are needed: the newer is "
+                "not yet known to be whole on all nodes, or the older is being written to disk"
+            )
             return
         slot = held.slots[number]
         held.clear(number)

@@ -1,4 +1,4 @@
-"""Copies tensors from the CPU or a GPU into memory that torch does not own."""
+"""Copies tensors between CPU memory that torch does not own, and the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .mapped_memory import use_huge_pages
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 _CHUNK_BYTES = 32 << 20
-_MOST_COPIERS = 4
+_MOST_THREADS = 4
 _TINY_BYTES = 4 << 10
+_HUGE_BYTES = 4 << 20
 _ROOM = 1.25
 """A copy is made on a GPU only if this many times its size is free there."""
 
@@ -38,11 +41,11 @@ def set_aside(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
 def copy_all(
     tensors: Sequence[Tensor], places: Sequence[Tensor], ready: Sequence[Any], threads: int = 1
 ) -> None:
-    """Copy tensors to places on the CPU, and return when all are copied.
+    """Copy tensors to places, one of each pair on the CPU, and return when all are copied.
 
-    Those on GPUs go through pinned memory, on streams of their own, once the events in `ready` have
-    occurred. The others are copied by `threads` threads, because one thread alone does not use the
-    full memory bandwidth.
+    Tensors on GPUs go through pinned memory, on streams of their own, once the events in `ready`
+    have occurred. The others are copied by `threads` threads, because one thread alone does not use
+    the full memory bandwidth.
     """
     import torch
 
@@ -71,13 +74,26 @@ def copiers() -> int:
     """
     import torch
 
+    return 1 if torch.get_num_threads() > 1 else readers()
+
+
+def readers() -> int:
+    """Return this worker's share of the CPUs, at most 4."""
     share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return 1 if torch.get_num_threads() > 1 else min(max(share, 1), _MOST_COPIERS)
+    return min(max(share, 1), _MOST_THREADS)
+
+
+def huge(tensor: Tensor) -> Tensor:
+    """Let the kernel use huge pages for a new tensor, which is three times as fast to fill."""
+    if tensor.device.type == "cpu" and _bytes_of(tensor) >= _HUGE_BYTES:
+        use_huge_pages(tensor.data_ptr(), _bytes_of(tensor))
+    return tensor
 
 
 def _pieces(one: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Divide a large contiguous tensor; leave any other in one piece."""
-    if not one.is_contiguous() or _bytes_of(one) <= _CHUNK_BYTES:
+    """Divide a large contiguous tensor on the CPU; leave any other in one piece."""
+    is_plain = one.is_contiguous() and place.is_contiguous() and not place.is_cuda
+    if not is_plain or _bytes_of(one) <= _CHUNK_BYTES:
         return iter([(one, place)])
     import torch
 
