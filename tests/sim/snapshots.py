@@ -46,6 +46,7 @@ class Slots:
         """What is kept of other nodes' snapshots."""
         self.missing: MissingCopies | None = None
         self._fetches = 0
+        self._fetching: SnapshotMark | None = None
         self._round: Assignment | None = None
         self._lineage = 0
 
@@ -63,6 +64,8 @@ class Slots:
                 None if one and one.mark.lineage == self._lineage and one.mark.step > base else one
                 for one in slots
             ]
+        if assignment.source is not None:
+            self._drop_copies_after(base)
         self._tell()
         shards = self._shards()
         ranks = range(part.job.local_world_size) if shards > 1 else range(1)
@@ -76,6 +79,7 @@ class Slots:
         """Begin to fetch copies instead of others; that takes a while, and may fail."""
         world = self._runner.world
         self._fetches += 1
+        self._fetching = mark
         in_ms = world.random.choice((0, 5, 300, 3_000))
         world.agenda.after(in_ms, partial(self._fetched, self._fetches, mark, sources))
 
@@ -98,6 +102,12 @@ class Slots:
             world.count("copies kept")
             self.copies, self.missing = tuple(found), None
         self._tell()
+
+    def _drop_copies_after(self, step: int) -> None:
+        self.copies = tuple(one for one in self.copies if one.mark.step <= step)
+        if self._fetching is not None and self._fetching.step > step:
+            self._fetches += 1
+        self.missing = None
 
     def _held_by(self, node_id: str) -> Iterator[Saved]:
         for agent in self._runner.world.agents:

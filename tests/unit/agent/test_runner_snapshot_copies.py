@@ -157,6 +157,29 @@ def test_the_copy_stays_if_a_newer_one_does_not_come(pair: tuple[Node, Node]) ->
     assert two.copied() == [40] and two.read() == [bytes(snapshot(40))]
 
 
+def test_steps_that_kept_workers_redo_are_forgotten_with_their_copies(
+    pair: tuple[Node, Node],
+) -> None:
+    """Else an earlier part of step 60 could be loaded beside one of the step 60 that is redone."""
+    one, two = pair
+    one.carry("secret"), two.carry("another")
+    one.save(50, 60)
+    two.save(50, 60)
+    two.order(one, 60)
+    two.until(lambda: two.copied() == [60])
+    two.slots.forget_redone(60)
+    assert two.copied() == [60]
+    two.slots.forget_redone(50)
+    assert [(said["step"], "copy_of" in said) for said in two.said["snapshots"]] == [(50, False)]
+    assert two.read() == []
+    # One that is still under way is not kept either.
+    two.order(one, 60)
+    two.slots.forget_redone(50)
+    two.order(one, 50)
+    two.until(two.copied)
+    assert two.copied() == [50] and two.read() == [bytes(snapshot(50))]
+
+
 def test_with_certificates_copies_are_encrypted_and_another_one_is_refused(
     pair: tuple[Node, Node],
 ) -> None:

@@ -127,6 +127,15 @@ class SnapshotCopies:
         """Give the carrier the slots of a worker, so that it can send what they hold."""
         self._tell({"type": "slots", "local_rank": local_rank, "bytes": size}, *dup_fds(*fds))
 
+    def drop_after(self, step: int) -> None:
+        """Drop the copies of later steps, complete or not; their memory is reused."""
+        if self._kept is not None and read_field(self._kept.mark, "step", int) > step:
+            self._spare += self._kept.fds
+            self._kept = None
+        if self._coming is not None and read_field(self._coming.mark, "step", int) > step:
+            self._give_up_coming()
+        self._missing = None
+
     def close(self) -> None:
         """Free everything."""
         close_fds(self._fds())

@@ -136,6 +136,20 @@ class SnapshotSlots:
         for link in self._links.values():
             link.tell_watermark(self._watermark)
 
+    def forget_redone(self, step: int) -> None:
+        """Forget all snapshots of later steps: kept workers continue from `step`, and redo those.
+
+        The workers clear their slots themselves, once all of them are at that step. Copies are
+        freed, so that no earlier part is loaded beside one of the redone step.
+        """
+        for slots in (*self._slots.values(), *self._replaced.values()):
+            for number, snapshot in enumerate(slots.snapshots):
+                if snapshot is not None and snapshot.step > step:
+                    slots.snapshots[number] = None
+        if self.copies is not None:
+            self.copies.drop_after(step)
+        self.tell()
+
     # ------------------------------------------------------------------ writing to disk
 
     def copies_of(self, mark: Mapping[str, object]) -> tuple[int, ...]:
