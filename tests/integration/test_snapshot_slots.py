@@ -100,6 +100,8 @@ async def test_they_outlive_agents_and_the_next_one_is_told_of_them(tmp_path: Pa
     node.link.announce_watermark(saved.mark)
     watermark = '{"type": "watermark", "lineage": 0, "step": 10, "series": "abc"}'
     await node.printed(node.worker(0, 0), watermark)
+    node.link.announce_watermark(saved.mark, replace(saved.mark, step=20))
+    await node.printed(node.worker(0, 0), watermark[:-1] + ', "given_up": [0, 20]}')
     await node.link.close(PATIENCE_S)
     started.process.wait()
 

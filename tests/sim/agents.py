@@ -509,6 +509,8 @@ class Part:
                 self.agent.say(encoding.snapshots_held(command, self.rdzv_id))
             case commands.AnnounceWatermark():
                 self.runner.slots.watermark = command.mark
+                self.runner.slots.given_up = command.given_up
+                self.agent.world.counts["saves given up"] += command.given_up is not None
             case commands.FetchCopies():
                 self.runner.slots.fetch(command.mark, command.sources)
             case commands.Exit():

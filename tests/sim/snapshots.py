@@ -42,6 +42,7 @@ class Slots:
         self.held: dict[int, list[Saved | None]] = {}
         """By LOCAL_RANK."""
         self.watermark: SnapshotMark | None = None
+        self.given_up: SnapshotMark | None = None
         self.copies: tuple[Saved, ...] = ()
         """What is kept of other nodes' snapshots."""
         self.missing: MissingCopies | None = None
@@ -64,6 +65,7 @@ class Slots:
                 None if one and one.mark.lineage == self._lineage and one.mark.step > base else one
                 for one in slots
             ]
+        self.given_up = None
         if assignment.source is not None:
             self._drop_copies_after(base)
         self._tell()
@@ -172,7 +174,9 @@ class Slots:
         assert newest is not None
         mark = self.watermark
         known = mark is not None and mark.lineage == self._lineage and newest.mark.step <= mark.step
-        return 1 - kept if known else None
+        if known:
+            return 1 - kept
+        return kept if self.given_up is not None and newest.mark <= self.given_up else None
 
     def _tell(self) -> None:
         world = self._runner.world

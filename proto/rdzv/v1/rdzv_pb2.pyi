@@ -2345,6 +2345,7 @@ class SnapshotWatermark(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     MARK_FIELD_NUMBER: builtins.int
     WHOLE_MS_FIELD_NUMBER: builtins.int
+    GIVEN_UP_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     whole_ms: builtins.int
@@ -2353,6 +2354,12 @@ class SnapshotWatermark(google.protobuf.message.Message):
     """
     @property
     def mark(self) -> global___SnapshotMark: ...
+    @property
+    def given_up(self) -> global___SnapshotMark:
+        """No mark after `mark` up to this one can become whole, since ranks hold different ones: they may
+        overwrite those. Not set if there is no such mark.
+        """
+
     def __init__(
         self,
         *,
@@ -2360,9 +2367,10 @@ class SnapshotWatermark(google.protobuf.message.Message):
         run: builtins.str = ...,
         mark: global___SnapshotMark | None = ...,
         whole_ms: builtins.int = ...,
+        given_up: global___SnapshotMark | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["mark", b"mark"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["mark", b"mark", "rdzv_id", b"rdzv_id", "run", b"run", "whole_ms", b"whole_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["given_up", b"given_up", "mark", b"mark"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["given_up", b"given_up", "mark", b"mark", "rdzv_id", b"rdzv_id", "run", b"run", "whole_ms", b"whole_ms"]) -> None: ...
 
 global___SnapshotWatermark = SnapshotWatermark
 

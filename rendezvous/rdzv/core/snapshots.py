@@ -270,6 +270,53 @@ class HeldByNodes:
         return fits and len(self._holders[mark]) == mark.shards
 
 
+class BlockedSaves:
+    """Notices that no rank can save any more, because the ranks hold different steps.
+
+    A rank keeps the announced mark and saves over the older of its two snapshots, so it waits while
+    the newer one is not announced. Ranks hear of a mark at slightly different moments. If one saves
+    a step and another does not, that step is never whole, and both may wait for ever.
+    """
+
+    def __init__(self, node_ids: Iterable[str], announced: SnapshotMark | None) -> None:
+        """Ranks save over snapshots up to `announced`; with None, they save without waiting."""
+        self._bound = announced
+        self._newest: dict[str, list[SnapshotMark]] = {}
+        """By node, the newest mark of each of its ranks that holds two."""
+        self._free = set(node_ids)
+        """The nodes of which a rank can save, and those that have reported nothing yet."""
+
+    def note(self, node_id: str, snapshots: Iterable[Snapshot]) -> None:
+        """Note all that a node holds."""
+        marks: dict[int, list[SnapshotMark]] = {}
+        for one in snapshots:
+            if one.copy_of is None:
+                marks.setdefault(one.local_rank, []).append(one.mark)
+        self._newest[node_id] = [max(held) for held in marks.values() if len(held) > 1]
+        self._compare(node_id, ranks=len(marks))
+
+    def advance(self, mark: SnapshotMark) -> None:
+        """Note that ranks may save over snapshots up to this mark."""
+        if self._bound is None or mark > self._bound:
+            self._bound = mark
+            for node_id in self._newest.keys() - self._free:
+                self._compare(node_id, ranks=len(self._newest[node_id]))
+
+    def given_up(self) -> SnapshotMark | None:
+        """Return the newest mark held, if no rank can save; None if one can or none ever saved."""
+        if self._free:
+            return None
+        return max((mark for held in self._newest.values() for mark in held), default=None)
+
+    def _compare(self, node_id: str, ranks: int) -> None:
+        newest, bound = self._newest[node_id], self._bound
+        blocked = len(newest) == ranks and bound is not None and all(m > bound for m in newest)
+        if blocked:
+            self._free.discard(node_id)
+        else:
+            self._free.add(node_id)
+
+
 def _steps_after(mark: SnapshotMark | None, steps: Iterable[int]) -> int | None:
     furthest = max(steps, default=None)
     return None if mark is None or furthest is None else max(furthest - mark.step, 0)

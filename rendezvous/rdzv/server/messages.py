@@ -303,6 +303,9 @@ class SnapshotWatermark:
     mark: SnapshotMark
     whole_ms: int = 0
     """When the mark became whole; nodes go by this, so that all write the same marks to disk."""
+    given_up: SnapshotMark | None = None
+    """No mark after `mark` up to this one can become whole: nodes may overwrite their snapshots of
+    them. None if there is no such mark."""
 
 
 @struct(frozen=True)

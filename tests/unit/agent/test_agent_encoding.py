@@ -375,9 +375,12 @@ TOLD = {
                 run="r1",
                 mark=pb.SnapshotMark(lineage=3, step=40, series="3.a", shards=2, world_size=4),
                 whole_ms=7_000,
+                given_up=pb.SnapshotMark(lineage=3, step=60, series="3.a", shards=2, world_size=4),
             )
         ),
-        events.SnapshotWatermark("r1", SnapshotMark(3, 40, "3.a", 2, 4), 7_000),
+        events.SnapshotWatermark(
+            "r1", SnapshotMark(3, 40, "3.a", 2, 4), 7_000, SnapshotMark(3, 60, "3.a", 2, 4)
+        ),
     ),
     "keep_copies": (
         pb.ServerMessage(

@@ -20,6 +20,7 @@ from rdzv.agent.server_link import encoding
 from rdzv.core import commands as asked
 from rdzv.core.model import Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
+from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.unit.agent import test_agent_encoding
 from tests.unit.agent.test_agent_encoding import NOW_MS, OFFER, heard
@@ -122,6 +123,14 @@ def test_workers_hear_of_newer_marks_alone() -> None:
     assert node.hear(whole(40), whole(30), whole(90, run="r0")) == []
     assert node.hear(whole(20, lineage=1)) == [AnnounceWatermark(mark(20, 1))]
     assert node.hear(whole(50)) == []
+
+
+def test_workers_hear_which_newer_steps_are_given_up() -> None:
+    node = running()
+    node.hear(whole(40))
+    told = replace(whole(40), given_up=mark(60))
+    assert node.hear(told) == [AnnounceWatermark(mark(40), given_up=mark(60))]
+    assert node.hear(replace(whole(30), given_up=mark(60))) == []
 
 
 def test_a_round_brings_the_mark_that_it_begins_with() -> None:

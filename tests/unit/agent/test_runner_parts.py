@@ -102,24 +102,23 @@ def test_after_one_that_cannot_be_started_no_further_worker_is(
         assert children.begun == ["round 3: the worker of local_rank 0"]
 
 
-@pytest.mark.parametrize(("source", "forgotten"), [(1, [5]), (None, [])])
-def test_snapshots_of_redone_steps_are_forgotten_as_a_round_goes_on_from_kept_workers(
-    loop: Loop, agent: AgentLink, source: int | None, forgotten: list[int]
+@pytest.mark.parametrize(("source", "resume_step"), [(1, 5), (None, None)])
+def test_snapshots_hear_from_which_step_kept_workers_continue(
+    loop: Loop, agent: AgentLink, source: int | None, resume_step: int | None
 ) -> None:
-    told = []
+    told: list[int | None] = []
 
     class Told(SnapshotSlots):
-        def forget_redone(self, step: int) -> None:
-            told.append(step)
+        def begin_round(self, resume_step: int | None) -> None:
+            told.append(resume_step)
 
     with closing(NoChildren(loop)) as children, closing(Fence(agent)) as fence:
         forks = WarmForks(loop, children, agent)
         workers = Workers(loop, children, agent, fence, forks, Told(agent))
-        step = None if source is None else 5
-        keep = {"kept": [], "source": source, "step": step, "charged": [], "grace_s": 1.0}
+        keep = {"kept": [], "source": source, "step": resume_step, "charged": [], "grace_s": 1.0}
         worker = {"local_rank": 0, "argv": ["true"], "env": {}}
         workers.start({"round": 3, "workers": [worker], "keep": keep})
-    assert told == forgotten
+    assert told == [resume_step]
 
 
 def test_a_zygote_that_cannot_be_forked_is_tried_again(

@@ -167,14 +167,14 @@ def test_steps_that_kept_workers_redo_are_forgotten_with_their_copies(
     two.save(50, 60)
     two.order(one, 60)
     two.until(lambda: two.copied() == [60])
-    two.slots.forget_redone(60)
+    two.slots.begin_round(60)
     assert two.copied() == [60]
-    two.slots.forget_redone(50)
+    two.slots.begin_round(50)
     assert [(said["step"], "copy_of" in said) for said in two.said["snapshots"]] == [(50, False)]
     assert two.read() == []
     # One that is still under way is not kept either.
     two.order(one, 60)
-    two.slots.forget_redone(50)
+    two.slots.begin_round(50)
     two.order(one, 50)
     two.until(two.copied)
     assert two.copied() == [50] and two.read() == [bytes(snapshot(50))]

@@ -207,6 +207,13 @@ def test_workers_hear_which_step_is_whole(story: Story) -> None:
     assert link.watermarks == [watermark] == story.ask(0, MIB).watermarks
     with pytest.raises(RequestError, match="series"):
         story.slots.announce({"lineage": 0, "step": 30})
+    # What is given up is so only in this round.
+    link = story.ask(0, MIB)
+    told = {**watermark, "given_up": (0, 40)}
+    story.slots.announce({**watermark, "given_up": [0, 40]})
+    assert link.watermarks[-1] == told == story.ask(1, MIB).watermarks[-1]
+    story.slots.begin_round(None)
+    assert story.ask(2, MIB).watermarks == [watermark]
 
 
 @pytest.mark.parametrize("limit", [-1, "1", 1 << 60, True])

@@ -20,7 +20,15 @@ from rdzv.core.model import (
     Waiting,
 )
 from rdzv.core.rounds.ranks import assign_seats
-from rdzv.core.snapshots import MAX_LOADS, Base, HeldByNodes, WhyNotLoaded, base, newest_whole
+from rdzv.core.snapshots import (
+    MAX_LOADS,
+    Base,
+    BlockedSaves,
+    HeldByNodes,
+    WhyNotLoaded,
+    base,
+    newest_whole,
+)
 from rdzv.core.spent import Spent
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, running
@@ -363,3 +371,52 @@ def test_a_later_join_replaces_what_is_held() -> None:
     assert job.round.snapshot == held(job, "0@50")[0].mark
     assert job.last(RoundCompleted).round == job.round
     assert job.last(RoundSettled).round == 0
+
+
+def in_slots(*ranks: tuple[int, ...]) -> list[Snapshot]:
+    """Return what the ranks of a node hold: of each, the steps in its slots."""
+    return [
+        Snapshot(local_rank, SnapshotMark(1, step, "a", 4, 4), 0, 1_000)
+        for local_rank, steps in enumerate(ranks)
+        for step in steps
+    ]
+
+
+@pytest.mark.parametrize(
+    ("announced", "n1", "n2", "given_up"),
+    [
+        (20, [(20, 30)], [(20, 40)], 40),
+        # Nothing that is announced is left: ranks saved without waiting before.
+        (5, [(10, 15)], [(20, 25)], 25),
+        (20, [(20, 30), (20, 30)], [(20, 40), (20, 50)], 50),
+        # A rank may save: its other slot is free, or its newer snapshot is announced.
+        (20, [(20, 30)], [(20,)], None),
+        (20, [(20, 30)], [(10, 20)], None),
+        (20, [(20, 30), (20, 30)], [(20, 40), (20,)], None),
+        # Nothing was announced yet, so ranks do not wait.
+        (None, [(20, 30)], [(20, 40)], None),
+        # A node that saves nothing holds nobody up, but one that has not said so may save.
+        (20, [(20, 30)], [], 30),
+        (20, [(20, 30)], None, None),
+        (20, [], [], None),
+    ],
+)
+def test_steps_are_given_up_once_no_rank_can_save(
+    announced: int | None,
+    n1: list[tuple[int, ...]],
+    n2: list[tuple[int, ...]] | None,
+    given_up: int | None,
+) -> None:
+    mark = None if announced is None else SnapshotMark(1, announced, "a", 4, 4)
+    blocked = BlockedSaves(("n1", "n2"), mark)
+    for name, ranks in (("n1", n1), ("n2", n2)):
+        if ranks is not None:
+            blocked.note(name, in_slots(*ranks))
+    found = blocked.given_up()
+    assert (found and found.step) == given_up
+    if found is not None:
+        blocked.advance(found)
+        assert blocked.given_up() is None
+        # One saves again, but the other has not yet.
+        blocked.note("n1", in_slots((20, 90)))
+        assert (blocked.given_up() is None) == bool(n2)

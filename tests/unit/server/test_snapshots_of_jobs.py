@@ -7,6 +7,7 @@ import pytest
 from rdzv.core.events import RoundCompleted
 from rdzv.core.model import Offer, Participant, Round, Snapshot, SnapshotMark
 from rdzv.core.snapshots import NodeHolding, NodeLoss, SnapshotsKnown, SoleHolder, WhyNotLoaded
+from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
 from rdzv.server.messages import (
     Announcement,
     Assignment,
@@ -94,6 +95,47 @@ async def test_a_node_that_missed_it_hears_of_it_when_it_is_back() -> None:
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
         s.driver.reports.note_snapshots(n1, holds(0, mark(40)))
         assert heard(n1) == whole_at(40)
+
+
+def saved(shard: int, *steps: int) -> SnapshotsHeld:
+    """What one rank holds in its two slots."""
+    held = tuple(Snapshot(0, mark(step), shard, 1_000) for step in steps)
+    return SnapshotsHeld("job-7", "run-1", held)
+
+
+async def test_ranks_that_hold_different_steps_are_told_that_these_are_given_up() -> None:
+    """One heard that 40 is whole before it was to save 50, and the other only after."""
+    async with server() as s:
+        n1, n2 = await s.pair()
+        for stream, shard in ((n1, 0), (n2, 1)):
+            s.driver.reports.note_snapshots(stream, saved(shard, 30, 40))
+        assert heard(n1) == heard(n2) == whole_at(40)
+        s.driver.reports.note_snapshots(n1, saved(0, 40, 50))
+        assert (heard(n1), heard(n2)) == ([], [])
+        s.driver.reports.note_snapshots(n2, saved(1, 40, 60))
+        given_up = [SnapshotWatermark("job-7", "run-1", mark(40), given_up=mark(60))]
+        assert heard(n1) == heard(n2) == given_up
+        for stream, shard in ((n1, 0), (n2, 1)):
+            s.driver.reports.note_snapshots(stream, saved(shard, 40))
+            s.driver.reports.note_snapshots(stream, saved(shard, 40, 70))
+        last = [SnapshotWatermark("job-7", "run-1", mark(70), given_up=mark(60))]
+        assert heard(n1) == heard(n2) == last
+
+
+async def test_a_step_that_is_whole_again_in_the_next_round_is_told_again() -> None:
+    """Kept workers may redo a step that was announced before."""
+    async with server() as s:
+        await s.pair()
+        state = s.driver.jobs.peek("job-7")
+        assert state is not None and state.membership.round is not None
+        told: list[str] = []
+        tracking = SnapshotTracking(lambda node_id, _: told.append(node_id) is None)
+        again = replace(state.membership.round, number=1, resume_step=30)
+        for now in (state, replace(state, membership=replace(state.membership, round=again))):
+            told.clear()
+            for shard, (node_id, seat) in enumerate(now.seats.items()):
+                assert tracking.note(now, node_id, seat.incarnation, saved(shard, 40), 1)
+            assert told == ["n1", "n2"]
 
 
 async def test_it_is_shown_with_what_a_failure_would_cost() -> None:

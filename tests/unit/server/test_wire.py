@@ -683,10 +683,10 @@ def with_fields(message: pb.RoundCompleted, **fields: Any) -> pb.RoundCompleted:
             ),
         ),
         (
-            SnapshotWatermark("job-7", "feed", CORE_MARK, 7_000),
+            SnapshotWatermark("job-7", "feed", CORE_MARK, 7_000, CORE_MARK),
             pb.ServerMessage(
                 snapshot_watermark=pb.SnapshotWatermark(
-                    rdzv_id="job-7", run="feed", mark=mark(), whole_ms=7_000
+                    rdzv_id="job-7", run="feed", mark=mark(), whole_ms=7_000, given_up=mark()
                 )
             ),
         ),

@@ -51,6 +51,26 @@ def test_the_slot_that_is_overwritten(
     assert slot_to_write(held, lineage, base, said) == slot
 
 
+@pytest.mark.parametrize(
+    ("held", "slot"),
+    [
+        # The older one is whole, and the newer one is given up.
+        ((at(0, 20), at(0, 30)), 1),
+        ((at(0, 40), at(0, 20)), 0),
+        # It was saved after the others had been given up, and may become whole.
+        ((at(0, 20), at(0, 50)), None),
+        # In another training, the same steps are others.
+        ((at(0, 20), at(1, 30)), None),
+    ],
+)
+def test_a_step_that_is_given_up_is_overwritten_in_place_of_the_whole_one(
+    held: tuple[Header, Header], slot: int | None
+) -> None:
+    whole = Watermark(0, 20, at(0, 20).series, given_up=(0, 40))
+    lineage = max(one.lineage for one in held)
+    assert slot_to_write(held, lineage, None, whole) == slot
+
+
 def test_what_is_being_written_to_disk_is_not_overwritten() -> None:
     held = (at(0, 20), at(0, 30))
     whole = Watermark(0, 30, at(0, 30).series)

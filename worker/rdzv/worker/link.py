@@ -62,6 +62,10 @@ class GivenSlots:
     """Descriptors of copies of other nodes' snapshots."""
 
 
+NO_STEP = -1, -1
+"""A lineage and step before all others."""
+
+
 @dataclass(frozen=True)
 class Watermark:
     """The newest step whose parts are all saved, with its lineage and series."""
@@ -69,6 +73,8 @@ class Watermark:
     lineage: int
     step: int
     series: str
+    given_up: tuple[int, int] = NO_STEP
+    """Lineage and step: of no newer step up to this one are all parts saved, and none will be."""
 
 
 class Link:
@@ -270,7 +276,10 @@ class Link:
             os.close(fd)
         if kind == "watermark":
             lineage, step = int(message["lineage"]), int(message["step"])
-            self.watermark = Watermark(lineage, step, str(message["series"]))
+            given_up = message.get("given_up", NO_STEP)
+            self.watermark = Watermark(
+                lineage, step, str(message["series"]), (int(given_up[0]), int(given_up[1]))
+            )
         elif kind == "pinned":
             is_any = message.get("step") is not None
             self.pinned = (int(message["lineage"]), int(message["step"])) if is_any else None

@@ -18,12 +18,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from .contents import described
-from .link import Watermark
+from .link import NO_STEP, Watermark
 from .mapped_memory import mapped
 from .snapshot_slot import Content, Header, Slot, bytes_needed
 from .staging import copiers, copy_all, events, set_aside
@@ -135,14 +135,16 @@ def slot_to_write(
 
     It is an empty slot, or the one with the older step. The snapshot that this training resumed
     from (`base`) stays until the training has saved a step itself. If `watermark` says which step
-    is whole on all ranks, that step stays. So does the step that is being written to disk
-    (`pinned`: its lineage and step).
+    is whole on all ranks, that step stays; a newer one that it gives up is overwritten. The step
+    that is being written to disk stays, too (`pinned`: its lineage and step).
 
     >>> def at(step: int) -> Header:
     ...     return Header(step, 3, shard=0, shards=1, rank=0, world_size=1, state="")
     >>> slot_to_write([at(20), at(30)], 3, None, None)
     0
     >>> slot_to_write([at(20), at(30)], 3, None, Watermark(3, 20, at(20).series))
+    >>> slot_to_write([at(20), at(30)], 3, None, Watermark(3, 20, at(20).series, (3, 30)))
+    1
     >>> slot_to_write([at(20), at(30)], 4, (3, 20), None)
     1
     >>> slot_to_write([at(20), at(30)], 3, None, None, pinned=(3, 20))
@@ -171,12 +173,12 @@ def _older_slot(
         (newest.lineage, newest.series) != (watermark.lineage, watermark.series)
         or newest.step > watermark.step
     ):
-        return None
+        return kept if _key(newest) <= watermark.given_up else None
     return 1 - kept
 
 
 def _key(header: Header | None) -> tuple[int, int]:
-    return (-1, -1) if header is None else (header.lineage, header.step)
+    return NO_STEP if header is None else (header.lineage, header.step)
 
 
 @dataclass
@@ -225,6 +227,9 @@ class Snapshots:
             return
         self.finish()
         self.held.refused = None
+        if (watermark := self.held.link.watermark) is not None:
+            # In a new round, steps of these numbers may become whole.
+            self.held.link.watermark = replace(watermark, given_up=NO_STEP)
         if not self.held.slots:
             self.held.ask(0)
         sealing = self._sealing

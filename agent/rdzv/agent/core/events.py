@@ -173,6 +173,8 @@ class SnapshotWatermark:
     mark: SnapshotMark
     whole_ms: int = 0
     """When they became whole, by the server's clock; 0 if unknown."""
+    given_up: SnapshotMark | None = None
+    """Snapshots newer than `mark`, up to this one, never become whole, and may be overwritten."""
 
 
 @struct(frozen=True)

@@ -632,9 +632,13 @@ def _apply_to_snapshots(work: _Step, event: SnapshotWatermark | CopiesWanted) ->
         # No newer mark is announced to the others before the copies are kept or given up.
         if state.phase in (Phase.RUNNING, Phase.SUCCEEDED):
             work.do(FetchCopies(event.mark, event.sources))
-    elif state.watermark is None or event.mark > state.watermark:
+    elif (
+        state.watermark is None
+        or event.mark > state.watermark
+        or (event.mark == state.watermark and event.given_up is not None)
+    ):
         work.state = replace(state, watermark=event.mark)
-        work.do(AnnounceWatermark(event.mark, event.whole_ms))
+        work.do(AnnounceWatermark(event.mark, event.whole_ms, event.given_up))
 
 
 # ------------------------------------------------------------------ the end

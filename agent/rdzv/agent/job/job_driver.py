@@ -441,7 +441,7 @@ class JobDriver:
                 self._reports.snapshots(command, nodes)
             case commands.AnnounceWatermark():
                 runner, assignment = self._context.runner, self._decisions.state.assignment
-                runner.announce_watermark(command.mark)
+                runner.announce_watermark(command.mark, command.given_up)
                 self._disk.announced(runner, command.mark, command.whole_ms, assignment)
             case commands.FetchCopies():
                 self._context.runner.fetch_copies(command.mark, command.sources)

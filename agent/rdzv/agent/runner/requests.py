@@ -22,7 +22,9 @@ events):
                                         snapshots: [{local_rank, copy_of, mark, shard, bytes,
                                                      digest}]}]}
                                                       fetches the copies of one mark for this node
-    watermark         {lineage, step, series}         all parts of this step are saved
+    watermark         {lineage, step, series, given_up: [lineage, step]}
+                                                      all parts of this step are saved; of no later
+                                                      step up to `given_up`, which may be missing
     write_snapshots   {argv, env, cwd, identity, lineage, step, series}
                                                       writes this node's parts of the step to disk
     serve             {socket, orphan_timeout_s, grace_s}         only the first path counts

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 
 from .linux.descriptors import close_fds, dup_fds
 from .linux.free_memory import free_bytes
-from .requests import RequestError, read_field
+from .requests import RequestError, read_field, read_numbers
 from .spawn import reason_of
 
 TYPE_CHECKING = False
@@ -133,21 +133,28 @@ class SnapshotSlots:
             "step": read_field(request, "step", int),
             "series": read_field(request, "series", str),
         }
+        if given_up := read_numbers(request, "given_up"):
+            self._watermark["given_up"] = given_up
         for link in self._links.values():
             link.tell_watermark(self._watermark)
 
-    def forget_redone(self, step: int) -> None:
-        """Forget all snapshots of later steps: kept workers continue from `step`, and redo those.
+    def begin_round(self, resume_step: int | None) -> None:
+        """Forget which steps the last round gave up, and all that are redone.
 
-        The workers clear their slots themselves, once all of them are at that step. Copies are
-        freed, so that no earlier part is loaded beside one of the redone step.
+        Kept workers, if there are any, continue from `resume_step` and redo the later steps. They
+        clear their slots themselves, once all of them are at that step. Copies are freed, so that
+        no earlier part is loaded beside one of the redone step.
         """
+        if self._watermark is not None:
+            self._watermark.pop("given_up", None)
+        if resume_step is None:
+            return
         for slots in (*self._slots.values(), *self._replaced.values()):
             for number, snapshot in enumerate(slots.snapshots):
-                if snapshot is not None and snapshot.step > step:
+                if snapshot is not None and snapshot.step > resume_step:
                     slots.snapshots[number] = None
         if self.copies is not None:
-            self.copies.drop_after(step)
+            self.copies.drop_after(resume_step)
         self.tell()
 
     # ------------------------------------------------------------------ writing to disk

@@ -30,7 +30,9 @@ To the worker:
                                                      with those of copies, if requested
     no_slots   {reason}                              answers `reserve`; comes with the memfds of
                                                      copies, if requested
-    watermark  {lineage, step, series}               all parts of this step are saved on some node
+    watermark  {lineage, step, series, given_up}     all parts of this step are saved on some node;
+                                                     later ones up to `given_up`, [lineage, step],
+                                                     may be overwritten, too; it may be missing
     pinned     {lineage, step, series}               this step is being written to disk; without
                                                      fields, none is
 

@@ -88,8 +88,7 @@ class Workers:
         self.check_fence()
         if started.fenced:
             return
-        if keep is not None and keep.source is not None and keep.step is not None:
-            self._slots.forget_redone(keep.step)
+        self._slots.begin_round(None if keep is None or keep.source is None else keep.step)
         self._forks.restarts.begin_round(len(specs))
         new = []
         for spec in specs:

@@ -319,13 +319,15 @@ class RunnerLink:
         """
         self._send({"type": "hold_snapshots", "limit_bytes": limit_bytes, "copies": True})
 
-    def announce_watermark(self, mark: SnapshotMark) -> None:
+    def announce_watermark(self, mark: SnapshotMark, given_up: SnapshotMark | None = None) -> None:
         """Tell the workers that all parts of this step are saved, so older ones may be overwritten.
 
-        From the first call on, they overwrite only snapshots older than the announced step.
+        From the first call on, they overwrite only snapshots older than the announced step, and
+        newer ones up to `given_up`, of which no step will have all parts.
         """
         fields = {"lineage": mark.lineage, "step": mark.step, "series": mark.series}
-        self._send({"type": "watermark", **fields})
+        more = {} if given_up is None else {"given_up": [given_up.lineage, given_up.step]}
+        self._send({"type": "watermark", **fields, **more})
 
     def write_snapshots(
         self,

@@ -4,7 +4,8 @@ Everything is kept in memory: nodes repeat what they hold after a reconnect and 
 joins decide what the next round loads. When a newer mark has become whole, it is sent to the nodes:
 they keep their snapshots of it, and may overwrite older ones. If nodes keep copies for each other,
 the mark is sent only once its copies are kept or given up; until then, nodes overwrite neither the
-newer nor the older snapshots (`snapshot_copying`).
+newer nor the older snapshots (`snapshot_copying`). If no rank can save any more, the newest mark
+held is given up, so that they go on.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rdzv.core.model import SnapshotMark, State
+from rdzv.core.model import Round, SnapshotMark, State
 from rdzv.core.snapshots import (
     MAX_SOLE_HOLDERS,
+    BlockedSaves,
     HeldByNodes,
     NodeHolding,
     NodeLoss,
@@ -30,11 +32,28 @@ class _Job:
     """What is known about one live round."""
 
     run: str
-    round: int
+    round: Round
     held: HeldByNodes
     copying: Copying
+    blocked: BlockedSaves
     whole_ms: int | None = None
     """When the newest mark became whole; None if that was before the round."""
+    given_up: SnapshotMark | None = None
+    """The newest mark that was given up in this round."""
+
+    @property
+    def announced(self) -> SnapshotMark | None:
+        """The newest mark that the nodes were told of, by the round itself or in it."""
+        return self.copying.settled or self.round.snapshot
+
+    def note_blocked(self, node_id: str, said: SnapshotsHeld) -> None:
+        """Give up the newest mark held if no rank can save, and no newer whole mark is copied."""
+        self.blocked.note(node_id, said.snapshots)
+        if self.announced is not None:
+            self.blocked.advance(self.announced)
+        if self.held.whole == self.announced and (mark := self.blocked.given_up()) is not None:
+            self.given_up = mark
+            self.blocked.advance(mark)
 
     def node_loss(self) -> NodeLoss | None:
         """Return what would remain after the loss of one node; None if that is not known."""
@@ -54,8 +73,9 @@ class SnapshotTracking:
         """`send` sends a message to a node, and returns whether the node has a stream."""
         self._send = send
         self._jobs: dict[str, _Job] = {}
-        self._told: dict[str, dict[str, SnapshotMark]] = {}
-        """By node_id and rdzv_id: the last mark that was sent on the node's stream."""
+        self._told: dict[str, dict[str, tuple[int, SnapshotMark, SnapshotMark | None]]] = {}
+        """By node_id and rdzv_id: the last round, mark and given-up mark that were sent on the
+        node's stream."""
 
     def note(
         self, state: State, node_id: str, incarnation: int, said: SnapshotsHeld, now_ms: int
@@ -63,7 +83,7 @@ class SnapshotTracking:
         """Note the snapshots that a participant holds; return whether they were noted.
 
         A report is ignored if no round of its run is live, or if the node has no seat. If copying
-        of a newer whole mark is settled, the mark is sent to all participants.
+        of a newer whole mark is settled, or a mark is given up, it is sent to all participants.
         """
         membership, seat = state.membership, state.seats.get(node_id)
         if membership.live_round is None or said.run != membership.run:
@@ -73,12 +93,14 @@ class SnapshotTracking:
         job = self._job(state)
         if job.held.note(node_id, said.snapshots):
             job.whole_ms = now_ms
-        settled = job.copying.settled
+        before = job.announced, job.given_up
         job.copying.note(node_id, said, job.held)
+        job.note_blocked(node_id, said)
         for keeper, order in job.copying.unsent():
             if self._send(keeper, order):
                 job.copying.note_sent(keeper)
-        for participant in state.seats if job.copying.settled != settled else (node_id,):
+        news = (job.announced, job.given_up) != before
+        for participant in state.seats if news else (node_id,):
             self._tell(participant, said.rdzv_id, job)
         return True
 
@@ -101,7 +123,7 @@ class SnapshotTracking:
         if round_ is None or membership.ended is not None:
             return SnapshotsKnown()
         job = self._jobs.get(membership.rdzv_id)
-        if job is None or (job.run, job.round) != (membership.run, round_.number):
+        if job is None or (job.run, job.round.number) != (membership.run, round_.number):
             return SnapshotsKnown(round_.snapshot, round_.at_ms)
         since_ms = round_.at_ms if job.whole_ms is None else job.whole_ms
         names = (participant.node_id for participant in round_.participants)
@@ -117,20 +139,26 @@ class SnapshotTracking:
         membership, round_ = state.membership, state.membership.live_round
         assert round_ is not None
         job = self._jobs.get(membership.rdzv_id)
-        if job is None or not membership.is_live(job.run, job.round):
+        if job is None or not membership.is_live(job.run, job.round.number):
             before = job.held if job is not None and job.run == membership.run else None
             held = HeldByNodes(round_, before)
             whole_ms = None if held.whole == round_.snapshot else round_.at_ms
             copying = Copying(membership.rdzv_id, membership.run, round_)
-            job = _Job(membership.run, round_.number, held, copying, whole_ms)
+            names = (one.node_id for one in round_.participants)
+            blocked = BlockedSaves(names, round_.snapshot)
+            job = _Job(membership.run, round_, held, copying, blocked, whole_ms)
             self._jobs[membership.rdzv_id] = job
         return job
 
     def _tell(self, node_id: str, rdzv_id: str, job: _Job) -> None:
-        """Send a node the newest mark settled in this round, unless it was sent already."""
-        mark = job.copying.settled
-        told = self._told.setdefault(node_id, {})
-        if mark is None or told.get(rdzv_id) == mark:
+        """Send a node the newest mark settled or given up in this round, once."""
+        mark, given_up = job.announced, job.given_up
+        if mark is None or (job.copying.settled is None and given_up is None):
             return
-        if self._send(node_id, SnapshotWatermark(rdzv_id, job.run, mark, job.whole_ms or 0)):
-            told[rdzv_id] = mark
+        told = self._told.setdefault(node_id, {})
+        news = job.round.number, mark, given_up
+        if told.get(rdzv_id) == news:
+            return
+        whole = SnapshotWatermark(rdzv_id, job.run, mark, job.whole_ms or 0, given_up)
+        if self._send(node_id, whole):
+            told[rdzv_id] = news
