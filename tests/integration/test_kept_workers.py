@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -387,10 +388,10 @@ def test_loader_processes_of_a_killed_worker_hold_nobody_up(tmp_path: Path) -> N
         finish(made)
 
 
-def run_script(command: list[str]) -> str:
+def run_script(command: list[str], more: Mapping[str, str] = QUICK_TORCH) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("RDZV_")}
     paths = [str(SUPPORT), str(ROOT / "worker"), os.environ["PYTHONPATH"]]
-    env |= {"PYTHONPATH": os.pathsep.join(paths), **QUICK_TORCH}
+    env |= {"PYTHONPATH": os.pathsep.join(paths), **more}
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=120, check=False
     )
