@@ -15,6 +15,7 @@ from rdzv.agent.core.model import Job
 from rdzv.agent.launch import launch
 from rdzv.agent.launch.launch import (
     Launch,
+    SnapshotFiles,
     ask_count_devices,
     check_chdir,
     check_startable,
@@ -328,6 +329,16 @@ def test_programs_are_looked_for_in_the_jobs_own_path(tmp_path: Path) -> None:
     check_startable(here)
     with pytest.raises(InvalidRequestError, match="'mine' is not a program on this node"):
         check_startable(replace(here, environ={"PATH": "/nowhere"}))
+
+
+def test_only_logs_may_go_nowhere() -> None:
+    here = Launch(JOB, sys.executable, no_python=True)
+    check_startable(replace(here, output=replace(here.output, log_dir=Path(os.devnull))))
+    files = SnapshotFiles(Path(os.devnull))
+    with pytest.raises(InvalidRequestError) as refused:
+        check_startable(replace(here, snapshot_files=files))
+    said = "--snapshot-dir=/dev/null: /dev/null is not a directory; give another"
+    assert str(refused.value) == said
 
 
 def test_a_folder_that_workers_can_not_start_in_is_refused_by_name(tmp_path: Path) -> None:

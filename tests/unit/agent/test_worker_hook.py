@@ -39,6 +39,14 @@ def test_message_and_traceback_are_those_of_record(tmp_path: Path) -> None:
     assert body["extraInfo"]["timestamp"].isdecimal()
 
 
+def test_an_exception_without_a_text_is_written_as_well(tmp_path: Path) -> None:
+    fails = "class Odd(Exception):\n    def __str__(self):\n        raise KeyError\n\nraise Odd\n"
+    done = end(tmp_path, fails)
+    error = read_error(tmp_path / "error.json", None, 1)
+    assert error.message == "Odd: <exception str() failed>"
+    assert error.traceback == done.stderr.strip()
+
+
 def test_a_file_that_the_script_has_written_is_kept(tmp_path: Path) -> None:
     text = json.dumps({"message": "it knows better"})
     done = end(tmp_path, f"open('error.json', 'w').write({text!r})\n{RAISE}")

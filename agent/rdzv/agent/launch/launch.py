@@ -170,7 +170,8 @@ def check_startable(launch: Launch) -> None:
 
 
 def _check_startable(launch: Launch) -> None:
-    _check_folder("--log-dir", launch.output.log_dir)
+    if launch.output.log_dir not in (None, NO_FILES):
+        _check_folder("--log-dir", launch.output.log_dir)
     if launch.snapshot_files is not None:
         _check_folder("--snapshot-dir", launch.snapshot_files.folder)
     if launch.chdir is not None:
@@ -242,10 +243,8 @@ def _from(launch: Launch, path: str) -> str:
     return path if launch.chdir is None or not path else str(launch.chdir / path)
 
 
-def _check_folder(option: str, folder: Path | None) -> None:
+def _check_folder(option: str, folder: Path) -> None:
     """Refuse a folder that cannot be created or written; create nothing yet."""
-    if folder is None or folder == NO_FILES:
-        return
     there = next(path for path in (folder, *folder.parents) if _is_there(path))
     if not there.is_dir():
         reason = f"{there} is not a directory"

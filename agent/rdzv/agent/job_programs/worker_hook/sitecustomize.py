@@ -181,9 +181,17 @@ def _leave_exception(kind: Any, error: Any, traceback: Any) -> None:
     if not issubclass(kind, Exception):
         return
     _write_error_file(kind, error, traceback)
-    text = " ".join(str(error).split())
+    text = " ".join(_text_of(error).split())
     if _recorded_by["pid"] == os.getpid() and any(w in text.lower() for w in OF_COLLECTIVES):
         _leave_record(text)
+
+
+def _text_of(error: Any) -> str:
+    """Return the exception's text, or what a traceback says if it has none."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
 
 
 def _write_error_file(kind: Any, error: Any, traceback: Any) -> None:
@@ -197,7 +205,7 @@ def _write_error_file(kind: Any, error: Any, traceback: Any) -> None:
 
     stack = "".join(format_exception(kind, error, traceback))
     extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
-    message = {"message": f"{kind.__name__}: {error}", "extraInfo": extra}
+    message = {"message": f"{kind.__name__}: {_text_of(error)}", "extraInfo": extra}
     try:
         with open(path, "x") as file:
             json.dump({"message": message}, file)
