@@ -35,6 +35,9 @@ FLAGS = (
 )
 LOST = "Failed to load resource"
 """Chromium's own message when a server does not answer."""
+INTERRUPTED = "net::ERR_NETWORK_CHANGED"
+"""Chromium ends all requests when the machine gets or loses an address, as beside tests that make
+network namespaces."""
 TRACEBACK = "Traceback (most recent call last):\n  loss.backward()\nMemoryError: none is left\n"
 
 
@@ -67,8 +70,12 @@ class Open:
         page = context.new_page()
         page.set_default_timeout(DEADLINE_MS)
 
+        interrupted: list[str] = []
+
         def heard(kind: str, text: str) -> None:
-            if not (allowed and allowed in text):
+            if INTERRUPTED in text:
+                interrupted.append(text)
+            elif not (allowed and allowed in text):
                 self.complaints.append(f"{kind}: {text}")
 
         page.on("console", lambda said: heard(said.type, said.text))
@@ -79,6 +86,8 @@ class Open:
         )
         page.on("dialog", lambda dialog: heard("dialog", dialog.message))
         page.goto(url)
+        if interrupted:
+            page.reload()
         # Everything checked here has come over the stream, and the page was loaded once.
         page.evaluate("window.loadedOnce = true")
         return page

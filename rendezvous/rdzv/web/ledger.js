@@ -92,7 +92,8 @@ export class Ledger {
         if (answer.ok) this.show(told);
       }
     } catch {
-      // The line above shows that the server is away; the next event triggers another request.
+      // The line above shows that the server is away; once it is back, there is another request.
+      this.seen = "";
     }
     this.timer = setTimeout(() => {
       this.busy = false;
