@@ -130,8 +130,7 @@ class SnapshotCopies:
     def drop_after(self, step: int) -> None:
         """Drop the copies of later steps, complete or not; their memory is reused."""
         if self._kept is not None and read_field(self._kept.mark, "step", int) > step:
-            self._spare += self._kept.fds
-            self._kept = None
+            self._give_up_kept()
         if self._coming is not None and read_field(self._coming.mark, "step", int) > step:
             self._give_up_coming()
         self._missing = None
@@ -176,8 +175,7 @@ class SnapshotCopies:
             self._lack(mark, "the process that fetches them is not running")
             return
         if self._kept is not None and self._slots.is_outdated(self._kept.mark):
-            self._spare += self._kept.fds
-            self._kept = None
+            self._give_up_kept()
         self._coming = _Copies(mark)
         self._missing = None
         try:
@@ -278,8 +276,7 @@ class SnapshotCopies:
             self._give_up_coming()
             self._lack(mark, reason or "not all of them arrived")
             return
-        if self._kept is not None:
-            self._spare += self._kept.fds
+        self._give_up_kept()
         self._kept, self._coming = self._coming, None
         self._slots.tell()
 
@@ -316,6 +313,11 @@ class SnapshotCopies:
     def _fds(self) -> list[int]:
         sets = [one for one in (self._kept, self._coming) if one is not None]
         return [*self._spare, *(fd for one in sets for fd in one.fds)]
+
+    def _give_up_kept(self) -> None:
+        if self._kept is not None:
+            self._spare += self._kept.fds
+            self._kept = None
 
     def _give_up_coming(self) -> None:
         if self._coming is not None:
