@@ -23,7 +23,7 @@ class Login:
     def __init__(self, config: EtcdConfig) -> None:
         self._config = config
         self.token = ""
-        """The present token; empty if there is none."""
+        """The current token; empty if there is none."""
 
     @property
     def needed(self) -> bool:
