@@ -14,7 +14,8 @@ CLOCK_MONOTONIC, which all processes here share.
 * `{"act": "fail", "each": BOOL}`: a worker of node 1 fails, or one of each node; answered when
   all were told the next round;
 * `{"act": "hold", "seconds": S}`: nothing but heartbeats;
-* `{"act": "await", "since_s": T}`: answered when every stream was welcomed again after T.
+* `{"act": "await", "since_s": T}`: answered when every stream was welcomed again after T, with the
+  longest that a node that was back then waited for the answer to a heartbeat.
 
 An answer says when the act began, and when the first and the last node were told. It has what was
 said and heard in the meantime, messages and bytes of them, and the CPU time that it took.
@@ -48,6 +49,8 @@ from rdzv.v1 import rdzv_pb2_grpc
 JOB = "crowd"
 AT_ONCE = 64
 """How many nodes of a process connect at once; all of them would overload it."""
+ASKED_OF = 50
+"""Of so many nodes, one sends heartbeats that the server must answer."""
 FOREVER_MS = 3_600_000
 
 
@@ -189,17 +192,29 @@ class Crowd:
 
     async def _await(self, since_s: float) -> dict[str, Any]:
         nodes = self._nodes
+        asking = asyncio.create_task(self._ask_answers(since_s))
         try:
             await self._all("all are back", lambda: all(n.connected_s > since_s for n in nodes))
         except TimeoutError as error:
             back = sum(n.connected_s > since_s for n in nodes)
             raise TimeoutError(f"{error}; {back} of {len(nodes)} are") from None
+        finally:
+            asking.cancel()
         return {
+            "answer_s": max(node.slowest_answer_s for node in nodes),
             "began_s": since_s,
             "first_s": min(node.connected_s for node in nodes),
             "last_s": max(node.connected_s for node in nodes),
             "disturbed": sum(1 for node in nodes if node.round != self._round),
         }
+
+    async def _ask_answers(self, since_s: float) -> None:
+        """Each second, have some of the nodes that are back ask the server for an answer."""
+        while True:
+            for node in self._nodes[::ASKED_OF]:
+                if node.connected_s > since_s:
+                    node.ask_answer()
+            await asyncio.sleep(1)
 
     async def _all(self, what: str, holds: Callable[[], bool]) -> None:
         await until(what, holds, self._timeout_s)

@@ -13,6 +13,8 @@ to one rdzvd with its default store, SQLite:
 * start, return: rdzvd gets SIGKILL and is started again, until it is ready; and until every stream
   was welcomed again. `given up` are the nodes that were lost over it, and `disturbed` those whose
   workers have stopped: all of them, if one is given up. `tries` are the streams that a node opened.
+  `slowest answer` is the longest that a node that was back already waited for the answer to a
+  heartbeat: one node in fifty sends one a second that the server must answer.
 
 On a shared machine seconds say little: the CPU time of the server for each act, per node, says what
 the server costs, and is told apart from the CPU time of the crowd. `--tls` measures the same with
@@ -114,6 +116,8 @@ class Samples:
     steady_cpu: list[float] = field(default_factory=list)
     """As a fraction of one core."""
     bytes_per_node: list[float] = field(default_factory=list)
+    answer_s: list[float] = field(default_factory=list)
+    """The longest that a node that was back waited for the answer to a heartbeat."""
     disturbed: int = 0
     given_up: int = 0
     failed: list[str] = field(default_factory=list)
@@ -173,6 +177,7 @@ class Crowd:
             "cpu_s": sum(answer["cpu_s"] for answer in answers),
             "traffic": {k: sum(answer["traffic"][k] for answer in answers) for k in TRAFFIC},
             "disturbed": sum(answer.get("disturbed", 0) for answer in answers),
+            "answer_s": max(answer.get("answer_s", 0) for answer in answers),
         }
         if "last_s" in answers[0]:
             began_s = min(answer["began_s"] for answer in answers)
@@ -251,6 +256,7 @@ class Trial:
             self._crowd.ask("hold", seconds=CALM_S)
             answer = self._crowd.ask("await", since_s=died_s)
             self._samples.disturbed += answer["disturbed"]
+            self._samples.answer_s.append(answer["answer_s"])
         finally:
             self._samples.given_up += self._server.wrote(LOST) - lost_before
 
@@ -330,7 +336,8 @@ def say(nodes: int, samples: Samples, *, tls: bool, relays: int = 0) -> None:
         f"scale {name:<6}  nodes={nodes:<6} {told}  steady "
         f"{figure(None if cpu is None else 100 * cpu)} % of a core, "
         f"{figure(None if memory is None else memory / 1e3)} kB a node  "
-        f"given up {samples.given_up}  disturbed {samples.disturbed}  load {load():.0f}"
+        f"given up {samples.given_up}  disturbed {samples.disturbed}  "
+        f"slowest answer {figure(max(samples.answer_s, default=None))} s  load {load():.0f}"
         + "".join(f"  FAILED: {why}" for why in samples.failed)
         + f"\n             CPU of the server, ms a node: {_per_node(samples.server_cpu_s, nodes)}"
         + f"\n             CPU of the crowd, ms a node:  {_per_node(samples.crowd_cpu_s, nodes)}"
@@ -347,6 +354,7 @@ def say(nodes: int, samples: Samples, *, tls: bool, relays: int = 0) -> None:
         bytes_per_node=None if memory is None else round(memory),
         given_up=samples.given_up,
         disturbed=samples.disturbed,
+        slowest_answer_s=max(samples.answer_s, default=None),
         failed=list(samples.failed),
         load=load(),
     )

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, suppress
 
 from rdzv.agent.core import begin, commands, events, step
 from rdzv.agent.core.model import Job, Phase
+from rdzv.agent.runner.linux.boottime import boottime_ms
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.client import Endpoint
@@ -46,9 +47,12 @@ class SimulatedNode:
         self.node_id = node_id
         self.connected_s = 0.0
         """When its stream was last welcomed (`time.monotonic`)."""
+        self.slowest_answer_s = 0.0
+        """The longest that the server took to answer a message of it, since `ask_answer`."""
         self.admitted = asyncio.Event()
         self.started_s: dict[int, float] = {}
         """By round: when this node was told to start its workers (`time.monotonic`)."""
+        self._asked = False
         self._state = begin(job, _now_ms())
         self._offer = Offer("127.0.0.1", machine="here", can_host_store=True)
         self._store_port = next(_store_ports)
@@ -96,8 +100,16 @@ class SimulatedNode:
             return None
         return encoding.belief(self._state, self._current_offer(), _now_ms(), refuse_reuse=False)
 
+    def ask_answer(self) -> None:
+        """Send a heartbeat that the server answers."""
+        self._asked = True
+        self.link.ask_clock()
+
     def renew_fence(self, heard_at_ms: int) -> None:
-        """Workers are not fenced."""
+        """Note how long an answer took. Workers are not fenced."""
+        if self._asked:
+            took_s = (boottime_ms() - heard_at_ms) / 1000
+            self.slowest_answer_s = max(self.slowest_answer_s, took_s)
 
     def note(self, reason: str) -> None:
         """Nothing here needs the reason why there are no workers."""
