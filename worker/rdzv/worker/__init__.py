@@ -1,7 +1,7 @@
-"""Workers that stay: a script's processes survive the failure of others, with their memory intact.
+"""Elastic training in which a script's processes survive failures of other workers.
 
-A script puts everything that it trains into a `State`, and its loop into a function under
-`@elastic`:
+A surviving process keeps its memory. A script puts everything it trains into a `State`, and its
+training loop into a function decorated with `@elastic`:
 
     state = State(model=model, optimizer=optimizer, sampler=ElasticBatchSampler(data, 32))
 
@@ -15,19 +15,20 @@ A script puts everything that it trains into a `State`, and its loop into a func
 
     train(state)
 
-The runner tells a worker, over a socket that the worker inherits (`link`), that the round is over,
-or that the next one begins. The worker reports that it has *parked*: nothing in it takes part in
-the round any more. `session` leads from round to round. `cutting` interrupts collectives, `groups`
-creates and destroys process groups, `healing` brings all ranks to the state of the furthest one,
-and `sealing` tracks which step a state is at. `shards` holds the parts of sharded models between
-rounds, and `shard_healing` restores them. `snapshots` saves the state in memory of the runner, and
-`resuming` loads it in new processes. `suspicion` tells exceptions that a lost peer may have caused
-from the script's own.
+The runner notifies a worker, over a socket that the worker inherits (`link`), when the round is
+over and when the next one begins. The worker reports that it has *parked*: nothing in it takes part
+in the round any more. `session` leads from round to round. `cutting` interrupts collectives,
+`groups` creates and destroys process groups, `healing` brings all ranks to the state of the
+furthest one, and `sealing` tracks which step a state is at. `shards` holds the parts of sharded
+models between rounds, and `shard_healing` restores them. `snapshots` saves the state in the
+runner's memory, and `resuming` loads it in new processes. `suspicion` distinguishes exceptions that
+a lost peer may have caused from the script's own.
 
-Without that socket (under torchrun or plain python) there is one round, and the same script runs.
+Without that socket (under torchrun or plain Python) there is a single round, and the same script
+runs unchanged.
 
-The package needs only the standard library and torch, which is imported on first use. It needs
-nothing else of rdzv, so it can be installed alone for the job's interpreter. It never decides
+The package needs only the standard library and torch, which is imported on first use. It needs no
+other part of rdzv, so it can be installed on its own for the job's interpreter. It never decides
 whether a worker is kept: the server does, and the runner kills workers that do not park in time.
 """
 

@@ -1,4 +1,4 @@
-"""The contents of a state: its entries by kind, and their tensors by name."""
+"""A state's contents: its entries by kind, and their tensors by name."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 
 
 class Contents:
-    """The entries of a state, divided into modules, optimizers, other objects and plain values."""
+    """A state's entries, divided into modules, optimizers, other objects and plain values."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
-        """Take the entries. Raises `WorkerError` for any that a new round would break."""
+        """Sort the entries by kind.
+
+        Raises `WorkerError` for an entry that a new round would break.
+        """
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
@@ -44,15 +47,15 @@ class Contents:
                 self.values[name] = entry
 
     def parameters(self) -> list[tuple[str, Tensor]]:
-        """Name the parameters that an optimizer steps, each once."""
+        """Return the parameters that an optimizer updates, with their names, each listed once."""
         stepped = self._stepped()
         return [(name, one) for name, one in self._all_parameters() if id(one) in stepped]
 
     def outside(self) -> list[tuple[str, Tensor]]:
-        """Name the tensors that no optimizer steps, and that are the same on all ranks.
+        """Return the tensors that no optimizer updates but that all ranks share, with their names.
 
-        They are the parameters of a module that is not trained by an optimizer of the state (an
-        average of the weights), its buffers, and frozen parameters.
+        These are the parameters of any module that none of the state's optimizers trains (such as
+        an average of the weights), its buffers, and frozen parameters.
         """
         stepped = self._stepped()
         found = [(name, one) for name, one in self._all_parameters() if id(one) not in stepped]
@@ -62,7 +65,10 @@ class Contents:
         return found
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """Name the buffers of trained modules: each rank has its own (batch norm's averages)."""
+        """Return the buffers of trained modules, with names.
+
+        Each rank has its own (batch norm averages).
+        """
         stepped = self._stepped()
         return [
             (f"{name}.{path}", one)
@@ -72,7 +78,7 @@ class Contents:
         ]
 
     def optimizer_state(self) -> list[tuple[tuple[str, int, str], Any]]:
-        """List the optimizers' state, by optimizer, place of the parameter, and name."""
+        """List the optimizers' state, keyed by optimizer, parameter index and name."""
         return [
             ((name, place, str(key)), value)
             for name, optimizer in self.optimizers.items()
@@ -81,7 +87,7 @@ class Contents:
         ]
 
     def replicated(self) -> list[tuple[str, Tensor]]:
-        """Name every tensor that is equal on all ranks at the same step."""
+        """Return every tensor that is equal on all ranks at the same step, with its name."""
         import torch
 
         held = [
@@ -92,7 +98,7 @@ class Contents:
         return [*self.parameters(), *self.outside(), *held]
 
     def manifest(self) -> list[list[str]]:
-        """Describe what must be the same on all ranks before a tensor is sent."""
+        """Describe everything that must match on all ranks before a tensor is sent."""
         kinds = (
             ("module", self.modules),
             ("optimizer", self.optimizers),
@@ -107,7 +113,7 @@ class Contents:
         return found
 
     def refuse_shards(self) -> None:
-        """Raise `UnsupportedError` if parameters are sharded, or replicated over a mesh."""
+        """Raise `UnsupportedError` if any parameter is sharded or replicated over a device mesh."""
         for name, parameter in self._all_parameters():
             if type(parameter.data).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
                 raise UnsupportedError(
@@ -133,23 +139,23 @@ class Contents:
 
 
 def described(contents: Contents) -> tuple[list[list[str]], str]:
-    """Return a description of what must be the same on all ranks, and its hash."""
+    """Return a description of everything that must match on all ranks, and its hash."""
     manifest = contents.manifest()
     return manifest, hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16).hexdigest()
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """List an optimizer's parameters, in the order of its groups."""
+    """List an optimizer's parameters in the order of its parameter groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def sizes_of(optimizer: Optimizer) -> list[int]:
-    """Return how many parameters each group of an optimizer has."""
+    """Return the number of parameters in each of an optimizer's groups."""
     return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of an optimizer's groups (its learning rates), without parameters."""
+    """Return the settings of an optimizer's groups, such as learning rates, but no parameters."""
     return [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -157,23 +163,23 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def put_settings(optimizer: Any, settings: list[dict[str, Any]]) -> None:
-    """Give an optimizer's groups the settings that were captured."""
+    """Apply captured settings to an optimizer's groups."""
     for group, held in zip(optimizer.param_groups, settings):
         group.update(held)
 
 
 def load_object(name: str, entry: Any, state: Any) -> None:
-    """Load an entry's state; a gradient scaler also forgets the interrupted step."""
-    # A disabled scaler has an empty state, and refuses to load it.
+    """Load an entry's state; for a gradient scaler, also discard the interrupted step."""
+    # A disabled scaler has an empty state and refuses to load it.
     if state or not hasattr(entry, "_per_optimizer_states"):
         entry.load_state_dict(state)
-    # Otherwise its unscale_() would raise, as if it were called twice in one step.
+    # Otherwise its unscale_() would raise, as if it had been called twice in one step.
     if (unfinished := getattr(entry, "_per_optimizer_states", None)) is not None:
         unfinished.clear()
 
 
 def copied(name: str, what: Any, copy: Callable[[Any], Any]) -> Any:
-    """Copy an entry. Raises `CannotBroadcastError`, which names it, if that is impossible."""
+    """Copy an entry. Raises `CannotBroadcastError`, naming the entry, if it cannot be copied."""
     try:
         return copy(what)
     except Exception as error:
@@ -181,7 +187,10 @@ def copied(name: str, what: Any, copy: Callable[[Any], Any]) -> Any:
 
 
 def packed(parts: Mapping[str, Any]) -> bytes:
-    """Pickle named parts; `CannotBroadcastError` names the entry (`value.x`) that cannot be."""
+    """Pickle named parts.
+
+    Raises `CannotBroadcastError`, naming the entry, if a part cannot be pickled.
+    """
     import torch
 
     pickled = {}
@@ -197,7 +206,7 @@ def packed(parts: Mapping[str, Any]) -> bytes:
 
 
 def unpacked(data: bytes) -> dict[str, Any]:
-    """Unpickle a result of `packed` that another rank of this job has sent."""
+    """Unpickle the result of `packed` that another rank of this job has sent."""
     import torch
 
     return {
@@ -207,8 +216,8 @@ def unpacked(data: bytes) -> dict[str, Any]:
 
 
 def cannot_broadcast(name: str, error: Exception) -> CannotBroadcastError:
-    """Return the error that names an entry, the reason and the remedy."""
-    if "graph leaves" in str(error):  # Torch's words; its remedy is for authors of modules.
+    """Return an error that names the entry, the reason and the remedy."""
+    if "graph leaves" in str(error):  # Torch's wording; its remedy is for authors of modules.
         return CannotBroadcastError(
             f"state.{name} has a tensor that carries autograd's graph, which cannot be copied: "
             "assign its .item() or .detach()"

@@ -1,4 +1,4 @@
-"""Interrupts the collectives of a round, for each of torch's backends."""
+"""Interrupts a round's collectives, for each of torch's backends."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ class Backend(Protocol):
         """Make every collective in progress fail. May be called repeatedly."""
 
     def release(self, *, over: bool) -> None:
-        """Release what `cut` has kept, because this rank is in no collective any more.
+        """Release everything that `cut` has kept, because this rank has left its collectives.
 
-        `over`: the round has ended, so all ranks are cut. Otherwise peers must see the end.
+        `over` means that the round has ended, so all ranks are cut. Otherwise peers must be able to
+        see their connections close.
         """
 
 
 class Cut:
-    """The cut of a round's collectives: a state, not an event.
+    """The cut of a round's collectives. It is a state, not an event.
 
-    From the first `cut` until the worker has parked, no new group can be made, and `cut` is called
-    repeatedly, to catch late connections.
+    From the first `cut` until the worker has parked, no new group can be created, and `cut` is
+    called repeatedly to catch late connections.
     """
 
     def __init__(self, backends: list[Backend]) -> None:
@@ -42,32 +43,32 @@ class Cut:
 
     @property
     def is_cut(self) -> bool:
-        """Whether `cut` was called."""
+        """Whether `cut` has been called."""
         return self._is_cut
 
     def add(self, backend: Backend) -> None:
-        """Add a backend to cut; it is cut at once if the others already are."""
+        """Add a backend to cut; if the others are already cut, cut it at once."""
         with self._lock:
             self._backends.append(backend)
             if self._is_cut:
                 backend.cut()
 
     def cut(self) -> None:
-        """Interrupt all collectives in progress; may be called from any thread."""
+        """Interrupt all collectives in progress. May be called from any thread."""
         with self._lock:
             self._is_cut = True
             for backend in self._backends:
                 backend.cut()
 
     def release(self, *, over: bool) -> None:
-        """End the cut: the round's groups are destroyed."""
+        """End the cut, now that the round's groups are destroyed."""
         with self._lock:
             for backend in self._backends:
                 backend.release(over=over)
             self._backends = []
 
     def refuse(self) -> None:
-        """Raise `RoundOver` if the round is cut."""
+        """Raise `RoundOver` if the round has been cut."""
         if self._is_cut:
             raise RoundOver
 
@@ -76,13 +77,15 @@ class GlooCut:
     """Shuts down gloo's connections, because gloo has no abort that unblocks waiters.
 
     The connections are found by the addresses that the round's groups have published in its store.
-    The store's own connection is among them, because a rank may be waiting for others in the store.
+    The connection to the store itself is also shut down, because a rank may be waiting there for
+    others.
 
-    When a connection fails, gloo loses the operation that it has begun to send or receive, waits
-    for it until its timeout, and fails all others. A write fails as soon as the peer's end is
+    When a connection fails, gloo loses track of the operation that it has begun to send or receive,
+    waits for it until its timeout, and fails all others. A write fails as soon as the peer's end is
     closed. So no end is closed before all ranks are cut: connections are shut down for reading
-    only, and the runner holds duplicates of them, even a dead rank's, until the next round. Those
-    that it does not hold are kept open here until this rank has left its collectives.
+    only, and the runner holds duplicates of them, even a dead rank's, until the next round.
+    Connections that the runner does not hold are kept open here until this rank has left its
+    collectives.
     """
 
     def __init__(self, published: Published, store: set[Address]) -> None:
@@ -91,20 +94,21 @@ class GlooCut:
         self._held: dict[int, socket.socket] = {}
         self._knocked = 0
         self._handed_over: set[int] = set()
-        """The connections, by inode, that the runner holds."""
+        """The inodes of the connections that the runner holds."""
         self._known = 0
-        """How many addresses were published at the last `hand_over`."""
+        """The number of addresses that had been published at the last `hand_over`."""
 
     @property
     def addresses(self) -> set[Address]:
-        """All addresses of the round: those of its ranks and of its store."""
+        """All addresses in the round: those of its ranks and of its store."""
         return self._store | set(self._published.addresses)
 
     def cut(self) -> None:
-        """Shut down the round's connections that are open now."""
+        """Shut down those of the round's connections that are open now."""
         stop_reading(self.addresses, self._held)
-        # A rank may also wait for a peer to connect, when there is nothing to shut down yet. It
-        # gets a connection that is reset at once. Ids that it does not wait for have no effect.
+        # A rank may also be waiting for a peer to connect, when there is nothing to shut down yet.
+        # It is sent a connection that is reset at once. Ids that it is not waiting for have no
+        # effect.
         own = list(self._published.own)
         for address, ids in own[self._knocked :]:
             for peer in ids:
@@ -112,9 +116,9 @@ class GlooCut:
         self._knocked = len(own)
 
     def hand_over(self, hold_open: Callable[[list[int]], bool]) -> None:
-        """Have the runner hold the connections made since the last call, unless they are too many.
+        """Have the runner hold the connections made since the last call, unless there are too many.
 
-        A rank has about as many connections as addresses are published.
+        A rank has about as many connections as there are published addresses.
         """
         known = len(self._published.addresses)
         if known == self._known:
@@ -129,7 +133,10 @@ class GlooCut:
             connection.close()
 
     def release(self, *, over: bool) -> None:
-        """Close the connections. Peers notice, except where the runner holds one."""
+        """Close the connections.
+
+        Peers notice this, except on connections that the runner also holds.
+        """
         let_go(self._held, self._handed_over if over else ())
 
     def drop_in_child(self) -> None:
@@ -138,26 +145,27 @@ class GlooCut:
 
 
 def most_held() -> int:
-    """Return the most connections of one worker that the runner may hold.
+    """Return the maximum number of one worker's connections that the runner may hold.
 
-    The kernel counts the descriptors that wait in the sockets of all of a user's processes. Above
-    RLIMIT_NOFILE none of them can pass another one, without CAP_SYS_RESOURCE: a loader cannot pass
-    its tensors, nor the runner its log files. All workers of a node take at most a quarter: the
-    connections of dead workers are held beside those of their successors.
+    The kernel counts the descriptors in transit through the sockets of all of a user's processes.
+    Above RLIMIT_NOFILE, no process without CAP_SYS_RESOURCE can pass another descriptor: a data
+    loader cannot pass its tensors, nor the runner its log files. All workers on a node together
+    take at most a quarter of the limit, because the connections of dead workers are held along with
+    those of their successors.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft // 4 // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 class NcclCut:
-    """Makes torch abort all NCCL groups together: aborting them one by one deadlocks."""
+    """Has torch abort all NCCL groups together, because aborting them one by one deadlocks."""
 
     def __init__(self) -> None:
         self.aborted: list[weakref.ref[Any]] = []
-        """The groups that were aborted, which torch no longer knows."""
+        """The groups that were aborted and that torch no longer tracks."""
 
     def cut(self) -> None:
-        """Abort all groups, once, if one of them uses NCCL."""
+        """Abort all groups, once, if any of them uses NCCL."""
         import torch.distributed.distributed_c10d as c10d
 
         used = any("nccl" in str(one) for one in list(c10d._world.pg_backend_config.values()))
@@ -166,4 +174,4 @@ class NcclCut:
             c10d._abort_process_group()
 
     def release(self, *, over: bool) -> None:
-        """Do nothing: there is nothing to release."""
+        """Do nothing, because there is nothing to release."""

@@ -1,4 +1,4 @@
-"""A digest of tensors: equal for equal bits, on any device, in one pass over the memory."""
+"""A digest of tensors: equal for equal bits on any device, and computed in one pass over memory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 20
 _MULTIPLIER = 0x2545F4914F6CDD1D
-"""Odd, so that multiplying by it loses nothing."""
+"""An odd number, so that multiplying by it loses no information."""
 _COLUMNS = 4096
 _ROWS = 7
-"""A CPU sums this many rows at a time. They stay in its cache for the second sum, and are too few
-for torch to divide among threads of its own."""
+"""The number of rows that a CPU sums at a time. They stay in its cache for the second sum, and are
+too few for torch to divide among threads of its own.
+"""
 
 
 def digest(tensors: Iterable[tuple[str, Tensor]], threads: int = 1) -> str:
-    """Return a digest of names, types, shapes and bits, made by `threads` threads.
+    """Return a digest of names, types, shapes and bits, computed by `threads` threads.
 
-    It distinguishes tensors that differ by accident, but does not protect against an adversary.
+    It detects accidental differences between tensors, but does not protect against an adversary.
     """
     import torch
 
@@ -32,14 +33,14 @@ def digest(tensors: Iterable[tuple[str, Tensor]], threads: int = 1) -> str:
         for name, tensor in tensors:
             described.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}\n".encode())
             sums.setdefault(tensor.device, []).append(_sum(tensor.detach(), threads))
-        # One transfer for each device, not one for each tensor.
+        # Make one transfer per device, not one per tensor.
         for many in sums.values():
             described.update(repr(torch.stack(many).tolist()).encode())
     return described.hexdigest()
 
 
 def _sum(tensor: Tensor, threads: int = 1) -> Tensor:
-    """Return a sum of a tensor's bits that depends on their order, as one int64 tensor."""
+    """Return an order-dependent sum of a tensor's bits, as a single int64 tensor."""
     import torch
 
     flat = tensor.reshape(-1).contiguous()
@@ -66,10 +67,10 @@ def _sum(tensor: Tensor, threads: int = 1) -> Tensor:
 
 
 def _sum_of_chunk(words: Tensor) -> Tensor:
-    """Return the sum of all words, each times (2i + 1) times the multiplier, for word number i.
+    """Return the sum of word i times (2i + 1), over all words, times the multiplier.
 
-    Word i is in row r and column c of a grid, so 2i + 1 = 2 r columns + (2c + 1). The sums of the
-    rows and of the columns need no product for each word, which takes a CPU longer than the sums.
+    Word i is in row r and column c of a grid, so 2i + 1 = 2 r columns + (2c + 1). Summing the rows
+    and the columns avoids a product for each word, which would take a CPU longer than the sums.
     """
     import torch
 

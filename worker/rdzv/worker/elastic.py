@@ -1,4 +1,4 @@
-"""The decorator that makes a training function be called once in each round."""
+"""The decorator that has a training function called once in each round."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def elastic(
 ) -> Callable[..., Any]:
     """Decorate `train(state, round, ...)` so that it is called in every round.
 
-    The script calls it as `train(state, ...)`. In each round the default process group is created,
+    The script calls it as `train(state, ...)`. In each round, the default process group is created
     with torch's `backend` ("gloo" on CPUs, "cpu:gloo,cuda:nccl" with GPUs) and `timeout`, and the
-    state of the furthest rank is loaded; then the function is called with the state and a `Round`.
-    It must make its wrappers, groups and loaders anew, continue from where the state is, and call
+    furthest rank's state is loaded. Then the function is called with the state and a `Round`. It
+    must create its wrappers, groups and loaders anew, continue from where the state is, and call
     `state.commit()` after each step. The round ends when another worker or node is lost or joins;
-    the function is then left by `RoundOver` or by a collective's exception. If rdzvrun started the
+    then `RoundOver` or a collective's exception is raised in the function. If rdzvrun started the
     process, the function is called again in the next round, in the same process. Otherwise there is
-    one round, and exceptions are raised as in any script.
+    a single round, and exceptions are raised as in any script.
 
-    The function's result is returned once all ranks have returned. Its own exceptions are raised at
-    once.
+    The function's result is returned once it has returned on all ranks. Its own exceptions are
+    raised at once.
     """
     if function is None:
         return functools.partial(elastic, backend=backend, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Exchanges small values between the ranks of a round, through the store of the round."""
+"""Exchanges small values between a round's ranks, through the round's store."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def exchange(store: Store, round_: Round, name: str, mine: Any) -> list[Any]:
-    """Publish this rank's value under a name, and return those of all ranks, by rank.
+    """Publish this rank's value under a name, and return all ranks' values, ordered by rank.
 
-    Blocks until all ranks have published theirs. Values are JSON.
+    Blocks until all ranks have published their values. Values are JSON.
     """
     store.set(f"{name}/{round_.rank}", json.dumps(mine))
     keys = [f"{name}/{rank}" for rank in range(round_.world_size)]

@@ -1,4 +1,4 @@
-"""JSON frames, with descriptors, on the socket between a worker and its runner."""
+"""JSON frames, with file descriptors, on the socket between a worker and its runner."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from typing import Any
 
 MAX_FRAME_BYTES = 64 << 10
 MAX_FDS = 18
-"""Two slots, and copies of at most 16 snapshots of other nodes."""
+"""Two slots, and copies of up to 16 snapshots from other nodes."""
 WITH_FDS = ("go", "queue", "slots", "no_slots")
-"""The messages that come with descriptors."""
+"""The types of messages that carry descriptors."""
 MAX_RECEIVED_BYTES = 1 << 20
-"""A frame from the runner carries a whole environment, so it may be longer than a worker's."""
+"""The size limit for frames from the runner, which carry a whole environment and so may be longer
+than a worker's.
+"""
 
 
 class BrokenLinkError(OSError):
-    """The peer is gone, or has sent something that is not a frame."""
+    """The peer is gone, or has sent data that is not a frame."""
 
 
 def encode(message: Mapping[str, object]) -> bytes:
-    """Return a message as a frame: its length in 4 bytes, big endian, and a JSON object.
+    """Return a message as a frame: a 4-byte big-endian length, followed by a JSON object.
 
     >>> encode({"type": "hello"})
     b'\\x00\\x00\\x00\\x10{"type":"hello"}'
@@ -43,7 +45,10 @@ class Received:
         self._fds: list[int] = []
 
     def read(self, link: socket.socket) -> None:
-        """Read once; blocks until something is there. `BrokenLinkError` at the end."""
+        """Read once, blocking until data arrives.
+
+        Raises `BrokenLinkError` at the end of the stream.
+        """
         size = array.array("i").itemsize
         try:
             data, ancillary, _, _ = link.recvmsg(
@@ -61,9 +66,9 @@ class Received:
         self._bytes += data
 
     def next_message(self) -> tuple[Mapping[str, Any], list[int]] | None:
-        """Return the next complete message, if any, with the descriptors that came with it.
+        """Return the next complete message and its descriptors, or None if none is complete.
 
-        The caller owns the descriptors. Raises `BrokenLinkError` for anything but a frame.
+        The caller owns the descriptors. Raises `BrokenLinkError` for data that is not a frame.
         """
         if len(self._bytes) < 4:
             return None
@@ -81,12 +86,12 @@ class Received:
         if not isinstance(message, dict):
             raise BrokenLinkError("a frame is not a JSON object")
         if message.get("type") not in WITH_FDS:
-            return message, []  # The descriptors received so far belong to a later message.
+            return message, []  # Descriptors received so far belong to a later message.
         fds, self._fds = self._fds, []
         return message, fds
 
     def close(self) -> None:
-        """Close received descriptors whose messages were not taken."""
+        """Close received descriptors that were never handed over with their messages."""
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()

@@ -1,4 +1,4 @@
-"""The addresses that gloo's ranks publish in the store of a round."""
+"""The addresses that gloo's ranks publish in a round's store."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 from .tcp import Address, plain
 
 _STORAGE_BYTES = 128
-"""Size of `struct sockaddr_storage`, which an address begins with."""
+"""Size of `struct sockaddr_storage`, with which an address begins."""
 
 
 @dataclass
 class Published:
-    """The addresses of all groups of a round, recorded as they pass through the store."""
+    """The addresses of all of a round's groups, recorded as they pass through the store."""
 
     addresses: set[Address] = field(default_factory=set)
     own: list[tuple[Address, list[bytes]]] = field(default_factory=list)
     """The addresses at which this rank listens, each with the ids that its peers send."""
 
     def note(self, value: bytes, *, own: bool) -> None:
-        """Record a value of the store, if it is one of gloo's."""
+        """Record a value from the store if it is one of gloo's."""
         found = parse(value)
         if found is None:
             return
@@ -32,10 +32,10 @@ class Published:
 
 
 def parse(value: bytes) -> tuple[Address, list[bytes]] | None:
-    """Parse the value that a rank has published: its address, and an 8-byte id for each peer.
+    """Parse a value that a rank has published: its address, and an 8-byte id for each peer.
 
-    The format is the host's name, a `sockaddr_storage` followed by a number, both preceded by their
-    lengths in 8 bytes, and the ids. Returns None for any other value.
+    The format is the host name and a `sockaddr_storage` followed by a number, each preceded by its
+    8-byte length, and then the ids. Returns None for any other value.
     """
     try:
         (name_bytes,) = struct.unpack_from("<Q", value)

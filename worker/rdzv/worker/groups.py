@@ -1,4 +1,4 @@
-"""Creates, cuts and destroys the process groups of one round."""
+"""Creates, cuts and destroys a round's process groups."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _LRU_CACHE = type(functools.lru_cache(int))
 
 @dataclass(frozen=True)
 class Options:
-    """The backend and timeout of process groups, as in torch; None for the default."""
+    """The process groups' backend and timeout, as in torch; None means the default."""
 
     backend: str | None = None
     timeout: timedelta | None = None
 
 
 class RoundGroups:
-    """The default group of a round, and all groups that the script makes."""
+    """A round's default group, and all groups that the script creates."""
 
     def __init__(self, round_: Round, options: Options, link: Link | None) -> None:
         self.round = round_
         self.cut = Cut([])
         self.store: Store | None = None
-        """The round's own store; None before `open`."""
+        """The round's own store, or None before `open`."""
         self._options = options
         self._link = link
         self._published = Published()
@@ -53,12 +53,12 @@ class RoundGroups:
         self._base_store: Any = None
         self._excepthook = sys.excepthook
         self.is_unwatched = False
-        """Whether it uses NCCL, and nothing in the process ends a collective that hangs."""
+        """Whether the round uses NCCL, and nothing in the process ends a hanging collective."""
 
     def open(self) -> None:
-        """Create the default group; blocks until all ranks of the round do so.
+        """Create the default group, blocking until all ranks in the round do so.
 
-        Raises `RoundOver` or a collective's exception if the round ends meanwhile.
+        Raises `RoundOver` or a collective's exception if the round ends in the meantime.
         """
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore
@@ -68,13 +68,14 @@ class RoundGroups:
             _keep_nccl_quiet()
             self._link.begin(self.round.number, self.cut)
         self._base_store = self._made_store()
-        # Group names start at 0 in every round, so two rounds must not share their keys.
+        # Group names start at 0 in every round, so two rounds must not share keys.
         self.store = PrefixStore(f"rdzv/{self.round.number}", self._base_store)
         backend = self._options.backend or _default_backend()
         quiet = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0"
         self.is_unwatched = "nccl" in backend and quiet
         if self._options.timeout is not None and self._link is not None:
-            # It limits collectives, not how long the new processes of this round take to start.
+            # The timeout is for collectives, not for the time this round's new processes take to
+            # start.
             exchange(self.store, self.round, "started", True)
         dist.init_process_group(
             backend,
@@ -88,9 +89,9 @@ class RoundGroups:
         self.cut.refuse()
 
     def before_step(self) -> None:
-        """Wait until the collectives of a step have ended; raise `RoundOver` if they were cut.
+        """Wait until a step's collectives have ended; raise `RoundOver` if they were cut.
 
-        On a GPU, the backward pass returns when they are only enqueued.
+        On a GPU, the backward pass returns when they have only been enqueued.
         """
         import torch
 
@@ -101,24 +102,25 @@ class RoundGroups:
         self.cut.refuse()
 
     def hold_connections(self) -> None:
-        """Have the runner hold the connections that were made since the last call."""
+        """Have the runner hold the connections made since the last call."""
         if self._gloo is not None and self._link is not None and self._link.holds_connections:
             self._gloo.hand_over(self._link.hold_open)
 
     @property
     def connections(self) -> list[list[Any]]:
-        """Host and port of every rank of the round's gloo groups."""
+        """The host and port of every rank in the round's gloo groups."""
         return [[host, port] for host, port in sorted(self._published.addresses)]
 
     def close(self) -> None:
-        """Destroy all groups; afterwards no connection of the round to a peer is open."""
+        """Destroy all groups. Afterwards, none of the round's connections to peers is open."""
         import torch.distributed as dist
 
         if dist.is_initialized():
             # NCCL's abort, in the other thread, may have been faster.
             with contextlib.suppress(ValueError, AssertionError):
                 dist.destroy_process_group()
-        # An interrupted init has counted its group. Names are numbers, and must agree on all ranks.
+        # An interrupted init has already counted its group. Group names are numbers, and must match
+        # on all ranks.
         dist.distributed_c10d._world.group_count = 0
         over = False
         if self._link is not None:
@@ -126,11 +128,11 @@ class RoundGroups:
             self._link.end()
         self.cut.release(over=over)
         self.store = self._base_store = None
-        # Each init_process_group wraps the hook once more.
+        # Each init_process_group call wraps the hook once more.
         sys.excepthook = self._excepthook
 
     def watch(self) -> list[weakref.ref[Any]]:
-        """Return weak references to all groups of the round, including aborted ones."""
+        """Return weak references to all of the round's groups, including aborted ones."""
         import torch.distributed.distributed_c10d as c10d
 
         return [*self._nccl.aborted, *(weakref.ref(group) for group in c10d._world.pg_map)]
@@ -170,7 +172,7 @@ class RoundGroups:
 
 
 def refuse_groups_from_outside() -> None:
-    """Raise `StaleGroupError` if the script has made a process group by itself."""
+    """Raise `StaleGroupError` if the script has created a process group itself."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -181,9 +183,9 @@ def refuse_groups_from_outside() -> None:
 
 
 def refuse_old_groups(groups: list[weakref.ref[Any]], number: int) -> None:
-    """Raise `StaleGroupError` if anything still refers to a group of a finished round.
+    """Raise `StaleGroupError` if anything still refers to a group from a finished round.
 
-    It would go on using the old connections, as long as both ends are alive.
+    It would go on using the old connections for as long as both ends are alive.
     """
     free_groups(groups)
     holders = {
@@ -200,24 +202,25 @@ def refuse_old_groups(groups: list[weakref.ref[Any]], number: int) -> None:
 
 
 def free_groups(groups: list[weakref.ref[Any]]) -> None:
-    """Free the groups that only caches and cycles refer to; gloo's threads end with their group.
+    """Free groups referenced only by caches and cycles; gloo's threads end with their group.
 
-    Needed before a process exits, too: a thread of gloo that frees a tensor while the interpreter
-    ends aborts the process ("terminate called without an active exception").
+    This is also needed before a process exits: a gloo thread that frees a tensor while the
+    interpreter is shutting down aborts the process ("terminate called without an active
+    exception").
     """
     if any(group() is not None for group in groups):
         _forget_meshes()
-        gc.collect()  # This takes some tenths of a second, and most often it is not needed.
+        gc.collect()  # This takes a few tenths of a second, and is seldom needed.
 
 
 def _forget_meshes() -> None:
-    """Empty DTensor's caches, which refer to device meshes and so to groups."""
+    """Clear DTensor's caches, which hold references to device meshes and thus to groups."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     import torch
 
     for one in gc.get_objects():
-        # Some exist once for each thread, and cannot be reached in any other way.
+        # Some caches exist once per thread, and cannot be reached in any other way.
         if type(one) is _LRU_CACHE and str(one.__module__).startswith("torch.distributed."):
             one.cache_clear()
     redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
@@ -230,7 +233,7 @@ def _forget_meshes() -> None:
 
 
 def _holders(group: object) -> set[str]:
-    """Name the types of the objects that refer to a group; for a dictionary, its owner's type."""
+    """Return the names of the types that refer to a group; for a dictionary, its owner's type."""
     names = set()
     for holder in gc.get_referrers(group):
         if isinstance(holder, dict):
@@ -265,7 +268,8 @@ def _default_backend() -> str:
 def _keep_nccl_quiet() -> None:
     """Keep NCCL's watchdog and monitor from ending a process that should be kept.
 
-    "1", which every launcher sets, ends the process at the first error of a collective.
+    The value "1", which every launcher sets, makes the watchdog end the process at the first failed
+    collective.
     """
     if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
