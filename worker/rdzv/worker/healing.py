@@ -1,4 +1,4 @@
-"""Brings all ranks of a round to one state: that of the furthest rank of the round before."""
+"""Brings all of a round's ranks to one state: that of the previous round's furthest rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BUCKET_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Offer:
-    """The state that a rank offers to a round."""
+    """The state that a rank offers in a round."""
 
     kept: bool
     step: int | None
@@ -45,11 +45,11 @@ class Offer:
     shard: int = 0
     shards: int = 1
     oldest_step: int | None = None
-    """The oldest step to which it can go back, if its part of the state is sharded."""
+    """The oldest step to which the rank can go back, if its part of the state is sharded."""
     lineage: int = 0
     """The last round in which all workers of its training were new."""
     nonce: str = ""
-    """Distinguishes the lineage from another one with the same number."""
+    """Distinguishes this lineage from another with the same number."""
 
     @property
     def sealed(self) -> int:
@@ -69,9 +69,9 @@ class Healed:
 def elect(offers: list[Offer]) -> int:
     """Return the rank whose state the round continues from.
 
-    It is the lowest rank with the newest sealed step; for a sharded state, the newest step that all
-    parts have sealed. Ranks that took part in the previous round come before new ones; a torn rank
-    is never chosen. `NoSourceError` if all are torn.
+    This is the lowest rank with the newest sealed step; for a sharded state, the newest step that
+    all parts have sealed. Ranks that took part in the previous round take precedence over new ones.
+    A torn rank is never chosen. Raises `NoSourceError` if all are torn.
 
     >>> def offer(kept: bool, step: int, torn: bool = False) -> Offer:
     ...     return Offer(kept, step, torn, "", "")
@@ -94,14 +94,14 @@ def elect(offers: list[Offer]) -> int:
     for offer in (offers[rank] for rank in whole if offers[rank].shards == shards):
         furthest[offer.shard] = max(offer.sealed, furthest.get(offer.shard, 0))
     step = min(furthest.values())
-    # Whether some rank holds each part at exactly this step is checked when the script adds it.
+    # The check that some rank holds each part at exactly this step is made when the script adds it.
     return min(
         rank for rank in whole if (offers[rank].shards, offers[rank].sealed) == (shards, step)
     )
 
 
 def receivers(offers: list[Offer], source: int) -> list[int]:
-    """Return the ranks that need the source's state: all whose own state differs from it."""
+    """Return the ranks that need the source's state, because their own state differs from it."""
     one = offers[source]
     return [
         rank
@@ -121,18 +121,18 @@ def heal(
     expected_step: int | None,
     resuming: Callable[[], Resuming],
 ) -> Healed:
-    """Bring this rank to the state of the round's source; all ranks call it together.
+    """Bring this rank to the state of the round's source. All ranks must call it together.
 
     If no rank was kept, the ranks first load the newest whole snapshot, if there is one.
 
     Ranks whose state equals the source's receive nothing. A rank that receives into its own tensors
-    is torn until the last one has arrived and the digests agree. Blocks while ranks are missing.
-    Raises `MismatchError`, on all ranks and before anything is sent, if entries, sizes or types
-    differ, and `CannotBroadcastError` for an entry that cannot be sent.
+    is torn until the last tensor has arrived and the digests match. Blocks while ranks are missing.
+    Before anything is sent, raises `MismatchError` on all ranks if entries, sizes or types differ,
+    and `CannotBroadcastError` for an entry that cannot be sent.
     """
     sealing.contents.refuse_shards()
     if not sealing.has_begun:
-        # Fail now, not in the round that needs to send the state.
+        # Fail now, rather than in the round that needs to send the state.
         _head(sealing)
     offers, manifest = _exchange_offers(sealing, round_, store, "offer")
     resumed = None
@@ -168,10 +168,10 @@ def heal(
 def _exchange_offers(
     sealing: Sealing, round_: Round, store: Store, name: str
 ) -> tuple[list[Offer], list[list[str]]]:
-    """Publish this rank's offer, and wait for all others."""
+    """Publish this rank's offer, and wait for the offers of all other ranks."""
     manifest, hashed = described(sealing.contents)
     mine = Offer(
-        # A rank that has never begun to train has nothing to offer, like a new process.
+        # Like a new process, a rank that has never begun to train has nothing to offer.
         kept=sealing.has_begun,
         digest="" if sealing.torn else digest(sealing.contents.replicated()),
         manifest=hashed,
@@ -190,7 +190,7 @@ def compare_manifests(
     round_: Round,
     first_manifest: Callable[[], bytes],
 ) -> None:
-    """Raise an error on every rank if any describes its state differently from rank 0."""
+    """Raise an error on every rank if any rank describes its state differently from rank 0."""
     others = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
     if not others:
         return
@@ -225,12 +225,13 @@ def _settle(sealing: Sealing, offers: list[Offer], source: int, round_: Round) -
             "their states belong together. Call state.commit() on every rank after each step"
         )
     if mine.sealed > step:
-        # Not all parts of the state have sealed the last step, so it is repeated.
+        # Some parts of the state have not sealed the last step, so it is repeated.
         sealing.undo_local()
         sealing.is_redo = True
     elif mine.sealed < step:
-        # The source is a step ahead. This rank has run that step's forward and backward passes,
-        # too, or its collectives could not have ended. So its buffers and generators are right.
+        # The source is one step ahead. This rank has also run that step's forward and backward
+        # passes, because otherwise its collectives could not have ended. So its buffers and
+        # generators are right.
         sealing.is_redo = False
     elif mine.torn:
         sealing.roll_back_local()
@@ -246,10 +247,10 @@ def _transfer(
     round_: Round,
     store: Store,
 ) -> None:
-    """Send the source's state to the ranks that need it, over a group of their own."""
+    """Send the source's state to the ranks that need it, over a separate group."""
     import torch.distributed as dist
 
-    # Every rank must call this, even those that are not in the group.
+    # Every rank must call this, including those that are not in the group.
     group: Any = dist.new_group(sorted([source, *to]))
     if round_.rank == source:
         send_head(_head(sealing), "head_bytes", source, group, store)
@@ -266,7 +267,7 @@ def _sent(sealing: Sealing) -> list[tuple[str, Tensor]]:
 
 
 def _head(sealing: Sealing) -> bytes:
-    """Pack everything but tensors, with a description of the optimizer tensors to create."""
+    """Pack everything except tensors, and describe the optimizer tensors to create."""
     import torch
 
     contents = sealing.contents
@@ -290,7 +291,7 @@ def _head(sealing: Sealing) -> bytes:
 
 @dataclass(frozen=True)
 class _Shape:
-    """An optimizer's tensor, as ranks that do not have it yet must create it."""
+    """The description of an optimizer tensor that ranks without it must create."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -309,13 +310,13 @@ def _receive(
 
     contents, mine, step = sealing.contents, offers[round_.rank], offers[source].sealed
     # A rank that is whole, though behind, stays whole until everything has arrived: if the source
-    # dies now, it may be the only one left.
+    # dies now, this may be the only whole rank left.
     staged = mine.kept and not mine.torn
     held = _made_optimizer_state(sealing, head["optimizer state"], fresh=staged)
     places = [tensor.detach() for _, tensor in (*contents.parameters(), *contents.outside())]
     buffers = [tensor.detach() for _, tensor in contents.buffers()]
     if mine.kept:
-        # This rank did the passes of the source's last step, and has buffers of its own.
+        # This rank ran the source's last step, too, so it has its own buffers.
         buffers = [torch.empty_like(one) for one in buffers]
     if not staged:
         sealing.torn = True
@@ -348,7 +349,7 @@ def _made_optimizer_state(
 ) -> list[tuple[Any, Any]]:
     """Return the source's optimizer state, with tensors to receive into.
 
-    Tensors that exist here are reused where they fit, unless they must be `fresh`.
+    Existing tensors are reused where they fit, unless `fresh` is set.
     """
     import torch
 
@@ -390,7 +391,7 @@ def _put_optimizer_state(sealing: Sealing, held: list[tuple[Any, Any]]) -> None:
 
 
 def send_head(head: bytes, key: str, source: int, group: Any, store: Store) -> None:
-    """Broadcast packed values from this rank; their size goes through the store, under a key."""
+    """Broadcast packed values from this rank, and publish their size in the store under a key."""
     import torch
 
     store.set(key, str(len(head)))
@@ -407,7 +408,7 @@ def receive_head(key: str, source: int, group: Any, store: Store) -> dict[str, A
 
 
 def broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
-    """Broadcast tensors from one rank of the group to the others, in place; small ones together."""
+    """Broadcast tensors in place from one rank of a group to the others, batching small ones."""
     import torch
     import torch.distributed as dist
 
@@ -424,7 +425,7 @@ def broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Divide tensors into lists of one type and device, in order; each list is sent at once."""
+    """Divide tensors, in order, into batches of one type and device, each to be sent at once."""
     bucket: list[Tensor] = []
     octets = 0
     for tensor in tensors:

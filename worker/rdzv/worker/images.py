@@ -1,4 +1,4 @@
-"""A state at one step, in plain tensors: taken from its modules and optimizers, and put back."""
+"""A state at one step as plain tensors, captured from modules and optimizers and put back."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Image:
-    """A state, or one part of a sharded one, at one sealed step, in plain tensors."""
+    """A state at one sealed step, or one part of a sharded state, as plain tensors."""
 
     step: int
     parameters: dict[str, Tensor]
     optimizers: list[tuple[tuple[str, int, str], Any, bool]]
-    """The state of optimizers, each with its key (optimizer, place of the parameter, name), its
-    value, and whether it is sharded like its parameter."""
+    """The optimizers' state, as tuples of the key (optimizer, parameter index, name), the value,
+    and whether the value is sharded like its parameter.
+    """
     small: dict[str, Any]
-    """Buffers, settings of optimizers, states of objects and plain values, by kind and name."""
+    """Buffers, optimizer settings, states of objects, and plain values, by kind and name."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """List all tensors except the small ones, with names."""
+        """List all tensors except the small ones, with their names."""
         held = [
             ("/".join(map(str, key)), value)
             for key, value, _ in self.optimizers
@@ -36,7 +37,7 @@ class Image:
         return [*self.parameters.items(), *held]
 
     def mapped(self, make: Callable[[Tensor], Tensor]) -> Image:
-        """Return an image with other tensors in place of its own, created in the same order."""
+        """Return an image in which `make` has replaced each tensor, called in order."""
         return Image(
             self.step,
             {name: make(one) for name, one in self.parameters.items()},
@@ -51,7 +52,7 @@ class Image:
 def image_of(
     step: int, tensors: Sequence[tuple[str, Tensor]], contents: Contents, small: dict[str, Any]
 ) -> Image:
-    """Return an image of these tensors and of the optimizers' state; it shares their memory."""
+    """Return an image of these tensors and the optimizers' state, sharing their memory."""
     return Image(
         step,
         {name: local(one) for name, one in tensors},
@@ -97,24 +98,24 @@ def put_back(
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, in the same memory; all of it if it is not sharded."""
+    """Return this rank's part of a tensor (all of it if not sharded), sharing its memory."""
     return tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()  # type: ignore[attr-defined]
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether this is a tensor of any kind."""
+    """Whether the value is a tensor of any kind."""
     import torch
 
     return isinstance(value, torch.Tensor)
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether this is a tensor over a device mesh."""
+    """Whether the value is a tensor distributed over a device mesh."""
     return hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
 def _like(parameter: Any, value: Tensor) -> Tensor:
-    """Return a sharded tensor with the layout of a parameter and this local part."""
+    """Return a sharded tensor with a parameter's layout and the given local part."""
     made: Tensor = type(parameter.detach()).from_local(
         value,
         parameter.device_mesh,

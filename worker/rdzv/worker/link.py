@@ -19,17 +19,17 @@ from .lost_wait import LostWait
 
 LINK_VARIABLE = "RDZV_WORKER_LINK"
 SNAPSHOTS_VARIABLE = "RDZV_SNAPSHOTS"
-"""Set if the runner holds snapshots."""
+"""The environment variable that is set if the runner holds snapshots."""
 PROTOCOL = 1
 VERSION = "0.1.0"
 
 _CUT_AGAIN_MS = 20
-"""How often a cut round is searched for late connections."""
+"""How often to search a cut round for late connections."""
 _SEND_TIMEOUT_S = 10.0
-"""A runner that reads nothing for this long counts as gone."""
+"""How long a runner may read nothing before it counts as gone."""
 _ANSWER_TIMEOUT_S = 10.0
 _FDS_AT_ONCE = 200
-"""The kernel passes at most 253 in one message."""
+"""Descriptors per message; the kernel passes at most 253."""
 
 
 @dataclass(frozen=True)
@@ -57,28 +57,31 @@ class GivenSlots:
     size: int
     fds: list[int]
     reason: str = ""
-    """Why there are no slots."""
+    """The reason why there are no slots."""
     copies: list[int] = field(default_factory=list)
     """Descriptors of copies of other nodes' snapshots."""
 
 
 NO_STEP = -1, -1
-"""A lineage and step before all others."""
+"""A lineage and step that precede all others."""
 
 
 @dataclass(frozen=True)
 class Watermark:
-    """The newest step whose parts are all saved, with its lineage and series."""
+    """The newest step for which all parts are saved, with its lineage and series."""
 
     lineage: int
     step: int
     series: str
     given_up: tuple[int, int] = NO_STEP
-    """Lineage and step: of no newer step up to this one are all parts saved, and none will be."""
+    """A lineage and step: newer steps up to this one are incomplete, and will never be whole."""
 
 
 class Link:
-    """A worker's end of the socket. All methods are thread-safe; waiting ones release the GIL."""
+    """A worker's end of the socket.
+
+    All methods are thread-safe, and methods that wait release the GIL.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         """Take over a connected socket; `listen` starts the thread."""
@@ -95,26 +98,28 @@ class Link:
         self._order: Go | Release | None = None
         self._closed = False
         self._queue: socket.socket | None = None
-        """Holds the connections sent to it; None if the runner has not given one."""
+        """The socket whose queue holds the connections sent to it, or None if the runner has not
+        provided one.
+        """
         self._slots: GivenSlots | None = None
         self.watermark: Watermark | None = None
-        """The newest whole step; None until the runner announces one."""
+        """The newest whole step, or None until the runner announces one."""
         self.pinned: tuple[int, int] | None = None
-        """Lineage and step of the snapshot being written to disk; None if there is none."""
+        """The lineage and step of the snapshot being written to disk, or None if there is none."""
 
     def listen(self) -> None:
-        """Send the hello and start the thread that receives, which ends with the process."""
+        """Send the hello and start the receiving thread, which ends with the process."""
         os.register_at_fork(after_in_child=self._leave_to_parent)
         self._send({"type": "hello", "protocol": PROTOCOL, "version": VERSION, "wants_queue": True})
         threading.Thread(target=self._listen, name="rdzv link", daemon=True).start()
 
     @property
     def is_closed(self) -> bool:
-        """Whether the runner is gone, so that this worker cannot be kept any more."""
+        """Whether the runner is gone, in which case this worker can no longer be kept."""
         return self._closed
 
     def begin(self, number: int, cut: Cut) -> None:
-        """Cut a round as soon as it is over, at once if it already is."""
+        """Cut a round as soon as it is over, or immediately if it already is."""
         with self._changed:
             self._round = number
             self._cut, self._lost_wait = cut, LostWait()
@@ -123,16 +128,16 @@ class Link:
             cut.cut()
 
     def is_over(self) -> bool:
-        """Whether the round that began last has ended."""
+        """Whether the most recently started round has ended."""
         return self._over_through >= self._round
 
     def wait_until_over(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for the round to be over; return whether it is."""
+        """Wait up to `timeout_s` for the round to end, and return whether it has."""
         with self._changed:
             return self._changed.wait_for(self.is_over, timeout_s)
 
     def end(self) -> None:
-        """Stop cutting, because the round's groups are destroyed."""
+        """Stop cutting, because the round's groups have been destroyed."""
         with self._changed:
             self._cut = None
 
@@ -143,7 +148,7 @@ class Link:
                 "type": "suspect",
                 "round": number,
                 "message": message[:4000],
-                # The end of a traceback says what happened.
+                # The cause is at the end of a traceback.
                 "traceback": traceback[-12_000:],
             }
         )
@@ -162,7 +167,7 @@ class Link:
         return self._queue is not None
 
     def hold_open(self, fds: list[int]) -> bool:
-        """Keep these connections open until all workers have left the round.
+        """Ask the runner to keep these connections open until all workers have left the round.
 
         They then stay open even if this process closes them or dies. Returns False if the runner's
         queue is full or gone.
@@ -182,8 +187,8 @@ class Link:
     def reserve(self, size: int, *, copies: bool = False) -> GivenSlots:
         """Request this worker's slots, of at least `size` bytes; with 0, those that hold data.
 
-        With `copies`, also request the copies of other nodes' snapshots. Waits for the runner's
-        answer, but at most 10 seconds.
+        With `copies`, also request the copies of other nodes' snapshots. Waits up to 10 seconds for
+        the runner's response.
         """
         if SNAPSHOTS_VARIABLE not in os.environ:
             return GivenSlots(0, [], "its runner holds no snapshots")
@@ -196,18 +201,18 @@ class Link:
         return slots or GivenSlots(0, [], "its runner does not answer")
 
     def saved(self, slot: int, **what: Any) -> None:
-        """Report the snapshot in a slot; without fields, the slot is empty or holds no state."""
+        """Report the snapshot in a slot. Without fields, the slot is empty or holds no state."""
         self._send({"type": "saved", "slot": slot, **what})
 
     def wait_for_order(self) -> Go | Release | None:
-        """Wait, parked, for the runner's order; None if the runner is gone."""
+        """While parked, wait for the runner's order. Returns None if the runner is gone."""
         with self._changed:
             self._changed.wait_for(lambda: self._order is not None or self._closed)
             order, self._order = self._order, None
             return order
 
     def _send(self, message: Mapping[str, object]) -> None:
-        """Send a message; a runner that is gone, or reads nothing, closes the link."""
+        """Send a message, closing the link if the runner is gone or reads nothing."""
         frame = encode(message)
         with self._sending:
             if self._closed:
@@ -304,7 +309,7 @@ class Link:
             self._changed.notify_all()
 
     def _leave_to_parent(self) -> None:
-        # Locks may be held by threads that a forked child does not have.
+        # Locks may be held by threads that do not exist in a forked child.
         self._closed = True
         self._sending = threading.Lock()
         self._changed = threading.Condition()
@@ -318,9 +323,9 @@ _links: list[Link] = []
 
 
 def process_link() -> Link | None:
-    """Return this process's link, if its launcher gave it one; the first call sends the hello.
+    """Return this process's link, or None without one; the first call sends the hello.
 
-    The variable is removed from the environment, because the descriptor means nothing to children.
+    The variable is removed from the environment, because children do not have the descriptor.
     """
     value = os.environ.pop(LINK_VARIABLE, "")
     if value:

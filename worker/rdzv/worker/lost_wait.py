@@ -1,9 +1,9 @@
-"""Detects that the main thread waits for an operation that gloo has lost.
+"""Detects that the main thread is waiting for an operation that gloo has lost.
 
 When a connection fails, gloo (torch 2.13) forgets the operation that it has begun to send or
-receive, and waits for it until the group's timeout: in the backward pass, in a broadcast of
-buffers, or while a group is destroyed. `cutting` makes that rare. Nothing in the process can end
-the wait, so the runner is told, and need not wait for `--keep-timeout`.
+receive, yet waits for it until the group's timeout: in the backward pass, in a broadcast of
+buffers, or while a group is being destroyed. `cutting` makes that rare. Nothing in the process can
+end the wait, so it is reported to the runner, which then need not wait for `--keep-timeout`.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import time
 from pathlib import Path
 
 LOST_AFTER_S = 1.0
-"""How long the main thread must have been idle; a collective that is cut ends within 0.1 s."""
+"""How long the main thread must have been idle. A collective that is cut ends within 0.1 s."""
 
 _WAITS_IN = (
     *("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/"),
     "/rdzv/worker/groups.py",
 )
-"""Parts of the innermost frame's path while the main thread waits for gloo."""
+"""Path fragments that identify the innermost frame when the main thread is waiting for gloo."""
 
 
 class LostWait:
-    """Checks the main thread repeatedly, from another thread, after a round was cut."""
+    """Checks the main thread repeatedly, from another thread, after a round has been cut."""
 
     def __init__(self) -> None:
         self._used: tuple[str, str] | None = None
         self._since_s = 0.0
 
     def place(self) -> str:
-        """Return where the main thread waits in vain, as FILE:LINE; empty if it does not.
+        """Return where the main thread waits in vain, as FILE:LINE, or "" if it does not.
 
         With CUDA it is always empty, because waiting for a backward pass uses no CPU time, either.
         """
@@ -52,7 +52,7 @@ class LostWait:
 
 
 def _cpu_ticks() -> tuple[str, str]:
-    """Return the CPU time of the main thread in the kernel's ticks, usually of 10 ms."""
+    """Return the main thread's CPU time in kernel ticks, usually of 10 ms each."""
     pid = os.getpid()
     stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
     fields = stat.rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Maps memory of the runner into this process, but not into its forked children."""
+"""Maps the runner's memory into this process, but not into its forked children."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _MAP_POPULATE = 0x8000
 
 
 def mapped(fd: int, size: int) -> memoryview:
-    """Map a file with all its pages; the mapping stays until its last view is gone.
+    """Map a file with all its pages. The mapping lasts until its last view is gone.
 
     Takes about a second for each gigabyte that has no pages yet, and releases the GIL. The
-    descriptor can be closed afterwards. `OSError` if there is no memory for the pages.
+    descriptor can be closed afterwards. Raises `OSError` if there is no memory for the pages.
     """
-    # Allocate all pages now: without memory, a later write would raise SIGBUS.
+    # Allocate all pages now: if memory runs out, a later write would raise SIGBUS.
     os.posix_fallocate(fd, 0, size)
-    # mmap.mmap() would hold a descriptor, which forked children inherit.
+    # mmap.mmap() would hold a descriptor, which forked children would inherit.
     address = _libc.mmap(
         None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_POPULATE, fd, 0
     )
@@ -42,13 +42,13 @@ def mapped(fd: int, size: int) -> memoryview:
 
 
 def use_huge_pages(address: int, size: int) -> None:
-    """Advise the kernel to use huge pages for memory of this process; it need not follow."""
+    """Advise the kernel to use huge pages for this process's memory. It may ignore the advice."""
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     _libc.madvise(begin, end - begin, _MADV_HUGEPAGE)
 
 
 def _unmap(pid: int, address: int, size: int) -> None:
-    # A forked child does not have the mapping, and may have something else at its address.
+    # A forked child does not have the mapping, and may have something else at that address.
     if os.getpid() == pid:
         _libc.munmap(address, size)

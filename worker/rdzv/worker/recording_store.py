@@ -1,4 +1,4 @@
-"""A store that records the addresses which gloo's ranks publish for each other."""
+"""A store that records the addresses that gloo's ranks publish for each other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 def recording_store(inner: Store, published: Published, refuse: Callable[[], None]) -> Store:
-    """Return a store that forwards everything to `inner`, and fills `published`.
+    """Return a store that forwards every call to `inner` and records addresses in `published`.
 
     `refuse` is called before each operation, and raises once the round is cut, so that no new group
-    can be made. The store must live as long as the groups that use it: torch calls into it.
+    can be created. The store must live as long as the groups that use it, because torch calls into
+    it.
     """
     store: Store = _store_class()(inner, published, refuse)
     return store
@@ -24,7 +25,7 @@ def recording_store(inner: Store, published: Published, refuse: Callable[[], Non
 
 @functools.cache
 def _store_class() -> Any:
-    # The base class is torch's, and this module is imported without torch.
+    # The base class is torch's, and this module must be importable without torch.
     from torch._C._distributed_c10d import Store
 
     class RecordingStore(Store):

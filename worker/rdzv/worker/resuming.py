@@ -2,7 +2,7 @@
 
 This happens only in a round without kept workers. All ranks publish which snapshots their runners
 hold, and resume from the newest whole step. If there is none, they do the same with snapshots on
-disk. Nothing is loaded before all ranks have verified their snapshots.
+disk. Nothing is loaded until all ranks have verified their snapshots.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ if TYPE_CHECKING:
     from .snapshots import HeldSlots
 
 NEWEST_VARIABLE = "RDZV_SNAPSHOT"
-"""The newest snapshot that may be used, as LINEAGE:STEP:SERIES; an older one is used if this one is
-damaged. Empty: no snapshot may be used. Not set: the ranks decide alone."""
+"""The newest snapshot that may be used, as LINEAGE:STEP:SERIES. If it is damaged, an older one is
+used. If empty, no snapshot may be used. If not set, the ranks decide on their own.
+"""
 ORIGIN_VARIABLE = "RDZV_SNAPSHOT_ORIGIN"
-"""The oldest lineage whose snapshots may be used: the job has continued without older ones."""
+"""The oldest lineage whose snapshots may be used. The job has continued without any older ones."""
 FOLDER_VARIABLE = "RDZV_SNAPSHOT_DIR"
 """The folder of snapshots on disk; not set if there are none."""
 
 
 class Key(NamedTuple):
-    """Identifies a state: equal for all its parts, and larger for a newer state."""
+    """Identifies a state. It is equal for all of the state's parts, and larger for newer states."""
 
     lineage: int
     step: int
@@ -51,9 +52,9 @@ class Key(NamedTuple):
 
 
 def newest_whole(found: Iterable[tuple[Key, int]]) -> Key | None:
-    """Return the newest state whose parts were all found; None if there is none.
+    """Return the newest state for which all parts were found, or None if there is none.
 
-    `found` has the key and the part of each snapshot.
+    `found` contains each snapshot's key and part number.
 
     >>> one, two = Key(0, 20, "a", 2), Key(0, 30, "a", 2)
     >>> newest_whole([(one, 0), (two, 0), (one, 1)])
@@ -90,16 +91,16 @@ class Found(Protocol):
     header: Header
     key: Key
     where: str
-    """As in "the snapshot of step 3 in memory"."""
+    """Used as in "the snapshot of step 3 in memory"."""
     bytes: int
     is_copy: bool
-    """Whether another node saved it; a copy is used only if no rank holds the original."""
+    """Whether another node saved it. A copy is used only if no rank holds the original."""
 
     def is_sound(self) -> bool:
-        """Return whether the snapshot is undamaged; this reads all of it once."""
+        """Return whether the snapshot is undamaged, reading all of it once."""
 
     def read(self) -> tuple[Content, int, int]:
-        """Return its content, and the rank and world size that it was saved with."""
+        """Return the content, and the rank and world size it was saved with."""
 
     def give_up(self) -> None:
         """Make sure that it is not found again, because it is damaged."""
@@ -124,16 +125,16 @@ class InMemory:
         self.bytes = header.bytes
 
     def is_sound(self) -> bool:
-        """Return whether the snapshot is undamaged; this reads all of it once."""
+        """Return whether the snapshot is undamaged, reading all of it once."""
         return self._slot.is_sound(self.header, readers())
 
     def read(self) -> tuple[Content, int, int]:
-        """Return its content, and the rank and world size that it was saved with."""
+        """Return the content, and the rank and world size it was saved with."""
         return self._slot.read(self.header), self.header.rank, self.header.world_size
 
 
 class OnDisk:
-    """A part of a step on disk."""
+    """One part of a step on disk."""
 
     is_copy = False
 
@@ -141,27 +142,27 @@ class OnDisk:
         self._step = step
         self.header = replace(step.header, shard=shard)
         self.where = f"in {step.folder}"
-        # Lineages of different runs cannot be compared.
+        # Lineages from different runs cannot be compared.
         self.key = Key(step.written_ms, self.header.step, self.header.series, self.header.shards)
         self.bytes = step.bytes_of(shard)
 
     def is_sound(self) -> bool:
-        """Return whether the snapshot is undamaged; this reads all of it once."""
+        """Return whether the snapshot is undamaged, reading all of it once."""
         return self._step.is_sound(self.header.shard)
 
     def read(self) -> tuple[Content, int, int]:
-        """Return its content, and the rank and world size that it was saved with."""
+        """Return the content, and the rank and world size it was saved with."""
         return self._step.read(self.header.shard)
 
     def give_up(self) -> None:
-        """Leave it there: it is the user's."""
+        """Leave the snapshot in place, because it belongs to the user."""
 
 
 class Resuming:
-    """The snapshots that this rank can load, in a round of new processes only."""
+    """The snapshots that this rank can load. Used only in a round of new processes."""
 
     def __init__(self, held: HeldSlots | None, sealing: Sealing, round_: Round) -> None:
-        """Look for snapshots of this state; without a runner there are none in memory."""
+        """Find snapshots that fit this state. Without a runner, there are none in memory."""
         self._held = held
         self._sealing = sealing
         self._round = round_
@@ -169,7 +170,7 @@ class Resuming:
         self._loaded: Sequence[Found] = ()
         self._own: Mapping[str, Any] | None = None
         self.key: Key | None = None
-        """The state that was loaded; None if there was none."""
+        """The state that was loaded, or None if there was none."""
         if held is not None:
             copies = held.find()
             found: list[tuple[Slot, Callable[[], None], bool]] = [
@@ -185,10 +186,10 @@ class Resuming:
             ]
 
     def load(self, store: Store) -> bool:
-        """Load the newest whole step, if there is one; all ranks call it together.
+        """Load the newest whole step and return whether there was one. All ranks call it together.
 
-        Returns whether there is one. A rank that does not hold the state itself must still be
-        healed. Blocks while ranks are missing. Damaged snapshots are given up, on all ranks.
+        A rank that does not hold the state itself must still be healed. Blocks while ranks are
+        missing. Damaged snapshots are given up on all ranks.
         """
         folder = os.environ.get(FOLDER_VARIABLE, "")
         looks = exchange(store, self._round, "looks on disk", bool(folder))
@@ -210,7 +211,7 @@ class Resuming:
             rng.derive(torch.initial_seed(), self._round.rank, self.key.step)
 
     def give_up(self) -> None:
-        """Give these snapshots up for good: they do not fit the script's objects."""
+        """Give these snapshots up for good, because they do not fit the script's objects."""
         if self._held is not None:
             for number in range(len(self._held.slots)):
                 self._held.clear(number)
@@ -268,7 +269,8 @@ class Resuming:
     def _on_disk(self, folder: str) -> list[OnDisk]:
         """List the steps on disk that this rank can load.
 
-        A state that is not sharded is loaded by LOCAL_RANK 0 of each node, a part by its own rank.
+        A state that is not sharded is loaded by LOCAL_RANK 0 on each node. Each part of a sharded
+        state is loaded by its own rank.
         """
         found = []
         for step in whole_steps(Path(folder)) if folder else []:
@@ -279,7 +281,7 @@ class Resuming:
         return found
 
     def _fits(self, header: Header, where: str) -> bool:
-        """Whether a snapshot fits this state; if not, print why."""
+        """Return whether a snapshot fits this state; if it does not, print the reason."""
         reason = ""
         if header.state != described(self._sealing.contents)[1]:
             reason = "its state has other names, sizes or types"
@@ -315,7 +317,7 @@ class Resuming:
 
 
 def _is_of(one: Found, key: Key) -> bool:
-    """Whether a snapshot belongs to a state; one without state belongs to any of its step."""
+    """Whether a snapshot belongs to a state. One without state belongs to any state of its step."""
     if one.header.shards:
         return one.key == key
     return (one.header.lineage, one.header.step) == (key.lineage, key.step)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of the generators of Python, torch, the GPU and, if imported, numpy."""
+    """Return the generator states of Python, torch, the GPU and, if it is imported, numpy."""
     import torch
 
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
@@ -21,7 +21,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Restore captured states."""
+    """Restore previously captured states."""
     import torch
 
     random.setstate(states["python"])
@@ -33,9 +33,9 @@ def restore(states: dict[str, Any]) -> None:
 
 
 def derive(seed: int, rank: int, step: int) -> None:
-    """Seed all generators for a rank that enters the job at a step.
+    """Seed all generators for a rank that enters the job at a given step.
 
-    The same three numbers give the same states in every process; other numbers give other states.
+    The same three numbers produce the same states in every process; other numbers produce others.
     """
     import torch
 

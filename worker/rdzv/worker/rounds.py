@@ -1,4 +1,4 @@
-"""The round that a worker takes part in, read from its environment."""
+"""The round in which a worker takes part, read from its environment."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Round:
-    """One round, as the script's function gets it. Ranks count from 0."""
+    """A round, as passed to the script's function. Ranks count from 0."""
 
     number: int
-    """The round's number, which never goes back; under torchrun, its count of restarts."""
+    """The round's number, which never goes back. Under torchrun, it is the restart count."""
     rank: int
     world_size: int
     local_rank: int
     restarts: int
-    """Restarts that the job has spent so far."""
+    """The number of restarts that the job has used so far."""
     token: str
-    """A unique name for this round, safe in file names.
+    """A unique name for this round that is safe to use in file names.
 
-    Put it into the names of files that are written in the background, so that a writer of an
-    earlier round cannot damage a newer file.
+    Include it in the names of files that are written in the background, so that an earlier round's
+    writer cannot damage a newer file.
     """
     kept: bool = False
-    """Whether this process took part in the round before."""
+    """Whether this process took part in the previous round."""
     notice_file: str = ""
 
     @property
     def leaving(self) -> bool:
-        """Whether this node is leaving (a drain, a preemption): save soon, and return."""
+        """Whether this node is leaving (a drain or a preemption). If so, save soon and return."""
         return bool(self.notice_file) and os.path.exists(self.notice_file)  # noqa: PTH110
 
     @property
     def device(self) -> torch.device:
-        """The device of this worker: GPU `local_rank` if there is CUDA, else the CPU."""
+        """This worker's device: GPU `local_rank` if CUDA is available, otherwise the CPU."""
         import torch
 
         if torch.cuda.is_available():
@@ -49,7 +49,7 @@ class Round:
 
 
 def round_of(environ: Mapping[str, str], *, kept: bool = False) -> Round:
-    """Read a round from rdzvrun's or torchrun's environment; without one, a world of one worker.
+    """Read a round from the environment set by rdzvrun or torchrun; the default is one worker.
 
     >>> found = round_of({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "RDZV_ROUND": "7"})
     >>> found.number, found.rank, found.world_size, found.token

@@ -1,4 +1,4 @@
-"""Batches of a data set for a group of workers whose size changes in the middle of an epoch."""
+"""Batches of a data set for a group of workers whose size may change in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .errors import NoRoundError, WorkerError
 
 
 class ElasticBatchSampler:
-    """Yields every sample once per epoch, whatever failures and resizes happen.
+    """Yields every sample once per epoch, regardless of failures and resizes.
 
-    It goes into `State(sampler=...)` and `DataLoader(..., batch_sampler=state.sampler)`. An epoch
-    is one order of all samples, which depends on `seed` and the epoch alone; each step takes the
-    next `batch_size * world_size` of it, a consecutive `batch_size` for each rank. Only
-    `state.commit()` advances the position in that order, so samples that were loaded ahead, or were
-    part of an unfinished step, are yielded again.
+    It is passed to `State(sampler=...)` and `DataLoader(..., batch_sampler=state.sampler)`. An
+    epoch is an ordering of all samples that depends only on `seed` and the epoch number. Each step
+    takes the next `batch_size * world_size` samples, a consecutive `batch_size` for each rank. Only
+    `state.commit()` advances the position in that ordering, so samples that were prefetched, or
+    were part of an unfinished step, are yielded again.
 
-    At the end of an epoch fewer samples may be left. They are divided among the ranks as evenly as
-    possible. If there are fewer samples than ranks, the first samples of the epoch are added, so
-    that each rank has one: only these are seen twice. With `drop_tail` the last incomplete step is
-    left out instead, so that all batches have the same size.
+    At the end of an epoch, fewer samples may remain. They are divided among the ranks as evenly as
+    possible. If there are fewer samples than ranks, the epoch's first samples are added until each
+    rank has one; only these are seen twice. With `drop_tail`, the last incomplete step is omitted
+    instead, so that all batches have the same size.
 
     Iteration ends with the epoch. Loop over epochs like this, which also works if a round begins in
     the middle of one:
@@ -42,7 +42,7 @@ class ElasticBatchSampler:
         drop_tail: bool = False,
         batches_per_commit: int = 1,
     ) -> None:
-        """Take a data set or the number of its samples, and the size of a rank's batch.
+        """Accept a data set, or its number of samples, and a batch size per rank.
 
         `batches_per_commit` is the number of batches between two commits, for scripts that
         accumulate gradients. `ValueError` if a number is not positive.
@@ -61,9 +61,9 @@ class ElasticBatchSampler:
         self.drop_tail = drop_tail
         self.batches_per_commit = batches_per_commit
         self.epoch = 0
-        """The number of epochs done."""
+        """The number of completed epochs."""
         self.position = 0
-        """The number of samples of the present epoch that all ranks together have done."""
+        """The number of samples that all ranks together have completed in the current epoch."""
         self.on_first_batch: Callable[[], None] | None = None
         """Called before the first batch of a round that begins in the middle of an epoch."""
         self._rank: int | None = None
@@ -71,12 +71,12 @@ class ElasticBatchSampler:
         self._round = 0
         self._ends: deque[int] = deque()
         self._fruitless = 0
-        """How many iterators in a row have yielded the same incomplete last step."""
+        """The number of consecutive iterators that have yielded the same incomplete last step."""
 
     def begin_round(self, rank: int, world_size: int) -> None:
-        """Divide the samples among the ranks of a new round; older iterators raise from now on.
+        """Divide the samples among a new round's ranks. Older iterators raise from now on.
 
-        `WorkerError` if `drop_tail` would leave nothing of an epoch.
+        Raises `WorkerError` if `drop_tail` would leave no samples in an epoch.
         """
         if self.drop_tail and self.size < self.batch_size * world_size:
             raise WorkerError(
@@ -91,14 +91,14 @@ class ElasticBatchSampler:
         self._end_epoch()
 
     def commit(self) -> None:
-        """Count the oldest yielded batches as done; `State.commit` calls this."""
+        """Count the oldest yielded batches as done. Called by `State.commit`."""
         self._fruitless = 0
         for _ in range(min(self.batches_per_commit, len(self._ends))):
             self.position = self._ends.popleft()
         self._end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, and the values that its order depends on."""
+        """Return the position in the data, and the values that determine its order."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -107,7 +107,7 @@ class ElasticBatchSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position; `WorkerError` if the data set has another size."""
+        """Continue from a saved position. Raises `WorkerError` if the data set's size differs."""
         if state["size"] != self.size:
             raise WorkerError(
                 f"the sampler's state is for {state['size']} samples, but the data set here has "
@@ -119,7 +119,7 @@ class ElasticBatchSampler:
         self._ends.clear()
 
     def __len__(self) -> int:
-        """Return how many batches of this epoch this rank has not committed."""
+        """Return the number of batches in this epoch that this rank has not committed."""
         per_step = self.batch_size * self._world_size
         left = self.size - self.position
         return left // per_step if self.drop_tail else -(-left // per_step)
@@ -157,7 +157,7 @@ class ElasticBatchSampler:
             )
 
     def _refuse_endless_epoch(self) -> None:
-        # Not at the second: the script may have left the loop early, or looked at one batch.
+        # No sooner, because the script may have left the loop early, or looked at a single batch.
         if self._fruitless > 2:
             raise WorkerError(
                 f"the last {len(self._ends)} batches of the epoch are never committed, because "
@@ -172,14 +172,14 @@ class ElasticBatchSampler:
             self._ends.clear()
 
     def _left(self, position: int) -> int:
-        """Return how many samples are left to yield from a position on."""
+        """Return the number of samples still to yield from a position."""
         left = self.size - position
         if self.drop_tail and left < self.batch_size * self._world_size:
             return 0
         return left
 
     def _step(self, order: list[int], position: int, rank: int) -> tuple[list[int], int]:
-        """Return this rank's share of the step that begins at a position, and where it ends."""
+        """Return this rank's share of the step that begins at a position, and the step's end."""
         world_size = self._world_size
         count = min(self.batch_size * world_size, self.size - position)
         taken = order[position : position + count]

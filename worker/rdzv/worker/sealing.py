@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Sealing:
-    """The state's contents, with a copy of everything that changes outside of optimizer steps.
+    """The state's contents, and a copy of everything that changes outside optimizer steps.
 
     Parameters and optimizer state change only in an optimizer's step, so they need no copy: they
-    are at the sealed step, or torn. Everything else (buffers, averages of the weights, the scaler,
+    are either at the sealed step, or torn. Everything else (buffers, weight averages, the scaler,
     the sampler, random number generators, plain values) may change at any time, and is restored to
     the sealed step before a step is repeated.
     """
@@ -39,9 +39,9 @@ class Sealing:
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self.contents = Contents(entries)
         self.step: int | None = None
-        """The number of sealed steps; None before the first."""
+        """The number of sealed steps, or None before the first."""
         self.torn = False
-        """Whether an optimizer has touched the parameters since the last seal."""
+        """Whether an optimizer has modified the parameters since the last seal."""
         self.is_redo = False
         self.shards = Shards()
         self._sealed: _Copy | None = None
@@ -51,7 +51,9 @@ class Sealing:
         self.lineage = 0
         """The last round in which all workers of this training were new."""
         self.nonce = secrets.token_hex(8)
-        """Distinguishes this lineage from another with the same number: RANK 0's random word."""
+        """Distinguishes this lineage from another with the same number. It is chosen at random by
+        RANK 0.
+        """
         self.wait_for_copy: Callable[[], object] = lambda: None
         """Blocks while the sealed step's tensors are being copied to a snapshot."""
         for optimizer in self.contents.optimizers.values():
@@ -59,17 +61,17 @@ class Sealing:
 
     @property
     def is_torn(self) -> bool:
-        """Whether this rank has no whole state, so that it can heal no other rank."""
+        """Whether this rank has no whole state, and thus cannot heal other ranks."""
         return self.torn or self.shards.is_missing
 
     @property
     def is_in_step(self) -> bool:
-        """Whether an optimizer has changed something since the last seal."""
+        """Whether an optimizer has changed anything since the last seal."""
         return self.torn or self.shards.is_touched
 
     @property
     def has_begun(self) -> bool:
-        """Whether this rank was brought to the state of a round's source at least once."""
+        """Whether this rank has been brought to the state of a round's source at least once."""
         return self._sealed is not None
 
     def holds(self) -> dict[str, Any]:
@@ -84,7 +86,7 @@ class Sealing:
     def content(self, *, with_state: bool) -> Content:
         """Return the sealed step, sharing memory with tensors that the next step changes.
 
-        Without `with_state`, a state that is not sharded is left out.
+        Without `with_state`, a state that is not sharded is omitted.
         """
         sealed, parts = self._sealed, self.shards.parts
         assert sealed is not None
@@ -99,7 +101,7 @@ class Sealing:
         return Content(own, images)
 
     def load(self, image: Image) -> None:
-        """Load a snapshot into the contents of a new process."""
+        """Load a snapshot into a new process's contents."""
         contents = self.contents
         tensors = [*contents.parameters(), *contents.outside()]
         put_back(image, contents, tensors, contents.buffers())
@@ -111,10 +113,10 @@ class Sealing:
         _copy_back(own["buffers"], self.contents.buffers())
 
     def begin_round(self, rank: int, world_size: int, before_step: Callable[[], None]) -> None:
-        """Prepare for a round; `before_step` is called before each step, and may refuse it."""
+        """Prepare for a round. `before_step` is called before each step, and may refuse it."""
         self._before_step = before_step
         for optimizer in self.contents.optimizers.values():
-            # An interrupted backward pass may have left some.
+            # An interrupted backward pass may have left gradients.
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
         for entry in self.contents.objects.values():
@@ -125,20 +127,21 @@ class Sealing:
         self._before = None
 
     def end_round(self) -> None:
-        """Let optimizers step without a check again, outside of rounds."""
+        """From now on, allow optimizers to step without a check, because no round is running."""
         self._before_step = None
 
     def add(self, parts: Parts, *, holds_last: bool) -> None:
-        """Take over a sharded part of the state, which is already at the state's step."""
+        """Take over a sharded part of the state that is already at the state's step."""
         for optimizer in parts.contents.optimizers.values():
             optimizer.register_step_pre_hook(self._refuse_or_hold)
         self.shards.begin(parts, holds_last=holds_last)
-        # Building the model has drawn random numbers that an undisturbed run does not draw.
+        # Building the model has drawn random numbers that an uninterrupted run would not have
+        # drawn.
         if self.step:
             self._restore_rng()
 
     def commit(self) -> None:
-        """Seal the step that was just done."""
+        """Seal the step that was just completed."""
         self.shards.commit()
         for entry in self.contents.objects.values():
             if isinstance(entry, ElasticBatchSampler):
@@ -149,17 +152,17 @@ class Sealing:
         self.is_redo = False
 
     def roll_back(self) -> None:
-        """Restore everything but parameters and optimizer state to the sealed step."""
+        """Restore everything except parameters and optimizer state to the sealed step."""
         assert self._sealed is not None
         self._sealed.put_back(self.contents)
 
     def roll_back_local(self) -> None:
-        """Restore only each rank's own values: its buffers and random number generators."""
+        """Restore only this rank's own values: its buffers and random number generators."""
         assert self._sealed is not None
         self._sealed.put_back_local(self.contents)
 
     def undo_local(self) -> None:
-        """Restore the same values to the previous step: other ranks have not sealed this one."""
+        """Restore those values to the previous step, as other ranks have not sealed this one."""
         assert self._before is not None
         self._sealed = self._before
         self.roll_back_local()
@@ -169,7 +172,8 @@ class Sealing:
         self._sealed = _Copy(self.contents)
 
     def _restore_rng(self) -> None:
-        # A new loader draws a number, which an undisturbed run does not in the middle of an epoch.
+        # A new loader draws a number, which an uninterrupted run does not do in the middle of an
+        # epoch.
         if self._sealed is not None:
             rng.restore(self._sealed.rng)
 
@@ -187,7 +191,7 @@ class Sealing:
 
 
 class _Copy:
-    """An immutable copy of everything but parameters and optimizer state."""
+    """An immutable copy of everything except parameters and optimizer state."""
 
     def __init__(self, contents: Contents) -> None:
         self.rng = rng.capture()

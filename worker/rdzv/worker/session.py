@@ -1,4 +1,4 @@
-"""Runs one round after another in one process: init, heal, train, park, wait."""
+"""Runs one round after another in one process: initialize, heal, train, park, wait."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from .state import State
 
 _MEET_SLICE = timedelta(seconds=1)
-"""The longest uninterrupted wait at the end: Python's signal handlers run only in between."""
+"""The longest uninterrupted wait at the end. Python's signal handlers run only between such waits.
+"""
 
 _CAUSE_WAIT_S = 0.25
-"""How long a suspect waits for the end of its round before it is reported.
+"""How long a suspect waits for its round to end before it is reported.
 
 Usually a peer's death is known within milliseconds, and then there is nothing to report.
 """
@@ -51,28 +52,28 @@ class _Returned:
 
 @dataclass
 class _Over:
-    """A round that this rank no longer takes part in."""
+    """A round in which this rank no longer takes part."""
 
     round: Round
     groups: RoundGroups
     error: BaseException
-    """The exception by which the script's function was left."""
+    """The exception that ended the script's function."""
     text: str = ""
     """The exception's traceback, once this rank has parked."""
 
 
 class _RaisedInRoundError(Exception):
-    """Shows the traceback of an exception that is raised again after its round."""
+    """Shows the traceback of an exception that is re-raised after its round."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class Session:
-    """One call of a function under @elastic: as many rounds as it takes until it returns."""
+    """One call of a function under @elastic, lasting as many rounds as it takes to return."""
 
     has_returned = False
-    """Whether a call has returned in this process."""
+    """Whether any call has returned in this process."""
 
     def __init__(self, state: State, options: Options, link: Link | None) -> None:
         self._state = state
@@ -88,8 +89,8 @@ class Session:
     def run(self, call: Callable[[Round], Any]) -> Any:
         """Call the script's function in each round until it returns, and return its result.
 
-        The script's own exceptions are raised at once. Exceptions that follow from the end of the
-        round lead to the next one, if a runner keeps this process.
+        The script's own exceptions are raised at once. Exceptions caused by the end of the round
+        lead to the next round, if a runner keeps this process.
         """
         refuse_groups_from_outside()
         self._refuse_second_call()
@@ -106,7 +107,7 @@ class Session:
                 raise SystemExit("the runner of this worker is gone, so there is no next round")
             _enter(order)
             go = order
-            del outcome  # It refers to the groups of the round that is over.
+            del outcome  # It holds references to the groups of the round that is over.
 
     def check(self, *, between_steps: bool) -> None:
         """Raise `RoundOver` if the round has ended."""
@@ -115,7 +116,7 @@ class Session:
             assert self._round is not None
             raise RoundOver(leaving=self._round.leaving)
         if self._groups is not None:
-            self._groups.hold_connections()  # Those of the script's own groups.
+            self._groups.hold_connections()  # The connections of groups that the script created.
 
     def add(self, entries: Mapping[str, Any], *, hold_last: bool) -> None:
         """Load the state into the objects that the function has just built."""
@@ -193,7 +194,7 @@ class Session:
             )
 
     def _resume(self) -> Resuming:
-        """Look for snapshots; called only in a round of new processes."""
+        """Look for snapshots. Called only in a round of new processes."""
         assert self._round is not None
         self._resuming = Resuming(self.snapshots.held, self._sealing, self._round)
         return self._resuming
@@ -201,7 +202,7 @@ class Session:
     def _meet(self, groups: RoundGroups) -> None:
         """Wait until all ranks have returned, because a rank that has left cannot repeat a step.
 
-        A node that is leaving repeats no step, so its ranks do not wait.
+        A node that is leaving repeats no steps, so its ranks do not wait.
         """
         if self._link is None or groups.store is None:
             return
@@ -234,7 +235,7 @@ class Session:
         return True
 
     def _park(self, over: _Over) -> Go | Release | None:
-        """Leave the round completely, report that, and wait for the runner's order."""
+        """Leave the round completely, report this to the runner, and wait for its order."""
         link = self._link
         assert link is not None
         over.groups.cut.cut()
@@ -259,7 +260,7 @@ def drop_in_child(session: weakref.ref[Session]) -> None:
 
 
 def _enter(go: Go) -> None:
-    """Take over the environment and the output files of the next round."""
+    """Switch to the next round's environment and output files."""
     os.environ.update(go.env)
     for number, stream, fd in zip((1, 2), (sys.stdout, sys.stderr), go.fds):
         stream.flush()
@@ -268,9 +269,10 @@ def _enter(go: Go) -> None:
 
 
 def _detach_traceback(error: BaseException) -> str:
-    """Return an exception's traceback as text, and remove the frames from its whole chain.
+    """Return an exception's traceback as text, and drop the frames from its whole chain.
 
-    Frames refer to the function's variables and closures, and so to its wrappers and groups.
+    Frames hold references to the function's variables and closures, and thus to its wrappers and
+    groups.
     """
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     for one in chain(error):

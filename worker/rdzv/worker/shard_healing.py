@@ -1,4 +1,4 @@
-"""Restores each rank's part of a sharded state: the one it holds, or one from a replica."""
+"""Restores each rank's part of a sharded state, from the rank itself or from a replica."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Claim:
-    """The part of the state that a rank has in this round, and those that it holds from before."""
+    """A rank's part of the state in this round, and the parts that it still holds."""
 
     shard: int
     shards: int
@@ -36,11 +36,11 @@ class Claim:
 def add_parts(
     sealing: Sealing, parts: Parts, round_: Round, store: Store, *, holds_last: bool
 ) -> None:
-    """Load the state into the objects that the script has added; all ranks call it together.
+    """Load the state into the objects that the script has added. All ranks call it together.
 
-    A rank that holds its part receives nothing. Any other rank receives its part from one that has
-    the same part (HSDP), or has found a copy of it. Blocks while ranks are missing. Raises, on all
-    ranks, `MismatchError` if ranks have added different objects, and `NoSourceError` if no rank
+    A rank that holds its part receives nothing. Any other rank receives its part from a rank that
+    has the same part (HSDP) or has found a copy of it. Blocks while ranks are missing. Raises, on
+    all ranks, `MismatchError` if ranks have added different objects, and `NoSourceError` if no rank
     holds a part.
     """
     shards, step = sealing.shards, sealing.step
@@ -66,9 +66,9 @@ def add_parts(
 
 
 def sources(claims: list[Claim]) -> dict[int, int]:
-    """Return the lowest rank that holds each part of the state.
+    """Map each part of the state to the lowest rank that holds it.
 
-    `NoSourceError` if no rank holds a part, or if the state is now divided differently.
+    Raises `NoSourceError` if no rank holds a part, or if the state is now divided differently.
 
     >>> sources([Claim(0, 2, [], 1, ""), Claim(1, 2, [1], 2, ""), Claim(0, 2, [0, 1], 2, "")])
     {1: 1, 0: 2}
@@ -100,7 +100,7 @@ def _transfer(
     round_: Round,
     store: Store,
 ) -> Image:
-    """Return this rank's part, and send those that others lack, each over a group of its own."""
+    """Return this rank's part, and send parts that other ranks lack, each over a separate group."""
     import torch.distributed as dist
 
     image = held.get(claims[round_.rank].shard)
@@ -112,7 +112,7 @@ def _transfer(
         ]
         if not to:
             continue
-        # Every rank must call this, even those that are not in the group.
+        # Every rank must call this, including those that are not in the group.
         group: Any = dist.new_group(sorted([source, *to]))
         if round_.rank == source:
             _send(held[shard], shard, source, group, store)

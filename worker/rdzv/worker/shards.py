@@ -1,7 +1,7 @@
-"""This rank's part of a sharded state (FSDP2): in a round, and held in memory between rounds.
+"""This rank's part of a sharded state (FSDP2), during a round and between rounds.
 
-A sharded model is bound to the process groups of its round, so the script builds it anew in each
-round. In between, its parameters are held here as plain tensors, and then loaded into the next one.
+A sharded model is bound to its round's process groups, so the script builds it anew in each round.
+In between, its parameters are held here as plain tensors, and are then loaded into the next model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """The number of the part that a rank has, and how many parts there are."""
+    """The number of a rank's part, and the total number of parts."""
 
     shard: int = 0
     shards: int = 1
@@ -31,20 +31,21 @@ class Parts:
     """The modules, optimizers and objects that a script has added to a round."""
 
     def __init__(self, entries: Mapping[str, Any], rank: int, world_size: int) -> None:
-        """Take the entries before their first step; `WorkerError` for a plain value."""
+        """Take the entries before their first step. Raises `WorkerError` for a plain value."""
         self.contents = Contents(entries)
         if self.contents.values:
             raise WorkerError(
                 f"state.add() was given {min(self.contents.values)!r}, which is a plain value: "
                 "give it to State(...), which keeps it from round to round"
             )
-        # Listed now, because a forward pass replaces them by gathered parameters for a while.
+        # They are listed now, because a forward pass temporarily replaces them with gathered
+        # parameters.
         self._tensors = self.contents.parameters() + self.contents.outside()
         self._buffers = self.contents.buffers()
         self.place = _place_of(self._tensors, rank, world_size)
 
     def small(self) -> dict[str, Any]:
-        """Copy the small values, which change outside of optimizer steps."""
+        """Copy the small values, which change outside optimizer steps."""
         return {
             "buffers": {name: local(one).clone() for name, one in self._buffers},
             "settings": {
@@ -59,7 +60,7 @@ class Parts:
         }
 
     def image(self, step: int, small: dict[str, Any], *, clone: bool) -> Image:
-        """Return the part as it is now; without `clone` it shares the memory."""
+        """Return the part as it is now, sharing its memory unless `clone` is set."""
         image = image_of(step, self._tensors, self.contents, small)
         return image.mapped(lambda one: one.clone()) if clone else image
 
@@ -76,21 +77,21 @@ class Shards:
         """The objects that the script has added in this round."""
         self.place = Place()
         self.is_missing = False
-        """Whether others have a sharded state, and this rank does not have its part yet."""
+        """Whether other ranks have a sharded state but this rank does not have its part yet."""
         self._held: dict[int, Image] = {}
-        """This rank's part between rounds, by step: at most the last two sealed ones."""
+        """This rank's part between rounds, by step: at most the last two sealed steps."""
         self._copies: dict[int, Image] = {}
-        """Other parts whose snapshots were found here, until the script adds its objects."""
+        """Other parts whose snapshots were found here, held until the script adds its objects."""
         self._last: Image | None = None
-        """The part before the latest optimizer step."""
+        """The part as it was before the latest optimizer step."""
         self.small: dict[str, Any] = {}
-        """The small values of the part at the sealed step."""
+        """The part's small values at the sealed step."""
         self.is_touched = False
         """Whether an optimizer has changed the part since the last seal."""
         self._holds_last = False
 
     def held(self, step: int | None) -> Image | None:
-        """Return the part of a sealed step as it is held between rounds."""
+        """Return the part at a sealed step as held between rounds, or None if it is not held."""
         return self._held.get(step or 0)
 
     def all_held(self, step: int | None) -> dict[int, Image]:
@@ -101,9 +102,9 @@ class Shards:
         return found
 
     def hold(self, place: Place, image: Image) -> None:
-        """Hold a part that comes from a snapshot, until the script adds its objects.
+        """Hold a part loaded from a snapshot until the script adds its objects.
 
-        Further parts are held for other ranks.
+        Additional parts are held for other ranks.
         """
         if self._held:
             self._copies[place.shard] = image
@@ -115,7 +116,7 @@ class Shards:
         return max(step - 1, 0) if step and step - 1 in self._held else step
 
     def begin(self, parts: Parts, *, holds_last: bool) -> None:
-        """Load the state of the step that the round resumes at into the added objects."""
+        """Adopt the added objects, which are at the step from which the round resumes."""
         self.parts, self.place = parts, parts.place
         self._holds_last = holds_last
         self._held, self._copies, self._last, self.is_touched = {}, {}, None, False
@@ -123,15 +124,18 @@ class Shards:
         self.is_missing = False
 
     def before_step(self, step: int) -> None:
-        """Keep a copy of the part, because an optimizer is about to change it."""
+        """Copy the part if required, because an optimizer is about to change it."""
         if self.parts is not None and not self.is_touched:
-            self._last = None  # Its memory can be used for the next one.
+            self._last = None  # Its memory can be reused for the next image.
             if self._holds_last:
                 self._last = self.parts.image(step, self.small, clone=True)
             self.is_touched = True
 
     def commit(self) -> None:
-        """Seal the step that was just done. `WorkerError` if the script has not added its part."""
+        """Seal the step that was just completed.
+
+        Raises `WorkerError` if the script has not added its part.
+        """
         if self._held or self.is_missing:
             raise WorkerError(
                 "state.commit() was called before state.add() in this round: a sharded model is "
@@ -154,10 +158,10 @@ class Shards:
 
 
 def _place_of(tensors: list[tuple[str, Tensor]], rank: int, world_size: int) -> Place:
-    """Return which part of the state a rank has: ranks with the same part can heal each other.
+    """Return which part of the state a rank has. Ranks with the same part can heal each other.
 
-    If all parameters are on one mesh of all ranks, the part is given by the rank's coordinates in
-    the mesh dimensions that shard a parameter. Otherwise each rank has a part of its own.
+    If all parameters are on one mesh that spans all ranks, the part is determined by the rank's
+    coordinates in the mesh dimensions that shard a parameter. Otherwise each rank has its own part.
     """
     sharded: list[Any] = [one for _, one in tensors if is_sharded(one)]
     if not sharded:

@@ -2,10 +2,10 @@
 
     DIR/step-000000480.RUN.LINEAGE/  one step of a state
         part-00000-of-00002.pt       one file per part, made by torch.save: dicts and tensors
-        manifest.json                written last: without it, the step is not whole
+        manifest.json                written last; without it, the step is not whole
 
-A part is written under a temporary name, synced, and then renamed, so a file with the name of a
-part is complete. Each node writes the parts that it holds. The last node to finish writes the
+A part is written under a temporary name, synced and then renamed, so a file with a part's final
+name is complete. Each node writes the parts that it holds. The last node to finish writes the
 manifest, and only then removes older steps. So an incomplete step never replaces a whole one.
 """
 
@@ -35,43 +35,45 @@ FORMAT = 1
 
 _MANIFEST = "manifest.json"
 _COMMON = ("step", "lineage", "shards", "world_size", "state", "part")
-"""The fields that are equal in all parts of a step."""
+"""The fields that are equal in all of a step's parts."""
 _STEP = re.compile(r"step-\d{9,}\.[\w-]+\.\d+")
 _ABANDONED_S = 60.0
-"""A temporary file that has not changed for this long is abandoned."""
+"""How long a temporary file must remain unchanged to count as abandoned."""
 _LEFTOVER_S = 3600.0
-"""Incomplete steps that have not changed for this long are removed once another is whole."""
+"""How long an incomplete step must remain unchanged to be removed once another is whole."""
 _POLL_S = 0.5
 
 
 class NotWrittenError(Exception):
-    """A snapshot cannot be written; the message says why."""
+    """A snapshot cannot be written; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class WholeStep:
-    """A step whose parts are all on disk."""
+    """A step for which all parts are on disk."""
 
     folder: Path
     written_ms: int
-    """When the step became whole. The newest step is the one written last, not the highest."""
+    """When the step became whole. The newest step is the one written last, not the one with the
+    highest number.
+    """
     run: str
     header: Header
     """The fields common to all parts; `shard` and `rank` are 0."""
 
     def part(self, shard: int) -> Path:
-        """Return the file of a part."""
+        """Return the path of a part's file."""
         return self.folder / _part_name(shard, self.header.shards)
 
     def bytes_of(self, shard: int) -> int:
-        """Return the size of a part; 0 if it is missing."""
+        """Return a part's size in bytes, or 0 if it is missing."""
         try:
             return self.part(shard).stat().st_size
         except OSError:
             return 0
 
     def is_sound(self, shard: int) -> bool:
-        """Whether a part is undamaged; reads all of it once."""
+        """Whether a part is undamaged. Reads all of it once."""
         try:
             with zipfile.ZipFile(self.part(shard)) as archive:
                 return archive.testzip() is None
@@ -79,9 +81,10 @@ class WholeStep:
             return False
 
     def read(self, shard: int) -> tuple[Content, int, int]:
-        """Return a part, and the rank and world size that it was saved with.
+        """Return a part, and the rank and world size it was saved with.
 
-        Call this only for a part that is sound. Parameters are mapped, optimizer tensors copied.
+        Call this only for an undamaged part. Parameters are memory-mapped; optimizer tensors are
+        copied.
         """
         import torch
 
@@ -96,7 +99,7 @@ class WholeStep:
 
 
 def whole_steps(folder: Path) -> list[WholeStep]:
-    """List the whole steps, the newest last; unreadable ones are left out."""
+    """List the whole steps, newest last, omitting any that are unreadable."""
     found = []
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
@@ -120,15 +123,15 @@ class StepWriter:
     """Writes the parts of one step that this node holds."""
 
     def __init__(self, folder: Path, run: str, header: Header) -> None:
-        """Prepare to write the step that `header` names into `folder`, which holds all steps."""
+        """Prepare to write the step described by `header` to `folder`, which holds all steps."""
         name = f"step-{header.step:09d}.{re.sub(r'[^A-Za-z0-9-]', '-', run)[:16]}.{header.lineage}"
         self.all_steps, self.folder = folder, folder / name
         self._run, self._header = run, header
 
     def write(self, header: Header, content: Content, devices: Mapping[str, Any]) -> Path | None:
-        """Write a part and return its temporary path; None if another node has written the part.
+        """Write a part and return its temporary path, or None if another node has written it.
 
-        Raises `NotWrittenError` if the disk is too full, `OSError` for all other failures.
+        Raises `NotWrittenError` if the disk is too full, and `OSError` for any other failure.
         """
         import torch
 
@@ -194,9 +197,9 @@ def _part_name(shard: int, shards: int) -> str:
 
 
 def _is_left_to_us(path: Path) -> bool:
-    """Wait while another node writes this part; return whether it is still missing.
+    """Wait while another node writes this part, and return whether it is still missing.
 
-    Two nodes that begin at the same time both write it, which does no harm.
+    If two nodes begin at the same time, both write it, which does no harm.
     """
     while not path.exists():
         ages = []
@@ -218,7 +221,7 @@ def _sync(folder: Path) -> None:
 
 
 def _tidy(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` whole steps, and incomplete ones left behind long ago."""
+    """Remove all but the newest `keep` whole steps, and any old incomplete steps."""
     whole = whole_steps(folder)
     for one in whole[:-keep]:
         _remove(one.folder)
@@ -232,7 +235,7 @@ def _tidy(folder: Path, keep: int) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a step, its manifest first, so that it stops being whole at once."""
+    """Remove a step, deleting its manifest first so that it stops being whole at once."""
     with contextlib.suppress(OSError):
         (folder / _MANIFEST).unlink(missing_ok=True)
         for one in folder.iterdir():
@@ -244,7 +247,7 @@ def _remove(folder: Path) -> None:
 
 
 def _saved(header: Header, content: Content, devices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part as plain dicts and tensors, in the shape of torch's state dicts."""
+    """Return a part as plain dicts and tensors, laid out like torch's state dicts."""
     return {
         "format": FORMAT,
         **{name: getattr(header, name) for name in _OF_THE_PART},
@@ -283,7 +286,7 @@ def _dict_of(image: Image) -> dict[str, Any]:
 
 
 def _groups(settings: Iterable[Mapping[str, Any]], sizes: Iterable[int]) -> list[dict[str, Any]]:
-    """Return an optimizer's groups as in its state dict."""
+    """Return an optimizer's groups in the form used by its state dict."""
     begin, groups = 0, []
     for setting, size in zip(settings, sizes):
         groups.append({**setting, "params": list(range(begin, begin + size))})
@@ -319,7 +322,7 @@ def _image(step: int, saved: Mapping[str, Any], layout: Iterable[tuple[Any, Any,
 
 
 def _plain(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rank's own values, with tensors in place of numpy arrays."""
+    """Return a rank's own values, with numpy arrays converted to tensors."""
     import torch
 
     def plain(array: Any) -> Tensor:

@@ -1,12 +1,12 @@
-"""The format of a slot: how a snapshot in memory is written, verified and read.
+"""A slot's format: how a snapshot in memory is written, verified and read.
 
     seal     48 bytes: magic, format, length and digest of the header; zero during a write
     header   JSON, up to 64 KiB from the start: step, lineage, layout, sizes, digest of the rest
     tensors  each aligned to 64 bytes
     head     pickled: everything else, and the names, shapes and types of the tensors
 
-The seal is written last: a process that is killed while it writes leaves none, so a slot with a
-seal is complete. The digest detects all other damage. It is verified before anything in the
+The seal is written last: a process that is killed while writing leaves no seal, so a slot with a
+seal is complete. The digest detects any other damage. It is verified before anything in the
 snapshot is used, and before its head is unpickled.
 """
 
@@ -47,7 +47,9 @@ class Header:
     """The last round in which all workers of this training were new."""
     shard: int
     shards: int
-    """0 if the snapshot holds no state, only this rank's own values (random number generators)."""
+    """The number of parts, or 0 if the snapshot holds no state but only this rank's own values
+    (random number generators).
+    """
     rank: int
     world_size: int
     state: str
@@ -55,9 +57,9 @@ class Header:
     part: str = ""
     """The same digest for the values added by state.add()."""
     nonce: str = ""
-    """A random word that all ranks share from the start of their lineage.
+    """A random identifier that all ranks share from the start of their lineage.
 
-    It is needed because a server restored from a backup may reuse the number of a lineage.
+    It is needed because a server restored from a backup may reuse a lineage's number.
     """
     tensors_bytes: int = 0
     head_bytes: int = 0
@@ -65,32 +67,32 @@ class Header:
 
     @property
     def series(self) -> str:
-        """An identifier shared by the snapshots of different ranks that fit together."""
+        """An identifier shared by snapshots from different ranks that form a consistent set."""
         ranks = self.world_size if self.part else 0
         text = f"{self.state}/{self.part}/{self.shards}/{ranks}/{self.nonce}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def bytes(self) -> int:
-        """The number of bytes of the slot in use."""
+        """The number of bytes in use in the slot."""
         return TENSORS_AT + self.tensors_bytes + self.head_bytes
 
 
 @dataclass(frozen=True)
 class Content:
-    """The saved values of one rank."""
+    """One rank's saved values."""
 
     own: Mapping[str, Any]
-    """The values of this rank alone: its random number generators and buffers."""
+    """The values that belong to this rank alone: its random number generators and buffers."""
     images: Mapping[str, Image]
-    """`state`: the values given to State(...); `part`: those added by state.add()."""
+    """Under `state`, the values given to State(...); under `part`, those added by state.add()."""
 
     def tensors(self) -> list[Tensor]:
         """List all large tensors."""
         return [one for image in self.images.values() for _, one in image.tensors()]
 
     def head(self) -> bytes:
-        """Pickle everything else; `CannotBroadcastError` if that is not possible."""
+        """Pickle everything else. Raises `CannotBroadcastError` if that is not possible."""
         small = {f"small.{name}": image.small for name, image in self.images.items()}
         shapes = {name: _shapes_of(image) for name, image in self.images.items()}
         return pickle.dumps((shapes, packed({"own": dict(self.own), **small})))
@@ -98,7 +100,7 @@ class Content:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Shape and type of a tensor stored elsewhere in the slot."""
+    """The shape and type of a tensor stored elsewhere in the slot."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -122,7 +124,7 @@ class _Shapes:
         return [*self.parameters.values(), *held]
 
     def filled(self, places: Iterator[Tensor], small: dict[str, Any]) -> Image:
-        """Rebuild the image around tensors in memory."""
+        """Rebuild the image from tensors in memory."""
         return Image(
             self.step,
             {name: next(places) for name in self.parameters},
@@ -135,7 +137,7 @@ class _Shapes:
 
 
 def _with_copied_optimizers(image: Image, shapes: _Shapes) -> Image:
-    """Return the image with each optimizer tensor copied to the device that it was on."""
+    """Return the image with each optimizer tensor copied to its original device."""
     import torch
 
     olds = [value for _, value, _ in image.optimizers if is_tensor(value)]
@@ -174,10 +176,10 @@ class SlotError(ValueError):
 
 
 class Slot:
-    """A slot: memory that outlives this process."""
+    """Memory for one snapshot that outlives this process."""
 
     def __init__(self, memory: memoryview | bytearray) -> None:
-        """Wrap writable memory of more than 64 KiB."""
+        """Wrap more than 64 KiB of writable memory."""
         import torch
 
         self._bytes = memoryview(memory)
@@ -185,11 +187,11 @@ class Slot:
 
     @property
     def size(self) -> int:
-        """The size of the slot in bytes."""
+        """The slot's size in bytes."""
         return len(self._bytes)
 
     def header(self) -> Header | None:
-        """Return the header of the snapshot; None if the slot holds no complete one."""
+        """Return the snapshot's header, or None if the slot holds no complete snapshot."""
         magic, version, length, sealed = _SEAL.unpack_from(self._bytes)
         if (magic, version) != (_MAGIC, _FORMAT) or length > TENSORS_AT - _HEADER_AT:
             return None
@@ -206,7 +208,10 @@ class Slot:
         self._bytes[: _SEAL.size] = bytes(_SEAL.size)
 
     def begin(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Clear the slot and return where to copy the tensors; `SlotError` if it is too small."""
+        """Clear the slot and return where to copy the tensors.
+
+        Raises `SlotError` if the slot is too small.
+        """
         self.clear()
         if (needed := bytes_needed(tensors, b"")) > self.size:
             raise SlotError(f"a snapshot of {needed} bytes does not fit into {self.size}")
@@ -229,15 +234,16 @@ class Slot:
     # ------------------------------------------------------------------ reading
 
     def is_sound(self, header: Header, threads: int = 1) -> bool:
-        """Return whether the snapshot is undamaged; this reads all of it once."""
+        """Return whether the snapshot is undamaged, reading all of it once."""
         return self.header() == header and self._digest(header, threads) == header.digest
 
     def read(self, header: Header, *, in_place: bool = False) -> Content:
-        """Return the snapshot; parameters share the slot's memory, optimizer tensors are copied.
+        """Return the snapshot, with parameters sharing the slot's memory.
 
-        With `in_place`, optimizer tensors share the memory, too, and are not moved to their device.
+        Optimizer tensors are copied to their original device. With `in_place`, they share the
+        memory, too, and are not moved.
 
-        Call this only for a snapshot that is sound.
+        Call this only for an undamaged snapshot.
         """
         shapes, rest = self._head(header)
         parts = unpacked(rest)
@@ -252,7 +258,7 @@ class Slot:
         return Content(parts["own"], images)
 
     def devices(self, header: Header) -> dict[str, dict[Any, str]]:
-        """Return the device type that each optimizer tensor was on, by image and key."""
+        """Return the device type of each optimizer tensor, by image and key."""
         shapes, _ = self._head(header)
         return {
             name: {key: one.device for key, one, _ in found.optimizers if isinstance(one, _Shape)}
@@ -265,7 +271,7 @@ class Slot:
         return shapes, rest
 
     def _places(self, shapes: Sequence[Tensor | _Shape]) -> list[Tensor]:
-        """Return consecutive views of the memory, each with a storage of its own."""
+        """Return consecutive views of the memory, each with its own storage."""
         import torch
 
         places, at = [], TENSORS_AT
@@ -287,7 +293,7 @@ class Slot:
 
 
 def bytes_needed(tensors: Sequence[Tensor], head: bytes) -> int:
-    """Return the slot size needed for these tensors and this head."""
+    """Return the slot size needed for the given tensors and head."""
     return TENSORS_AT + sum(_aligned(_bytes_of(one)) for one in tensors) + len(head)
 
 

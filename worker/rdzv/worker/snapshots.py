@@ -1,12 +1,12 @@
 """Saves a worker's state to memory that its runner holds, so that it outlives the worker.
 
-A thread saves a step after its commit. Parameters change only in the next optimizer step, so that
-step waits until they are copied, and for nothing else: the commit has already copied everything
-else, and digest and header are made later. Each rank has two slots: it writes to one while the
-other holds an older step.
+A thread saves each step after its commit. Parameters change only in the next optimizer step, so
+that step waits until they are copied, and for nothing else: the commit has already copied
+everything else, and digest and header are computed later. Each rank has two slots: it writes to one
+while the other holds an older step.
 
-A state that is the same on all ranks is saved by LOCAL_RANK 0 of each node; the other ranks save
-only their own values: random number generators and buffers. Of a sharded state, each rank saves
+A state that is the same on all ranks is saved by LOCAL_RANK 0 on each node. The other ranks save
+only their own values: random number generators and buffers. For a sharded state, each rank saves
 its part.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _FINISH_TIMEOUT_S = 30.0
 _SPARE = 1.1
-"""Slots are this many times larger than their first snapshot, because plain values grow."""
+"""How many times larger than its first snapshot a slot is made, because plain values grow."""
 _SPARE_BYTES = 1 << 20
 
 
@@ -48,22 +48,23 @@ class HeldSlots:
         self.link = link
         self.slots: list[Slot] = []
         self.reason = ""
-        """Why there are no slots, or no large enough ones."""
+        """Why there are no slots, or none that are large enough."""
         self.refused: int | None = None
-        """The size that was refused; this round requests none of that size or larger again."""
+        """The size that was refused. No request of that size or larger is made again in this round.
+        """
         self.base: tuple[int, int] | None = None
-        """Lineage and step of the snapshot that this training resumed from."""
+        """The lineage and step of the snapshot that this training resumed from."""
 
     @property
     def size(self) -> int:
-        """The size of one slot; 0 if there are none."""
+        """The size of one slot, or 0 if there are none."""
         return self.slots[0].size if self.slots else 0
 
     def ask(self, size: int) -> bool:
         """Request slots of at least `size` bytes; with 0, the existing slots that hold data.
 
         Returns whether there are such slots; if not, `reason` says why. Blocks while the kernel
-        allocates memory: about a second for each new gigabyte.
+        allocates memory, which takes about a second per new gigabyte.
         """
         if self.refused is not None and size >= self.refused:
             return False
@@ -75,7 +76,7 @@ class HeldSlots:
     def find(self) -> list[Slot]:
         """Request the existing slots that hold data, and map them.
 
-        Returns the copies of other nodes' snapshots that are meant for this rank.
+        Returns copies of other nodes' snapshots that are intended for this rank.
         """
         given = self.link.reserve(0, copies=True)
         self._map(given)
@@ -93,7 +94,8 @@ class HeldSlots:
         """Map the slots in the runner's reply, and return whether there are any."""
         self.reason = given.reason
         try:
-            # Each has its thread: the kernel takes longer to map a slot than to copy it.
+            # Each slot has its own thread, because the kernel takes longer to map a slot than to
+            # copy it.
             with ThreadPoolExecutor(max(len(given.fds), 1)) as pool:
                 memory = list(pool.map(mapped, given.fds, [given.size] * len(given.fds)))
             slots = [Slot(one) for one in memory]
@@ -107,12 +109,12 @@ class HeldSlots:
         return len(slots) == 2
 
     def clear(self, number: int) -> None:
-        """Clear a slot, and tell the runner so."""
+        """Clear a slot, and notify the runner."""
         self.slots[number].clear()
         self.link.saved(number)
 
     def clear_after(self, lineage: int, nonce: str, step: int) -> None:
-        """Clear snapshots of this lineage with steps after `step`: the training redoes those.
+        """Clear this lineage's snapshots after `step`, because training redoes those steps.
 
         Snapshots that another training saved under the same lineage number are cleared, too.
         """
@@ -131,12 +133,12 @@ def slot_to_write(
     watermark: Watermark | None,
     pinned: tuple[int, int] | None = None,
 ) -> int | None:
-    """Return which of two slots may be overwritten; None if neither may.
+    """Return which of two slots may be overwritten, or None if neither may be.
 
-    It is an empty slot, or the one with the older step. The snapshot that this training resumed
-    from (`base`) stays until the training has saved a step itself. If `watermark` says which step
-    is whole on all ranks, that step stays; a newer one that it gives up is overwritten. The step
-    that is being written to disk stays, too (`pinned`: its lineage and step).
+    An empty slot is chosen, otherwise the one with the older step. The snapshot that this training
+    resumed from (`base`) is kept until the training has saved a step itself. If `watermark` says
+    which step is whole on all ranks, that step is kept, but a newer step that it gives up is
+    overwritten. The step being written to disk (`pinned`: its lineage and step) is also kept.
 
     >>> def at(step: int) -> Header:
     ...     return Header(step, 3, shard=0, shards=1, rank=0, world_size=1, state="")
@@ -183,7 +185,7 @@ def _key(header: Header | None) -> tuple[int, int]:
 
 @dataclass
 class _Progress:
-    """Progress of the last snapshot."""
+    """The last snapshot's progress."""
 
     copied: threading.Event = field(default_factory=threading.Event)
     """Set once the state may be changed again."""
@@ -198,19 +200,19 @@ class _Copying:
     header: Header
     content: Content
     tensors: list[Tensor]
-    """The tensors of the content, or copies of them."""
+    """The content's tensors, or copies of them."""
     ready: list[Any]
     """Events that the GPUs must reach before the tensors may be copied."""
     saves: bool
-    """If False, memory is requested and nothing is copied."""
+    """If False, memory is requested but nothing is copied."""
     progress: _Progress = field(default_factory=_Progress)
 
 
 class Snapshots:
-    """Saves a worker's state, from round to round."""
+    """Saves a worker's state across rounds."""
 
     def __init__(self, sealing: Sealing, link: Link | None, every: int | None) -> None:
-        """Save the steps that are multiples of `every`; without a link, save nothing."""
+        """Save each step that is a multiple of `every`; without a link, save nothing."""
         self._sealing = sealing
         self._every = every
         self.held = None if link is None else HeldSlots(link)
@@ -228,7 +230,7 @@ class Snapshots:
         self.finish()
         self.held.refused = None
         if (watermark := self.held.link.watermark) is not None:
-            # In a new round, steps of these numbers may become whole.
+            # In a new round, steps with these numbers may become whole.
             self.held.link.watermark = replace(watermark, given_up=NO_STEP)
         if not self.held.slots:
             self.held.ask(0)
@@ -236,11 +238,11 @@ class Snapshots:
         self.held.clear_after(sealing.lineage, sealing.nonce, sealing.step or 0)
 
     def committed(self) -> None:
-        """Save the step that was just sealed, if its turn has come."""
+        """Save the step that was just sealed, if it is due."""
         if self._every is None or self.held is None:
             return
         if self._last is None:
-            self._begin(saves=False)  # Get the memory ahead of the first save.
+            self._begin(saves=False)  # Request the memory ahead of the first save.
         if (self._sealing.step or 0) % self._every == 0:
             self.save()
 
@@ -263,7 +265,7 @@ class Snapshots:
             self._last.copied.wait()
 
     def finish(self) -> None:
-        """Wait until the last snapshot is complete or has failed, but at most 30 seconds."""
+        """Wait up to 30 seconds until the last snapshot is complete or has failed."""
         if self._last is not None:
             self._last.done.wait(_FINISH_TIMEOUT_S)
 
@@ -307,7 +309,7 @@ class Snapshots:
         atexit.register(self._end, thread)
 
     def _end(self, thread: threading.Thread) -> None:
-        """End the thread: a process that exits while the thread uses a tensor may abort."""
+        """End the thread. A process that exits while the thread is using a tensor may abort."""
         self._queue.put(None)
         thread.join(_FINISH_TIMEOUT_S)
 
@@ -365,7 +367,7 @@ class Snapshots:
             )
 
     def _say(self, text: str) -> None:
-        """Print a message for the user, each one once."""
+        """Print a message for the user, but only once."""
         if text not in self._told and len(self._told) < 20:
             self._told.add(text)
             rank = "" if self._round is None else f"rank {self._round.rank}: "

@@ -1,4 +1,4 @@
-"""Copies tensors between CPU memory that torch does not own, and the CPU or a GPU."""
+"""Copies tensors between CPU memory that torch does not own and the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _MOST_THREADS = 4
 _TINY_BYTES = 4 << 10
 _HUGE_BYTES = 4 << 20
 _ROOM = 1.25
-"""A copy is made on a GPU only if this many times its size is free there."""
+"""A copy is made on a GPU only if this many times the copy's size is free there."""
 
 
 def set_aside(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
-    """Copy tensors of GPUs on their own GPU if it has room, and tiny tensors on any device.
+    """Copy GPU tensors on their own GPU if it has room, and tiny tensors on any device.
 
     A copy within a GPU takes a thousandth of the time of one to the CPU, so training need not wait
-    for the latter. Returns the copies, or the tensors themselves where none was made, and whether
-    all were copied.
+    for the latter. Returns the tensors, replaced by their copies where one was made, and whether
+    all of them were copied.
     """
     needed: dict[torch.device, int] = {}
     for one in tensors:
@@ -41,10 +41,10 @@ def set_aside(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
 def copy_all(
     tensors: Sequence[Tensor], places: Sequence[Tensor], ready: Sequence[Any], threads: int = 1
 ) -> None:
-    """Copy tensors to places, one of each pair on the CPU, and return when all are copied.
+    """Copy tensors to places, at least one of each pair on the CPU, and return when all are copied.
 
-    Tensors on GPUs go through pinned memory, on streams of their own, once the events in `ready`
-    have occurred. The others are copied by `threads` threads, because one thread alone does not use
+    GPU tensors go through pinned memory, on separate streams, once the events in `ready` have
+    occurred. Other tensors are copied by `threads` threads, because a single thread does not use
     the full memory bandwidth.
     """
     import torch
@@ -68,9 +68,9 @@ def copy_all(
 
 
 def copiers() -> int:
-    """Return how many threads should copy on the CPU: this worker's share of the CPUs, at most 4.
+    """Return how many threads should copy on the CPU: this worker's share of CPUs, at most 4.
 
-    It is 1 if torch itself copies large tensors with several threads.
+    It is 1 if torch itself uses several threads to copy large tensors.
     """
     import torch
 
@@ -84,14 +84,14 @@ def readers() -> int:
 
 
 def huge(tensor: Tensor) -> Tensor:
-    """Let the kernel use huge pages for a new tensor, which is three times as fast to fill."""
+    """Advise huge pages for a new tensor, which make it three times as fast to fill."""
     if tensor.device.type == "cpu" and _bytes_of(tensor) >= _HUGE_BYTES:
         use_huge_pages(tensor.data_ptr(), _bytes_of(tensor))
     return tensor
 
 
 def _pieces(one: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Divide a large contiguous tensor on the CPU; leave any other in one piece."""
+    """Divide a large contiguous CPU tensor into chunks; leave any other tensor whole."""
     is_plain = one.is_contiguous() and place.is_contiguous() and not place.is_cuda
     if not is_plain or _bytes_of(one) <= _CHUNK_BYTES:
         return iter([(one, place)])
@@ -102,7 +102,7 @@ def _pieces(one: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _copy(pieces: deque[tuple[Tensor, Tensor]], errors: list[Exception]) -> None:
-    """Copy pieces until none is left; torch releases the GIL while it copies."""
+    """Copy pieces until there are no more. Torch releases the GIL while it copies."""
     import torch
 
     try:
@@ -117,7 +117,7 @@ def _copy(pieces: deque[tuple[Tensor, Tensor]], errors: list[Exception]) -> None
 
 
 def events(tensors: Sequence[Tensor]) -> list[Any]:
-    """Return an event for each GPU, which occurs once the work this thread has queued is done."""
+    """Return an event for each GPU that occurs once the work queued by this thread is done."""
     import torch
 
     found: list[Any] = []
@@ -145,7 +145,7 @@ _pinned: list[Tensor] = []
 
 
 def _fetch(tensor: Tensor, place: Tensor, ready: Sequence[Any]) -> None:
-    """Copy a GPU's tensor to CPU memory in chunks."""
+    """Copy a GPU tensor to CPU memory in chunks."""
     import torch
 
     if tensor.device not in _streams:

@@ -1,4 +1,4 @@
-"""The state of a training: the entries that a script puts in, and the steps that it commits."""
+"""A training's state: the entries that a script provides, and the steps that it commits."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 
 class State:
-    """Everything that a training changes as it runs: `State(model=..., optimizer=..., step=0)`.
+    """Everything that changes during training: `State(model=..., optimizer=..., step=0)`.
 
-    An entry is a module, an optimizer, an object with `state_dict` and `load_state_dict` (a
-    sampler, a scheduler, a gradient scaler), or a plain value that can be copied and pickled. Each
-    is an attribute; plain values can be assigned to:
+    An entry is a module, an optimizer, an object with `state_dict` and `load_state_dict` (such as a
+    sampler, a scheduler or a gradient scaler), or a plain value that can be copied and pickled.
+    Each entry is an attribute; plain values can be assigned to:
 
     >>> state = State(step=0, note="begun")
     >>> state.step += 1
     >>> state.step, state.note
     (1, 'begun')
 
-    From the first commit on, only the optimizers of the state may change its parameters. Values
-    computed from random numbers before the first batch of a round are not restored.
+    From the first commit on, only the state's optimizers may change its parameters. Values computed
+    from random numbers before the first batch of a round are not restored.
     """
 
     def __init__(self, *, snapshot_every: int | None = None, **entries: Any) -> None:
-        """Take the entries; `WorkerError` for one that a new round would break.
+        """Take the entries. Raises `WorkerError` for an entry that a new round would break.
 
-        Every `snapshot_every` steps the state is saved in this node's memory, as by `save`. With
+        The state is saved in this node's memory every `snapshot_every` steps, as by `save`. If
         None, it is saved only when `save` is called.
         """
         if snapshot_every is not None and (type(snapshot_every) is not int or snapshot_every < 1):
@@ -62,12 +62,12 @@ class State:
 
     @property
     def committed(self) -> int:
-        """The number of steps committed since the training began or was loaded."""
+        """The number of steps committed since training began or was loaded."""
         return self._sealing.step or 0
 
     @property
     def is_redo(self) -> bool:
-        """Whether the current step was begun before, in a round that ended in the middle of it."""
+        """Whether the current step was already begun in a round that ended in the middle of it."""
         redo: bool = self._sealing.is_redo
         return redo
 
@@ -76,27 +76,28 @@ class State:
 
         They are bound to the round's process groups, so the function under @elastic builds them
         anew in each round, shards the model (`fully_shard`) and adds all of them here, once, before
-        the first step. All ranks call it together. Each rank restores its own part of the state; a
-        new rank gets its part from a replica (HSDP). Before the first commit nothing is changed.
+        the first step. All ranks must call it together. Each rank restores its own part of the
+        state; a new rank gets its part from a replica (HSDP). Before the first commit, nothing is
+        changed.
 
-        Before each optimizer step the part is copied in memory, so that all ranks can go back to
+        The part is copied in memory before each optimizer step, so that all ranks can go back to
         the same step. `hold_last=False` saves that memory; if ranks then stop at different steps,
         the job resumes from its checkpoint.
 
         Raises `UnsupportedError` for a model that is not sharded, `MismatchError` if ranks have
-        added different things, `NoSourceError` if a part is lost.
+        added different objects, and `NoSourceError` if a part is lost.
         """
         self._running("add").add(entries, hold_last=hold_last)
 
     def commit(self) -> None:
-        """Mark this step as done; call it on every rank, once after each optimizer step.
+        """Mark this step as done. Call it on every rank, once after each optimizer step.
 
-        The training can then continue from this state: if the round ends, a step begun since is
-        repeated from here. The small values are copied (buffers, the sampler's position, random
-        number generators, plain values), but no parameters.
+        Training can then continue from this state: if the round ends, a step begun after the commit
+        is repeated from here. The small values (buffers, the sampler's position, random number
+        generators, plain values) are copied, but parameters are not.
 
-        Raises `RoundOver` if the round has ended, `NoRoundError` outside of the function under
-        @elastic, `CannotBroadcastError` for a value that cannot be copied.
+        Raises `RoundOver` if the round has ended, `NoRoundError` outside the function under
+        @elastic, and `CannotBroadcastError` for a value that cannot be copied.
         """
         session = self._running("commit")
         self._sealing.commit()
@@ -104,17 +105,17 @@ class State:
         session.check(between_steps=True)
 
     def save(self) -> bool:
-        """Save the step just committed in this node's memory; call it on every rank.
+        """Save the step just committed in this node's memory. Call it on every rank.
 
-        If all workers are lost later, new ones load it before `train` is called, in place of the
-        script's own checkpoint; `committed` is then not 0. The state is copied in the background:
-        the next optimizer step waits for the copy of its tensors, and the next `save` until this
-        one is done. From the first save on, each node uses memory for two copies of the state, or
-        of the parts of its ranks.
+        If all workers are lost later, new ones load this state before `train` is called, instead of
+        the script's own checkpoint; `committed` is then not 0. The state is copied in the
+        background: the next optimizer step waits for its tensors to be copied, and the next `save`
+        waits for this one to finish. From the first save on, each node uses memory for two copies
+        of the state, or of its ranks' parts.
 
-        Returns False if nothing can be saved: without rdzvrun, before the first commit, or once
-        the limit on memory is reached, which is reported on stderr. Raises `NoRoundError` outside
-        of the function under @elastic, `WorkerError` in the middle of a step.
+        Returns False if nothing can be saved: without rdzvrun, before the first commit, or once the
+        memory limit is reached, which is reported on stderr. Raises `NoRoundError` outside the
+        function under @elastic, and `WorkerError` in the middle of a step.
         """
         session = self._running("save")
         if self._sealing.is_in_step:
@@ -131,8 +132,8 @@ class State:
     def on_park(self, callback: Callable[[Round], object]) -> Callable[[Round], object]:
         """Register a function to call with each finished round, before waiting for the next.
 
-        It should make background writers finish or give up, and return soon: a worker that does
-        not park within the job's --keep-timeout is killed. Can be used as a decorator.
+        It should make background writers finish or give up, and return soon: a worker that does not
+        park within the job's --keep-timeout is killed. Can be used as a decorator.
         """
         self._on_park.append(callback)
         return callback

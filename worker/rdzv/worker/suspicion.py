@@ -1,4 +1,4 @@
-"""Tells failures of collectives, which a peer may have caused, from the script's own."""
+"""Distinguishes failures of collectives, which a peer may have caused, from the script's own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from types import CodeType, TracebackType
 
-# Every gloo error names gloo's source file and line, and no other error does; the text varies.
+# Every gloo error includes gloo's source file and line, and no other error does; the text varies.
 _GLOO = re.compile(r"\bgloo/[\w/]+\.(?:cc|h|cpp):\d+\]|Gloo connectFullMesh failed")
 _NCCL = re.compile(
     r"NCCL communicator was aborted|NCCL error|ncclUnhandledCudaError|ncclSystemError"
@@ -22,10 +22,10 @@ _NO_GROUP = re.compile(
 
 
 def is_suspect(error: BaseException) -> bool:
-    """Return whether an exception follows from a failed collective, and so perhaps from a peer.
+    """Return whether an exception follows from a failed collective, and so possibly from a peer.
 
-    It does if a collective's exception is anywhere in its chain. An exception raised by a signal
-    handler never does: it only happened to arrive during a collective.
+    It does if its chain contains any collective's exception. An exception raised by a signal
+    handler never does, because it merely happened to arrive during a collective.
     """
     if not isinstance(error, Exception) or raised_by_handler(error):
         return False
@@ -33,7 +33,7 @@ def is_suspect(error: BaseException) -> bool:
 
 
 def follows_from_cut(error: BaseException) -> bool:
-    """Return whether an exception follows from the cut of this round's collectives."""
+    """Return whether an exception results from the cut of this round's collectives."""
     if is_suspect(error):
         return True
     if not isinstance(error, Exception) or raised_by_handler(error):
@@ -45,7 +45,7 @@ def follows_from_cut(error: BaseException) -> bool:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, and all those that it was raised from or while handling.
+    """Yield an exception, and every exception that it was raised from or while handling.
 
     Causes hidden by `raise ... from None` are included.
     """
@@ -61,7 +61,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def raised_by_handler(error: BaseException) -> bool:
-    """Return whether a signal handler of this process was running when the error was raised."""
+    """Return whether the error was raised while a signal handler of this process was running."""
     handlers = set(_handlers())
     return any(code in handlers for code in _codes(error.__traceback__))
 

@@ -1,4 +1,4 @@
-"""Finds TCP connections of this process by their addresses, and shuts them down."""
+"""Finds this process's TCP connections by their addresses, and shuts them down."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ Address = tuple[str, int]
 
 
 def stop_reading(addresses: Collection[Address], held: dict[int, socket.socket]) -> None:
-    """Shut down for reading each connection that has one of these addresses at either end.
+    """Shut down for reading each connection with one of these addresses at either end.
 
-    Its owner reads the end of the stream at once. A duplicate of each connection is put into
-    `held`, by inode, so that the peer notices nothing before `let_go`, even if the owner closes it.
-    Without descriptors for that, the connections are shut down all the same.
+    Its owner reads the end of the stream at once. A duplicate of each connection is stored in
+    `held`, by inode, so that the peer notices nothing before `let_go`, even if the owner closes the
+    connection. If no descriptors are left for duplicates, the connections are shut down all the
+    same.
     """
     for _, connection in _connections(addresses):
         inode = os.fstat(connection.fileno()).st_ino
@@ -23,12 +24,12 @@ def stop_reading(addresses: Collection[Address], held: dict[int, socket.socket])
             continue
         with contextlib.suppress(OSError):
             held[inode] = _duplicate(connection)
-        with contextlib.suppress(OSError):  # It has ended by itself.
+        with contextlib.suppress(OSError):  # It has ended on its own.
             connection.shutdown(socket.SHUT_RD)
 
 
 def let_go(held: dict[int, socket.socket], but: Collection[int] = ()) -> None:
-    """Close the held connections, and except for `but` (inodes) shut them down for all holders."""
+    """Close the held connections; shut down all but `but` (inodes) for every holder."""
     for inode, connection in held.items():
         if inode not in but:
             with contextlib.suppress(OSError):
@@ -42,7 +43,7 @@ def duplicates(
 ) -> dict[int, socket.socket]:
     """Return duplicates of the connections with one of these addresses, by inode, except `but`.
 
-    The caller closes them. Those for which there are no descriptors are left out.
+    The caller must close them. Connections that no descriptor is left for are omitted.
     """
     found = {}
     for _, connection in _connections(addresses):
@@ -54,11 +55,11 @@ def duplicates(
 
 
 def drop_in_child(addresses: Collection[Address]) -> None:
-    """Close those connections in a forked child, without their peers noticing.
+    """Close these connections in a forked child without their peers noticing.
 
-    If a child kept them open, the peers of a dead worker would wait for the end of the stream. Each
-    descriptor is replaced by /dev/null, so that its number is not reused for another file, which
-    torch's objects in the child might then close.
+    If a child kept them open, a dead worker's peers would keep waiting for the end of the stream.
+    Each descriptor is replaced with /dev/null, so that its number is not reused for another file,
+    which torch's objects in the child might then close.
     """
     found = [fd for fd, _ in _connections(addresses)]
     if not found:
@@ -70,7 +71,7 @@ def drop_in_child(addresses: Collection[Address]) -> None:
 
 
 def knock(address: Address, greeting: bytes, timeout_s: float = 0.2) -> None:
-    """Connect, send a greeting and reset the connection; errors are ignored."""
+    """Connect, send a greeting and reset the connection, ignoring errors."""
     with contextlib.suppress(OSError), socket.create_connection(address, timeout_s) as caller:
         caller.sendall(greeting)
         # The other side then reads an error, not the end of the stream.
@@ -78,7 +79,7 @@ def knock(address: Address, greeting: bytes, timeout_s: float = 0.2) -> None:
 
 
 def resolve(host: str, port: int) -> set[Address]:
-    """Return all addresses of a host name; none if it cannot be resolved."""
+    """Return all addresses of a host name, or an empty set if it cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
@@ -87,7 +88,7 @@ def resolve(host: str, port: int) -> set[Address]:
 
 
 def plain(address: tuple[object, ...]) -> Address:
-    """Return host and port of a socket's address; an IPv4-mapped address as IPv4.
+    """Return the host and port of a socket address, with IPv4-mapped addresses as IPv4.
 
     >>> plain(("::ffff:10.0.0.5", 29500, 0, 0))
     ('10.0.0.5', 29500)
@@ -99,12 +100,12 @@ def plain(address: tuple[object, ...]) -> Address:
 
 
 def _duplicate(connection: socket.socket) -> socket.socket:
-    """Return a duplicate; socket.dup() would make the connection block, and its owner with it."""
+    """Return a duplicate without socket.dup(), which would make both sockets blocking."""
     return socket.socket(fileno=os.dup(connection.fileno()))
 
 
 def _connections(addresses: Collection[Address]) -> Iterator[tuple[int, socket.socket]]:
-    """Yield the descriptor of each such connection, with a duplicate that is then closed."""
+    """Yield the descriptor of each matching connection, with a duplicate that is then closed."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):  # noqa: PTH115
@@ -120,6 +121,6 @@ def _connections(addresses: Collection[Address]) -> Iterator[tuple[int, socket.s
             try:
                 ends = {plain(duplicate.getsockname()), plain(duplicate.getpeername())}
             except OSError:
-                continue  # It listens, or is no longer connected.
+                continue  # It is listening, or no longer connected.
             if not ends.isdisjoint(addresses):
                 yield int(name), duplicate

@@ -1,10 +1,10 @@
-"""Program that writes the snapshots held by a runner to disk.
+"""Program that writes snapshots held by a runner to disk.
 
     python -m rdzv.worker.write_snapshots DIR --run RUN --keep N --mark LINEAGE:STEP:SERIES FD...
 
-The runner starts it with the job's interpreter, as the job's account, and passes the slots as
-descriptors. It does not need the workers. If the step cannot be written, it exits with 1 and one
-line on stderr, and older steps stay on disk; else it prints a line about what it wrote.
+The runner starts it with the job's interpreter, under the job's account, and passes the slots as
+descriptors. It does not need the workers. On success, it prints a line about what it wrote. If the
+step cannot be written, it prints one line on stderr and exits with 1; older steps stay on disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .snapshot_slot import Header, Slot
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the parts of one step."""
+    """Write one step's parts."""
     parser = argparse.ArgumentParser(description="Write snapshots in memory to disk.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--run", required=True)
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("fds", type=int, nargs="+")
     options = parser.parse_args(argv)
     lineage, step, series = options.mark.split(":", 2)
-    os.nice(10)  # Training goes first.
+    os.nice(10)  # Training takes priority.
     begun = time.monotonic()
     try:
         mark = (int(lineage), int(step), series)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def write(
     folder: Path, run: str, keep: int, mark: tuple[int, int, str], fds: Sequence[int]
 ) -> tuple[int, bool]:
-    """Write the parts of a mark from slots; return their size, and whether the step is whole."""
+    """Write a mark's parts from slots; return their size, and whether the step is whole."""
     found = [(slot, header) for slot, header in map(_opened, fds) if _mark_of(header) == mark]
     if not found:
         raise NotWrittenError("no slot holds it any more")
@@ -64,7 +64,8 @@ def write(
         temporary = step.write(header, content, slot.devices(header))
         if temporary is None:
             continue
-        # The worker may have begun to overwrite the slot before it heard that the step is pinned.
+        # The worker may have begun to overwrite the slot before it was notified that the step is
+        # pinned.
         if slot.header() != header:
             temporary.unlink()
             raise NotWrittenError("it was overwritten in the meantime")
@@ -75,7 +76,7 @@ def write(
 
 def _opened(fd: int) -> tuple[Slot, Header | None]:
     size = os.fstat(fd).st_size
-    # Copy on write: an accidental write does not reach the slot.
+    # Copy on write, so that an accidental write does not reach the slot.
     slot = Slot(memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY)))
     return slot, slot.header()
 

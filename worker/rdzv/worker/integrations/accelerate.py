@@ -1,4 +1,4 @@
-"""Hugging Face's Accelerate in a function under @elastic."""
+"""Hugging Face's Accelerate in a function decorated with @elastic."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from accelerate.state import AcceleratorState, GradientState
 
 
 def round_accelerator(**options: Any) -> Accelerator:
-    """Make the Accelerator of this round, with Accelerator's own options.
+    """Create this round's Accelerator, with Accelerator's own options.
 
-    Accelerate remembers the group's rank and size as long as the process lives, but for a kept
-    worker they differ from round to round.
+    Accelerate remembers the group's rank and size for the life of the process, but in a kept worker
+    they differ from round to round.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

@@ -1,4 +1,4 @@
-"""Finds the checkpoint of Hugging Face's Trainer to continue from."""
+"""Finds the checkpoint from which Hugging Face's Trainer should continue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 
 
 def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """Return the newest whole checkpoint of a Trainer, or None: for `resume_from_checkpoint`.
+    """Return a Trainer's newest whole checkpoint for `resume_from_checkpoint`, or None.
 
     A worker that is killed while saving leaves a partial checkpoint, which Trainer's own search
     returns and then fails to load at every restart. Trainer writes `trainer_state.json` last.

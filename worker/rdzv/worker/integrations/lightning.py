@@ -13,9 +13,9 @@ from .progress import report_step
 
 
 def this_round() -> dict[str, int]:
-    """Return `devices` and `num_nodes` of this round, for `Trainer(**this_round())`.
+    """Return this round's `devices` and `num_nodes`, for `Trainer(**this_round())`.
 
-    Lightning refuses a group whose size differs from what it was told, and the size of an elastic
+    Lightning refuses a group whose size differs from the configured one, and the size of an elastic
     job changes.
     """
     environ = os.environ
@@ -28,10 +28,11 @@ def this_round() -> dict[str, int]:
 class RdzvCallback(Callback):  # type: ignore[misc]
     """Reports progress, and makes all ranks save before this node leaves or after SIGTERM.
 
-    It saves `last.ckpt` beside the checkpoints of Trainer's ModelCheckpoint, whose `dirpath` must
-    be given: the default is another folder at each start. A worker whose node leaves ends once that
-    is written; the others train on. In a function under @elastic, give it the state: then a worker
-    is kept when the group changes, and its next Trainer goes on from `ckpt_path="last"`.
+    It saves `last.ckpt` in the same folder as the Trainer's ModelCheckpoint, whose `dirpath` must
+    be set because the default folder changes at each start. A worker on a leaving node ends once
+    that file is written; the others continue training. In a function under @elastic, pass the
+    state, so that a worker is kept when the group changes and its next Trainer continues from
+    `ckpt_path="last"`.
     """
 
     def __init__(self, state: State | None = None) -> None:
@@ -43,7 +44,7 @@ class RdzvCallback(Callback):  # type: ignore[misc]
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Refuse a trainer whose next start would look for checkpoints elsewhere."""
-        # It runs before ModelCheckpoint's own setup, which fills in a default.
+        # This runs before ModelCheckpoint's own setup, which fills in a default.
         folder = getattr(trainer.checkpoint_callback, "dirpath", None)
         if not folder:
             raise ValueError(
@@ -53,10 +54,10 @@ class RdzvCallback(Callback):  # type: ignore[misc]
         self._folder = str(folder)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Report the step of the checkpoint.
+        """Report the checkpoint's step, and handle SIGTERM here.
 
-        Lightning's own handler of SIGTERM broadcasts from wherever it interrupts the training,
-        which waits forever if not all ranks get the signal, so it is replaced.
+        Lightning's own SIGTERM handler broadcasts from the point where it interrupts training.
+        Unless all ranks get the signal, that waits forever, so the handler is replaced.
         """
         self._step = trainer.global_step
         report_step(self._step)
@@ -65,7 +66,7 @@ class RdzvCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Report each optimizer step, and save a checkpoint if any rank has received a notice."""
         if trainer.global_step == self._step:
-            return  # Gradients are accumulated.
+            return  # Gradients are being accumulated.
         self._step = trainer.global_step
         report_step(self._step)
         if self._state is not None:
@@ -75,5 +76,5 @@ class RdzvCallback(Callback):  # type: ignore[misc]
             self._notice.saved()
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Leave SIGTERM to the script."""
+        """Restore the script's own handling of SIGTERM."""
         self._notice.restore_sigterm()

@@ -1,4 +1,4 @@
-"""Tells a worker to save and end, because its node is leaving or SIGTERM has arrived."""
+"""Notifies a worker to save and end, because its node is leaving or SIGTERM has arrived."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 
 class Notice:
-    """A notice to this worker that all ranks act on in the same step.
+    """A notice to this worker, on which all ranks act in the same step.
 
-    A notice may reach only the ranks of one node, but a checkpoint needs all ranks. So a loop calls
+    A notice may reach only one node's ranks, but a checkpoint needs all ranks. So a loop calls
     `agreed` after each step, on every rank:
 
         if notice.agreed():
             save_checkpoint()
             notice.saved()
 
-    The ranks that got no notice train on. Once the others are gone, the group re-forms without
-    them, and resumes from that checkpoint.
+    The ranks that received no notice continue training. Once the others are gone, the group
+    re-forms without them and resumes from that checkpoint.
     """
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class Notice:
         self._waits_for_sigterm = False
 
     def wait_for_sigterm(self) -> None:
-        """Treat SIGTERM as a notice from now on, instead of ending the process.
+        """Treat SIGTERM as a notice from now on, instead of letting it end the process.
 
-        Launchers send SIGTERM to workers of a round that is to end, as does Slurm at its time
-        limit. Outside the main thread Python cannot set handlers, so nothing is changed.
+        Launchers send SIGTERM to the workers when a round must end, and Slurm does at its time
+        limit. Python cannot set handlers outside the main thread, so nothing changes there.
         """
         if threading.current_thread() is threading.main_thread() and not self._waits_for_sigterm:
             self._former_handler = signal.signal(signal.SIGTERM, self._note)
@@ -54,9 +54,9 @@ class Notice:
         return self._terminated or _node_leaves()
 
     def agreed(self) -> bool:
-        """Return whether any rank has received a notice. All ranks must call it at the same place.
+        """Return whether any rank has received a notice. All ranks must call it at the same point.
 
-        It is one collective of four bytes; with NCCL alone it waits for the GPU.
+        It is a single four-byte collective; with NCCL alone, it waits for the GPU.
         """
         import torch.distributed as dist
 
@@ -70,10 +70,11 @@ class Notice:
         return bool(told.item())
 
     def saved(self) -> None:
-        """Wait until all ranks have saved; end this worker if it has received a notice.
+        """Wait until all ranks have saved, and end this worker if it has received a notice.
 
-        All ranks call it, after each `agreed` that was true. A worker whose node leaves exits with
-        0. After SIGTERM it exits with 143, so that the job does not count as done.
+        All ranks must call it after each `agreed` that returned True. A worker whose node is
+        leaving exits with 0. After SIGTERM it exits with 143, so the job does not count as
+        succeeded.
         """
         import torch.distributed as dist
 
@@ -89,8 +90,9 @@ class Notice:
     def _at_exit(self) -> None:
         """Restore SIGTERM's default action, so that it also ends a process exiting on an error.
 
-        Python takes seconds to tidy up what a framework has imported. Others may wait for this
-        worker meanwhile: a peer was lost, its collective failed, and its round is to end.
+        Python takes seconds to tear down the modules that a framework has imported. Meanwhile
+        others may be waiting for this worker: a peer was lost, its collective failed, and its round
+        must end.
         """
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._terminated and not self._has_saved:

@@ -1,4 +1,4 @@
-"""Reports the step that a worker is at."""
+"""Reports a worker's current step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 def report_step(step: int) -> None:
-    """Make `rdzvctl status` show that this worker is at `step`; without rdzvrun, do nothing."""
+    """Make `rdzvctl status` show that this worker is at `step`. Does nothing without rdzvrun."""
     if file := os.environ.get("RDZV_PROGRESS_FILE"):
         with contextlib.suppress(OSError), open(file, "r+b", buffering=0) as out:  # noqa: PTH123
             out.write(b"%20d\n" % step)

@@ -17,9 +17,9 @@ __all__ = ["RdzvCallback", "newest_checkpoint"]
 class RdzvCallback(TrainerCallback):  # type: ignore[misc]
     """Reports progress, and makes all ranks save before this node leaves or after SIGTERM.
 
-    A worker whose node leaves ends once the checkpoint is written; the others train on. In a
-    function under @elastic, give it the state: then a worker is kept when the group changes, and
-    its next Trainer goes on from the newest checkpoint.
+    A worker on a leaving node ends once the checkpoint is written; the others continue training. In
+    a function under @elastic, pass the state, so that a worker is kept when the group changes and
+    its next Trainer continues from the newest checkpoint.
     """
 
     def __init__(self, state: State | None = None) -> None:
@@ -28,12 +28,12 @@ class RdzvCallback(TrainerCallback):  # type: ignore[misc]
         self._agreed = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report the step of the checkpoint."""
+        """Report the checkpoint's step, and treat SIGTERM as a notice."""
         report_step(state.global_step)
         self._notice.wait_for_sigterm()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report the step, and make all ranks save it if one of them has received a notice."""
+        """Report the step, and make all ranks save it if any rank has received a notice."""
         report_step(state.global_step)
         if self._state is not None:
             self._state.commit()
@@ -47,5 +47,5 @@ class RdzvCallback(TrainerCallback):  # type: ignore[misc]
             self._notice.saved()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave SIGTERM to the script."""
+        """Restore the script's own handling of SIGTERM."""
         self._notice.restore_sigterm()
