@@ -1,4 +1,4 @@
-"""Starts the runner by path, with only the standard library: `python -I -S __main__.py FD`.
+"""Starts the runner by path, using only the standard library: `python -I -S __main__.py FD`.
 
 FD is its end of a Unix stream socket to the agent.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    # The package is found by its folder's name, since the path may lack rdzv.
+    # The package is found by its folder's name, because rdzv may not be on the path.
     sys.path.append(__file__.rpartition("/runner/")[0])
     from runner.runner import main  # type: ignore[import-not-found]
 

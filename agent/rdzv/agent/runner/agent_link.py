@@ -1,38 +1,39 @@
-"""The socket to the agent: receives requests, and sends events until the agent confirms them.
+"""The runner's socket to the agent. Receives requests, and stores events until they are confirmed.
 
-Both directions carry the frames of channel.py; requests.py lists the requests. Events:
+Both directions carry frames as defined in channel.py; requests.py lists the requests. Events:
 
     started           {round, local_rank, pid}        with `how`: kept, warm or cold
     start_failed      {round, local_rank, reason}     the round is then killed; `gone` follows
     exited            {round, local_rank, pid, exit_code, signal, age_ms}
-                                                      with `by_itself`: the runner did not cause it
+                                                      `by_itself`: not caused by the runner
     suspect           {round, local_rank, pid, message, traceback, age_ms}
     resumed           {round, local_rank, pid, step, source, healed, init_ms, heal_ms}
-    gone              {round, kept}                   of its processes only the store host is left,
-                                                      and the parked workers in `kept`
-    not_kept          {round, local_rank, pid, reason}    it failed to park, and is killed
+    gone              {round, kept}                   only its store host and the parked workers in
+                                                      `kept` remain
+    not_kept          {round, local_rank, pid, reason}    a worker failed to park and is killed
     kept_exited       {local_rank, pid, exit_code, signal}    a parked worker has exited
-    kept_gone         {}                              no parked worker is left
-    stuck             {round, pids}                   these survive SIGKILL; `gone` may yet follow
-    fenced            {round, at_ms}                  the fence has come; the round is then killed
+    kept_gone         {}                              no parked workers remain
+    stuck             {round, pids}                   these survive SIGKILL; `gone` may still follow
+    fenced            {round, at_ms}                  the fence was reached; the round is killed
     store_host_ready  {round}
     store_host_exited {round, exit_code, signal}
     zygote_ready      {pid, modules, threads, memory_kb, seconds}
-    zygote_lost       {reason, retry_s}               retry_s null: no other is started
-    started_cold      {round, local_ranks, reason}    they should have been warm
+    zygote_lost       {reason, retry_s}               retry_s null: it will not be replaced
+    started_cold      {round, local_ranks, reason}    these should have been warm
     snapshots_held    {snapshots: [{local_rank, lineage, step, series, shard, shards, world_size,
                                     bytes, digest, copy_of}], carrier: {port, token, fingerprint},
-                       missing: {mark, reason}}       all of them, after each change; copies only if
-                                                      the agent knows of copies
-    snapshot_refused  {local_rank, reason}            its worker gets no memory for snapshots
-    snapshots_written {lineage, step, series, reason} this node's parts of the step are on disk, or
-                                                      there is a reason why not
-    serve_failed      {reason}                        the runner still ends with its agent
+                       missing: {mark, reason}}       all snapshots, after each change; copies only
+                                                      if the agent supports them
+    snapshot_refused  {local_rank, reason}            this worker gets no memory for snapshots
+    snapshots_written {lineage, step, series, reason} this node's parts of the step are on disk,
+                                                      unless a reason is given
+    serve_failed      {reason}                        the runner will still end with its agent
     error             {reason}
 
-From the request `serve` on, events are numbered, and repeated to the next agent until one has sent
-`heard` {number}, which covers all events up to that number. An exit's `age_ms` grows meanwhile.
-Events about snapshots are sent only to an agent that has sent `hold_snapshots`, and never repeated.
+After the request `serve`, events are numbered and are resent to each new agent until an agent has
+sent `heard` {number}, which covers all events up to that number. An exit's `age_ms` increases in
+the meantime. Events about snapshots are sent only to an agent that has sent `hold_snapshots`, and
+are never resent.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class AgentLink:
-    """The connected agent, if any, and the events that no agent has confirmed."""
+    """The connected agent, if any, and the events that no agent has confirmed yet."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class AgentLink:
         handle: Callable[[Mapping[str, object]], None],
         on_lost: Callable[[bool], None],
     ) -> None:
-        """Call `handle` for each request, and `on_lost` with whether the agent was in charge."""
+        """Call `handle` for each request. `on_lost` is told whether the agent was in charge."""
         self._loop = loop
         self._handle = handle
         self._on_lost = on_lost
@@ -68,22 +69,22 @@ class AgentLink:
         self.in_charge = False
         """Whether the connected agent gives orders and receives events."""
         self.hears_of_snapshots = False
-        """Whether this agent has asked for reports of snapshots."""
+        """Whether this agent has asked for snapshot reports."""
         self.hears_of_copies = False
-        """Whether it also knows of copies of other nodes' snapshots."""
+        """Whether this agent also supports copies of other nodes' snapshots."""
         self.numbers_events = False
-        """Whether events are remembered until an agent has confirmed them."""
+        """Whether events are numbered and stored until an agent confirms them."""
         self._events = 0
-        # Without an agent only a limited number of events can occur, so this is bounded, too.
+        # Only a limited number of events can occur without an agent, so this queue is bounded.
         self._unconfirmed: deque[tuple[float, dict[str, object]]] = deque()
 
     @property
     def connected(self) -> bool:
-        """Whether an agent is connected, in charge or not."""
+        """Whether an agent is connected, whether or not it is in charge."""
         return self._channel is not None
 
     def attach(self, channel: Channel) -> None:
-        """Connect to the agent at the other end of a channel; `OSError` if it cannot be watched."""
+        """Connect to the agent at the other end of a channel. May raise `OSError`."""
         self._loop.watch(channel.fileno(), self.read)
         self._channel = channel
 
@@ -99,7 +100,7 @@ class AgentLink:
         self._on_lost(was_in_charge)
 
     def read(self) -> None:
-        """Carry out the requests that have arrived."""
+        """Handle the requests that have arrived."""
         channel = self._channel
         if channel is None:
             return
@@ -120,16 +121,16 @@ class AgentLink:
                 self.send({"type": "error", "reason": str(error)})
 
     def take_fd(self) -> int | None:
-        """Return the descriptor that came with a request, if any; the caller owns it."""
+        """Return the descriptor sent with a request, or None. The caller owns the descriptor."""
         return None if self._channel is None else self._channel.take_fd()
 
     @property
     def lost_fds(self) -> bool:
-        """Whether a descriptor was lost because this process has too many open."""
+        """Whether a descriptor was lost because this process had too many open."""
         return self._channel is not None and self._channel.lost_fds
 
     def emit(self, event: str, **fields: object) -> None:
-        """Send an event to the agent in charge, now or once there is one."""
+        """Send an event to the agent in charge, or to the next one if there is none now."""
         message = {"type": event, **fields}
         if self.numbers_events:
             self._events += 1
@@ -139,7 +140,7 @@ class AgentLink:
             self.send(message)
 
     def tell(self, event: str, **fields: object) -> None:
-        """Send an event to the agent in charge, if there is one; it is not repeated."""
+        """Send an event to the agent in charge, if there is one. The event is never resent."""
         if self.in_charge:
             self.send({"type": event, **fields})
 
@@ -152,7 +153,7 @@ class AgentLink:
             channel.send(message)
             self._loop.watch_channel(channel)
         except (OSError, BufferError):
-            # An agent that does not read is as good as dead.
+            # An agent that does not read is treated as dead.
             self.disconnect()
 
     def repeat_unconfirmed(self) -> None:
@@ -165,7 +166,7 @@ class AgentLink:
                 self.send(message)
 
     def forget_confirmed(self, request: Mapping[str, object]) -> None:
-        """Handle `heard`: forget all events up to that number."""
+        """Handle `heard`: forget all events up to the number it gives."""
         number = read_field(request, "number", int)
         while self._unconfirmed and read_field(self._unconfirmed[0][1], "number", int) <= number:
             self._unconfirmed.popleft()

@@ -1,4 +1,4 @@
-"""JSON frames, with descriptors, over a Unix socket."""
+"""JSON frames over a Unix socket, optionally carrying file descriptors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
-"""A peer that leaves this much unread is considered dead."""
+"""The limit for unread data, above which a peer is considered dead."""
 
 RECEIVE_BYTES = 256 << 10
 _MAX_FDS = 16
@@ -29,27 +29,27 @@ _TRANSIENT = (
     errno.ENFILE,
     errno.ETOOMANYREFS,
 )
-"""Socket errors after which the call can be repeated, because the peer is still there."""
+"""Socket errors after which a call can be retried, because the peer is still connected."""
 
 
 class MalformedFrameError(ValueError):
-    """A frame is too large or does not hold a JSON object; later frames can still be read."""
+    """Raised for a frame that is too large or not a JSON object; later frames can still be read."""
 
 
 class Channel:
     """JSON objects, and file descriptors with them, over a Unix stream socket; never blocks.
 
-    A frame is its length in 4 bytes, big endian, followed by that many bytes of JSON. A descriptor
-    travels with the first bytes of the frame that it belongs to.
+    A frame is its length in 4 bytes, big endian, followed by that many bytes of JSON. Descriptors
+    travel with the first bytes of the frame they belong to.
     """
 
     def __init__(
         self, sock: socket.socket, *, takes_fds: bool = True, max_bytes: int = MAX_FRAME_BYTES
     ) -> None:
-        """Take over a socket. Without `takes_fds` the kernel drops descriptors that are sent to it.
+        """Take ownership of a socket. Unless `takes_fds`, the kernel drops descriptors sent to it.
 
-        A frame of more than `max_bytes` is malformed. Everything received is held until a frame is
-        complete, so an untrusted peer may send no descriptors, and only short frames.
+        A frame longer than `max_bytes` is malformed. All received data is held until a frame is
+        complete, so an untrusted peer should be allowed only short frames and no descriptors.
         """
         sock.setblocking(False)
         self._socket = sock
@@ -61,23 +61,26 @@ class Channel:
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._unsent_bytes = 0
         self.lost_fds = False
-        """Whether descriptors of a message were lost because this process has too many open."""
+        """Whether a message lost its descriptors because this process had too many open."""
 
     def fileno(self) -> int:
-        """Return the socket's descriptor; -1 once closed."""
+        """Return the socket's descriptor, or -1 once closed."""
         return self._socket.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether `flush` should be called once the socket accepts more."""
+        """Whether `flush` should be called when the socket becomes writable."""
         return bool(self._unsent)
 
     def send(self, message: Mapping[str, object], *fds: int) -> None:
         """Send as much of a message as the socket accepts now, and keep the rest for `flush`.
 
-        The channel owns `fds` from here on, even if this raises: `ValueError` if the message is too
-        large for a frame, `BufferError` if the peer leaves too much unread, `OSError` if it is
-        gone.
+        The channel owns `fds` from here on, even if this call raises an exception.
+
+        Raises:
+            ValueError: the message is too large for a frame.
+            BufferError: the peer has left too much unread.
+            OSError: the peer is gone.
         """
         payload = json.dumps(message, separators=(",", ":")).encode()
         if len(payload) > MAX_FRAME_BYTES:
@@ -91,7 +94,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send as much unsent data as the socket accepts; `OSError` if the peer is gone."""
+        """Send as much unsent data as the socket accepts. Raises `OSError` if the peer is gone."""
         while self._unsent:
             frame, fds = self._unsent[0]
             try:
@@ -108,7 +111,10 @@ class Channel:
                 self._unsent.popleft()
 
     def receive(self) -> bool:
-        """Read arrived data for `next_message`; False if there is none; `EOFError` at the end."""
+        """Read available data for `next_message`.
+
+        Returns False if there was none, and raises `EOFError` at the end of the stream.
+        """
         try:
             data, fds, flags, _ = socket.recv_fds(
                 self._socket, RECEIVE_BYTES, self._max_fds, socket.MSG_CMSG_CLOEXEC
@@ -128,9 +134,9 @@ class Channel:
         return True
 
     def next_message(self) -> Mapping[str, object] | None:
-        """Return the next complete message, if any; may raise `MalformedFrameError`.
+        """Return the next complete message, if any. May raise `MalformedFrameError`.
 
-        Once everything is read, descriptors that were not taken are closed.
+        Once all messages have been returned, descriptors that were not taken are closed.
         """
         if not self._received:
             self._close_fds()
@@ -149,11 +155,11 @@ class Channel:
         return self._decode(payload)
 
     def take_fd(self) -> int | None:
-        """Return the descriptor that came with the message just returned; the caller owns it."""
+        """Return a descriptor sent with the last returned message, or None. The caller owns it."""
         return self._fds.popleft() if self._fds else None
 
     def close(self) -> None:
-        """Close the socket, and every descriptor not yet sent or taken."""
+        """Close the socket and every descriptor that has not been sent or taken."""
         self._socket.close()
         self._close_fds()
         while self._unsent:
@@ -169,7 +175,7 @@ class Channel:
         return message
 
     def _malformed(self, reason: str) -> MalformedFrameError:
-        # It is unknown how many descriptors came with it, and a later request must not get them.
+        # The number of descriptors sent with it is unknown, and later requests must not get them.
         self._close_fds()
         return MalformedFrameError(reason)
 

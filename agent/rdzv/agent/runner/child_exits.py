@@ -1,6 +1,6 @@
-"""How an exit is noticed: `Children` holds a pidfd of every child, and reaps it when it exits.
+"""How exits are detected: `Children` holds a pidfd for every child, and reaps exited children.
 
-A child is held from fork to exit, whether forked by the runner itself or by the zygote.
+A child is tracked from fork to exit, whether it was forked by the runner or by the zygote.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from .spawn import Program
 
 START_SLOW_S = 10.0
-"""After this time, a child that does not run its program is reported on stderr."""
+"""The time after which a child that is not yet running its program is reported on stderr."""
 
 
 class Launch:
-    """A child from its fork until it runs its program, or exits without having run it."""
+    """A child between its fork and the start of its program, or its exit before that."""
 
     def __init__(self, name: str, fd: int, on_run: Callable[[Child], None] | None) -> None:
         self.name = name
-        """Its future role, as shown to the user."""
+        """What the child is going to be, in words for the user."""
         self.fd = fd
-        """The descriptor on which it reports its steps; at end of file it runs its program or is
-        gone.
+        """The descriptor on which the child reports its steps. At end of file, the child is running
+        its program or has exited.
         """
         self.on_run = on_run
         self.slow_at: float | None = time.monotonic() + START_SLOW_S
         self._report = bytearray()
 
     def read(self) -> bool:
-        """Read the child's reports; return whether they are complete."""
+        """Read the child's reports. Returns whether they are complete."""
         try:
             while data := os.read(self.fd, RECEIVE_BYTES):
                 self._report += data
@@ -54,17 +54,17 @@ class Launch:
 
     @property
     def doing(self) -> str:
-        """The last step that it began."""
+        """The last step that the child began."""
         return self._report.rpartition(b"\0")[0].rpartition(b"\0")[2].decode(errors="replace")
 
     @property
     def failure(self) -> str:
-        """The reason why its program cannot run; "" if there is none."""
+        """The reason why the child's program cannot run, or an empty string if it can."""
         return self._report.rpartition(b"\0")[2].decode(errors="replace")
 
 
 class Child:
-    """A child of the runner, until it is reaped. Made by `Children`."""
+    """A child of the runner that has not been reaped. Created by `Children`."""
 
     def __init__(
         self,
@@ -76,21 +76,24 @@ class Child:
     ) -> None:
         self.pid = pid
         self.on_exit = on_exit
-        """Called with the child's exit code, which is negative for a signal."""
+        """Called with the child's exit code, which is negative if a signal killed the child."""
         self.spared = spared
-        """Whether it survives the end of a round."""
+        """Whether the child survives the end of a round."""
         self.launch = launch
         self.pidfd: int | None = None
-        """None if only SIGCHLD announces its exit."""
+        """A pidfd for the child, or None if only SIGCHLD announces its exit."""
         self._exit_code: int | None = None
 
     @property
     def failure(self) -> str:
-        """The reason why its program never ran; "" if there is none."""
+        """The reason why the child's program never ran, or an empty string if it did."""
         return "" if self.launch is None else self.launch.failure
 
     def poll(self) -> int | None:
-        """Reap it if it has exited; return its exit code, negative for a signal, or None."""
+        """Reap the child if it has exited.
+
+        Returns its exit code, which is negative for a signal, or None if it is still running.
+        """
         if self._exit_code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -98,13 +101,13 @@ class Child:
         return self._exit_code
 
     def kill(self) -> None:
-        """Send SIGKILL, unless it has been reaped."""
+        """Send SIGKILL to the child, unless it has been reaped."""
         if self._exit_code is None:
             os.kill(self.pid, signal.SIGKILL)
 
 
 class Children:
-    """The runner's children: started here, watched, and reaped when they exit."""
+    """Starts, watches and reaps the runner's children."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -112,16 +115,16 @@ class Children:
         self._children: dict[int, Child] = {}
         self._launching: list[Child] = []
         self._sigchld: socket.socket | None = None
-        """Readable once a child has exited."""
+        """Becomes readable when a child has exited."""
         self._reap_again_at: float | None = None
 
     def listen(self) -> None:
-        """Receive SIGCHLD from now on."""
+        """Start receiving SIGCHLD."""
         self._sigchld = _sigchld_socket()
         self._loop.watch(self._sigchld.fileno(), self._read_sigchld)
 
     def close(self) -> None:
-        """Close everything opened at the start."""
+        """Close the descriptors that were opened at startup."""
         self._own.close()
         if self._sigchld is not None:
             self._sigchld.close()
@@ -137,10 +140,10 @@ class Children:
         on_run: Callable[[Child], None] | None = None,
         spared: bool = False,
     ) -> Child:
-        """Fork a child to run a program, without waiting for the child.
+        """Fork a child that runs a program, without waiting for the program to start.
 
-        `on_run` is called once it runs, and also if it was killed before. Raises `OSError` if the
-        fork fails.
+        `on_run` is called once the program is running, and also if the child was killed before
+        that. Raises `OSError` if the fork fails.
         """
         fd, reports = os.pipe2(os.O_CLOEXEC)
         launch = Launch(name, fd, on_run)
@@ -159,7 +162,7 @@ class Children:
         return child
 
     def take(self, pid: int, on_exit: Callable[[Child, int], None], *, spared: bool) -> Child:
-        """Watch a child that the zygote has forked; `ProcessLookupError` if there is none."""
+        """Watch a child forked by the zygote. Raises `ProcessLookupError` if it does not exist."""
         if pid in self._children or pid not in self._own.pids():
             raise ProcessLookupError("it died before it ran anything")
         child = Child(pid, on_exit, spared=spared)
@@ -167,7 +170,7 @@ class Children:
         return child
 
     def launching(self) -> set[int]:
-        """Return the pids of children that do not run their programs yet."""
+        """Return the pids of children that are not running their programs yet."""
         return {child.pid for child in self._launching}
 
     def _read_launch(self, child: Child) -> None:
@@ -184,8 +187,8 @@ class Children:
 
     def _watch_exit(self, child: Child) -> None:
         self._children[child.pid] = child
-        # epoll returns pidfds in the order of the exits, so the first failure comes first. Only
-        # children without a pidfd lose that order.
+        # epoll returns pidfds in the order of the exits, so the first failure is handled first.
+        # Only children without a pidfd lose that order.
         with suppress(OSError):
             child.pidfd = os.pidfd_open(child.pid)
             try:
@@ -196,14 +199,14 @@ class Children:
 
     def _notice_exit(self, child: Child) -> None:
         assert child.pidfd is not None
-        self._loop.close_watched(child.pidfd)  # It would stay readable.
+        self._loop.close_watched(child.pidfd)  # It would remain readable.
         child.pidfd = None
         self._reap_child(child)
 
     def _reap_child(self, child: Child) -> None:
         code = child.poll()
         if code is None:
-            return  # A debugger sees it first; SIGCHLD comes when the debugger detaches.
+            return  # A debugger sees the exit first; SIGCHLD arrives when it detaches.
         if child in self._launching:
             self._read_launch(child)
         del self._children[child.pid]
@@ -216,7 +219,7 @@ class Children:
         self._reap_unwatched()
 
     def _reap_unwatched(self) -> None:
-        """Reap exited children without a pidfd, which only SIGCHLD announces."""
+        """Reap exited children that have no pidfd, and so are announced only by SIGCHLD."""
         self._reap_again_at = None
         for child in [child for child in self._children.values() if child.pidfd is None]:
             self._reap_child(child)
@@ -226,7 +229,7 @@ class Children:
             self.reap_again()
 
     def reap_again(self) -> None:
-        """Schedule a check for exits, because a call that may have handled one has failed."""
+        """Schedule another check for exits, because a call that may have handled one failed."""
         self._reap_again_at = time.monotonic() + PAUSE_S
 
     # ------------------------------------------------------------------ time
@@ -239,7 +242,7 @@ class Children:
             yield child.launch.slow_at
 
     def do_due(self, now: float) -> None:
-        """Check for exits again, and report children that start slowly."""
+        """Check for exits again, and report children that are slow to start."""
         if self._reap_again_at is not None and now >= self._reap_again_at:
             self._reap_unwatched()
         for child in self._launching:
@@ -255,35 +258,36 @@ class Children:
     # ------------------------------------------------------------------ killing
 
     def descendants(self) -> list[int]:
-        """List descendants of this process, except spared children and theirs; or `OSError`."""
+        """List this process's descendants, except spared children and theirs."""
         return descendants_of(self._own.pids(), self._spared())
 
     def known(self) -> list[int]:
-        """List children that are not spared, as far as known without asking the kernel."""
+        """List the known children that are not spared, without asking the kernel."""
         return sorted(self._children.keys() - self._spared())
 
     def kill(self, stays: Callable[[int], bool] | None = None) -> list[int]:
-        """Send SIGKILL to all descendants of this process, except spared children; list them.
+        """Send SIGKILL to this process's descendants, except spared children. Returns their pids.
 
-        Children for which `stays` is true stay, with all their descendants. Only the children
-        decide whether anything is left: a descendant becomes a child as soon as its parents are
-        dead. Raises `OSError` if the children cannot be listed, so some may be left.
+        Children for which `stays` returns true survive, with all their descendants. Looking at the
+        children is enough to tell whether any process remains, because a descendant becomes a child
+        as soon as its parents die. Raises `OSError` if the children cannot be listed, in which case
+        some may remain.
         """
         spared = self._spared()
         left = [pid for pid in self._own.pids() if pid not in spared]
         return self._kill(left if stays is None else [pid for pid in left if not stays(pid)])
 
     def kill_family(self, owns: Callable[[int], bool]) -> list[int]:
-        """Send SIGKILL to everything that a dead worker left behind; list it.
+        """Send SIGKILL to all processes that a dead worker left behind. Returns their pids.
 
-        `owns` tells which of the children that were not started here are its descendants. Raises
-        `OSError` if the children cannot be listed.
+        `owns` tells which of the children that were not started here descend from the worker.
+        Raises `OSError` if the children cannot be listed.
         """
         strangers = [pid for pid in self._own.pids() if pid not in self._children]
         return self._kill([pid for pid in strangers if owns(pid)])
 
     def is_known(self, pid: int) -> bool:
-        """Return whether this child was started here, or by the zygote on request."""
+        """Return whether this child was started here, or by the zygote at the runner's request."""
         return pid in self._children
 
     def _kill(self, left: list[int]) -> list[int]:
@@ -304,14 +308,14 @@ class Children:
 
 
 def exit_fields(code: int) -> dict[str, int | None]:
-    """Split an exit code, which is negative for a signal, into exit code and signal."""
+    """Split an exit code, which is negative for a signal, into an exit code and a signal."""
     if code < 0:
         return {"exit_code": None, "signal": -code}
     return {"exit_code": code, "signal": None}
 
 
 def _sigchld_socket() -> socket.socket:
-    """Return a socket that is readable after a child of this process has exited."""
+    """Return a socket that becomes readable when a child of this process has exited."""
     receiver, sender = socket.socketpair()
     receiver.setblocking(False)
     sender.setblocking(False)

@@ -1,11 +1,11 @@
-"""Holds the connections of workers open until their peers have left the round as well.
+"""Holds workers' connections open until their peers have left the round as well.
 
-gloo loses an operation if the peer's end of its connection is reset while it sends, and waits for
-it until the group's timeout. So peers must not see a worker's connections end before their own
-collectives are broken off. A worker sends duplicates of its connections to a socket that nobody
-reads: the kernel keeps them open while they are in its queue, even if the worker is killed. The
-runner never receives them, because it needs no descriptors for them, and a worker's descriptors are
-not to be trusted.
+gloo loses an operation if the peer's end of its connection is reset while gloo is sending, and then
+waits for that operation until the group's timeout. So peers must not see a worker's connections
+close before their own collectives have been interrupted. Each worker sends duplicates of its
+connections to a socket that is never read: while they are in its queue, the kernel keeps them open,
+even if the worker is killed. The runner never receives them, because it has no descriptors to spare
+for them and should not trust a worker's descriptors.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HELD_S = 10.0
-"""How long a worker's connections outlive it; the server tells its peers much sooner."""
+"""How long a worker's connections outlive the worker. The server notifies its peers much sooner."""
 MAX_ENDED = 256
-"""The most dead workers whose connections are held."""
+"""The maximum number of dead workers whose connections are held."""
 
 
 class ConnectionQueue:
     """Holds the connections of one worker."""
 
     def __init__(self) -> None:
-        """Create the queue; `theirs` is the end to send to the worker. Raises `OSError`."""
+        """Create the queue. `theirs` is the end to send to the worker. May raise `OSError`."""
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.setblocking(False)
 
@@ -41,12 +41,12 @@ class ConnectionQueue:
                 pass
 
     def close(self) -> None:
-        """Release all connections, and take no more."""
+        """Release all connections and accept no more."""
         self._ours.close()
 
 
 class HeldConnections:
-    """Holds the queues of workers that have ended, each for another `HELD_S`."""
+    """Holds the queues of workers that have ended, each for `HELD_S` after the worker's end."""
 
     def __init__(self) -> None:
         self._ended: deque[tuple[float, ConnectionQueue]] = deque()
@@ -58,11 +58,11 @@ class HeldConnections:
         self._ended.append((time.monotonic() + HELD_S, queue))
 
     def wake_times(self) -> Iterator[float]:
-        """Yield when `do_due` has something to do."""
+        """Yield the time at which `do_due` has something to do, if any."""
         if self._ended:
             yield self._ended[0][0]
 
     def do_due(self, now: float) -> None:
-        """Release the queues whose time is up."""
+        """Release the queues that have been held long enough."""
         while self._ended and self._ended[0][0] <= now:
             self._ended.popleft()[1].close()

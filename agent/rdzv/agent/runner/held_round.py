@@ -1,4 +1,4 @@
-"""The round that the runner holds: its workers, and when each of them is killed."""
+"""The round that the runner holds: its workers, and the times at which they are killed."""
 
 from __future__ import annotations
 
@@ -19,50 +19,52 @@ if TYPE_CHECKING:
 
 
 class Round:
-    """A round, from its start until each of its workers is gone or parked."""
+    """A round, from its start until all its workers are gone or parked."""
 
     def __init__(self, number: int, *, has_links: bool = False) -> None:
-        """With `has_links` its workers get links, so that they can be kept."""
+        """Create a round with no workers yet. `has_links` gives them links, so they can be kept."""
         self.number = number
         self.has_links = has_links
         self.pids: dict[int, int] = {}
-        """The workers that have been started, by local_rank."""
+        """The pids of the workers that have been started, by local_rank."""
         self.running: set[int] = set()
-        """The workers, by pid, that have not exited."""
+        """The pids of the workers that have not exited."""
         self.exited: set[int] = set()
-        """The workers, by pid, that have exited; others may still be in their process groups."""
+        """The pids of the workers that have exited; other processes may remain in their process
+        groups.
+        """
         self.links: dict[int, WorkerLink] = {}
-        """The links of the workers that run, by pid."""
+        """The links of the running workers, by pid."""
         self.failed = False
-        """Whether one of its workers could not be started."""
+        """Whether a worker of the round could not be started."""
         self.signals_sent: set[int] = set()
         self.notified_by: int | None = None
-        """The signal that notified its workers that the node is about to leave."""
+        """The signal that notified the workers that the node is about to leave, if one was sent."""
         self.kill_at: float | None = None
-        """When the grace of the stop is over; None if no stop was requested."""
+        """When the stop's grace period ends; None if no stop was requested."""
         self.fenced = False
-        """Whether it has reached the fence."""
+        """Whether the round has reached the fence."""
         self.keeps = False
-        """Whether parked workers stay when it ends."""
+        """Whether parked workers remain when the round ends."""
         self._killed: set[int] = set()
-        """The workers, by pid, that were killed before the others."""
+        """The pids of the workers that were killed before the others."""
 
     def add(self, child: Child, link: WorkerLink | None) -> None:
-        """Add a worker, with its link."""
+        """Add a worker and its link, if it has one."""
         self.running.add(child.pid)
         if link is not None:
             link.child = child
             self.links[child.pid] = link
 
     def forget(self, child: Child) -> bool:
-        """Remove a worker that has exited; return whether it ended by itself.
+        """Remove a worker that has exited. Returns whether it exited by itself.
 
-        It did if nothing was sent to it except the request to park, and it still had time to do so.
+        It did if it received nothing but the request to park, and still had time to do so.
         """
         self.running.discard(child.pid)
         link = self.links.pop(child.pid, None)
         if link is not None:
-            link.read()  # It may have reported a suspect, or parked, before it was killed.
+            link.read()  # It may have parked or reported a failure before it was killed.
             link.close()
         if self.notified_by is not None or child.pid in self._killed:
             return False
@@ -74,13 +76,13 @@ class Round:
 
     @property
     def is_to_be_killed(self) -> bool:
-        """Whether a stop was requested, and its grace is over or no worker is left to use it."""
+        """Whether a stop was requested, and its grace is over or no worker still needs it."""
         if self.kill_at is None:
             return False
         return time.monotonic() >= max(self._deadlines().values(), default=0.0)
 
     def _deadlines(self) -> dict[int, float]:
-        """Return when each worker that has not parked is killed, by pid."""
+        """Return the times at which workers that have not parked are killed, by pid."""
         if self.kill_at is None:
             return {}
         deadlines = dict.fromkeys(self.running, self.kill_at)
@@ -94,9 +96,9 @@ class Round:
     # ------------------------------------------------------------------ parking
 
     def begin_parking(self, keep_s: float, not_kept: Collection[int]) -> None:
-        """Ask the workers that can be kept to park; kill those in `not_kept`, by local_rank."""
+        """Ask workers that can be kept to park; kill those whose local_rank is in `not_kept`."""
         if self.kill_at is not None:
-            return  # It is ending already. A later stop keeps none that the first one does not.
+            return  # It is already ending. A later stop keeps no more workers than the first.
         self.keeps = True
         for link in self.links.values():
             if link.local_rank in not_kept:
@@ -108,17 +110,17 @@ class Round:
                     link.ask_to_park()
 
     def parking(self) -> set[int]:
-        """Return the workers, by pid, that were asked to park."""
+        """Return the pids of the workers that were asked to park."""
         return {link.pid for link in self.links.values() if link.kill_at is not None}
 
     def parked(self) -> list[WorkerLink]:
-        """Return the links of the workers that have parked and stay."""
+        """Return the links of the workers that have parked and remain."""
         if not self.keeps:
             return []
         return [link for link in self.links.values() if link.parked is not None and link.is_open]
 
     def keep_none(self) -> set[int]:
-        """Keep no worker; return the pids of those that have parked or were asked to."""
+        """Stop keeping workers. Returns the pids of those that have parked or were asked to."""
         self.keeps = False
         parking = set()
         for link in self.links.values():
@@ -129,7 +131,7 @@ class Round:
         return parking
 
     def verify_parked(self, agent: AgentLink) -> None:
-        """Give up parked workers that still have a connection to the round."""
+        """Give up any parked workers that are still connected to the round."""
         for link in self.parked():
             if to := link.connected_to():
                 link.close()
@@ -144,7 +146,7 @@ class Round:
                 yield at
 
     def kill_late(self, now: float, agent: AgentLink) -> None:
-        """Kill workers that have not parked in time, or not ended while others may still park."""
+        """Kill workers that missed the deadline to park, or to exit while others may still park."""
         if not self.keeps:
             return
         for link in self.links.values():

@@ -1,4 +1,4 @@
-"""Starts a round in a parked worker: opens its output files, and sends it the order to go on."""
+"""Brings a parked worker into a round: opens its output files and orders it to continue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class KeptStart:
-    """One parked worker that is to enter a round, until its order has been sent.
+    """A parked worker that is about to enter a round, until its order has been sent.
 
     If the round ends before that, the worker stays parked.
     """
@@ -40,7 +40,7 @@ class KeptStart:
         self._link = link
 
     def begin(self) -> None:
-        """Have a child open the files, with the rights of the account, and send the order."""
+        """Open the output files in a child, with the account's rights, and send the order."""
         spec = self._spec
         if spec.stdout is None and spec.stderr is None:
             self._go(())

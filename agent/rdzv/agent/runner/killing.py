@@ -1,9 +1,9 @@
 """How workers are killed: `Killing.advance` sends SIGKILL to all processes of an ending round.
 
-It does so when a stop's grace is over or no worker is left, when a worker could not be started, at
-the fence, and when the runner shuts down. It repeats this until nothing is left. The runner is a
-child subreaper, so it inherits daemons, and no process escapes. Only parked workers, and processes
-that they have started, stay.
+It does so when a stop's grace period is over or no worker remains, when a worker could not be
+started, at the fence, and when the runner shuts down, and repeats it until no process remains. The
+runner is a child subreaper, so it inherits daemons and no process escapes. Only parked workers, and
+processes that they have started, survive.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STUCK_AFTER_S = 5.0
 
 
 class Killing:
-    """Ends rounds, and finally everything."""
+    """Kills the processes of ending rounds, and of the runner when it shuts down."""
 
     def __init__(
         self,
@@ -38,16 +38,16 @@ class Killing:
         self._workers = workers
         self._forks = forks
         self._since: float | None = None
-        """When the present kill began; None if there is none."""
+        """When the current kill began; None if there is none."""
         self._reported = False
 
     @property
     def goes_on(self) -> bool:
-        """Whether a kill must be repeated because processes are left."""
+        """Whether a kill must be repeated because some processes remain."""
         return self._since is not None
 
     def advance(self) -> bool:
-        """Kill what must be killed; return whether everything has ended and nothing is left."""
+        """Kill whatever must be killed. Returns whether the runner is finished."""
         if self._since is None:
             held = self._workers.round
             if not (self._loop.shutting_down or (held is not None and held.is_to_be_killed)):
@@ -58,7 +58,7 @@ class Killing:
                 self._forks.drop(self._forks.wanted())
         try:
             left = self._children.kill(self._workers.stays)
-        except OSError:  # They are listed again, as after any other kill.
+        except OSError:  # They will be listed again, as after any other kill.
             self._report_survivors(self._children.known())
             return False
         if left:
@@ -75,5 +75,5 @@ class Killing:
         self._reported = True
         if self._workers.round is not None:
             self._agent.emit("stuck", round=self._workers.round.number, pids=left)
-            # The node is given up, so nothing would let its parked workers continue.
+            # The node is given up, so its parked workers could never continue.
             self._workers.round.keep_none()

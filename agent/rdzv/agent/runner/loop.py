@@ -1,4 +1,4 @@
-"""The loop that calls a function when its descriptor can be read. The runner has one thread."""
+"""The runner's event loop, which calls a function when its descriptor becomes readable."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ if TYPE_CHECKING:
     from .channel import Channel
 
 PAUSE_S = 0.25
-"""The delay before a call that failed for lack of descriptors or memory is repeated."""
+"""How long to wait before retrying a call that failed for lack of descriptors or memory."""
 
 
 class Loop:
-    """The watched descriptors, and the function to call for each."""
+    """Watches descriptors and calls the function registered for each."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self.shutting_down = False
-        """Whether everything is ending, so that nothing new is started."""
+        """Whether everything is ending, in which case nothing new is started."""
 
     def watch(self, fd: int, call: Callable[[], object]) -> None:
-        """Call a function when a descriptor can be read; `OSError` if it cannot be watched."""
+        """Call a function whenever a descriptor is readable. May raise `OSError`."""
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def watch_channel(self, channel: Channel) -> None:
-        """Also watch a watched channel for writing while it has unsent bytes."""
+        """Watch a channel for writing, in addition to reading, while it has unsent bytes."""
         key = self._selector.get_key(channel.fileno())
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
         if key.events != mask:
             self._selector.modify(channel.fileno(), mask, key.data)
 
     def unwatch(self, fd: int) -> None:
-        """Stop watching a descriptor, before it is closed; do nothing if it is not watched."""
+        """Stop watching a descriptor before it is closed. Does nothing if it is not watched."""
         with suppress(KeyError):
             self._selector.unregister(fd)
 
     def close_watched(self, fd: int) -> None:
-        """Stop watching a descriptor, and close it."""
+        """Stop watching a descriptor and close it."""
         self.unwatch(fd)
         os.close(fd)
 
     def wait(self, timeout_s: float | None) -> Iterator[Callable[[], object]]:
         """Wait until descriptors are readable, and yield the function registered for each."""
         for key, _ in self._selector.select(timeout_s):
-            # An earlier call of this batch may have ended the watch over this one.
+            # An earlier call in this batch may have stopped watching this descriptor.
             if self._selector.get_map().get(key.fd) is key:
                 yield key.data
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching all descriptors."""
         self._selector.close()

@@ -1,8 +1,9 @@
-"""The parked workers: they wait for the next round, or are ending.
+"""The parked workers, which are waiting for the next round or being ended.
 
-A worker is listed here from the end of its round until it enters the next one, or is gone with all
-its descendants. Processes started by a parked worker are not killed. A process is matched to a
-worker by its parents, else by its session, else by the mark in its environment.
+A worker is listed here from the end of its round until it enters the next one, or until the worker
+and all its descendants are gone. Processes that a parked worker started are not killed. A process
+is matched to a worker by its parents, otherwise by its session, and otherwise by the mark in its
+environment.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from .worker_links import WorkerLink
 
 CHARGED_GRACE_S = 5.0
-"""The minimum time for a charged suspect to raise its exception and write its traceback."""
+"""The minimum time that a charged suspect has to raise its exception and write its traceback."""
 
 
 class ParkedWorkers:
-    """The parked workers, by local_rank, until each is in a round again or gone.
+    """The parked workers, by local_rank, until they have entered another round or are gone.
 
     Workers that are ending or have exited stay listed until their descendants are gone.
     """
@@ -39,10 +40,10 @@ class ParkedWorkers:
         self._agent = agent
         self._links: dict[int, WorkerLink] = {}
         self._ending: dict[WorkerLink, list[Callable[[], None]]] = {}
-        """The workers that are ending, and the functions to call once they are gone."""
+        """Workers that are ending, and the functions to call once they are gone."""
         self._exited: set[WorkerLink] = set()
         self._says_gone = False
-        """Whether the agent waits to hear that all of them are gone."""
+        """Whether the agent must be notified once all parked workers are gone."""
         self._look_at: float | None = None
 
     def __bool__(self) -> bool:
@@ -53,7 +54,7 @@ class ParkedWorkers:
         return [link for link in self._links.values() if link not in self._ending]
 
     def find(self, local_rank: int) -> WorkerLink | None:
-        """Return the worker with this local_rank, if any, even if it is ending."""
+        """Return the worker with this local_rank, even if it is ending, or None."""
         return self._links.get(local_rank)
 
     def add(self, link: WorkerLink) -> None:
@@ -63,7 +64,7 @@ class ParkedWorkers:
         link.child.on_exit = partial(self._reap_parked, link)
 
     def remove(self, link: WorkerLink, on_exit: Callable[[Child, int], None]) -> None:
-        """Hand a worker over to a round; `on_exit` is called when it exits."""
+        """Hand a worker over to a round, which sets `on_exit` to handle its exit."""
         assert link.child is not None
         del self._links[link.local_rank]
         link.child.on_exit = on_exit
@@ -78,9 +79,9 @@ class ParkedWorkers:
         charged: bool = False,
         then: Callable[[], None] | None = None,
     ) -> None:
-        """End a worker and its descendants, and call `then` when they are gone.
+        """End a worker and its descendants, and call `then` once they are gone.
 
-        A charged worker ends by raising the exception that it has reported.
+        A charged worker ends by raising the exception that it reported.
         """
         if link not in self._ending:
             self._ending[link] = []
@@ -97,12 +98,12 @@ class ParkedWorkers:
             self._ending[link].append(then)
 
     def handle_end(self, request: Mapping[str, object]) -> None:
-        """Handle `end_kept`; a second one may shorten the grace, never lengthen it."""
+        """Handle `end_kept`. A second request may shorten the grace period, but not extend it."""
         grace_s = read_seconds(request, "grace_s", MAX_GRACE_S)
         self.end_all(grace_s, read_numbers(request, "charged"))
 
     def end_all(self, grace_s: float, charged: Collection[int] = ()) -> None:
-        """End all parked workers; the agent is notified when they are gone."""
+        """End all parked workers, and notify the agent when they are gone."""
         self._says_gone = True
         self._look_at = time.monotonic()
         for link in list(self._links.values()):
@@ -126,7 +127,7 @@ class ParkedWorkers:
             yield link.kill_at
 
     def do_due(self, now: float) -> None:
-        """Kill workers whose grace is over, and processes that exited workers left behind."""
+        """Kill workers whose grace period is over, and processes left behind by exited workers."""
         self._look_at = None
         for link in list(self._ending):
             if link not in self._exited:
@@ -135,7 +136,7 @@ class ParkedWorkers:
             try:
                 link.left = set(self._children.kill_family(link.has_left))
             except OSError:
-                link.left.add(link.pid)  # They are listed again.
+                link.left.add(link.pid)  # They will be listed again.
             if link.left:
                 self._look_at = now + SWEEP_INTERVAL_S
             else:

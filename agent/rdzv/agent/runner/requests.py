@@ -1,44 +1,43 @@
-"""The agent's requests to the runner, read from JSON and checked.
+"""The agent's requests to the runner, parsed from JSON and validated.
 
-A request that is refused changes nothing, and is answered by `error` (agent_link.py lists the
-events):
+A refused request changes nothing and is answered with `error` (agent_link.py lists the events):
 
     start_workers     {round, workers: [{local_rank, argv, env, cwd, stdout, stderr, cpus,
                                          identity}], warm, keep}
     stop_workers      {round, signal, grace_s, keep_s, not_kept}
-    end_kept          {grace_s, charged}              ends all parked workers
+    end_kept          {grace_s, charged}              end all parked workers
     notify_workers    {round, signal}                 ends nothing by itself
-    start_store_host  {round, argv, env, identity}, and with it a listening socket
+    start_store_host  {round, argv, env, identity}    sent with a listening socket
     stop_store_host   {round}
     renew_fence       {fence_at_ms}
     keep_zygote       {argv, env, cwd, modules, cpus, wait_s, identity, spare_forks,
-                       after_import}                  once
+                       after_import}                  sent once
     hold_snapshots    {limit_bytes, copies}           limit_bytes null: half of the free memory;
-                                                      copies: whether the agent knows of copies
+                                                      copies: whether the agent supports copies
     carry_copies      {argv, env, identity, token, fingerprint, pem}
-                                                      starts the carrier if it does not run, and
-                                                      gives it its token, key and certificate
+                                                      start the carrier if it is not running, and
+                                                      give it its token, key and certificate
     fetch_copies      {mark, sources: [{node_id, address, port, token, fingerprint,
                                         snapshots: [{local_rank, copy_of, mark, shard, bytes,
                                                      digest}]}]}
-                                                      fetches the copies of one mark for this node
+                                                      fetch copies for one mark to this node
     watermark         {lineage, step, series, given_up: [lineage, step]}
-                                                      all parts of this step are saved; of no later
-                                                      step up to `given_up`, which may be missing
+                                                      all parts of this step are saved; no later
+                                                      step up to `given_up` (optional) will have all
     write_snapshots   {argv, env, cwd, identity, lineage, step, series}
-                                                      writes this node's parts of the step to disk
-    serve             {socket, orphan_timeout_s, grace_s}         only the first path counts
+                                                      write this node's parts of the step to disk
+    serve             {socket, orphan_timeout_s, grace_s}         only the first socket is used
     keep              {name, value}
     heard             {number}
     adopt             {}
     shutdown          {}
 
-`env` is a whole environment. `cwd`, `stdout`, `stderr`, `cpus` and `identity` are null if a process
-gets those of the agent.
+`env` is a complete environment. If `cwd`, `stdout`, `stderr`, `cpus` or `identity` is null, the
+process gets the agent's own.
 
-`keep` is {kept, source, step, charged, grace_s}. `kept` lists the parked workers, by local_rank,
-that take part in the round; the others are ended first, and then replaced. `keep` is null or
-missing if workers are never kept. With `keep_s` workers have that time to park, except those in
+`keep` is {kept, source, step, charged, grace_s}. `kept` lists the local_ranks of the parked workers
+that take part in the round; the others are ended first and then replaced. If workers are never
+kept, `keep` is null or missing. With `keep_s`, workers have that long to park, except those in
 `not_kept`.
 """
 
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 PROTOCOL_VERSION = 2
-"""The version of requests and events. An agent adopts runners of its own version and older ones."""
+"""The version of the requests and events. An agent adopts runners of its own version or older."""
 
 MAX_GRACE_S = 7 * 24 * 3600.0
 MAX_ORPHAN_TIMEOUT_S = 24 * 3600.0
@@ -68,16 +67,16 @@ MAX_SPARE_FORKS = 1024
 
 
 class RequestError(Exception):
-    """The agent has requested something that cannot be done; nothing has changed."""
+    """Raised if a request from the agent cannot be carried out. Nothing has been changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """How to start one worker; `env` is its whole environment.
+    """How to start a worker. `env` is its complete environment.
 
-    `stdout` and `stderr` are files to append to. `cpus` are the CPUs that it may run on. None means
-    those of the agent, as it does for `cwd` and `identity`. A worker with a `zygote` is forked from
-    it, if the zygote is ready by then.
+    `stdout` and `stderr` are files to append to, and `cpus` are the CPUs that the worker may run
+    on. None means the agent's own, as it does for `cwd` and `identity`. A worker with a `zygote` is
+    forked from it, if the zygote is ready by then.
     """
 
     local_rank: int
@@ -93,13 +92,13 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ZygoteSpec:
-    """How to start a zygote: as a worker whose script never runs, with `modules` imported.
+    """How to start a zygote: like a worker, but with `modules` imported and without its script.
 
-    `argv` and `env` are the ones shared by all workers: the command line without the script's own
-    arguments, and the environment without the variables in which workers differ. `wait_s` is how
-    long workers may wait while it imports; with 0 they start cold meanwhile. `spare_forks` is the
-    number of forks that are made before they are needed. With `after_import` it is only for
-    restarts, and starts once workers have imported torch.
+    `argv` and `env` are the parts shared by all workers: the command line without the script's own
+    arguments, and the environment without the variables that differ between workers. `wait_s` is
+    how long workers may wait for the zygote's imports; with 0 they start cold in the meantime.
+    `spare_forks` is the number of forks that are made before they are needed. With `after_import`,
+    the zygote is only for restarts, and starts once workers have imported torch.
     """
 
     argv: tuple[str, ...]
@@ -115,7 +114,7 @@ class ZygoteSpec:
 
 @dataclass(frozen=True, slots=True)
 class StoreHostSpec:
-    """How to start a round's store host; for a cold start its descriptors follow `argv`."""
+    """How to start a round's store host. A cold start appends its descriptors to `argv`."""
 
     round: int
     argv: tuple[str, ...]
@@ -125,22 +124,22 @@ class StoreHostSpec:
 
 @dataclass(frozen=True, slots=True)
 class KeepSpec:
-    """Which of the parked workers take part in a round."""
+    """Which of the parked workers take part in a round, and how."""
 
     kept: tuple[int, ...]
-    """Their local_ranks."""
+    """The local_ranks of the workers that take part."""
     source: int | None
-    """RANK of the worker whose state the others take over."""
+    """The RANK of the worker from which the others take their state."""
     step: int | None
     """The last step that the source has sealed."""
     charged: tuple[int, ...] = ()
-    """The local_ranks of the workers that raise the exception that they have reported."""
+    """The local_ranks of the workers that must raise the exception they reported."""
     grace_s: float = 0.0
-    """The time between SIGTERM and SIGKILL for those that do not take part."""
+    """The time between SIGTERM and SIGKILL for the workers that do not take part."""
 
 
 def read_keep_spec(request: Mapping[str, object]) -> KeepSpec | None:
-    """Parse which parked workers take part in a round; None if workers are never kept."""
+    """Parse which parked workers take part in a round. Returns None if workers are never kept."""
     if request.get("keep") is None:
         return None
     keep = read_field(request, "keep", dict)
@@ -154,7 +153,7 @@ def read_keep_spec(request: Mapping[str, object]) -> KeepSpec | None:
 
 
 def read_numbers(request: Mapping[str, object], name: str) -> tuple[int, ...]:
-    """Parse a list of numbers, empty if missing."""
+    """Parse a list of numbers, which is empty if missing."""
     numbers = request.get(name) or []
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
         raise RequestError(f"{name}: expected numbers, got {numbers!r:.80}")
@@ -162,7 +161,7 @@ def read_numbers(request: Mapping[str, object], name: str) -> tuple[int, ...]:
 
 
 def read_worker_specs(request: Mapping[str, object]) -> list[WorkerSpec]:
-    """Parse how to start the workers of a round."""
+    """Parse the specifications of a round's workers."""
     specs = [_read_worker_spec(item) for item in read_field(request, "workers", list)]
     if not specs:
         raise RequestError("workers: the list is empty")
@@ -187,7 +186,7 @@ def _read_worker_spec(worker: object) -> WorkerSpec:
 
 
 def read_zygote_spec(request: Mapping[str, object]) -> ZygoteSpec:
-    """Parse how to start the zygote."""
+    """Parse the specification of the zygote."""
     modules = read_field(request, "modules", list)
     if not all(isinstance(name, str) for name in modules):
         raise RequestError(f"modules: expected strings, got {modules!r:.80}")
@@ -205,7 +204,7 @@ def read_zygote_spec(request: Mapping[str, object]) -> ZygoteSpec:
 
 
 def read_store_host_spec(request: Mapping[str, object]) -> StoreHostSpec:
-    """Parse how to start a store host."""
+    """Parse the specification of a store host."""
     return StoreHostSpec(
         round=read_field(request, "round", int),
         argv=tuple(read_argv(request)),
@@ -215,7 +214,7 @@ def read_store_host_spec(request: Mapping[str, object]) -> StoreHostSpec:
 
 
 def read_seconds(request: Mapping[str, object], name: str, most: float) -> float:
-    """Parse a number of seconds, at most `most`."""
+    """Parse a number of seconds, which may be at most `most`."""
     seconds = request.get(name)
     # Written so that NaN, which compares as False, is refused.
     if not isinstance(seconds, int | float) or not 0 <= seconds <= most:
@@ -224,7 +223,7 @@ def read_seconds(request: Mapping[str, object], name: str, most: float) -> float
 
 
 def read_fence_at_ms(request: Mapping[str, object]) -> int:
-    """Parse the time of a fence."""
+    """Parse the fence's time."""
     at_ms = read_field(request, "fence_at_ms", int)
     if not 0 < at_ms <= MAX_FENCE_AT_MS:
         raise RequestError(f"fence_at_ms: expected 1 to {MAX_FENCE_AT_MS}, got {at_ms!r:.80}")
@@ -232,7 +231,7 @@ def read_fence_at_ms(request: Mapping[str, object]) -> int:
 
 
 def read_socket_path(request: Mapping[str, object]) -> Path:
-    """Parse the path of a socket to listen on."""
+    """Parse the path of the socket to listen on."""
     path = Path(read_field(request, "socket", str))
     if not path.is_absolute() or not path.name or "\0" in str(path):
         raise RequestError(f"socket: expected an absolute path, got {str(path)!r:.200}")
@@ -240,7 +239,7 @@ def read_socket_path(request: Mapping[str, object]) -> Path:
 
 
 def read_signal(request: Mapping[str, object]) -> int:
-    """Parse the number of a signal."""
+    """Parse a signal number."""
     signum = read_field(request, "signal", int)
     if signum not in signal.valid_signals():
         raise RequestError(f"signal: there is no signal {signum}")
@@ -248,7 +247,7 @@ def read_signal(request: Mapping[str, object]) -> int:
 
 
 def read_field(request: Mapping[str, object], name: str, kind: type[T]) -> T:
-    """Return a required field of a given type."""
+    """Return a required field, which must have the given type."""
     value = request.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise RequestError(f"{name}: expected {kind.__name__}, got {value!r:.80}")
@@ -256,7 +255,7 @@ def read_field(request: Mapping[str, object], name: str, kind: type[T]) -> T:
 
 
 def read_identity(request: Mapping[str, object]) -> Identity | None:
-    """Parse the account of a process; None for the agent's own."""
+    """Parse a process's account. Returns None for the agent's own."""
     if request.get("identity") is None:
         return None
     said = read_field(request, "identity", dict)
@@ -291,7 +290,7 @@ def read_argv(request: Mapping[str, object]) -> list[str]:
 
 
 def read_env(request: Mapping[str, object]) -> dict[str, str]:
-    """Parse a whole environment."""
+    """Parse a complete environment."""
     env = read_field(request, "env", dict)
     if not all(isinstance(value, str) for value in env.values()):
         raise RequestError("env: expected strings")
@@ -310,5 +309,5 @@ def _optional_number(request: Mapping[str, object], name: str) -> int | None:
 
 
 def read_optional_text(request: Mapping[str, object], name: str) -> str | None:
-    """Return a text field; None if it is null or missing."""
+    """Return a text field, or None if it is null or missing."""
     return None if request.get(name) is None else read_field(request, name, str)

@@ -1,4 +1,4 @@
-"""The runner's main program: assembles the parts, and calls each in turn."""
+"""The runner's main program, which assembles the parts and calls each in turn."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _CROSS_A_SHUTDOWN = ("heard", "shutdown")
-"""Requests that may come after a shutdown: a refusal is answered by another one."""
+"""Requests that may still arrive after a shutdown. They are not refused, because the agent would
+respond to a refusal with another request.
+"""
 
 
 class Runner:
-    """Carries out the agent's requests, and reports events, until shut down or orphaned."""
+    """Handles the agent's requests and reports events, until shut down or orphaned."""
 
     def __init__(self, agent: Channel) -> None:
         self._loop = loop = Loop()
@@ -75,23 +77,23 @@ class Runner:
             "heard": self.agent.forget_confirmed,
             "shutdown": self._shut_down,
         }
-        """The handler of each request, by its type."""
+        """The handler for each request, by request type."""
 
     def run(self) -> None:
-        """Serve until everything is shut down, or the agent is lost and everything killed."""
+        """Run until shut down, or until the agent is lost and all processes have been killed."""
         self._children.listen()
         self._loop.watch(self._fence.fileno(), self._check_fence)
         while not self._finished:
             for call in self._loop.wait(self._timeout_s()):
                 self._attempt(call)
             self._attempt(self._do_what_is_due)
-            # At the end of a turn, so that workers requested together are forked together.
+            # Done at the end of a turn, so that workers requested together are forked together.
             self._attempt(self.forks.fork_wanted)
             self._attempt(self._advance)
         self.close()
 
     def close(self) -> None:
-        """Close everything that a runner opens at its start, and its agents' sockets."""
+        """Close everything the runner opened at startup, and its sockets to agents."""
         self.next_agent.close()
         self.agent.disconnect()
         self.forks.restarts.close()
@@ -101,11 +103,11 @@ class Runner:
         self._children.close()
 
     def _attempt(self, call: Callable[[], object]) -> None:
-        """Call a function; report an unexpected `OSError` once, for the agent to decide."""
+        """Call a function, and report its first unexpected `OSError` to the agent."""
         try:
             call()
         except OSError as error:
-            # The function may have been handling an exit, which nothing will announce again.
+            # The function may have been handling an exit, which will not be announced again.
             self._children.reap_again()
             if not self._reported_error:
                 self._reported_error = True
@@ -133,7 +135,7 @@ class Runner:
         self._workers.do_due(now)
 
     def _advance(self) -> None:
-        """Advance the end of the round, or the shutdown, as far as possible now."""
+        """Continue ending the round, or shutting down, as far as currently possible."""
         self._finished = self._killing.advance()
         if self.next_agent.gave_up and not (self._loop.shutting_down or self._workers.round):
             self._loop.shutting_down = True
@@ -186,7 +188,7 @@ class Runner:
             "parked": [link.describe() for link in self._workers.parked.waiting()],
             "store_hosts": self._store_hosts.rounds(),
             "zygote": self.forks.zygote.spec is not None,
-            # Agents of the former release ask for snapshots only with these two.
+            # Agents of the previous release request snapshots only if these two are set.
             "snapshots": True,
             "writes_snapshots": True,
             "carries_copies": True,
@@ -194,7 +196,7 @@ class Runner:
 
 
 def main(fd: int) -> None:
-    """Run as the runner of the agent at the other end of a socket."""
+    """Run as the runner for the agent at the other end of a socket."""
     if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
         sys.exit("rdzv: /proc does not list children; the kernel needs CONFIG_PROC_CHILDREN")
     os.set_inheritable(fd, False)
@@ -205,6 +207,6 @@ def main(fd: int) -> None:
     try:
         Runner(Channel(socket.socket(fileno=fd))).run()
     except BaseException:
-        # Leave no process behind.
+        # Leave no processes behind.
         sweep_descendants()
         raise

@@ -1,11 +1,11 @@
-"""Copies of other nodes' snapshots: memory for them, and the process that fetches and sends them.
+"""Copies of other nodes' snapshots: their memory, and the process that fetches and sends them.
 
-The process is snapshot_carrier.py of the agent's job programs. It runs as the job's account, starts
-when the agent asks for it, outlives its round, and ends with the runner. The runner itself opens no
-connection, and reads no copy.
+That process is snapshot_carrier.py, one of the agent's job programs. It runs under the job's
+account, starts at the agent's request, outlives its round, and ends with the runner. The runner
+itself opens no connections and reads no copies.
 
-All copies are of one mark. Those of a newer mark are fetched into other memory, so a fetch that
-fails damages no complete copy. The older copies are dropped once the newer ones are complete, or
+All copies belong to one mark. Copies of a newer mark are fetched into separate memory, so a failed
+fetch damages no complete copy. The older copies are dropped once the newer ones are complete, or
 once a newer mark is whole on all nodes.
 """
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from .snapshot_slots import SnapshotSlots
 
 MAX_COPIES = 200
-"""The descriptors of a fetch must fit into one message."""
+"""The maximum number of copies in a fetch, whose descriptors must fit into one message."""
 MAX_COPIES_OF_WORKER = 16
-"""The most copies that a worker is given; the server asks for three."""
+"""The maximum number of copies given to a worker; the server asks for three."""
 _MAX_FRAME_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A snapshot of another node that this node is to copy."""
+    """Another node's snapshot that this node is to copy."""
 
     local_rank: int
-    """The worker of this node that the copy is meant for."""
+    """The worker on this node for which the copy is intended."""
     copy_of: int
     snapshot: SavedSnapshot
 
@@ -56,10 +56,10 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Copies:
-    """The copies of one mark, complete or being fetched."""
+    """The copies for one mark, either complete or being fetched."""
 
     mark: Mapping[str, object]
-    """The mark as the agent sent it."""
+    """The mark as sent by the agent."""
     all: list[_Copy] = field(default_factory=list)
 
     @property
@@ -75,16 +75,16 @@ class SnapshotCopies:
         self._children = children
         self._slots = slots
         self._kept: _Copies | None = None
-        """The newest mark whose requested copies are all complete."""
+        """The copies for the newest mark whose requested copies are all complete."""
         self._coming: _Copies | None = None
-        """A newer mark, which is being fetched."""
+        """The copies for a newer mark, which are being fetched."""
         self._spare: list[int] = []
-        """Memory without a copy, to be reused."""
+        """Memory that holds no copy and can be reused."""
         self._carrier: Child | None = None
         self._channel: Channel | None = None
         self._port: int | None = None
         self._said: Mapping[str, str] = {}
-        """The token and fingerprint that the carrier was last given."""
+        """The token and fingerprint that were last given to the carrier."""
         self._fetches = 0
         self._missing: Mapping[str, object] | None = None
 
@@ -95,11 +95,11 @@ class SnapshotCopies:
         return sum(os.fstat(fd).st_size for fd in self._fds())
 
     def untouched(self) -> int:
-        """Return how many of the reserved bytes have no page yet."""
+        """Return the number of reserved bytes that have no page yet."""
         return self.reserved() - sum(512 * os.fstat(fd).st_blocks for fd in self._fds())
 
     def free(self) -> bool:
-        """Free the memory without a copy; return whether there was any."""
+        """Free memory that holds no copy. Returns whether there was any."""
         if not self._spare:
             return False
         close_fds(self._spare)
@@ -107,28 +107,28 @@ class SnapshotCopies:
         return True
 
     def described(self) -> dict[str, object]:
-        """Return the fields of `snapshots_held` that concern the copying itself."""
+        """Return the fields of `snapshots_held` that describe the copying itself."""
         carrier = None if self._port is None else {"port": self._port, **self._said}
         return {"carrier": carrier, "missing": self._missing}
 
     def held(self) -> list[dict[str, object]]:
-        """List the complete copies in the form of `snapshots_held`."""
+        """List the complete copies, in the format of `snapshots_held`."""
         return [
             {"local_rank": one.local_rank, "copy_of": one.copy_of, **asdict(one.snapshot)}
             for one in (copy.of for copy in self._there())
         ]
 
     def for_worker(self, local_rank: int) -> list[int]:
-        """Duplicate the descriptors of the copies that are meant for a worker."""
+        """Duplicate the descriptors of the copies intended for a worker."""
         fds = [one.fd for one in self._there() if one.of.local_rank == local_rank]
         return list(dup_fds(*fds[:MAX_COPIES_OF_WORKER]))
 
     def send_slots(self, local_rank: int, size: int, fds: list[int]) -> None:
-        """Give the carrier the slots of a worker, so that it can send what they hold."""
+        """Give the carrier a worker's slots, so it can send their contents."""
         self._tell({"type": "slots", "local_rank": local_rank, "bytes": size}, *dup_fds(*fds))
 
     def drop_after(self, step: int) -> None:
-        """Drop the copies of later steps, complete or not; their memory is reused."""
+        """Drop copies of later steps, complete or not, and keep their memory for reuse."""
         if self._kept is not None and read_field(self._kept.mark, "step", int) > step:
             self._give_up_kept()
         if self._coming is not None and read_field(self._coming.mark, "step", int) > step:
@@ -136,7 +136,7 @@ class SnapshotCopies:
         self._missing = None
 
     def close(self) -> None:
-        """Free everything."""
+        """Free all copies and end the carrier."""
         close_fds(self._fds())
         self._kept = self._coming = None
         self._spare = []
@@ -145,13 +145,13 @@ class SnapshotCopies:
     # ------------------------------------------------------------------ the agent's requests
 
     def carry(self, request: Mapping[str, object]) -> None:
-        """Handle `carry_copies`: start the carrier if there is none, and give it credentials."""
+        """Handle `carry_copies`: start the carrier if necessary, and give it its credentials."""
         argv, env = tuple(read_argv(request)), read_env(request)
         identity, pem = read_identity(request), read_field(request, "pem", str)
         token = read_field(request, "token", str)
         self._said = {"token": token, "fingerprint": read_field(request, "fingerprint", str)}
         if self._channel is None and self._carrier is not None:
-            return  # It is being killed. The agent is told once it is gone.
+            return  # It is being killed. The agent is notified once it is gone.
         if self._channel is None:
             try:
                 self._start(Program(argv=argv, env=env, identity=identity))
@@ -164,7 +164,7 @@ class SnapshotCopies:
         self._slots.tell()
 
     def fetch(self, request: Mapping[str, object]) -> None:
-        """Handle `fetch_copies`; the result is in the next `snapshots_held`."""
+        """Handle `fetch_copies`. The next `snapshots_held` reports the result."""
         mark = read_field(request, "mark", dict)
         sources = [_read_source(one) for one in read_field(request, "sources", list)]
         wanted = [one for _, snapshots in sources for one in snapshots]
@@ -194,17 +194,17 @@ class SnapshotCopies:
             for source, snapshots in sources
         ]
         self._tell({"type": "fetch", "id": self._fetches, "sources": asked}, *fds)
-        # The memory left over has sizes that no snapshot has any more.
+        # The remaining memory has sizes that snapshots no longer have.
         self.free()
 
     def _memory_for(self, size: int) -> int:
-        """Return memory for a copy, reused if any fits, else new."""
+        """Return memory for a copy, reusing a file that fits or else creating a new one."""
         fitting = [fd for fd in self._spare if os.fstat(fd).st_size >= size]
         if fitting:
             fd = min(fitting, key=lambda one: os.fstat(one).st_size)
             self._spare.remove(fd)
             return fd
-        larger = size + size // 16 + (1 << 20)  # Plain values grow.
+        larger = size + size // 16 + (1 << 20)  # Plain values may grow.
         self._slots.refuse_too_large("a copy needs", larger)
         return memory_file("rdzv copy", larger)
 
@@ -287,7 +287,7 @@ class SnapshotCopies:
             self._hang_up(f"the process that fetches them has ended: {how}")
 
     def _hang_up(self, reason: str = "the process that fetches them closed its socket") -> None:
-        """Close the carrier's socket and kill it; the fetch that it was doing has failed."""
+        """Close the carrier's socket and kill the carrier. A fetch in progress has failed."""
         if self._channel is not None:
             if reason:
                 write_line(f"no copies of snapshots are exchanged: {reason}")
@@ -330,7 +330,7 @@ class SnapshotCopies:
 
 
 def _read_source(said: object) -> tuple[dict[str, object], list[Wanted]]:
-    """Parse a node, and the snapshots to fetch from it."""
+    """Parse a node and the snapshots to fetch from it."""
     if not isinstance(said, dict):
         raise RequestError(f"sources: expected objects, got {said!r:.80}")
     names = ("node_id", "address", "token", "fingerprint")

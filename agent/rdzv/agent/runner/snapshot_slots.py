@@ -1,15 +1,15 @@
-"""The memory for snapshots: two slots for each LOCAL_RANK, which outlive workers and agents.
+"""Memory for snapshots: two slots per LOCAL_RANK, which outlive workers and agents.
 
 A slot is a memfd whose size is sealed. A worker requests its two slots over its link
-(worker_links.py), writes its state into one and the other in turn, and reports each snapshot. The
-runner never reads a slot: it only records the reports, for the agent. A worker that is started
-later as the same LOCAL_RANK gets the same slots. They are freed when the runner ends, and have no
-name by which another process could open them.
+(worker_links.py), writes its state into the two alternately, and reports each snapshot. The runner
+never reads a slot; it only records the reports for the agent. A worker started later with the same
+LOCAL_RANK gets the same slots. Slots are freed when the runner ends, and have no name by which
+another process could open them.
 
-Copies of other nodes' snapshots are kept beside them (snapshot_copies.py).
+Copies of other nodes' snapshots are kept separately (snapshot_copies.py).
 
-The worker allocates the pages, in a thread, since that takes about a second for each gigabyte and
-would block the runner. So slots count as used from the moment they are handed over.
+The worker allocates the pages in a thread, because that takes about one second per gigabyte and
+would block the runner. Slots therefore count as used from the moment they are handed over.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class NoSlotsError(Exception):
-    """No slots can be given; the message says why."""
+    """Raised if no slots can be provided; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class Slots:
     """The two slots of one LOCAL_RANK."""
 
     def __init__(self, size: int) -> None:
-        """Create both slots; `OSError` if that fails."""
+        """Create both slots. Raises `OSError` if that fails."""
         self.size = size
         self.fds: list[int] = []
         self.snapshots: list[SavedSnapshot | None] = [None] * SLOTS
         self.is_used = False
-        """Whether a worker has reported anything in them."""
+        """Whether a worker has reported anything in these slots."""
         try:
             for number in range(SLOTS):
                 self.fds.append(memory_file(f"rdzv snapshot {number}", size))
@@ -75,17 +75,17 @@ class Slots:
 
     @property
     def untouched(self) -> int:
-        """How many of the bytes have no page yet."""
+        """The number of bytes that have no page yet."""
         return SLOTS * self.size - sum(512 * os.fstat(fd).st_blocks for fd in self.fds)
 
     def close(self) -> None:
-        """Close the descriptors; the kernel frees the memory once no worker has it mapped."""
+        """Close the descriptors. The kernel frees the memory once no worker maps it."""
         close_fds(self.fds)
         self.fds = []
 
 
 def memory_file(name: str, size: int) -> int:
-    """Create a memfd whose size is sealed; `OSError` if that fails."""
+    """Create a memfd of sealed size. Raises `OSError` if that fails."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -97,26 +97,26 @@ def memory_file(name: str, size: int) -> int:
 
 
 class SnapshotSlots:
-    """The slots of all workers of this runner."""
+    """Manages the slots of all workers of this runner."""
 
     def __init__(self, agent: AgentLink, free: Callable[[], int | None] = free_bytes) -> None:
-        """Report to `agent` once it asks; `free` returns the free memory, None if unknown."""
+        """Report to `agent` on request. `free` returns the free memory, or None if unknown."""
         self._agent = agent
         self._free = free
         self._slots: dict[int, Slots] = {}
         self._replaced: dict[int, Slots] = {}
-        """Slots that became too small, kept until the larger ones hold a snapshot."""
+        """Slots that have become too small, kept until the larger ones hold a snapshot."""
         self._links: dict[int, WorkerLink] = {}
         self._limit: int | None = None
         self._watermark: dict[str, Any] | None = None
         self._pinned: Mapping[str, object] | None = None
         self.copies: SnapshotCopies | None = None
-        """The copies of other nodes' snapshots; None if this runner keeps none."""
+        """The copies of other nodes' snapshots, or None if this runner keeps none."""
 
     # ------------------------------------------------------------------ the agent's requests
 
     def hold(self, request: Mapping[str, object]) -> None:
-        """Handle `hold_snapshots`: set the limit, and report snapshots to this agent."""
+        """Handle `hold_snapshots`: set the limit and report snapshots to this agent."""
         if request.get("limit_bytes") is not None:
             limit = read_field(request, "limit_bytes", int)
             if not 0 <= limit <= MAX_SLOT_BYTES:
@@ -139,11 +139,11 @@ class SnapshotSlots:
             link.tell_watermark(self._watermark)
 
     def begin_round(self, resume_step: int | None) -> None:
-        """Forget which steps the last round gave up, and all that are redone.
+        """Forget the steps that the last round gave up, and the steps that will be redone.
 
-        Kept workers, if there are any, continue from `resume_step` and redo the later steps. They
-        clear their slots themselves, once all of them are at that step. Copies are freed, so that
-        no earlier part is loaded beside one of the redone step.
+        Kept workers, if any, continue from `resume_step` and redo the later steps. They clear their
+        own slots once all of them have reached that step. Copies are freed, so that an earlier part
+        is never loaded together with a part of a redone step.
         """
         if self._watermark is not None:
             self._watermark.pop("given_up", None)
@@ -160,7 +160,7 @@ class SnapshotSlots:
     # ------------------------------------------------------------------ writing to disk
 
     def copies_of(self, mark: Mapping[str, object]) -> tuple[int, ...]:
-        """Duplicate the descriptors of all slots that hold a step; `OSError` if that fails."""
+        """Duplicate the descriptors of all slots that hold a step. May raise `OSError`."""
         found = [
             fd
             for slots in (*self._slots.values(), *self._replaced.values())
@@ -171,7 +171,7 @@ class SnapshotSlots:
         return dup_fds(*found)
 
     def pin(self, mark: Mapping[str, object] | None) -> None:
-        """Forbid workers to overwrite a step, until the next call; None forbids nothing."""
+        """Forbid workers to overwrite a step, until the next call. None forbids nothing."""
         self._pinned = mark
         for link in self._links.values():
             link.tell_pinned(mark or {})
@@ -179,11 +179,12 @@ class SnapshotSlots:
     # ------------------------------------------------------------------ the workers' frames
 
     def give(self, link: WorkerLink, size: int, *, with_copies: bool = False) -> None:
-        """Give a worker slots of at least `size` bytes, or say why not; 0: those that hold data.
+        """Give a worker slots of at least `size` bytes, or the reason for refusing them.
 
-        If the slots that it has are too small, it gets new ones; the smaller ones are freed once
-        the new ones hold a snapshot. With `with_copies`, it also gets the copies of other nodes'
-        snapshots that are meant for it.
+        With 0, the worker gets the slots that already hold data. If its existing slots are too
+        small, it gets new ones, and the smaller ones are freed once the new ones hold a snapshot.
+        With `with_copies`, it also gets the copies of other nodes' snapshots that are intended for
+        it.
         """
         self._links[link.local_rank] = link
         copies = []
@@ -205,7 +206,7 @@ class SnapshotSlots:
             link.give_slots(slots.size, fds, copies)
 
     def note(self, local_rank: int, number: int, snapshot: SavedSnapshot | None) -> None:
-        """Record the snapshot in a worker's slot; None if the slot is empty or holds no state."""
+        """Record which snapshot a worker's slot holds, or None if it holds no usable state."""
         slots = self._slots.get(local_rank)
         if slots is None:
             return
@@ -219,12 +220,12 @@ class SnapshotSlots:
     # ------------------------------------------------------------------ the copies
 
     def all(self) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield LOCAL_RANK, size and descriptors of all slots that workers write to."""
+        """Yield LOCAL_RANK, size and descriptors of each pair of slots that workers write to."""
         for local_rank, slots in self._slots.items():
             yield local_rank, slots.size, slots.fds
 
     def is_outdated(self, mark: Mapping[str, Any]) -> bool:
-        """Whether a newer mark than this one is whole on all nodes."""
+        """Return whether a newer mark than this one is whole on all nodes."""
         known = self._watermark
         if known is None:
             return False
@@ -261,7 +262,7 @@ class SnapshotSlots:
         return made
 
     def refuse_too_large(self, what: str, wanted: int) -> None:
-        """Raise `NoSlotsError` if memory is short, even after that without copies is freed."""
+        """Raise `NoSlotsError` if memory is short, even after freeing memory that holds no copy."""
         try:
             self._refuse_too_large(what, wanted)
         except NoSlotsError:
@@ -290,7 +291,7 @@ class SnapshotSlots:
             )
 
     def tell(self) -> None:
-        """Report all snapshots to the agent, if it asked for reports."""
+        """Report all snapshots to the agent, if it has asked for reports."""
         if self._agent.hears_of_snapshots:
             snapshots: list[dict[str, object]] = [
                 {"local_rank": local_rank, **asdict(snapshot)}
@@ -306,7 +307,7 @@ class SnapshotSlots:
 
 
 def _amount(count: int) -> str:
-    """Describe a number of bytes.
+    """Format a number of bytes for a message.
 
     >>> _amount(3_210_000_000), _amount(1_500_000)
     ('3.2 GB', '1.5 MB')

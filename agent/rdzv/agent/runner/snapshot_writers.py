@@ -1,8 +1,8 @@
-"""Starts the process that writes a snapshot to disk, as the job's account.
+"""Starts the process that writes a snapshot to disk under the job's account.
 
-It is `python -m rdzv.worker.write_snapshots`, which gets the slots as descriptors and does not need
-the workers. While it runs, the workers do not overwrite that step; they skip saves instead. It
-outlives its round, but not the runner.
+The process is `python -m rdzv.worker.write_snapshots`, which receives the slots as descriptors and
+does not depend on the workers. While it runs, the workers do not overwrite that step; they skip
+saves instead. It outlives its round, but not the runner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SnapshotWriters:
-    """Runs the writing process, one at a time."""
+    """Runs the writer process, at most one at a time."""
 
     def __init__(self, children: Children, agent: AgentLink, slots: SnapshotSlots) -> None:
         self._children = children
@@ -32,7 +32,7 @@ class SnapshotWriters:
         self._writer: Child | None = None
 
     def write(self, request: Mapping[str, object]) -> None:
-        """Handle `write_snapshots`; the result is sent as an event."""
+        """Handle `write_snapshots`. An event reports the result."""
         mark = {
             "lineage": read_field(request, "lineage", int),
             "step": read_field(request, "step", int),

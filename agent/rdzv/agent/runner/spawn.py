@@ -1,6 +1,6 @@
 """How a worker is spawned: `fork_into` forks a child, which prepares itself and runs its program.
 
-The child opens its own files as its own account, so that a hung file system blocks only the child.
+The child opens its own files under its own account, so a hung file system blocks only the child.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 NOT_STARTED = 127
-"""The exit code that a shell gives for a program that it cannot start."""
+"""The exit code that a shell returns for a program it cannot start."""
 
-# Schedulers, for instance, send these to a whole job step. They are meant for the workers, which
-# would all die with the runner. Fault signals (SIGSEGV and the like) stay fatal.
+# Schedulers, for instance, send these to every process of a job step. They are intended for the
+# workers, which would all die with the runner. Fault signals (such as SIGSEGV) stay fatal.
 SIGNALS_FOR_WORKERS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -41,15 +41,16 @@ SIGNALS_FOR_WORKERS = (
 
 
 class StartError(Exception):
-    """A program cannot be run; the message names the wrong value and the reason."""
+    """Raised if a program cannot be run; the message gives the invalid value and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """A program for a child to run.
 
-    A stream is a descriptor of the runner, or a path to append to; None means the runner's own
-    stream, but stdin is empty unless `shares_stdin`. `pass_fds` are its other descriptors.
+    A stream is one of the runner's descriptors, or a path to append to. None means the runner's own
+    stream, except that stdin is empty unless `shares_stdin`. `pass_fds` are other descriptors to
+    pass to the program.
     """
 
     argv: tuple[str, ...]
@@ -63,22 +64,22 @@ class Program:
     blocked: Collection[int] = ()
     identity: Identity | None = None
     needs: Path | None = None
-    """A file that must exist: without it, the program would do something else."""
+    """A file that must exist, because the program would do something else without it."""
     sends_streams_to: int | None = None
-    """A socket to which the child sends its open stdout and stderr instead of running `argv`."""
+    """A socket on which the child sends its open stdout and stderr instead of running `argv`."""
 
 
 def fork_into(program: Program, says: int) -> int:
-    """Fork a child that runs a program, as leader of its own session; return its pid.
+    """Fork a child that leads its own session and runs a program. Returns its pid.
 
-    It dies with this process, has only the program's descriptors, ignores no signal, and blocks
-    only those in `blocked`. It writes to `says` what it is about to do, each step ending in NUL;
-    the exec closes `says`. Text without a NUL at the end is the reason why the program does not
-    run. Raises `OSError` if the fork fails.
+    The child dies with this process, has only the program's descriptors, ignores no signals, and
+    blocks only those in `blocked`. It writes each step it is about to take to `says`, terminated by
+    NUL, and the exec closes `says`. Text without a final NUL is the reason why the program is not
+    running. Raises `OSError` if the fork fails.
     """
     parent = os.getpid()
-    # This process ignores signals meant for its workers. A signal that came before the child has
-    # its own dispositions would be lost, so it stays pending until then.
+    # This process ignores signals intended for its workers. A signal that arrived before the child
+    # has its own dispositions would be lost, so signals are blocked until then.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
@@ -116,11 +117,11 @@ def _become_program(program: Program, parent: int, says: int) -> NoReturn:
 
 
 def _prepare_child(program: Program, parent: int, says: int) -> None:
-    """Give a child its own session, and its program's descriptors, signals, CPUs and account."""
+    """Set a child's session, descriptors, signals, CPUs and account."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     keep = {0, 1, 2, says, *program.pass_fds}
-    with suppress(OSError):  # The exec closes them, too, but may hang until then.
+    with suppress(OSError):  # The exec also closes them, but may hang before that.
         for fd in {int(name) for name in os.listdir("/proc/self/fd")} - keep:  # noqa: PTH208
             with suppress(OSError):
                 os.close(fd)
@@ -137,12 +138,12 @@ def _prepare_child(program: Program, parent: int, says: int) -> None:
     if program.identity is not None:
         with _step(f"user {program.identity.uid}, with its groups and limits", says):
             become(program.identity)
-        # The change of user has cleared the setting.
+        # Changing the user has cleared the setting.
         _die_with_parent(parent)
 
 
 def _open_streams(program: Program, says: int) -> None:
-    """Open the streams of the program as 0 to 2, with the rights of its account."""
+    """Open a program's streams as descriptors 0 to 2, with the rights of its account."""
     if not program.shares_stdin:
         stdin = os.open(os.devnull, os.O_RDONLY)
         os.dup2(stdin, 0)
@@ -158,7 +159,7 @@ def _open_streams(program: Program, says: int) -> None:
 
 
 def _open_log(path: str) -> int:
-    """Open a log file to append to."""
+    """Open a log file for appending."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     # O_NONBLOCK, because opening a FIFO without a reader would block.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY | os.O_NONBLOCK
@@ -179,7 +180,7 @@ def _execute(program: Program) -> None:
 
 @contextmanager
 def _step(what: str, says: int, *, path: str | None = None) -> Iterator[None]:
-    """Report what a child is about to do; `StartError` if it fails."""
+    """Report a step that a child is about to take. Raises `StartError` if the step fails."""
     _write_all(says, f"{what}\0")
     try:
         yield
@@ -203,12 +204,12 @@ def _die_with_parent(parent: int) -> None:
 
 
 def drop_oom_protection(score: Path = Path("/proc/self/oom_score_adj")) -> None:
-    """Undo the agent's protection from the OOM killer: workers must not inherit it."""
+    """Undo the agent's protection from the OOM killer, which workers must not inherit."""
     with suppress(OSError, ValueError):
         if int(score.read_bytes()) < 0:
             score.write_bytes(b"0")
 
 
 def reason_of(error: OSError | ValueError) -> str:
-    """Return the text of an error, without its number and file."""
+    """Return an error's text, without its number and file name."""
     return (isinstance(error, OSError) and error.strerror) or str(error)

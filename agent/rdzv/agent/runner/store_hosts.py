@@ -1,7 +1,7 @@
-"""The store hosts: one process per round, which serves its c10d store on the agent's socket.
+"""Store hosts: one process per round that serves the round's c10d store on the agent's socket.
 
-A store host is forked from the zygote if that has imported torch, and otherwise started cold; the
-program is store_host.py. It outlives the end of its round.
+A store host is forked from the zygote if that has imported torch, and started cold otherwise. Its
+program is store_host.py. It outlives its round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class StoreHosts:
-    """The store hosts, by round."""
+    """Starts and stops the store hosts, at most one per round."""
 
     def __init__(self, loop: Loop, children: Children, agent: AgentLink, forks: WarmForks) -> None:
         self._loop = loop
@@ -39,7 +39,7 @@ class StoreHosts:
         self._hosts: dict[int, Child] = {}
 
     def rounds(self) -> list[int]:
-        """List the rounds whose store host exists or is about to."""
+        """List the rounds whose store host exists or is being started."""
         return sorted({*self._hosts, *self._warm()})
 
     def start(self, request: Mapping[str, object]) -> None:
@@ -63,7 +63,7 @@ class StoreHosts:
         except OSError as error:
             self._report_failure(read_field(request, "round", int), reason_of(error))
         finally:
-            # Only the host may hold the socket, so that its clients notice when it dies.
+            # Only the store host may hold the socket, so that clients notice if it dies.
             os.close(listen_fd)
 
     def stop(self, request: Mapping[str, object]) -> None:
@@ -78,12 +78,12 @@ class StoreHosts:
             self._agent.emit("store_host_exited", round=number, **killed)
 
     def take_running(self, number: int, child: Child) -> None:
-        """Record that a round's warm store host serves."""
+        """Record that a round's warm store host is serving."""
         self._hosts[number] = child
         self._agent.emit("store_host_ready", round=number)
 
     def report_exit(self, number: int, code: int) -> None:
-        """Note that a round's store host has exited."""
+        """Report to the agent that a round's store host has exited."""
         del self._hosts[number]
         self._agent.emit("store_host_exited", round=number, **exit_fields(code))
 
@@ -141,20 +141,20 @@ class StoreHosts:
 
 
 class WarmStoreHost(WarmStart):
-    """A warm store host; it counts as running once it serves."""
+    """A warm store host, which counts as running once it is serving."""
 
     outlives_rounds = True
     replaced_after_exit = True  # A fork that was given up may still hold the socket.
 
     def __init__(self, owner: StoreHosts, spec: StoreHostSpec, listen_fd: int) -> None:
-        """Take over its socket, which is kept in case a cold one has to serve."""
+        """Take ownership of the socket, keeping it in case a cold store host must serve."""
         super().__init__(owner, FORK_TIMEOUT_S)
         self._hosts = owner
         self.spec = spec
         self.listen_fd = listen_fd
 
     def send_order(self, fork: Fork, child: Child) -> None:
-        """Order its fork to become this store host."""
+        """Order the fork to become this store host."""
         order = {
             "argv": self.spec.argv,
             "env": self.spec.env,
@@ -168,16 +168,16 @@ class WarmStoreHost(WarmStart):
             os.close(stdin)
 
     def take_running(self, child: Child) -> None:
-        """Report that it serves."""
+        """Report that the store host is serving."""
         self.close()
         self._hosts.take_running(self.spec.round, child)
 
     def take_exit(self, child: Child, code: int) -> None:
-        """Report its exit."""
+        """Report the store host's exit."""
         self._hosts.report_exit(self.spec.round, code)
 
     def close(self) -> None:
-        """Close the socket here."""
+        """Close this process's copy of the socket."""
         os.close(self.listen_fd)
 
 

@@ -1,11 +1,11 @@
 """Workers and store hosts that are forked from the zygote instead of being started cold.
 
-A fork is a child of the runner like any other. If anything goes wrong, its process is started cold
-instead: while the zygote imports, once it has died, and if it does not fork in time. Forking takes
-a while, so *spare forks* are made ahead, and wait for their order.
+A fork is a child of the runner like any other. Its process is started cold instead if anything goes
+wrong: while the zygote is still importing, after it has died, or if it does not fork in time. Since
+forking takes a while, *spare forks* are made in advance and wait for an order.
 
-A `WarmStart` is a requested process; a `Fork` is a process made by the zygote, which turns into the
-process named in its order. workers.py and store_hosts.py have the two kinds of `WarmStart`.
+A `WarmStart` is a requested process. A `Fork` is a process made by the zygote, which turns into the
+process named in its order. workers.py and store_hosts.py define the two kinds of `WarmStart`.
 """
 
 from __future__ import annotations
@@ -33,27 +33,29 @@ if TYPE_CHECKING:
     from .loop import Loop
 
     class ColdStarter(Protocol):
-        """The owner of warm starts: workers or store hosts."""
+        """The owner of warm starts, which are either workers or store hosts."""
 
         def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
-            """Start these processes cold, because their forks are gone."""
+            """Start these processes cold, because their forks no longer exist."""
 
 
 FORK_TIMEOUT_S = 5.0
-"""How long the zygote may take to fork, and a fork to get ready; then it counts as hung."""
+"""How long the zygote may take to fork, and a fork to become ready, before it counts as hung."""
 
 SPARE_FORKS_AFTER_S = 1.0
-"""The delay between a start and new spare forks, so that the start gets the CPUs."""
+"""The delay between a start and the next spare forks, which leaves the CPUs to the start."""
 
 MAX_ANSWER_BYTES = 64 << 10
-"""The maximum size of a fork's answer to its order."""
+"""The maximum size of a fork's response to its order."""
 
 MAX_FORKS_AT_ONCE = 64
-"""The descriptors of this many forks must fit into one message, and their pids into a pipe."""
+"""The most forks in one request: their descriptors must fit into one message, and their pids into a
+pipe.
+"""
 
 
 class Fork:
-    """A process that the zygote was asked to fork, until it is reaped or known never to exist."""
+    """A process requested from the zygote, until it is reaped or known never to have existed."""
 
     def __init__(
         self,
@@ -62,26 +64,26 @@ class Fork:
         start: WarmStart | None,
         on_answer: Callable[[Fork, Mapping[str, object]], None],
     ) -> None:
-        """Take the socket to the fork, which need not exist yet, and exits if this is closed."""
+        """Take the socket to a fork, which may not exist yet and exits when this is closed."""
         self._loop = loop
-        # A fork is the job's own process, and its answer is short.
+        # A fork is the job's own process, so the size of its response is limited.
         self._link = Channel(link, takes_fds=False, max_bytes=MAX_ANSWER_BYTES)
         self._on_answer = on_answer
         self.start = start
-        """The process that it will become; None for a spare fork."""
+        """The process that the fork will become; None for a spare fork."""
         self.child: Child | None = None
         self.made_ahead = start is None
-        """Whether it was requested as a spare fork, whatever it has become since."""
+        """Whether the fork was requested as a spare fork, whatever it has become since then."""
         self.has_order = False
-        """Whether it has received its order, and its link is watched."""
+        """Whether the fork has received its order, and its link is being watched."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it can still be given an order, or answer."""
+        """Whether the fork can still be given an order or send a response."""
         return self._link.fileno() >= 0
 
     def send_order(self, order: Mapping[str, object], fds: Iterable[int]) -> None:
-        """Send its order; if it is gone already, its exit will show that."""
+        """Send the fork its order. If the fork is already gone, its exit will reveal that."""
         self.has_order = True
         self._loop.watch(self._link.fileno(), self.read)
         with suppress(ConnectionError):
@@ -89,30 +91,30 @@ class Fork:
             self._loop.watch_channel(self._link)
 
     def read(self) -> None:
-        """Receive its answer, which says whether it runs."""
+        """Receive the fork's response, which says whether it is running."""
         try:
             self._link.flush()
             self._loop.watch_channel(self._link)
             self._link.receive()
             answer = self._link.next_message()
         except (EOFError, OSError, MalformedFrameError):
-            self.close()  # Its exit reports the rest.
+            self.close()  # Its exit will report the rest.
             return
         if answer is not None:
             self._on_answer(self, answer)
 
     def close(self) -> None:
-        """Close the link: a fork without an order exits."""
+        """Close the link. A fork without an order then exits."""
         if self.is_open:
             self._loop.unwatch(self._link.fileno())
             self._link.close()
 
 
 class WarmStart(ABC):
-    """A process to be forked, until it runs or is given up."""
+    """A process to be forked, until it is running or given up."""
 
     outlives_rounds = False
-    """Whether it survives the end of a round."""
+    """Whether the process survives the end of a round."""
     replaced_after_exit = False
     """Whether a cold start must wait until the fork is gone."""
 
@@ -120,10 +122,10 @@ class WarmStart(ABC):
         self.owner = owner
         self.give_up_at = time.monotonic() + within_s
         self.fork: Fork | None = None
-        """None while it waits for a zygote that imports."""
+        """The fork for this start; None while it is waiting for a zygote to finish its imports."""
         self.runs = False
         self.given_up_because = ""
-        """Why it starts cold as soon as its fork is gone."""
+        """Why the process will be started cold as soon as its fork is gone, or an empty string."""
 
     @property
     def child(self) -> Child | None:
@@ -132,36 +134,36 @@ class WarmStart(ABC):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it should still be started."""
+        """Whether the process should still be started."""
         return True
 
     @abstractmethod
     def send_order(self, fork: Fork, child: Child) -> None:
-        """Send the order to its existing fork; may raise `OSError` or `ValueError`."""
+        """Send the order to the fork, which exists. May raise `OSError` or `ValueError`."""
 
     @abstractmethod
     def take_running(self, child: Child) -> None:
-        """Note that it runs."""
+        """Record that the process is running."""
 
     def take_failure(self, reason: str) -> bool:
-        """Handle a failed warm start; return False if a cold start may do better."""
+        """Handle a failed warm start. Returns False if a cold start might succeed."""
         return False
 
     @abstractmethod
     def take_exit(self, child: Child, code: int) -> None:
-        """Handle its exit after it ran."""
+        """Handle the exit of the process after it was running."""
 
     def forget(self, child: Child) -> None:
-        """Handle its fork's exit before it ran."""
+        """Handle the exit of the fork before it was running."""
         return
 
     def close(self) -> None:
-        """Release its resources: it will not be started."""
+        """Release the resources of a process that will not be started."""
         return
 
 
 class WarmForks:
-    """The requested warm starts, the forks for them, and the spare forks."""
+    """Manages requested warm starts, the forks for them, and the spare forks."""
 
     def __init__(self, loop: Loop, children: Children, agent: AgentLink) -> None:
         self._loop = loop
@@ -171,14 +173,14 @@ class WarmForks:
         self._wanted: list[WarmStart] = []
         self._spares: deque[Fork] = deque()
         self._asked: dict[int, list[Fork]] = {}
-        """The forks that do not exist yet, by the number of the request."""
+        """Requested forks that do not exist yet, by request number."""
         self._batches = 0
         self._make_spares_at: float | None = None
 
     # ------------------------------------------------------------------ requested starts
 
     def within_s(self) -> float | None:
-        """Return how long a start requested now may take; None if it should be cold."""
+        """Return how long a start requested now may take, or None if it should be cold."""
         if self.zygote.is_ready:
             return FORK_TIMEOUT_S
         spec = self.zygote.spec
@@ -187,18 +189,18 @@ class WarmForks:
         return spec.wait_s or None
 
     def has_imported(self, module: str, python: str, identity: Identity | None) -> bool:
-        """Return whether forks have a module, in this interpreter and as this account."""
+        """Return whether forks have imported a module, with this interpreter and account."""
         spec = self.zygote.spec
         if spec is None or not self.zygote.is_ready:
             return False
         return (spec.argv[0], spec.identity) == (python, identity) and module in spec.modules
 
     def wanted(self) -> list[WarmStart]:
-        """List the starts whose processes do not run yet."""
+        """List the starts whose processes are not running yet."""
         return list(self._wanted)
 
     def want(self, starts: Iterable[WarmStart]) -> None:
-        """Fork these, at the end of this turn of the loop or once the zygote is ready."""
+        """Fork these processes at the end of this turn of the loop, or once the zygote is ready."""
         self._wanted += starts
 
     def drop(self, starts: Iterable[WarmStart]) -> None:
@@ -209,7 +211,7 @@ class WarmForks:
             start.close()
 
     def fork_wanted(self) -> None:
-        """Give a fork to every start that waits for one, if the zygote is ready."""
+        """If the zygote is ready, get a fork for every start that is waiting for one."""
         if not self.zygote.is_ready:
             return
         starts = deque(start for start in self._wanted if start.fork is None)
@@ -235,20 +237,20 @@ class WarmForks:
             yield start.give_up_at
 
     def do_due(self, now: float) -> None:
-        """Make spare forks, and give up the starts that take too long."""
+        """Make spare forks, and give up warm starts that are taking too long."""
         self.restarts.do_due(now)
         if self._make_spares_at is not None and now >= self._make_spares_at:
             self._make_spares()
         late = [start for start in self._wanted if now >= start.give_up_at]
         if any(start.fork is not None and start.child is None for start in late):
-            # Such a zygote must get no more requests.
+            # Such a zygote must not get any more requests.
             self.zygote.give_up(f"it has not forked within {FORK_TIMEOUT_S:g} s")
         waiting = [start for start in late if start.fork is None]
         self._give_up(waiting, "the zygote is still importing")
         self._give_up(late, f"its fork was not ready within {FORK_TIMEOUT_S:g} s")
 
     def _give_up(self, starts: Iterable[WarmStart], reason: str) -> None:
-        """Start these cold: they have not run any user code."""
+        """Start these processes cold, which is safe because they have not run any user code."""
         cold = []
         for start in [start for start in starts if start in self._wanted]:
             child = start.child
@@ -266,7 +268,7 @@ class WarmForks:
             owner.start_cold_instead([start for start in cold if start.owner is owner], reason)
 
     def _end_fork_of(self, start: WarmStart) -> None:
-        """End the fork of a start, if there is one: without a link it exits."""
+        """End a start's fork, or make it exit as soon as it exists."""
         if start.fork is not None:
             start.fork.close()
         if start.child is not None:
@@ -276,7 +278,7 @@ class WarmForks:
     # ------------------------------------------------------------------ requested forks
 
     def _ask_for(self, starts: Iterable[WarmStart | None]) -> None:
-        """Request one fork for each of these, None for a spare fork."""
+        """Request one fork for each of these starts, where None stands for a spare fork."""
         waiting = deque(starts)
         while waiting:
             forks: list[Fork] = []
@@ -296,17 +298,17 @@ class WarmForks:
             self._asked[self._batches] = forks
 
     def _coming(self) -> deque[Fork]:
-        """Return the spare forks that are requested but do not exist yet."""
+        """Return the spare forks that were requested but do not exist yet."""
         return deque(fork for forks in self._asked.values() for fork in forks if not fork.start)
 
     def _make_spares(self) -> None:
-        """Request the missing spare forks."""
+        """Request as many spare forks as are missing."""
         self._make_spares_at = None
         spec = self.zygote.spec
         if spec is None or not self.zygote.is_ready or self._loop.shutting_down:
             return
         missing = spec.spare_forks - len(self._spares) - len(self._coming())
-        # If this fails, it is retried after a process was forked without a spare fork.
+        # If this fails, it is retried after the next process is forked without a spare fork.
         with suppress(OSError):
             self._ask_for([None] * missing)
 
@@ -317,7 +319,7 @@ class WarmForks:
         self._make_spares()
 
     def zygote_lost(self, reason: str) -> None:
-        """Release forks that do not exist yet or have no order, and start waiting ones cold."""
+        """Release forks that do not exist yet or have no order; start waiting processes cold."""
         self._make_spares_at = None
         for fork in (*self._spares, *self._coming()):
             fork.close()
@@ -329,12 +331,12 @@ class WarmForks:
             self._give_up([start for start in self._wanted if start.child is None], reason)
 
     def forked(self, batch: int, pids: Sequence[int], reason: str) -> None:
-        """Take over the forks that were made; replace those that were not."""
+        """Take over the forks that were made, and replace those that could not be made."""
         forks = self._asked.pop(batch)
         for fork, pid in zip(forks, pids, strict=False):
             if (
                 fork.start is None or fork.start in self._wanted
-            ):  # Otherwise it was given up, and exits.
+            ):  # Otherwise it was given up and exits.
                 try:
                     self._take_fork(fork, pid)
                 except OSError as error:
@@ -355,10 +357,11 @@ class WarmForks:
             self._send_order(fork.start, fork, fork.child)
 
     def _replace_forks(self, starts: Sequence[WarmStart], reason: str) -> None:
-        """Request new forks for starts whose fork was made ahead and died; give up the others.
+        """Request new forks to replace dead ones that were made in advance; give up other starts.
 
-        The end of a round kills every unknown process, and a fork is unknown until the zygote has
-        reported its pid; besides, anyone may kill a process that waits for long.
+        A fork made in advance can die for unrelated reasons. The end of a round kills every unknown
+        process, and a fork is unknown until the zygote has reported its pid. Besides, anyone may
+        kill a process that has been waiting for a long time.
         """
         given_up = []
         for start in starts:
@@ -394,10 +397,10 @@ class WarmForks:
             self._give_up([start], str(answer.get("refused")))
 
     def _end_fork(self, fork: Fork, child: Child, code: int) -> None:
-        """Handle the exit of a fork, whatever stage it had reached."""
+        """Handle a fork's exit, whatever stage the fork had reached."""
         start = fork.start
         if start in self._wanted and fork.has_order and fork.is_open:
-            fork.read()  # It may have become ready, and its script may be short.
+            fork.read()  # It may have become ready, and its script may have been short.
         fork.close()
         if start is None:
             if fork in self._spares:

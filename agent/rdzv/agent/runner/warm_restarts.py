@@ -1,8 +1,9 @@
 """Makes restarts warm: `WarmRestarts` starts the zygote once workers have imported torch.
 
-The first round is cold. Its workers report over a socket that they have imported torch, and which
-variables that torch reads on import their script changed before (torch_watch.py). A zygote has not
-seen such a change, so workers then stay cold, as they do after a warm worker has crashed.
+The first round is cold. Its workers report over a socket when they have imported torch, and which
+of the variables that torch reads on import had been changed by the script (torch_watch.py). A
+zygote would not see such a change, so workers then stay cold, as they do after a warm worker has
+crashed.
 """
 
 from __future__ import annotations
@@ -32,27 +33,30 @@ WATCH_HOOK = ZYGOTE_HOOK.with_name("watch_hook")
 """A folder whose `sitecustomize` makes an interpreter report its import of torch."""
 
 SETTLE_S = 10.0
-"""The time after the first import of torch for which the other workers' imports get the CPUs."""
+"""How long after the first import of torch the CPUs are left to the other workers' imports."""
 
 CRASH_WITHIN_S = 10.0
-"""A warm worker that crashes within this time of its start may have been broken by the fork."""
+"""The time after its start within which a warm worker's crash is blamed on the fork."""
 
 CRASHES = (
     *(signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
     *(signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP),
 )
-"""The signals that a process causes itself; the others are sent, and reveal nothing about a fork.
+"""Signals that a process causes itself. Other signals are sent to it, and reveal nothing about the
+fork.
 """
 
 MAX_REPORTS_PER_WORKER = 64
-"""Forks of a worker may report, too; after this many reports per worker, none are received."""
+"""The maximum number of reports per worker, after which no more are received. A worker's forks may
+also send reports.
+"""
 
 _CREDENTIALS = struct.Struct("3i")
 """The kernel's `struct ucred`: pid, uid, gid."""
 
 
 class WarmRestarts:
-    """Watches the workers of a job whose restarts should be warm."""
+    """Watches the workers of a job that should have warm restarts."""
 
     def __init__(self, loop: Loop, zygote: ZygoteProcess) -> None:
         self._loop = loop
@@ -62,7 +66,7 @@ class WarmRestarts:
         self._workers = 0
         self._reports_left = 0
         self._imported: set[int] = set()
-        """The pids that have imported torch in this round."""
+        """The pids of the processes that have imported torch in this round."""
         self._start_at: float | None = None
 
     @property
@@ -72,18 +76,18 @@ class WarmRestarts:
 
     @property
     def report_to(self) -> str | None:
-        """The abstract address to which a worker reports; None if none should."""
+        """The abstract address to which workers report, or None if they should not."""
         return self._address if self._socket is not None else None
 
     def close(self) -> None:
-        """Receive no more reports."""
+        """Stop receiving reports."""
         if self._socket is not None:
             self._loop.unwatch(self._socket.fileno())
             self._socket.close()
             self._socket = None
 
     def begin_round(self, workers: int) -> None:
-        """Receive the reports of a new round's workers."""
+        """Start receiving reports from a new round's workers."""
         if not self._wanted:
             return
         self._workers = workers
@@ -96,7 +100,7 @@ class WarmRestarts:
             self._give_up(f"its workers cannot be watched: {reason_of(error)}")
 
     def _listen(self) -> None:
-        # It has an abstract address, because an inherited descriptor would be visible to scripts.
+        # Uses an abstract address, because scripts could see an inherited descriptor.
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._address = f"rdzv-torch-{os.urandom(16).hex()}"
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -104,7 +108,7 @@ class WarmRestarts:
         self._loop.watch(self._socket.fileno(), self._read)
 
     def watched(self, program: Program) -> Program:
-        """Return the program, made to report its import of torch if that is of interest."""
+        """Return a program that reports its import of torch, if such reports are wanted."""
         if self._socket is None:
             return program
         path = program.env.get("PYTHONPATH")
@@ -116,7 +120,7 @@ class WarmRestarts:
         return replace(program, env=env)
 
     def note_exit(self, child: Child, code: int, started_at: float) -> None:
-        """Give up if this exit suggests that the fork broke a warm worker."""
+        """Give up warm restarts if this exit suggests that a warm worker was broken by the fork."""
         age_s = time.monotonic() - started_at
         if self._wanted and -code in CRASHES and age_s < CRASH_WITHIN_S:
             name = signal.Signals(-code).name
@@ -129,7 +133,7 @@ class WarmRestarts:
         yield self._start_at
 
     def do_due(self, now: float) -> None:
-        """Start the zygote."""
+        """Start the zygote when its time has come."""
         if self._start_at is not None and now >= self._start_at:
             self._start_at = None
             if self._wanted and not self._loop.shutting_down:
@@ -138,7 +142,7 @@ class WarmRestarts:
     # ------------------------------------------------------------------ reports
 
     def _read(self) -> None:
-        """Receive a report; the worker is the user's own process, and may send anything."""
+        """Receive a report. The worker is the user's own process and may send anything."""
         assert self._socket is not None
         try:
             data, ancillary, _, _ = self._socket.recvmsg(
@@ -153,7 +157,7 @@ class WarmRestarts:
         except (ValueError, TypeError, LookupError, RecursionError, struct.error):
             pass
         else:
-            if uid == self._uid:  # Every account can see the address.
+            if uid == self._uid:  # Any account can see the address.
                 self._take_report(pid, changed)
         if self._reports_left <= 0:
             self.close()

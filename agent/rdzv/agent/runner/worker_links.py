@@ -1,44 +1,44 @@
-"""The links to the workers: which of them can be kept, which have parked, and what they report.
+"""The links to the workers, which show which workers can be kept or have parked.
 
-A worker finds its end of a link, a Unix stream socket, by the descriptor in RDZV_WORKER_LINK. Both
-directions carry the frames of channel.py. From the worker, each of at most 64 KiB:
+RDZV_WORKER_LINK gives a worker the descriptor of its end of the link, a Unix stream socket. Both
+directions carry frames as defined in channel.py. Frames from the worker, of at most 64 KiB each:
 
-    hello    {protocol, version, wants_queue}        once; from then on it can be kept
+    hello    {protocol, version, wants_queue}        once; the worker can be kept from then on
     suspect  {round, message, traceback}             a collective has failed; it is about to park
     stuck    {round, place}                          it cannot park: gloo has lost an operation
     parked   {round, step, torn, shard, shards, oldest_step, connections}
-                                                     it takes part in no round, and waits
+                                                     it has left its round and is waiting
     resumed  {round, step, source, healed, init_ms, heal_ms, is_unwatched}
-                                                     it goes on in a new round
-    reserve  {bytes, copies}                         it requests two slots of this size for
-                                                     snapshots (snapshot_slots.py), or with 0 those
-                                                     that hold data; copies: whether it also
-                                                     requests copies of other nodes' snapshots
+                                                     it continues in a new round
+    reserve  {bytes, copies}                         it requests two snapshot slots of this size
+                                                     (snapshot_slots.py), or with 0 the ones that
+                                                     hold data; copies: whether it also requests
+                                                     copies of other nodes' snapshots
     saved    {slot, lineage, step, series, shard, shards, world_size, bytes, digest}
                                                      slot 0 or 1 holds this snapshot; without a
                                                      step, the slot is empty or holds no state
 
-To the worker:
+Frames to the worker:
 
     round_over {round}                               it must park
-    go         {round, env, source, step}            it takes part in this round; comes with stdout
+    go         {round, env, source, step}            it takes part in this round; sent with stdout
                                                      and stderr, if the round has files for them
-    queue      {}                                    to a worker that wants it; comes with a socket
-                                                     that holds connections (held_connections.py)
+    queue      {}                                    if the worker wants it; sent with a socket that
+                                                     holds connections (held_connections.py)
     release    {reason}                              it must raise the exception that it reported
-    slots      {bytes}                               answers `reserve`; comes with two memfds, and
-                                                     with those of copies, if requested
-    no_slots   {reason}                              answers `reserve`; comes with the memfds of
+    slots      {bytes}                               response to `reserve`; sent with two memfds,
+                                                     and with those of copies, if requested
+    no_slots   {reason}                              response to `reserve`; sent with the memfds of
                                                      copies, if requested
     watermark  {lineage, step, series, given_up}     all parts of this step are saved on some node;
                                                      later ones up to `given_up`, [lineage, step],
-                                                     may be overwritten, too; it may be missing
+                                                     may also be overwritten; it may be missing
     pinned     {lineage, step, series}               this step is being written to disk; without
-                                                     fields, none is
+                                                     fields, no step is
 
 Both sides ignore unknown frames. A worker is the job's own process, so nothing that it sends is
-trusted: a malformed frame, or too many frames, close the link, and the worker is then ended like
-one without a link. A parked worker exits when its link is closed.
+trusted: a malformed frame or too many frames cause the link to be closed, and the worker is then
+ended like one without a link. A parked worker exits when its link is closed.
 """
 
 from __future__ import annotations
@@ -67,37 +67,37 @@ if TYPE_CHECKING:
     from .snapshot_slots import SnapshotSlots
 
 LINK_VARIABLE = "RDZV_WORKER_LINK"
-"""Names the descriptor of a worker's link."""
+"""The environment variable that names the descriptor of a worker's link."""
 
 MARK_VARIABLE = "RDZV_WORKER_MARK"
-"""Distinguishes the descendants of one worker from those of all others."""
+"""The environment variable that identifies the descendants of one worker."""
 
 SNAPSHOTS_VARIABLE = "RDZV_SNAPSHOTS"
-"""Set if this runner answers `reserve`."""
+"""The environment variable that is set if this runner handles `reserve`."""
 
 PROTOCOL = 1
 MAX_FRAME_BYTES = 64 << 10
 MAX_FRAMES = 64
-"""The most frames, not counting `saved`, that a worker may send from one `go` to the next."""
+"""The maximum number of frames, not counting `saved`, from a worker between two `go`."""
 MAX_SAVED_A_SECOND = 200
 MAX_CONNECTIONS = 4096
 MAX_SHARDS = 1 << 20
 MAX_NAME_CHARS = 64
 MAX_NUMBER = 1 << 53
-"""The largest step or time that is accepted."""
+"""The largest accepted step or time."""
 
 _marks = itertools.count()
 
 
 class FrameError(Exception):
-    """A worker has sent an invalid frame."""
+    """Raised if a worker has sent an invalid frame."""
 
 
 class Parked:
-    """The report of a parked worker."""
+    """A parked worker's report."""
 
     def __init__(self, frame: Mapping[str, object]) -> None:
-        """Parse the frame; `FrameError` if it is invalid."""
+        """Parse the frame. Raises `FrameError` if it is invalid."""
         self.step = _optional_number(frame, "step")
         self.torn = bool(frame.get("torn", False))
         self.shard = _optional_number(frame, "shard") or 0
@@ -109,7 +109,7 @@ class Parked:
 
 
 class WorkerLink:
-    """One worker and the runner's end of its link."""
+    """A worker and the runner's end of its link."""
 
     def __init__(
         self,
@@ -120,9 +120,9 @@ class WorkerLink:
         spec: WorkerSpec,
         round_: int,
     ) -> None:
-        """Make the link of a worker that is about to be started; `OSError` if that fails.
+        """Create the link for a worker that is about to be started. May raise `OSError`.
 
-        Its other end is `theirs`, to be closed once the worker has it.
+        `theirs` is the other end, which must be closed once the worker has it.
         """
         self._loop = loop
         self._agent = agent
@@ -132,25 +132,28 @@ class WorkerLink:
         self.local_rank = spec.local_rank
         self.mark = f"{os.getpid()}.{next(_marks)}"
         self.round = round_
-        """The round that it takes part in, or last took part in."""
+        """The round in which the worker is taking part, or took part most recently."""
         self.child: Child | None = None
         self.parked: Parked | None = None
         self.stuck_in = ""
-        """Where it is stuck, by its own report, so that it cannot park; "" if it is not."""
+        """Where the worker reports being stuck, so that it cannot park; otherwise an empty string.
+        """
         self.kill_at: float | None = None
-        """When it will be killed; None unless it was asked to park or to end."""
+        """When the worker will be killed; None unless it was asked to park or to end."""
         self.killed = False
         self.hung_up = False
         """Whether a worker that could be kept has closed its end, as it does when it exits."""
         self.left: set[int] = set()
-        """The processes that it left behind, by pid, after its exit."""
+        """The pids of the processes that the worker left behind when it exited."""
         self._store = _store_of(spec)
         self._hello = False
         self._suspected = False
         self._resumed = False
         self._frames = 0
         self._saved: tuple[int, int] = (0, 0)
-        """The second of the last `saved` frame, and the number of such frames in it."""
+        """The second in which the last `saved` frame arrived, and the number of such frames in that
+        second.
+        """
         ours, self.theirs = socket.socketpair()
         self._channel = Channel(ours, takes_fds=False, max_bytes=MAX_FRAME_BYTES)
         try:
@@ -162,16 +165,16 @@ class WorkerLink:
 
     @property
     def pid(self) -> int:
-        """The worker's process id, even after its exit."""
+        """The worker's process id, which remains available after its exit."""
         assert self.child is not None
         return self.child.pid
 
     def owns(self, pid: int) -> bool:
-        """Whether a child that the runner inherited was started by this worker."""
+        """Return whether a child that the runner inherited was started by this worker."""
         return session_of(pid) == self.pid or has_variable(pid, MARK_VARIABLE, self.mark)
 
     def has_left(self, pid: int) -> bool:
-        """Like `owns`, but also true of dying processes, which show neither session nor mark."""
+        """Like `owns`, but also true of dying processes, whose session and mark are gone."""
         return pid in self.left or self.owns(pid)
 
     def kill(self) -> None:
@@ -182,21 +185,21 @@ class WorkerLink:
 
     @property
     def is_open(self) -> bool:
-        """Whether both ends are open, as far as known."""
+        """Whether both ends of the link are open, as far as known."""
         return self._channel.fileno() >= 0
 
     @property
     def can_be_kept(self) -> bool:
-        """Whether the worker has asked to be kept, and can be reached."""
+        """Whether the worker has asked to be kept and can be reached."""
         return self._hello and self.is_open
 
     def environ(self, env: Mapping[str, str], *, fd: int | None = None) -> dict[str, str]:
-        """Return a worker's environment with its mark, and with the descriptor of the link."""
+        """Return a worker's environment with its mark and the descriptor of its link."""
         link = {} if fd is None else {LINK_VARIABLE: str(fd)}
         return {**env, MARK_VARIABLE: self.mark, SNAPSHOTS_VARIABLE: "1", **link}
 
     def describe(self) -> dict[str, object]:
-        """Describe the parked worker for the agent."""
+        """Return a description of the parked worker for the agent."""
         assert self.parked is not None
         return {
             "local_rank": self.local_rank,
@@ -209,7 +212,7 @@ class WorkerLink:
         }
 
     def connected_to(self) -> str:
-        """Return the address of its last round to which the parked worker is connected, or "".
+        """Return an address in its last round to which the parked worker is still connected, or "".
 
         A worker that cannot be inspected counts as connected.
         """
@@ -223,7 +226,7 @@ class WorkerLink:
     # ------------------------------------------------------------------ to the worker
 
     def ask_to_park(self) -> None:
-        """Tell it that its round is over."""
+        """Tell the worker that its round is over."""
         self._send({"type": "round_over", "round": self.round})
 
     def go(
@@ -234,38 +237,38 @@ class WorkerLink:
         step: int | None,
         fds: tuple[int, ...] = (),
     ) -> None:
-        """Let the parked worker enter a round; the link owns `fds`, its stdout and stderr."""
+        """Order the parked worker into a round. The link then owns `fds`, its new streams."""
         self.round, self.parked, self._store = round_, None, _store_of(spec)
         self._suspected = self._resumed = False
         self.stuck_in = ""
         if self._queue is not None:
-            self._queue.drop()  # All others have left the round before, too.
+            self._queue.drop()  # All the others have left that round as well.
         self._frames = 0
         env = self.environ(spec.env)
         self._send({"type": "go", "round": round_, "env": env, "source": source, "step": step}, fds)
 
     def release(self, reason: str) -> None:
-        """Tell it to raise the exception that it has reported."""
+        """Tell the worker to raise the exception it reported."""
         self._send({"type": "release", "reason": reason})
 
     def give_slots(self, size: int, fds: Sequence[int], copies: Sequence[int]) -> None:
-        """Hand over its slots, and copies of others' snapshots; the link owns all descriptors."""
+        """Send the worker its slots and copies. The link takes ownership of all descriptors."""
         self._send({"type": "slots", "bytes": size}, (*fds, *copies))
 
     def refuse_slots(self, reason: str, copies: Sequence[int]) -> None:
-        """Tell it why it gets no slots; it may get copies of others' snapshots."""
+        """Tell the worker why it gets no slots; it may still get copies of others' snapshots."""
         self._send({"type": "no_slots", "reason": reason}, tuple(copies))
 
     def tell_watermark(self, watermark: Mapping[str, object]) -> None:
-        """Tell it which step of which series is whole."""
+        """Tell the worker which step of which series is whole."""
         self._send({"type": "watermark", **watermark})
 
     def tell_pinned(self, mark: Mapping[str, object]) -> None:
-        """Tell it which step is being written to disk, if any."""
+        """Tell the worker which step is being written to disk, if any."""
         self._send({"type": "pinned", **mark})
 
     def close(self) -> None:
-        """Close the link; a parked worker exits. Its connections are held for a while."""
+        """Close the link, causing a parked worker to exit. Its connections are held for a while."""
         if self._queue is not None:
             self._held.take(self._queue)
             self._queue = None
@@ -288,7 +291,7 @@ class WorkerLink:
     # ------------------------------------------------------------------ from the worker
 
     def read(self) -> None:
-        """Handle what the worker has sent, if the link is open."""
+        """Handle frames from the worker, if the link is open."""
         if not self.is_open:
             return
         try:
@@ -303,7 +306,7 @@ class WorkerLink:
             self.close()
 
     def _count(self, frame: Mapping[str, object]) -> None:
-        """Raise `FrameError` if these are more frames than a worker needs."""
+        """Raise `FrameError` if the worker has sent more frames than it needs."""
         if frame.get("type") == "saved":
             now = int(time.monotonic())
             self._saved = (now, self._saved[1] + 1 if self._saved[0] == now else 1)
@@ -327,7 +330,7 @@ class WorkerLink:
             snapshot = _snapshot(frame) if "step" in frame else None
             self._slots.note(self.local_rank, number, snapshot)
         elif self.child is None or not self._hello or frame.get("round") != self.round:
-            return  # It has not sent `hello`, or the frame is of an earlier round.
+            return  # It has not sent `hello`, or the frame is from an earlier round.
         elif kind == "suspect" and not self._suspected and self.parked is None:
             self._suspected = True
             self._agent.emit(
@@ -348,7 +351,7 @@ class WorkerLink:
             self._agent.emit("resumed", round=self.round, **self._resumption(frame))
 
     def _give_queue(self) -> None:
-        """Send it a socket for its connections, unless this process has too many open."""
+        """Send the worker a socket for its connections, unless this process has too many open."""
         with suppress(OSError):
             self._queue = ConnectionQueue()
             self._send({"type": "queue"}, (self._queue.theirs.detach(),))
@@ -367,7 +370,7 @@ class WorkerLink:
 
 
 def _store_of(spec: WorkerSpec) -> list[tuple[str, int]]:
-    """Return the address of the round's c10d store, as the worker knows it."""
+    """Return the address of the round's c10d store, as given to the worker."""
     with suppress(KeyError, ValueError):
         return [(spec.env["MASTER_ADDR"], int(spec.env["MASTER_PORT"]))]
     return []

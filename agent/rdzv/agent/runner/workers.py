@@ -1,12 +1,13 @@
-"""The workers of a round: `Workers.start` spawns them, `stop` and `notify` signal them.
+"""The workers of a round: `Workers.start` spawns them, and `stop` and `notify` signal them.
 
-A round is held from `start_workers` until `gone`, and only one at a time. Descendants of workers
-that exit by themselves keep running; only a stop ends a round. It has two phases: the signal and
-its grace while a worker runs, then SIGKILL for every descendant until none is left (killing.py).
+The runner holds one round at a time, from `start_workers` until `gone`. Descendants of workers that
+exit by themselves keep running until a stop ends the round. A stop has two phases: a signal with a
+grace period while any worker is running, and then SIGKILL for every descendant until none remains
+(killing.py).
 
 A stop with `keep_s` asks workers that can be kept (worker_links.py) to park instead. The round ends
-when each worker is gone or parked; those that are parked stay, with their descendants, and wait for
-the next round (parked_workers.py).
+when each worker is gone or parked. Parked workers remain, with their descendants, and wait for the
+next round (parked_workers.py).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class Workers:
-    """The workers of the round that the runner holds, if any."""
+    """Starts, signals and stops the workers of the round that the runner holds, if any."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class Workers:
         link: WorkerLink,
         warm: Collection[object],
     ) -> None:
-        """Start a new worker as soon as the parked one and its descendants are gone."""
+        """Start a new worker once the parked one and its descendants are gone."""
 
         def start() -> None:
             if self.round is started and started.kill_at is None:
@@ -129,7 +130,7 @@ class Workers:
     def _start_cold(self, started: Round, specs: Iterable[WorkerSpec]) -> None:
         for spec in specs:
             if started.kill_at is not None:
-                return  # It is ending already, e.g. because an earlier one failed to start.
+                return  # It is already ending, e.g. because an earlier one failed to start.
             self._start_worker(started, spec)
 
     def _start_worker(self, started: Round, spec: WorkerSpec) -> None:
@@ -154,7 +155,7 @@ class Workers:
         started.add(child, link)
 
     def new_link(self, started: Round, spec: WorkerSpec) -> WorkerLink | None:
-        """Make the link of a worker, if it gets one; `OSError` if that fails."""
+        """Create a worker's link, or return None if its round has no links. May raise `OSError`."""
         if not started.has_links:
             return None
         return WorkerLink(
@@ -162,7 +163,7 @@ class Workers:
         )
 
     def end_worker(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
-        """Handle the exit of a worker, whether or not its program ever ran."""
+        """Handle a worker's exit, whether or not its program ever ran."""
         if child.failure:
             of.forget(child)
             self.fail_start(of, spec, child.failure)
@@ -170,7 +171,7 @@ class Workers:
             self.report_exit(of, spec, child, code)
 
     def report_start(self, started: Round, spec: WorkerSpec, how: str, child: Child) -> None:
-        """Record that a worker runs; `how` is kept, warm or cold."""
+        """Report that a worker is running; `how` is kept, warm or cold."""
         started.pids[spec.local_rank] = child.pid
         fields = {"how": how} if started.has_links else {}
         self._agent.emit(
@@ -180,7 +181,7 @@ class Workers:
             signal_group(child.pid, started.notified_by)
 
     def fail_start(self, failed: Round, spec: WorkerSpec, reason: str) -> None:
-        """Begin to kill the round. Only the first reason is reported: others may follow from it."""
+        """Begin to kill the round. Only the first reason is reported; others may follow from it."""
         failed.kill_at, failed.keeps = time.monotonic(), False
         self._forks.drop(self._wanted_warm())
         if not failed.failed:
@@ -190,7 +191,7 @@ class Workers:
             )
 
     def report_exit(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
-        """Note that a worker has exited."""
+        """Report a worker's exit to the agent."""
         fields = {"by_itself": True} if of.forget(child) else {}
         of.exited.add(child.pid)
         self._agent.emit(
@@ -206,7 +207,7 @@ class Workers:
     # ------------------------------------------------------------------ warm
 
     def _start_warm(self, started: Round, specs: Sequence[WorkerSpec]) -> None:
-        """Fork workers now or once the zygote is ready, or start them cold if it cannot help."""
+        """Fork workers, now or when the zygote is ready; start them cold if there is no zygote."""
         if not specs or started.kill_at is not None:
             return
         within_s = self._forks.within_s()
@@ -236,9 +237,9 @@ class Workers:
     # ------------------------------------------------------------------ signals
 
     def stop(self, request: Mapping[str, object]) -> None:
-        """Handle `stop_workers`. A second stop may shorten the grace, never lengthen it.
+        """Handle `stop_workers`. A second stop may shorten the grace period, but not extend it.
 
-        A signal is sent once, so that a handler that runs is not entered twice.
+        Each signal is sent only once, so a running handler is not entered a second time.
         """
         number = read_field(request, "round", int)
         signum, grace_s = read_signal(request), read_seconds(request, "grace_s", MAX_GRACE_S)
@@ -258,14 +259,14 @@ class Workers:
     def begin_stop(
         self, stopping: Round, signum: int, grace_s: float, *, keep: bool = False
     ) -> None:
-        """Signal the workers of a round; when the grace is over, they are killed.
+        """Signal the workers of a round, which are killed when the grace period is over.
 
-        With `keep`, workers that were asked to park are not signalled, and have their own deadline.
+        With `keep`, workers that were asked to park are not signalled and have their own deadline.
         """
         kill_at = time.monotonic() + grace_s
         if stopping.kill_at is None or kill_at < stopping.kill_at:
             stopping.kill_at = kill_at
-        # Workers that are not forked yet never run. The others are signalled as if they ran.
+        # Workers that have not been forked never run. The others are signalled as if running.
         self._forks.drop([start for start in self._wanted_warm() if start.child is None])
         parking = set() if keep else stopping.keep_none()
         if signum not in stopping.signals_sent:
@@ -276,9 +277,9 @@ class Workers:
                 signal_group(pid, signum)
 
     def notify(self, request: Mapping[str, object]) -> None:
-        """Handle `notify_workers`: signal each worker once, as soon as it runs.
+        """Handle `notify_workers`: signal each worker once, as soon as it is running.
 
-        A stop with the same signal does not repeat it.
+        A stop with the same signal does not send it again.
         """
         number, signum = read_field(request, "round", int), read_signal(request)
         told = self.round
@@ -292,15 +293,15 @@ class Workers:
     # ------------------------------------------------------------------ the end
 
     def begin_kill(self) -> None:
-        """Start no more workers: the round is about to be killed."""
+        """Stop starting workers, because the round is about to be killed."""
         self._forks.drop(self._wanted_warm())
         if self.round is not None:
             self.round.verify_parked(self._agent)
 
     def stays(self, pid: int) -> bool:
-        """Whether a child of the runner outlives the round.
+        """Return whether a child of the runner outlives the round.
 
-        Parked workers do, and the processes that they started; nothing else does.
+        Only parked workers and the processes they started do.
         """
         held = self.round
         if self._loop.shutting_down or held is None or not held.keeps:
@@ -311,7 +312,7 @@ class Workers:
         return any(link.owns(pid) for link in links)
 
     def end_round(self) -> None:
-        """Release the round, which has no processes left but its parked workers."""
+        """Release a round that has no remaining processes except its parked workers."""
         if self.round is None:
             return
         ended, self.round = self.round, None
@@ -327,18 +328,18 @@ class Workers:
     # ------------------------------------------------------------------ time
 
     def check_fence(self) -> None:
-        """Kill workers if the fence has been reached; otherwise arrange to be called when it is."""
+        """Kill the workers if the fence has been reached, or set the alarm for that time."""
         self._fence.check(self.round, self.parked)
 
     def wake_times(self) -> Iterator[float | None]:
-        """Yield when `do_due`, or the end of the round, has something to do."""
+        """Yield the times at which `do_due` or the end of the round has something to do."""
         yield from self.parked.wake_times()
         yield from self._connections.wake_times()
         if self.round is not None:
             yield from self.round.wake_times()
 
     def do_due(self, now: float) -> None:
-        """Kill workers that have not parked or ended in time; let go of connections."""
+        """Kill workers that have not parked or ended in time, and release held connections."""
         if self.round is not None:
             self.round.kill_late(now, self._agent)
         self.parked.do_due(now)
@@ -363,7 +364,7 @@ def _signal_groups(
 
 
 class WarmWorker(WarmStart):
-    """A warm worker; it counts as running once it is about to run its script."""
+    """A warm worker, which counts as running once it is about to run its script."""
 
     def __init__(
         self, owner: Workers, of: Round, spec: WorkerSpec, forks: WarmForks, within_s: float
@@ -377,11 +378,11 @@ class WarmWorker(WarmStart):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether its round continues."""
+        """Whether the worker's round continues."""
         return self.of.kill_at is None
 
     def send_order(self, fork: Fork, child: Child) -> None:
-        """Order its fork to become this worker."""
+        """Order the fork to become this worker."""
         link = self._workers.new_link(self.of, self.spec)
         self.of.add(child, link)
         self._ordered_at = time.monotonic()
@@ -399,7 +400,7 @@ class WarmWorker(WarmStart):
             fork.send_order(order, (0, 1, 2, link.theirs.fileno()))
 
     def take_running(self, child: Child) -> None:
-        """Report that it runs."""
+        """Report that the worker is running."""
         self._workers.report_start(self.of, self.spec, "warm", child)
 
     def take_failure(self, reason: str) -> bool:
@@ -408,13 +409,13 @@ class WarmWorker(WarmStart):
         return True
 
     def take_exit(self, child: Child, code: int) -> None:
-        """Report its exit."""
-        if self.is_wanted and not self.of.exited:  # Else it may follow from another's exit.
+        """Report the worker's exit."""
+        if self.is_wanted and not self.of.exited:  # Otherwise another's exit may be the cause.
             self._forks.restarts.note_exit(child, code, self._ordered_at)
         self._workers.report_exit(self.of, self.spec, child, code)
 
     def forget(self, child: Child) -> None:
-        """Note that its fork has exited before it ran."""
+        """Record that the fork exited before it was running."""
         self.of.forget(child)
 
 

@@ -1,7 +1,8 @@
-"""The job's zygote, from which workers and store hosts are forked: started, read, and replaced.
+"""The job's zygote, from which workers and store hosts are forked: start, read and replace it.
 
-zygote.py is the program, and lists the messages. A zygote that has died is replaced after a while;
-one that refuses is not. One for restarts is started when warm_restarts.py requests it.
+The program is zygote.py, which also lists the messages. A zygote that dies is replaced after a
+delay, unless it refused to serve. A zygote for restarts is started when warm_restarts.py requests
+it.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ if TYPE_CHECKING:
     from .requests import ZygoteSpec
 
     class ForkReceiver(Protocol):
-        """Receives what a zygote reports."""
+        """Receives a zygote's reports."""
 
         def zygote_ready(self) -> None:
-            """Use the zygote, which now accepts fork requests."""
+            """Start using the zygote, which now accepts fork requests."""
 
         def forked(self, batch: int, pids: Sequence[int], reason: str) -> None:
-            """Handle the forks of a batch; `reason` explains missing ones. May raise `KeyError`."""
+            """Handle a batch of forks; `reason` explains any missing ones. May raise `KeyError`."""
 
         def zygote_lost(self, reason: str) -> None:
-            """Go on without the zygote."""
+            """Continue without the zygote."""
 
 
 PRELOAD_TIMEOUT_S = 600.0
 MAX_ZYGOTE_RETRY_S = 60.0
 
 NEEDS_BYTES = 1 << 30
-"""The memory that must be free before a zygote for restarts is started: several times its need,
-because it must never cause a worker to run out of memory.
+"""The memory that must be free before a zygote for restarts is started. This is several times its
+actual need, because it must never cause a worker to run out of memory.
 """
 
 ZYGOTE_HOOK = Path(__file__).parents[1] / "job_programs" / "zygote_hook"
@@ -54,7 +55,7 @@ ZYGOTE_HOOK = Path(__file__).parents[1] / "job_programs" / "zygote_hook"
 
 
 def zygote_environ(env: Mapping[str, str], order: Mapping[str, object]) -> dict[str, str]:
-    """Return an environment in which an interpreter carries out an order of zygote.py."""
+    """Return an environment that makes an interpreter execute an order defined in zygote.py."""
     path = env.get("PYTHONPATH")
     return {
         **env,
@@ -64,7 +65,7 @@ def zygote_environ(env: Mapping[str, str], order: Mapping[str, object]) -> dict[
 
 
 class Zygote:
-    """A zygote, until it is reaped."""
+    """A zygote that has not been reaped."""
 
     child: Child
 
@@ -73,15 +74,15 @@ class Zygote:
         self.spec = spec
         self.ready = False
         self.ready_until: float | None = time.monotonic() + PRELOAD_TIMEOUT_S
-        """When it is given up; None once it is ready or given up."""
+        """When the zygote will be given up; None once it is ready or has been given up."""
         self.lost_because = ""
-        """Why it ends, if its exit status does not show it."""
+        """Why the zygote is ending, if its exit status will not show that."""
         self.final = False
-        """Whether another zygote would do no better."""
+        """Whether replacing the zygote would not help."""
 
 
 class ZygoteProcess:
-    """Keeps a zygote running, once the agent has asked for one."""
+    """Keeps a zygote running once the agent has requested one."""
 
     def __init__(
         self, loop: Loop, children: Children, agent: AgentLink, receiver: ForkReceiver
@@ -93,27 +94,27 @@ class ZygoteProcess:
         self.spec: ZygoteSpec | None = None
         self._zygote: Zygote | None = None
         self._lost = 0
-        """How many zygotes were lost since the last fork."""
+        """The number of zygotes lost since the last fork."""
         self._retry_at: float | None = None
         self._none_because = ""
         self.begun = False
         """Whether a start was attempted."""
         self.given_up = False
-        """Whether no other zygote will be started."""
+        """Whether no further zygote will be started."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it accepts fork requests."""
+        """Whether the zygote accepts fork requests."""
         return self._zygote is not None and self._zygote.ready
 
     @property
     def imports(self) -> bool:
-        """Whether there is a zygote that may still get ready."""
+        """Whether there is a zygote that may still become ready."""
         return self._zygote is not None and not self._zygote.ready
 
     @property
     def not_ready_because(self) -> str:
-        """The reason why nothing can be forked now."""
+        """The reason why nothing can be forked at the moment."""
         if self._zygote is None:
             return self._none_because
         return self._zygote.lost_because or "the zygote is still importing"
@@ -128,13 +129,13 @@ class ZygoteProcess:
             self.begin()
 
     def begin(self) -> None:
-        """Start it, unless it has been started or given up."""
+        """Start the zygote, unless it has already been started or given up."""
         if not self.begun and not self.given_up:
             self.begun = True
             self._start()
 
     def give_up_for_good(self, reason: str) -> None:
-        """End it, and start no other: all further workers of the job start cold."""
+        """End the zygote for good: all further workers of the job are started cold."""
         self.given_up, self._retry_at = True, None
         if self._zygote is None:
             self._report_lost(reason, final=True)
@@ -143,13 +144,13 @@ class ZygoteProcess:
             self.give_up(reason)
 
     def ask(self, batch: int, links: Sequence[int]) -> None:
-        """Ask the ready zygote for one fork per link; `OSError` if that fails."""
+        """Ask the zygote, which is ready, for one fork per link. May raise `OSError`."""
         assert self._zygote is not None
         request = json.dumps({"fork": batch, "forks": len(links)})
         socket.send_fds(self._zygote.control, [request.encode()], links)
 
     def give_up(self, reason: str) -> None:
-        """Kill a zygote that does not fulfil requests."""
+        """Kill a zygote that is not fulfilling requests."""
         zygote = self._zygote
         if zygote is None:
             return
@@ -160,11 +161,11 @@ class ZygoteProcess:
         self._receiver.zygote_lost(reason)
 
     def has_forked(self) -> None:
-        """Note that the zygote works, so that the next lost one is replaced soon."""
+        """Record that the zygote works, so that a replacement is started quickly if it is lost."""
         self._lost = 0
 
     def attach(self, zygote: Zygote) -> None:
-        """Use this zygote from now on; `OSError` if its socket cannot be watched."""
+        """Use this zygote from now on. Raises `OSError` if its socket cannot be watched."""
         zygote.control.setblocking(False)
         self._loop.watch(zygote.control.fileno(), partial(self.read, zygote))
         self._zygote = zygote
@@ -176,7 +177,7 @@ class ZygoteProcess:
             yield self._zygote.ready_until
 
     def do_due(self, now: float) -> None:
-        """Start another zygote, or give up one whose imports take too long."""
+        """Start another zygote when it is time, or give up one whose imports take too long."""
         if self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
             if not self._loop.shutting_down:
@@ -212,7 +213,7 @@ class ZygoteProcess:
             self._report_lost(f"cannot start {spec.argv[0]!r}: {reason_of(error)}", final=False)
 
     def read(self, zygote: Zygote) -> bool:
-        """Read a message from a zygote; return False if none is there, now or for good."""
+        """Read a message from a zygote. Returns False if there is none, now or for good."""
         try:
             data = zygote.control.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -240,7 +241,7 @@ class ZygoteProcess:
             zygote.lost_because, zygote.final = str(message["refused"]), True
             self.given_up = True
         else:
-            # The zygote is the user's own process, and may send anything.
+            # The zygote is the user's own process and may send anything.
             pids = [pid for pid in message["pids"] if type(pid) is int]
             self._receiver.forked(message["forked"], pids, str(message["reason"]))
 
@@ -278,19 +279,19 @@ def _program_of(spec: ZygoteSpec, control_fd: int) -> Program:
         argv=spec.argv,
         env=zygote_environ(spec.env, order),
         cwd=spec.cwd,
-        stdout=2,  # Modules may print on import; that belongs in the log.
+        stdout=2,  # Modules may print on import, which belongs in the log.
         pass_fds=(control_fd,),
         cpus=spec.cpus,
-        # Workers should find all dispositions as in a fresh interpreter.
+        # Workers should find all signal dispositions as in a fresh interpreter.
         blocked=SIGNALS_FOR_WORKERS,
         identity=spec.identity,
-        # It is gone if an upgrade removed or moved rdzv. The script would run instead.
+        # An upgrade may have removed or moved it. The user's script would then run instead.
         needs=ZYGOTE_HOOK / "sitecustomize.py",
     )
 
 
 def _read_readiness(said: Mapping[str, Any]) -> dict[str, object]:
-    """Return a zygote's description of itself, without anything else that it may send."""
+    """Return a zygote's description of itself, dropping anything else it may send."""
     return {
         "modules": [str(name) for name in said["modules"]],
         "threads": int(said["threads"]),

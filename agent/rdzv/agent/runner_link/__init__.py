@@ -1,7 +1,7 @@
-"""The agent's end of a runner's socket: requests are calls, results are typed events.
+"""The agent's end of the socket to a runner: requests are method calls, results are typed events.
 
-`RunnerLink` is one runner; `FoundRunner` is one left by a previous agent. Nothing here decides what
-a runner does. `agent_children` keeps track of the agent's other children.
+A `RunnerLink` is the link to one runner; a `FoundRunner` is a runner left by a previous agent.
+Nothing here decides what a runner does. `agent_children` keeps track of the agent's other children.
 """
 
 from __future__ import annotations

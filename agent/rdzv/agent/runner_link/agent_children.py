@@ -1,7 +1,7 @@
-"""The agent's own children: runners, other programs, and processes left by dead runners.
+"""The agent's own children: runners, other programs, and processes left behind by dead runners.
 
-The agent is a subreaper, so the descendants of a dead runner become its children.
-`sweep_orphans` kills those, and nothing else: every other child is recorded here.
+The agent is a subreaper, so a dead runner's descendants become its children. `sweep_orphans` kills
+those and nothing else, because every other child is recorded here.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from rdzv.agent.runner.linux.process_tree import (
 log = logging.getLogger("rdzv.agent.runner")
 
 SWEEP_TIMEOUT_S = 2.0
-"""How long the processes of a dead runner may take to disappear."""
+"""How long a dead runner's processes may take to disappear."""
 _KILL_TIMEOUT_S = 1.0
 _STARTING_RETRY_S = 0.05
 
 _runner_pids: set[int] = set()
-"""The runners of this process that have not exited."""
+"""The pids of this process's runners that have not exited."""
 
 _spared_pids: set[int] = set()
-"""Other children of this process, which have nothing to do with runners."""
+"""The pids of this process's other children, which are unrelated to runners."""
 
 _starting: set[object] = set()
-"""Other children that are being started, whose pids are not known yet."""
+"""Other children that are being started, and so have no known pid yet."""
 
 
 def note_runner(pid: int) -> None:
@@ -45,24 +45,25 @@ def note_runner(pid: int) -> None:
 
 
 def forget_runner(pid: int) -> None:
-    """Undo `note_runner`: the runner has exited."""
+    """Undo `note_runner`, because the runner has exited."""
     _runner_pids.discard(pid)
 
 
 async def sweep_orphans(timeout_s: float = SWEEP_TIMEOUT_S) -> None:
-    """Kill processes left by dead runners, in a subreaper; other runners keep running.
+    """Kill processes left behind by dead runners, if this process is a subreaper.
 
-    Waits until all are gone, for at most `timeout_s`: one may be stuck in the kernel.
+    Other runners keep running. Waits until all these processes are gone, but for no longer than
+    `timeout_s`, because one may be stuck in the kernel.
 
     Raises:
-        OSError: the children cannot be listed, so some may be left.
+        OSError: the children cannot be listed, so some may remain.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
         late = time.monotonic() > deadline_s
         others = _runner_pids | _spared_pids
         try:
-            # A child that is being started is not recorded yet.
+            # A child that is still being started has not been recorded.
             left = [] if _starting else kill_descendants(others)
             reap(pid for pid in left if pid in children_of(os.getpid()))
         except OSError:
@@ -80,7 +81,7 @@ async def sweep_orphans(timeout_s: float = SWEEP_TIMEOUT_S) -> None:
 
 
 async def _exited(pid: int, within_s: float) -> None:
-    """Wait for the end of a process, for at most `within_s`."""
+    """Wait for a process to end, for at most `within_s`."""
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
@@ -100,11 +101,11 @@ async def _exited(pid: int, within_s: float) -> None:
 async def start_spared(
     *args: str, chdir: Path | None = None, **how: Any
 ) -> asyncio.subprocess.Process:
-    """Start a program exempt from `sweep_orphans`; end it with `end_spared`.
+    """Start a program that is exempt from `sweep_orphans`. Use `end_spared` to end it.
 
-    The program and the folder `chdir` may be on a hung file system: the new process waits for it,
-    not the event loop. So a program that cannot be started reports that on its stderr, and exits
-    with 125 (the folder), 126 or 127.
+    The program and the folder `chdir` may be on a hung file system; the new process waits for it,
+    not the event loop. So a program that cannot be started reports the error on its stderr and
+    exits with 125 (for the folder), 126 or 127.
     """
     this = object()
     _starting.add(this)
@@ -117,7 +118,7 @@ async def start_spared(
 
 
 async def end_spared(process: asyncio.subprocess.Process) -> None:
-    """Kill a process, unless it has ended; do not wait if it hangs in the kernel."""
+    """Kill a process unless it has ended, without waiting if it hangs in the kernel."""
     if process.returncode is None:
         process.kill()
         with suppress(TimeoutError):
@@ -129,17 +130,17 @@ async def end_spared(process: asyncio.subprocess.Process) -> None:
 def aside(command: Sequence[str], chdir: Path | None = None) -> list[str]:
     """Return a command line that starts a program through env(1), in a folder.
 
-    Starting a process blocks until its program is opened, and so until a file server answers;
+    Starting a process blocks until its program is opened, and thus until the file server responds;
     env(1) is local.
     """
     if "=" in command[0]:
-        # env(1) would take it for a variable.
+        # env(1) would mistake it for a variable.
         command = ["/bin/sh", "-c", 'exec "$0" "$@"', *command]
     return ["/usr/bin/env", *([] if chdir is None else ["-C", str(chdir)]), *command]
 
 
 def spare(pid: int) -> None:
-    """Exempt a child from `sweep_orphans`, until `spare_no_more`."""
+    """Exempt a child from `sweep_orphans` until `spare_no_more` is called."""
     _spared_pids.add(pid)
 
 

@@ -1,4 +1,4 @@
-"""A runner left by another agent: found at its socket, then adopted, left alone or ended."""
+"""A runner left by another agent, found at its socket: adopt it, leave it alone, or end it."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ from rdzv.agent.runner_link.runner_events import OnEvent
 from rdzv.agent.runner_link.runner_link import Hello, RunnerLink
 
 MEET_TIMEOUT_S = 3.0
-"""How long a runner may take to send its hello; one that is stopped, or hangs, sends none."""
+"""How long a runner may take to send its hello. A stopped or hung runner never sends one."""
 _BUSY_RETRY_S = 0.05
 
 
 class NotAdoptableError(Exception):
-    """A runner cannot be adopted and is left to end by itself; the message says why."""
+    """Raised if a runner cannot be adopted; the message says why. The runner will end by itself."""
 
 
 class FoundRunner:
-    """A runner whose agent is gone. It is not adopted yet: use `adopt` or `leave`."""
+    """A runner that has lost its agent. It is not adopted yet; call `adopt` or `leave`."""
 
     def __init__(self, path: Path, channel: Channel, hello: Hello) -> None:
-        """Hold a channel and its hello. Use `meet` instead."""
+        """Take a channel and the hello received on it. Use `meet` instead."""
         self.path = path
         self.hello = hello
         self._channel = channel
 
     @classmethod
     async def meet(cls, path: Path, timeout_s: float = MEET_TIMEOUT_S) -> FoundRunner | None:
-        """Connect to the runner that listens at a path; None if there is none.
+        """Connect to the runner listening at a path. Returns None if there is none.
 
         Raises:
-            NotAdoptableError: it has another agent, is of a newer version, or does not answer.
-
+            NotAdoptableError: it has another agent, is of a newer version, or does not respond.
         """
         refused = f"it does not answer within {timeout_s:g} s"
         try:
@@ -65,20 +64,20 @@ class FoundRunner:
             raise NotAdoptableError(str(error)) from error
 
     def adopt(self) -> None:
-        """Take charge. Its events wait until there is a `RunnerLink` to receive them."""
-        with suppress(OSError):  # It has ended, and the link will notice.
+        """Take charge of the runner. Its events wait for a `RunnerLink` to receive them."""
+        with suppress(OSError):  # It has ended, which the link will notice.
             self._channel.send({"type": "adopt"})
 
     def link(self, on_event: OnEvent) -> RunnerLink:
-        """Return the link to a runner that was adopted."""
+        """Return the link to the runner, which must have been adopted."""
         return RunnerLink(None, self._channel, on_event, self.hello)
 
     def leave(self) -> None:
-        """Disconnect: it keeps waiting for an agent until its orphan timeout."""
+        """Disconnect. The runner keeps waiting for an agent until its orphan timeout."""
         self._channel.close()
 
     def end(self) -> None:
-        """Make it kill everything now, and disconnect."""
+        """Make the runner kill all its processes now, and disconnect."""
         for request in ("adopt", "shutdown"):
             try:
                 self._channel.send({"type": request})
@@ -106,7 +105,7 @@ async def _connect(path: Path) -> Channel | None:
 
 
 async def _first_message(channel: Channel) -> Mapping[str, object] | None:
-    """Wait for the first message on a channel; None if it closes first."""
+    """Wait for the first message on a channel. Returns None if the channel closes first."""
     loop, fd = asyncio.get_running_loop(), channel.fileno()
     readable = asyncio.Event()
     loop.add_reader(fd, readable.set)
@@ -127,7 +126,7 @@ async def _first_message(channel: Channel) -> Mapping[str, object] | None:
 
 
 def read_hello(said: Mapping[str, Any]) -> Hello:
-    """Parse a runner's hello; `NotAdoptableError` if this agent cannot adopt it."""
+    """Parse a runner's hello. Raises `NotAdoptableError` if this agent cannot adopt it."""
     try:
         version, pid = int(said["version"]), int(said["pid"])
         if not 1 <= version <= PROTOCOL_VERSION:

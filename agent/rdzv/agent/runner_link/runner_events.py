@@ -1,4 +1,4 @@
-"""Typed events of a runner, about workers, store hosts and the zygote."""
+"""A runner's typed events, about workers, store hosts and the zygote."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class WorkerStarted:
     local_rank: int
     pid: int
     how: str = ""
-    """kept (the same process as before), warm or cold; empty if the runner does not say."""
+    """Kept (the same process as before), warm or cold; empty if the runner does not say."""
 
 
 @struct(frozen=True)
 class WorkersStartFailed:
-    """A worker could not be started. The round's others are being killed; `WorkersGone` follows."""
+    """A worker could not be started, so the round is being killed; `WorkersGone` follows."""
 
     round: int
     local_rank: int
@@ -35,7 +35,7 @@ class WorkersStartFailed:
 
 @struct(frozen=True)
 class WorkerExited:
-    """A worker has exited: with an exit code, or by a signal."""
+    """A worker has exited, either with an exit code or because of a signal."""
 
     round: int
     local_rank: int
@@ -44,12 +44,14 @@ class WorkerExited:
     signal: int | None
     age_ms: int
     by_itself: bool = False
-    """Whether the runner did not cause the exit. Always False if its worker could not be kept."""
+    """Whether the worker exited without the runner's doing. Always False for workers that could not
+    be kept.
+    """
 
 
 @struct(frozen=True)
 class WorkerSuspected:
-    """A collective has failed in a worker, which parks by itself."""
+    """A collective has failed in a worker, and the worker parks by itself."""
 
     round: int
     local_rank: int
@@ -61,26 +63,28 @@ class WorkerSuspected:
 
 @struct(frozen=True)
 class WorkerResumed:
-    """A worker continues in a round: its process group exists, and its state is up to date."""
+    """A worker has entered a round: its process group exists and its state is up to date."""
 
     round: int
     local_rank: int
     pid: int
     step: int | None
     source: int | None
-    """RANK of the worker whose state it has taken over, if there is one."""
+    """The RANK of the worker whose state this worker has taken over, if any."""
     healed: bool
     init_ms: int
     heal_ms: int
     is_unwatched: bool = False
-    """Whether it uses NCCL with torch's watchdog off, so nothing there ends a hang."""
+    """Whether the worker uses NCCL with torch's watchdog off, so nothing in the process ends a
+    hang.
+    """
 
 
 @struct(frozen=True)
 class WorkersGone:
-    """After a stop or a failed start: of the round's processes, only the store host is left.
+    """After a stop or failed start, only the store host remains of the round's processes.
 
-    The workers in `kept` are parked, and take part in no round.
+    The workers in `kept` are parked, and are no longer part of any round.
     """
 
     round: int
@@ -89,7 +93,7 @@ class WorkersGone:
 
 @struct(frozen=True)
 class WorkerNotKept:
-    """A worker was asked to park, but is killed instead."""
+    """A worker that was asked to park is being killed instead."""
 
     round: int
     local_rank: int
@@ -109,12 +113,12 @@ class KeptExited:
 
 @struct(frozen=True)
 class KeptGone:
-    """No parked worker is left."""
+    """No parked workers remain."""
 
 
 @struct(frozen=True)
 class WorkersStuck:
-    """These processes survive SIGKILL. If they exit after all, `WorkersGone` follows."""
+    """Processes have survived SIGKILL. If they exit after all, `WorkersGone` follows."""
 
     round: int
     pids: tuple[int, ...]
@@ -122,9 +126,9 @@ class WorkersStuck:
 
 @struct(frozen=True)
 class WorkersFenced:
-    """The fence came at `at_ms` of `boottime_ms`: the round is being killed; `WorkersGone` follows.
+    """The fence was reached at `at_ms` of `boottime_ms`, and the round is being killed.
 
-    Worker exits caused by it are reported after this.
+    The resulting worker exits are reported after this event, followed by `WorkersGone`.
     """
 
     round: int
@@ -133,7 +137,7 @@ class WorkersFenced:
 
 @struct(frozen=True)
 class WorkersStartedCold:
-    """Workers that should have been forked from the zygote are started cold, for this reason."""
+    """Workers that should have been forked from the zygote are being started cold."""
 
     round: int
     local_ranks: tuple[int, ...]
@@ -142,7 +146,7 @@ class WorkersStartedCold:
 
 @struct(frozen=True)
 class ZygoteReady:
-    """Workers can be forked from now on."""
+    """The zygote is ready, so workers can be forked from now on."""
 
     pid: int
     modules: tuple[str, ...]
@@ -153,7 +157,7 @@ class ZygoteReady:
 
 @struct(frozen=True)
 class ZygoteLost:
-    """There is no zygote now; another is started after `retry_s`, or never if that is None."""
+    """There is no zygote now. Another one is started after `retry_s`, or never if that is None."""
 
     reason: str
     retry_s: float | None
@@ -161,14 +165,14 @@ class ZygoteLost:
 
 @struct(frozen=True)
 class StoreHostReady:
-    """The round's store serves."""
+    """A round's store host is serving."""
 
     round: int
 
 
 @struct(frozen=True)
 class StoreHostExited:
-    """The round's store host has exited, with 127 if it could not be started."""
+    """A round's store host has exited; the exit code is 127 if it could not be started."""
 
     round: int
     exit_code: int | None
@@ -177,21 +181,21 @@ class StoreHostExited:
 
 @struct(frozen=True)
 class SnapshotsHeld:
-    """All snapshots in the runner's memory, as workers have reported them; sent after each change.
+    """All snapshots in the runner's memory, as reported by workers; sent after each change.
 
-    Copies of other nodes' snapshots are among them, with a `copy_of`.
+    They include copies of other nodes' snapshots, which have a `copy_of`.
     """
 
     snapshots: tuple[Snapshot, ...]
     carrier: CopyCarrier | None = None
-    """The carrier from which other nodes can fetch copies of them."""
+    """The carrier from which other nodes can fetch copies of these snapshots."""
     missing: MissingCopies | None = None
-    """The copies that this node was last asked to fetch, but could not get."""
+    """The copies that this node was last asked to fetch and could not get."""
 
 
 @struct(frozen=True)
 class SnapshotRefused:
-    """A worker gets no memory for snapshots, and trains on without."""
+    """A worker gets no memory for snapshots, and continues training without them."""
 
     local_rank: int
     reason: str
@@ -199,7 +203,7 @@ class SnapshotRefused:
 
 @struct(frozen=True)
 class SnapshotsWritten:
-    """This node's parts of a step are on disk, or `reason` says why they are not."""
+    """This node's parts of a step have been written to disk, or `reason` says why not."""
 
     lineage: int
     step: int
@@ -209,25 +213,25 @@ class SnapshotsWritten:
 
 @struct(frozen=True)
 class ServeFailed:
-    """The runner cannot outlive this process, and ends with it."""
+    """The runner cannot outlive this process and will end with it."""
 
     reason: str
 
 
 @struct(frozen=True)
 class RunnerRefused:
-    """The runner cannot carry out a request, and has done nothing."""
+    """The runner has refused a request, which has had no effect."""
 
     reason: str
 
 
 @struct(frozen=True)
 class RunnerExited:
-    """The runner is gone, and with it its workers; the last event. Negative codes are signals.
+    """The runner and its workers are gone; this is the last event. Negative codes are signals.
 
-    The exit code of an adopted runner is unknown: it is given as 0 if the runner was asked to end,
-    and as None otherwise. In the latter case descendants of its workers may be left; in a
-    subreaper, `sweep_orphans` kills them.
+    An adopted runner's exit code is unknown. It is given as 0 if the runner was asked to end, and
+    as None otherwise. In the latter case its workers' descendants may remain; in a subreaper,
+    `sweep_orphans` kills them.
     """
 
     exit_code: int | None
@@ -259,8 +263,9 @@ RunnerEvent = (
 )
 
 OnEvent = Callable[[RunnerEvent], asyncio.Future[None] | None]
-"""Handles an event, and must not raise. Returns a future that is done once the event is handled, or
-None if it already is. Only then does the next event come, and may the runner forget this one.
+"""Handles an event; must not raise. Returns a future that is done once the event has been handled,
+or None if it already has been. Until then, the next event is not delivered and the runner does not
+forget this one.
 """
 
 EVENTS: Mapping[str, Callable[..., RunnerEvent]] = {
@@ -311,7 +316,7 @@ def _snapshot(said: Mapping[str, Any]) -> Snapshot:
 
 
 def number_of(message: Mapping[str, Any]) -> int:
-    """Return the number of an event; 0 if it has none."""
+    """Return an event's number, or 0 if it has none."""
     number = message.get("number", 0)
     if type(number) is not int:
         raise MalformedFrameError(f"the runner numbered an event {number!r:.200}")
@@ -319,7 +324,7 @@ def number_of(message: Mapping[str, Any]) -> int:
 
 
 def decode_event(message: Mapping[str, Any]) -> RunnerEvent:
-    """Decode an event; `MalformedFrameError` if the message is not one."""
+    """Decode an event. Raises `MalformedFrameError` if the message is not an event."""
     fields = dict(message)
     fields.pop("number", None)
     try:

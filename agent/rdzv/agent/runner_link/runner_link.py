@@ -1,4 +1,4 @@
-"""The agent's link to one runner: requests are calls, results are typed events."""
+"""The agent's link to one runner: requests are method calls, results are typed events."""
 
 from __future__ import annotations
 
@@ -50,28 +50,30 @@ _STORE_HOST = Path(job_programs.__file__).with_name("store_host.py")
 _SNAPSHOT_CARRIER = Path(job_programs.__file__).with_name("snapshot_carrier.py")
 _KILL_TIMEOUT_S = 1.0
 CLOSE_TIMEOUT_S = 10.0
-"""How long a runner that has started nothing may take to end."""
+"""How long a runner that has not started anything may take to end."""
 
 
 @struct(frozen=True)
 class Hello:
-    """A runner's description of itself for an agent that may adopt it."""
+    """A runner's description of itself, for an agent that might adopt it."""
 
     pid: int
     round: int | None
-    """The round whose processes exist."""
+    """The round whose processes exist, if any."""
     last_round: int | None
     """The round whose workers were last ordered to start."""
     workers: Mapping[int, int]
-    """The workers of the round that were started, exited or not: pids by LOCAL_RANK."""
+    """The round's workers that have been started, whether or not they have exited: pids by
+    LOCAL_RANK.
+    """
     store_hosts: frozenset[int]
-    """The rounds whose store host exists."""
+    """The rounds that have a store host."""
     zygote: bool
-    """Whether a zygote is kept."""
+    """Whether the runner was asked to keep a zygote."""
     kept: Mapping[str, str]
-    """The values that it keeps for its next agent."""
+    """The values that the runner keeps for its next agent, by name."""
     carries_copies: bool = False
-    """Whether it can keep copies of other nodes' snapshots."""
+    """Whether the runner can keep copies of other nodes' snapshots."""
 
 
 @struct(frozen=True)
@@ -80,23 +82,23 @@ class CopyCredentials:
 
     token: str
     fingerprint: str = ""
-    """SHA-256 of its certificate, in hexadecimal; empty if it does not encrypt."""
+    """The certificate's SHA-256 fingerprint in hexadecimal; empty if the carrier does not encrypt.
+    """
     pem: str = ""
-    """The certificate and its key."""
+    """The certificate and its private key."""
 
 
 class StartedRunner:
-    """A runner that was just started, and has not received a request.
+    """A runner that was just started and has not received any requests.
 
-    It ends when this process ends, or when it is closed.
+    It ends when this process ends or when this object is closed.
     """
 
     def __init__(self) -> None:
-        """Start it.
+        """Start the runner.
 
         Raises:
             OSError: it cannot be started.
-
         """
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -109,16 +111,16 @@ class StartedRunner:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The runner's process id."""
         return self.process.pid
 
     def link(self, on_event: OnEvent) -> RunnerLink:
-        """Return the link to it; from now on, close the link instead."""
+        """Return the link to the runner. From now on, close the link instead."""
         self._linked = True
         return RunnerLink(self.process, Channel(self._socket), on_event)
 
     def close(self) -> None:
-        """End it, unless there is a link to it."""
+        """End the runner, unless there is a link to it."""
         if not self._linked:
             self._linked = True
             self._socket.close()
@@ -126,10 +128,10 @@ class StartedRunner:
 
 
 class RunnerLink:
-    """One runner, and through it the processes of one job on this node.
+    """The link to one runner, and through it to the processes of one job on this node.
 
-    Requests return at once and are carried out in order; their results are events. Events are
-    delivered one after another from the event loop, never from within a request; see `OnEvent`.
+    Requests return at once and are carried out in order; their results arrive as events. Events are
+    delivered one at a time from the event loop, never from within a request (see `OnEvent`).
     Requests to a runner that has exited do nothing.
     """
 
@@ -140,7 +142,7 @@ class RunnerLink:
         on_event: OnEvent,
         adopted: Hello | None = None,
     ) -> None:
-        """Take over a runner that was just started by `spawn` or adopted."""
+        """Take over a runner, either just started by `spawn` or adopted."""
         if process is None:
             assert adopted is not None
             self._pid = adopted.pid
@@ -152,17 +154,18 @@ class RunnerLink:
         self._on_event = on_event
         self._exited = asyncio.Event()
         self._exit: RunnerExited | None = None
-        """How the runner ended; None while it runs."""
+        """How the runner ended; None while it is running."""
         self._handling: asyncio.Future[None] | None = None
-        """The event being handled; the others wait."""
+        """Done once the event that is being handled has been handled; later events wait."""
         self._keeps_zygote = adopted is not None and adopted.zygote
         self.carries_copies = adopted is None or adopted.carries_copies
-        """Whether the runner can keep copies of other nodes' snapshots; older ones cannot."""
+        """Whether the runner can keep copies of other nodes' snapshots. Older runners cannot."""
         self._log = RunnerLog(self._pid)
         self._asked_to_end = False
         self._last_event = self._heard = 0
-        """The numbers of the last event that was handled, and of the last that the runner may
-        forget."""
+        """The number of the last event that was handled, and of the last one that the runner may
+        forget.
+        """
         self._all_sent = asyncio.Event()
         self._all_sent.set()
         self._loop = asyncio.get_running_loop()
@@ -177,7 +180,7 @@ class RunnerLink:
 
     @classmethod
     async def spawn(cls, on_event: OnEvent) -> RunnerLink:
-        """Start a runner. When this process dies, the runner kills everything it has started."""
+        """Start a runner. If this process dies, the runner kills everything that it has started."""
         return StartedRunner().link(on_event)
 
     @property
@@ -186,10 +189,11 @@ class RunnerLink:
         return self._pid
 
     def serve(self, path: Path, orphan_timeout_s: float, grace_s: float) -> None:
-        """Make it outlive this process, and listen at `path` for the agent that adopts it.
+        """Make the runner outlive this process and listen at `path` for an agent that adopts it.
 
-        Without one for `orphan_timeout_s` it stops its workers, with `grace_s` before SIGKILL, and
-        ends. A further call changes only the times, from the next loss of an agent on.
+        A runner without an agent for `orphan_timeout_s` stops its workers, with `grace_s` before
+        SIGKILL, and ends. Further calls change only these times, starting from the next loss of an
+        agent.
         """
         orphan_timeout_s = min(max(orphan_timeout_s, 0.0), MAX_ORPHAN_TIMEOUT_S)
         grace_s = min(max(grace_s, 0.0), MAX_GRACE_S)
@@ -197,11 +201,14 @@ class RunnerLink:
         self._send({"type": "serve", **where})
 
     def keep(self, name: str, value: str) -> None:
-        """Make it keep a value for the agent that adopts it; this precedes every later request."""
+        """Make the runner keep a value for the agent that adopts it.
+
+        The runner stores the value before it handles any later request.
+        """
         self._send({"type": "keep", "name": name, "value": value})
 
     async def let_go(self, timeout_s: float) -> None:
-        """Leave it to the next agent: send unsent requests, and stop receiving."""
+        """Leave the runner to the next agent: send unsent requests and stop receiving events."""
         self._loop.remove_reader(self._channel.fileno())
         if self._pidfd is not None:
             self._loop.remove_reader(self._pidfd)
@@ -216,10 +223,10 @@ class RunnerLink:
             self._exited.set()
 
     def keep_zygote(self, zygote: ZygoteSpec) -> None:
-        """Start the zygote from which this job's workers will be forked, ahead of them.
+        """Start the zygote in advance of the workers that will be forked from it.
 
-        Only the first call counts. Workers start cold while no zygote is ready, unless its `wait_s`
-        lets them wait. Its state changes are logged.
+        Only the first call has an effect. While no zygote is ready, workers start cold, unless the
+        zygote's `wait_s` allows them to wait. Changes of its state are logged.
         """
         if not self._keeps_zygote:
             self._keeps_zygote = True
@@ -229,10 +236,10 @@ class RunnerLink:
     def start_workers(
         self, round: int, workers: Sequence[WorkerSpec], keep: KeepSpec | None = None
     ) -> None:
-        """Start all workers of a round; refused while one may take part in the previous round.
+        """Start all workers of a round. Refused while any may still be in the previous round.
 
         With `keep`, the parked workers that it names continue instead of being started, and new
-        ones can be kept later.
+        workers can be kept later.
         """
         specs = [_portable(_fields(worker)) for worker in workers]
         warm = []
@@ -256,9 +263,10 @@ class RunnerLink:
         env: Mapping[str, str],
         identity: Identity | None = None,
     ) -> None:
-        """Serve the round's store on a bound, listening socket, with the job's interpreter.
+        """Serve the round's store on a bound, listening socket, using the job's interpreter.
 
-        The caller should close its copy afterwards: clients of a dead store must notice its end.
+        The caller should close its copy of the socket afterwards, so that clients notice if the
+        store dies.
         """
         whose = None if identity is None else asdict(identity)
         command = _portable({"argv": [python, str(_STORE_HOST)], "env": env, "identity": whose})
@@ -278,11 +286,12 @@ class RunnerLink:
         keep_ms: int | None = None,
         not_kept: Sequence[int] = (),
     ) -> None:
-        """Signal the round's workers; after the grace, kill them and all their descendants.
+        """Signal the round's workers. After the grace period, kill them and all their descendants.
 
-        With `keep_ms`, workers that can be kept have that time to park instead; the LOCAL_RANKs in
-        `not_kept` are killed at once. A second call may shorten the grace, never lengthen it.
-        `WorkersGone` follows, at once if nothing of the round is here.
+        With `keep_ms`, workers that can be kept have that much time to park instead, except that
+        the LOCAL_RANKs in `not_kept` are killed at once. A second call may shorten the grace
+        period, but not extend it. `WorkersGone` follows, at once if no process of the round is
+        here.
         """
         grace_s = min(max(grace_ms / 1000, 0.0), MAX_GRACE_S)
         message: dict[str, object] = {"round": round, "signal": int(signum), "grace_s": grace_s}
@@ -292,38 +301,39 @@ class RunnerLink:
         self._send({"type": "stop_workers", **message})
 
     def end_kept(self, grace_ms: int, charged: Sequence[int] = ()) -> None:
-        """End all parked workers: SIGTERM, then SIGKILL after the grace.
+        """End all parked workers with SIGTERM, and with SIGKILL after the grace period.
 
-        The LOCAL_RANKs in `charged` raise the exception that they reported, in place of SIGTERM.
+        The LOCAL_RANKs in `charged` raise the exception they reported, instead of receiving
+        SIGTERM.
         """
         grace_s = min(max(grace_ms / 1000, 0.0), MAX_GRACE_S)
         self._send({"type": "end_kept", "grace_s": grace_s, "charged": list(charged)})
 
     def notify_workers(self, round: int, signum: int) -> None:
-        """Signal each of the round's workers once; this ends nothing."""
+        """Signal each of the round's workers once, without ending anything."""
         self._send({"type": "notify_workers", "round": round, "signal": int(signum)})
 
     def renew_fence(self, at_ms: int) -> None:
-        """Let no worker of this or a later round live beyond this point of `boottime_ms`.
+        """Let no worker, of this round or a later one, live beyond this point of `boottime_ms`.
 
-        Each call moves the fence forward, never back; before the first call there is none. The
+        Each call moves the fence forward, never back; before the first call there is no fence. The
         runner enforces it by itself, whatever happens to this process.
         """
         self._send({"type": "renew_fence", "fence_at_ms": at_ms})
 
     def hold_snapshots(self, limit_bytes: int | None) -> None:
-        """Limit the memory for snapshots, and request `SnapshotsHeld`: at once, and at each change.
+        """Limit the memory for snapshots, and request a `SnapshotsHeld` now and after each change.
 
         With None, the limit is half of the memory that is free when a worker first requests some. A
-        new limit applies to later requests. Call this again after an adoption.
+        new limit applies only to later requests. Call this again after an adoption.
         """
         self._send({"type": "hold_snapshots", "limit_bytes": limit_bytes, "copies": True})
 
     def announce_watermark(self, mark: SnapshotMark, given_up: SnapshotMark | None = None) -> None:
         """Tell the workers that all parts of this step are saved, so older ones may be overwritten.
 
-        From the first call on, they overwrite only snapshots older than the announced step, and
-        newer ones up to `given_up`, of which no step will have all parts.
+        After the first call, workers overwrite only snapshots that are older than the announced
+        step, and newer ones up to `given_up`, none of which will ever have all their parts.
         """
         fields = {"lineage": mark.lineage, "step": mark.step, "series": mark.series}
         more = {} if given_up is None else {"given_up": [given_up.lineage, given_up.step]}
@@ -337,9 +347,9 @@ class RunnerLink:
         cwd: Path | None,
         identity: Identity | None,
     ) -> None:
-        """Start a process of the job's account that writes this node's parts of a step to disk.
+        """Start a process under the job's account that writes this node's parts of a step.
 
-        The runner appends the mark and the descriptors of the slots to `argv`. `SnapshotsWritten`
+        The runner appends the mark and the slots' descriptors to `argv`. `SnapshotsWritten`
         follows.
         """
         whose = None if identity is None else asdict(identity)
@@ -356,10 +366,10 @@ class RunnerLink:
         rate: int,
         credentials: CopyCredentials,
     ) -> None:
-        """Let other nodes fetch this node's snapshots, and be able to fetch theirs.
+        """Let other nodes fetch this node's snapshots, and enable this node to fetch theirs.
 
-        Starts a process of the job's account for it, unless one runs; `rate` limits the bytes that
-        it sends per second. A further call replaces its credentials.
+        Starts a process under the job's account for this, unless one is running; `rate` limits the
+        bytes it sends per second. A further call replaces its credentials.
         """
         whose = None if identity is None else asdict(identity)
         argv = [python, "-I", "-S", str(_SNAPSHOT_CARRIER), "--rate", str(rate)]
@@ -367,10 +377,10 @@ class RunnerLink:
         self._send({"type": "carry_copies", **how, **as_dict(credentials)})
 
     def fetch_copies(self, mark: SnapshotMark, sources: Sequence[CopySource]) -> None:
-        """Fetch copies of other nodes' parts of a step, and keep them.
+        """Fetch and keep copies of other nodes' parts of a step.
 
-        Call this only while the runner has a carrier. Older copies stay until these are complete,
-        unless a newer step is whole on all nodes.
+        Call this only while the runner has a carrier. Older copies are kept until these are
+        complete, unless a newer step is already whole on all nodes.
         """
         fields = {"mark": as_dict(mark), "sources": [as_dict(source) for source in sources]}
         self._send({"type": "fetch_copies", **fields})
@@ -380,12 +390,12 @@ class RunnerLink:
         self._send({"type": "stop_store_host", "round": round})
 
     def kill(self) -> None:
-        """Kill everything now, including the runner; `RunnerExited` follows."""
+        """Kill all processes now, including the runner. `RunnerExited` follows."""
         self._asked_to_end = True
         self._send({"type": "shutdown"})
 
     async def close(self, timeout_s: float) -> None:
-        """Kill everything, and wait for the runner's end; at the timeout kill the runner itself."""
+        """Kill all processes and wait for the runner to end. At the timeout, kill the runner."""
         self.kill()
         try:
             async with asyncio.timeout(timeout_s):
@@ -440,7 +450,7 @@ class RunnerLink:
 
     def _deliver(self) -> None:
         try:
-            # The handler of an event may close this link.
+            # An event's handler may close this link.
             while not self._exited.is_set() and self._handling is None:
                 if (message := self._channel.next_message()) is None:
                     break
@@ -455,13 +465,13 @@ class RunnerLink:
         except MalformedFrameError as error:
             self._give_up(str(error))
         if self._last_event > self._heard:
-            # It is confirmed only once it is handled, so that an event that kills the agent is
-            # repeated to the next one.
+            # An event is confirmed only after it has been handled, so that an event that kills the
+            # agent is resent to the next one.
             self._heard = self._last_event
             self._send({"type": "heard", "number": self._heard})
 
     def _go_on(self, number: int, _: asyncio.Future[None]) -> None:
-        """Deliver the events that arrived while another was being handled."""
+        """Deliver the events that arrived while another event was being handled."""
         self._handling = None
         self._last_event = number or self._last_event
         self._deliver()
@@ -469,7 +479,7 @@ class RunnerLink:
             self._end(self._exit)
 
     def _notice_exit(self) -> None:
-        """Deliver the runner's last events, then the event of its exit."""
+        """Deliver the runner's last events, followed by the event of its exit."""
         if self._exited.is_set():
             return
         if self._pidfd is not None:
@@ -478,7 +488,7 @@ class RunnerLink:
             self._pidfd = None
         code = 0 if self._asked_to_end else None
         if self._process is not None:
-            code = self._process.wait()  # Does not block: the pidfd shows that it is dead.
+            code = self._process.wait()  # Does not block, because the pidfd shows that it is dead.
         self._exit = RunnerExited(code)
         try:
             self._drain()
@@ -486,7 +496,7 @@ class RunnerLink:
             self._end(self._exit)
 
     def _end(self, how: RunnerExited) -> None:
-        """Deliver the event of the runner's exit once the previous event is handled."""
+        """Deliver the event of the runner's exit, once the previous event has been handled."""
         if self._handling is not None or self._exited.is_set():
             return
         self._loop.remove_reader(self._channel.fileno())
@@ -504,7 +514,7 @@ class RunnerLink:
             pass
 
     def _give_up(self, reason: str) -> None:
-        """Kill a runner that does not work; `RunnerExited` follows."""
+        """Kill a malfunctioning runner. `RunnerExited` follows."""
         log.error("killing the runner, pid %d: %s", self.pid, reason)
         if self._process is not None:
             self._process.kill()
@@ -520,13 +530,13 @@ def _start_runner(fd: int) -> subprocess.Popen[bytes]:
 
 
 def _fields(spec: WorkerSpec | ZygoteSpec) -> dict[str, object]:
-    """Return the fields of a request that describe a process to start."""
+    """Return the fields of a request that specify a process to start."""
     told = {name: getattr(spec, name) for name in spec.__slots__ if name != "zygote"}
     return {**told, "identity": None if spec.identity is None else asdict(spec.identity)}
 
 
 def _portable(value: Any) -> Any:
-    """Make strings stand for the same bytes in UTF-8 mode as here."""
+    """Return a value whose strings stand for the same bytes in UTF-8 mode as they do here."""
     if isinstance(value, str):
         return os.fsencode(value).decode("utf-8", "surrogateescape")
     if isinstance(value, Mapping):

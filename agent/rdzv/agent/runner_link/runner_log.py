@@ -1,4 +1,4 @@
-"""Log lines for those events of a runner that nothing else reports."""
+"""Log lines for those runner events that are not reported anywhere else."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MAX_TOLD = 100
 
 
 class RunnerLog:
-    """Writes log lines for one runner; a repeated reason is logged once."""
+    """Writes log lines for one runner. A repeated reason is logged only once."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._told: set[str] = set()
 
     def write(self, event: RunnerEvent) -> None:
-        """Log an event, if its kind has a line."""
+        """Log an event if there is a log line for its kind."""
         match event:
             case RunnerRefused():
                 log.error("the runner refused a request: %s", event.reason)
@@ -62,7 +62,7 @@ class RunnerLog:
                 log.log(level, text, event.round, ranks, event.reason)
 
     def _level(self, what: str, first: int) -> int:
-        """Return `first` for a new reason, DEBUG for one logged before."""
+        """Return `first` for a new reason, or DEBUG for one that was logged before."""
         if what in self._told or len(self._told) >= _MAX_TOLD:
             return logging.DEBUG
         self._told.add(what)

@@ -1,1 +1,1 @@
-"""Linux calls used by runner and agent: descriptors, process trees, accounts, boot time."""
+"""Linux calls used by the runner and the agent: descriptors, processes, accounts, boot time."""

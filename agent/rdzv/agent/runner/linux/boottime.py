@@ -1,4 +1,4 @@
-"""Time since boot, including time while the machine is suspended, and an alarm based on it."""
+"""Time since boot, including time when the machine was suspended, and an alarm on that clock."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _TFD_TIMER_ABSTIME = 1
 
 
 def boottime_ms() -> int:
-    """Return the time since this machine booted, including time while it was suspended.
+    """Return the time since this machine booted, including time when it was suspended.
 
-    Fences use this clock, because the clocks of other machines continue meanwhile.
+    Fences use this clock, because other machines' clocks keep running during a suspension.
     """
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000
 
@@ -31,14 +31,14 @@ class _TimerSpec(ctypes.Structure):
 
 
 class Alarm:
-    """A descriptor that becomes readable at a point in `boottime_ms`.
+    """A descriptor that becomes readable at a given time of `boottime_ms`.
 
-    Timeouts of `select` do not advance while the machine is suspended; this is readable as soon as
-    the machine wakes up.
+    `select` timeouts do not advance while the machine is suspended; this descriptor is readable as
+    soon as the machine wakes up.
     """
 
     def __init__(self) -> None:
-        """Create an alarm that is not set. Raises `OSError` if that fails."""
+        """Create an alarm that is not set yet. May raise `OSError`."""
         self._fd: int = libc.timerfd_create(time.CLOCK_BOOTTIME, os.O_CLOEXEC | os.O_NONBLOCK)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
@@ -48,7 +48,7 @@ class Alarm:
         return self._fd
 
     def set(self, at_ms: int | None) -> None:
-        """Make it readable from then on, at once if that time has passed; with None, never."""
+        """Make the alarm readable from that time on; None unsets it."""
         seconds, ms = divmod(at_ms or 0, 1000)
         spec = _TimerSpec(0, 0, seconds, ms * 1_000_000)  # All zero: never.
         if libc.timerfd_settime(self._fd, _TFD_TIMER_ABSTIME, ctypes.byref(spec), None) != 0:

@@ -1,4 +1,4 @@
-"""Descriptors, and the Unix sockets on which runner and agent listen. Nothing here blocks."""
+"""Descriptors, and the Unix sockets that the runner and agent listen on. Nothing here blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def close_fd(fd: int | None) -> None:
-    """Close a descriptor, if there is one."""
+    """Close a descriptor, unless it is None."""
     if fd is not None:
         os.close(fd)
 
@@ -28,7 +28,7 @@ def close_fds(fds: Iterable[int]) -> None:
 
 @contextmanager
 def closed_if_failing(sock: socket.socket) -> Iterator[None]:
-    """Close a socket if the body raises."""
+    """Close a socket if the `with` block raises an exception."""
     try:
         yield
     except BaseException:
@@ -37,7 +37,7 @@ def closed_if_failing(sock: socket.socket) -> Iterator[None]:
 
 
 def dup_fds(*fds: int) -> tuple[int, ...]:
-    """Duplicate descriptors, all of them or none; `OSError` if that fails."""
+    """Duplicate all descriptors, or none. Raises `OSError` if that fails."""
     made: list[int] = []
     try:
         for fd in fds:
@@ -52,9 +52,9 @@ _PEER = struct.Struct("3i")
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return the pid and user of the process at the other end of a Unix socket.
+    """Return the pid and user id of the process at the other end of a Unix socket.
 
-    For a client, that is the listening process.
+    On the client's side, that is the process that called listen().
     """
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     pid, uid, _ = _PEER.unpack(found)
@@ -63,7 +63,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 @contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """Provide a short name of a path in an existing folder: a socket address has only 107 bytes."""
+    """Provide a short name for a path in an existing folder, since sockets allow only 107 bytes."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"
@@ -72,7 +72,7 @@ def short_path(path: Path) -> Iterator[str]:
 
 
 def listen_at(path: Path) -> socket.socket:
-    """Listen on a Unix socket that only this user may connect to; `OSError` if that fails."""
+    """Listen on a Unix socket that only this user may connect to. May raise `OSError`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
@@ -89,7 +89,7 @@ def listen_at(path: Path) -> socket.socket:
 
 
 def write_line(text: str) -> None:
-    """Write a line to stderr if it can be written at once; never block, never raise `OSError`."""
+    """Write a line to stderr unless that would block. Never raises `OSError`."""
     with suppress(OSError):
         poll = select.poll()
         poll.register(2, select.POLLOUT)

@@ -1,4 +1,4 @@
-"""How much memory may still be used on the machine and in the cgroups of this process."""
+"""How much more memory can be used on the machine and in this process's cgroups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO_LIMIT_BYTES = 1 << 60
 
 
 def free_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the bytes that can be used without swapping or reaching a limit; None if unknown."""
+    """Return the bytes available without swapping or reaching a limit, or None if unknown."""
     return min([*_of_machine(proc), *_of_cgroups(proc, cgroup)], default=None)
 
 
@@ -35,7 +35,7 @@ def _of_cgroups(proc: Path, cgroup: Path) -> Iterator[int]:
         else:
             continue
         below = Path(path.lstrip("/"))
-        # Inside a container the path may be the host's, and only the top of the hierarchy is
+        # Inside a container, the path may be the host's, and only the top of the hierarchy is
         # visible.
         for place in (below, *below.parents):
             limited, used = _read(top / place / limit).strip(), _read(top / place / usage).strip()
@@ -45,7 +45,7 @@ def _of_cgroups(proc: Path, cgroup: Path) -> Iterator[int]:
 
 
 def _cached_bytes(stat: str, prefix: str) -> int:
-    """Sum up the bytes that the kernel frees when it needs memory."""
+    """Return the number of bytes that the kernel can reclaim when memory is needed."""
     names = (f"{prefix}inactive_file", f"{prefix}active_file")
     pairs = (line.split() for line in stat.splitlines())
     return sum(int(value) for name, value in pairs if name in names)

@@ -1,4 +1,4 @@
-"""Accounts by number: act as one for file access, or become one for good."""
+"""Numeric accounts: act as one temporarily for file access, or become one permanently."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """An account by its numbers, and the limits of its processes."""
+    """An account's numeric ids, and the resource limits for its processes."""
 
     uid: int
     gid: int
     groups: tuple[int, ...] = ()
     umask: int = 0o022
     limits: tuple[tuple[str, int, int], ...] = ()
-    """Limits by their names in `resource`, without RLIMIT_: soft and hard, -1 for none."""
+    """Soft and hard limits by their name in `resource`, without RLIMIT_. -1 means unlimited."""
 
 
 SYS_SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159, "ppc64le": 81, "s390x": 206}
-"""The number of the system call by machine; libc's function acts on the whole process."""
+"""The system call's number for each machine type; libc's function affects the whole process."""
 
 
 @contextmanager
 def acting_as(identity: Identity | None) -> Iterator[None]:
-    """Open, create and remove files with only an account's rights; None: with the present ones.
+    """Access files with only an account's rights inside the `with` block, if one is given.
 
-    Applies only to the calling thread, and only to files: no process of that account may signal or
-    trace this one meanwhile. Never await inside: other code would run. It nests: leaving the inner
-    one restores the account of the outer one.
+    Affects only the calling thread, and only file access: no process of that account may signal or
+    trace this one in the meantime. Never await inside the block, because other code would then run
+    with these rights. Blocks can be nested: leaving the inner one restores the outer one's account.
 
     Raises:
         PermissionError: this process is not root.
@@ -56,8 +56,8 @@ def acting_as(identity: Identity | None) -> Iterator[None]:
 
 
 def _file_ids() -> tuple[int, int]:
-    """Return the user and group with which this thread accesses files."""
-    # No account has this number: nothing is set, and the present one is returned.
+    """Return the user and group ids with which this thread accesses files."""
+    # No account has this number, so nothing is set and the current one is returned.
     nobody = ctypes.c_uint32(0xFFFFFFFF)
     return libc.setfsuid(nobody) & 0xFFFFFFFF, libc.setfsgid(nobody) & 0xFFFFFFFF
 
@@ -71,7 +71,7 @@ def _set_file_ids(uid: int, gid: int) -> None:
 
 
 def set_thread_groups(groups: Sequence[int]) -> None:
-    """Set the groups of this thread; libc's own function sets those of the whole process."""
+    """Set this thread's groups; libc's own function would set those of the whole process."""
     call = SYS_SETGROUPS.get(os.uname().machine)
     if call is None:
         raise PermissionError(f"acting as another user is not supported on {os.uname().machine}")
@@ -82,7 +82,7 @@ def set_thread_groups(groups: Sequence[int]) -> None:
 
 
 def become(identity: Identity) -> None:
-    """Become another account, for good; `OSError` or `ValueError` if that fails."""
+    """Become another account permanently. Raises `OSError` or `ValueError` if that fails."""
     for name, soft, hard in identity.limits:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), (soft, hard))
     os.setgroups(identity.groups)

@@ -1,4 +1,4 @@
-"""libc, for calls that Python lacks."""
+"""Calls to libc for functions that Python lacks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prctl(option: int, value: int) -> None:
-    """Call prctl with one value; `OSError` if it fails."""
+    """Call prctl with one argument. Raises `OSError` if it fails."""
     if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl failed")

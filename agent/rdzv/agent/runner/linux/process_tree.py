@@ -1,4 +1,4 @@
-"""The processes below this one: listed, signalled, killed and reaped."""
+"""This process's descendants: list, signal, kill and reap them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
 SWEEP_INTERVAL_S = 0.25
-"""The interval at which a kill is repeated until nothing is left. Exits are noticed at once."""
+"""How often a kill is repeated until no process remains. Exits are detected at once."""
 
 _LOOK_AGAIN_S = 0.02
 
@@ -27,15 +27,15 @@ def become_subreaper() -> None:
 
 
 def sweep_descendants(except_pids: Collection[int] = (), timeout_s: float = 2.0) -> list[int]:
-    """Kill every descendant of this process, and wait until all are gone; blocks for milliseconds.
+    """Kill every descendant of this process and wait until they are gone. Blocks for milliseconds.
 
     Spares the children `except_pids` and their descendants. Reaps every child that it kills, so no
-    other code can wait for their statuses. Returns the processes that are left at the timeout: none
-    can outrun this, but one may be stuck in the kernel. Only in a subreaper does it find processes
-    whose parents are dead.
+    other code can wait for their statuses. Returns the processes that remain at the timeout: none
+    can outrun the kill, but one may be stuck in the kernel. Processes whose parents are dead are
+    found only if this process is a subreaper.
 
     Raises:
-        OSError: at the timeout the children cannot be listed, so some may be left.
+        OSError: the children cannot be listed at the timeout, so some may remain.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -55,14 +55,14 @@ def sweep_descendants(except_pids: Collection[int] = (), timeout_s: float = 2.0)
 
 
 def kill_descendants(except_pids: Collection[int] = ()) -> list[int]:
-    """Send SIGKILL to every descendant of this process, parents first; return their pids.
+    """Send SIGKILL to every descendant of this process, parents first. Returns their pids.
 
-    Children of processes that fork meanwhile may be missed, as may those whose parents cannot be
-    inspected. A caller that repeats this at each exit of a child of this process finds them: their
-    parents have been killed, so they become children of this process.
+    Children of processes that are forking at that moment may be missed, as may children of
+    processes that cannot be inspected. A caller that repeats this whenever a child of this process
+    exits will find them: once their parents have been killed, they become children of this process.
 
     Raises:
-        OSError: the children cannot be listed, so some may be left.
+        OSError: the children cannot be listed, so some may remain.
     """
     found = descendants_of(children_of(os.getpid()), except_pids)
     family = {os.getpid(), *found}
@@ -72,26 +72,26 @@ def kill_descendants(except_pids: Collection[int] = ()) -> list[int]:
 
 
 def descendants_of(children: Iterable[int], except_pids: Collection[int] = ()) -> list[int]:
-    """List these processes and their descendants, parents before children; zombies count.
+    """List these processes and their descendants, zombies included, parents before children.
 
-    Leaves out those in `except_pids` with all their descendants, and the descendants of a process
-    that cannot be inspected.
+    Leaves out the processes in `except_pids` with all their descendants, and the descendants of
+    processes that cannot be inspected.
     """
     found = [pid for pid in children if pid not in except_pids]
     for pid in found:
         with suppress(OSError):
-            found += children_of(pid)  # This loop visits the added ones, too.
+            found += children_of(pid)  # This loop also visits the added ones.
     return found
 
 
 def children_of(pid: int) -> list[int]:
-    """List the children of a process, zombies included; none if it is gone.
+    """List the children of a process, including zombies. Returns an empty list if it is gone.
 
-    Exact for the calling process, if it has one thread: nothing else reaps its children. For other
-    processes, some children may be missing while their siblings exit.
+    The list is exact for the calling process if it is single-threaded, because nothing else reaps
+    its children. For other processes, some children may be missing while their siblings exit.
 
     Raises:
-        OSError: it cannot be inspected, so it may have any number of children.
+        OSError: the process cannot be inspected, so it may have any number of children.
     """
     children: list[int] = []
     with suppress(FileNotFoundError, ProcessLookupError):
@@ -102,28 +102,28 @@ def children_of(pid: int) -> list[int]:
 
 
 class OwnChildren:
-    """Lists the children of this process, which has one thread, without a new descriptor."""
+    """Lists the children of this single-threaded process, using a descriptor opened once."""
 
     def __init__(self) -> None:
         path = f"/proc/self/task/{os.getpid()}/children"
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def pids(self) -> list[int]:
-        """List the children, including zombies. Raises `OSError` if that is impossible now."""
+        """List the children, including zombies. Raises `OSError` if that is not possible now."""
         listed = b""
         while part := os.pread(self._fd, 1 << 16, len(listed)):
             listed += part
         return [int(pid) for pid in listed.split()]
 
     def close(self) -> None:
-        """Close the list."""
+        """Close the kernel's list of children."""
         os.close(self._fd)
 
 
 def signal_group(leader: int, signum: int) -> None:
-    """Signal the process group of a child that was forked to lead one and is not yet reaped.
+    """Signal the process group of a child that was forked to lead it and has not been reaped.
 
-    Until the child leads its group, no process is in a group with that number.
+    Until the child becomes the group's leader, no process group has that number.
     """
     with suppress(OSError):
         try:
@@ -133,10 +133,10 @@ def signal_group(leader: int, signum: int) -> None:
 
 
 def signal_relative(pid: int, signum: int, family: Collection[int]) -> None:
-    """Signal a process if its parent is in `family`; do nothing if it is gone.
+    """Signal a process if its parent is in `family`. Does nothing if the process is gone.
 
-    The pid may have been reused since it was read. The pidfd pins one process, and only then is its
-    parent looked up: that of an unrelated process is not in the family.
+    The pid may have been reused since it was read. A pidfd pins the process before its parent is
+    looked up, and an unrelated process does not have a parent in the family.
     """
     with suppress(OSError):
         pidfd = os.pidfd_open(pid)
@@ -148,7 +148,7 @@ def signal_relative(pid: int, signum: int, family: Collection[int]) -> None:
 
 
 def session_of(pid: int) -> int | None:
-    """Return the leader of a process's session; None if the process is gone."""
+    """Return the pid of a process's session leader, or None if the process is gone."""
     try:
         return int(_stat_of(pid)[3])
     except (OSError, LookupError, ValueError):
@@ -156,9 +156,9 @@ def session_of(pid: int) -> int | None:
 
 
 def has_variable(pid: int, name: str, value: str) -> bool:
-    """Return whether a process was started with an environment variable; False if it is gone."""
+    """Return whether a process was started with an environment variable, or False if it is gone."""
     try:
-        # Reading would block on a process that waits for a hung file system.
+        # Reading would block on a process that is waiting for a hung file system.
         if _stat_of(pid)[0] == b"D":
             return False
         environ = Path(f"/proc/{pid}/environ").read_bytes()
@@ -168,7 +168,7 @@ def has_variable(pid: int, name: str, value: str) -> bool:
 
 
 def reap(pids: Iterable[int]) -> None:
-    """Reap any of these children that have exited."""
+    """Reap those of these children that have exited."""
     for pid in pids:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
@@ -179,7 +179,7 @@ def _parent_of(pid: int) -> int:
 
 
 def _stat_of(pid: int) -> list[bytes]:
-    """Return a process's state, parent, process group, session, and so on."""
+    """Return a process's state, parent, process group, session, and further fields."""
     # The command is in parentheses and may contain any character.
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
 

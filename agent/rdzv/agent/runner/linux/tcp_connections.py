@@ -1,4 +1,4 @@
-"""The TCP connections of another process, as /proc shows them."""
+"""Another process's TCP connections, as listed in /proc."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     Endpoint = tuple[str, int]
-    """An address or host name, and a port."""
+    """A host name or address, and a port."""
 
 _IPV4_IN_IPV6 = bytes(10) + b"\xff\xff"
 
 _LIVE = ("01", "02")
-"""The states of connections that are established or about to be."""
+"""The states of connections that are established or being established."""
 
 
 def live_connection(pid: int, endpoints: Collection[Endpoint]) -> Endpoint | None:
-    """Return one of `endpoints` to which a process has a live TCP connection, if any.
+    """Return one of `endpoints` to which a process has a live TCP connection, or None.
 
-    A connection that either side has shut down is not live. A host name stands for every address.
+    A connection that either side has shut down is not live. A host name matches any of its
+    addresses.
 
     Raises:
         OSError: the process cannot be inspected.
@@ -36,7 +37,7 @@ def live_connection(pid: int, endpoints: Collection[Endpoint]) -> Endpoint | Non
     for remote, local, inode in _live(pid):
         if inode not in inodes:
             continue
-        # The worker of RANK 0 may host the store; then the endpoint is the local end.
+        # RANK 0's worker may host the store; the endpoint is then the local end.
         for end in (remote, local):
             if any(end[1] == port and host in (None, end[0]) for host, port in wanted):
                 return end
@@ -49,7 +50,7 @@ def _socket_inodes(pid: int) -> set[str]:
         try:
             target = str(Path(f"/proc/{pid}/fd/{fd}").readlink())
         except FileNotFoundError:
-            continue  # It has closed this one meanwhile.
+            continue  # It has since closed this one.
         if target.startswith("socket:["):
             inodes.add(target[8:-1])
     return inodes
@@ -71,14 +72,14 @@ def _live(pid: int) -> Iterator[tuple[Endpoint, Endpoint, str]]:
 
 
 def _endpoint(text: str) -> Endpoint:
-    """Parse an address in hexadecimal, word by word in the order of this machine, and a port."""
+    """Parse a port and a hexadecimal address made of words in this machine's byte order."""
     host, _, port = text.partition(":")
     words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
     return _text(struct.pack(f"={len(words)}I", *words)), int(port, 16)
 
 
 def _address(host: str) -> str | None:
-    """Return an address in its usual form; None for a host name."""
+    """Return an address in its canonical form, or None for a host name."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with suppress(OSError, ValueError):
             return _text(socket.inet_pton(family, host))
