@@ -1,13 +1,13 @@
-"""`rdzvctl`, the operator's command: queries rdzvd, and prints the answers for users and programs.
+"""`rdzvctl`, the operator's command: queries rdzvd and prints the results for people and programs.
 
 A command has three steps, each in its own module: `rdzv.client` sends the request and returns
 values, `as_text` (`as_text_nodes`) or `as_json` formats them as lines, and `__main__` prints the
-lines and chooses the exit code. `layout` handles widths and colours, and sanitizes text from
-outside; all terminal output passes through it, or is JSON or YAML (`as_yaml`).
+lines and chooses the exit code. `layout` handles widths and colours, and sanitizes external text.
+All terminal output passes through it, or is JSON or YAML (`as_yaml`).
 
 `job_request` and `job_file` parse jobs to submit, and `follow` follows them. `watch` receives the
-server's updates; `live` renders them as a screen.
+server's updates, and `live` renders them as a screen.
 
-`rdzvctl --help` is used more often than anything else, so only click is imported before a command
-runs.
+`rdzvctl --help` is used more often than any other command, so only click is imported before a
+command runs.
 """

@@ -1,4 +1,4 @@
-"""rdzvctl's command line: the list of its commands, and the exit codes of its errors."""
+"""rdzvctl's command line: the list of its commands, and the exit codes for its errors."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ Exit codes:
 
 
 def main() -> None:
-    """Run the command line of this process and exit."""
+    """Run this process's command line and exit."""
     # gRPC's own log lines would only repeat the error, less clearly.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for stream in (sys.stdout, sys.stderr):
@@ -84,15 +84,16 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code; print every error as one line on stderr.
+    """Run one command line and return its exit code; print each error as one line on stderr.
 
-    A command returns the text to print, or prints it itself and returns an exit code, as --help
-    does.
+    A command either returns the text to print, or prints its output itself and returns an exit
+    code, as --help does.
     """
     try:
         result = rdzvctl.main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
         if isinstance(result, str):
-            # Not printed by the command, because click would treat a closed pipe as a failure.
+            # This is not printed by the command, because click would treat a closed pipe as a
+            # failure.
             click.echo(result)
             sys.stdout.flush()
     except click.UsageError as error:
@@ -124,7 +125,7 @@ def _drop_output() -> None:
 
 @click.command("version")
 def _version() -> str:
-    """Show the version of rdzvctl."""
+    """Show rdzvctl's version."""
     return f"{PROGRAM} {VERSION}"
 
 
@@ -158,7 +159,7 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "When something is wrong": (doctor_command, support_bundle_command),
     "This machine": (demo_command, docs_command, _completion, _version),
 }
-"""All commands, by task."""
+"""All commands, grouped by task."""
 
 
 class _Rdzvctl(click.Group):
@@ -180,12 +181,12 @@ class _Rdzvctl(click.Group):
 @click.version_option(package_name="rdzv", message=f"{PROGRAM} %(version)s")
 @click.pass_context
 def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None) -> None:
-    """Show the jobs of an rdzvd and why each is in its state; submit, stop and scale them."""
+    """Show an rdzvd's jobs and why each is in its state; submit, stop and scale jobs."""
     if server is None:
         server = os.environ.get("RDZV_SERVER") or None
     context.obj = Connection(server, timeout_s)
     if context.invoked_subcommand is None:
-        # An error, because a script with an empty variable has not done what was meant.
+        # This is an error, because a script with an empty variable has not done what was intended.
         click.echo(context.get_help(), err=True)
         context.exit(USAGE)
 

@@ -1,4 +1,7 @@
-"""Formats answers as text: the job and its reason come first, the failure last, near the prompt."""
+"""Formats results as text.
+
+The job and its reason come first; the last failure comes last, near the prompt.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,10 @@ _MOST_FAILURES = 10
 _MOST_TRACEBACK_LINES = 60
 
 _STEADY_MS = 60_000
-"""A rate is not shown after its worker has been silent for longer than this and several steps."""
+"""A rate is not shown once its worker has been silent for longer than this and for several steps.
+"""
 _BEHIND_MS = 10_000
-"""The slowest worker is named once its report is this much older than the newest one."""
+"""The slowest worker is named once its report is older than the newest report by this much."""
 
 _UNKNOWN = "-"
 _ENDED = ("succeeded", "failed", "stopped")
@@ -62,11 +66,11 @@ EVENT_STYLES = {
 }
 
 _BY_CONCERN = ("lost", "away", "stopping", "waiting", "left", "spare", "succeeded", "seated")
-"""Node states, the most urgent first."""
+"""Node states, most urgent first."""
 
 
 def status(job: JobStatus, page: Page, *, everything: bool = False) -> str:
-    """Format one job: its state and the reason, its nodes, its last failure.
+    """Format one job: its state and the reason for it, its nodes, and its last failure.
 
     Long lists and tracebacks are abbreviated, with a note, unless `everything` is set.
     """
@@ -105,14 +109,17 @@ def only_watched(job: JobStatus | JobSummary) -> bool:
 
 
 def events(rdzv_id: str, history: Sequence[Event], page: Page) -> str:
-    """Format a job's history, oldest first."""
+    """Format a job's history, oldest event first."""
     if not history:
         return "\n".join(page.sentence(f"no events of {rdzv_id} are kept"))
     return "\n".join(page.table(("TIME", "EVENT", "TEXT"), [_event(e, page) for e in history]))
 
 
 def event_lines(history: Sequence[Event], page: Page) -> str:
-    """Format events that others may follow: no header, and columns wide enough for every name."""
+    """Format events that more may follow.
+
+    There is no header, and the columns are wide enough for any event name.
+    """
     width = max(map(len, KINDS))
     return "\n".join(page.line(*_event(event, page, width)) for event in history)
 
@@ -123,7 +130,7 @@ def _event(event: Event, page: Page, width: int = 0) -> tuple[Cell, Cell, Cell]:
 
 
 def servers(found: Sequence[Server], page: Page) -> str:
-    """Format one line per server."""
+    """Format the servers, one per line."""
     if not found:
         return page.line(Cell("no server is known here", "dim"))
     rows = [
@@ -166,7 +173,7 @@ def headline(job: JobStatus, page: Page) -> str:
 
 
 def facts(job: JobStatus, page: Page) -> list[str]:
-    """Format the facts about a job, one line each."""
+    """Format the facts about a job, one per line."""
     found = (
         ("backend" if only_watched(job) else "run", Cell(_run(job))),
         *((("owner", Cell(job.owner)),) if job.owner else ()),
@@ -204,7 +211,7 @@ def _round(job: JobStatus) -> str:
 
 
 def _of_round(value: str, job: JobStatus) -> str:
-    """Add the number of the round that a value belongs to, unless the job is running."""
+    """Append the number of the round that a value belongs to, unless the job is running."""
     if job.state == "running" or value == _UNKNOWN or job.round is None:
         return value
     return f"{value} in round {job.round}"
@@ -212,7 +219,7 @@ def _of_round(value: str, job: JobStatus) -> str:
 
 def _node_counts(job: JobStatus) -> str:
     counts = Counter(node.state for node in job.nodes)
-    # Seated nodes come first; states of a newer server, unknown here, come last.
+    # Seated nodes come first; a newer server's states, unknown here, come last.
     known = [state for state in reversed(_BY_CONCERN) if state in counts]
     states = known + [state for state in counts if state not in known]
     have = ", ".join(f"{counts[state]} {state}" for state in states) or "none"
@@ -235,7 +242,7 @@ def _restarts(job: JobStatus) -> Cell:
 
 
 def budgets(job: JobStatus) -> str:
-    """Describe the budgets other than restarts that have been spent or limited; empty if none."""
+    """Describe budgets other than restarts that are limited or partly spent; empty if none."""
     has, said = job.budgets, []
     if has is None:
         return ""
@@ -260,7 +267,7 @@ def _of(spent: int, most: int | None) -> str:
 
 
 def workers(job: JobStatus) -> str:
-    """Count the round's kept and new workers, the latter as warm or cold; empty if unknown."""
+    """Count the round's kept workers, and its new ones as warm or cold; empty if unknown."""
     kept = f"{job.kept} kept" if job.kept else ""
     if kept and job.source is not None:
         kept += f" from step {job.resume_step} of RANK {job.source}"
@@ -279,7 +286,7 @@ def _master(job: JobStatus) -> str:
 
 
 def progress(job: JobStatus) -> str:
-    """Describe the workers' progress; the rate is that of the slowest worker."""
+    """Describe the workers' progress, at the slowest worker's rate."""
     newest_ms = min(one.age_ms for one in job.progress)
     slowest = max(job.progress, key=lambda one: (one.behind, one.age_ms))
     rates = [rate for one in job.progress if (rate := _present_rate(one)) is not None]
@@ -313,7 +320,7 @@ def snapshots(job: JobStatus) -> str:
 
 
 def after_loss_of_node(job: JobStatus) -> str:
-    """Describe which snapshot in memory would survive the loss of a node, and why no newer one."""
+    """Describe which snapshot in memory would survive a node's loss, and why no newer one would."""
     newest = job.snapshot
     if newest is None or (loss := newest.node_loss) is None:
         return ""
@@ -332,7 +339,7 @@ def after_loss_of_node(job: JobStatus) -> str:
 
 
 def straggling(job: JobStatus) -> str:
-    """Name the stragglers, the slowest first."""
+    """Name the stragglers, slowest first."""
 
     def least_first(one: Straggler) -> float:
         return -(one.wait_share or (one.step_s or 0) / (one.median_s or math.inf))
@@ -344,9 +351,9 @@ def straggling(job: JobStatus) -> str:
 
 
 def _steps(progress: Sequence[RankProgress], job: JobStatus) -> str:
-    """Describe the workers' steps at the time of the foremost worker's report.
+    """Describe the workers' steps as of the leading worker's report.
 
-    For a worker whose rate is unknown, use the last reported step.
+    For a worker whose rate is unknown, its last reported step is used.
     """
     most = max(one.step for one in job.progress)
     steps = [one.step if one.rate is None else most - one.behind for one in progress]
@@ -355,7 +362,7 @@ def _steps(progress: Sequence[RankProgress], job: JobStatus) -> str:
 
 
 def _present_rate(one: RankProgress) -> float | None:
-    """Return a worker's rate; None if it is unknown or outdated."""
+    """Return a worker's rate, or None if it is unknown or outdated."""
     if one.rate is None:
         return None
     missed = one.rate * one.age_ms / 1000
@@ -373,14 +380,14 @@ def node_table(
     one_line: bool = False,
     hint: str = "; --all shows them",
 ) -> list[str]:
-    """Format one line per node; of more than `most` nodes, show the most urgent ones.
+    """Format the nodes, one per line; if there are more than `most`, show the most urgent ones.
 
-    `hint` says how to see the others.
+    `hint` says how to show the others.
     """
     nodes = list(job.nodes)
     if most is not None and len(nodes) > most:
         nodes = sorted(nodes, key=_concern)[:most]
-    # One role for all nodes is the usual case, and not worth a column.
+    # Usually all nodes have the same role, which is not worth a column.
     roles = {node.role for node in job.nodes}
     header = (
         *("GROUP_RANK", "NODE", "STATE", "FOR", "RANK", "STEP"),
@@ -398,7 +405,7 @@ def node_table(
 
 
 def _concern(node: NodeStatus) -> int:
-    """Return a node's sort key for an abbreviated table; unknown states are urgent."""
+    """Return a node's sort key for an abbreviated table; unknown states count as urgent."""
     return _BY_CONCERN.index(node.state) if node.state in _BY_CONCERN else 0
 
 
@@ -427,22 +434,22 @@ def _ranks(node: NodeStatus) -> str:
 
 
 def _node_steps(node: NodeStatus, job: JobStatus, by_rank: Mapping[int, RankProgress]) -> str:
-    """Describe a node's steps; empty, which hides the column, if the job reports none."""
+    """Describe a node's steps; empty, which hides the column, if the job reports no steps."""
     if node.rank_first is None or not by_rank:
         return ""
     ranks = range(node.rank_first, node.rank_first + (node.local_world_size or 1))
-    # Search the reports rather than the RANKs: a server may send any number of workers.
+    # Search the reports, not the RANKs, because a server may claim any number of workers.
     said = [one for rank, one in sorted(by_rank.items()) if rank in ranks]
     return _steps(said, job) if said else _UNKNOWN
 
 
 def _node_workers(node: NodeStatus) -> str:
-    """Return a node's worker count, split into kept, warm and cold if that is known."""
+    """Return a node's worker count, split into kept, warm and cold if known."""
     return origins(node) or number_cell(node.local_world_size).text
 
 
 def _node_reason(node: NodeStatus, job: JobStatus) -> str:
-    """Return the reason for a node's state, or "as above" if the job already gives the same one."""
+    """Return the reason for a node's state, or "as above" if the job already gives that reason."""
     if node.reason and node.reason in (job.reason, job.last_end):
         return "as above"
     return node.reason or ""
@@ -532,5 +539,5 @@ def state_cell(state: str) -> Cell:
 
 
 def number_cell(number: int | None) -> Cell:
-    """Return a cell with a number, or with a dash if it is unknown."""
+    """Return a cell with a number, or with a dash if the number is unknown."""
     return Cell(_UNKNOWN if number is None else str(number))

@@ -1,4 +1,4 @@
-"""Tokens and the audit log as text for people."""
+"""Formats tokens and the audit log as text for people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LIFE_UNITS_MS = {"h": 3_600_000, "d": 86_400_000}
 
 
 def parse_life(text: str) -> int:
-    """Parse a token's lifetime, in milliseconds; the server decides whether it is allowed.
+    """Parse a token's lifetime and return milliseconds; the server decides whether it is allowed.
 
     >>> parse_life("12h"), parse_life("30d")
     (43200000, 2592000000)
@@ -29,7 +29,7 @@ def parse_life(text: str) -> int:
 
 
 def tokens(found: Sequence[Token], page: Page) -> str:
-    """Format one line per token."""
+    """Format the tokens, one per line."""
     if not found:
         return "\n".join(page.sentence("there are no tokens; `rdzvctl tokens create` creates one"))
     rows = [
@@ -47,7 +47,7 @@ def tokens(found: Sequence[Token], page: Page) -> str:
 
 
 def _used(token: Token) -> Cell:
-    # The server does not record the time more precisely.
+    # The server does not record the time any more precisely.
     if token.used_age_ms is None:
         return Cell("never")
     within_the_hour = token.used_age_ms < 3_600_000
@@ -63,7 +63,7 @@ def _expires(token: Token) -> Cell:
 
 
 def made(token: Token) -> str:
-    """Describe a new token, for stderr: only the token's text goes to stdout."""
+    """Describe a new token, for stderr; only the token's text goes to stdout."""
     until = "does not expire"
     if token.expires_in_ms is not None:
         until = f"expires in {duration(token.expires_in_ms)}"
@@ -75,12 +75,12 @@ def made(token: Token) -> str:
 
 
 def revoked(found: Sequence[Token]) -> str:
-    """Say which tokens were revoked, one line each."""
+    """List the tokens that were revoked, one per line."""
     return "\n".join(f"token {token.id} of {token.name} is revoked" for token in found)
 
 
 def audit(history: Sequence[Event], page: Page) -> str:
-    """Format the audit log, oldest first."""
+    """Format the audit log, oldest entry first."""
     if not history:
         return "\n".join(page.sentence("no changes are recorded"))
     rows = [(Cell(page.at(event.unix_ms)), Cell(event.name), Cell(event.text)) for event in history]

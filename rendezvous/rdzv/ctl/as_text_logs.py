@@ -18,13 +18,13 @@ _MOST_LINES = 2**32 - 1
 
 
 def parse_tail(text: str) -> tuple[int, int]:
-    """Parse a number of lines or bytes; return both, the one not given as 0.
+    """Parse a number of lines or bytes. Return both, with 0 for the one not given.
 
     >>> parse_tail("100"), parse_tail("64k")
     ((100, 0), (0, 65536))
 
     Raises:
-        InvalidRequestError: the text is neither of them.
+        InvalidRequestError: the text is neither.
     """
     found = _TAIL.fullmatch(text)
     count = int(found[1]) if found else 0
@@ -36,7 +36,7 @@ def parse_tail(text: str) -> tuple[int, int]:
 
 
 def show(pieces: Iterable[LogLines], *, one_rank: bool, one_stream: bool) -> bool:
-    """Print all pieces, and notes to stderr; return whether nothing is missing."""
+    """Print all pieces, with notes on stderr; return whether the output is complete."""
     terminal = sys.stdout.isatty()
     printer = Printer(
         sys.stdout.buffer,
@@ -52,7 +52,7 @@ def show(pieces: Iterable[LogLines], *, one_rank: bool, one_stream: bool) -> boo
                 absent = False
                 continue
             click.echo(harmless(f"rdzvctl: {note_of(piece)}"), err=True)
-            # Output may still follow a note about the whole job.
+            # Output may still follow a note that concerns the whole job.
             absent = absent or not piece.node_id
             whole = whole and not piece.node_id
     finally:

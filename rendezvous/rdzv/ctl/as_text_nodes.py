@@ -1,4 +1,4 @@
-"""Nodes as text for people: which take jobs, what they have free, which are drained or cordoned."""
+"""Formats nodes as text for people: which take jobs, and which are drained or cordoned."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _STATE_STYLES = {
     **{"draining": "yellow", "drained": "yellow"},
 }
 _MOST_JOBS = 3
-"""How many of a node's jobs its line in the table names."""
+"""The maximum number of a node's jobs named on its line in the table."""
 _LEAST_REASON = 16
 
 
 def nodes(server: str, found: Sequence[Node], page: Page, store_away: str | None = None) -> str:
-    """Format one line per node, sorted by name; add why changes are not being stored, if so."""
+    """Format the nodes, one per line, sorted by name; if changes are not being stored, say why."""
     away = page.sentence(store_away) if store_away else []
     if not found:
         return "\n".join([f"no nodes at {server}", *away])
@@ -56,18 +56,18 @@ def node(found: Node, page: Page) -> str:
 
 
 def cordoned(found: Node) -> str:
-    """Say that a node is cordoned, and which jobs it still has."""
+    """Report that a node is cordoned, and which jobs it still has."""
     left = f"; it has {_jobs(found)}" if found.jobs else ""
     return f"{harmless(found.node_id)} is cordoned{harmless(left)}"
 
 
 def uncordoned(found: Node) -> str:
-    """Say that a node is uncordoned, and whether submitted jobs are placed on it again."""
+    """Report that a node is uncordoned, and whether submitted jobs are placed on it again."""
     return f"{harmless(found.node_id)} is uncordoned: {_takes_jobs(found)}"
 
 
 def drained(found: Node) -> str:
-    """Say how far the drain of a node is, and which jobs it still has."""
+    """Report the progress of a node's drain, and which jobs it still has."""
     name = harmless(found.node_id)
     if found.drain is None:
         return f"{name} is no longer drained: the drain was lifted meanwhile"
@@ -78,7 +78,7 @@ def drained(found: Node) -> str:
 
 
 def undrained(found: Node) -> str:
-    """Say that a node's drain is lifted, and whether submitted jobs are placed on it again."""
+    """Report that a node's drain is lifted, and whether submitted jobs are placed on it again."""
     name = harmless(found.node_id)
     if found.drain is not None:
         why = f": {harmless(found.drain_reason)}" if found.drain_reason else ""
@@ -87,7 +87,7 @@ def undrained(found: Node) -> str:
 
 
 def _takes_jobs(node: Node) -> str:
-    """Say whether submitted jobs are placed on a node and, if not, why."""
+    """Describe whether submitted jobs are placed on a node and, if not, why."""
     if node.drain is not None:
         why = _because(node.drain_reason)
         return f"it is about to leave by itself, so no submitted job is placed on it{why}"
@@ -183,7 +183,7 @@ def _row(node: Node) -> tuple[Cell, ...]:
 
 
 def _unusable(node: Node, header: str) -> str:
-    """Return why nothing is placed on a node, as text for the column `header`."""
+    """Return the reason why nothing is placed on a node, as text for the column `header`."""
     if header == "CORDONED":
         return _why_taken_out(node)
     whys = []
@@ -199,7 +199,7 @@ def _unusable(node: Node, header: str) -> str:
 
 
 def _jobs(node: Node) -> str:
-    """Name a node's jobs; mark those that do not run yet, or are not gone yet."""
+    """Name a node's jobs, marking those that are not running yet or are still holding resources."""
     named = [
         job.rdzv_id + (f" ({job.state})" if job.state in ("placed", "holding") else "")
         for job in node.jobs[:_MOST_JOBS]

@@ -1,4 +1,4 @@
-"""Ledgers as text: how one run or all jobs spent their time, and what failures cost."""
+"""Formats ledgers as text: how one run or all jobs spent their time, and what failures cost."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NO_STEPS = (
     "No progress is reported: training counts from the first collective or, where none is "
     "recorded, from the start of the workers, so the share of training is an upper bound."
 )
-"""Shown if time for starting, loading and redone steps cannot be distinguished from training."""
+"""Shown if the time for starting, loading and redone steps cannot be told apart from training."""
 FORGOTTEN = "The beginning of this run is no longer in the history, so it is not counted."
 LISTED = 10
-"""The most jobs, causes and nodes that a text lists."""
+"""The maximum number of jobs, causes and nodes that a text lists."""
 
 COMEBACKS = ("workers", "times", "each", "time", "node-hours")
 """The column titles of the table of how rounds began."""
@@ -30,7 +30,7 @@ _STYLES = {LedgerPhase.TRAINING.value: "green", LedgerPhase.REDOING.value: "yell
 
 
 def read_since(text: str) -> int:
-    """Parse how far back to look, such as `7d` or `12h`; return milliseconds.
+    """Parse how far back to look, such as `7d` or `12h`, and return milliseconds.
 
     Raises:
         InvalidRequestError: the text is not such a time.
@@ -44,7 +44,7 @@ def read_since(text: str) -> int:
 
 
 def share(goodput: float | None, *, steps_reported: bool) -> str:
-    """Format a share of time; it is an upper bound if no steps are reported.
+    """Format a share of time. It is an upper bound if no steps are reported.
 
     >>> share(0.8731, steps_reported=True), share(1.0, steps_reported=False)
     ('87.3%', 'at most 100.0%')
@@ -67,12 +67,12 @@ def hours(ms: int | None) -> str:
 
 
 def cause_name(cause: str) -> str:
-    """Name the cause of lost time; an empty cause is the start of the run."""
+    """Return a name for the cause of lost time. An empty cause is the start of the run."""
     return cause or "the start"
 
 
 def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger], page: Page) -> str:
-    """Format the ledger of one run; `others` are the job's other runs."""
+    """Format one run's ledger; `others` are the job's other runs."""
     number = f"run {found.run_number}" if found.run_number is not None else "run"
     state = found.result or "open"
     lines = [page.line(Cell(rdzv_id, "bold"), Cell(f"{number}, {state}")), ""]
@@ -100,7 +100,7 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger], page: Page) ->
 
 
 def notes(found: Ledger) -> list[str]:
-    """Return notes on what a ledger cannot know."""
+    """Return notes on what a ledger cannot determine."""
     told = []
     if not found.steps_reported and found.phases[LedgerPhase.TRAINING]:
         told.append(NO_STEPS)
@@ -110,7 +110,7 @@ def notes(found: Ledger) -> list[str]:
 
 
 def came_back(found: Ledger) -> list[tuple[str, ...]]:
-    """Return a row for each way in which rounds began; `COMEBACKS` has the column titles."""
+    """Return a row for each way in which rounds began, with the columns of `COMEBACKS`."""
     return [
         (
             *(one.way, str(one.times), duration(one.ms // one.times)),

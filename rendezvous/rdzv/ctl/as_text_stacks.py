@@ -1,4 +1,4 @@
-"""`rdzvctl stacks`: where in their code the workers of a round are, grouped by place."""
+"""`rdzvctl stacks`: shows where in their code a round's workers are, grouped by place."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def text(report: StackReport, page: Page, *, raw: bool) -> str:
 
 
 def _one_of_each(report: StackReport, groups_shown: int) -> Sequence[WorkerStack]:
-    """Return one worker's stack from each group that is shown."""
+    """Return one worker's stack from each displayed group."""
     by_rank = {stack.rank: stack for stack in report.stacks}
     found = []
     for group in report.groups[:groups_shown]:

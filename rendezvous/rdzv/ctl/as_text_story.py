@@ -1,4 +1,4 @@
-"""A job's story in sentences: its rounds, first failure, lost time, and current wait.
+"""A job's story in sentences: its rounds, first failure, lost time, and what it waits for now.
 
 All of it comes from the job's history and status; nothing is guessed.
 """
@@ -20,14 +20,14 @@ from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
 from rdzv.view.life import Round, Run, following, name_present, runs_of
 
 FIRST, LAST = 3, 5
-"""How many first and last rounds of a long story are shown in full; the others are summarized."""
+"""How many of a long story's first and last rounds are shown in full; the rest are summarized."""
 NODES_TOLD = 8
-"""The most nodes listed for one round, or with the reason why they are not seated."""
+"""The maximum number of nodes listed for one round, or with the reason why they are not seated."""
 
 _ENDED = ("succeeded", "failed", "stopped")
 _STYLES = {"succeeded": "green", "running": "green", "failed": "red", "stopped": "yellow"}
 
-# Events that the sentences about rounds cover, or that explain nothing.
+# Events that the sentences about rounds already cover, or that explain nothing.
 _QUIET = {
     *("NodeJoined", "NodeStopped", "NodeSucceeded", "NodeWentAway", "NodeCameBack", "NodeAdopted"),
     *("LastCallBegan", "NodesPlaced", "NodeLeaving"),
@@ -67,7 +67,7 @@ def _state(status: JobStatus) -> Cell:
 
 
 def _story(run: Run, runs: Sequence[Run], page: Page, now_ms: int) -> list[str]:
-    """Format a run's history, each sentence beside its time."""
+    """Format a run's history, with each sentence next to its time."""
     told: list[tuple[int, str]] = []
     if len(runs) > 1 and run.number is not None and run.number > 1:
         before = next((r for r in reversed(runs) if r.run != run.run and r.result), None)
@@ -120,7 +120,7 @@ def _reasons(run: Run) -> Iterator[str]:
 
 
 def _told(told: Sequence[tuple[int, str]], page: Page) -> list[str]:
-    """Format sentences beside their times; a time on another day includes the date."""
+    """Format sentences next to their times; times on other days include the date."""
     clocks = [page.clock(at_ms) for at_ms, _ in told]
     width = max(map(len, clocks))
     return [
@@ -164,7 +164,7 @@ def _participants(round_: Round) -> str:
 
 
 def _end(run: Run, round_: Round) -> str:
-    """Describe why a round ended, which cause it was charged to, and how soon the next one came."""
+    """Describe why a round ended, the cause it was charged to, and when the next one came."""
     assert round_.ended_ms is not None
     ran = "" if round_.adopted else f" after {duration(round_.ended_ms - round_.at_ms)}"
     text = f"Round {round_.number} ended{ran} ({round_.cause}): {_sentence(round_.reason)}"
@@ -199,7 +199,7 @@ def _times(number: int) -> str:
 
 
 def _sentence(text: str) -> str:
-    """End a text with a full stop, unless it already ends with punctuation."""
+    """End a sentence with a full stop, unless it already ends with punctuation."""
     return text if not text or text[-1] in ".!?" else f"{text}."
 
 
@@ -207,13 +207,13 @@ def _sentence(text: str) -> str:
 
 
 def _failures(run: Run) -> Sequence[tuple[int, str]]:
-    """Return a run's worker failures; if there are none but one was charged, the suspects."""
+    """Return a run's worker failures, or the suspects if a failure was charged without any."""
     charged = any(round_.charge == Cause.WORKER_FAILURE for round_ in run.rounds)
     return run.failures or (run.suspects if charged else ())
 
 
 def _first_failure(run: Run, failures: Sequence[tuple[int, str]], page: Page) -> list[str]:
-    """Describe the first failure; of simultaneous ones, the server's choice of root cause."""
+    """Describe the first failure; if several coincided, the server's choice of root cause."""
     at_ms, text = failures[0]
     weighed = [r for r in run.rounds if r.charge == "worker failure" and r.ended_ms is not None]
     if weighed and weighed[0].ended_ms is not None and at_ms >= weighed[0].at_ms:
@@ -226,7 +226,7 @@ def _first_failure(run: Run, failures: Sequence[tuple[int, str]], page: Page) ->
 
 
 def _costs(run: Run, now_ms: int) -> list[str]:
-    """Sum up, by cause, how often and for how long there was no running round."""
+    """Summarize, by cause, how often and for how long no round was running."""
     number: Counter[str] = Counter()
     lost_ms: Counter[str] = Counter()
     for round_ in run.rounds:
@@ -234,7 +234,7 @@ def _costs(run: Run, now_ms: int) -> list[str]:
             continue
         after = following(run, round_)
         if after is None and run.ended_ms is not None:
-            # The run ended with this round, so nothing waited afterwards.
+            # The run ended with this round, so nothing was waiting afterwards.
             continue
         until_ms = now_ms if after is None else after.at_ms
         cause = round_.charge or round_.cause
@@ -247,7 +247,7 @@ def _costs(run: Run, now_ms: int) -> list[str]:
 
 
 def _spent(spent: Ledger) -> list[str]:
-    """Describe how much of the time was training, and where the rest went."""
+    """Describe how much of the time was spent on training, and where the rest went."""
     if not spent.wall_ms:
         return []
     phases = dict(spent.phases)
@@ -262,7 +262,7 @@ def _spent(spent: Ledger) -> list[str]:
 
 
 def _now(status: JobStatus, page: Page) -> list[str]:
-    """Describe the job's current state, and what it waits for."""
+    """Describe the job's current state, and what it is waiting for."""
     since = "" if status.state in _ENDED else f" (for {duration(status.state_age_ms)})"
     text = f"It {_does(status.state)}{since}"
     reason = (status.reason or "").removeprefix(f"{status.state}: ")
@@ -296,7 +296,7 @@ def _does(state: str) -> str:
 
 
 def _is_told(node: NodeStatus, status: JobStatus) -> bool:
-    """Return whether a node's reason says more than the job's."""
+    """Return whether a node's reason adds information to the job's."""
     if status.state in _ENDED or not node.reason or node.state == "seated":
         return False
     return node.reason not in (status.reason or "")

@@ -1,4 +1,4 @@
-"""A job that was or would be submitted, as text: what it runs, and where it is placed."""
+"""Formats a job that was or would be submitted: what it runs, and where it is placed."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def submission(job: JobStatus, made: Submission, page: Page) -> list[str]:
 def awaited(job: JobStatus) -> list[str]:
     """List the nodes on which a submitted job is placed but which have not joined yet.
 
-    A job that has ended awaits no node; its nodes may have joined and left.
+    A job that has ended awaits no nodes; its nodes may have joined and left.
     """
     if job.state in ("succeeded", "failed", "stopped"):
         return []
-    # The job may be placed again on a node that has left.
+    # The job may have been placed again on a node that had left.
     here = {node.node_id for node in job.nodes if node.state not in ("left", "lost")}
     placed = job.submission.placed if job.submission else ()
     return [node_id for node_id in placed if node_id not in here]
@@ -94,7 +94,7 @@ def _wanted(
     gpus_per_node: int | None,
     account: str,
 ) -> list[tuple[str, str]]:
-    """Describe what a submitted job runs and needs; omit most defaults."""
+    """Describe what a submitted job runs and needs, omitting most defaults."""
     found = [("runs", shlex.join(args)), ("in", chdir or "the folder that the node chooses")]
     if env_names:
         found.append(("environment", f"{', '.join(env_names)} (values are not shown)"))

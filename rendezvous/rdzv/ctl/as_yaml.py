@@ -1,4 +1,4 @@
-"""Converts the documents of `as_json` to YAML: the same keys in the same order."""
+"""Converts the documents of `as_json` to YAML, with the same keys in the same order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import yaml
 
 
 def document(text: str) -> str:
-    """Convert a JSON document to YAML; strings of several lines become blocks.
+    """Convert a JSON document to YAML; multi-line strings become blocks.
 
     Like the JSON, the result is pure ASCII, so nothing in it can harm a terminal.
     """
@@ -17,7 +17,7 @@ def document(text: str) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes strings of several lines as blocks, unless they contain characters to escape."""
+    """Writes multi-line strings as blocks, unless they contain characters that need escaping."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

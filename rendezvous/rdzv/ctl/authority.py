@@ -1,7 +1,7 @@
 """A small CA and the certificates that it signs, for users without their own CA.
 
 One folder holds everything: `ca.crt`, which everyone trusts, `ca.key`, which stays here, and a pair
-of files for each holder. The common name (CN) of a caller's certificate is the caller's name, and
+of files for each holder. The common name (CN) in a caller's certificate is the caller's name, and
 its organizations (O) are the caller's roles. A caller cannot use a server's certificate, nor a
 server a caller's.
 """
@@ -31,7 +31,7 @@ OF_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 """The names in every server's certificate, for clients on the same machine."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,63}")
-"""A valid holder name: it is also a file name, and a common name has at most 64 characters."""
+"""A valid holder name. It is also a file name, and a common name has at most 64 characters."""
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 _Key = ec.EllipticCurvePrivateKey
@@ -58,7 +58,7 @@ class Shown:
 
 
 class Authority:
-    """A CA in its folder, with the key to sign."""
+    """A CA in its folder, with its signing key."""
 
     def __init__(self, folder: Path, key: _Key, certificate: x509.Certificate) -> None:
         self._folder = folder
@@ -71,7 +71,6 @@ class Authority:
 
         Raises:
             InvalidRequestError: a CA already exists, or the folder cannot be written.
-
         """
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -96,7 +95,6 @@ class Authority:
 
         Raises:
             InvalidRequestError: there is no CA, or it cannot be used.
-
         """
         files = _files(folder, "ca")
         try:
@@ -180,8 +178,7 @@ def show(files: Sequence[Path]) -> list[Shown]:
     """Read certificates, and return their contents.
 
     Raises:
-        InvalidRequestError: one of them cannot be read.
-
+        InvalidRequestError: a certificate cannot be read.
     """
     found = []
     for file in files:
@@ -228,7 +225,7 @@ def parse_hosts(given: Sequence[str]) -> tuple[str, ...]:
     """Parse host names and addresses; an argument may contain several, separated by commas.
 
     Raises:
-        InvalidRequestError: one of them is not valid, or there is none.
+        InvalidRequestError: a name is not valid, or no names are given.
     """
     names = [part.strip() for word in given for part in word.split(",") if part.strip()]
     if not names:
@@ -293,7 +290,7 @@ def _files(folder: Path, name: str) -> Made:
 
 
 def _refuse_present(files: Made, *, replace: bool) -> None:
-    """Refuse existing files before writing any: a new key does not fit an old certificate."""
+    """Refuse existing files before writing any, as a new key does not match an old certificate."""
     for path in (files.cert, files.key):
         if not replace and path.exists():
             raise InvalidRequestError(f"{path} already exists; --force replaces it")

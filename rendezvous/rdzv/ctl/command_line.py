@@ -1,4 +1,4 @@
-"""Shared parts of rdzvctl's commands: exit codes, options, and opening a client."""
+"""Code shared by rdzvctl's commands: exit codes, options, and opening a client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PROGRAM = "rdzvctl"
 
 
-# Repeated from rdzv.client, whose import would slow down --help.
+# Repeated from rdzv.client, because importing it would slow down --help.
 DEFAULT_SERVER = "127.0.0.1:29400"
 
 
@@ -46,7 +46,7 @@ INTERRUPTED = 130
 
 
 def complain(message: str, exit_code: int) -> int:
-    """Print one line to stderr, and return `exit_code`."""
+    """Print one line on stderr, and return `exit_code`."""
     from rdzv.view.log_lines import harmless
 
     click.echo(f"{PROGRAM}: {harmless(message)}", err=True)
@@ -55,7 +55,7 @@ def complain(message: str, exit_code: int) -> int:
 
 @struct(frozen=True)
 class Connection:
-    """The connection options before the command's name; None for an option that was not given."""
+    """The connection options given before the command's name; None for each one not given."""
 
     server: str | None
     timeout_s: float | None
@@ -71,7 +71,7 @@ class _ConnectionOption(click.Option):
     """An option that `rdzvctl --help` explains, and that shares one line in a command's help."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return the option's name and text for --help; None to leave it out."""
+        """Return the option's name and text for --help, or None to omit it."""
         if ctx.parent is None:
             return super().get_help_record(ctx)
         if self.name != "server":
@@ -80,7 +80,7 @@ class _ConnectionOption(click.Option):
 
 
 def connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Add the connection options, which are accepted before and after the name of a command."""
+    """Add the connection options, which are accepted both before and after a command's name."""
     server = click.option(
         "--server",
         cls=_ConnectionOption,
@@ -111,16 +111,16 @@ _CREDENTIALS = {
         "The file with the token for rdzvd; default: RDZV_TOKEN_FILE, or the token in RDZV_TOKEN.",
     ),
 }
-"""The credentials options and their help, by the field of `Credentials`."""
+"""The credentials options and their help, keyed by field of `Credentials`."""
 
 
 CREDENTIALS_KEY = "rdzv.credentials"
 
 
 def _credentials_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Add the credentials options; their values are not passed to commands but to `credentials_of`.
+    """Add the credentials options, whose values go to `credentials_of` instead of the command.
 
-    An option after the name of a command overrides one before it.
+    An option after a command's name overrides one before it.
     """
 
     def keep(context: click.Context, option: click.Parameter, value: Path | None) -> None:
@@ -150,7 +150,7 @@ def credentials_of(context: click.Context) -> Credentials:
 
 
 _SENTENCE = 200
-"""The most characters of a command's first sentence in a list of commands."""
+"""The maximum number of characters of a command's first sentence in a list of commands."""
 
 
 def list_commands(
@@ -162,7 +162,7 @@ def list_commands(
 
 
 class Subcommands(click.Group):
-    """A command of rdzvctl that has subcommands."""
+    """An rdzvctl command that has subcommands."""
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands."""
@@ -203,7 +203,7 @@ COMPLETION_TIMEOUT_S = 1.0
 def complete_names(
     context: click.Context, _: click.Parameter, incomplete: str, *, kind: str
 ) -> list[str]:
-    """Complete a name by asking the server; if it does not answer, return no completions."""
+    """Complete a name by asking the server; if it does not respond, return no completions."""
     from rdzv.client import ControlClient, parse_endpoints
 
     named = context.params.get("server")
@@ -234,7 +234,7 @@ def as_asked(output: str, json: str) -> str:
 
 @contextmanager
 def opened_client(server: str | None, timeout_s: float | None) -> Iterator[ControlClient]:
-    """Open a client of the server that the command line names; errors in the body name it as well.
+    """Open a client for the server named on the command line, and name the server in any errors.
 
     An invalid endpoint or timeout is a usage error.
     """
@@ -257,7 +257,7 @@ def opened_client(server: str | None, timeout_s: float | None) -> Iterator[Contr
 
 
 def _with_server(message: str, endpoint: str, named: str | None) -> str:
-    """Add the server that was asked to an error: it is often not the intended one."""
+    """Add the server that was contacted to an error, because it is often not the intended one."""
     if named is None:
         hint = f" ({endpoint} is the default; --server or RDZV_SERVER names another)"
         # If two clients are open, an error passes through both.
@@ -278,5 +278,5 @@ def this_user() -> str:
 
 
 def by_whom(reason: str | None) -> str:
-    """Return the reason to store with a change: the user and, if given, the reason."""
+    """Return the reason to store with a change: the user and, if given, the user's reason."""
     return f"by {this_user()}" + (f": {reason}" if reason else "")

@@ -37,7 +37,7 @@ CONNECT_WITHIN_S = 3.0
 
 
 class Verdict(StrEnum):
-    """The result of a check."""
+    """A check's result."""
 
     OK = "ok"
     WARNING = "warning"
@@ -46,7 +46,7 @@ class Verdict(StrEnum):
 
 @struct(frozen=True)
 class Finding:
-    """The result of one check, with its reason."""
+    """One check's result, with the reason for it."""
 
     check: str
     verdict: Verdict
@@ -69,7 +69,7 @@ def _problem(check: str, text: str) -> Finding:
 
 
 def check_machine(python: str) -> Iterator[Finding]:
-    """Check that this machine has what workers need; `python` is their interpreter."""
+    """Check that this machine has what workers need; `python` is the workers' interpreter."""
     yield check_torch(python)
     yield check_shm(Path("/dev/shm"))
     yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -164,7 +164,7 @@ def check_certificate(credentials: Credentials, now: datetime) -> Iterator[Findi
 
 
 def check_server(client: ControlClient) -> Iterator[Finding]:
-    """Check that the server answers, and that its version and clock match this machine's."""
+    """Check that the server responds, and that its version and clock match this machine's."""
     began_s = time.monotonic()
     try:
         servers = client.servers()
@@ -178,7 +178,7 @@ def check_server(client: ControlClient) -> Iterator[Finding]:
 def judge_servers(
     asked: str, servers: Sequence[Server], took_ms: float, now_unix_ms: int
 ) -> Iterator[Finding]:
-    """Check an answer of the server, which took `took_ms` and arrived at `now_unix_ms`."""
+    """Check the server's response, which took `took_ms` and arrived at `now_unix_ms`."""
     leaders = [server.address for server in servers if server.leads]
     if leaders:
         yield _ok("server", f"{asked} answers after {took_ms:.0f} ms; {leaders[0]} leads")
@@ -197,7 +197,7 @@ def judge_servers(
 
 
 def _judge_clock(address: str, ahead_ms: float, took_ms: float) -> Finding:
-    # The server read its clock at some time between the request and the answer.
+    # The server read its clock at some point between the request and the response.
     ahead_ms, error_ms = ahead_ms - took_ms / 2, took_ms / 2
     if abs(ahead_ms) - error_ms <= CLOCK_MS:
         return _ok("clock", f"it agrees with that of {address}, within {CLOCK_MS / 1000:g} s")
@@ -212,7 +212,7 @@ def _judge_clock(address: str, ahead_ms: float, took_ms: float) -> Finding:
 def check_nodes(
     nodes: Sequence[Node], reach: Callable[[str, int], str] | None = None
 ) -> Iterator[Finding]:
-    """Check the nodes that the server knows; `reach` tries a port and returns the error, if any."""
+    """Check the nodes that the server knows; `reach` tries a port and returns any error."""
     if not nodes:
         yield _warning(
             "nodes", "the server knows none; start rdzvrun or rdzv-agent with its address"
@@ -238,7 +238,7 @@ def check_nodes(
 
 
 def try_port(host: str, port: int) -> str:
-    """Try to connect to a port; return why it failed, or an empty string."""
+    """Try to connect to a port; return why that failed, or an empty string."""
     try:
         with socket.create_connection((host, port), CONNECT_WITHIN_S):
             return ""
@@ -276,7 +276,7 @@ def meet(listening: socket.socket, within_s: float) -> Finding:
 
 
 def visit(host: str, port: int) -> Finding:
-    """Connect to a machine that runs `wait_for_visit`, which then connects back."""
+    """Connect to a machine that is running `wait_for_visit`, which then connects back."""
     try:
         with (
             socket.create_connection((host, port), CONNECT_WITHIN_S) as peer,

@@ -1,7 +1,7 @@
 """Commands that follow a job line by line.
 
-`submit --follow` shows the output of a run's workers, what the run waits for, and how it ended;
-`events --follow` shows its events.
+`submit --follow` shows the output of a run's workers, what the run is waiting for, and how it
+ended; `events --follow` shows its events.
 """
 
 from __future__ import annotations
@@ -31,34 +31,33 @@ from rdzv.view.log_lines import harmless
 
 
 def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) -> int:
-    """Show the output of a run's workers until it has ended; return the exit code of `wait`.
+    """Show the output of a run's workers until the run has ended; return the exit code of `wait`.
 
     The run's state and reason are reported on stderr.
 
     Raises:
         RendezvousError: the server can no longer report on the run.
-
     """
     story = _Story(watcher, rdzv_id, run)
     told = threading.Thread(target=story.tell, daemon=True)
     told.start()
     try:
         written = logs.logs(rdzv_id, follow=True, run=run)
-        # Notes about the whole job are left out: the story reports them.
+        # Notes about the whole job are omitted, because the story reports them.
         written = (piece for piece in written if piece.node_id)
         show(written, one_rank=False, one_stream=False)
     except (InvalidRequestError, RendezvousClosedError):
-        # The run ended without output, or another run has begun: the story reports which.
+        # The run ended without output, or another run has begun. The story reports which.
         pass
     except RendezvousError as error:
         _say(f"no more of its output can be shown: {error}")
-    # This ends: the watch gives up by itself if no server answers.
+    # This ends, because the watch gives up by itself if no server responds.
     told.join()
     return story.end()
 
 
 class _Story:
-    """Reports one run's state changes, as pushed by the server."""
+    """Reports one run's state changes as the server pushes them."""
 
     def __init__(self, client: ControlClient, rdzv_id: str, run: str) -> None:
         self._client = client
@@ -89,7 +88,7 @@ class _Story:
         self._reports.report(status)
 
     def end(self) -> int:
-        """Report how the run ended and return the exit code, or raise why that is unknown."""
+        """Report how the run ended and return the exit code; raise if that is unknown."""
         if isinstance(self._end, RendezvousError):
             raise self._end
         assert self._end is not None, "the watcher has seen the end"
@@ -106,9 +105,9 @@ def _say(text: str) -> None:
 def follow_events(
     client: ControlClient, watcher: ControlClient, rdzv_id: str, known: Sequence[Event], output: str
 ) -> None:
-    """Show the `known` events of a job, then new ones until the job has ended.
+    """Show a job's `known` events, then new ones until the job has ended.
 
-    The server announces each change of the job; the new events are then fetched.
+    The server announces each change to the job; the new events are then fetched.
     """
     _show_events(rdzv_id, known, output)
     with watching(watcher, rdzv_id) as news:
@@ -124,7 +123,7 @@ def follow_events(
 
 
 def _after(known: Sequence[Event], newest: Sequence[Event]) -> Sequence[Event]:
-    """Return the `newest` events that follow the `known` ones."""
+    """Return the `newest` events that come after the `known` ones."""
     for count, event in enumerate(reversed(newest)):
         if known and event == known[-1]:
             return newest[len(newest) - count :]

@@ -1,8 +1,8 @@
 """The file that `rdzvctl submit --file` reads: a job as TOML.
 
-A key is the long name of a flag, with underscores or dashes (`nnodes`, `nproc_per_node`,
-`max_restarts`, `priority`, ...), or `script`, `args`, `env` or `env_from`. `env` is a table;
-`labels` and `rdzv_conf` may be tables. An unknown key is refused.
+A key is a flag's long name, with underscores or dashes (`nnodes`, `nproc_per_node`, `max_restarts`,
+`priority`, ...), or `script`, `args`, `env` or `env_from`. `env` is a table; `labels` and
+`rdzv_conf` may be tables. Unknown keys are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OF_CALLER = frozenset({"file", "follow", "dry_run", "output", "server", "timeou
 
 @struct(frozen=True)
 class JobFile:
-    """The contents of a job file."""
+    """A job file's contents."""
 
     given: tuple[Given, ...] = ()
     rest: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ NOTHING = JobFile()
 def read(path: Path, flags: Mapping[str, argparse.Action], refused: Mapping[str, str]) -> JobFile:
     """Parse a job file; `flags` are the known flags, `refused` those that a job must not have.
 
-    A relative `chdir` is relative to the folder of the file.
+    A relative `chdir` is relative to the file's folder.
 
     Raises:
         InvalidRequestError: the file cannot be read, is not TOML, or a key or value is not valid.
@@ -51,7 +51,7 @@ def read(path: Path, flags: Mapping[str, argparse.Action], refused: Mapping[str,
 
 
 class _Keys:
-    """Converts the keys of one file to words of a command line."""
+    """Converts a file's keys to command-line arguments."""
 
     def __init__(
         self, path: Path, flags: Mapping[str, argparse.Action], refused: Mapping[str, str]
@@ -127,7 +127,7 @@ class _Keys:
         return tuple(value)
 
     def _env(self, key: str, value: Any) -> dict[str, str]:
-        """Return the checked variables; errors never show a value."""
+        """Return the checked variables. Errors never show a variable's value."""
         if not isinstance(value, dict):
             raise self._bad(key, "is not a table", 'write NAME = "VALUE" lines below [env]')
         for name, one in value.items():

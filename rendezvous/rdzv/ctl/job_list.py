@@ -21,13 +21,13 @@ ORDERS: dict[str, Callable[[JobSummary], tuple[object, ...]]] = {
     "nodes": lambda job: (-job.nodes, job.rdzv_id),
     "restarts": lambda job: (-(job.restarts or 0), job.rdzv_id),
 }
-"""The sort key of each order; the latest change, most nodes and most restarts come first."""
+"""The sort key for each order. The latest change, most nodes and most restarts come first."""
 
 
 def chosen(
     jobs: Sequence[JobSummary], states: Collection[str], name: str | None, order: str | None
 ) -> list[JobSummary]:
-    """Return the jobs in one of `states`, if given, whose names match the pattern `name`, if given.
+    """Return the jobs whose state is in `states` and whose name matches `name`, if given.
 
     Jobs that have ended come last. Without `order`, they are sorted by when they ended, and the
     others by name.
@@ -46,7 +46,7 @@ def chosen(
 
 
 def has_ended(job: JobSummary) -> bool:
-    """Return whether the last run of a job has ended."""
+    """Return whether a job's last run has ended."""
     return job.state in ENDED
 
 
@@ -59,7 +59,7 @@ def as_lines(
     most_ended: int | None = None,
     wide: bool = False,
 ) -> str:
-    """Format one line per job; add why changes are not being stored, if so.
+    """Format the jobs, one per line; if changes are not being stored, say why.
 
     Jobs that have ended are shown separately, at most `most_ended` of them. A `wide` list keeps all
     columns and the full reasons.
@@ -80,7 +80,7 @@ def as_lines(
 
 def _job_table(summaries: Sequence[JobSummary], page: Page, wide: bool) -> list[str]:
     header = ("JOB", "BACKEND", "STATE", "FOR", "SEATED", "WORLD_SIZE", "ROUND", "RESTARTS", "WHY")
-    # The BACKEND column is empty, and so left out, if all jobs are the server's own.
+    # The BACKEND column is empty, and so omitted, if all jobs are the server's own.
     others = wide or any(map(only_watched, summaries))
     rows = [
         (

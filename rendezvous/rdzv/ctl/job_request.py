@@ -1,6 +1,6 @@
-"""Parses and checks the request of `rdzvctl submit`: a command line and a job file.
+"""Parses and checks the request made by `rdzvctl submit`: a command line and a job file.
 
-No server is asked, and nothing is sent, before all of it is valid.
+The server is not contacted until the whole request is valid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rdzv.structs import struct
 
 ENV_VARIABLES = 1_000
 ENV_BYTES = 128 * 1024
-"""The most bytes that all names and values may have together; the server accepts no more."""
+"""The maximum total size of all names and values, which is also the server's limit."""
 ARGS_BYTES = 128 * 1024
 MAX_TIMEOUT_S = 86_400
 MAX_PRIORITY = 1_000_000
@@ -46,7 +46,8 @@ REFUSED = {
     "local_addr": "every node knows its own address; leave it out",
     "preemption_file": "every node has its own, as [preemption] in agent.toml; leave it out",
 }
-"""Flags that a submitted job cannot have: the reason and the remedy, by the flag's dest."""
+"""Flags that a submitted job cannot have, with the reason and the remedy, keyed by the flag's dest.
+"""
 
 CREDENTIALS = {
     "tls_ca": "ca",
@@ -54,7 +55,7 @@ CREDENTIALS = {
     "tls_key": "key",
     "token_file": "token_file",
 }
-"""The flags for credentials: the field of `Credentials`, by the flag's dest."""
+"""The flags for credentials: the field of `Credentials`, keyed by the flag's dest."""
 
 _REFUSED_IN_FILES = REFUSED | dict.fromkeys(
     CREDENTIALS,
@@ -65,14 +66,14 @@ _REFUSED_IN_FILES = REFUSED | dict.fromkeys(
 
 @struct(frozen=True)
 class Caller:
-    """The caller's directory and environment, for values that the command line leaves out."""
+    """The caller's directory and environment, for values that the command line omits."""
 
     directory: str
     environ: Mapping[str, str]
 
     @classmethod
     def here(cls) -> Caller:
-        """Return the caller of this process, with the directory as the shell names it."""
+        """Return this process's caller, with the directory as named by the shell."""
         return cls(_working_directory(os.environ.get("PWD", "")), os.environ)
 
 
@@ -82,7 +83,7 @@ class Request:
 
     rdzv_id: str
     run: str
-    """The run's uid, chosen here so that repeating the request submits the job only once."""
+    """The run's uid, chosen here so that a repeated request submits the job only once."""
     settings: Settings
     spec: JobSpec
     follow: bool
@@ -103,7 +104,7 @@ def wants_help(words: Sequence[str]) -> bool:
 
 
 def help_text() -> str:
-    """Return the help of the command."""
+    """Return the command's help text."""
     return _parser().format_help().rstrip()
 
 
@@ -121,7 +122,6 @@ def read(words: Sequence[str], caller: Caller) -> Request:
 
     Raises:
         InvalidRequestError: a value is not valid; the message names it, the reason, and a remedy.
-
     """
     parser = _parser()
     known = flags.options(parser)
@@ -197,7 +197,7 @@ def _request(
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that raises our own error, printed on one line like any other."""
+    """An argument parser that raises our own error, which is printed on one line like any other."""
 
     def error(self, message: str) -> NoReturn:
         raise InvalidRequestError(message)
@@ -328,7 +328,7 @@ def _check_given(one: Given) -> None:
 
 
 def _last_value(given: Sequence[Given], dest: str) -> str | None:
-    """Return the last value of a flag, or None; argparse refuses a flag without its value."""
+    """Return a flag's last value, or None. Argparse refuses a flag that lacks its value."""
     for one in reversed(given):
         if one.actions[-1].dest == dest:
             _, equals, value = one.words[0].partition("=")
@@ -346,7 +346,7 @@ def _words(given: Iterable[Given]) -> list[str]:
 def _check_for_nodes(
     args: argparse.Namespace, conf: Mapping[str, str], local_world_size: int
 ) -> None:
-    """Refuse values that every node would refuse, so that the user learns of them early."""
+    """Refuse values that every node would refuse, so that the user finds out early."""
     job_options.conf_bool(conf, "reuse", default=True)
     job_options.conf_ms(conf, "failure_stop_timeout", 5)
     job_options.conf_ms(conf, "server_timeout", 600)
@@ -439,7 +439,7 @@ def _check_variable(given: str, name: str) -> None:
 
 
 def _check_value(name: str, value: str) -> None:
-    """Refuse a variable that no node can set; errors do not show the value."""
+    """Refuse a variable that no node can set. Errors do not show its value."""
     if name in WORKERS_OWN:
         raise InvalidRequestError(
             f"variable {name}: it is different in every worker and round; leave it out"
@@ -528,14 +528,14 @@ def _name(rdzv_id: str) -> str:
 
 
 def _name_for(script: str, args: argparse.Namespace) -> str:
-    """Name a job after its script; four random hex digits distinguish jobs with the same script."""
+    """Name a job after its script, with four random hex digits to distinguish it from others."""
     stem = script.rpartition(".")[2] if args.module else PurePosixPath(script).stem
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip(".-")[:64] or "job"
     return f"{stem}-{secrets.token_hex(2)}"
 
 
 def _working_directory(said: str) -> str:
-    """Return the caller's directory as the shell names it; empty if it is gone.
+    """Return the caller's directory as named by the shell, or an empty string if it is gone.
 
     That name may contain links, and may be valid on nodes where the resolved path is not.
     """

@@ -1,7 +1,7 @@
 """Lays out lines for a terminal or a pipe: widths, colours, and sanitized text.
 
-Every text is treated as hostile: a traceback may contain codes that retitle a terminal, clear it or
-type into it. The output of a `Page` has no control characters except for its own colours.
+All text is treated as hostile: a traceback may contain codes that retitle a terminal, clear it or
+type into it. A `Page`'s output has no control characters except for its own colours.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHORTEST = 40
 
 @struct(frozen=True)
 class Cell:
-    """A text and its style: the name of a colour, `bold`, `dim`, or empty."""
+    """A piece of text and its style: the name of a colour, `bold`, `dim`, or empty."""
 
     text: str
     style: str = ""
@@ -38,30 +38,30 @@ class Cell:
 
 @struct(frozen=True)
 class Page:
-    """The destination of laid-out lines; a pipe or a file has no `width`."""
+    """The destination for laid-out lines. A pipe or a file has no `width`."""
 
     width: int | None
     colour: bool
     now_s: float
     zone: tzinfo | None = None
-    """The time zone of all times; None means this machine's."""
+    """The time zone for all times; None means this machine's."""
 
     def line(self, *cells: Cell) -> str:
         """Join the cells that have text into one line."""
         return _GAP.join(self._paint(cell) for cell in cells if cell.text)
 
     def sentence(self, text: str) -> list[str]:
-        """Wrap a text to the page."""
+        """Wrap text to fit the page."""
         return self._wrapped(Cell(text), "", 0)
 
     def fact(self, label: str, value: Cell, width: int = 0) -> list[str]:
-        """Put a value beside its label; `width` is the width of the widest label."""
+        """Format a value after its label; `width` is the width of the widest label."""
         indent = max(_LABEL_WIDTH, 2 + width + len(_GAP))
         name = self._paint(Cell(f"  {label}".ljust(indent), "dim"))
         return self._wrapped(value, name, indent)
 
     def block(self, text: str, indent: int, last: int | None = None) -> list[str]:
-        """Indent a text without wrapping it; with `last`, keep only its last `last` lines."""
+        """Indent text without wrapping it; with `last`, keep only that many lines at the end."""
         lines = text.splitlines()
         left_out = max(len(lines) - last, 0) if last is not None else 0
         note = Cell(f"... {left_out} lines before these are left out; --all shows them", "dim")
@@ -78,10 +78,10 @@ class Page:
         one_line: bool = False,
         least: int = _SHORTEST,
     ) -> list[str]:
-        """Align rows under a header; the last column is free text, and takes the remaining width.
+        """Align rows under a header; the last column is free text and takes the remaining width.
 
-        Columns without text are left out, and then `expendable` ones, in that order, until the rest
-        fits. Free text is wrapped; with `one_line` it is cut, and `least` is kept free for it.
+        Columns without text are omitted, and then `expendable` ones, in that order, until the rest
+        fits. Free text is wrapped; with `one_line`, it is cut, and `least` is kept free for it.
         """
         *columns, texts = (
             _Column(name, cells)
@@ -117,7 +117,7 @@ class Page:
         return f"{moment:%H:%M:%S}" if moment.date() == now.date() else f"{moment:%Y-%m-%d %H:%M}"
 
     def _moment(self, unix_s: float) -> datetime | None:
-        """Return a time in the page's zone; None if the number is out of range."""
+        """Return a time in the page's zone, or None if the number is out of range."""
         try:
             return datetime.fromtimestamp(unix_s, self.zone)
         except (OverflowError, ValueError, OSError):
@@ -132,11 +132,11 @@ class Page:
         return click.style(text, fg=cell.style)
 
     def _wrapped(self, cell: Cell, first: str, indent: int) -> list[str]:
-        """Wrap a text that starts after `first`, whose width is `indent`."""
+        """Wrap text that follows the prefix `first` on its line; `indent` is the prefix's width."""
         lines = [harmless(cell.text)]
         if self.width is not None:
             room = max(self.width - indent, 8)
-            # Do not split host names, which have hyphens: half a name cannot be copied.
+            # Do not split host names at hyphens, because half a name is of no use when copied.
             lines = textwrap.wrap(
                 lines[0], room, break_long_words=False, break_on_hyphens=False
             ) or [""]
@@ -154,7 +154,7 @@ class Page:
         return columns
 
     def _row(self, cells: Sequence[Cell], columns: Sequence[_Column]) -> str:
-        """Pad cells to the widths of their columns, each followed by a gap."""
+        """Pad cells to their columns' widths, each followed by a gap."""
         return "".join(
             self._paint(cell) + " " * (column.width - _width(cell.text)) + _GAP
             for cell, column in zip(cells, columns, strict=True)
@@ -174,7 +174,7 @@ class Page:
 
 
 def page_for(stream: TextIO) -> Page:
-    """Return the page for a stream: as wide as its terminal, in colour unless NO_COLOR is set."""
+    """Return the page for a stream, as wide as its terminal, in colour unless NO_COLOR is set."""
     terminal = stream.isatty()
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return Page(
@@ -186,7 +186,7 @@ def page_for(stream: TextIO) -> Page:
 
 @struct(frozen=True)
 class _Column:
-    """One column of a table."""
+    """A column in a table."""
 
     name: str
     cells: tuple[Cell, ...]
@@ -205,7 +205,7 @@ class _Column:
 
 
 def _width(text: str) -> int:
-    """Return how many columns a text takes: a wide character, such as a Chinese one, takes two."""
+    """Return how many columns text occupies. A wide character, such as a Chinese one, takes two."""
     shown = harmless(text)
     if shown.isascii():
         return len(shown)
@@ -213,6 +213,6 @@ def _width(text: str) -> int:
 
 
 def _cut(text: str, room: int) -> str:
-    """Shorten a text to the available width, ending in an ellipsis if it was cut."""
+    """Shorten text to the available width, ending it in an ellipsis if it was cut."""
     room = max(room, 2)
     return text if len(text) <= room else text[: room - 1] + "…"

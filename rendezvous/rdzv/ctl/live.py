@@ -1,7 +1,7 @@
-"""The screen of `status --watch`: a job's state, what it waits for, and its recent history.
+"""The screen for `status --watch`: a job's state, what it is waiting for, and its recent history.
 
 A screen is a list of lines that fits a terminal. It is built from the last status that the server
-pushed, the age of that status, and the job's history; nothing here sends requests.
+pushed, that status's age, and the job's history; nothing here sends requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rdzv.view.answers import Event, JobStatus
 FOOTER = "Ctrl-C ends this view, not the job"
 
 _LEAST_NODE_LINES = 4
-"""The lines reserved for the table of nodes: header, two nodes, and the number left out."""
+"""The lines reserved for the table of nodes: header, two nodes, and the number omitted."""
 _MOST_HISTORY = 8
 _MOST_REASON = 4
 _LABEL_WIDTH = 13
@@ -32,7 +32,9 @@ _TURNS = (
     *("JobScaled", "JobQueued", "NodesPlaced", "NodesWithdrawn", "NodeDeclined", "LastCallBegan"),
     *("NodeDrained", "NodeUndrained"),
 )
-"""The events of the timeline: the course of rounds. Node and worker events are shown elsewhere."""
+"""The events shown in the timeline, which is the course of rounds. Node and worker events are shown
+elsewhere.
+"""
 
 _BEGINS = ("RoundCompleted", "RoundAdopted")
 _ENDS = ("RoundEnded", "RunEnded")
@@ -45,12 +47,12 @@ _HERE = ("seated", "waiting", "stopping", "succeeded")
 
 
 def _waited_for(status: JobStatus) -> TimeInText | None:
-    """Return the deadline that a job waits for; None if it waits for none."""
+    """Return the deadline that a job is waiting for, or None if there is none."""
     return next((time for time in status.reason_times if time.waits_for), None)
 
 
 def later(status: JobStatus, more_ms: int) -> JobStatus:
-    """Return a job's status `more_ms` later, if nothing but its ages changes."""
+    """Return a job's status as it will be `more_ms` later, if only its ages change."""
     nodes = []
     for node in status.nodes:
         text = timed_text.later(node.reason or "", node.reason_times, more_ms)
@@ -79,7 +81,7 @@ def later(status: JobStatus, more_ms: int) -> JobStatus:
 
 
 def whole_wait_ms(status: JobStatus, before: JobStatus | None, before_ms: int | None) -> int | None:
-    """Return the total length of a job's wait, as far as observed; None if it does not wait.
+    """Return the total length of a job's wait, as far as observed, or None if it is not waiting.
 
     `before_ms` is this function's result for the previous status, `before`.
     """
@@ -110,7 +112,7 @@ def screen(
 ) -> list[str]:
     """Format a job on `height` lines: its reason, bars, nodes, and the latest events.
 
-    `whole_ms` is the total length of its current wait. Lines that do not fit are left out, seated
+    `whole_ms` is the total length of its current wait. Lines that do not fit are omitted, seated
     nodes first. Without `blocks`, bars are drawn in ASCII.
     """
     width = page.width or 80
@@ -131,7 +133,7 @@ def screen(
 
 
 def _nodes(job: JobStatus, page: Page, room: int) -> list[str]:
-    """Format as many nodes as `room` lines hold; the last line counts the others."""
+    """Format as many nodes as fit on `room` lines; the last line counts the others."""
     fits = len(job.nodes) + 1 <= room
     if not job.nodes or (not fits and room < 3):
         return []
@@ -175,18 +177,18 @@ class _Bars:
         self.full, self.empty = ("█", "░") if blocks else ("#", ".")
 
     def of(self, part: float, whole: float) -> str:
-        """Return a bar filled in proportion; only 0 looks empty, only the whole looks full."""
+        """Return a bar filled in proportion; only 0 looks empty, and only the whole looks full."""
         share = min(max(part / whole, 0.0), 1.0) if whole > 0 else 0.0
         cells = math.ceil(share * self.width) if share < 0.5 else math.floor(share * self.width)
         return self.full * cells + self.empty * (self.width - cells)
 
     def line(self, label: str, bar: str, text: str) -> list[str]:
-        """Put a bar between its label and its text."""
+        """Format a bar between its label and its text."""
         return self.page.fact(label, Cell(f"{bar} {text}"))
 
 
 def _bars(job: JobStatus, whole_ms: int | None, bars: _Bars) -> list[str]:
-    """Format a bar of the nodes that are there, and one of the time left in a wait."""
+    """Format a bar for the nodes that are present, and one for the time left in a wait."""
     lines = []
     if job.min_nodes is not None and job.max_nodes is not None and job.state not in _ENDED:
         have = sum(1 for node in job.nodes if node.state in _HERE)
@@ -227,9 +229,10 @@ _ENDED = ("succeeded", "failed", "stopped")
 def timeline(
     history: Sequence[Event], job: JobStatus, page: Page, bars: _Bars | None = None
 ) -> list[str]:
-    """Format the turning points of the current run, oldest first.
+    """Format the current run's turning points, oldest first.
 
-    The end of a round shows how long it ran. With `bars`, a bar above shows when a round ran.
+    The end of a round shows how long it ran. With `bars`, a bar above shows when a round was
+    running.
     """
     events = [event for event in history if event.run in (job.run, None)]
     turns = [event for event in events if event.name in _TURNS]
@@ -249,10 +252,10 @@ def timeline(
 
 
 def _ran(share: Sequence[tuple[float, float]], bars: _Bars) -> list[str]:
-    """Draw a bar from the first known event until now, filled where a round ran."""
+    """Draw a bar from the first known event until now, filled where a round was running."""
     cells = [bars.empty] * bars.width
     for first, last in share:
-        # Readers look for gaps, so a cell is filled only if a round ran during all of it.
+        # Readers look for gaps, so a cell is filled only if a round was running during all of it.
         for cell in range(math.ceil(first * bars.width), math.floor(last * bars.width)):
             cells[cell] = bars.full
     percent = 100 * sum(last - first for first, last in share)

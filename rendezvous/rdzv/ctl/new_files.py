@@ -14,17 +14,16 @@ from rdzv.errors import InvalidRequestError
 
 @contextmanager
 def new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
-    """Yield a file that only its owner can read; it gets the name `path` after the body has ended.
+    """Yield a file that only its owner can read, and name it `path` once the body has ended.
 
     If the body fails, nothing is left behind, and `path` is unchanged.
 
     Raises:
         InvalidRequestError: the file exists and must not be replaced, or cannot be written.
-
     """
     _check(path, replace)
     try:
-        # Created with mode 0600, and beside `path`, so that it can be renamed.
+        # It is created with mode 0600 in the same folder as `path`, so that it can be renamed.
         number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
         raise _unwritable(path, error) from error
@@ -54,7 +53,7 @@ def _check(path: Path, replace: bool) -> None:
 
 
 def _name(written: str, path: Path) -> None:
-    """Give a file the name `path`, unless another file has it."""
+    """Give a file the name `path`, unless another file has that name."""
     try:
         os.link(written, path)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Ledgers as a self-contained HTML page with plots.
+"""Formats ledgers as a self-contained HTML page with plots.
 
 All text is escaped, because names and reasons come from outside.
 """
@@ -29,7 +29,7 @@ COLOURS: Mapping[str, str] = {
 
 _WIDTH, _BAND = 1_000, 46
 _LEAST_WIDTH = 0.2
-"""Intervals narrower than this are merged, and drawn in the colour of the longest."""
+"""Intervals narrower than this are merged and drawn in the colour of the longest one."""
 _TICKS = 5
 _WORDS = ("cause", "node", "job", "workers")
 """The titles of columns that hold text; all others hold numbers."""
@@ -49,7 +49,7 @@ p.big { font-size: 30px; font-weight: 650; margin: 0; } .dim { opacity: 0.7; }
 
 
 def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger]) -> str:
-    """Return the page of one run; `others` are the job's other runs."""
+    """Return the page for one run; `others` are the job's other runs."""
     number = f"run {found.run_number}" if found.run_number is not None else "run"
     good = share(found.goodput, steps_reported=found.steps_reported)
     trained = duration(found.phases[LedgerPhase.TRAINING])
@@ -85,7 +85,7 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger]) -> str:
 
 
 def report(found: Report) -> str:
-    """Return the page of all jobs."""
+    """Return the page for all jobs."""
     bound = all(job.steps_reported for job in found.jobs)
     since = duration(found.until_unix_ms - found.from_unix_ms)
     good = share(found.goodput, steps_reported=bound)
@@ -151,7 +151,7 @@ def _band(intervals: Sequence[Interval]) -> str:
 
 
 def _together(intervals: Sequence[Interval], least_ms: float) -> Iterator[list[Interval]]:
-    """Yield groups of adjacent intervals, each long enough to be seen."""
+    """Yield groups of adjacent intervals, each long enough to be visible."""
     group: list[Interval] = []
     for one in intervals:
         if group and group[-1].until_unix_ms - group[0].from_unix_ms >= least_ms:

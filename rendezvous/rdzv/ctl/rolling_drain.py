@@ -1,7 +1,7 @@
-"""`rdzvctl drain`: empties one node, or several in turn, and reports what it waits for.
+"""`rdzvctl drain`: empties one node, or several in turn, and reports what it is waiting for.
 
-The server decides on drains and keeps them; this module only requests them, and waits. However this
-program ends, a node that it has drained stays drained, and leaves by its deadline.
+The server decides on drains and keeps them; this module only requests them and waits. However this
+program ends, a node that it has drained stays drained and leaves by its deadline.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _UNITS_MS = {"ms": 1, "s": 1_000, "": 1_000, "m": 60_000, "min": 60_000, "h": 3_
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([a-z]*)")
 
 NODE_VARIABLE = "RDZV_NODE"
-"""The variable that names the node to the command of --undrain-after."""
+"""The variable that passes the node's name to the command given by --undrain-after."""
 
 EXIT_COMMAND_FAILED = 3
 
 
 def parse_deadline(text: str) -> int:
-    """Parse --deadline, the time that workers have; return milliseconds.
+    """Parse --deadline, the time that workers have, and return milliseconds.
 
     >>> parse_deadline("5m"), parse_deadline("90"), parse_deadline("1.5h")
     (300000, 90000, 5400000)
@@ -69,11 +69,10 @@ def parse_label(text: str) -> tuple[str, str]:
 def wait_empty(client: ControlClient, node_id: str, say: Callable[[str], None]) -> Node | None:
     """Wait until a node has no jobs left, and return it; None if it is no longer known.
 
-    Keep waiting while the server is away. Call `say` whenever the reason for waiting changes.
+    Keeps waiting while the server is away. Calls `say` whenever the reason for waiting changes.
 
     Raises:
-        UnknownNodeError: the drain was lifted meanwhile.
-
+        UnknownNodeError: the drain was lifted in the meantime.
     """
     told = ""
     while True:
@@ -100,20 +99,20 @@ def _say_once(text: str, told: str, say: Callable[[str], None]) -> str:
 
 @struct(frozen=True)
 class Rolling:
-    """A rolling drain of all nodes with a label."""
+    """A rolling drain of all nodes with a given label."""
 
     label: tuple[str, str]
     deadline_ms: int
     reason: str
     command: str | None = None
-    """The command to run for each empty node; if it succeeds, the drain of the node is lifted."""
+    """The command to run for each empty node. If it succeeds, the node's drain is lifted."""
 
 
 def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) -> int:
     """Drain all nodes with a label, one after another; return the exit code.
 
-    A node is drained only once each of its jobs keeps its min_nodes without it, and the jobs of the
-    previous node run again.
+    A node is drained only once each of its jobs keeps its min_nodes without it, and the previous
+    node's jobs are running again.
 
     Raises:
         RendezvousError: no node has the label, or the server refuses.
@@ -170,7 +169,7 @@ def _drain_when_it_may(
 
 
 def _insist(ask: Callable[[], object], say: Callable[[str], None]) -> None:
-    """Repeat a request until the server answers."""
+    """Repeat a request until the server responds."""
     told = ""
     while True:
         try:
@@ -183,7 +182,7 @@ def _insist(ask: Callable[[], object], say: Callable[[str], None]) -> None:
 
 
 def _wait_running(client: ControlClient, jobs: Sequence[str], say: Callable[[str], None]) -> None:
-    """Wait until each of the jobs, which have lost a node, runs again or has ended."""
+    """Wait until each of the jobs, which have lost a node, is running again or has ended."""
     told = ""
     for rdzv_id in jobs:
         while True:

@@ -1,7 +1,7 @@
-"""`rdzvctl support-bundle`: collects what is needed to examine a job elsewhere, without secrets.
+"""`rdzvctl support-bundle`: collects data for examining a job elsewhere, without secrets.
 
-Documents from the server never contain tokens, job secrets or the environment of submitted jobs.
-Data from the jobs themselves (arguments, reasons, output) may; `redacted` hides likely secrets.
+Documents from the server never contain tokens, job secrets or submitted jobs' environment. Data
+from the jobs themselves (arguments, reasons, output) may; `redacted` hides likely secrets.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rdzv.view import as_json
 
 HISTORY_EVENTS = 10_000
 LOG_LINES = 1_000
-"""How many lines of the end of each worker's output are included."""
+"""The number of lines included from the end of each worker's output."""
 LOG_BYTES = 1 << 20
-"""The most bytes of each of a worker's output streams that are included."""
+"""The maximum number of bytes included from each of a worker's output streams."""
 
 HIDDEN = "[hidden]"
 
@@ -57,11 +57,10 @@ def redacted(text: str) -> str:
 def collect(
     client: ControlClient, rdzv_id: str, now_unix_ms: int, *, with_logs: bool
 ) -> dict[str, str]:
-    """Return the files of a bundle by name; a file NAME.missing explains why a part is unavailable.
+    """Return a bundle's files by name; NAME.missing explains why the part NAME is unavailable.
 
     Raises:
-        RendezvousError: the job is unknown, or the server does not answer.
-
+        RendezvousError: the job is unknown, or the server does not respond.
     """
     status, history = client.status(rdzv_id), client.events(rdzv_id, HISTORY_EVENTS)
     page = page_for(io.StringIO())

@@ -1,9 +1,9 @@
 """A job's history as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
 
 Each run is one process. Its first track shows the job: each round with the cause of its end and,
-between rounds, the time to stop all workers and to form the next round. Below, every node has a
-track with a slice for each round that it took part in, followed by one for the time it took to
-stop. Every other event is an instant on the track to which it belongs.
+between rounds, the time taken to stop all workers and to form the next round. Below it, every node
+has a track with a slice for each round that it took part in, followed by a slice for the time it
+took to stop. Every other event is an instant on the track to which it belongs.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _slice(
 
 
 def _job_slices(process: int, run: Run, until_ms: int) -> Iterator[dict[str, Any]]:
-    """Yield the phases of the job, such as a round, stopping, forming, the next round."""
+    """Yield the job's phases, for example a round, stopping, forming, the next round."""
     for span in spans_of(run, until_ms):
         times_ms = (span.since_ms, span.until_ms)
         if span.phase is Phase.LIVE and span.round is not None:
@@ -127,7 +127,7 @@ def _instants(
         track = tracks.get(node_of(event) or "", _JOB_TRACK)
         yield {
             **{"ph": "i", "cat": "rdzv", "name": event.name, "pid": process, "tid": track},
-            # The instant's scope: its own track, or a line across all tracks of the run.
+            # The instant's scope: its own track, or a line across all of the run's tracks.
             **{"ts": event.unix_ms * 1000, "s": "p" if event.name in _ACROSS else "t"},
             "args": {"text": event.text},
         }

@@ -1,6 +1,6 @@
 """Commands that follow a job: `status --watch` and `wait`.
 
-The server pushes every change. Between changes, only ages grow, which are computed here.
+The server pushes every change. Between changes only ages grow, and these are computed here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rdzv.view.answers import Event, JobStatus
 from rdzv.view.log_lines import harmless
 
 EXIT_CODES = {"succeeded": 0, "failed": 1, "stopped": 3}
-"""The exit codes of `wait` by job state; in any other state, the job has not ended."""
+"""The exit codes of `wait` by job state. In any other state, the job has not ended."""
 EXIT_GOES_ON = 4
 EXIT_NO_PROGRESS = 93
 """The exit code for a job that failed because it made no progress, as in rdzvrun."""
@@ -72,8 +72,8 @@ def watching(
 ) -> Iterator[_News]:
     """Yield a queue of the server's updates, which a thread receives.
 
-    `silent` is called, in that thread, when no server answers any more; by default it prints this
-    to stderr.
+    `silent` is called in that thread when no server responds any more; by default it prints this on
+    stderr.
     """
     news: _News = SimpleQueue()
 
@@ -84,7 +84,7 @@ def watching(
         except RendezvousError as error:
             news.put(error)
         except ValueError:
-            # The client was closed, because the caller no longer watches.
+            # The client was closed, because the caller is no longer watching.
             pass
 
     threading.Thread(target=take_in, daemon=True).start()
@@ -92,7 +92,7 @@ def watching(
 
 
 def _next(news: _News, within_s: float | None) -> _Seen | None:
-    """Return the newest update, or raise its error; None if nothing arrives within `within_s`."""
+    """Return the newest update or raise its error; None if nothing arrives within `within_s`."""
     try:
         found = news.get(timeout=within_s)
         while not news.empty():
@@ -115,7 +115,7 @@ def show(
 ) -> None:
     """Show a job until it has ended: in place on a terminal, otherwise as a series of statuses.
 
-    `other` is a client of the same server, for requests while `client` streams.
+    `other` is a client of the same server, for requests while `client` is streaming.
     """
     smart = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     terminal = smart and output == "text"
@@ -141,8 +141,8 @@ def show(
 def show_again(shown: Callable[[], str], *, as_screen: bool) -> None:
     """Show the result of `shown` now and every `REPEAT_S`, until Ctrl-C.
 
-    On a terminal, with `as_screen`, it is redrawn in place. If the server stops answering, this is
-    reported, and it is asked again.
+    On a terminal, with `as_screen`, it is redrawn in place. If the server stops responding, this is
+    reported, and the request is repeated.
     """
     smart = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and as_screen
     text = shown()  # A server that was never there is an error.
@@ -196,13 +196,13 @@ def _live(client: ControlClient, job: str, news: _News) -> _Seen:
             if fresh is not None:
                 whole_ms = live.whole_wait_ms(fresh.status, seen.status, whole_ms)
                 seen = fresh
-                # A burst of changes is drawn once.
+                # Several changes in quick succession are drawn once.
                 time.sleep(max(LEAST_REDRAW_S - (time.monotonic() - now_s), 0.0))
     return seen
 
 
 class _History:
-    """The events of a job, fetched again whenever it has changed."""
+    """A job's events, fetched again whenever the job has changed."""
 
     def __init__(self, client: ControlClient, job: str) -> None:
         self.events: tuple[Event, ...] = ()
@@ -223,14 +223,14 @@ class _History:
     def _keep(self) -> None:
         while True:
             self._turned.get()
-            # While the server does not answer, the screen keeps the last history.
+            # While the server does not respond, the screen keeps the last history.
             with contextlib.suppress(RendezvousError, ValueError):
                 self.events = self._client.events(self._job, HISTORY_EVENTS)
 
 
 @contextmanager
 def _own_screen() -> Iterator[None]:
-    """Use a separate screen without a cursor or wrapped lines; restore the terminal afterwards."""
+    """Use a separate screen without a cursor or line wrapping; restore the terminal afterwards."""
     sys.stdout.write(_ENTER)
     try:
         yield
@@ -255,12 +255,12 @@ def _has_blocks() -> bool:
 
 
 def exit_code(status: JobStatus) -> int | None:
-    """Return the exit code of a program that waits for a job; None while the job continues."""
+    """Return the exit code for a program that waits for a job; None while the job continues."""
     return EXIT_NO_PROGRESS if status.no_progress else EXIT_CODES.get(status.state)
 
 
 class StateReports:
-    """Reports a job's state and the reason on stderr, once for each change."""
+    """Reports a job's state and the reason on stderr, once per change."""
 
     def __init__(self, job: str) -> None:
         self._job = job
@@ -279,7 +279,7 @@ class StateReports:
 def wait(client: ControlClient, job: str, wait_s: float | None) -> tuple[str, int]:
     """Wait until a job has ended, or for `wait_s`; return a message and an exit code.
 
-    Until then, report the job's state and reason on stderr, at once and when they change.
+    Until then, report the job's state and reason on stderr, at once and whenever they change.
     """
     reports = StateReports(job)
     deadline_s = None if wait_s is None else time.monotonic() + wait_s

@@ -1,27 +1,27 @@
 """The plug-in for torch's own elastic agent: `torchrun --rdzv-backend=rdzv`.
 
-torch finds `plugin` through the entry point `rdzv` of the group `torchrun.handlers`
-(`torch/distributed/elastic/rendezvous/registry.py`). torch's agent starts, watches and restarts
-the workers as usual; rdzvd sends the participants, their GROUP_RANKs and the store's address over
-one stream.
+torch finds `plugin` through the entry point `rdzv` in the group `torchrun.handlers`
+(`torch/distributed/elastic/rendezvous/registry.py`). torch's agent starts, watches and restarts the
+workers as usual; rdzvd sends the participants, their GROUP_RANKs and the store's address over a
+single stream.
 
 torch's agent calls a handler as follows:
 
 * `next_rendezvous()` is called at the start, and again once the workers of a round are gone. It
-  joins, or joins again naming the round that was left, and returns when the next round is
+  joins, or joins again naming the round that it left, and returns when the next round is
   complete and all its nodes have met in the round's store.
 * Every round has a new *store*. GROUP_RANK 0's agent serves it, on a port that was never offered
-  before, so that no node of an older round can meet a newer one. Workers are its clients
+  before, so that no node from an older round can meet a newer one. Workers are its clients
   (`use_agent_store`); they share only the server with torch's agents, whose keys have their own
   prefix.
 * `num_nodes_waiting()` is answered from the messages received so far, without asking the server.
-  It is not 0 once the round has ended for any reason: newcomers, a node that left or was lost.
+  It is nonzero once the round has ended for any reason: a node has joined, left or been lost.
   torch's agent then restarts its workers, which does not count as a restart
   (`torch/distributed/elastic/agent/server/api.py`, `_invoke_run`).
 * `shutdown()` is called at the end of a launch, unless a signal ends it
   (`torch/distributed/launcher/api.py`, `launch_agent`). Whether an exception is being raised
   distinguishes failure from success. After a signal, `get_run_id()` is the last call; a handler
-  that is dropped leaves when it is collected. So a process may launch repeatedly.
+  that is dropped leaves when it is garbage-collected. So a process may launch repeatedly.
 * `set_closed()` stops the job's run, as `rdzvctl stop` does.
 
 torch's agent does not report workers that failed and were restarted. The server sees a node that
@@ -52,12 +52,12 @@ def plugin() -> object:
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Create the handler of one torchrun.
+    """Create a torchrun's handler.
 
     Raises:
         ValueError: an option is not valid; the message names it and the remedy.
     """
-    # Imported late, because torch loads every plug-in, whichever backend is requested.
+    # These are imported late, because torch loads every plug-in, whichever backend is requested.
     from rdzv.torchrun.handler import RdzvHandler
     from rdzv.torchrun.plugin_options import read_options
 

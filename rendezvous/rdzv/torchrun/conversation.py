@@ -1,8 +1,8 @@
 """One handler's messages to the server, from its first join to its final message.
 
-A `Talk` has no reference to the handler, so a handler that is dropped without `shutdown` is
-collected, and its node then leaves (`abandon`). The round's store, which torch's agent holds and
-calls, refers to the `Talk` as well.
+A `Talk` holds no reference to the handler, so a handler that is dropped without `shutdown` is
+garbage-collected, and its node then leaves (`abandon`). The round's store, which torch's agent
+holds and calls, also refers to the `Talk`.
 
 All methods may be called from any thread; `news` guards all state.
 """
@@ -38,19 +38,19 @@ class Talk:
         self.stream: NodeStream | None = None
         self.hung_up = False
         self.signalled: signal.Signals | None = None
-        """The first signal that was received and ends this torchrun."""
+        """The first signal received that ends this torchrun."""
         self._stop_watching: Callable[[], None] = lambda: None
         self._pid = os.getpid()
 
     def begin(self, stream: NodeStream) -> None:
-        """Open the stream; from now on, a signal or the end of the process makes the node leave."""
+        """Open the stream. From now on, a signal or the end of the process makes the node leave."""
         self.stream = stream
         stream.open()
         self._stop_watching = watch_signals(self.on_signal)
         atexit.register(self.at_exit)
 
     def say(self, message: pb.NodeMessage) -> None:
-        """Send a message; if there is no stream yet, its Hello will include it."""
+        """Send a message. If there is no stream yet, its Hello will include the message."""
         if self.stream is not None:
             self.stream.say(message)
 
@@ -60,7 +60,7 @@ class Talk:
         return bool(self.part.over) or self.part.ended or self.signalled is not None
 
     def why_over(self, line: pb.RoundCompleted) -> str:
-        """Return why the round of `line` is over for this node; empty while it is not."""
+        """Return why the round in `line` is over for this node, or an empty string if it is not."""
         with self.news:
             part = self.part
             if part.closed is not None:
@@ -83,7 +83,7 @@ class Talk:
                 self.say(self.part.say_succeeded())
 
     def on_signal(self, signum: signal.Signals) -> None:
-        """Leave at once: torch's agent is stopping the workers, and will not call again."""
+        """Leave at once, because torch's agent is stopping the workers and will not call again."""
         with self.news:
             self.signalled = self.signalled or signum
             self.leave(pb.Leave.SIGNAL, f"received {signum.name}", workers_gone=False)
@@ -96,11 +96,11 @@ class Talk:
         self.hang_up()
 
     def at_exit(self) -> None:
-        """Leave because the process ends; its workers are gone by now."""
+        """Leave because the process is ending; its workers are gone by now."""
         self.end(pb.Leave.SIGNAL, "its torchrun has exited")
 
     def abandon(self) -> None:
-        """Leave without waiting: the handler has been collected, and no workers are left."""
+        """Leave the run without waiting, as the handler was dropped and no workers remain."""
         if os.getpid() != self._pid:
             # A fork must not act on its parent's messages.
             return
@@ -109,12 +109,12 @@ class Talk:
         self.hang_up(wait=False)
 
     def leave(self, cause: pb.Leave.Cause.ValueType, reason: str, *, workers_gone: bool) -> None:
-        """Announce that this node leaves, if it is in the job. `news` must be held."""
+        """Announce that this node is leaving, if it is in the job. `news` must be held."""
         if self.part.phase is not Phase.APART and not self.part.ended and not self.hung_up:
             self.say(self.part.say_leave(cause, reason, workers_gone=workers_gone))
 
     def hang_up(self, *, wait: bool = True) -> None:
-        """End the stream once the server has received everything; later calls have no effect.
+        """End the stream once the server has received everything. Later calls have no effect.
 
         With `wait`, `news` must not be held.
         """

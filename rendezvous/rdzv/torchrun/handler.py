@@ -1,7 +1,7 @@
 """The rendezvous handler that torch's agent calls.
 
 torch calls it from its main thread. Messages from the server arrive in a second thread, and signals
-in a third; one lock guards their shared state (`conversation`).
+in a third; a single lock guards their shared state (`conversation`).
 
 A process may have many handlers, one after another or at once: a notebook calls
 `elastic_launch(...)()` repeatedly. Each handler is a separate node, and leaves when its launch is
@@ -49,7 +49,7 @@ from rdzv.version import VERSION
 log = logging.getLogger("rdzv.torchrun")
 
 STOP_TIMEOUT_MS = 30_000
-"""The time between SIGTERM and SIGKILL when torch's agent restarts workers; it ignores
+"""The time between SIGTERM and SIGKILL when torch's agent restarts workers. It ignores
 --shutdown-timeout there (`LocalElasticAgent._stop_workers`).
 """
 EXPLAIN_TIMEOUT_S = 10.0
@@ -57,7 +57,7 @@ EXPLAIN_TIMEOUT_S = 10.0
 
 
 class RdzvHandler(RendezvousHandler):
-    """One torchrun's part in one job. It joins at the first `next_rendezvous`."""
+    """One torchrun's part in a job. It joins at the first `next_rendezvous`."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -76,17 +76,17 @@ class RdzvHandler(RendezvousHandler):
         self._part, self._news = part, self.talk.news
         self._joined_at_s = 0.0
         self._has_closed = False
-        # An interrupted launch makes no further call. At exit, the conversation ends by itself.
+        # An interrupted launch makes no further calls. At exit, the conversation ends by itself.
         weakref.finalize(self, self.talk.abandon).atexit = False
 
     # ------------------------------------------------------------------ calls by torch
 
     def get_backend(self) -> str:
-        """Return the name of this backend in torchrun."""
+        """Return this backend's name in torchrun."""
         return BACKEND
 
     def get_run_id(self) -> str:
-        """Return the name of the job.
+        """Return the job's name.
 
         A launch that a signal ends does not call `shutdown`. But it calls this once more, for
         torch's own event, when the workers are gone (`launch_agent`, `get_event_failed`). This node
@@ -101,7 +101,7 @@ class RdzvHandler(RendezvousHandler):
     def use_agent_store(self) -> bool:
         """Whether the workers meet in the agents' store.
 
-        They do, because each round has its own store, without keys of earlier attempts. torch's
+        They do, because each round has its own store, without keys from earlier attempts. torch's
         agent reads this after every `next_rendezvous` (`_start_workers`).
         """
         return shares_store()
@@ -124,24 +124,23 @@ class RdzvHandler(RendezvousHandler):
             SystemExit: the job has succeeded without this node. torch's own exception for this,
                 `RendezvousGracefulExitError`, makes torchrun fail with an AttributeError
                 (`launch_agent` calls a method of the missing result).
-
         """
         while True:
             self._join()
             line = self._wait_for_round()
             info = self._meet(line)
             if info is not None:
-                # As rdzvrun does; torch's agent passes its own environment to the workers.
+                # As in rdzvrun; torch's agent passes its own environment to the workers.
                 os.environ["RDZV_ROUND"] = str(line.round)
                 return info
 
     def num_nodes_waiting(self) -> int:
-        """Return non-zero once the round is over and the workers must be restarted."""
+        """Return nonzero once the round is over and the workers must be restarted."""
         with self._news:
             return int(self.talk.round_is_over)
 
     def is_closed(self) -> bool:
-        """Return whether the job forms no more rounds, to this node's knowledge."""
+        """Return whether, to this node's knowledge, the job forms no more rounds."""
         with self._news:
             return self._part.ended or self._has_closed
 
@@ -174,9 +173,9 @@ class RdzvHandler(RendezvousHandler):
         """Report to the server how this node's part in the job ended, and close the stream.
 
         No workers may be left. If an exception is being raised (`launch_agent` calls this in its
-        `finally`), it decides what is reported. Without one, the workers have succeeded, and this
-        waits for the other nodes to succeed, because this process may serve their store. An
-        exception that a caller further up is handling counts as well: a failure must not be
+        `finally`), it determines what is reported. Without one, the workers have succeeded, and
+        this waits for the other nodes to succeed, because this process may be serving their store.
+        An exception that a caller further up is handling counts as well: a failure must not be
         reported as a success.
         """
         error = sys.exc_info()[1]
@@ -261,7 +260,7 @@ class RdzvHandler(RendezvousHandler):
         assert stream is not None
         if stream.apart_since_s is None:
             return
-        # The time before the join does not count: its workers kept running without a server.
+        # Time before the join does not count, because the workers kept running without a server.
         since_s = max(stream.apart_since_s, self._joined_at_s)
         if time.monotonic() - since_s >= timeout_s:
             raise RendezvousConnectionError(
@@ -286,7 +285,7 @@ class RdzvHandler(RendezvousHandler):
         def wrap(store: Store) -> AgentStore:
             return AgentStore(store, talk.on_success, lambda: talk.why_over(line))
 
-        # The thread may never end, so it has no reference to this handler.
+        # The thread may never end, so it holds no reference to this handler.
         work = in_thread(lambda: meet(line, listening, wrap, timeout_s), talk.notify)
         with self._news:
             self._news.wait_for(lambda: talk.round_is_over or work.done(), timeout_s)
@@ -361,7 +360,7 @@ def _local_address(server: Endpoint) -> str:
 
 
 def _own_name() -> str:
-    """Return this machine's name if it resolves to more than loopback; empty otherwise."""
+    """Return this machine's name if it resolves to more than loopback, otherwise ""."""
     name = socket.gethostname()
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -374,7 +373,7 @@ def _own_name() -> str:
 
 
 def _why_leave(error: BaseException | None) -> tuple[pb.Leave.Cause.ValueType, str]:
-    """Return why this node leaves, given the exception that torch's launcher fails with, if any."""
+    """Return why this node is leaving, given the exception (if any) raised by torch's launcher."""
     match error:
         case None:
             return pb.Leave.SIGNAL, "its workers have succeeded"

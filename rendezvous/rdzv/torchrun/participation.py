@@ -1,6 +1,6 @@
-"""One node's part in one job: the messages it sends and receives.
+"""One node's part in a job: the messages it sends and receives.
 
-It uses no threads, clocks or torch: the owner of a `Part` guards it, sends its messages, and acts
+It uses no threads, clocks or torch. The owner of a `Part` guards it, sends its messages, and acts
 on its state.
 """
 
@@ -18,7 +18,7 @@ log = logging.getLogger("rdzv.torchrun")
 
 
 class Phase(Enum):
-    """How far this node's part in the job has come."""
+    """How far this node's part in the job has progressed."""
 
     APART = "it has not joined yet, or has left"
     JOINING = "it has no workers, and wants a place in the next round"
@@ -36,7 +36,7 @@ _BELIEFS = {
 
 
 class Part:
-    """A node's state in a job. Each `say_*` changes it and returns the message to send."""
+    """A node's state in a job. Each `say_*` method changes it and returns the message to send."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Part:
         self.line: pb.RoundCompleted | None = None
         """This node's assignment in the last round in which it had a place."""
         self.over = ""
-        """Why the round of `line` is over; empty while it is not."""
+        """Why the round in `line` is over, or an empty string if it is not."""
         self.closed: pb.Closed | None = None
         self.refused: pb.Refused | None = None
         self._run = ""
@@ -65,26 +65,26 @@ class Part:
 
     @property
     def ended(self) -> bool:
-        """Whether the server has given a final answer: there is no next round for this node."""
+        """Whether the server's answer is final, so that there is no next round for this node."""
         return self.closed is not None or self.refused is not None
 
     # ------------------------------------------------------------------ messages sent
 
     def say_join(self, store_port: int) -> pb.NodeMessage:
-        """Ask for a place in the next round; no workers of the last one may be left."""
+        """Ask for a place in the next round. No workers of the previous round may be left."""
         self.phase = Phase.JOINING
         self._offer.store_port = store_port
         return pb.NodeMessage(join=self._join())
 
     def say_succeeded(self) -> pb.NodeMessage:
-        """Report that the workers of the round have all exited 0."""
+        """Report that the round's workers have all exited 0."""
         self.phase = Phase.SUCCEEDED
         line = self._line
         succeeded = pb.Succeeded(rdzv_id=self.rdzv_id, run=self._run, round=line.round)
         return pb.NodeMessage(succeeded=succeeded)
 
     def say_failed(self, failures: Sequence[pb.WorkerFailure]) -> pb.NodeMessage:
-        """Report which workers of the round have failed."""
+        """Report which of the round's workers have failed."""
         line = self._line
         failed = pb.Failed(rdzv_id=self.rdzv_id, run=self._run, round=line.round, failures=failures)
         return pb.NodeMessage(failed=failed)
@@ -92,7 +92,7 @@ class Part:
     def say_leave(
         self, cause: pb.Leave.Cause.ValueType, reason: str, *, workers_gone: bool
     ) -> pb.NodeMessage:
-        """Leave the job; call this again, with `workers_gone`, when no workers are left."""
+        """Leave the job. Call this again, with `workers_gone`, when no workers are left."""
         left_round = self.line.round if self.line is not None and workers_gone else None
         leave = pb.Leave(
             rdzv_id=self.rdzv_id,
@@ -102,20 +102,20 @@ class Part:
             left_round=left_round,
         )
         if self._leave is not None:
-            # The first cause and reason stay.
+            # The first cause and reason are kept.
             leave.cause, leave.reason = self._leave.cause, self._leave.reason
         self.phase, self._leave = Phase.LEAVING, leave
         return pb.NodeMessage(leave=leave)
 
     def say_store_failed(self, reason: str) -> pb.NodeMessage:
-        """Report that the round's store, on this node, is unusable."""
+        """Report that the round's store, which this node hosts, is unusable."""
         failed = pb.StoreHostFailed(
             rdzv_id=self.rdzv_id, run=self._run, round=self._line.round, reason=reason
         )
         return pb.NodeMessage(store_host_failed=failed)
 
     def beliefs(self) -> list[pb.Belief]:
-        """Return the full state of this node, for a new stream."""
+        """Return this node's full state, for a new stream."""
         if self.phase not in _BELIEFS or self.ended:
             return []
         belief = pb.Belief(phase=_BELIEFS[self.phase], join=self._join())
@@ -162,7 +162,7 @@ class Part:
                 log.info("%s: %s", self.rdzv_id, self._reason)
 
     def _hear_line(self, line: pb.RoundCompleted) -> None:
-        """Take a place in a round, if this node is joining and the round is newer than its last."""
+        """Take a place in a round if this node is joining and has not been in a later one."""
         if self.phase is not Phase.JOINING or (self.line and line.round <= self.line.round):
             return
         self.phase, self.line, self.over = Phase.RUNNING, line, ""

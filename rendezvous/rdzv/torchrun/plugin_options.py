@@ -1,4 +1,4 @@
-"""Reads the options of `torchrun`'s command line that concern this node.
+"""Reads the options on `torchrun`'s command line that concern this node.
 
 `--rdzv-conf` keys that torchrun also has keep their names, defaults and units.
 """
@@ -31,7 +31,7 @@ from rdzv.transport.job_secret import read_secret
 log = logging.getLogger("rdzv.torchrun")
 
 _handlers = itertools.count(1)
-"""Numbers the handlers of this process; each handler is a node."""
+"""Numbers this process's handlers, each of which is a node."""
 
 MAX_CONF_S = 30 * 24 * 3600
 
@@ -53,7 +53,7 @@ KNOWN_KEYS = (
 
 @struct(frozen=True)
 class Options:
-    """The options of one torchrun."""
+    """One torchrun's options."""
 
     rdzv_id: str
     node_id: str
@@ -70,7 +70,7 @@ class Options:
     close_timeout_s: float = 30.0
     """How long a node whose workers have succeeded waits for the end of the job."""
     read_timeout_s: float = 60.0
-    """How long the nodes of a round may take to meet in its store."""
+    """How long a round's nodes may take to meet in its store."""
 
 
 def read_options(params: RendezvousParameters) -> Options:
@@ -121,7 +121,7 @@ def _own_name() -> str:
 
 
 def agent_has_run() -> bool:
-    """Return whether the `run` of the calling launch's agent has returned."""
+    """Return whether `run` has returned in the calling launch's agent."""
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
     from torch.distributed.launcher.api import launch_agent
 
@@ -135,10 +135,10 @@ def agent_has_run() -> bool:
 
 
 def launch_config() -> Any | None:
-    """Return the `LaunchConfig` of the calling launch; None if there is none.
+    """Return the calling launch's `LaunchConfig`, or None if there is none.
 
     torch does not pass the number of workers to a backend (`RendezvousParameters`), but the server
-    should show it. Ranks do not depend on it: torch's agents assign them among themselves.
+    should show it. Ranks do not depend on it, because torch's agents assign them among themselves.
     """
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 

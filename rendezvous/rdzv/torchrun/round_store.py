@@ -1,14 +1,14 @@
-"""A round's c10d store, where the torch agents and workers of all its nodes meet.
+"""A round's c10d store, where all its nodes' torch agents and workers meet.
 
 Behaviour of torch 2.13 that determines this design:
 
-* `master_listen_fd` takes over a socket that was listening before. So the port can be announced
+* `master_listen_fd` takes over a socket that was already listening. So the port can be announced
   first, and a client that connects before the server is up is served later.
 * Such a client ignores its own timeout until the connection is accepted, and cannot be woken. So a
   store is opened in a thread that may be left behind.
-* In `_assign_worker_ranks` (`torch/distributed/elastic/agent/server/api.py`) torch's agents wait
+* In `_assign_worker_ranks` (`torch/distributed/elastic/agent/server/api.py`), torch's agents wait
   for one another in the store, and an agent whose wait times out exits. So `meet` returns only when
-  all of them are there; until then, giving up ends no agent.
+  all of them are there; until then, giving up does not end any agent.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousS
 from rdzv.v1 import rdzv_pb2 as pb
 
 EXIT_BARRIER = "torchelastic/agent/terminal_state"
-"""`_TERMINAL_STATE_SYNC_ID` of `torch/distributed/elastic/agent/server/api.py`: an agent adds to a
-key with this prefix when all its workers have exited 0, and then waits for the other nodes."""
+"""`_TERMINAL_STATE_SYNC_ID` in `torch/distributed/elastic/agent/server/api.py`: an agent adds to a
+key with this prefix when all its workers have exited 0, and then waits for the other nodes.
+"""
 
 _ATTENTION_S = 0.2
 """How often a wait in the store checks whether the round is over."""
 
 
 def shares_store() -> bool:
-    """Return whether workers are clients of the agents' store, by torchrun's own switch."""
+    """Return whether workers are clients of the agents' store, based on torchrun's own switch."""
     return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
@@ -47,7 +48,7 @@ class AgentStore(PrefixStore):
     """The round's store as torch's agent sees it.
 
     Its keys are separate from the workers' keys. It calls `on_success` when the agent enters the
-    exit barrier, and ends every wait once `why_over` gives a reason.
+    exit barrier, and ends every wait once `why_over` returns a reason.
     """
 
     def __init__(
@@ -64,12 +65,12 @@ class AgentStore(PrefixStore):
         return int(super().add(key, amount))
 
     def get(self, key: str) -> bytes:
-        """Return a value once it exists; see the base class, and `wait`."""
+        """Return a value once it exists; see the base class and `wait`."""
         self.wait([key])
         return bytes(super().get(key))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return several values once all exist; see the base class, and `wait`."""
+        """Return several values once they all exist; see the base class and `wait`."""
         self.wait(keys)
         return list(super().multi_get(keys))
 
@@ -79,7 +80,6 @@ class AgentStore(PrefixStore):
         Raises:
             DistStoreError: the keys were not set within the timeout.
             RuntimeError: the round is over.
-
         """
         left: timedelta = timeout or self.timeout  # type: ignore[attr-defined]
         attention = timedelta(seconds=_ATTENTION_S)
@@ -100,7 +100,7 @@ def meet(
     wrap: Callable[[Store], AgentStore],
     timeout_s: float,
 ) -> RendezvousInfo:
-    """Open the store of a round and wait until all its nodes are connected.
+    """Open a round's store and wait until all its nodes are connected.
 
     GROUP_RANK 0 passes the listening socket whose port it offered, and serves the store as long as
     the result is in use.
@@ -126,12 +126,12 @@ def _open(line: pb.RoundCompleted, listening: socket.socket | None, timeout: tim
             timeout=timeout,
         )
     return TCPStore(
-        "127.0.0.1",  # The address for the store's own client; the socket decides where it listens.
+        "127.0.0.1",  # For the store's own client; the socket determines where it listens.
         line.master_port,
         is_master=True,
         wait_for_workers=False,
-        # With True, all stores of a process on one port would share a server, and a second store
-        # opened by mistake would go unnoticed.
+        # If this were True, all of a process's stores on one port would share a server, and a
+        # second store opened by mistake would go unnoticed.
         multi_tenant=False,
         master_listen_fd=listening.detach(),
         timeout=timeout,

@@ -1,9 +1,9 @@
-"""Detects at once the signals that end torchrun.
+"""Detects immediately the signals that end torchrun.
 
 torch's signal handler only raises an exception in the main thread, and the rendezvous handler is
-not called before the workers have been stopped (`torch/distributed/launcher/api.py`,
-`launch_agent`; `torch/distributed/elastic/agent/server/api.py`, `run`). But Python writes the
-number of every signal that has a handler to its wakeup descriptor, which a thread can read.
+not called until the workers have been stopped (`torch/distributed/launcher/api.py`, `launch_agent`;
+`torch/distributed/elastic/agent/server/api.py`, `run`). But Python writes the number of every
+signal that has a handler to its wakeup descriptor, which a thread can read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _END = 0
 """Ends a watch; no signal has this number."""
 
 _LEFT_WITHIN_S = 1.0
-"""How long to wait for the thread of an ended watch."""
+"""How long to wait for the thread of a watch that has ended."""
 
 _left: dict[int, tuple[int, threading.Thread]] = {}
-"""Pipes to which Python still writes signals although their watch has ended: for each write end,
-the read end and its thread. A watch that ends outside the main thread leaves its pipe open,
-because only the main thread can change the wakeup descriptor, and without an open read end Python
-would print warnings.
+"""Pipes to which Python still writes signals although their watch has ended, as a map from the
+write end to the read end and its thread. A watch that ends outside the main thread leaves its pipe
+open, because only the main thread can change the wakeup descriptor, and without an open read end
+Python would print warnings.
 """
 
 _watched: set[int] = set()
@@ -43,8 +43,8 @@ os.register_at_fork(after_in_child=_in_a_fork)
 def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], None]:
     """Call `on_signal`, in a separate thread, for each signal that ends torchrun.
 
-    Return the function that ends the watch. Outside the main thread, or if the wakeup descriptor is
-    already in use, nothing is watched.
+    Returns the function that ends the watch. Outside the main thread, or if the wakeup descriptor
+    is already in use, nothing is watched.
     """
     if not _in_main_thread():
         return lambda: None
@@ -88,7 +88,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
     try:
         thread.start()
     except BaseException:
-        # Ctrl-C may have interrupted the start; the thread may run, and must be ended here.
+        # Ctrl-C may have interrupted the start; the thread may be running, and must be ended here.
         stop()
         raise
     return stop
@@ -97,7 +97,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
 def _close_left(write_end: int) -> None:
     """Close a pipe that an ended watch has left open, once its thread no longer reads from it.
 
-    It is not closed earlier, because the thread that ends the watch may yet write to it.
+    It is not closed earlier, because the thread that ends the watch may still write to it.
     """
     read_end, thread = _left.pop(write_end)
     _watched.remove(write_end)

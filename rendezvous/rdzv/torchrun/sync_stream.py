@@ -2,7 +2,7 @@
 
 One thread keeps it open and reopens it. Messages are sent through `say`; received messages are
 passed to a function in that thread. Each stream begins with a Hello that has the node's full state,
-so a message that was lost with the previous stream does no harm.
+so losing a message with the previous stream does no harm.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Outbox = queue.SimpleQueue[pb.NodeMessage | None]
 class NodeStream:
     """Keeps a stream to one of the servers open, reconnecting until `close`.
 
-    `lock` guards the state that `beliefs` reads and `hear` changes: both are called with it held,
+    `lock` guards the state that `beliefs` reads and `hear` changes. Both are called with it held,
     and `say` must be called with it held, so that each message is sent exactly once when a stream
     opens. A waiter on `lock` wakes up when a message arrives and when the stream is lost.
     """
@@ -59,7 +59,7 @@ class NodeStream:
         self._beliefs = beliefs
         self._hear = hear
         self.apart_since_s: float | None = time.monotonic()
-        """When the last connection was lost, or this was created; None while connected."""
+        """When the last connection was lost, or this object was created; None while connected."""
         self.trouble = "no attempt was made"
         """Why no server is connected."""
         self._outbox: _Outbox | None = None
@@ -91,9 +91,9 @@ class NodeStream:
                 self._outbox.put(None)
             if self._call is not None:
                 self._cut = _timer(within_s, self._call)
-        # If Ctrl-C came before the thread was started, it never starts.
+        # If Ctrl-C arrived before the thread was started, it never starts.
         if wait and self._thread.is_alive():
-            # The timer cancels the stream in time; the thread then ends by itself.
+            # The timer cancels the stream in time, and the thread then ends by itself.
             self._thread.join(within_s + 1)
 
     # ------------------------------------------------------------------ the thread
@@ -110,7 +110,7 @@ class NodeStream:
             self._closing.wait(wait_s)
 
     def _note_lost(self, trouble: str, *, again: bool) -> None:
-        """Note that no stream is open; with `again`, the immediate second attempt failed too."""
+        """Record that no stream is open; `again` means the immediate retry failed, too."""
         if again and not self._told_lost:
             self._told_lost = True
             log.warning(
@@ -131,7 +131,7 @@ class NodeStream:
             metadata = self._credentials.metadata(endpoint)
             opened = self._credentials.channel(endpoint, STREAM_OPTIONS)
         except InvalidRequestError as error:
-            # Not final: the certificate may be renewed soon.
+            # This is not final, because the certificate may be renewed soon.
             return RendezvousConnectionError(f"cannot connect to {endpoint}: {error}")
         with opened as channel:
             call = RendezvousStub(channel).Attach(self._outgoing(outbox), metadata=metadata)
@@ -139,8 +139,8 @@ class NodeStream:
             try:
                 with self._lock:
                     if self._closing.is_set():
-                        # Nothing else would end this stream: it did not exist yet when `close` was
-                        # called.
+                        # Nothing else would end this stream, because it did not exist yet when
+                        # `close` was called.
                         return RendezvousConnectionError("it was closed before it opened")
                     # This Hello has the state so far; later messages follow it.
                     self._hello.ClearField("beliefs")
@@ -203,7 +203,7 @@ class NodeStream:
             log.warning("connected to the server at %s again", endpoint)
         with self._lock:
             self.apart_since_s = None
-            # The sender still waits for the old interval; this message ends its wait.
+            # The sender is still waiting for the old interval; this message ends its wait.
             self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
 
     def _take_interval(self, heartbeat_interval_ms: int) -> None:
@@ -215,7 +215,7 @@ class NodeStream:
             self._lock.notify_all()
 
     def _judge(self, endpoint: Endpoint, call: grpc.Call) -> RendezvousError:
-        """Return why a stream failed; deliver a final refusal to the node."""
+        """Return why a stream failed, delivering a final refusal to the node."""
         if not self._attempts.welcome and call.code() is grpc.StatusCode.CANCELLED:
             return RendezvousConnectionError(
                 f"no answer from {endpoint} within {WELCOME_TIMEOUT_S:g} s"
@@ -228,8 +228,7 @@ class NodeStream:
             WELCOME_TIMEOUT_S,
             self._credentials,
         )
-        # A node that was admitted before may be admitted again with a renewed token or
-        # certificate.
+        # A node that was admitted before may be admitted again with a renewed token or certificate.
         stranger = isinstance(failure, UnauthenticatedError) and not self._hello.incarnation
         if stranger or failure.code in FINAL_REFUSALS:
             refused = pb.Refused(code=failure.code, message=str(failure))
@@ -238,7 +237,7 @@ class NodeStream:
 
 
 def _timer(after_s: float, call: grpc.Call) -> threading.Timer:
-    """Start a timer that cancels the call after `after_s`, unless it is cancelled itself."""
+    """Start a timer that cancels the call after `after_s`, unless the timer is cancelled first."""
     timer = threading.Timer(after_s, call.cancel)
     timer.name, timer.daemon = "rdzv-timer", True
     timer.start()
@@ -246,6 +245,6 @@ def _timer(after_s: float, call: grpc.Call) -> threading.Timer:
 
 
 def _no_logs(request: int) -> pb.NodeMessage:
-    """Return the answer that logs are not available: only torch's agent knows where they are."""
+    """Return the response that logs are not available; only torch's agent knows where they are."""
     error = "its workers are torchrun's, which sends no logs; read them there, in its --log-dir"
     return pb.NodeMessage(log_piece=pb.LogPiece(request=request, last=True, error=error))

@@ -1,1 +1,1 @@
-"""rdzvctl's commands, one file per subject: each has options, a client call, and output."""
+"""rdzvctl's commands, one file per subject. Each has options, a client call, and output."""

@@ -78,7 +78,7 @@ def _create_token(
 ) -> str:
     """Create a token for the caller NAME, and write its text to stdout.
 
-    The text cannot be shown again: store it where only NAME can read it. A name may have several
+    The text cannot be shown again, so store it where only NAME can read it. A name may have several
     tokens, so that a new one can be handed out before the old one is revoked.
     """
     from rdzv.ctl import as_text_access
@@ -98,7 +98,7 @@ def _create_token(
 @output_option
 @connection_options
 def _list_tokens(output: str, server: str | None, timeout_s: float | None) -> str:
-    """Show every token, without its text; expired ones stay listed for a while."""
+    """List all tokens, without their text. Expired tokens remain listed for a while."""
     from rdzv.ctl import as_text_access
     from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
@@ -117,7 +117,10 @@ def _list_tokens(output: str, server: str | None, timeout_s: float | None) -> st
 def _revoke_tokens(
     id_or_name: str, output: str, server: str | None, timeout_s: float | None
 ) -> str:
-    """Revoke the token ID, or all of the caller NAME; nodes that use them are disconnected."""
+    """Revoke the token ID, or all tokens of the caller NAME.
+
+    Nodes that use them are disconnected.
+    """
     from rdzv.ctl import as_text_access
     from rdzv.view import as_json
 

@@ -1,4 +1,4 @@
-"""`rdzvctl certs`: a small CA and its certificates, for users without one; needs no server."""
+"""`rdzvctl certs`: a small CA and its certificates, for users without one. It needs no server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rdzv.ctl.authority import Made
 
 ROLES = ("read", "submit", "relay", "admin")
-"""The roles of a client; `rdzvctl certs node` creates certificates with the role of a node."""
+"""The roles for clients; `rdzvctl certs node` creates certificates with the node role."""
 
 MOST_DAYS = 36_500
 
@@ -74,8 +74,8 @@ def certs() -> None:
 def _init(folder: Path, hosts: tuple[str, ...], days: int, ca_days: int, force: bool) -> str:
     """Create a CA, and a certificate for rdzvd.
 
-    ca.crt is for everyone. Anyone with ca.key can sign, so it stays where it was created; that
-    machine needs no server.
+    ca.crt is for everyone. Anyone with ca.key can sign certificates, so it should stay where it was
+    created. That machine need not run a server.
     """
     from rdzv.ctl.authority import Authority, parse_hosts
 
@@ -99,9 +99,9 @@ def _init(folder: Path, hosts: tuple[str, ...], days: int, ca_days: int, force: 
 @_days(365)
 @_force
 def _server(folder: Path, hosts: tuple[str, ...], days: int, force: bool) -> str:
-    """Create another certificate for rdzvd; with --force, replace the present one.
+    """Create another certificate for rdzvd; with --force, replace the existing one.
 
-    An rdzvd that uses these files presents the new one from the next connection on.
+    An rdzvd that uses these files presents the new certificate from its next connection on.
     """
     from rdzv.ctl.authority import Authority, parse_hosts
 

@@ -28,13 +28,14 @@ SITE = Path(__file__).parents[2] / "documents"
 def docs_command(page: str | None, serve: bool, port: int) -> str:
     """Print PAGE of the documentation; without PAGE, list all pages.
 
-    They belong to this version. `docs/hangs.md` in a message is the page `hangs`.
+    The pages describe this version. A reference to `docs/hangs.md` in a message is the page
+    `hangs`.
     """
     return show(SITE, page, port if serve else None)
 
 
 def show(site: Path, page: str | None, port: int | None) -> str:
-    """Return a page of a site or the list of its pages; with `port`, serve the site."""
+    """Return a page from a site, or the list of its pages; with `port`, serve the site."""
     if not site.exists():
         raise InvalidRequestError(
             "this rdzvctl runs from a checkout: the documents are in its folder docs/; "
@@ -69,7 +70,7 @@ def _title(page: Path) -> str:
 
 class _Handler(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Log no requests."""
+        """Do not log requests."""
 
 
 def _serve(site: Path, port: int) -> None:

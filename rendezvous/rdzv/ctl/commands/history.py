@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rdzv.view.answers import Event
 
 _HISTORY_ROWS = 10_000
-"""How many history rows per job a server keeps by default."""
+"""The number of history rows per job that a server keeps by default."""
 
 
 @click.command("events")
@@ -77,11 +77,11 @@ def events_command(
 @job_argument
 @connection_options
 def explain_command(job: str, server: str | None, timeout_s: float | None) -> str:
-    """Explain in sentences what has happened to JOB, and what it waits for now.
+    """Explain in sentences what has happened to JOB, and what it is waiting for now.
 
-    Shows what failed first, what each change of the group cost and, if there is no round at
-    present, why. JOB is its rdzv_id; for a job that has ended, the last run is explained. Times are
-    in this machine's time zone.
+    Shows what failed first, what each change of the group cost and, if no round is running, why.
+    JOB is its rdzv_id; for a job that has ended, the last run is explained. Times are in this
+    machine's time zone.
     """
     from rdzv.ctl import as_text_story
     from rdzv.ctl.layout import page_for
@@ -106,7 +106,7 @@ def explain_command(job: str, server: str | None, timeout_s: float | None) -> st
 def trace_command(job: str, path: Path, server: str | None, timeout_s: float | None) -> str:
     """Write the history of JOB as a trace for ui.perfetto.dev.
 
-    Rounds are slices on the track of each node, with what ended them; events are instants.
+    Rounds are slices on each node's track, with the cause that ended them; events are instants.
     """
     import time
 
@@ -127,7 +127,7 @@ def trace_command(job: str, path: Path, server: str | None, timeout_s: float | N
 
 
 def whole_history(client: ControlClient, job: str) -> tuple[Event, ...]:
-    """Return a job's whole history, or the newest part if the server refuses to send so much."""
+    """Return a job's whole history, or the newest part if the server refuses to send it all."""
     try:
         return client.events(job, _HISTORY_ROWS)
     except (InvalidRequestError, LimitExceededError):

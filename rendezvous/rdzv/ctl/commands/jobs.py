@@ -1,4 +1,4 @@
-"""Commands for one job or all jobs: status, list, wait, stop, restart, scale, forget."""
+"""Commands for a single job or all jobs: status, list, wait, stop, restart, scale, forget."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def status_command(
     server: str | None,
     timeout_s: float | None,
 ) -> str | None:
-    """Show the state of JOB, and the reason.
+    """Show the state of JOB, and the reason for it.
 
     JOB is its rdzv_id. For a job that has ended, the last run is shown. Long tracebacks are
     abbreviated, and so are lists of more than 40 nodes; nodes that are not seated come first.
@@ -54,7 +54,7 @@ def status_command(
     from rdzv.view import as_json
 
     with opened_client(server, timeout_s) as client:
-        # A watch waits for a lost server; a server that was never there is an error at once.
+        # A watch waits for a lost server, but a server that was never there is an immediate error.
         found = client.status(job)
         if watched:
             from rdzv.ctl.watch import show
@@ -169,7 +169,7 @@ def wait_command(
 ) -> None:
     """Wait until JOB has ended.
 
-    Its state and the reason are shown on stderr at once, and whenever they change.
+    Its state and the reason are shown on stderr at once, and again whenever they change.
 
     \b
     Exit codes: 0 it has succeeded, 1 failed, 3 stopped,
@@ -188,7 +188,7 @@ def wait_command(
 @reason_option
 @connection_options
 def stop_command(job: str, reason: str | None, server: str | None, timeout_s: float | None) -> str:
-    """Stop JOB: its workers get SIGTERM and time to save, and all its nodes leave."""
+    """Stop JOB: its workers receive SIGTERM and time to save, and all its nodes leave."""
     with opened_client(server, timeout_s) as client:
         run = client.status(job).run or ""
         found = client.stop(job, run, f"stopped {by_whom(reason)}")
@@ -227,8 +227,8 @@ def scale_command(
 ) -> str:
     """Allow JOB to have MIN to MAX nodes, overriding its launch options; N alone means N:N.
 
-    If more than MAX are seated, the group re-forms and the highest GROUP_RANKs become spares. If
-    fewer than MIN are seated, they continue until their round ends by itself.
+    If more than MAX nodes are seated, the group re-forms and the highest GROUP_RANKs become spares.
+    If fewer than MIN are seated, they continue until their round ends by itself.
     """
     least, colon, most = bounds.partition(":")
     if not (least.isdigit() and (most if colon else least).isdigit()):
@@ -247,7 +247,7 @@ def scale_command(
 @job_argument
 @connection_options
 def forget_command(job: str, server: str | None, timeout_s: float | None) -> str:
-    """Delete JOB and its history. It must have ended: `rdzvctl stop` ends it."""
+    """Delete JOB and its history. The job must have ended; `rdzvctl stop` ends it."""
     with opened_client(server, timeout_s) as client:
         client.forget(job)
     return f"{job} is forgotten"

@@ -86,7 +86,7 @@ def cordon_command(
 @output_option
 @connection_options
 def uncordon_command(node: str, output: str, server: str | None, timeout_s: float | None) -> str:
-    """Allow submitted jobs on NODE again; this also lifts a quarantine."""
+    """Allow submitted jobs on NODE again. This also lifts a quarantine."""
     from rdzv.ctl.as_text_nodes import uncordoned
     from rdzv.view import as_json
 
@@ -205,7 +205,7 @@ def _drain_one(
 def undrain_command(node: str, output: str, server: str | None, timeout_s: float | None) -> str:
     """Lift the drain of NODE, and allow submitted jobs there again.
 
-    Workers that are still there get no further notice and are not killed; workers that exit because
+    Workers that are still there get no further notice and are not killed. Workers that exit because
     of the notice leave their job.
     """
     from rdzv.ctl.as_text_nodes import undrained

@@ -65,9 +65,10 @@ def report_command(
 ) -> str:
     """Show how JOB spent its time, and what its failures cost.
 
-    Without JOB, all jobs are summed up: which causes and which nodes cost most. JOB is its rdzv_id.
-    Every moment counts once: as queued, waiting for nodes, forming, starting, loading, training,
-    redoing lost steps, detecting a failure, or stopping. Goodput is training's share.
+    Without JOB, all jobs are summed up, with the causes and nodes that cost most. JOB is its
+    rdzv_id. Every moment is counted once: as queued, waiting for nodes, forming, starting, loading,
+    training, redoing lost steps, detecting a failure, or stopping. Goodput is the share spent
+    training.
     """
     if job is not None and since is not None:
         raise click.UsageError("give JOB or --since, not both")
@@ -90,7 +91,7 @@ def _ledgers(client: ControlClient, job: str, now_ms: int) -> list[Ledger]:
 
 
 def _servers_now_ms(status: JobStatus, past: Sequence[Event], own_ms: int) -> int:
-    """Return the current time by the server's clock; `own_ms` if the history does not show it."""
+    """Return the time by the server's clock, or `own_ms` if the history does not show it."""
     for event in reversed(past):
         if event.name == "RunBegan" and event.run == status.run:
             return event.unix_ms + status.run_age_ms
@@ -113,7 +114,7 @@ def _shown(job: str, runs: list[Ledger], number: int | None, output: str, html: 
 
 
 def _all(client: ControlClient, since: str, now_ms: int) -> Report:
-    """Sum up all jobs, without those deleted meanwhile."""
+    """Sum up all jobs, except those deleted in the meantime."""
     from rdzv.ctl.as_text_report import read_since
     from rdzv.view.ledger import ledgers_of
     from rdzv.view.reports import ended_before, report, spent_by

@@ -32,10 +32,10 @@ def servers_command(output: str, server: str | None, timeout_s: float | None) ->
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @connection_options
 def backup_command(file: Path, force: bool, server: str | None, timeout_s: float | None) -> str:
-    """Write a backup of the server's store into FILE, while the server runs.
+    """Write a backup of the server's store to FILE while the server is running.
 
     `rdzvd --restore FILE` restores it into a store of any kind. Only the current user can read
-    FILE. --timeout limits how long no data may arrive.
+    FILE. --timeout limits how long to wait without receiving any data.
     """
     from rdzv.ctl.new_files import new_file
 

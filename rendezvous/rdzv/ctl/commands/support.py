@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rdzv.ctl.doctor import Finding
 
 WAIT_S = 300.0
-"""How long --listen waits for the other machine unless --timeout is given."""
+"""How long --listen waits for the other machine, unless --timeout is given."""
 
 
 @click.command("doctor")
@@ -92,7 +92,7 @@ def _say_port(port: int) -> None:
 
 
 def _show(findings: Iterable[Finding]) -> int:
-    """Print each finding as it comes, because some take seconds; return the exit code."""
+    """Print each finding immediately, because some take seconds; return the exit code."""
     from rdzv.ctl import doctor
     from rdzv.ctl.layout import page_for
 
@@ -129,11 +129,11 @@ def support_bundle_command(
     server: str | None,
     timeout_s: float | None,
 ) -> str:
-    """Write all that is known about JOB into an archive that you can send to someone.
+    """Collect everything known about JOB into an archive that you can send to someone.
 
-    It has status, history, explanation, trace, nodes and servers. Anything that looks like a secret
-    (tokens, passwords, keys) is hidden. The files are listed before they are written, so that you
-    can check.
+    It contains status, history, explanation, trace, nodes and servers. Anything that looks like a
+    secret (tokens, passwords, keys) is hidden. The files are listed before they are written, so
+    that you can check them.
     """
     from rdzv.ctl import support_bundle
     from rdzv.ctl.new_files import new_file

@@ -57,8 +57,8 @@ def logs_command(
 ) -> None:
     """Show the output of JOB's workers, read from the nodes that have it.
 
-    Every line begins with its worker's RANK, unless only one RANK is requested. With --follow the
-    round is shown from its beginning, or its --tail, and then every later one. Exits with 1 if
+    Every line begins with its worker's RANK, unless only one RANK is requested. With --follow, the
+    round is shown from its beginning, or its --tail, and then every later round. Exits with 1 if
     anything could not be shown; the reason is on stderr.
     """
     from rdzv.ctl.as_text_logs import parse_tail, show
@@ -104,11 +104,11 @@ def stacks_command(
     server: str | None,
     timeout_s: float | None,
 ) -> str:
-    """Show where in their code the workers of JOB are.
+    """Show where in their code JOB's workers are.
 
-    Workers at the same place are grouped. Running workers are inspected now, by py-spy on their
-    nodes, which pauses each for a few milliseconds; nodes that do not answer within 10 s are
-    listed. If none run, the stacks kept from the last hang are shown.
+    Workers at the same place are grouped. Running workers are inspected now by py-spy on their
+    nodes, which pauses each for a few milliseconds. Nodes that do not respond within 10 s are
+    listed. If no workers are running, the stacks kept from the last hang are shown.
     """
     from rdzv.ctl import as_text_stacks
     from rdzv.ctl.layout import page_for
