@@ -79,7 +79,7 @@ def main(path: Path, check_config: bool, print_config: bool) -> NoReturn:
     """
     set_up_logging("rdzv-agent")
     try:
-        # When root runs the check, the unit may still run the agent under another account.
+        # Even if root runs the check, the unit may run the agent under another account.
         as_root = (check_config or print_config) and os.geteuid() == 0
         config = read_config(path, for_another=as_root)
         if as_root and (why := why_not_here(config.settings)):
@@ -111,8 +111,8 @@ def _fail(error: Exception, exit_code: int) -> NoReturn:
 
 
 def _set_up(config: Config) -> None:
-    """Set up logging as configured, and an empty stdin, which workers inherit."""
-    faulthandler.enable()  # So if the watchdog kills a hung agent, its stack is in the journal.
+    """Set up logging as configured, and an empty stdin that workers inherit."""
+    faulthandler.enable()  # If the watchdog kills a hung agent, its stack will be in the journal.
     for handler in logging.getLogger("rdzv").handlers:
         handler.setFormatter(formatter_for(config.settings.log_format))
     _set_log_level(config.settings.log_level)
@@ -131,7 +131,7 @@ async def _run(path: Path, config: Config) -> int:
     except (InvalidRequestError, NodeSupersededError):
         raise
     except Exception:
-        # A node is useless without its agent, and another start may succeed.
+        # A node is useless without its agent, and another attempt may succeed.
         log.exception("rdzv-agent cannot continue")
         return EXIT_TRY_AGAIN
     return EXIT_SUCCESS
@@ -142,7 +142,7 @@ def _set_log_level(level: str) -> None:
 
 
 async def _take_part(config: Config) -> int:
-    """Take part only in the jobs named in the configuration."""
+    """Take part only in the jobs listed in the configuration."""
     from rdzv.agent.node.node import take_part
 
     with systemd.watched():

@@ -1,8 +1,8 @@
-"""Replaces `python -m torch.distributed.launch`: rdzvrun for scripts that need --local-rank.
+"""Replaces `python -m torch.distributed.launch`: rdzvrun for scripts that require --local-rank.
 
     python -m rdzv.agent.distributed_launch [--use-env] [rdzvrun's options] script ...
 
-Without --use-env every worker gets `--local-rank=N` before the script's own arguments.
+Without --use-env, every worker gets `--local-rank=N` before the script's own arguments.
 
 Source: `torch/distributed/launch.py` of torch 2.13.
 """

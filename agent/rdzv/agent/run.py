@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # The imported objects are never garbage, so looking for it wastes time.
+gc.disable()  # Imported objects are never garbage, so collecting would waste time.
 
 import asyncio
 import contextlib
@@ -42,14 +42,14 @@ EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None, *, legacy: bool = False) -> NoReturn:
-    """Run rdzvrun and exit as described in the module's docstring.
+    """Run rdzvrun, and exit as described in the module's docstring.
 
     `legacy` accepts the command line of torch.distributed.launch.
     """
     try:
         _run(argv, legacy=legacy)
     except KeyboardInterrupt:
-        # Ctrl-C arrived while no signal handler was installed, so no worker is running.
+        # Ctrl-C arrived while no signal handler was installed, so no workers are running.
         sys.exit(EXIT_INTERRUPTED)
 
 
@@ -78,8 +78,8 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
 
 
 def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
-    """Take part in the job until it has ended for this node."""
-    # The errors that we report are clearer than the log of gRPC's core.
+    """Take part in the job until it has ended on this node."""
+    # The errors that we report are clearer than gRPC's own log.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     credentials = meeting.credentials(os.environ)
     # The runner starts up while this process imports the client for the server.
@@ -106,7 +106,7 @@ def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
 
 @contextlib.contextmanager
 def _without_garbage() -> Iterator[None]:
-    """Freeze the objects that the body imports, so that the garbage collector skips them."""
+    """Freeze the objects imported in the `with` block, so the garbage collector skips them."""
     gc.disable()
     try:
         yield
@@ -121,7 +121,7 @@ def _fail(error: Exception, exit_code: int) -> NoReturn:
 
 
 def set_up_logging(program: str) -> None:
-    """Log to stderr at LOGLEVEL (default INFO); stdout belongs to the workers.
+    """Log to stderr at LOGLEVEL (INFO by default); stdout belongs to the workers.
 
     An embedded server logs only problems, because the agent itself logs the events.
     """

@@ -1,4 +1,4 @@
-"""rdzv-agent's configuration: its settings and what follows from them, checked on this machine."""
+"""rdzv-agent's configuration: its settings and what they imply, validated on this machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Config:
     loaded: Loaded[AgentSettings]
     endpoints: tuple[Endpoint, ...]
     launches: tuple[Launch, ...] = ()
-    """The jobs listed in the file itself; if there are none, the agent takes submitted jobs."""
+    """The jobs listed in the file itself. If there are none, the agent takes submitted jobs."""
     credentials: Credentials = PLAIN
     """The TLS files and the token for the connection to the server."""
 
@@ -54,7 +54,7 @@ class Config:
 
     @property
     def accounts(self) -> Accounts:
-        """The accounts that submitted jobs run as."""
+        """The accounts under which submitted jobs run."""
         return Accounts(
             [
                 SubmitterRule(
@@ -68,7 +68,7 @@ class Config:
         )
 
     def checks(self, resources: Resources, own: Mapping[str, str]) -> list[Check]:
-        """Return the checks that this node must pass; commands get the environment `own`."""
+        """Return the checks that this node must pass. Commands run with the environment `own`."""
         return [self._check(check, resources, own) for check in self.settings.health]
 
     def _check(self, check: HealthCheck, resources: Resources, own: Mapping[str, str]) -> Check:
@@ -91,7 +91,7 @@ class Config:
                 return Xids(name or "xid", timeout_s, codes, check.log or KMSG, lifted)
 
     def job_environ(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of every submitted job, built from `own` and the settings."""
+        """Return the environment for all submitted jobs, based on `own` and the settings."""
         settings = self.settings
         given = passed_on(own, settings.pass_env)
         environ = {**_account_environ(), **given, **settings.env}
@@ -101,7 +101,7 @@ class Config:
 
 
 def _account_environ() -> dict[str, str]:
-    """Return the variables that a login would set, for services started without one."""
+    """Return the variables that a login would set, for services that start without one."""
     environ = {"PATH": os.defpath}
     try:
         account = pwd.getpwuid(os.geteuid())
@@ -112,12 +112,12 @@ def _account_environ() -> dict[str, str]:
 
 
 def check_state_dir(config: Config) -> None:
-    """Check, without creating it, that `state_dir` can be created and written to.
+    """Check whether `state_dir` can be created and written to, without creating it.
 
-    The runtime directory is not checked: the service manager creates it at each start.
+    The runtime directory is not checked, because the service manager creates it at each start.
 
     Raises:
-        InvalidRequestError: it cannot be created or written.
+        InvalidRequestError: it cannot be created or written to.
     """
     path = config.settings.state_dir
     if config.settings.user:
@@ -125,7 +125,7 @@ def check_state_dir(config: Config) -> None:
             _check_passable(place)
     above = next(place for place in (path, *path.parents) if os.path.lexists(place))
     try:
-        # Only a real attempt shows every obstacle; permissions are just one of them.
+        # Only an actual attempt reveals every obstacle; permissions are just one of them.
         with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
@@ -137,7 +137,7 @@ def check_state_dir(config: Config) -> None:
 
 
 def _check_passable(path: Path) -> None:
-    """Refuse a folder that job accounts cannot traverse to reach their own folders below it."""
+    """Refuse a folder through which job accounts cannot reach their own folders below it."""
     for place in (path, *path.parents):
         if os.path.lexists(place) and not place.stat().st_mode & stat.S_IXOTH:
             raise InvalidRequestError(
@@ -150,7 +150,7 @@ def _check_passable(path: Path) -> None:
 def read_config(path: Path, *, for_another: bool = False) -> Config:
     """Read and check a configuration.
 
-    With `for_another`, the agent is to run under another account, so this one's is not checked.
+    With `for_another`, the agent will run under another account, so the current one is not checked.
 
     Raises:
         InvalidRequestError: it cannot be read, or has errors; the message lists them all.

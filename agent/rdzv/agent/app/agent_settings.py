@@ -35,10 +35,10 @@ PASSED_ON = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TMPDIR"),
     "LD_LIBRARY_PATH",
 )
-"""The variables of the agent's environment that jobs get by default."""
+"""The variables in the agent's environment that jobs get by default."""
 
 MEMORY_USED = 2 * GIB
-"""How much of an idle GPU's memory may be in use by default, in bytes."""
+"""How many bytes of an idle GPU's memory may be in use by default."""
 
 _NODE_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]{0,127}")
 _PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?|\*")
@@ -56,7 +56,7 @@ def _name(text: str) -> None:
 
 
 def _check_default_node_id(settings: "AgentSettings") -> str:
-    """Check the name even if it comes from the environment or the host."""
+    """Check the node's name even if it comes from the environment or the host name."""
     try:
         _name(settings.node_id)
     except InvalidRequestError as error:
@@ -112,7 +112,7 @@ def _log_level() -> Literal["debug", "info", "warning", "error"]:
 
 
 # ---------------------------------------------------------------------- tables in lists
-# Each setting reads as one paragraph: name, type, bounds, and the reason to change it.
+# Each setting is one paragraph: name, type, bounds, and the reason to change it.
 # fmt: off
 
 
@@ -122,7 +122,7 @@ _OF_CHECK = {
     "gpu": ("count", "memory_used"),
     "xid": ("codes", "log"),
 }
-"""The settings that each kind of check has besides `name` and `timeout`."""
+"""The settings of each kind of check, in addition to `name` and `timeout`."""
 
 
 def _check_of_kind(check: "HealthCheck") -> str:
@@ -197,7 +197,7 @@ def _check_user(user: "User") -> str:
 
 
 class User(Table, frozen=True):
-    """The accounts that a submitter's jobs run as."""
+    """The accounts under which a submitter's jobs run."""
 
     rules = (Rule(("name", "accounts", "limits"), _check_user),)
 
@@ -217,7 +217,7 @@ class User(Table, frozen=True):
 
 
 class Job(Table, frozen=True):
-    """A job named in the file itself."""
+    """A job listed in the file itself."""
 
     args: Annotated[tuple[str, ...], setting(reason="""
         The arguments of rdzvrun: --rdzv-id, the script and the script's own arguments.""")]
@@ -321,7 +321,7 @@ def _check_account(settings: "AgentSettings") -> str:
 
 
 def why_not_here(settings: "AgentSettings") -> str:
-    """Return why an rdzv-agent under this process's account cannot start; empty if it can."""
+    """Return why an rdzv-agent cannot start under this account, or an empty string if it can."""
     account, own = settings.account, own_account()
     if account is not None and account != own:
         return (
@@ -381,7 +381,7 @@ def _check_health(settings: "AgentSettings") -> str:
 
 # fmt: off
 class AgentSettings(Table, frozen=True, kw_only=True):
-    """All settings of agent.toml."""
+    """All the settings in agent.toml."""
 
     program = "rdzv-agent"
     rules = (

@@ -1,8 +1,8 @@
-"""rdzv-agent as a daemon: one stream to the server, and the jobs placed over it.
+"""rdzv-agent as a daemon: a stream to the server, and the jobs that are placed through it.
 
 It keeps running without jobs and without a server. SIGTERM notifies the workers, leaves every job
-in order, and ends the agent. SIGUSR2 ends it too, but leaves its jobs to the next agent; SIGTERM
-does the same if systemd is about to restart the agent. SIGHUP reloads the configuration.
+in an orderly way, and ends the agent. SIGUSR2 also ends it, but leaves its jobs to the next agent;
+SIGTERM does the same if systemd is about to restart the agent. SIGHUP reloads the configuration.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from rdzv.structs import replace
 log = logging.getLogger("rdzv.agent")
 
 RESTARTS = ("restart", "try-restart", "reload-or-restart")
-"""The systemd jobs that stop this agent and then start another one."""
+"""The systemd jobs that stop this agent and then start another."""
 
 SWEEP_EVERY_S = 3_600.0
-"""The interval at which old logs are removed: short compared with their retention time."""
+"""The interval at which old logs are removed, which is short compared with their retention time."""
 
 READ_CONFIG_WITHIN_S = 30.0
-"""How long reading the configuration and checking the files it names may take."""
+"""How long it may take to read the configuration and check the files named in it."""
 
 END_MS = 60_000
-"""How long the last job process may take to end after the drain deadline."""
+"""How long after the drain deadline the last of a job's processes may take to end."""
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 HAND_OVER_SIGNAL = signal.SIGUSR2
@@ -63,12 +63,12 @@ HAND_OVER_SIGNAL = signal.SIGUSR2
 async def serve(path: Path, config: Config, set_log_level: Callable[[str], None]) -> None:
     """Run submitted jobs until a signal ends the agent.
 
-    On return all their processes are gone, unless the jobs were left to the next agent.
+    On return, all their processes are gone, unless the jobs were left to the next agent.
 
     The configuration is reloaded from `path`.
 
     Raises:
-        InvalidRequestError: the configuration does not fit this machine.
+        InvalidRequestError: the configuration does not suit this machine.
         NodeSupersededError: another agent has taken over this node's name.
         OSError: one of its directories cannot be used.
     """
@@ -85,7 +85,7 @@ async def serve(path: Path, config: Config, set_log_level: Callable[[str], None]
 
 
 class Daemon:
-    """One rdzv-agent that takes submitted jobs."""
+    """An rdzv-agent that takes submitted jobs."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Daemon:
         adopted: Sequence[AdoptedRunner],
         health: Health,
     ) -> None:
-        """Assemble the given parts; use `start` to create them."""
+        """Assemble the given parts. Use `start` to create them."""
         self._health = health
         self._path = path
         self._config = config
@@ -109,7 +109,7 @@ class Daemon:
         self._adopted = adopted
         self._ending = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
-        """The task that asks systemd why it ends this agent."""
+        """The task that asks systemd why it is ending this agent."""
         self._handing_over = False
         self._reloading: asyncio.Task[None] | None = None
         self._reload_again = False
@@ -118,8 +118,8 @@ class Daemon:
     async def start(
         cls, path: Path, config: Config, set_log_level: Callable[[str], None]
     ) -> Daemon:
-        """Inspect this machine, and create the parts of the daemon."""
-        # This comes first because the previous agent's runners wait for only one lease.
+        """Inspect this machine and create the daemon's parts."""
+        # This comes first because the previous agent's runners wait only for the length of a lease.
         settings = config.settings
         runtime_directory = RuntimeDirectory(settings.runtime_dir, settings.node_id)
         adopted = await runtime_directory.adopt_runners()
@@ -172,15 +172,15 @@ class Daemon:
 
     @property
     def placements(self) -> Placements:
-        """The submitted jobs of this node."""
+        """This node's submitted jobs."""
         return self._placements
 
     def describe(self) -> str:
-        """Describe this node's resources."""
+        """Return a description of this node's resources."""
         return describe(self._placements.resources)
 
     async def adopt(self) -> None:
-        """Adopt the previous agent's jobs; call it before `run`, whose Hello reports them."""
+        """Adopt the previous agent's jobs. Call this before `run`, whose Hello reports them."""
         await self._placements.adopt(self._adopted)
 
     async def run(self) -> None:
@@ -234,7 +234,7 @@ class Daemon:
                 loop.remove_signal_handler(signum)
 
     def _end(self, signum: signal.Signals) -> None:
-        """Handle an end signal; if systemd's SIGTERM is part of a restart, hand the jobs over."""
+        """Handle an end signal. If systemd's SIGTERM is part of a restart, hand over the jobs."""
         if self._handing_over:
             return
         if signum is signal.SIGTERM and not self._ending.is_set() and self._asking is None:
@@ -245,14 +245,14 @@ class Daemon:
     async def _ask_why(self, signum: signal.Signals) -> None:
         job = await in_thread(systemd.queued_job)
         if self._ending.is_set():
-            return  # Another signal has ended the agent in the meantime.
+            return  # Another signal has since ended the agent.
         if job in RESTARTS:
             self._hand_over(f"{signum.name} from systemd's {job}")
         else:
             self._leave(signum)
 
     def _hand_over(self, why: str) -> None:
-        """Exit but leave the jobs running: their runners wait for the next agent."""
+        """Exit but leave the jobs running. Their runners wait for the next agent."""
         if self._handing_over or self._ending.is_set():
             return
         self._handing_over = True
@@ -275,7 +275,7 @@ class Daemon:
         return round(self._config.settings.restart_within * 1000)
 
     async def _notice_superseded(self) -> None:
-        """End once another agent has taken over this node."""
+        """Wait until another agent has taken over this node, and then end."""
         await self._link.is_superseded.wait()
         log.error("ending this agent: %s", self._link.superseded)
         self._placements.leave(signal.SIGTERM, "notice of supersession")
@@ -290,7 +290,7 @@ class Daemon:
         self._ending.set()
 
     def _leave_jobs(self, signum: signal.Signals) -> None:
-        """Notify the workers, and leave when they have exited; another signal ends the wait."""
+        """Notify the workers and leave when they have exited. Another signal ends the wait."""
         if signum is not signal.SIGTERM or self._ending.is_set():
             self._placements.leave(signum, signum.name)
             return
@@ -306,7 +306,7 @@ class Daemon:
             self._reloading = asyncio.create_task(self._reload_all(), name="reload")
 
     async def _reload_all(self) -> None:
-        """Reload the configuration; repeat if another reload was requested in the meantime."""
+        """Reload the configuration, and do so again if a reload was requested in the meantime."""
         while self._reload_again:
             self._reload_again = False
             try:
@@ -315,10 +315,10 @@ class Daemon:
                 log.exception("did not reload the configuration because of a bug in rdzv-agent")
 
     async def _reload_once(self) -> None:
-        """Reload the configuration; an invalid one changes nothing."""
+        """Reload the configuration. An invalid one changes nothing."""
         systemd.notify(systemd.reloading())
         try:
-            # The folders that it names may be on a file server.
+            # The folders named in it may be on a file server.
             found = await in_time(READ_CONFIG_WITHIN_S, read_config, self._path)
             change = compare(self._config.loaded, found.loaded)
         except (ConfigurationError, InvalidRequestError, TimeoutError) as error:
@@ -352,7 +352,7 @@ class Daemon:
                     self._folders.sweep, logs.keep, logs.keep_size, time.time()
                 )
             except Exception:
-                # An error here must not affect jobs.
+                # An error here must not affect any jobs.
                 log.exception("cannot remove old logs")
             else:
                 for path in removed:
@@ -365,10 +365,10 @@ class Daemon:
 
 @contextlib.contextmanager
 def _own_directories(config: Config) -> Iterator[None]:
-    """Create the agent's directories, and lock them against other agents.
+    """Create the agent's directories and lock them against other agents.
 
     Raises:
-        InvalidRequestError: another agent uses them, they cannot be created, or another account
+        InvalidRequestError: another agent is using them, they cannot be created, or another account
             owns them.
     """
     # Job accounts can traverse it to reach their own folders, but cannot list it.
@@ -389,11 +389,11 @@ def _own_directories(config: Config) -> Iterator[None]:
 def check_own(key: str, path: Path, *, strictly: bool) -> None:
     """Refuse a directory that another account may have created or could replace.
 
-    The agent trusts its contents: it removes files, and kills the processes of a dead runner. A
+    The agent trusts its contents: it removes files, and kills a dead runner's processes. A
     world-writable directory is refused if `strictly`; otherwise a warning is logged, because the
-    agent may be alone in its container. A directory below another account's folder is refused, too.
-    Unless `strictly`, that holds only where anyone could have created the folder, as in /tmp:
-    elsewhere root allowed it, as with a home inside a group's folder.
+    agent may be alone in its container. A directory below another account's folder is refused as
+    well. Unless `strictly`, that applies only where anyone could have created the folder, as in
+    /tmp; elsewhere, root must have allowed it, as with a home directory inside a group's folder.
 
     Raises:
         InvalidRequestError: another account owns it, a directory above it, or a link to it.
@@ -421,12 +421,12 @@ def check_own(key: str, path: Path, *, strictly: bool) -> None:
 
 
 def _share(memory: int | None, jobs: int) -> int | None:
-    """Divide a node's memory for snapshots equally among the jobs that it may have."""
+    """Divide a node's memory for snapshots equally among the jobs it may have."""
     return None if memory is None else memory // jobs
 
 
 def _remove_leftovers(runtime_dir: Path, adopted: Iterable[AdoptedRunner]) -> None:
-    """Remove the files of an agent that was killed, except those still in use."""
+    """Remove the files left behind by an agent that was killed, except those still in use."""
     in_use = {runner.state.progress_folder for runner in adopted}
     for path in runtime_dir.glob(f"{PREFIX}*"):
         if str(path) not in in_use:
@@ -436,10 +436,10 @@ def _remove_leftovers(runtime_dir: Path, adopted: Iterable[AdoptedRunner]) -> No
 
 @contextlib.contextmanager
 def locked(key: str, path: Path) -> Iterator[None]:
-    """Hold the lock of a directory, without following links that another account put there.
+    """Hold a directory's lock, without following links that another account put there.
 
     Raises:
-        InvalidRequestError: another process holds it, or it cannot be written.
+        InvalidRequestError: another process holds the lock, or it cannot be written.
     """
     lock = path / "lock"
     try:

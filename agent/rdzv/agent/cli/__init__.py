@@ -1,1 +1,1 @@
-"""rdzvrun's command line: parsing it, and choosing where the nodes of the job meet."""
+"""rdzvrun's command line: how it is parsed, and how it determines where the job's nodes meet."""

@@ -1,10 +1,10 @@
-"""Where the nodes of a job meet: one of torchrun's back-ends, or a standing rdzvd.
+"""Where a job's nodes meet: at one of torchrun's back-ends, or at a standing rdzvd.
 
-A command line either names a server, or makes one of the job's own nodes serve. Finding that node
-needs no discovery: it has node rank 0 (`static`), or owns the endpoint's host (`c10d`). It serves
-from memory for the life of its rdzvrun, as torchrun's store lives on a training node. With `etcd`
-the nodes elect the server through etcd, which keeps the state, and elect another when it is gone. A
-standing `rdzvd` outlives every node without an election.
+A command line either names a server or makes one of the job's own nodes serve. Finding that node
+requires no discovery: it has node rank 0 (`static`) or owns the endpoint's host (`c10d`). It serves
+from memory for the lifetime of its rdzvrun, just as torchrun's store lives on a training node. With
+`etcd`, the nodes elect the server through etcd, which keeps the state, and elect another if it is
+gone. A standing `rdzvd` outlives every node without an election.
 
 Source: `torch/distributed/run.py` (`config_from_args`) and the rendezvous back-ends of torch 2.13.
 """
@@ -29,36 +29,38 @@ if TYPE_CHECKING:
     from rdzv.transport.channels import Credentials
 
 DEFAULT_MASTER_PORT = 29500
-"""The default of torchrun's static back-end."""
+"""The default port of torchrun's static back-end."""
 
 DEFAULT_ETCD_PREFIX = "/torchelastic/p2p"
-"""The default of torchrun's etcd back-end."""
+"""The default key prefix of torchrun's etcd back-end."""
 
 _KNOWN = "rdzv, c10d, etcd, static"
 
 
 @struct(frozen=True)
 class Meeting:
-    """Where this node meets the others."""
+    """Where this node meets the other nodes."""
 
     endpoints: tuple[Endpoint, ...]
-    """The servers to connect to; if empty, this node hosts a server for itself only."""
+    """The servers to connect to. If empty, this node hosts a server only for itself."""
     rdzv_id: str
     host_at: Endpoint | None = None
-    """Where this node serves the job; without `endpoints`, only its own workers."""
+    """The address at which this node serves the job, or only its own workers if there are no
+    `endpoints`.
+    """
     elect_by: EtcdConfig | None = None
-    """The etcd in which the nodes elect their server."""
+    """The etcd cluster in which the nodes elect their server."""
     node_id: str = ""
     """The node name assigned by the back-end, if any."""
     why: str = ""
-    """The reason for the choice, for the log."""
+    """The reason for this choice, for the log."""
     files: Mapping[str, Path | None] | None = None
-    """The files of `Credentials` given for a standing rdzvd; None if the server is one of the
-    nodes, which serve without TLS.
+    """The files of `Credentials` that were given for a standing rdzvd. None if the server is one of
+    the nodes, which serve without TLS.
     """
 
     def credentials(self, environ: Mapping[str, str]) -> Credentials:
-        """Return the credentials; the environment supplies files missing from the command line.
+        """Return the credentials. The environment supplies files that are not on the command line.
 
         Raises:
             InvalidRequestError: they cannot be used.
@@ -70,7 +72,7 @@ class Meeting:
 
 @struct(frozen=True)
 class RendezvousOptions:
-    """The rendezvous options of a command line; empty or None if not given."""
+    """The rendezvous options of a command line, which are empty or None if not given."""
 
     backend: str
     endpoint: str
@@ -86,27 +88,27 @@ class RendezvousOptions:
     conf: Mapping[str, str]
     """--rdzv-conf, which tells the etcd back-ends how to reach etcd."""
     files: Mapping[str, Path | None]
-    """The given files of `Credentials`."""
+    """The files of `Credentials` that were given."""
     places_node: bool = False
-    """Whether the node's name or its position in the network is given."""
+    """Whether the node's name or its position in the network was given."""
 
     @property
     def static(self) -> bool:
-        """Whether any given option belongs to torchrun's static back-end."""
+        """Whether any of the given options belongs to torchrun's static back-end."""
         return bool(self.master_addr) or self.node_rank is not None or self.master_port is not None
 
     @property
     def for_rdzvd(self) -> bool:
-        """Whether any given option is of use only with a standing rdzvd."""
+        """Whether any of the given options is useful only with a standing rdzvd."""
         return self.places_node or "," in self.endpoint or any(self.files.values())
 
 
 def choose(options: RendezvousOptions) -> Meeting:
     """Choose where to meet, as torchrun would interpret the same command line.
 
-    Without a back-end, the choice is: this node alone, if there is no endpoint or port and at most
-    one node; `static`, if --node-rank or --master-* is given, or an endpoint for one node where
-    this node can serve as torchrun would; otherwise an rdzvd at the endpoint.
+    Without a back-end, the choice is this node alone, if there is no endpoint or port and at most
+    one node; `static`, if --node-rank or --master-* is given, or an endpoint for a single node
+    where this node can serve as torchrun would; and otherwise an rdzvd at the endpoint.
 
     Raises:
         InvalidRequestError: the command line is incomplete or contradicts itself.
@@ -133,9 +135,9 @@ def choose(options: RendezvousOptions) -> Meeting:
 def _means_static(options: RendezvousOptions) -> bool:
     """Return whether a command line without a back-end means torchrun's default, the static one.
 
-    With an endpoint and one node it does, unless the endpoint can only be a standing rdzvd: the
-    command line has options for it, the endpoint is on another machine, or a server already listens
-    there.
+    With an endpoint and a single node it does, unless the endpoint can only be a standing rdzvd:
+    the command line has options for one, the endpoint is on another machine, or a server is already
+    listening there.
     """
     if options.static or options.max_nodes > 1:
         return options.static
@@ -145,7 +147,7 @@ def _means_static(options: RendezvousOptions) -> bool:
 
 
 def _alone(options: RendezvousOptions) -> bool:
-    """Return whether the job needs no rendezvous, because it has only one node."""
+    """Return whether the job needs no rendezvous because it has only one node."""
     if options.endpoint or options.max_nodes > 1:
         return False
     if options.backend in ("", "static"):
@@ -182,7 +184,7 @@ def _standing(options: RendezvousOptions) -> Meeting:
 
 
 def _c10d(options: RendezvousOptions) -> Meeting:
-    """Meet at the endpoint, where the node that owns its host serves."""
+    """Meet at the endpoint, where the node that owns its host acts as the server."""
     if not options.endpoint:
         raise InvalidRequestError(
             f"--rdzv-backend=c10d with --nnodes={options.nnodes} needs --rdzv-endpoint=HOST:PORT, "
@@ -202,7 +204,7 @@ def _c10d(options: RendezvousOptions) -> Meeting:
 
 
 def _host_at_any_port(endpoint: str) -> str | None:
-    """Return the host of an endpoint whose port is 0; None if it has another.
+    """Return an endpoint's host if its port is 0, or None if it has another port.
 
     >>> _host_at_any_port("localhost:0"), _host_at_any_port("localhost:10")
     ('localhost', None)
@@ -212,7 +214,7 @@ def _host_at_any_port(endpoint: str) -> str | None:
 
 
 def _c10d_at_any_port(options: RendezvousOptions, host: str) -> Meeting:
-    """Serve only this node: no other node can know a port chosen by the system."""
+    """Serve only this node, because no other node can know a port chosen by the system."""
     hosts = owns(parse_endpoint(host).host) if options.is_host is None else options.is_host
     if options.min_nodes > 1 or not hosts:
         raise InvalidRequestError(
@@ -225,9 +227,9 @@ def _c10d_at_any_port(options: RendezvousOptions, host: str) -> Meeting:
 
 
 def _etcd(options: RendezvousOptions) -> Meeting:
-    """Meet at the node that all nodes elect; `etcd` and `etcd-v2` mean the same here.
+    """Meet at the node that all nodes elect. `etcd` and `etcd-v2` mean the same here.
 
-    Both need etcd's v3 API. torchrun's back-ends use the v2 API, which etcd 3.6 has removed.
+    Both require etcd's v3 API. torchrun's back-ends use the v2 API, which was removed in etcd 3.6.
     """
     given = f"--rdzv-backend={options.backend}"
     if not options.endpoint:
@@ -248,7 +250,7 @@ def _etcd(options: RendezvousOptions) -> Meeting:
 
 
 def _etcd_config(options: RendezvousOptions) -> EtcdConfig:
-    """Read the etcd settings from --rdzv-conf: torchrun's keys, and a user with a password."""
+    """Parse the etcd settings in --rdzv-conf: torchrun's keys, and a user with a password."""
     from rdzv.stores.etcd_config import EtcdConfig, first_line
 
     conf = options.conf
@@ -275,12 +277,12 @@ def _etcd_config(options: RendezvousOptions) -> EtcdConfig:
 
 
 def _as_path(rdzv_id: str) -> str:
-    """Encode a job's name as a path component; different names stay different."""
+    """Encode a job's name as a path component. Different names have different encodings."""
     return re.sub(r"[^A-Za-z0-9.-]", lambda found: f"_{ord(found[0]):x}_", rdzv_id)
 
 
 def _static(options: RendezvousOptions) -> Meeting:
-    """Meet at the master's address; node rank 0 serves, and GROUP_RANKs are the node ranks."""
+    """Meet at the master's address, served by node rank 0. GROUP_RANKs are the node ranks."""
     if options.min_nodes != options.max_nodes:
         raise InvalidRequestError(
             f"--nnodes={options.nnodes}: the static back-end needs a fixed number of nodes; "
@@ -318,7 +320,7 @@ def owns(host: str) -> bool:
 
 
 def _can_serve(endpoint: Endpoint) -> bool:
-    """Return whether a server could listen there: on a free port of this machine."""
+    """Return whether a server could listen at an endpoint, on a free port of this machine."""
     if not owns(endpoint.host):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Parses rdzvrun's command line into a launch, or refuses it with a remedy."""
+"""Parses rdzvrun's command line into a launch, or refuses it with a suggested remedy."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ from rdzv.transport.job_secret import without_secrets
 log = logging.getLogger("rdzv.agent")
 
 _SNAPSHOT_DIR_VARIABLE = "RDZV_SNAPSHOT_DIR"
-"""The variable that passes --snapshot-dir to workers."""
+"""The environment variable that passes --snapshot-dir to workers."""
 
 _LOCAL_RANK_ARGUMENT = "--local-rank=${local_rank}"
-"""The argument that torch.distributed.launch inserts before the script's own."""
+"""The argument that torch.distributed.launch inserts before the script's own arguments."""
 
 
 def parse_launch(
@@ -65,14 +65,14 @@ def parse_launch(
     chdir: Path | None = None,
     counted: int | None = None,
 ) -> tuple[Launch, Meeting]:
-    """Parse a command line into a launch, and the place to meet the other nodes.
+    """Parse a command line into a launch and the place to meet the other nodes.
 
     `legacy` accepts the command line of torch.distributed.launch. `environ` and `chdir` are the
-    job's, by default this process's own. `counted` is the number of workers if --nproc-per-node is
-    a word such as `gpu`; by default the devices are counted, which may take a while.
+    job's, and default to this process's own. `counted` is the number of workers if --nproc-per-node
+    is a word such as `gpu`; by default, the devices are counted, which may take a while.
 
     Raises:
-        InvalidRequestError: a value makes no sense; the message names it, the reason and a remedy.
+        InvalidRequestError: a value makes no sense; the message gives the value, reason and remedy.
         SystemExit: the usage is wrong (2), or --help or --version was given (0).
     """
     environ = dict(os.environ if environ is None else environ)
@@ -123,12 +123,12 @@ def _script_args(args: argparse.Namespace, *, legacy: bool) -> tuple[str, ...]:
 
 
 def _may_restart(settings: Settings) -> bool:
-    """Return whether the run may have another round after this one."""
+    """Return whether the run may have another round after the current one."""
     return settings.max_restarts != 0 or settings.min_nodes < settings.max_nodes
 
 
 def parse_modules(text: str | None) -> tuple[str, ...]:
-    """Parse --warm: a comma-separated list of modules to preload.
+    """Parse --warm, a comma-separated list of modules to preload.
 
     >>> parse_modules("torch,transformers"), parse_modules(None)
     (('torch', 'transformers'), ())
@@ -192,7 +192,7 @@ def _rendezvous_options(args: argparse.Namespace, conf: Mapping[str, str]) -> Re
 
 
 def _backend(given: str, meeting: Meeting) -> str:
-    """Return the back-end name used in torchrun's events, where a single node counts as c10d."""
+    """Return the back-end's name in torchrun's events, where a single node counts as c10d."""
     if meeting.node_id:
         return "static"
     return (given or "rdzv") if meeting.endpoints else "c10d"
@@ -236,7 +236,7 @@ def _snapshot_files(args: argparse.Namespace, chdir: Path | None) -> SnapshotFil
 def _environ(
     environ: Mapping[str, str], args: argparse.Namespace, chdir: Path | None
 ) -> dict[str, str]:
-    """Return the base of the workers' environment."""
+    """Return the base for the workers' environment."""
     base = without_secrets(environ)
     base.pop(_SNAPSHOT_DIR_VARIABLE, None)
     folder = _path("--snapshot-dir", args.snapshot_dir, chdir)
@@ -254,7 +254,7 @@ def _absolute(flag: str, path: Path, chdir: Path | None) -> Path:
 
 
 def _conf(text: str) -> dict[str, str]:
-    """Parse --rdzv-conf; warn about unknown keys, and list the known ones."""
+    """Parse --rdzv-conf. Warns about unknown keys and lists the known ones."""
     conf = parse_conf(text)
     for key in conf:
         if key in declared_flags.TORCH_CONF_KEYS:
@@ -266,7 +266,7 @@ def _conf(text: str) -> dict[str, str]:
 
 
 def _python(environ: Mapping[str, str], chdir: Path | None) -> str:
-    """Return the job's interpreter; a path is relative to the workers' working directory."""
+    """Return the job's interpreter. A path is relative to the workers' working directory."""
     python = environ.get("PYTHON_EXEC", sys.executable)
     return python if chdir is None or os.sep not in python else str(chdir / python)
 

@@ -1,4 +1,4 @@
-"""The agent's rules for one job on one node, without I/O and without a clock.
+"""The agent's rules for one job on one node. Performs no I/O and reads no clock.
 
 ::
 
@@ -9,8 +9,8 @@
        +---- workers gone ---- stopping <---------------------+
 
 A signal to the agent, or the withdrawal of a submitted job, moves the node from any phase to
-*leaving*, and to the exit once its workers are gone. Commands to the driver need no answer: their
-results arrive as events.
+*leaving*, and then to the exit once its workers are gone. Commands to the driver return nothing;
+their results arrive as events.
 """
 
 from rdzv.agent.core.machine import Transition, begin, step

@@ -1,4 +1,4 @@
-"""Commands to the agent's driver. None blocks, and each may be repeated."""
+"""Commands to the agent's driver. None of them blocks, and each may be repeated."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class SayJoin:
-    """Request a place in the next round; the driver adds the offer, with a fresh store port."""
+    """Request a place in the next round. The driver adds the offer, with a fresh store port."""
 
     run: str
     left_round: int | None
     failures: tuple[WorkerFailure, ...]
     fenced: bool = False
-    """Whether the round ended on this node only because of its fence."""
+    """Whether the fence was the only reason why the round ended on this node."""
     moved: Moved = UNMOVED
     kept: tuple[KeptWorker, ...] = ()
     """The parked workers that may enter the next round."""
@@ -33,7 +33,7 @@ class SayFailed:
 
 @struct(frozen=True)
 class SaySucceeded:
-    """Report that all workers exited 0."""
+    """Report that all workers have exited with 0."""
 
     run: str
     round: int
@@ -41,7 +41,7 @@ class SaySucceeded:
 
 @struct(frozen=True)
 class SayLeave:
-    """Announce that the node leaves; `left_round` confirms that its workers are gone."""
+    """Announce that the node is leaving; `left_round` confirms that its workers are gone."""
 
     run: str
     leaving: Leaving
@@ -50,7 +50,7 @@ class SayLeave:
 
 @struct(frozen=True)
 class SayStuck:
-    """Report workers that survive SIGKILL."""
+    """Report workers that have survived SIGKILL."""
 
     run: str
     round: int
@@ -68,7 +68,7 @@ class SayStoreHostFailed:
 
 @struct(frozen=True)
 class SaySnapshots:
-    """Report all snapshots of the run that this node holds in memory."""
+    """Report all of the run's snapshots that this node holds in memory."""
 
     run: str
     snapshots: tuple[Snapshot, ...]
@@ -78,7 +78,7 @@ class SaySnapshots:
 
 @struct(frozen=True)
 class FetchCopies:
-    """Fetch copies of snapshots that other nodes hold, and keep them."""
+    """Fetch and keep copies of snapshots held by other nodes."""
 
     mark: SnapshotMark
     sources: tuple[CopySource, ...]
@@ -86,20 +86,22 @@ class FetchCopies:
 
 @struct(frozen=True)
 class AnnounceWatermark:
-    """Tell the workers which snapshots are whole, so that they overwrite only the others."""
+    """Tell the workers which snapshots are whole, so that they overwrite only other ones."""
 
     mark: SnapshotMark
     whole_ms: int = 0
-    """When they became whole, by the server's clock; 0 if unknown."""
+    """When these snapshots became whole, by the server's clock; 0 if unknown."""
     given_up: SnapshotMark | None = None
-    """Snapshots newer than `mark`, up to this one, never become whole, and may be overwritten."""
+    """The newest snapshots that are known never to become whole. They and all others newer than
+    `mark` may be overwritten.
+    """
 
 
 @struct(frozen=True)
 class StartWorkers:
-    """Start the local worker group, and the round's store host if this node serves it.
+    """Start the local worker group, and the round's store host if this node is to serve it.
 
-    Parked workers listed in `assignment.kept` enter the round; the others are ended first.
+    Parked workers listed in `assignment.kept` enter the round; all others are ended first.
     """
 
     assignment: Assignment
@@ -107,10 +109,10 @@ class StartWorkers:
 
 @struct(frozen=True)
 class StopWorkers:
-    """End every process of the round: send `signum`, then SIGKILL after `grace_ms`.
+    """End every process of the round with `signum`, and with SIGKILL after `grace_ms`.
 
     Without `signum`, SIGTERM is sent. With `keep_ms`, workers that can be kept are asked to park
-    instead, and are killed if they take longer; those in `not_kept` are killed at once.
+    instead, and are killed if they take longer than that; those in `not_kept` are killed at once.
     """
 
     round: int
@@ -122,9 +124,9 @@ class StopWorkers:
 
 @struct(frozen=True)
 class EndKept:
-    """End all parked workers: SIGTERM, then SIGKILL after `grace_ms`; `KeptGone` follows.
+    """End all parked workers with SIGTERM, and with SIGKILL after `grace_ms`.
 
-    Workers in `charged` instead raise the exception that made them suspects.
+    Workers in `charged` instead raise the exception that made them suspects. `KeptGone` follows.
     """
 
     grace_ms: int
@@ -133,9 +135,9 @@ class EndKept:
 
 @struct(frozen=True)
 class NotifyWorkers:
-    """Notify the workers through the notice file that the node leaves in `left_ms`.
+    """Notify the workers, by means of the notice file, that the node will leave in `left_ms`.
 
-    With `signum`, also send that signal once to each worker.
+    With `signum`, that signal is also sent once to each worker.
     """
 
     round: int
@@ -146,7 +148,7 @@ class NotifyWorkers:
 
 @struct(frozen=True)
 class TakeBackNotice:
-    """Remove the notice file, so that workers that have not read it yet do not see it."""
+    """Remove the notice file, so that workers that have not read it yet never see it."""
 
     round: int
 
@@ -160,7 +162,7 @@ class StopStoreHost:
 
 @struct(frozen=True)
 class Exit:
-    """End the job on this node: inform the user, and exit."""
+    """Inform the user of the job's end on this node, and exit."""
 
     outcome: Outcome
 

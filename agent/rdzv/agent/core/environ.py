@@ -1,4 +1,4 @@
-"""The environment of each worker: torchrun's, variable by variable.
+"""The environment of each worker, with the same variables as under torchrun.
 
 Source: `torch/distributed/elastic/agent/server/local_elastic_agent.py` (`_start_workers`) and
 `torch/distributed/run.py` of torch 2.13.
@@ -26,13 +26,13 @@ def worker_environ(
 ) -> dict[str, str]:
     """Return the complete environment of one worker.
 
-    `base` is the agent's own. With `virtual_local_rank` every worker is LOCAL_RANK 0 and sees only
-    the GPU that it would have picked. In addition to torchrun's variables, a worker gets
-    RDZV_ROUND, which grows with every round of a job (TORCHELASTIC_RESTART_COUNT counts only
-    failures), RDZV_PROGRESS_FILE, where it may report progress, and RDZV_NOTICE_FILE, which exists
-    once the node is about to leave; both are empty if there is no folder for the files. For the
-    worker library, RDZV_SNAPSHOT names the snapshots that new workers load from memory, and
-    RDZV_SNAPSHOT_ORIGIN the oldest lineage that is not outdated.
+    `base` is the agent's own environment. With `virtual_local_rank`, every worker is LOCAL_RANK 0
+    and sees only the GPU that it would have picked. In addition to torchrun's variables, a worker
+    gets RDZV_ROUND, which increases with every round of a job (TORCHELASTIC_RESTART_COUNT counts
+    only failures); RDZV_PROGRESS_FILE, where it may report progress; and RDZV_NOTICE_FILE, which
+    exists once the node is about to leave. Both paths are empty if there is no folder for the
+    files. For the worker library, RDZV_SNAPSHOT names the snapshots that new workers load from
+    memory, and RDZV_SNAPSHOT_ORIGIN names the oldest lineage that is not outdated.
     """
     environ = dict(base)
     environ.update(
@@ -69,9 +69,9 @@ def worker_environ(
 
 
 def _snapshot(assignment: Assignment) -> str | None:
-    """Return the snapshots that new workers load, as LINEAGE:STEP:SERIES; empty for none.
+    """Return the snapshots that new workers load, as LINEAGE:STEP:SERIES, or "" for none.
 
-    Returns None if the server names none: it is too old for snapshots, or this is the first round.
+    Returns None if the server does not say, because it is too old or this is the first round.
     """
     mark = assignment.snapshot
     if mark is not None and assignment.snapshot_loads:

@@ -1,4 +1,4 @@
-"""Events that reach the agent's core: from the server, the runner, or the agent itself."""
+"""Events for the agent's core, from the server, the runner, or the agent itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ServerConnected:
 
 @struct(frozen=True)
 class ServerLost:
-    """The stream to the server ended, or could not be opened."""
+    """The stream to the server has ended or could not be opened."""
 
     reason: str
 
@@ -30,14 +30,14 @@ class Joined:
 
 @struct(frozen=True)
 class RoundCompleted:
-    """A round that this node takes part in is complete."""
+    """A round in which this node takes part is complete."""
 
     assignment: Assignment
 
 
 @struct(frozen=True)
 class RoundEnded:
-    """A round is over."""
+    """A round has ended."""
 
     run: str
     round: int
@@ -47,12 +47,12 @@ class RoundEnded:
     keep: bool = False
     """Whether workers may be kept for the next round."""
     culprits: tuple[int, ...] = ()
-    """LOCAL_RANKs of this node's workers that caused the end and are not kept."""
+    """The LOCAL_RANKs of this node's workers that caused the end and will not be kept."""
 
 
 @struct(frozen=True)
 class Unhealthy:
-    """A failure here ended the round, and the health checks then found this node unhealthy."""
+    """A failure on this node ended the round, and health checks then found the node unhealthy."""
 
     round: int
     reason: str
@@ -60,7 +60,7 @@ class Unhealthy:
 
 @struct(frozen=True)
 class RunClosed:
-    """The run is closed and forms no more rounds."""
+    """The run is closed and will form no more rounds."""
 
     run: str
     result: Result
@@ -72,7 +72,7 @@ class RunClosed:
 
 @struct(frozen=True)
 class Refused:
-    """The server refuses this node's request for good."""
+    """The server has permanently refused this node's request."""
 
     code: str
     message: str
@@ -80,7 +80,7 @@ class Refused:
 
 @struct(frozen=True)
 class WorkerExited:
-    """A worker has exited; if it failed, that was `age_ms` ago."""
+    """A worker has exited. If it failed, it did so `age_ms` ago."""
 
     round: int
     local_rank: int
@@ -91,12 +91,13 @@ class WorkerExited:
     traceback: str
     age_ms: int
     by_itself: bool = False
-    """Whether nothing sent to the worker explains its exit, although its round is ending."""
+    """Whether the exit was not caused by anything sent to the worker, although its round is ending.
+    """
 
 
 @struct(frozen=True)
 class WorkerSuspected:
-    """A collective failed in a worker `age_ms` ago, perhaps because of a peer; the worker parks."""
+    """A collective failed in a worker `age_ms` ago, perhaps because of a peer. The worker parks."""
 
     round: int
     local_rank: int
@@ -108,7 +109,7 @@ class WorkerSuspected:
 
 @struct(frozen=True)
 class WorkerResumed:
-    """A kept worker continues in a round: its script's function is called again."""
+    """A kept worker has continued in a round by calling its script's function again."""
 
     round: int
     local_rank: int
@@ -116,7 +117,7 @@ class WorkerResumed:
 
 @struct(frozen=True)
 class StartFailed:
-    """The workers of a round could not be started."""
+    """A round's workers could not be started."""
 
     round: int
     reason: str
@@ -124,12 +125,12 @@ class StartFailed:
 
 @struct(frozen=True)
 class WorkersGone:
-    """No process on the node still takes part in the round, except its store host."""
+    """No process on the node, other than the store host, still takes part in the round."""
 
     round: int
     moved: Moved = UNMOVED
     kept: tuple[KeptWorker, ...] = ()
-    """The workers that are parked; all other processes of the round are gone."""
+    """The workers that are parked. All other processes of the round are gone."""
 
 
 @struct(frozen=True)
@@ -144,12 +145,12 @@ class KeptExited:
 
 @struct(frozen=True)
 class KeptGone:
-    """No parked worker is left."""
+    """No parked workers remain."""
 
 
 @struct(frozen=True)
 class SnapshotsHeld:
-    """The runner's snapshots of the run have changed; these are all that it holds now."""
+    """The runner's snapshots of the run have changed. These are all the snapshots it holds now."""
 
     snapshots: tuple[Snapshot, ...]
     carrier: CopyCarrier | None = None
@@ -158,7 +159,7 @@ class SnapshotsHeld:
 
 @struct(frozen=True)
 class CopiesWanted:
-    """The server asks this node to keep copies of snapshots that other nodes hold."""
+    """The server has asked this node to keep copies of snapshots held by other nodes."""
 
     run: str
     mark: SnapshotMark
@@ -167,19 +168,21 @@ class CopiesWanted:
 
 @struct(frozen=True)
 class SnapshotWatermark:
-    """Snapshots of this mark are whole on the nodes of the run; older ones may be overwritten."""
+    """The run's nodes hold this mark's snapshots completely; older ones may be overwritten."""
 
     run: str
     mark: SnapshotMark
     whole_ms: int = 0
-    """When they became whole, by the server's clock; 0 if unknown."""
+    """When these snapshots became whole, by the server's clock; 0 if unknown."""
     given_up: SnapshotMark | None = None
-    """Snapshots newer than `mark`, up to this one, never become whole, and may be overwritten."""
+    """The newest snapshots that are known never to become whole. They and all others newer than
+    `mark` may be overwritten.
+    """
 
 
 @struct(frozen=True)
 class WorkersStuck:
-    """Processes of the round survive SIGKILL."""
+    """Processes of the round have survived SIGKILL."""
 
     round: int
     pids: tuple[int, ...]
@@ -187,9 +190,9 @@ class WorkersStuck:
 
 @struct(frozen=True)
 class Fenced:
-    """Workers are being killed: `fence_after_ms` passed without proof of contact with the server.
+    """Workers are being killed after `fence_after_ms` without proof of contact with the server.
 
-    The killing began `age_ms` ago; `WorkersGone` follows.
+    The killing began `age_ms` ago. `WorkersGone` follows.
     """
 
     round: int
@@ -198,14 +201,14 @@ class Fenced:
 
 @struct(frozen=True)
 class StoreHostReady:
-    """The c10d store of the round is served."""
+    """The round's c10d store is being served."""
 
     round: int
 
 
 @struct(frozen=True)
 class StoreHostExited:
-    """The store host of the round has exited."""
+    """The round's store host has exited."""
 
     round: int
     reason: str
@@ -213,14 +216,14 @@ class StoreHostExited:
 
 @struct(frozen=True)
 class RunnerLost:
-    """The runner and all its processes are gone, and this node can start no more workers."""
+    """The runner and all its processes are gone, so this node cannot start any more workers."""
 
     reason: str
 
 
 @struct(frozen=True)
 class Signalled:
-    """A signal told the agent to end."""
+    """The agent has received a signal to end."""
 
     signum: int
     name: str
@@ -236,7 +239,7 @@ class Withdrawn:
 
 @struct(frozen=True)
 class NoticeGiven:
-    """The node must be empty in `left_ms`: its workers are notified, and it leaves when they exit.
+    """The node must be empty in `left_ms`. It notifies its workers and leaves when they exit.
 
     A repeated notice only changes the deadline.
     """
@@ -247,7 +250,7 @@ class NoticeGiven:
 
 @struct(frozen=True)
 class NoticeLifted:
-    """The node may stay after all. Workers that were already notified cannot be told."""
+    """The node may stay after all. Workers that were already notified cannot be informed."""
 
 
 @struct(frozen=True)

@@ -1,4 +1,4 @@
-"""Finds the core dump of a worker.
+"""Finds a worker's core dump.
 
 Source: core(5) of the Linux manual pages.
 """
@@ -19,10 +19,10 @@ DUMPING = (
     *(signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGQUIT, signal.SIGSEGV),
     *(signal.SIGSYS, signal.SIGTRAP, signal.SIGXCPU, signal.SIGXFSZ),
 )
-"""Signals that dump core."""
+"""Signals whose default action is to dump core."""
 
 RECENT_S = 60.0
-"""A file older than this may be another process's dump."""
+"""The age above which a file may be another process's dump."""
 
 KERNEL = Path("/proc/sys/kernel")
 
@@ -34,10 +34,10 @@ def find_core_dump(
     identity: Identity | None = None,
     kernel: Path = KERNEL,
 ) -> str:
-    """Describe where a dead worker's core dump is; empty if none can be found.
+    """Describe where a dead worker's core dump is, or return "" if none can be found.
 
-    `folder` is the worker's working folder, or None for the agent's. The worker's account must be
-    able to see the file.
+    `folder` is the worker's working folder, or None for the agent's own. The worker's account must
+    be able to see the file.
     """
     if signum not in DUMPING:
         return ""
@@ -58,7 +58,7 @@ def find_core_dump(
 
 
 def _recent(pattern: Path) -> Path | None:
-    """Return the newest regular file that matches, if it is recent."""
+    """Return the newest matching regular file if it is recent, or None."""
     try:
         place = pattern.absolute()
         found = [(path.lstat(), path) for path in place.parent.glob(place.name)]

@@ -15,33 +15,34 @@ from rdzv.core.words import size_text
 from rdzv.structs import replace, struct
 
 TAIL_BYTES = 64 << 10
-"""How much of the end of a worker's log is searched for known messages."""
+"""How many bytes at the end of a worker's log are searched for known messages."""
 
 SHM = Path("/dev/shm")
 SHM_IS_FULL_BYTES = 1 << 20
-"""With less free space than this, /dev/shm is too full for torch and NCCL."""
+"""The free space below which /dev/shm is too full for torch and NCCL."""
 
 
 @struct(frozen=True)
 class ExitedWorker:
-    """A failed worker, and where to look for the cause."""
+    """A failed worker, and where to look for the cause of its failure."""
 
     pid: int
     signal: int | None
     error_file: Path
     stderr: Path | None
-    """Its log; None if it shares the agent's stderr."""
+    """The worker's log, or None if it shares the agent's stderr."""
     folder: Path | None
-    """Its working folder; None if it is the agent's."""
+    """The worker's working folder, or None for the agent's own."""
     identity: Identity | None
     kills_before: MemoryKills
-    """The kernel's counts from before it started."""
+    """The kernel's counts from before the worker started."""
 
 
 def explain_exit(worker: ExitedWorker) -> WorkerError:
-    """Return the content of a failed worker's error file, with other causes of its exit.
+    """Return the contents of a failed worker's error file, with any other causes of its exit.
 
-    Files of the job are read with its rights. Never raises. May hang if a file server does.
+    The job's files are read with the job's rights. Never raises exceptions. May hang if a file
+    server does.
     """
     error = read_error(worker.error_file, worker.signal, worker.pid, worker.identity)
     found = [_explain_signal(worker)]
@@ -67,7 +68,7 @@ def _explain_signal(worker: ExitedWorker, shm: Path = SHM) -> str:
 
 
 def _describe_shm(shm: Path) -> str:
-    """Say that /dev/shm is full, or may have been: a dead process's unlinked files are gone."""
+    """Report that /dev/shm is full, or may have been before a dead process's files were removed."""
     try:
         about = os.statvfs(shm)
     except OSError:
@@ -85,7 +86,7 @@ def _describe_shm(shm: Path) -> str:
 
 
 def _tail(path: Path | None, identity: Identity | None) -> str:
-    """Return the end of a worker's log; empty if it cannot be read."""
+    """Return the end of a worker's log, or an empty string if it cannot be read."""
     if path is None:
         return ""
     try:

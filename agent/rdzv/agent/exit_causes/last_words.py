@@ -1,4 +1,4 @@
-"""Known final messages of NCCL, CUDA and torch, and their meaning."""
+"""Known final messages of NCCL, CUDA and torch, with their meanings."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class LastWords:
-    """A message that libraries write before a worker dies."""
+    """A message that a library writes before a worker dies."""
 
     pattern: str
-    """A regular expression that finds it."""
+    """A regular expression that matches the message."""
     meaning: str
     source: str
-    """The file that writes it."""
+    """The source file that writes the message."""
 
 
 ENLARGE_SHM = (
@@ -112,8 +112,8 @@ KNOWN: tuple[LastWords, ...] = (
         "C++ standard library: a thread that was not joined",
     ),
 )
-"""Causes come before messages that follow from them. Lost connections to peers are not listed: the
-server tells causes from consequences (`rdzv.core.root_cause`).
+"""Causes come before the messages that follow from them. Lost connections to peers are not listed,
+because the server distinguishes causes from consequences (`rdzv.core.root_cause`).
 """
 
 
@@ -129,7 +129,7 @@ def says_timeout(text: str) -> bool:
 
 
 def explain_last_words(text: str) -> str:
-    """Return the meaning of the first known message in a text; empty if there is none.
+    """Return the meaning of the first known message in a text, or "" if there is none.
 
     >>> explain_last_words("RuntimeError: CUDA error: device-side assert triggered")[:46]
     'a CUDA kernel found an invalid value, most oft'

@@ -1,4 +1,4 @@
-"""Processes that the kernel killed because memory ran out.
+"""Finds processes that the kernel killed because memory ran out.
 
 The kernel's log names the process, if this agent may read it and sees the kernel's own pids.
 Elsewhere, as in most containers, the counters of the cgroups and the machine are compared with
@@ -22,7 +22,7 @@ from rdzv.core.words import size_text
 from rdzv.structs import struct
 
 RECENT_S = 60.0
-"""An older log record may be about an earlier process with the worker's pid."""
+"""The age above which a log record may be about an earlier process with the worker's pid."""
 
 _KILLED = re.compile(r"^oom-kill:constraint=(\w+),.*\bpid=(\d+),uid=\d+$")
 _CGROUP = re.compile(r",oom_memcg=([^,]*),")
@@ -30,16 +30,16 @@ _CGROUP = re.compile(r",oom_memcg=([^,]*),")
 
 @struct(frozen=True)
 class MemoryKills:
-    """How many processes the kernel has killed for lack of memory."""
+    """How many processes the kernel has killed because memory ran out."""
 
     machine: int | None = None
-    """On the whole machine; None if the kernel does not count them."""
+    """The count for the whole machine, or None if the kernel does not provide it."""
     cgroups: Mapping[MemoryCgroup, int] = field(default_factory=dict)
-    """In this process's memory cgroups, the innermost first."""
+    """The counts for this process's memory cgroups, innermost first."""
 
 
 def count_memory_kills(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryKills:
-    """Return the present counts; those that cannot be read are omitted."""
+    """Return the current counts, leaving out any that cannot be read."""
     cgroups = {}
     for place in memory_cgroups(proc, cgroup):
         count = _value_of("oom_kill", read_text(place.events))
@@ -56,7 +56,7 @@ def explain_memory_kill(
     cgroup: Path = CGROUP,
     kernel_log: Path = KMSG,
 ) -> str:
-    """Say whether the kernel killed a process for lack of memory; empty without evidence.
+    """Describe how the kernel killed a process for lack of memory, or return "" without evidence.
 
     `before` holds the counts from before the process started.
     """
@@ -83,7 +83,7 @@ def explain_memory_kill(
 
 
 def _kills_logged(kernel_log: Path, pid: int) -> Iterator[str]:
-    """Yield the recent lines of the kernel's log about this process, latest first."""
+    """Yield recent lines about this process from the kernel's log, latest first."""
     try:
         records = read_records(kernel_log)
     except OSError:
@@ -122,7 +122,7 @@ def _bytes(path: Path) -> int | None:
 
 
 def _value_of(name: str, text: str) -> int | None:
-    """Return the number after a name in lines of `NAME NUMBER`."""
+    """Return the number that follows a name in lines of the form `NAME NUMBER`."""
     for line in text.splitlines():
         words = line.split()
         if len(words) >= 2 and words[0] == name and words[1].isdigit():

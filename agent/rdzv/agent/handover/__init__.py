@@ -1,1 +1,1 @@
-"""Handover between agents of a node: the instance, its runners, their state, leaked processes."""
+"""Handover between a node's agents: the instance, its runners, their state, leaked processes."""

@@ -1,8 +1,8 @@
-"""The job state that a runner keeps, so that the next agent can continue the job.
+"""The job state that a runner keeps so that the next agent can continue the job.
 
-It is kept by the runner rather than in a file, so it exists exactly as long as the workers and is
-never older than the last request to the runner. Newer agents can read the state of older ones: new
-fields have defaults, and unknown fields are ignored.
+The state is kept by the runner rather than in a file, so it exists exactly as long as the workers
+do, and is never older than the last request to the runner. Newer agents can read the state of older
+ones: new fields have defaults, and unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rdzv.core.model import JobSpec, Offer
 from rdzv.structs import struct
 
 FORMAT = 2
-"""Raised whenever an older agent would misread what this one has kept."""
+"""Increased whenever an older agent would misread state kept by this version."""
 
 PLACEMENT = "placement"
 STATE = "state"
@@ -31,28 +31,28 @@ _T = TypeVar("_T")
 
 @struct(frozen=True)
 class KeptPlacement:
-    """The part that does not change while a node holds a job."""
+    """The part of the state that does not change while a node holds a job."""
 
     node_id: str
     instance: str
-    """The node's instance, as the server knows it."""
+    """The node's instance, as known to the server."""
     rdzv_id: str
     run: str
     spec: JobSpec
     gpus: int
-    """The number of GPUs that it asked for."""
+    """The number of GPUs that the job requested."""
     granted: tuple[str, ...]
-    """The UUIDs of the GPUs that it holds."""
+    """The UUIDs of the GPUs that the job holds."""
     environ: dict[str, str]
-    """The node's environment for all jobs, as it was when this one began."""
+    """The node's environment for all jobs, as it was when this job began."""
     account: Account | None = None
-    """The account that it runs as; None for the agent's own."""
+    """The account under which the job runs, or None for the agent's own."""
     format: int = FORMAT
 
 
 @struct(frozen=True)
 class KeptStop:
-    """The stop command to the workers, and its time by the clock of the agent's core."""
+    """The command that told the workers to stop, and when, by the agent core's clock."""
 
     round: int
     grace_ms: int
@@ -64,7 +64,7 @@ class KeptStop:
 
 @struct(frozen=True)
 class KeptOutput:
-    """The output paths of one worker."""
+    """A worker's output paths."""
 
     stdout: str | None
     stderr: str | None
@@ -73,7 +73,7 @@ class KeptOutput:
 
 @struct(frozen=True)
 class KeptState:
-    """The part that changes, as the driver knows it; times are of the monotonic clock."""
+    """The part of the state that changes, as known to the driver, by the monotonic clock."""
 
     state: AgentState
     offer: Offer
@@ -86,7 +86,7 @@ class KeptState:
 
 @struct(frozen=True)
 class Keeping:
-    """What a driver needs to let its job outlive the agent."""
+    """The information a driver needs to let its job outlive the agent."""
 
     socket: Path
     """The socket on which the runner listens."""
@@ -94,17 +94,16 @@ class Keeping:
 
 
 def encode(kept: KeptPlacement | KeptState) -> str:
-    """Return the text from which the matching `decode_*` function restores an equal value."""
-    # json also accepts file names that are not valid text.
+    """Return a text from which the matching `decode_*` function restores an equal value."""
+    # Unlike msgspec, json also accepts file names that are not valid text.
     return json.dumps(msgspec.to_builtins(kept), separators=(",", ":"))
 
 
 def decode_placement(text: str | None) -> KeptPlacement:
-    """Return a kept placement.
+    """Decode a kept placement.
 
     Raises:
-        NotAdoptableError: there is none, a newer agent wrote it, or it is damaged.
-
+        NotAdoptableError: it is missing or damaged, or a newer agent wrote it.
     """
     raw = _load(PLACEMENT, text)
     found = raw.get("format", 0)
@@ -116,11 +115,10 @@ def decode_placement(text: str | None) -> KeptPlacement:
 
 
 def decode_state(text: str | None) -> KeptState:
-    """Return a kept state.
+    """Decode a kept state.
 
     Raises:
-        NotAdoptableError: there is none, or it is damaged.
-
+        NotAdoptableError: it is missing or damaged.
     """
     return _convert(STATE, _load(STATE, text), KeptState)
 
@@ -141,12 +139,12 @@ def _convert(name: str, raw: dict[str, Any], kind: type[_T]) -> _T:
     try:
         return msgspec.convert(raw, kind)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        # msgspec's error quotes the wrong value, and a lone surrogate in it cannot be encoded.
+        # msgspec's error quotes the invalid value, which may contain unencodable lone surrogates.
         raise NotAdoptableError(f"cannot read its {name}: {error}") from error
 
 
 def keep_output(output: WorkerOutput) -> KeptOutput:
-    """Convert a worker's output paths for keeping."""
+    """Convert a worker's output paths to the form that is kept."""
     return KeptOutput(
         None if output.stdout is None else str(output.stdout),
         None if output.stderr is None else str(output.stderr),
@@ -155,7 +153,7 @@ def keep_output(output: WorkerOutput) -> KeptOutput:
 
 
 def kept_output(output: KeptOutput) -> WorkerOutput:
-    """Restore a worker's output paths."""
+    """Convert a worker's output paths back from the form that is kept."""
     return WorkerOutput(
         stdout=None if output.stdout is None else Path(output.stdout),
         stderr=None if output.stderr is None else Path(output.stderr),

@@ -1,10 +1,10 @@
-"""Processes leaked by a dead runner: they no longer descend from an agent of this node.
+"""Processes leaked by a dead runner, which no longer descend from any agent on this node.
 
-A runner is a child subreaper, so no process escapes it while it lives; if it dies, its agent
+A runner is a child subreaper, so no process escapes it while it is alive, and if it dies, its agent
 inherits its children. But the parent of an adopted runner is init, which then inherits the
-processes that a worker had started, and such a process may hold a GPU forever. A variable in its
-initial environment shows which runner it belongs to. All descendants of a worker have it, except
-processes deliberately started with a different value; systemd stops those with the unit.
+processes that a worker had started, and such a process may hold a GPU forever. A variable in a
+process's initial environment shows which runner it belongs to. All descendants of a worker have it,
+except processes deliberately started with a different value; systemd stops those with the unit.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from rdzv.core.words import counted
 log = logging.getLogger("rdzv.agent")
 
 RUNNER = "RDZV_RUNNER"
-"""The environment variable that identifies the runner of each process of a job."""
+"""The environment variable that identifies the runner to which a job's process belongs."""
 
 SWEEP_TIMEOUT_S = 2.0
-"""How long killed processes may take to disappear: one may be inside the kernel."""
+"""How long killed processes may take to disappear, as one may be inside the kernel."""
 _LOOK_AGAIN_S = 0.02
 _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors that mean that this process or the machine is short of resources."""
+"""Errors that indicate a lack of resources in this process or on the machine."""
 
 
 def mark_of(socket: Path) -> str:
-    """Return the mark of the processes of the runner at this socket, which is never reused."""
+    """Return the mark for processes of the runner at this socket, which is never reused."""
     return socket.stem
 
 
 def kill_leaked(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
-    """Kill all processes with a dead runner's mark, and wait until they are gone.
+    """Kill all processes that have a dead runner's mark, and wait until they are gone.
 
-    Returns their number. Blocks for some milliseconds. A process that forks meanwhile passes the
-    mark on; the next scan finds its child.
+    Returns the number of processes. Blocks for some milliseconds. A process that forks in the
+    meantime passes the mark on, so the next scan finds its child.
 
     Raises:
-        OSError: at the timeout, a process that may have the mark cannot be inspected.
+        OSError: a process that may have the mark cannot be inspected at the timeout.
     """
     deadline, killed = time.monotonic() + timeout_s, set[int]()
     while True:
@@ -68,7 +68,7 @@ def kill_leaked(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
 
 
 def _kill_marked(wanted: bytes) -> tuple[list[int], OSError | None]:
-    """Kill each process with this variable; return their pids, and why one could not be read."""
+    """Kill each process with this variable. Returns their pids, and why one could not be read."""
     found, unseen = [], None
     try:
         pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]  # noqa: PTH208
@@ -86,7 +86,7 @@ def _kill_marked(wanted: bytes) -> tuple[list[int], OSError | None]:
 
 
 def _kill_if_marked(pid: int, wanted: bytes) -> bool:
-    # It is pinned first, because another process may reuse the pid.
+    # The process is pinned first, because its pid may be reused.
     pidfd = os.pidfd_open(pid)
     try:
         if wanted not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):

@@ -1,4 +1,4 @@
-"""The state and services that the parts of one job's driver share."""
+"""State and services shared by the parts of one job's driver."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ERROR_FILE_WITHIN_S = 2.0
 
 @dataclass(eq=False)
 class JobContext:
-    """One job on this node, as shared by its driver, its rounds and its event router."""
+    """A job on this node, as shared by its driver, its rounds and its event router."""
 
     launch: Launch
     workers: LocalWorkerGroup
@@ -38,35 +38,36 @@ class JobContext:
     keep: Callable[[], None]
     """Stores the current state in the runner for the next agent."""
     examine: Callable[[], Awaitable[str]] | None
-    """Returns what is wrong with this node, empty if nothing is; None if there are no checks."""
+    """Returns what is wrong with this node, or an empty string. None if there are no health checks.
+    """
     offer: StoreOffer = field(default_factory=lambda: StoreOffer(Offer(address="")))
     linked: RunnerLink | None = None
     """The job's runner; None until the job is prepared."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once it is known whether workers can be started here."""
+    """Set once it is known whether workers can be started on this node."""
     unready: str = ""
-    """Why workers cannot be started here; empty if they can."""
+    """Why workers cannot be started on this node; empty if they can."""
     error_files: Aside = field(default_factory=lambda: Aside(ERROR_FILE_WITHIN_S))
     ended: asyncio.Future[NodeOutcome] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """The job's outcome for this node, or the unexpected error that ended it."""
+    """The job's outcome on this node, or the unexpected error that ended it."""
     last_round: Round | None = None
-    """The last round that this node took part in; None before the first."""
+    """The last round in which this node took part; None before the first."""
 
     @property
     def runner(self) -> RunnerLink:
-        """The job's runner, once the job is prepared."""
+        """The job's runner. Available once the job has been prepared."""
         assert self.linked is not None
         return self.linked
 
     @property
     def round(self) -> Round:
-        """The last round, once there was one."""
+        """The last round. Available once there has been one."""
         assert self.last_round is not None
         return self.last_round
 
     def round_of(self, number: int) -> Round | None:
-        """Return the last round, if it has this number: an older one is over."""
+        """Return the last round if it has this number, or None, because an older round is over."""
         last = self.last_round
         return last if last is not None and last.assignment.round == number else None

@@ -1,9 +1,9 @@
-"""Lets the runner exchange copies of snapshots with a job's other nodes, when these are useful.
+"""Lets the runner exchange copies of snapshots with a job's other nodes, if these are useful.
 
-They are useful if the state is sharded, so that a part may be held by one node only. The server
-decides which node keeps which copies. Here the node's carrier gets its credentials: a new random
-token in each round, and a certificate if the connection to the server is encrypted. The other nodes
-learn both from the server.
+Copies are useful if the state is sharded, because only one node may then hold a given part. The
+server decides which node keeps which copies. This module gives the node's carrier its credentials:
+a new random token in each round, and a certificate if the connection to the server is encrypted.
+The other nodes receive both from the server.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rdzv.structs import replace
 log = logging.getLogger("rdzv.agent")
 
 START_AGAIN_S = 60.0
-"""How long to wait after starting a carrier before replacing it, should it end."""
+"""How long after its start a carrier that has ended may be replaced."""
 
 
 class CopiesOfSnapshots:
-    """The copies of one job on this node."""
+    """Manages the copies of one job's snapshots on this node."""
 
     def __init__(self, launch: Launch, *, encrypted: bool) -> None:
         self._launch = launch
@@ -38,10 +38,10 @@ class CopiesOfSnapshots:
         self._certified: CopyCredentials | None = None
         """The credentials without a token; None until they are first needed."""
         self._logged: set[str] = set()
-        """The reasons for missing copies that have been logged."""
+        """The reasons for missing copies that have already been logged."""
 
     def note(self, context: JobContext, event: SnapshotsHeld) -> None:
-        """Start the carrier, or renew its token, if the snapshots that are held now require it."""
+        """Start the carrier, or renew its token, if the currently held snapshots require it."""
         assignment, runner = context.decisions.state.assignment, context.runner
         if event.missing is not None and event.missing.reason not in self._logged:
             self._logged.add(event.missing.reason)

@@ -1,6 +1,6 @@
-"""Makes the key and the self-signed certificate of a snapshot carrier.
+"""Creates the key and self-signed certificate of a snapshot carrier.
 
-Other nodes verify the certificate by its digest, which the server sends them.
+Other nodes verify the certificate by its digest, which they receive from the server.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rdzv.agent.runner_link import CopyCredentials
 
 
 def certified() -> CopyCredentials:
-    """Return new credentials without a token. The first call is slow, as it loads a library."""
+    """Return new credentials without a token. The first call is slow because it loads a library."""
     from cryptography import x509  # The import takes 36 ms and 10 MiB.
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -25,7 +25,7 @@ def certified() -> CopyCredentials:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        # It is used only while its process lives; its dates allow for wrong clocks elsewhere.
+        # Used only while its process is alive; the dates allow for wrong clocks on other nodes.
         .not_valid_before(datetime(2000, 1, 1, tzinfo=UTC))
         .not_valid_after(datetime(2100, 1, 1, tzinfo=UTC))
         .sign(key, hashes.SHA256())

@@ -1,4 +1,4 @@
-"""Feeds one job's events to the agent core, one by one, and passes on its decisions."""
+"""Feeds one job's events to the agent core, one at a time, and passes on its decisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _P = ParamSpec("_P")
 
 
 class Decisions:
-    """The agent core of one job, with its clock and its queue of events."""
+    """The agent core for one job, with its clock and its event queue."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class Decisions:
         act: Callable[[events.Event, AgentState, Transition], None],
         on_error: Callable[[Exception], None],
     ) -> None:
-        """Begin with `state`; pass each event, the state before it and the transition to `act`."""
+        """Start from `state`. `act` receives each event with its prior state and transition."""
         self.state = state
         self._act = act
         self._on_error = on_error
@@ -31,10 +31,10 @@ class Decisions:
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
         self.stopped = False
-        """Whether decisions have stopped for good."""
+        """Whether decision-making has stopped for good."""
 
     def post(self, event: events.Event) -> None:
-        """Process an event, after all earlier ones."""
+        """Process an event after all earlier ones."""
         if self.stopped:
             return
         self._inbox.append(event)
@@ -48,7 +48,7 @@ class Decisions:
             self._busy = False
 
     def guard(self, do: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """Call a function for this job; an exception ends the job on this node."""
+        """Call a function on the job's behalf. An exception ends the job on this node."""
         try:
             do(*args, **kwargs)
         except Exception as error:
@@ -69,17 +69,17 @@ class Decisions:
             self._timer = loop.call_later(delay_s, self.post, events.Ticked())
 
     def cancel_tick(self) -> None:
-        """Cancel the pending tick; the next event sets a new one."""
+        """Cancel the pending tick. The next event will schedule a new one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def stop(self) -> None:
-        """Make no more decisions."""
+        """Stop making decisions."""
         self.stopped = True
         self.cancel_tick()
 
 
 def now_ms() -> int:
-    """Return the time by the agent core's clock."""
+    """Return the current time on the agent core's clock."""
     return time.monotonic_ns() // 1_000_000

@@ -1,8 +1,8 @@
-"""One job on one node: feeds events to the agent core, and carries out its decisions.
+"""One job on one node: feeds events to the agent core and carries out its decisions.
 
-Everything here runs in one event loop, and nothing blocks it: the core decides at once, and the
-runner and the server answer with events. A `Round`, which is one task, owns the workers of a round;
-`Reports` sends the messages to the server.
+Everything here runs in one event loop and never blocks it: the core decides at once, and the runner
+and the server respond with events. A `Round`, which is a single task, owns the workers of a round.
+`Reports` sends messages to the server.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ LET_GO_TIMEOUT_S = 2.0
 
 
 class JobDriver:
-    """Drives one job on this node until the job has ended for the node.
+    """Drives a job on this node until the job has ended on it.
 
-    An error ends only this job, and `wait` raises it.
+    An error ends only this job, and is raised by `wait`.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class JobDriver:
         examine: Callable[[], Awaitable[str]] | None = None,
         started: runner_link.StartedRunner | None = None,
     ) -> None:
-        """Drive this launch; `run` is the run that it takes part in, if already known.
+        """Drive this launch. `run` is the run in which it takes part, if already known.
 
-        With `keeping`, its workers outlive this process, and the next agent continues the job.
-        `examine` returns what is wrong with this node, if anything; after a failure here, it is
-        called once the workers are gone and before the node joins the next round. `started` is a
-        runner that was started in advance; without it the driver starts its own.
+        With `keeping`, the workers outlive this process and the next agent continues the job.
+        `examine` returns what is wrong with this node, if anything; after a failure on this node,
+        it is called once the workers are gone and before the node joins the next round. `started`
+        is a runner that was started in advance; without it, the driver starts its own.
         """
         self.rdzv_id = launch.job.rdzv_id
         self.fence_after_ms = launch.job.fence_after_ms
@@ -115,7 +115,7 @@ class JobDriver:
     # ------------------------------------------------------------------ life cycle
 
     async def prepare(self, endpoint: Endpoint) -> None:
-        """Get ready to join: determine this node's offer, and start its runner."""
+        """Get ready to join: determine this node's offer and start its runner."""
         context = self._context
         await context.fates.open()
         await context.workers.prepare()
@@ -127,25 +127,25 @@ class JobDriver:
             runner = await runner_link.RunnerLink.spawn(self._runner_event_router.hear)
         self.meter.runner_started()
         context.ready.set()
-        # The placement is stored before anything starts, so that the next agent always finds it.
+        # The placement is stored before anything is started, so the next agent always finds it.
         self._take_charge(runner)
         if self._keeper is not None:
             self._keeper.keep_placement()
             self._keep()
         if context.workers.zygote is not None:
-            # The zygote starts now, so that it imports while this node waits for the others.
+            # The zygote is started now, so it can import while this node waits for the others.
             runner.keep_zygote(context.workers.zygote)
         self._serve_server()
         self.post(events.Ticked())
         if self._decisions.state.phase is Phase.JOINING:
-            # If a stream is open, its Hello did not include this job.
+            # If a stream is already open, its Hello did not include this job.
             self._decisions.guard(self._join, rejoin(self._decisions.state))
 
     def resume(self, found: runner_link.FoundRunner, kept: KeptState) -> None:
-        """Continue the job where the previous agent left it; every Hello includes it from now on.
+        """Continue the job where the previous agent left it, and include it in every Hello.
 
-        `found` is its adopted runner. Events that it has held back are handled as if they had just
-        happened. Call `get_ready` next.
+        `found` is the job's adopted runner. Events that it has held back are handled as if they had
+        just happened. Call `get_ready` next.
         """
         state, context = kept.state, self._context
         if state.disconnected_since_ms is None:
@@ -173,7 +173,7 @@ class JobDriver:
         self.post(events.Ticked())
 
     def _redo(self, kept: KeptState, hello: runner_link.Hello) -> None:
-        """Repeat the previous agent's decisions that it may not have carried out."""
+        """Repeat any decisions of the previous agent that it may not have carried out."""
         state, assignment = self._decisions.state, self._decisions.state.assignment
         if state.outcome is not None and state.phase is Phase.ENDED:
             self._do(commands.Exit(state.outcome))
@@ -202,7 +202,7 @@ class JobDriver:
             self._do(stop_again)
 
     def _take_charge(self, runner: runner_link.RunnerLink) -> None:
-        """Use this runner from now on; with `keeping`, it outlives this process."""
+        """Use this runner from now on. With `keeping`, it outlives this process."""
         self._context.linked = runner
         runner.hold_snapshots(self._context.launch.snapshot_memory)
         if self._keeping is not None:
@@ -218,8 +218,8 @@ class JobDriver:
     async def get_ready(self, why_not: str = "") -> None:
         """After `resume`, get ready for the next rounds; `why_not` is set if that is impossible.
 
-        That reason, or an error here, makes the next round fail to start. In either case the
-        workers of the current round keep running under supervision.
+        That reason, or an error in this call, makes the next round fail to start. In either case,
+        the current round's workers keep running under supervision.
         """
         context, unready = self._context, why_not
         if not why_not:
@@ -252,14 +252,14 @@ class JobDriver:
         await self._context.runner.let_go(LET_GO_TIMEOUT_S)
 
     async def wait(self) -> NodeOutcome:
-        """Wait until the job has ended for this node."""
+        """Wait until the job has ended on this node."""
         return await self._context.ended
 
     async def close(self) -> None:
-        """End all that is left of the job on this node; may be called again if that fails.
+        """End everything that remains of the job on this node. May be called again if that fails.
 
         Raises:
-            TimeoutError: its runner, or one of its processes, survives SIGKILL.
+            TimeoutError: its runner or one of its processes survives SIGKILL.
         """
         context = self._context
         self._decisions.cancel_tick()
@@ -284,7 +284,7 @@ class JobDriver:
 
     @property
     def leaving(self) -> bool:
-        """Whether this node is leaving the job for good, or has left it."""
+        """Whether this node is leaving the job for good, or has already left it."""
         return self._decisions.state.leaving is not None or self._context.ended.done()
 
     @property
@@ -298,7 +298,7 @@ class JobDriver:
         return self._handed_over
 
     def describe(self) -> str:
-        """Describe the job's state on this node."""
+        """Return a description of the job's state on this node."""
         state = self._decisions.state
         if state.assignment is None:
             return str(state.phase)
@@ -306,18 +306,18 @@ class JobDriver:
 
     @property
     def runner_pid(self) -> int | None:
-        """The pid of the job's runner; None if there is none yet."""
+        """The pid of the job's runner, or None if there is no runner yet."""
         return None if self._context.linked is None else self._context.linked.pid
 
     @property
     def written(self) -> Written:
-        """The output of the workers on this node, round by round."""
+        """The output of this node's workers, by round."""
         return self._context.workers.written
 
     # ------------------------------------------------------------------ the server's side
 
     def belief(self) -> Belief | None:
-        """Return everything that this node believes about the job; None once it has ended."""
+        """Return everything that this node believes about the job, or None once it has ended."""
         try:
             if self._decisions.stopped or self._decisions.state.phase is Phase.ENDED:
                 return None
@@ -328,16 +328,16 @@ class JobDriver:
             return None
 
     def say_failed(self, reason: str) -> None:
-        """Tell the server that this node cannot continue and leaves; no worker is left."""
+        """Tell the server that this node, which has no workers, cannot continue and is leaving."""
         self._reports.start_failed(self._decisions.state, reason)
 
     def renew_fence(self, heard_at_ms: int) -> None:
-        """Renew the fence: the server received a message of this node at `heard_at_ms` or later."""
+        """Renew the fence, as the server received a message from this node at `heard_at_ms`."""
         if self.fence_after_ms:
             self._context.runner.renew_fence(heard_at_ms + self.fence_after_ms)
 
     def note(self, reason: str) -> None:
-        """Log why no worker runs yet."""
+        """Log why no workers are running yet."""
         log.info("%s: %s", self.rdzv_id, reason)
 
     def take_stacks(self, asked: StacksAsked) -> None:
@@ -355,9 +355,9 @@ class JobDriver:
         self._decisions.guard(self._reports.stacks, asked, targets, why_none, world_size)
 
     def _current_offer(self) -> Offer | None:
-        """Return the offer, with a reserved port if this node waits for a round.
+        """Return the offer, including a reserved port if this node is waiting for a round.
 
-        If no port can be reserved, make the node leave and return None.
+        If no port can be reserved, makes the node leave and returns None.
         """
         offer = self._context.offer
         if self._decisions.state.phase is not Phase.JOINING:
@@ -375,7 +375,7 @@ class JobDriver:
     # ------------------------------------------------------------------ events to the core
 
     def post(self, event: events.Event) -> None:
-        """Process an event, after all earlier ones."""
+        """Process an event after all earlier ones."""
         self._decisions.post(event)
 
     def _fail(self, error: Exception) -> None:
@@ -387,7 +387,7 @@ class JobDriver:
             self._context.ended.set_exception(error)
 
     def _act(self, event: events.Event, before: AgentState, decided: Transition) -> None:
-        """Store the decision in the runner for the next agent, then carry it out."""
+        """Store the decision in the runner for the next agent, and then carry it out."""
         log_event(event, before, joined=self._joined)
         self._joined = self._joined or isinstance(event, events.Joined)
         for command in decided.commands:

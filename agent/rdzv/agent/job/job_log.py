@@ -1,4 +1,4 @@
-"""The log lines that tell a user what happens to a job on this node."""
+"""Log lines that tell a user what is happening to a job on this node."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ log = logging.getLogger("rdzv.agent")
 
 
 def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
-    """Log one line about an event, if it matters to a user; `state` is the state before it.
+    """Log one line about an event if it matters to a user. `state` is the state before it.
 
-    `joined` is whether the server had admitted the node before.
+    `joined` is whether the server had already admitted the node.
     """
     rdzv_id = state.job.rdzv_id
     match event:
@@ -77,7 +77,7 @@ def _log_notice(event: events.NoticeGiven, state: AgentState) -> None:
 
 
 def _serves(state: AgentState, round_: int) -> bool:
-    """Return whether this node's workers of a round are running and need its store."""
+    """Return whether this node's workers are running in a round and need its store."""
     assignment, phase = state.assignment, state.phase
     return assignment is not None and assignment.round == round_ and phase is Phase.RUNNING
 
@@ -100,10 +100,10 @@ def _log_round(assignment: Assignment, state: AgentState) -> None:
 
 
 def _restarts(assignment: Assignment, window_ms: int) -> str:
-    """Describe the restarts that count, their limit and the total, in the server's words."""
+    """Describe the counted restarts, their limit and the total, in the same words as the server."""
     if not window_ms:
         return f"{assignment.restarts} of {assignment.max_restarts}"
-    # The server reports at most this number of ages.
+    # The server reports at most this many ages.
     counted = 0 if assignment.tally is None else len(assignment.tally.restart_ages_ms)
     more = " or more" if counted == MAX_RESTART_AGES else ""
     within = f"in the last {duration(window_ms)}"

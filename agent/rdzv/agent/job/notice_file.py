@@ -1,9 +1,9 @@
-"""The notice file, which tells the workers of a job that their node is about to leave.
+"""The notice file, which tells a job's workers that their node is about to leave.
 
-`RDZV_NOTICE_FILE` names it; it does not exist until there is a notice. Then it contains one line of
-JSON, `{"deadline_unix": ..., "reason": ...}`, and is replaced atomically if the deadline changes.
-`docs/drain.md` says how a worker may react. An error only causes a warning, because the workers
-also get a signal.
+`RDZV_NOTICE_FILE` is its path. The file does not exist until there is a notice. It then contains
+one line of JSON, `{"deadline_unix": ..., "reason": ...}`, and is replaced atomically if the
+deadline changes. `docs/drain.md` describes how a worker may react. An error only causes a warning,
+because the workers also get a signal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "notice"
 
 
 class NoticeFile:
-    """The notice file of one job on this node; `place` returns its path in the current round."""
+    """The notice file of a job on this node. `place` returns its path in the current round."""
 
     def __init__(
         self, place: Callable[[str], Path | None], identity: Identity | None = None
@@ -32,11 +32,11 @@ class NoticeFile:
         self._path: Path | None = None
 
     def open_round(self) -> None:
-        """Determine its path in a round."""
+        """Determine the file's path for a round."""
         self._path = self._place(NAME)
 
     def path(self) -> str:
-        """Return its path, for the workers of the round; empty if there is no folder for it."""
+        """Return the path given to the round's workers; empty if there is no folder for it."""
         return "" if self._path is None else str(self._path)
 
     def write(self, left_ms: int, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The messages that a job's driver sends to the server, encoded for the node's link."""
+"""The messages from a job's driver to the server, encoded for the node's link."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Belief: TypeAlias = pb.Belief
 
 
 class Reports:
-    """Sends one job's messages from this node. Only those with stacks wait for the server."""
+    """Sends one job's messages from this node. Only messages with stacks wait for the server."""
 
     def __init__(self, launch: Launch, link: ServerLink) -> None:
         self._launch = launch
@@ -50,7 +50,7 @@ class Reports:
         )
 
     def join(self, say: commands.SayJoin, state: AgentState, offer: Offer) -> None:
-        """Ask for a place in the next round."""
+        """Request a place in the next round."""
         launch = self._launch
         join = encoding.join(
             say, state, offer, now_ms(), refuse_reuse=launch.refuse_reuse, secret=launch.secret
@@ -58,11 +58,11 @@ class Reports:
         self._link.say(pb.NodeMessage(join=join))
 
     def report(self, command: encoding.Statement) -> None:
-        """Send a statement that the core has decided on."""
+        """Send a report that the core has decided on."""
         self._link.say(encoding.report(command, self._rdzv_id, now_ms()))
 
     def start_failed(self, state: AgentState, reason: str) -> None:
-        """Report that this node leaves because it cannot continue; none of its workers is left."""
+        """Report that this node cannot continue and is leaving, and that it has no workers."""
         assignment = state.assignment
         leaving = Leaving(LeaveCause.START_FAILED, reason, EXIT_FAILED)
         self.report(
@@ -70,7 +70,7 @@ class Reports:
         )
 
     def progress(self, report: Report) -> None:
-        """Report the progress of the workers."""
+        """Report the workers' progress."""
         self._link.say(encoding.progress(report, self._rdzv_id))
 
     def started(self, report: StartReport) -> None:
@@ -78,14 +78,14 @@ class Reports:
         self._link.say(encoding.started(report, self._rdzv_id))
 
     def snapshots(self, say: commands.SaySnapshots, nodes: int) -> None:
-        """Report the snapshots that are held here, at a rate limited by the number of `nodes`."""
+        """Report the snapshots held on this node, at a rate limited by the number of `nodes`."""
         self._snapshots.report(say, nodes)
 
     def _say_snapshots(self, say: commands.SaySnapshots) -> None:
         self._link.say(encoding.snapshots_held(say, self._rdzv_id))
 
     def hung(self, report: HungReport) -> None:
-        """Report the workers that hang."""
+        """Report hung workers."""
         self._link.say(encoding.hung(report, self._rdzv_id))
 
     def arrivals(self, report: ArrivalReport) -> None:
@@ -93,7 +93,7 @@ class Reports:
         self._link.say(encoding.arrivals(report, self._rdzv_id))
 
     def gpus(self, report: GpuReport) -> None:
-        """Report the GPUs of the workers."""
+        """Report the workers' GPUs."""
         self._link.say(encoding.gpus(report, self._rdzv_id))
 
     def read_clock(self) -> Reading | None:
@@ -113,6 +113,6 @@ class Reports:
         await self._link.say_after_all(encoding.stacks(request, workers, last=last, error=error))
 
     async def close(self) -> None:
-        """Stop sampling stacks, and drop reports that wait to be sent."""
+        """Stop sampling stacks, and drop reports that are waiting to be sent."""
         self._snapshots.close()
         await self._stacks.close()

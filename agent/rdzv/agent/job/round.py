@@ -36,7 +36,7 @@ log = logging.getLogger("rdzv.agent")
 
 
 class Round:
-    """The workers of one round on this node. Call `begin` or `resume` once.
+    """The workers of one round on this node. Call either `begin` or `resume`, once.
 
     An exception in its task, other than a failed start, ends the job on this node.
     """
@@ -44,21 +44,21 @@ class Round:
     def __init__(self, context: JobContext, assignment: Assignment) -> None:
         self.assignment = assignment
         self.kept_stop: KeptStop | None = None
-        """The last command to stop the workers; None if there was none."""
+        """The last command to stop the workers, or None if there was none."""
         self.outputs: tuple[WorkerOutput, ...] = ()
         """Each worker's output paths, by LOCAL_RANK; empty until the files are created."""
         self._context = context
         self._pids: dict[int, int] = {}
         """The pids of the workers that have been started, by LOCAL_RANK."""
         self._notified_by: int | None = None
-        """The signal that notified the workers that the node leaves."""
+        """The signal that notified the workers that the node is leaving, if one was sent."""
         self._task: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._start_is_over = False
         """Whether no more workers will be started."""
         self._start_failed = False
         self._memory_kills = count_memory_kills()
-        """The kernel's counts before the workers started, or at the adoption."""
+        """The kernel's counts of memory kills before the workers were started or adopted."""
         self._gone = asyncio.Event()
         self._kept: tuple[KeptWorker, ...] = ()
         """The workers that were parked when the round was over."""
@@ -101,7 +101,7 @@ class Round:
                 await self._await_end()
 
     async def _start(self) -> None:
-        """Start the round's store host, if this node serves it, and the workers."""
+        """Start the workers and, if this node serves the round's store, the store host."""
         context, number = self._context, self.assignment.round
         try:
             workers = await self._prepare()
@@ -115,11 +115,11 @@ class Round:
         context.observers.watch(self.assignment)
         context.runner.start_workers(number, workers, self._keep_spec())
         if self._notified_by is not None:
-            # The runner did not know the round yet.
+            # The runner had not received the round yet.
             context.runner.notify_workers(number, self._notified_by)
 
     def _keep_spec(self) -> KeepSpec | None:
-        """Return which parked workers take part; None if no worker is ever kept."""
+        """Return which parked workers take part, or None if workers are never kept."""
         job, assignment = self._context.launch.job, self.assignment
         if not job.keep_timeout_ms:
             return None
@@ -148,7 +148,7 @@ class Round:
         return workers
 
     async def _await_end(self) -> None:
-        """Wait until no process is left, then release the round's resources and report the end."""
+        """Wait until no process remains, then release the round's resources and report the end."""
         await self._gone.wait()
         context, number = self._context, self.assignment.round
         context.workers.close_round()
@@ -157,14 +157,14 @@ class Round:
             context.decisions.post(events.WorkersGone(number, kept=self._kept))
             return
         moved = Moved(step, snapshot=await context.observers.snapshot_file.has_changed())
-        # The checks need idle devices, but parked workers hold them.
+        # The checks need idle devices, which parked workers do not release.
         examines = rejoins_after_failure(context.decisions.state, number) and not self._kept
         if examines and (reason := await self._examine()):
             context.decisions.post(events.Unhealthy(number, reason))
         context.decisions.post(events.WorkersGone(number, moved, self._kept))
 
     async def _examine(self) -> str:
-        """Return what is wrong with this node; an error in the checks themselves does not count.
+        """Return what is wrong with this node, ignoring errors in the checks themselves.
 
         The node keeps its seat in the meantime, so no round is formed with an unhealthy node.
         """
@@ -194,7 +194,7 @@ class Round:
                 )
 
     def _report_lost_socket(self) -> None:
-        """Report that the socket of the announced store was lost with the agent that offered it."""
+        """Report that the announced store's socket was lost with the agent that had offered it."""
         port = self.assignment.master_port
         reason = f"the agent that offered port {port} was restarted before the round began"
         self._context.decisions.post(events.StoreHostExited(self.assignment.round, reason))
@@ -202,10 +202,10 @@ class Round:
     # ------------------------------------------------------------------ the core's commands
 
     def stop_workers(self, command: commands.StopWorkers) -> None:
-        """End the workers; those not yet started never start."""
+        """End the workers. Those that have not been started never will be."""
         self._cancel_start()
         self._context.observers.stop_watching()
-        # The port for their store is not offered again.
+        # Their store's port is not offered again.
         self._context.offer.release()
         signum = signal.SIGTERM if command.signum is None else command.signum
         self._context.runner.stop_workers(
@@ -213,7 +213,7 @@ class Round:
         )
 
     def note_stop(self, command: commands.StopWorkers) -> None:
-        """Remember, for the next agent, the stop that is about to be sent to the workers."""
+        """Record, for the next agent, the stop that is about to be sent to the workers."""
         self.kept_stop = KeptStop(
             command.round,
             command.grace_ms,
@@ -226,7 +226,7 @@ class Round:
     def notify_workers(self, command: commands.NotifyWorkers) -> None:
         """Notify the workers, including those started later, that this node is about to leave.
 
-        The file is written before the signal is sent, so that a handler finds it.
+        The file is written before the signal is sent, so a signal handler will find it.
         """
         self._context.observers.notice.write(command.left_ms, command.reason)
         if command.signum is not None:
@@ -250,10 +250,10 @@ class Round:
     async def explain_failure(
         self, exited: runner_link.WorkerExited
     ) -> tuple[runner_link.WorkerExited, WorkerError]:
-        """Return a failed worker's exit, with the content of its error file if it can be read.
+        """Return a failed worker's exit, and the contents of its error file if it can be read.
 
-        If a collective failed in the worker, the exit is held back for a limited time, so that the
-        server can ask all ranks for their stacks.
+        If a collective failed in the worker, the exit is held back for a limited time to let the
+        server ask all ranks for their stacks.
         """
         heard_ms, output, launch = now_ms(), self.outputs[exited.local_rank], self._context.launch
         worker = ExitedWorker(
@@ -279,7 +279,7 @@ class Round:
         return replace(exited, age_ms=exited.age_ms + now_ms() - heard_ms), error
 
     def worker_exited(self, exited: runner_link.WorkerExited, error: WorkerError) -> None:
-        """Process an exit; `error` is the content of the error file if the worker failed."""
+        """Process an exit. `error` comes from the worker's error file if the worker failed."""
         self._context.observers.worker_exited(exited.local_rank)
         self._context.decisions.post(
             events.WorkerExited(
@@ -296,7 +296,7 @@ class Round:
         )
 
     def workers_gone(self, kept: tuple[KeptWorker, ...]) -> None:
-        """Record that no process still takes part in the round; `kept` workers are parked."""
+        """Record that no process still takes part in the round; `kept` are the parked workers."""
         self._kept = kept
         self._cancel_start()
         self._gone.set()
@@ -304,7 +304,7 @@ class Round:
     # ------------------------------------------------------------------ queries
 
     def stack_targets(self, alive: Collection[int]) -> tuple[Target, ...]:
-        """Return the started workers whose exit has not been processed yet."""
+        """Return the started workers whose exits have not been processed yet."""
         self._context.observers.held_exits.note_asked()
         return tuple(
             Target(

@@ -1,4 +1,4 @@
-"""Routes the events of a job's runner to the rounds that they belong to and to the agent core."""
+"""Routes the events of a job's runner to the agent core and to the rounds they belong to."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rdzv.agent.system.side_thread import in_time
 log = logging.getLogger("rdzv.agent")
 
 SWEEP_WITHIN_S = 10.0
-"""How long finding and killing a dead runner's processes may take; the kernel may be slow."""
+"""How long it may take to find and kill a dead runner's processes, as the kernel may be slow."""
 SWEEP_AGAIN_S = 1.0
-"""The delay before the next attempt; until one succeeds, the processes count as alive."""
+"""The delay before another attempt. Until one succeeds, the processes count as alive."""
 
 
 class RunnerEventRouter:
@@ -38,7 +38,7 @@ class RunnerEventRouter:
         meter: Callable[[], JobMeter],
         starts: WorkerStarts,
     ) -> None:
-        """Handle a job's events, and pass them to its current `meter` and to its log.
+        """Handle a job's events, and pass them on to its current `meter` and to `starts`.
 
         `socket` is the runner's socket for the next agent, if the runner outlives this one.
         """
@@ -52,7 +52,7 @@ class RunnerEventRouter:
         self._ending_leftovers: asyncio.Task[None] | None = None
 
     def hear(self, event: runner_link.RunnerEvent) -> asyncio.Future[None] | None:
-        """Handle an event; return a future for its completion unless it is handled at once."""
+        """Handle an event. Returns a future for its completion, unless it is handled at once."""
         tasks = self._context.tasks
         match event:
             case runner_link.WorkerExited() if event.exit_code != 0:
@@ -70,17 +70,17 @@ class RunnerEventRouter:
                 return None
 
     async def leftovers_ended(self, within_s: float) -> None:
-        """Wait until no process of a runner that died is left.
+        """Wait until no processes of a dead runner remain.
 
         Raises:
-            TimeoutError: some may be left.
+            TimeoutError: some may remain.
         """
         if self._ending_leftovers is not None:
             async with asyncio.timeout(within_s):
                 await asyncio.shield(self._ending_leftovers)
 
     async def _take_failure(self, exited: runner_link.WorkerExited) -> None:
-        """Handle a failed worker's exit once its error file was read or the time for that is up."""
+        """Handle a failed worker's exit after reading its error file, or after a timeout."""
         if (round_ := self._context.round_of(exited.round)) is not None:
             late, error = await round_.explain_failure(exited)
             self._note(late)
@@ -136,7 +136,7 @@ class RunnerEventRouter:
                 how = describe_exit(event.exit_code, event.signal)
                 post(events.StoreHostExited(event.round, how))
             case runner_link.ServeFailed():
-                pass  # The workers will end with this process; nothing else depends on it.
+                pass  # The workers will end with this process; nothing else follows from it.
             case runner_link.RunnerRefused():
                 log.error("%s: its runner cannot continue: %s", self._rdzv_id, event.reason)
                 self._context.runner.kill()
@@ -144,7 +144,7 @@ class RunnerEventRouter:
     def _take_of_round(
         self, event: runner_link.WorkerStarted | runner_link.WorkerExited | runner_link.WorkersGone
     ) -> None:
-        """Route an event to its round; an event of an older round is ignored."""
+        """Route an event to its round, ignoring events of older rounds."""
         if (round_ := self._context.round_of(event.round)) is None:
             return
         match event:
@@ -156,7 +156,7 @@ class RunnerEventRouter:
                 round_.workers_gone(event.kept)
 
     async def _lose_runner(self, event: runner_link.RunnerExited) -> None:
-        """Kill the processes that a dead runner left, then report its end."""
+        """Kill the processes that a dead runner left behind, then report the runner's end."""
         self._meter().runner_said(event)
         if event.exit_code != 0 or not self._has_ended:
             while not await self._end_leftovers():  # noqa: ASYNC110
@@ -171,11 +171,11 @@ class RunnerEventRouter:
         return self._context.ended.done()
 
     async def _end_leftovers(self) -> bool:
-        """Kill a dead runner's processes; return False if the search for them failed."""
+        """Kill a dead runner's processes. Returns False if they could not be searched for."""
         try:
             await runner_link.sweep_orphans()
             if self._socket is not None:
-                # If the runner was adopted, they are now children of init.
+                # If the runner had been adopted, they are now children of init.
                 mark = leaked_processes.mark_of(self._socket)
                 await in_time(SWEEP_WITHIN_S, leaked_processes.kill_leaked, mark)
         except OSError as error:
@@ -186,7 +186,7 @@ class RunnerEventRouter:
 
 
 def _how_lost(exit_code: int | None) -> str:
-    """Describe the unexpected end of a runner."""
+    """Describe a runner's unexpected end."""
     if exit_code is not None and exit_code < 0:
         return f"was killed by {signal_name(-exit_code)}, and its workers with it"
     how = "" if exit_code is None else f" with exit code {exit_code}"

@@ -1,7 +1,7 @@
-"""Reports this node's snapshots of a job to the server: at once, but at a limited rate.
+"""Reports this node's snapshots of a job to the server promptly, but at a limited rate.
 
-Each report is complete, so only the latest matters. The more nodes a job has, the lower the rate,
-because all of them save at the same time.
+Each report is complete, so only the latest one matters. The more nodes a job has, the lower the
+rate, because they all save at the same time.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ EVERY_PER_NODE_S = 0.001
 
 
 class SnapshotReports:
-    """Sends the snapshot reports of one job on this node."""
+    """Sends snapshot reports for one job on this node."""
 
     def __init__(self, send: Callable[[commands.SaySnapshots], None]) -> None:
         self._send = send
         self._next: commands.SaySnapshots | None = None
-        """The report that waits to be sent, if any."""
+        """The report that is waiting to be sent, if any."""
         self._timer: asyncio.TimerHandle | None = None
-        """Set until the next report may be sent."""
+        """Runs until the next report may be sent."""
 
     def report(self, say: commands.SaySnapshots, nodes: int) -> None:
         """Send a report at once, or as soon as the rate for a job of `nodes` nodes allows."""
@@ -40,7 +40,7 @@ class SnapshotReports:
             self._timer = loop.call_later(every_s, self._send_next, every_s)
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Stop sending reports."""
         self._next = None
         if self._timer is not None:
             self._timer.cancel()

@@ -1,10 +1,10 @@
-"""Decides when this node's snapshots of a job are written to disk; the runner writes them.
+"""Decides when this node's snapshots of a job are written to disk. The runner writes them.
 
-They are written periodically, when this node is about to leave, and at the end, when no worker is
-left. Each node has only its own parts, so all nodes of a round must write the same mark: the first
-one in each period that became whole, by the server's clock. If all nodes hold the same state, only
-the first node writes it. At the end, and before it leaves, every node does, because the others may
-be gone.
+They are written periodically, when this node is about to leave, and at the end, when no workers
+remain. Each node has only its own parts, so all nodes of a round must write the same mark: the
+first mark that became whole in each period, by the server's clock. If all nodes hold the same
+state, only the first node writes it. At the end, and before leaving, every node writes its state,
+because the other nodes may be gone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MODULE = "rdzv.worker.write_snapshots"
 
 
 class SnapshotsOnDisk:
-    """The snapshots of one job that this node writes to disk."""
+    """Writes one job's snapshots on this node to disk."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._files = launch.snapshot_files
         self._period: int | None = None
-        """The period of the last mark that became whole."""
+        """The period in which the last mark became whole."""
         self._writing: SnapshotMark | None = None
         self._written: SnapshotMark | None = None
         self._idle = asyncio.Event()
@@ -41,7 +41,7 @@ class SnapshotsOnDisk:
     def announced(
         self, runner: RunnerLink, mark: SnapshotMark, whole_ms: int, assignment: Assignment | None
     ) -> None:
-        """Write a mark that has become whole, if it is the first one of its period."""
+        """Write a mark that has become whole, if it is the first one in its period."""
         if self._files is None or not self._files.every_s or not whole_ms or assignment is None:
             return
         period = int(whole_ms / (1000 * self._files.every_s))
@@ -51,7 +51,7 @@ class SnapshotsOnDisk:
             self.write(runner, mark, assignment.run)
 
     def write(self, runner: RunnerLink, mark: SnapshotMark | None, run: str) -> None:
-        """Start writing this node's snapshots of a mark, unless one is being written.
+        """Start writing this node's snapshots of a mark, unless some are being written.
 
         Does nothing if this mark was the last one written.
         """
@@ -65,7 +65,7 @@ class SnapshotsOnDisk:
         runner.write_snapshots(mark, (*argv, *keep), launch.environ, launch.chdir, launch.identity)
 
     def note(self, event: SnapshotsWritten) -> None:
-        """Note that the runner has written the snapshots, or why it could not."""
+        """Record that the runner has written the snapshots, or why it could not."""
         mark, self._writing = self._writing, None
         self._idle.set()
         rdzv_id = self._launch.job.rdzv_id
@@ -78,7 +78,7 @@ class SnapshotsOnDisk:
             log.info("%s: wrote the snapshot of step %d to %s", rdzv_id, event.step, folder)
 
     async def write_last(self, runner: RunnerLink, mark: SnapshotMark | None, run: str) -> None:
-        """Write a mark, and wait a limited time until it is written."""
+        """Write a mark, waiting a limited time for it to be written."""
         try:
             async with asyncio.timeout(LAST_TIMEOUT_S):
                 await self._idle.wait()
@@ -89,6 +89,6 @@ class SnapshotsOnDisk:
             log.error(text, self._launch.job.rdzv_id, LAST_TIMEOUT_S)
 
     def note_runner_gone(self) -> None:
-        """Stop waiting: the runner is gone, and its snapshots with it."""
+        """Stop waiting, because the runner and its snapshots are gone."""
         self._writing = None
         self._idle.set()

@@ -12,11 +12,11 @@ from rdzv.transport.endpoints import Endpoint
 
 
 class StoreOffer:
-    """This node's offer for one job, with the socket reserved for a round's store."""
+    """This node's offer for one job, and the socket reserved for a round's store."""
 
     def __init__(self, fixed: Offer) -> None:
         self.fixed = fixed
-        """The part of the offer that does not change between rounds: all but the port."""
+        """The part of the offer that stays the same between rounds, which is all but the port."""
         only_loopback = is_loopback(fixed.address) and not fixed.host_name
         self._socket = StoreSocket(loopback_only=only_loopback)
 
@@ -39,18 +39,17 @@ class StoreOffer:
         )
 
     def with_port(self) -> Offer:
-        """Return the offer with the reserved port; bind a new one if there is none.
+        """Return the offer with the reserved port, binding a new port if none is reserved.
 
         Raises:
             OSError: no port can be bound.
-
         """
         return replace(self.fixed, store_port=self._socket.port)
 
     def take_socket(self) -> socket.socket | None:
-        """Return the reserved socket, which the caller must close; None if there is none."""
+        """Return the reserved socket, which the caller must close, or None if there is none."""
         return self._socket.take()
 
     def release(self) -> None:
-        """Free the port; it is not offered again."""
+        """Free the port, which is not offered again."""
         self._socket.release()

@@ -1,4 +1,4 @@
-"""The observers of one job's workers, opened round by round."""
+"""The observers of one job's workers, opened anew for each round."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rdzv.agent.observers.snapshot_file_watch import SnapshotFileWatch
 
 
 class WorkerObservers:
-    """The observers of one job on this node.
+    """Observes one job's workers on this node.
 
-    For each round, call `open_round`, `watch` when its workers are started, `stop_watching` when
-    they are being ended, and `close_round` when they are gone.
+    For each round, call `open_round`, then `watch` when its workers are started, `stop_watching`
+    when they are being ended, and `close_round` when they are gone.
     """
 
     def __init__(self, launch: Launch, reports: Reports) -> None:
@@ -49,18 +49,18 @@ class WorkerObservers:
         )
 
     def open_round(self, assignment: Assignment) -> None:
-        """Prepare the files by which the workers and the agent communicate in a round."""
+        """Prepare the files through which the workers and the agent communicate in a round."""
         self.progress.open_round(assignment, self._local_world_size)
         self.notice.open_round()
         self.notice.take_back()
 
     def resume_round(self, folder: Path | None, assignment: Assignment | None) -> None:
-        """Continue with the previous agent's files; `assignment` is None if no round is open."""
+        """Continue with the previous agent's files. `assignment` is None if no round is open."""
         self.progress.resume(folder, assignment, self._local_world_size)
         self.notice.open_round()
 
     def watch(self, assignment: Assignment, running: Mapping[int, int] | None = None) -> None:
-        """Watch a round's workers as they start; `running` has the pids of earlier ones."""
+        """Watch a round's workers as they start; `running` has the pids of running ones."""
         self._hangs.open_round(assignment)
         self._arrivals.open_round(assignment)
         self._gpus.open_round(assignment)
@@ -76,7 +76,7 @@ class WorkerObservers:
         self._gpus.worker_started(local_rank, pid)
 
     def watch_for_hangs(self) -> None:
-        """Watch for hangs from now on, as with `--hang-timeout=auto`, if nobody asked for it."""
+        """Watch for hangs from now on, as with `--hang-timeout=auto`, unless already watching."""
         self._hangs.watch_anyway()
 
     def worker_exited(self, local_rank: int) -> None:
@@ -93,7 +93,7 @@ class WorkerObservers:
         self.held_exits.close_round()
 
     def close_round(self) -> int | None:
-        """Close a round whose workers are gone; return the highest step that any reached."""
+        """Close a round whose workers are gone. Returns the highest step reached by any of them."""
         self.stop_watching()
         self._records.forget()
         step = self.progress.furthest()

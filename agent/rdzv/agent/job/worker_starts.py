@@ -1,6 +1,6 @@
-"""Reports how each worker entered a round: kept, warm or cold, and why it was not kept.
+"""Reports how each worker entered a round (kept, warm or cold), and why it was not kept.
 
-Every round is reported to the server, and every round but the first is logged.
+Every round is reported to the server, and every round except the first is logged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEPT = "kept"
 
 
 class WorkerStarts:
-    """Collects how the workers of one job started, and reports it once all take part."""
+    """Collects how a job's workers started, and reports it once they all take part in the round."""
 
     def __init__(
         self,
@@ -30,29 +30,29 @@ class WorkerStarts:
         now_ms: Callable[[], int],
         report: Callable[[StartReport], None],
     ) -> None:
-        """Collect the starts of this job's workers; `report` sends the result to the server."""
+        """Collect the starts of this job's workers. `report` sends the result to the server."""
         self._rdzv_id = rdzv_id
         self._local_world_size = local_world_size
         self._now_ms = now_ms
         self._report = report
         self._round: Assignment | None = None
-        """The current round, until all workers take part in it."""
+        """The current round, until all its workers take part in it."""
         self._reported: StartReport | None = None
         """The report on the current round, once it is complete."""
         self._is_first = True
         self._stopped_ms = self._parked_ms = self._began_ms = 0
         self._how: dict[int, str] = {}
-        """How each worker of the current round was started, by LOCAL_RANK."""
+        """How each of the current round's workers was started, by LOCAL_RANK."""
         self._resumed: set[int] = set()
         self._why_new: dict[int, str] = {}
-        """How the workers of the previous round ended, by LOCAL_RANK."""
+        """How each of the previous round's workers ended, by LOCAL_RANK."""
         self._why_cold: dict[int, str] = {}
         """Why workers that should have been warm are cold, by LOCAL_RANK."""
         self._ended: dict[int, str] = {}
-        """How the workers of the current round ended, by LOCAL_RANK."""
+        """How each of the current round's workers ended, by LOCAL_RANK."""
 
     def decided(self, command: commands.Command) -> None:
-        """Note a command that is being carried out for the job."""
+        """Take note of a command that is being carried out for the job."""
         match command:
             case commands.StartWorkers():
                 self._is_first = not self._stopped_ms
@@ -64,7 +64,7 @@ class WorkerStarts:
                 self._stopped_ms = self._now_ms()
 
     def runner_said(self, event: runner_link.RunnerEvent) -> None:
-        """Note an event from the runner."""
+        """Take note of an event from the runner."""
         round_ = None if self._round is None else self._round.round
         match event:
             case runner_link.WorkerExited():
@@ -121,7 +121,7 @@ class WorkerStarts:
         return f"local_rank {rank} is {self._how[rank]}" + (f": {why}" if why else "")
 
     def _why(self, rank: int) -> str:
-        """Return why a worker is new, and why it is cold, if this node knows."""
+        """Return why a worker is new and why it is cold, as far as this node knows."""
         if self._how[rank] == _KEPT:
             return ""
         found = (self._why_new.get(rank), self._why_cold.get(rank))

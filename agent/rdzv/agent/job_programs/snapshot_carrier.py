@@ -1,10 +1,10 @@
-"""Program that sends this node's snapshots of a job to other nodes, and fetches theirs.
+"""Sends this node's snapshots of a job to other nodes, and fetches theirs.
 
     python snapshot_carrier.py --fd N [--rate BYTES]
 
-The carrier is run by path with the job's interpreter and account, so it uses the standard library
-alone, and supports older Pythons than rdzv itself. N is a socket to the runner, with frames as in
-channel.py of the runner. From the runner:
+The carrier is run by path, with the job's interpreter and under its account, so it uses only the
+standard library and supports older Python versions than rdzv itself. N is a socket to the runner,
+with frames as in the runner's channel.py. From the runner:
 
     credentials {token, pem}              a peer that knows the token may fetch; with a key and a
                                           certificate, over TLS. Replaces earlier credentials
@@ -19,14 +19,14 @@ To the runner:
     fetched   {id, number}                the copy in the memfd of this number is complete
     done      {id, reason}                the fetch has ended; reason is empty if it succeeded
 
-Carriers speak TCP, or TLS with the certificate whose digest was sent to the server. Both sides
-prove that they know the sending node's token; then the fetching side requests one snapshot after
-the other. The sender sends the content, then the seal (snapshot_slot.py of the worker has the
-layout), then a digest of both, keyed with a key that both sides derive from the token. If the slot
-has been overwritten meanwhile, zeros are sent in place of the seal. The fetching side compares
-step, layout and digest with those that the server was told, and writes the seal last: a copy with a
-seal is the snapshot that the other node reported. The worker that loads the copy verifies its
-content once more.
+Carriers use TCP, or TLS with the certificate whose digest was sent to the server. Each side proves
+that it knows the sending node's token; the fetching side then requests one snapshot after another.
+For each, the sender sends the contents, then the seal (the worker's snapshot_slot.py defines the
+layout), and then a digest of both, keyed with a key that both sides derive from the token. If the
+slot has been overwritten in the meantime, the seal is replaced by zeros. The fetching side compares
+the step, layout and digest with those reported to the server, and writes the seal last, so a copy
+with a seal is exactly the snapshot that the other node reported. The worker that loads the copy
+verifies its contents once more.
 """
 
 from __future__ import annotations
@@ -62,26 +62,26 @@ PIECE_BYTES = 1 << 20
 MAX_REQUEST_BYTES = 64 << 10
 MAX_CONNECTIONS = 32
 STALL_TIMEOUT_S = 15.0
-"""A connection on which no byte moves for this long is closed."""
+"""How long a connection may transfer no bytes before it is closed."""
 LEAST_RATE = 10_000_000
-"""Bytes a second: a slower transfer fails, if no rate is set."""
+"""The transfer rate, in bytes per second, below which a transfer fails if no rate is set."""
 
 
 class CopyError(Exception):
-    """A snapshot cannot be copied; the message says why."""
+    """Raised if a snapshot cannot be copied; the message gives the reason."""
 
 
 # ---------------------------------------------------------------- slots
 
 
 class Memory:
-    """A slot in memory, as bytes; closed when nothing refers to it any more."""
+    """A slot in memory, accessible as bytes and closed when no longer referenced."""
 
     def __init__(self, fd: int, size: int, *, writable: bool = False) -> None:
-        """Map the memory, and close the descriptor."""
+        """Map the memory and close the descriptor."""
         try:
             if writable:
-                # Allocate all pages now: without memory, a later write would raise SIGBUS.
+                # Allocate all pages now, because running out of memory later would raise SIGBUS.
                 os.posix_fallocate(fd, 0, size)
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             self.bytes = memoryview(mmap.mmap(fd, size, access=access))
@@ -89,12 +89,12 @@ class Memory:
             os.close(fd)
 
     def header(self) -> dict[str, Any] | None:
-        """Return the header of the snapshot in it; None if that has no valid seal."""
+        """Return the header of the stored snapshot, or None if it has no valid seal."""
         return read_header(self.bytes)
 
 
 def read_header(memory: memoryview) -> dict[str, Any] | None:
-    """Return the header with the snapshot's `size` in bytes added; None if it is not valid."""
+    """Return the header, with the snapshot's `size` in bytes added, or None if it is invalid."""
     seal = bytes(memory[:HEADER_AT])
     length = SEAL.unpack(seal)[2]
     if length > CONTENT_AT - HEADER_AT:
@@ -117,7 +117,7 @@ def _header_of(seal: bytes, said: bytes, most: int) -> dict[str, Any] | None:
 
 
 def is_asked_for(header: dict[str, Any], asked: dict[str, Any]) -> bool:
-    """Whether a snapshot is the one that was asked for, as its own node reported it."""
+    """Return whether a snapshot is the requested one, as reported by its own node."""
     names = ("lineage", "step", "shard", "shards", "world_size", "digest")
     if any(header.get(name) != asked.get(name) for name in names):
         return False
@@ -128,7 +128,7 @@ def is_asked_for(header: dict[str, Any], asked: dict[str, Any]) -> bool:
 
 
 class TokenBucket:
-    """Limits the bytes that all threads together send in a second."""
+    """Limits how many bytes per second all threads together may send."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class TokenBucket:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Allow `rate` bytes a second, in bursts of a twentieth of that; 0 means no limit."""
+        """Allow `rate` bytes per second, in bursts of a twentieth of that; 0 means no limit."""
         self._rate = rate
         self._most = max(rate / 20, PIECE_BYTES)
         self._clock, self._sleep = clock, sleep
@@ -144,7 +144,7 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, count: int) -> None:
-        """Block until `count` more bytes may be sent."""
+        """Block until another `count` bytes may be sent."""
         if not self._rate:
             return
         with self._lock:
@@ -166,7 +166,7 @@ def proof(token: str, role: str, *nonces: bytes) -> bytes:
 
 
 def receive(sock: socket.socket, into: memoryview, until: float) -> None:
-    """Fill a buffer; `CopyError` if the peer closes the connection or `until` passes."""
+    """Fill a buffer. Raises `CopyError` if the peer disconnects or `until` passes."""
     while into:
         if time.monotonic() > until:
             raise CopyError("it takes too long")
@@ -184,7 +184,7 @@ def received(sock: socket.socket, count: int, until: float) -> bytes:
 
 
 def keyed(key: bytes) -> Any:
-    """Return a keyed hash for the digest of a transfer."""
+    """Return a keyed hash for computing a transfer's digest."""
     return hashlib.blake2b(key=key, digest_size=32)
 
 
@@ -202,7 +202,7 @@ class Sender:
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
     def accept(self, listening: socket.socket) -> None:
-        """Serve every connection, forever."""
+        """Serve every incoming connection, forever."""
         while True:
             sock, _ = listening.accept()
             if not self._places.acquire(blocking=False):
@@ -223,7 +223,7 @@ class Sender:
             self._places.release()
 
     def serve(self, sock: socket.socket) -> None:
-        """Serve one peer until it disconnects; `CopyError` if it does not know the token."""
+        """Serve one peer until it disconnects. Raises `CopyError` if it does not know the token."""
         token, nonce = self.token, os.urandom(32)
         sock.sendall(GREETING.pack(PROTOCOL, nonce))
         until = time.monotonic() + STALL_TIMEOUT_S
@@ -253,7 +253,7 @@ class Sender:
             sock.sendall(piece)
             digest.update(piece)
         if bytes(memory.bytes[:HEADER_AT]) != seal:
-            seal = bytes(HEADER_AT)  # Its worker has begun to overwrite it.
+            seal = bytes(HEADER_AT)  # The worker has begun to overwrite it.
         digest.update(seal)
         sock.sendall(seal + digest.digest())
 
@@ -270,7 +270,7 @@ class Sender:
 
 
 class Fetch:
-    """One fetch: from several nodes at once, and from each node one snapshot after the other."""
+    """A fetch from several nodes in parallel, requesting one snapshot at a time from each node."""
 
     def __init__(
         self,
@@ -281,9 +281,9 @@ class Fetch:
         *,
         encrypted: bool,
     ) -> None:
-        """Fetch into `fds`, and call `report` with the index of each copy that is complete.
+        """Fetch into `fds`, and call `report` with the index of each completed copy.
 
-        With `encrypted`, nothing is fetched from a node that does not encrypt.
+        With `encrypted`, nothing is fetched from nodes that do not encrypt.
         """
         self._report = report
         self._rate = rate
@@ -301,7 +301,7 @@ class Fetch:
             self._threads.append(thread)
 
     def run(self) -> str:
-        """Fetch all copies; return the reasons why any failed, or an empty string."""
+        """Fetch all copies. Returns the reasons for any failures, or an empty string."""
         for thread in self._threads:
             thread.start()
         for thread in self._threads:
@@ -309,7 +309,7 @@ class Fetch:
         return "; ".join(self.reasons)[:500]
 
     def end(self) -> None:
-        """Abort the fetch; `run` returns soon after."""
+        """Abort the fetch, which makes `run` return soon."""
         self._ended = True
         for sock in tuple(self._sockets):
             with suppress(OSError):
@@ -342,7 +342,7 @@ class Fetch:
                 memory = Memory(os.dup(fd), os.fstat(fd).st_size, writable=True)
                 seconds = 60 + asked["bytes"] / LEAST_RATE
                 if self._rate:
-                    # The other side may have the same limit, and sends to several nodes.
+                    # The other side may have the same limit while sending to several nodes.
                     seconds += 8 * asked["bytes"] / self._rate
                 fetch(sock, asked, memory.bytes, key, time.monotonic() + seconds)
                 os.close(fd)
@@ -353,10 +353,10 @@ class Fetch:
 
 
 def encrypt(sock: socket.socket, fingerprint: str) -> ssl.SSLSocket:
-    """Start TLS; `CopyError` unless the peer's certificate has this SHA-256 fingerprint."""
+    """Start TLS. Raises `CopyError` unless the peer's certificate has this SHA-256 fingerprint."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # The certificate is self-signed, and identified by its digest.
+    # The certificate is self-signed and identified by its digest.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     encrypted = context.wrap_socket(sock)
     found = encrypted.getpeercert(binary_form=True)
@@ -367,7 +367,7 @@ def encrypt(sock: socket.socket, fingerprint: str) -> ssl.SSLSocket:
 
 
 def greet_sender(sock: socket.socket, token: str) -> bytes:
-    """Authenticate both sides by the token; return the key of the connection."""
+    """Authenticate both sides by the token. Returns the connection's key."""
     until = time.monotonic() + STALL_TIMEOUT_S
     protocol, theirs = GREETING.unpack(received(sock, GREETING.size, until))
     if protocol != PROTOCOL:
@@ -382,7 +382,7 @@ def greet_sender(sock: socket.socket, token: str) -> bytes:
 def fetch(
     sock: socket.socket, asked: dict[str, Any], memory: memoryview, key: bytes, until: float
 ) -> None:
-    """Fetch one snapshot; the memory gets its seal only once everything is verified."""
+    """Fetch one snapshot, writing its seal to memory only after everything has been verified."""
     what = f"part {asked['shard']} of step {asked['step']}"
     memory[:HEADER_AT] = bytes(HEADER_AT)
     request = json.dumps(asked).encode()
@@ -414,7 +414,7 @@ def fetch(
 
 
 class Carrier:
-    """Carries out the requests of the runner."""
+    """Carries out the runner's requests."""
 
     def __init__(self, control: socket.socket, rate: int) -> None:
         self._control = control
@@ -425,7 +425,7 @@ class Carrier:
         self._sending = threading.Lock()
 
     def run(self) -> None:
-        """Listen, and carry out requests until the runner is gone."""
+        """Listen for peers, and carry out requests until the runner is gone."""
         listening = listen()
         threading.Thread(target=self._sender.accept, args=(listening,), daemon=True).start()
         self._say({"type": "listening", "port": listening.getsockname()[1]})
@@ -489,7 +489,7 @@ class Carrier:
 
 
 def listen() -> socket.socket:
-    """Listen on all addresses of this machine, on a free port."""
+    """Listen on a free port on all of this machine's addresses."""
     if socket.has_dualstack_ipv6():
         with suppress(OSError):
             return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -497,10 +497,10 @@ def listen() -> socket.socket:
 
 
 def server_context(pem: str) -> ssl.SSLContext:
-    """Return a TLS server context for this key and certificate; peers need no certificate."""
+    """Return a TLS server context for this key and certificate. Peers need no certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # The ssl module loads them only from a file; this file is in memory.
+    # The ssl module loads these only from a file, so the file is in memory.
     fd = os.memfd_create("rdzv certificate")
     try:
         os.write(fd, pem.encode())
@@ -519,7 +519,7 @@ def die_with_parent() -> None:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Copy snapshots from node to node.")
     parser.add_argument("--fd", type=int, required=True, help="the socket to the runner")
     parser.add_argument("--rate", type=int, default=0, help="the most bytes to send per second")

@@ -2,23 +2,24 @@
 
     python store_host.py --fd N --ready-fd M [--port P]
 
-It is run by path with the job's interpreter, so it needs torch but nothing of rdzv, and supports
-older Pythons than rdzv itself. It writes "ready" to M once clients are served, then sleeps until it
-is killed. If there is a zygote with torch, a fork of it runs `serve` and `keep_serving` instead.
+It is run by path with the job's interpreter, so it needs torch but no part of rdzv, and supports
+older Python versions than rdzv itself. It writes "ready" to M once it is serving clients, and then
+sleeps until killed. If there is a zygote with torch, a fork of that runs `serve` and `keep_serving`
+instead.
 
 The store's options, tested with torch 2.13:
 
-* `master_listen_fd`: clients that connected before are served as soon as the store exists, so
+* `master_listen_fd`: clients that connected earlier are served as soon as the store exists, so
   workers need not wait for it. The store takes ownership of the descriptor.
 * `wait_for_workers=False`: otherwise the constructor would wait for all clients.
-* `use_libuv` is what the workers use (USE_LIBUV, on by default), so that server and clients are
-  of one kind, as under torchrun. Both kinds accept a listening socket, except libuv's in torch 2.4;
-  there the older server serves the same clients.
-* `multi_tenant=False`: otherwise the stores of one process that have the same port would share one
-  server. There should be one store here, and with sharing a second one would go unnoticed.
-* The port is always given: libuv accepts 0 for the socket's own port, the older server does not.
-* `prepare_for_many` is called first: torch's server looks up the name of each client that connects,
-  in the one thread that serves, and never closes a client's connection.
+* `use_libuv` has the same value as in the workers (USE_LIBUV, on by default), so that server and
+  clients are of the same kind, as under torchrun. Both kinds accept a listening socket, except
+  libuv's in torch 2.4, where the older server is used for the same clients.
+* `multi_tenant=False`: otherwise, stores with the same port in one process would share a server.
+  There should be only one store here, and with sharing a second one would go unnoticed.
+* The port is always given: libuv accepts 0 for the socket's own port; the older server does not.
+* `prepare_for_many` is called first, because torch's server looks up the name of each client that
+  connects, in its only serving thread, and never closes a client's connection.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def main() -> None:
-    """Serve the store until killed; exit with a one-line explanation if that fails."""
+    """Serve the store until killed. If that fails, exit with a one-line explanation."""
     die_with_parent()
     options = parse_options()
     try:
@@ -56,13 +57,13 @@ def main() -> None:
 
 
 def keep_serving(store: object) -> None:
-    """Hold the store until this process is killed."""
+    """Keep the store alive until this process is killed."""
     while store is not None:
         signal.pause()
 
 
 def parse_options() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Serve a c10d TCPStore on a listening socket.")
     parser.add_argument("--fd", type=int, required=True, help="the listening socket")
     parser.add_argument("--ready-fd", type=int, required=True, help="written to once it is ready")
@@ -74,9 +75,9 @@ def parse_options() -> argparse.Namespace:
 
 
 def serve(fd: int, wanted_port: int | None = None, *, whole_torch: bool) -> object:
-    """Return a store on this listening socket; it serves until it is deleted.
+    """Return a store on this listening socket, which serves clients until it is deleted.
 
-    If torch is already imported, as in a fork of the zygote, `whole_torch` uses it as it is.
+    If torch is already imported, as in a fork of the zygote, set `whole_torch` to use it as it is.
     """
     host, port = reachable_at(fd)
     if wanted_port not in (None, port):
@@ -84,7 +85,7 @@ def serve(fd: int, wanted_port: int | None = None, *, whole_torch: bool) -> obje
     prepare_for_many()
     make = functools.partial(
         import_store_type(whole_torch=whole_torch),
-        host,  # The address for the store's own client; it listens at the socket's.
+        host,  # The store's own client connects here; the server listens at the socket's address.
         port,
         is_master=True,
         wait_for_workers=False,
@@ -99,7 +100,7 @@ def serve(fd: int, wanted_port: int | None = None, *, whole_torch: bool) -> obje
 
 
 def reachable_at(fd: int) -> tuple[str, int]:
-    """Return an address at which this machine reaches a listening socket, and its port."""
+    """Return an address through which this machine can reach a listening socket, and its port."""
     sock = socket.socket(fileno=fd)
     try:
         if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -117,14 +118,15 @@ def reachable_at(fd: int) -> tuple[str, int]:
 
 
 def prepare_for_many() -> None:
-    """Let this process hold a connection from each rank without a DNS lookup.
+    """Let this process hold a connection from every rank without DNS lookups.
 
-    The soft limit of open files is often 1,024; the connections of ranks beyond it are reset. And
-    while a name server does not answer, for 5 s or more, the store serves nobody.
+    The soft limit on open files is often 1,024, and the connections of any further ranks are reset.
+    Also, the store serves no clients while it waits for a name server that does not respond, which
+    takes 5 s or more.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    # glibc's; other C libraries have no services to choose from. /etc/hosts alone is read.
+    # Only glibc has this call, which restricts lookups to /etc/hosts.
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
     if configure is not None:
         configure(b"hosts", b"files")
@@ -137,18 +139,18 @@ def import_store_type(*, whole_torch: bool) -> Any:
         try:
             return import_extension_alone()._distributed_c10d.TCPStore
         except Exception:
-            # The exec discards half-imported modules; descriptors and pid stay.
+            # The exec discards half-imported modules and keeps the descriptors and pid.
             command = getattr(sys, "orig_argv", [sys.executable, *sys.argv])
             os.execv(sys.executable, [*command, "--whole-torch"])
     return importlib.import_module("torch.distributed").TCPStore
 
 
 def import_extension_alone() -> Any:
-    """Import only the C++ part of torch, which has the store, under empty packages.
+    """Import only the C++ part of torch, which includes the store, under empty packages.
 
-    Importing all of torch takes a second of CPU time, five times as long, while the first workers
-    need the CPU, and half as much memory again. No other code here knows as much about torch's
-    internals.
+    Importing all of torch takes a second of CPU time, which is five times as long, while the first
+    workers need the CPU, and half as much memory again. No other code here depends as much on
+    torch's internals.
     """
     finder = importlib.machinery.PathFinder
     found = finder.find_spec("torch", sys.path)
@@ -163,7 +165,7 @@ def import_extension_alone() -> Any:
     torch.distributed = sys.modules["torch.distributed"]
     libraries = os.path.join(folder, "lib", "libtorch_global_deps.so")  # noqa: PTH118
     ctypes.CDLL(libraries, mode=ctypes.RTLD_GLOBAL)
-    # Serving needs few of the 40,000 functions that torch's libraries want of each other.
+    # Serving needs few of the 40,000 functions that torch's libraries import from each other.
     sys.setdlopenflags(os.RTLD_LAZY)
     extension: Any = importlib.import_module("torch._C")
     if not extension._c10d_init():
@@ -172,14 +174,14 @@ def import_extension_alone() -> Any:
 
 
 def stay_small() -> None:
-    """Keep torch from using GPUs, plug-ins and thread pools, which serving does not need."""
+    """Keep torch from using GPUs, plug-ins and thread pools, which are not needed for serving."""
     os.environ.update(
         CUDA_VISIBLE_DEVICES="",
         HIP_VISIBLE_DEVICES="",
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
         OMP_NUM_THREADS="1",
     )
-    # Python puts a script's folder first; torch must not import modules from this one.
+    # Python puts a script's folder first, but torch must not import modules from this one.
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
 

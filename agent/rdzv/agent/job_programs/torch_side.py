@@ -1,19 +1,19 @@
-"""torch's event handlers and logs specs, in a process of their own, for the agent.
+"""Runs torch's event handlers and logs specs for the agent, in a separate process.
 
     python torch_side.py FD
 
-It is run by path with the job's interpreter, so it needs torch but nothing of rdzv, and supports
-older Pythons than rdzv itself. It exchanges JSON lines over the socket FD. The first line gives its
-role:
+It is run by path with the job's interpreter, so it needs torch but no part of rdzv, and supports
+older Python versions than rdzv itself. It exchanges JSON lines over the socket FD. The first line
+gives its role:
 
 * `{"role": "events", "name": N, "logs_specs": ""}`: every further line is an event for torch's
   handler N.
 * `{"role": "logs_specs", "name": N, "log_dir": ..., "redirects": ..., "tee": ..., "ranks": ...}`:
-  every further line is `{"envs": ...}` of a round's workers; the answer is their output locations.
-  Their files are emptied here, with the rights of the job.
+  every further line is `{"envs": ...}` for a round's workers; the response gives their output
+  locations. This process empties their files, using the job's rights.
 
-The first answer is `{"ready": true}` or `{"refused": "why"}`. The process ends when the socket is
-closed; if the agent is killed, it has `LINGER_S` to finish.
+The first response is `{"ready": true}` or `{"refused": "why"}`. The process ends when the socket is
+closed. If the agent is killed, the process has `LINGER_S` to finish.
 
 Source: `torch/distributed/elastic/events`, `_construct_event` in
 `torch/distributed/elastic/agent/server/api.py`, `_get_logs_specs_class` in
@@ -52,7 +52,7 @@ def main() -> None:
         return
     try:
         serve = ROLES[options.pop("role")](asked, **options)
-        next(serve)  # The first answer: it is ready.
+        next(serve)  # The first response: ready.
     except Exception as error:
         say(agent, {"refused": describe(error)})
         return
@@ -68,13 +68,13 @@ def say(agent: socket.socket, message: dict[str, Any]) -> None:
 
 
 def describe(error: Exception) -> str:
-    """Describe an error in one line, with its type unless it is a refusal."""
+    """Describe an error in one line, including its type unless it is a refusal."""
     text = " ".join(str(error).split())
     return text if isinstance(error, Refusal) else f"{type(error).__name__}: {text}"
 
 
 class Refusal(Exception):  # noqa: N818
-    """A request cannot be carried out; the message tells the user why."""
+    """Raised if a request cannot be carried out; the message tells the user why."""
 
 
 # ---------------------------------------------------------------------- events
@@ -83,11 +83,11 @@ class Refusal(Exception):  # noqa: N818
 def record_events(
     asked: Iterator[dict[str, Any]], name: str, logs_specs: str
 ) -> Iterator[dict[str, Any] | None]:
-    """Record every event; if the handler fails on one, print the error and drop the event."""
+    """Record every event. If the handler fails on an event, print the error and drop the event."""
     events: Any = importlib.import_module("torch.distributed.elastic.events")
     handlers: Any = importlib.import_module("torch.distributed.elastic.events.handlers")
-    # As in torchrun, this loads the entry points of `torchrun.handlers`; their modules, and the
-    # module with the logs specs, may register event handlers, too.
+    # As in torchrun, this loads the entry points of `torchrun.handlers`. Their modules, and the
+    # module with the logs specs, may also register event handlers.
     importlib.import_module("torch.distributed.elastic.rendezvous")
     if logs_specs:
         load_logs_specs(logs_specs)
@@ -115,13 +115,13 @@ def record_events(
 
 
 def read_error(path: str, exit_code: int) -> Any:
-    """Return the error file of a failed worker, or torch's default if it left none."""
+    """Return the contents of a failed worker's error file, or torch's default if there is none."""
     if os.path.isfile(path):  # noqa: PTH113
         try:
             with open(path) as file:  # noqa: PTH123
                 return json.load(file)
         except (OSError, ValueError):
-            pass  # torchrun would end here; the agent has informed the user.
+            pass  # torchrun would exit here; the agent has informed the user.
     return NO_ERROR_DATA if exit_code < 0 else {**NO_ERROR_DATA, "errorTraits": NOT_TRACEABLE}
 
 
@@ -136,7 +136,7 @@ def reify_logs_specs(
     tee: dict[str, int],
     ranks: list[int] | None,
 ) -> Iterator[dict[str, Any] | None]:
-    """For each round asked about, yield where its workers write, and their environment."""
+    """For each requested round, yield its workers' output locations and environment."""
     made = load_logs_specs(name)(
         log_dir=log_dir,
         redirects=to_streams(redirects),
@@ -157,7 +157,7 @@ def reify_logs_specs(
 
 
 def load_logs_specs(name: str) -> Any:
-    """Return the class that an entry point names."""
+    """Return the class that an entry point refers to."""
     importlib.import_module("torch.distributed.elastic.multiprocessing")
     group = [point for point in every_entry_point("torchrun.logs_specs") if point.name == name]
     if not group:
@@ -170,20 +170,20 @@ def load_logs_specs(name: str) -> Any:
 
 
 def every_entry_point(group: str) -> Any:
-    """Return the entry points of a group, on Python 3.9 and later."""
+    """Return a group's entry points, on Python 3.9 and later."""
     found: Any = metadata.entry_points()
     return found.select(group=group) if hasattr(found, "select") else found.get(group, ())
 
 
 def to_streams(by_rank: dict[str, int]) -> Any:
-    """Convert --redirects or --tee from JSON to torch's form: one for all, or by LOCAL_RANK."""
+    """Convert --redirects or --tee from JSON to torch's form: a single value or by LOCAL_RANK."""
     module: Any = importlib.import_module("torch.distributed.elastic.multiprocessing")
     streams = {int(rank): module.Std(bits) for rank, bits in by_rank.items()}
     return streams.get(-1, streams)
 
 
 def tell(made: Any) -> dict[str, Any]:
-    """Convert a LogsDest to JSON; resolve paths from this folder, where the workers start."""
+    """Convert a LogsDest to JSON, resolving paths against this folder, where the workers start."""
     fields = ("stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files")
     files = {
         field: {rank: absolute(path) for rank, path in getattr(made, field).items() if path}
@@ -198,12 +198,12 @@ def tell(made: Any) -> dict[str, Any]:
 
 
 def absolute(path: Any) -> str:
-    """Return an absolute path; an empty one stays empty."""
+    """Return an absolute path, but leave an empty path empty."""
     return os.path.abspath(os.fspath(path)) if path else ""  # noqa: PTH100
 
 
 def empty(path: str) -> None:
-    """Empty a file, as torchrun does; if that fails, the runner reports why."""
+    """Empty a file, as torchrun does. If that fails, the runner will report why."""
     try:
         if os.path.isfile(path):  # noqa: PTH113
             os.truncate(path, 0)
@@ -220,13 +220,13 @@ ROLES: dict[str, Callable[..., Iterator[dict[str, Any] | None]]] = {
 
 
 def forget_own_folder() -> None:
-    """Do not import modules from this folder, although Python puts a script's folder first."""
+    """Remove this folder from the import path, where Python puts the script's folder first."""
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
 
 
 def linger_after_parent() -> None:
-    """After the agent is killed, allow a few seconds to record the remaining events."""
+    """After the agent is killed, allow a few seconds for recording the remaining events."""
     parent = os.getppid()
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(LINGER_S))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)

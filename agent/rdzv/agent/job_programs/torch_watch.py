@@ -1,14 +1,15 @@
-"""Reports to the runner that a worker has imported torch, and what its script changed before that.
+"""Reports to the runner when a worker imports torch, and what its script changed before that.
 
-Two kinds of workers are watched: those that start cold, by watch_hook/, and forks of a zygote, in
-which torch is hidden until the script imports it. In both, an import finder is put before the
-others, and removed at the import.
+Two kinds of workers are watched: workers that start cold (by watch_hook/), and forks of a zygote,
+in which torch is hidden until the script imports it. In both, an import finder is placed before the
+others and removed when torch is imported.
 
-The report is a JSON datagram to a Unix socket with an abstract address: {changed}, the names of
-those variables that torch reads on import and that the script set, unset or changed before. In a
-fork, such changes come too late. The environment of the C library is compared, too.
+The report is a JSON datagram, sent to a Unix socket with an abstract address: {changed}, the names
+of the variables that torch reads on import and that the script had set, unset or changed before. In
+a fork, such changes come too late. The C library's environment is compared as well.
 
-It supports older Pythons than rdzv itself, and imports next to nothing before torch is imported.
+This module supports older Python versions than rdzv itself, and imports next to nothing before
+torch is imported.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ READ_ON_IMPORT = (
     *("TORCH", "PYTORCH_", "CUDA_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
     *("GOTO_NUM_THREADS", "BLIS_", "NUMEXPR_"),
 )
-"""The prefixes of variables that torch, numpy and their libraries may read on import."""
+"""Prefixes of the variables that torch, numpy and their libraries may read on import."""
 
 READ_LATER = ("CUDA_VISIBLE_DEVICES", "TORCH_NCCL_", "TORCHELASTIC_")
-"""The exceptions, which are read only when CUDA or a process group is initialised."""
+"""Exceptions, which are read only when CUDA or a process group is initialised."""
 
 MAX_NAMES = 8
 MAX_NAME_LENGTH = 64
@@ -39,12 +40,12 @@ SEND_TIMEOUT_S = 1.0
 
 
 def watch(address: str) -> None:
-    """Report the import of torch to an abstract address."""
+    """Report the import of torch to an abstract socket address."""
     sys.meta_path.insert(0, _Watch(address, {}))
 
 
 def watch_hidden(address: str) -> None:
-    """Do the same in a process that has already imported torch, as if it had not."""
+    """Like `watch`, but in a process that has already imported torch, as if it had not."""
     hidden = {
         name: module
         for name, module in sys.modules.items()
@@ -64,7 +65,7 @@ class _Watch:
         self._hidden = hidden
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find torch as the other finders do; its loader reports the import."""
+        """Find torch through the other finders, and let its loader report the import."""
         if name != "torch":
             return None
         if self._hidden:
@@ -104,14 +105,14 @@ class _Watch:
         return found
 
     def show(self, module: ModuleType, spec: Any) -> None:
-        """Make the hidden module visible to the script, and report that."""
+        """Make the hidden module visible to the script, and report its import."""
         changed = self._end()
         module.__spec__ = spec
         sys.modules.update(self._hidden)
         self._report(changed)
 
     def _end(self) -> list[str]:
-        """Stop watching; return the variables that have changed."""
+        """Stop watching. Returns the variables that have changed."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         now, before = _environment_of_c(), self._before
@@ -136,7 +137,7 @@ class _Watch:
 
 
 class _Loader:
-    """The loader of a hidden module."""
+    """The loader for a hidden module."""
 
     def __init__(self, watch: _Watch, spec: Any) -> None:
         self._watch = watch
@@ -153,7 +154,7 @@ class _Loader:
 
 
 def _environment_of_c() -> dict[bytes, bytes]:
-    """Return the environment of the C library, which `os.putenv` changes as well."""
+    """Return the C library's environment, which `os.putenv` also changes."""
     try:
         import ctypes
 

@@ -1,32 +1,33 @@
-"""The zygote: an interpreter with torch imported, from which workers and store hosts are forked.
+"""The zygote, an interpreter that has imported torch and forks workers and store hosts.
 
-It is started with the command line of a worker (`python -u train.py ...`, or -m, or -c), and with a
-folder on PYTHONPATH whose `sitecustomize` runs `main` below while the interpreter starts, just
-before it would run the script. There it preloads the modules named in its order, and waits for
-requests. A forked worker returns from `main`, and the interpreter continues with its script as
-usual. So `__main__`, `sys.argv`, -m and -c, tracebacks, exit codes and exit handlers are the
-interpreter's own, not imitated, and no frame of this file is below the script's.
+The zygote is started with a worker's command line (`python -u train.py ...`, or -m, or -c), and
+with a folder on PYTHONPATH whose `sitecustomize` calls `main` below while the interpreter is
+starting, just before it would run the script. `main` preloads the modules named in its order and
+waits for requests. In a forked worker it returns, and the interpreter continues with the script as
+usual. This means that `__main__`, `sys.argv`, -m and -c, tracebacks, exit codes and exit handlers
+are the interpreter's own rather than imitations, and no frame of this file is below the script's.
 
-It imports only the standard library until it preloads, and supports older Pythons than rdzv itself.
+Until it preloads modules, it imports only the standard library. It supports older Python versions
+than rdzv itself.
 
-RDZV_ZYGOTE in its environment is a JSON object, its order:
+RDZV_ZYGOTE in its environment is its order, a JSON object:
 
     {path, script, check}       print in JSON which of the modules in `check` are missing, or why
                                 workers cannot be forked here at all (`refused`), and exit
     {path, argv, fd, modules, for_restarts}
                                 preload, then serve; fd is a Unix seqpacket socket to the runner
 
-`path` is the PYTHONPATH that a worker would have, null for none; `argv` is the zygote's own command
-line, and `script` the worker's script, -m or -c. Messages on the socket:
+`path` is the PYTHONPATH that a worker would have, or null for none; `argv` is the zygote's own
+command line; `script` is the worker's script, -m or -c. Messages on the socket:
 
     {ready: {modules, threads, memory_kb, seconds}}   it accepts fork requests
     {refused: reason}                    workers cannot be forked from this; it exits
     {fork: batch, forks: n}              from the runner, with a stream socket for each: its link
     {forked: batch, pids, reason}        `reason` if there are fewer pids than requested
 
-Each fork is forked twice, so that the runner, which is a subreaper, becomes its parent. It does
-nothing until it has read its order from its link, as a frame (4 bytes of length, big endian, then
-JSON). If the link is closed before that, the fork is not needed, and exits.
+Each process is forked twice, so that the runner, which is a subreaper, becomes its parent. A fork
+does nothing until it has read its order from its link, in a frame (4 bytes of length, big endian,
+then JSON). If the link is closed before that, the fork is not needed and exits.
 
 * A worker: {argv, env, given, cwd, cpus, parent, stdout, stderr}, with three standard streams.
   `given` is the environment that the zygote was given; `stdout` and `stderr` are files to append to
@@ -70,13 +71,13 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 BARE = ("torch", "numpy")
-"""Modules imported first; the threads that they start on import are harmless in a fork."""
+"""Modules to import first. The threads that they start on import are harmless in a fork."""
 
 BESIDE_TORCH = "rdzv.worker"
-"""Imported with torch if it is installed: it takes 20 ms, and kept workers need it."""
+"""A module imported along with torch, if installed: it takes 20 ms, and kept workers need it."""
 
 MAX_FDS = 253
-"""The most descriptors that the kernel accepts with one message."""
+"""The maximum number of descriptors that the kernel accepts with one message."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_MM = 35
@@ -91,17 +92,17 @@ _DEVICES = (
     *("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/xpu", "/dev/davinci", "/dev/neuron"),
     *("/dev/accel", "/dev/habanalabs", "/dev/hl", "/dev/vfio/", "/dev/infiniband/"),
 )
-"""Accelerators and RDMA adapters, whose drivers tie memory and queues to one process."""
+"""Accelerators and RDMA adapters, whose drivers tie memory and queues to a single process."""
 
 _UNSHARABLE = ("socket:", "pipe:", "anon_inode:", *_DEVICES)
-"""Descriptors that several processes cannot share as if each had opened its own."""
+"""Descriptors that processes cannot share as if each had opened its own."""
 
 _torch_seed: dict[str, int] = {}
-"""torch's seed after its import, as `fresh`; a module that seeds torch seeds all workers."""
+"""torch's seed after its import, as `fresh`. A module that seeds torch would seed all workers."""
 
 _OOM_SCORE = "/proc/self/oom_score_adj"
 _oom_score: dict[str, str] = {}
-"""The score from `before` this process changed it; empty if it did not."""
+"""The score, as `before`, from before this process changed it; empty if it did not."""
 
 _LOW_PRIORITY = 5
 
@@ -109,18 +110,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class RefusedError(Exception):
-    """Workers cannot be forked from this process; the message says why."""
+    """Raised if workers cannot be forked from this process; the message gives the reason."""
 
 
 class StartError(Exception):
-    """A worker cannot be started as requested, with or without a zygote; the message says why."""
+    """Raised if a worker cannot be started as requested, whether or not it is forked."""
 
 
 def main(hook: str) -> bool:
-    """Carry out the order in RDZV_ZYGOTE; return only in workers.
+    """Carry out the order in RDZV_ZYGOTE. Returns only in workers.
 
-    `hook` is the folder whose `sitecustomize` calls this. Returns whether the site has its own
-    `sitecustomize`, which has then been imported.
+    `hook` is the folder whose `sitecustomize` calls this function. Returns whether the site has its
+    own `sitecustomize`, which has then already been imported.
     """
     order = json.loads(os.environ.pop("RDZV_ZYGOTE"))
     _forget(hook, order["path"])
@@ -156,16 +157,16 @@ def _be_expendable() -> None:
 
 
 def _leave_cpus_to_others(nice: int) -> None:
-    """Set the priority of this session, if the kernel has autogroups.
+    """Set this session's priority, if the kernel has autogroups.
 
-    Forks inherit a nice value, which could not be raised again; they do not inherit this one.
+    Forks inherit a nice value, and could not raise it again; they do not inherit this priority.
     """
     for _ in range(5):
         try:
             Path("/proc/self/autogroup").write_text(str(nice))
             return
         except BlockingIOError:
-            time.sleep(0.1)  # It can be set ten times a second, on the whole machine.
+            time.sleep(0.1)  # The kernel allows ten changes per second on the whole machine.
         except OSError:
             return
 
@@ -181,7 +182,7 @@ def _forget(hook: str, path: str | None) -> None:
 
 
 def _customize() -> bool:
-    """Import the site's own `sitecustomize`; return whether there is one."""
+    """Import the site's own `sitecustomize`. Returns whether there is one."""
     del sys.modules["sitecustomize"]
     try:
         importlib.import_module("sitecustomize")
@@ -207,7 +208,7 @@ def _answer_check(names: Iterable[str], script: str) -> None:
 
 
 def _missing(names: Iterable[str], script: str) -> dict[str, str]:
-    """Return the modules that cannot be found, and Python's reasons."""
+    """Return the modules that cannot be found, with Python's reasons."""
     missing = {}
     with _ScriptFolder(script):
         for name in names:
@@ -223,7 +224,7 @@ def _missing(names: Iterable[str], script: str) -> dict[str, str]:
 
 
 class _ScriptFolder:
-    """Context in which imports find the same modules as in the script."""
+    """A context in which imports find the same modules as in the script."""
 
     def __init__(self, script: str) -> None:
         self._script = script
@@ -233,12 +234,12 @@ class _ScriptFolder:
         if self._entry is not None:
             sys.path.insert(0, self._entry)
         if self._script not in ("-m", "-c"):
-            # Without it, libraries may take this process for an interactive session.
+            # Without this, libraries may mistake this process for an interactive session.
             sys.modules["__main__"].__file__ = str(Path(self._script).absolute())
 
     def __exit__(self, *_: object) -> None:
         if self._entry in sys.path:
-            sys.path.remove(self._entry)  # The interpreter puts it there itself.
+            sys.path.remove(self._entry)  # The interpreter will add it again itself.
         vars(sys.modules["__main__"]).pop("__file__", None)
 
 
@@ -255,10 +256,10 @@ def _first_of_path(script: str) -> str | None:
 
 
 def _preload(modules: Sequence[str]) -> dict[str, Any]:
-    """Import modules, those in `BARE` first; return a description of this process afterwards.
+    """Import modules, starting with those in `BARE`. Returns a description of this process.
 
     Raises:
-        RefusedError: one cannot be imported, or makes this process unsafe to fork.
+        RefusedError: a module cannot be imported or makes this process unsafe to fork.
     """
     since = time.monotonic()
     fds = set(_open_fds())
@@ -282,7 +283,7 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
     importlib.invalidate_caches()  # Workers need not import what this imports.
     _try_fork()
     gc.collect()
-    # Otherwise each worker's collector would write to, and so copy, every shared page.
+    # Otherwise each worker's collector would write to every shared page, and thereby copy it.
     gc.freeze()
     return {
         "modules": list(modules),
@@ -293,7 +294,7 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_forkable(name: str, threads: int, fds: set[int]) -> None:
-    """Refuse if importing `name` left anything that a fork would break or share."""
+    """Refuse if importing `name` left behind anything that a fork would break or share."""
     if "threading" in sys.modules and len(sys._current_frames()) > 1:
         found = [thread.name for thread in sys.modules["threading"].enumerate()[1:]]
         raise RefusedError(f"import {name} starts Python threads ({', '.join(found)})")
@@ -320,10 +321,10 @@ def _check_forkable(name: str, threads: int, fds: set[int]) -> None:
 
 
 def _try_fork() -> None:
-    """Fork once, and refuse if the fork cannot compute or start a thread, or hangs.
+    """Fork once, and refuse if the fork cannot compute or start a thread, or if it hangs.
 
-    Refuse as well if a thread survives the fork. The threads of OpenBLAS, which numpy and torch
-    start on import, end at every fork.
+    Also refuse if a thread survives the fork. The threads of OpenBLAS, which numpy and torch start
+    on import, end at every fork.
     """
     read_end, write_end = os.pipe()
     zygote = os.getpid()
@@ -355,7 +356,7 @@ def _try_fork() -> None:
 
 
 def _be_canary(zygote: int, write_end: int) -> NoReturn:
-    """Try, in a fork, what most often breaks there; write what failed, if anything, and exit."""
+    """In a forked child, try the operations most likely to fail, report any failure, and exit."""
     try:
         _die_with_parent(zygote)
         complaint = _compute()
@@ -366,7 +367,7 @@ def _be_canary(zygote: int, write_end: int) -> NoReturn:
 
 
 def _compute() -> str:
-    """Try to start a thread and, with torch, compute on several; return what fails."""
+    """Try to start a thread and, with torch, to compute on several. Returns any failure."""
     import threading
 
     thread = threading.Thread(target=int)
@@ -379,7 +380,7 @@ def _compute() -> str:
             return f"torch.{name} was initialised before"
     if hasattr(torch, "set_num_threads"):
         torch.set_num_threads(max(2, torch.get_num_threads()))
-        # More elements than OpenMP gives to one thread.
+        # More elements than OpenMP assigns to one thread.
         ones = torch.ones(1024, 256)
         if (ones @ ones.T).sum().item() != 1024 * 1024 * 256:
             return "torch computes a wrong sum"
@@ -387,7 +388,7 @@ def _compute() -> str:
 
 
 def _threads() -> list[str]:
-    """Name all threads of this process."""
+    """Return the names of all threads in this process."""
     names = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):
@@ -396,7 +397,7 @@ def _threads() -> list[str]:
 
 
 def _mapped() -> set[str]:
-    """Return the paths of the files in this process's memory."""
+    """Return the paths of the files mapped into this process's memory."""
     lines = Path("/proc/self/maps").read_bytes().splitlines()
     return {os.fsdecode(line.split(maxsplit=5)[5]) for line in lines if b"/" in line}
 
@@ -406,7 +407,7 @@ def _children() -> list[str]:
 
 
 def _open_fds() -> dict[int, str]:
-    """Return the open descriptors and the file behind each."""
+    """Return the open descriptors, each with the file behind it."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -423,7 +424,7 @@ def _memory_kb() -> int:
 
 
 def _serve(control: socket.socket, argv: Sequence[bytes]) -> None:
-    """Fork on request until the runner is gone; return only in workers."""
+    """Fork on request until the runner is gone. Returns only in workers."""
     while True:
         data, ancillary, flags, _ = control.recvmsg(1 << 16, socket.CMSG_SPACE(MAX_FDS * 4))
         if not data:
@@ -432,7 +433,7 @@ def _serve(control: socket.socket, argv: Sequence[bytes]) -> None:
         links = _descriptors(ancillary)
         lost = bool(flags & socket.MSG_CTRUNC)
         if not lost and len(links) != request.get("forks"):
-            # The runner is older than this file, which was replaced while it ran.
+            # The runner is older than this file, which was replaced while the runner was running.
             _say(control, {"refused": "its runner is of another version"})
             os._exit(1)
         answer, mine = _fork_all(control, links, lost=lost)
@@ -445,7 +446,7 @@ def _serve(control: socket.socket, argv: Sequence[bytes]) -> None:
 
 
 def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
-    """Return the descriptors that came with a message."""
+    """Return the descriptors that were sent with a message."""
     fds = array.array("i")
     for _, _, part in ancillary:
         fds.frombytes(part[: len(part) - len(part) % fds.itemsize])
@@ -455,10 +456,10 @@ def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 def _fork_all(
     control: socket.socket, links: Sequence[int], *, lost: bool
 ) -> tuple[dict[str, object] | None, int]:
-    """Fork once for each link; return the answer once the intermediate process is gone.
+    """Fork once for each link. Returns the response once the intermediate process is gone.
 
-    In a fork, return None and the fork's index. Fork none if links were `lost` for lack of
-    descriptors.
+    In a fork, returns None and the fork's index. Makes no forks if some links were `lost` for lack
+    of descriptors.
     """
     if lost:
         return {"pids": [], "reason": f"fork: {os.strerror(errno.EMFILE)}"}, -1
@@ -480,7 +481,7 @@ def _fork_all(
         return None, mine
     os.close(write_end)
     _, status = os.waitpid(middle, 0)
-    # Everything that it wrote fits into the pipe and is there; this does not wait for the forks.
+    # Everything it wrote fits into the pipe and is there, so this does not wait for the forks.
     said = os.read(read_end, 4 * len(links)) if os.WIFEXITED(status) else b""
     os.close(read_end)
     pids = list(struct.unpack(f"{len(said) // 4}i", said))
@@ -490,14 +491,14 @@ def _fork_all(
 
 
 def _describe(status: int) -> str:
-    """Return why the intermediate process has forked too few."""
+    """Return why the intermediate process has made too few forks."""
     if os.WIFEXITED(status):
         return os.strerror(os.WEXITSTATUS(status))
     return f"the intermediate process was killed by signal {os.WTERMSIG(status)}"
 
 
 def _fork_each(count: int, write_end: int) -> int:
-    """Fork from the intermediate process, which exits; return the index in each fork."""
+    """Fork in the intermediate process, which then exits. Returns the index in each fork."""
     code = 1
     try:
         for place in range(count):
@@ -529,7 +530,7 @@ def _say(sock: socket.socket, message: Mapping[str, object]) -> None:
 
 
 def _carry_out_order(links: Sequence[int], mine: int, zygote_argv: Sequence[bytes]) -> None:
-    """Wait for this fork's order; return only in a worker."""
+    """Wait for this fork's order. Returns only in a worker."""
     os.setsid()
     if _oom_score:
         with suppress(OSError):
@@ -539,7 +540,7 @@ def _carry_out_order(links: Sequence[int], mine: int, zygote_argv: Sequence[byte
     with socket.socket(fileno=links[mine]) as link:
         link.setblocking(True)
         try:
-            # This is done first, while nothing waits for this fork yet.
+            # This is done first, while nothing is waiting for this fork.
             _renew_randomness()
             spec, fds = _read_frame(link)
             if spec is None:
@@ -567,14 +568,14 @@ def _give_up(link: socket.socket, why: Mapping[str, object]) -> None:
 
 
 def _take_streams(fds: Sequence[int]) -> None:
-    """Make the first three of these the standard streams."""
+    """Make the first three of these descriptors the standard streams."""
     for fd, stream in enumerate(fds[:3]):
         os.dup2(stream, fd)
         os.close(stream)
 
 
 def _be_store_host(spec: Mapping[str, Any], listen_fd: int, link: socket.socket) -> None:
-    """Serve a store in place of a fresh interpreter running `argv`; never return.
+    """Serve a store as a fresh interpreter running `argv` would. Never returns.
 
     Errors are raised only before the first client is served.
     """
@@ -601,7 +602,7 @@ def _be_store_host(spec: Mapping[str, Any], listen_fd: int, link: socket.socket)
 
 
 def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
-    """Apply this worker's own settings, and renew state that two processes must not share."""
+    """Apply this worker's own settings, and renew any state that two processes must not share."""
     _die_with_parent(spec["parent"])
     for fd, name in ((1, "stdout"), (2, "stderr")):
         if spec.get(name) is not None:
@@ -620,13 +621,13 @@ def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
     _renew_streams()
     importlib.invalidate_caches()
     _show_as([os.fsencode(word) for word in getattr(sys, "orig_argv", ())] or argv, env)
-    # The zygote blocks all signals meant for workers; none has reached this process.
+    # The zygote blocks all signals intended for workers, so none has reached this process.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _watch_torch(address: str, env: Mapping[str, str]) -> None:
     """Report the script's import of torch, as if torch had not been imported before."""
-    # The import of torch._dynamo sets it, and so does its compiler; in between a script may.
+    # The import of torch._dynamo sets it, and so does its compiler; a script may do so in between.
     if "TORCHINDUCTOR_CACHE_DIR" not in env:
         os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     name = "rdzv torch watch"
@@ -638,7 +639,7 @@ def _watch_torch(address: str, env: Mapping[str, str]) -> None:
 
 
 def _append_to(name: str, path: str, fd: int) -> None:
-    """Make a descriptor append to a log file, as the runner's spawn.py does for a cold worker."""
+    """Make a descriptor append to a log file, as the runner's spawn.py does for cold workers."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         # O_NONBLOCK, because opening a FIFO without a reader would block.
@@ -658,11 +659,11 @@ def _die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when the runner dies."""
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
-        os._exit(0)  # The runner died before.
+        os._exit(0)  # The runner is already dead.
 
 
 def _take_arguments(argv: Sequence[bytes], zygote_argv: Sequence[bytes]) -> None:
-    """Set the arguments of the script; the interpreter already knows the script itself."""
+    """Set the script's arguments. The interpreter already knows the script itself."""
     count = len(sys.argv) - 1
     before = len(zygote_argv) - count
     if argv[:before] != zygote_argv[:before]:
@@ -678,10 +679,10 @@ def _environment(env: Mapping[str, str]) -> dict[bytes, bytes]:
 
 
 def _change_environment(env: Mapping[bytes, bytes], given: Mapping[bytes, bytes]) -> None:
-    """Set a worker's environment, and repeat the changes that were made to the zygote's.
+    """Set a worker's environment, repeating the changes that were made to the zygote's.
 
     The interpreter, a wrapper, or a module on import may have set a variable. It would have done so
-    in the worker, too, unless the worker is given a different value.
+    in the worker as well, unless the worker is given a different value.
     """
     wanted = dict(env)
     now = dict(os.environb)
@@ -706,7 +707,8 @@ def _change_folder(cwd: str) -> None:
 def _renew_streams() -> None:
     """Reopen the standard streams on their descriptors.
 
-    Preloaded modules may hold them, so they stay the same objects; the layers below are replaced.
+    Preloaded modules may hold references to them, so the objects remain the same and only the
+    layers below are replaced.
     """
     streams: Any = (sys.__stdin__, sys.__stdout__, sys.__stderr__)
     for fd, stream in enumerate(streams):
@@ -729,7 +731,7 @@ def _renew_streams() -> None:
 def _renew_randomness() -> None:
     """Give this process its own random numbers, like a fresh interpreter.
 
-    GPU generators do not exist yet, and begin with the same number in every process.
+    GPU generators do not exist yet, and start from the same number in every process.
     """
     random.seed()
     torch: Any = sys.modules.get("torch")
@@ -764,7 +766,7 @@ class _MemoryMap(ctypes.Structure):
 
 
 _shown: list[mmap.mmap] = []
-"""The memory from which /proc reads the command line and environment."""
+"""The memory from which /proc reads the command line and the environment."""
 
 
 def _show_title(title: str) -> None:
@@ -772,7 +774,7 @@ def _show_title(title: str) -> None:
 
 
 def _show_as(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> None:
-    """Make /proc show this command line and environment, if the kernel permits it."""
+    """Make /proc show this command line and environment, if the kernel allows it."""
     words = b"".join(word + b"\0" for word in argv)
     variables = b"".join(name + b"=" + value + b"\0" for name, value in env.items())
     memory = mmap.mmap(-1, len(words) + len(variables), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -798,7 +800,7 @@ def _show_as(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> None:
 
 
 def _read_frame(link: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """Read a frame and its descriptors; None if the link is closed instead."""
+    """Read a frame and its descriptors, or return None if the link is closed."""
     header, fds = _read_exactly(link, 4)
     payload = header and _read_exactly(link, struct.unpack(">I", header)[0])[0]
     return json.loads(payload) if payload else None, fds
@@ -830,7 +832,7 @@ def _write_frame(link: socket.socket, message: Mapping[str, object]) -> None:
 
 
 def _bytes(text: str) -> bytes:
-    """Return the bytes that a string of the runner stands for; the runner is in UTF-8 mode."""
+    """Return the bytes that a string stands for in the runner, which is in UTF-8 mode."""
     return text.encode("utf-8", "surrogateescape")
 
 

@@ -1,1 +1,1 @@
-"""The launch of a job on this node: what to run, checks before the start, CPU binding."""
+"""A job's launch on this node: what to run, checks before the start, CPU binding."""

@@ -1,7 +1,7 @@
-"""Runs as a separate process to list the CUDA driver's GPUs: `python -I -S cuda.py LIBRARY`.
+"""Lists the CUDA driver's GPUs from a separate process: `python -I -S cuda.py LIBRARY`.
 
-There the driver sees the job's environment, and its threads, open device files and crashes do not
-affect the agent. The file is run by path, and uses only the standard library.
+In that process, the driver sees the job's environment, and its threads, open device files and
+crashes do not affect the agent. The file is run by path and uses only the standard library.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _MAX_ADDRESS_BYTES = 32
 
 
 class _CudaError(Exception):
-    """The CUDA driver returned an error."""
+    """Raised if the CUDA driver returns an error."""
 
 
 def cuda_gpus(driver: Any) -> list[str]:
     """Return the PCI addresses of the GPUs that the CUDA driver API shows to this process.
 
-    No context is created, so no GPU memory is used, and a GPU in exclusive use is listed, too.
+    No context is created, so no GPU memory is used, and GPUs in exclusive use are also listed.
     """
 
     def call(name: str, *args: object) -> int:
@@ -49,10 +49,10 @@ def cuda_gpus(driver: Any) -> list[str]:
 
 
 def print_cuda_gpus(library: str) -> None:
-    """Print what CUDA shows to this process, for `numa.visible_gpu_pci_addresses`."""
+    """Print the GPUs that CUDA shows to this process, for `numa.visible_gpu_pci_addresses`."""
     answer: dict[str, Any] = {"gpus": [], "why_none": "", "failure": ""}
     with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)  # Keeps the driver's own output apart from the answer.
+        os.dup2(2, 1)  # Keeps the driver's own output separate from the result.
         try:
             answer["gpus"] = cuda_gpus(ctypes.CDLL(library))
         except OSError as error:

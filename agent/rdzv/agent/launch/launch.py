@@ -1,4 +1,4 @@
-"""The launch of a job on this node: what to run, checks before the start, and device counts."""
+"""A job's launch on this node: what to run, checks before the start, and device counts."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ from rdzv.transport.addresses import address_towards, leads_beyond_loopback
 from rdzv.transport.endpoints import Endpoint
 
 PROBE_TIMEOUT_S = 10.0
-"""How long the job's interpreter or the name service may take to answer."""
+"""How long the job's interpreter or the name service may take to respond."""
 
 
 NO_FILES = Path(os.devnull)
-"""The value of --log-dir for no log files, as under torchrun."""
+"""The value of --log-dir that means no log files, as under torchrun."""
 
 NO_HANDLER = "null"
-"""The value of --event-log-handler for no events, as under torchrun."""
+"""The value of --event-log-handler that means no events, as under torchrun."""
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @struct(frozen=True)
 class Output:
-    """Where the workers' output goes. Streams are bits: 1 stdout, 2 stderr, 3 both."""
+    """Where the workers' output goes. Streams are bits: 1 is stdout, 2 is stderr, 3 is both."""
 
     log_dir: Path | None = None
     run_dir: Path | None = None
-    """The folder of this run's files; None for a new one below `log_dir`."""
+    """The folder for this run's files, or None to create one below `log_dir`."""
     redirects: Mapping[int, int] = field(default_factory=dict)
     """The streams that go to files, by LOCAL_RANK."""
     tee: Mapping[int, int] = field(default_factory=dict)
-    """The streams that go to files and, line by line, to the console, by LOCAL_RANK."""
+    """The streams that go both to files and, line by line, to the console, by LOCAL_RANK."""
     shown_ranks: frozenset[int] | None = None
-    """The LOCAL_RANKs whose output is shown on the console; None for all of them."""
+    """The LOCAL_RANKs whose output is shown on the console, or None for all of them."""
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
     prefix_template: str | None = None
     logs_specs: str = ""
-    """An entry point of the group `torchrun.logs_specs` that overrides the settings above."""
+    """An entry point in the group `torchrun.logs_specs` that overrides the settings above."""
     console: bool = True
     """Whether any output is copied to this process's own stdout and stderr."""
 
@@ -65,9 +65,9 @@ class EventSink:
     """Where this node's torchelastic events go."""
 
     destination: str = NO_HANDLER
-    """The name of a handler that torch knows."""
+    """The name of a handler known to torch."""
     backend: str = "rdzv"
-    """The rendezvous back-end that the events name."""
+    """The rendezvous back-end named in the events."""
 
 
 @struct(frozen=True)
@@ -76,63 +76,66 @@ class SnapshotFiles:
 
     folder: Path
     every_s: float = 0.0
-    """The period; 0: only at the end."""
+    """The period in seconds; 0 means that they are written only at the end."""
     keep: int = 2
 
 
 @struct(frozen=True)
 class Launch:
-    """One job on this node: what to run, and how."""
+    """The launch of a job on this node: what to run and how to run it."""
 
     job: Job
     script: str
     args: tuple[str, ...] = ()
     module: bool = False
-    """`script` is a module, as in `python -m`."""
+    """Whether `script` is a module, as in `python -m`."""
     no_python: bool = False
-    """`script` is a program, to be executed directly."""
+    """Whether `script` is a program to be executed directly."""
     run_path: bool = False
-    """`script` is run by `runpy.run_path`."""
+    """Whether `script` is run by `runpy.run_path`."""
     python: str = sys.executable
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """The base of the workers' environment."""
+    """The base for the workers' environment."""
     account: Account | None = None
-    """The account of its processes and files; None for this process's own."""
+    """The account for the job's processes and files, or None for this process's own."""
     chdir: Path | None = None
-    """The workers' working directory; None for the agent's."""
+    """The workers' working directory, or None for the agent's."""
     progress_dir: Path | None = None
-    """The parent folder of the workers' progress files; None for the temporary folder."""
+    """The parent folder of the workers' progress files, or None for the temporary folder."""
     snapshot: Path | None = None
-    """A file or folder whose change shows that a round has made progress."""
+    """A file or folder that shows, by changing, that a round has made progress."""
     snapshot_files: SnapshotFiles | None = None
-    """None: snapshots are not written to disk."""
+    """How snapshots are written to disk, or None if they are not."""
     snapshot_memory: int | None = None
-    """The most bytes of memory for snapshots here; None: half of what is free at the first save."""
+    """The maximum memory for snapshots on this node, in bytes; None means half of what is free at
+    the first save.
+    """
     snapshot_copy_rate: int = 0
-    """The most bytes of snapshots that this node sends to others per second; 0: none."""
+    """The maximum number of snapshot bytes that this node sends to others per second; 0 means none.
+    """
     preemption_file: Path | None = None
-    """The file that announces a preemption of this machine; None if this job has none."""
+    """The file that announces a preemption of this machine, or None if this job has none."""
     role: str = "default"
     topology: str = ""
     local_addr: str = ""
     refuse_reuse: bool = False
     secret: str = field(default="", repr=False)
     """The job secret, which every participant presents; empty if there is none. Only rdzvrun
-    supports it: for a submitted job the agent would have to read a file that another user names.
+    supports it: for a submitted job, the agent would have to read a file named by another user.
     """
     virtual_local_rank: bool = False
-    """Every worker has LOCAL_RANK 0 and sees one GPU."""
+    """Whether every worker has LOCAL_RANK 0 and sees a single GPU."""
     numa_binding: NumaBinding | None = None
     warm: tuple[str, ...] = ()
     """The modules that a zygote preloads before the first round; empty if it does not."""
     warm_restarts: bool = False
-    """Whether a zygote is started for restarts, once the workers have imported torch."""
+    """Whether a zygote is started for restarts once the workers have imported torch."""
     collective_trace: bool = True
     """Whether the agent reads torch's record of the workers' collectives."""
     hang_timeout: HangTimeout | None = None
-    """How long workers may report no progress; None if there is no limit."""
+    """How long workers may go without reporting progress, or None if there is no limit."""
     signals: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
-    """The signals that make this node leave."""
+    """The signals that make this node leave the job."""
     output: Output = field(default_factory=Output)
     event_log: EventSink = EventSink()
 
@@ -142,7 +145,7 @@ class Launch:
         return None if self.account is None else self.account.identity
 
     def argv(self, local_rank: int) -> tuple[str, ...]:
-        """Return the command line of one worker."""
+        """Return the command line of a worker."""
         args = substitute_local_rank(self.args, local_rank)
         if self.no_python:
             return (self.script, *args)
@@ -200,7 +203,6 @@ def check_chdir(chdir: Path, identity: Identity | None = None) -> None:
 
     Raises:
         InvalidRequestError: it does not exist, is not a directory, or cannot be entered.
-
     """
     with acting_as(identity):
         _check_chdir(chdir)
@@ -226,7 +228,7 @@ def _check_chdir(chdir: Path) -> None:
 
 
 def _is_program(launch: Launch, name: str) -> bool:
-    """Return whether a worker could execute this path, or this name found on its PATH."""
+    """Return whether a worker could execute this path, or find this name on its PATH."""
     if os.sep in name:
         return _is_executable(_from(launch, name))
     path = launch.environ.get("PATH", os.defpath)
@@ -239,12 +241,12 @@ def _is_executable(path: str | Path) -> bool:
 
 
 def _from(launch: Launch, path: str) -> str:
-    """Resolve a path against the workers' working directory."""
+    """Resolve a path relative to the workers' working directory."""
     return path if launch.chdir is None or not path else str(launch.chdir / path)
 
 
 def _check_folder(option: str, folder: Path) -> None:
-    """Refuse a folder that cannot be created or written; create nothing yet."""
+    """Refuse a folder that cannot be created or written to, without creating anything."""
     there = next(path for path in (folder, *folder.parents) if _is_there(path))
     if not there.is_dir():
         reason = f"{there} is not a directory"
@@ -256,7 +258,7 @@ def _check_folder(option: str, folder: Path) -> None:
 
 
 def _is_there(path: str | Path) -> bool:
-    """Return whether a file exists; False if its folders cannot be searched."""
+    """Return whether a file exists, or False if its folders cannot be searched."""
     try:
         return bool(str(path)) and Path(path).exists()
     except OSError:
@@ -275,7 +277,7 @@ async def has_torch(
 ) -> bool:
     """Return whether the job's interpreter has torch, without importing it.
 
-    If the job uses this process's interpreter, and torch is found here, no process is started.
+    No process is started if the job uses this process's interpreter and torch is found here.
     """
     if _is_this_python(python, environ, account) and _finds_torch():
         return True
@@ -304,7 +306,7 @@ def _is_this_python(
 
 
 def _finds_torch() -> bool:
-    # The first entry is the program's own folder, or the working directory.
+    # The first entry is the program's own folder or the working directory.
     path = sys.path if sys.flags.safe_path else sys.path[1:]
     return PathFinder.find_spec("torch", [part for part in path if part]) is not None
 
@@ -316,11 +318,11 @@ async def _ask(
     timeout_s: float,
     account: Account | None,
 ) -> tuple[bytes, bytes]:
-    """Run the job's interpreter with these arguments; return its stdout and stderr.
+    """Run the job's interpreter with these arguments. Returns its stdout and stderr.
 
     Raises:
         OSError: it cannot be started.
-        TimeoutError: it did not end in time, and was killed.
+        TimeoutError: it did not end in time and was killed.
     """
     with started_as(account) as how:
         process = await start_spared(
@@ -346,21 +348,21 @@ kind = sys.argv[1]
 print(counts[kind] if kind in counts else counts["gpu"] or counts["xpu"])
 """
 COUNT_TIMEOUT_S = 120.0
-"""How long the count may take: importing torch from a cold network disk is slow."""
+"""How long the count may take, as importing torch from a cold network disk is slow."""
 
 
 def count_cpus() -> int:
-    """Count the CPUs that this process may use, which may be fewer than the machine has."""
+    """Count the CPUs available to this process, which may be fewer than the machine has."""
     return len(os.sched_getaffinity(0))
 
 
 def count_devices(kind: str, python: str, environ: Mapping[str, str] | None = None) -> int:
-    """Count the accelerators that the job's torch sees; `auto`: of any kind, or else the CPUs.
+    """Count the accelerators that the job's torch sees. `auto` falls back to counting CPUs.
 
     Source: `determine_local_world_size` in `torch/distributed/run.py`.
 
     Raises:
-        InvalidRequestError: there are none, or the job's interpreter gives no answer.
+        InvalidRequestError: there are none, or the job's interpreter does not respond.
     """
     try:
         answer = subprocess.run(
@@ -378,7 +380,7 @@ def count_devices(kind: str, python: str, environ: Mapping[str, str] | None = No
 async def ask_count_devices(
     kind: str, python: str, environ: Mapping[str, str], account: Account | None = None
 ) -> int:
-    """Count like `count_devices`, but without blocking the event loop."""
+    """Like `count_devices`, but without blocking the event loop."""
     try:
         question = ("-c", _COUNT, kind)
         answer, complaint = await _ask(python, question, environ, COUNT_TIMEOUT_S, account)
@@ -390,7 +392,7 @@ async def ask_count_devices(
 
 
 def _counted(kind: str, python: str, answer: bytes, complaint: bytes) -> int:
-    # Modules imported with torch may have printed something before.
+    # Modules imported along with torch may have printed something first.
     last = answer.strip().rpartition(b"\n")[2]
     if not last.isdigit():
         raise _uncounted(kind, python, complaint.decode(errors="replace"))
@@ -412,7 +414,7 @@ def _uncounted(kind: str, python: str, complaint: str) -> InvalidRequestError:
 
 
 async def local_address(endpoint: Endpoint) -> str:
-    """Return the local address for connections to the server, or else this machine's host name."""
+    """Return the local address used to connect to the server, or else this machine's host name."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
@@ -423,7 +425,7 @@ async def local_address(endpoint: Endpoint) -> str:
 
 
 async def reachable_host_name() -> str:
-    """Return this machine's host name; empty if it resolves to loopback addresses only."""
+    """Return this machine's host name, or an empty string if it resolves only to loopback."""
     name = socket.gethostname()
     loop = asyncio.get_running_loop()
     try:

@@ -1,20 +1,20 @@
-"""`--numa-binding`: the logical CPUs that a worker may run on, so that it is near its GPU.
+"""Implements `--numa-binding`, which binds each worker to logical CPUs near its GPU.
 
-LOCAL_RANK n uses the n-th GPU that CUDA shows to the job, as under torchrun, and a worker is bound
-to CPUs of the NUMA node that this GPU is attached to. The modes, and the choices within a node, are
-those of `torch/numa/binding.py` in torch 2.13; tests compare the two on the same trees.
+As under torchrun, LOCAL_RANK n uses the n-th GPU that CUDA shows to the job, and a worker is bound
+to CPUs of the NUMA node to which this GPU is attached. The modes, and the choices within a node,
+are those of `torch/numa/binding.py` in torch 2.13; tests compare the two on the same trees.
 
 Three differences from torch are deliberate:
 
 * The CPUs are set with `sched_setaffinity`, so `numactl` need not be installed.
-* `socket` skips nodes without a CPU for this process: memory-only nodes, possible but absent ones,
-  and those outside of the container. torch fails on each of these.
-* Without a GPU torch fails. Here the workers are spread over the nodes in blocks, the first ones
-  on the first node. Neighbouring ranks, which communicate most, stay together, and two workers on
-  two sockets get one each.
+* `socket` skips nodes without a CPU for this process: memory-only nodes, possible but absent nodes,
+  and nodes outside the container. torch fails on each of these.
+* Without a GPU, torch fails. Here, the workers are spread over the nodes in blocks, starting on
+  the first node. Neighbouring ranks, which communicate most, stay together, and two workers on two
+  sockets get one socket each.
 
-Like torch, this binds CPUs but not memory: the kernel places a page near the thread that first
-writes to it.
+Like torch, this binds CPUs but not memory, because the kernel places a page near the thread that
+first writes to it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ SYSFS = Path("/sys")
 CUDA_LIBRARY = "libcuda.so.1"
 
 CUDA_TIMEOUT_S = 60.0
-"""How long the CUDA driver may take to list GPUs; it wakes each one without persistence mode."""
+"""How long the CUDA driver may take to list GPUs; without persistence mode, it wakes up each one.
+"""
 
 
 HIDES_ALL = ("", "-1", "NoDevFiles")
-"""The values of CUDA_VISIBLE_DEVICES with which users, frameworks and Slurm hide all GPUs."""
+"""Values of CUDA_VISIBLE_DEVICES with which users, frameworks and Slurm hide all GPUs."""
 
 _NO_GPUS = "set CUDA_VISIBLE_DEVICES to nothing to bind without GPUs, or leave --numa-binding out"
 
@@ -58,16 +59,16 @@ class NumaBinding(StrEnum):
     """How close to its GPU, and how exclusively, a worker is bound."""
 
     NODE = "node"
-    """All CPUs of its GPU's NUMA node; the best choice if in doubt."""
+    """All CPUs of the GPU's NUMA node; the best choice if in doubt."""
 
     SOCKET = "socket"
-    """All CPUs of all NUMA nodes of its GPU's socket."""
+    """All CPUs of all NUMA nodes on the GPU's socket."""
 
     EXCLUSIVE = "exclusive"
-    """A share of the physical cores of its GPU's NUMA node that no other GPU gets."""
+    """A share of the physical cores of the GPU's NUMA node that is not used for any other GPU."""
 
     CORE_COMPLEX = "core-complex"
-    """The cores of its GPU's NUMA node that share one last-level cache."""
+    """Those cores of the GPU's NUMA node that share one last-level cache."""
 
 
 def bound_cpus(
@@ -79,15 +80,16 @@ def bound_cpus(
     allowed: AbstractSet[int] | None = None,
     sysfs: Path = SYSFS,
 ) -> frozenset[int]:
-    """Return the logical CPUs to bind a worker to: at least one, and only allowed ones.
+    """Return the logical CPUs to bind a worker to, of which there is at least one.
 
-    `gpu_pci_addresses` are the job's GPUs on this machine, by CUDA's index; all of them count even
-    if there are fewer workers, as in torch. Without any, the workers are spread over the nodes.
-    `allowed` defaults to the CPUs of this process. The result depends on nothing else, so workers
-    bound one by one do not collide. `local_rank` is below `local_world_size`.
+    `gpu_pci_addresses` are the job's GPUs on this machine, by CUDA's index; as in torch, all of
+    them count even if there are fewer workers. Without GPUs, the workers are spread over the nodes.
+    Only CPUs in `allowed` are used, which defaults to this process's CPUs. The result depends on
+    nothing else, so workers bound one by one do not collide. `local_rank` is below
+    `local_world_size`.
 
     Raises:
-        InvalidRequestError: the machine does not have what the binding asks for.
+        InvalidRequestError: the machine lacks something that the binding requires.
     """
     allowed = os.sched_getaffinity(0) if allowed is None else allowed
     machine = _Machine(sysfs, frozenset(allowed))
@@ -100,7 +102,7 @@ def bound_cpus(
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """Parse a list of CPUs or nodes in the kernel's format; `ValueError` if it is not one.
+    """Parse a list of CPUs or nodes in the kernel's format. Raises `ValueError` if it is invalid.
 
     >>> sorted(parse_cpu_list("0-2,8,10-11"))
     [0, 1, 2, 8, 10, 11]
@@ -113,7 +115,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
-    """Format CPUs as the kernel does.
+    """Format CPUs as a list in the kernel's format.
 
     >>> format_cpu_list({11, 0, 1, 2, 8, 10})
     '0-2,8,10-11'
@@ -131,7 +133,7 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
 
 
 class _UnbindableError(Exception):
-    """A worker cannot be bound; the message gives the reason and a remedy."""
+    """Raised if a worker cannot be bound; the message gives the reason and a remedy."""
 
 
 @struct(frozen=True)
@@ -145,7 +147,7 @@ class _Machine:
     allowed: frozenset[int]
 
     def nodes(self) -> list[int]:
-        """List the NUMA nodes with a CPU that this process may use."""
+        """List the NUMA nodes that have a CPU available to this process."""
         folders = (self.sysfs / "devices/system/node").glob("node[0-9]*")
         numbers = sorted(int(folder.name.removeprefix("node")) for folder in folders)
         return [node for node in numbers if self.cpus_of(node)]
@@ -154,7 +156,7 @@ class _Machine:
         return self._cpu_list(f"devices/system/node/node{node}/cpulist") & self.allowed
 
     def node_of_gpu(self, address: str) -> int:
-        """Return the node that a PCI device is attached to: 0 if the firmware does not say."""
+        """Return the node to which a PCI device is attached, or 0 if the firmware does not say."""
         return max(self._number(f"bus/pci/devices/{_as_in_sysfs(address)}/numa_node"), 0)
 
     def socket_of(self, cpu: int) -> int:
@@ -167,8 +169,8 @@ class _Machine:
     def core_complex_of(self, cpu: int) -> int:
         """Identify the cores that share a CPU's last-level cache by their first CPU.
 
-        That is the L3 cache if the kernel lists one, and otherwise the next lower level, as in
-        torch.
+        As in torch, this is the L3 cache if the kernel lists one, and otherwise the next lower
+        level.
         """
         caches = sorted((self.sysfs / f"devices/system/cpu/cpu{cpu}/cache").glob("index[0-9]*"))
         levels = {
@@ -216,7 +218,7 @@ class _Machine:
 
 
 def _as_in_sysfs(address: str) -> str:
-    """Format a PCI address as sysfs does: NVIDIA's tools use upper case, and longer domains.
+    """Format a PCI address like sysfs; NVIDIA's tools use upper case and longer domains.
 
     >>> _as_in_sysfs("00000000:DC:00.0")
     '0000:dc:00.0'
@@ -234,7 +236,7 @@ def _as_in_sysfs(address: str) -> str:
 
 @struct(frozen=True)
 class _Place:
-    """A worker's NUMA node, and its place among those that share it."""
+    """A worker's NUMA node, and its position among the workers that share the node."""
 
     node: int
     index: int
@@ -247,7 +249,7 @@ class _Place:
 
 
 def _homes(machine: _Machine, local_world_size: int, gpus: Sequence[str]) -> list[int]:
-    """Return the NUMA node of each GPU of the job, or of each worker if there are no GPUs."""
+    """Return the NUMA node of each of the job's GPUs, or of each worker if there are no GPUs."""
     if not gpus:
         return _spread(machine, local_world_size)
     if local_world_size > len(gpus):
@@ -285,7 +287,7 @@ def _bind_node(machine: _Machine, place: _Place) -> frozenset[int]:
 def _bind_socket(machine: _Machine, place: _Place) -> frozenset[int]:
     """Return the CPUs of all NUMA nodes on the worker's socket.
 
-    A node's first usable CPU shows which socket it is on.
+    A node's first usable CPU determines which socket the node is on.
     """
     socket = machine.socket_of(min(_bind_node(machine, place)))
     cpus_of_nodes = [machine.cpus_of(node) for node in machine.nodes()]
@@ -294,9 +296,9 @@ def _bind_socket(machine: _Machine, place: _Place) -> frozenset[int]:
 
 
 def _bind_exclusive(machine: _Machine, place: _Place) -> frozenset[int]:
-    """Divide the physical cores of a node; the first workers on it get the remainder.
+    """Divide a node's physical cores among its workers; the first ones get the remainder.
 
-    The hardware threads of a core stay together.
+    A core's hardware threads stay together.
     """
     cores = _grouped(_bind_node(machine, place), machine.core_of)
     if len(cores) < place.sharers:
@@ -313,7 +315,7 @@ def _bind_exclusive(machine: _Machine, place: _Place) -> frozenset[int]:
 
 
 def _bind_core_complex(machine: _Machine, place: _Place) -> frozenset[int]:
-    """Distribute workers over a node's core complexes, those with the most usable CPUs first."""
+    """Distribute workers over a node's core complexes, starting with the most usable CPUs."""
     complexes = _grouped(_bind_node(machine, place), machine.core_complex_of)
     by_size = sorted(complexes, key=lambda first: (-len(complexes[first]), first))
     return complexes[by_size[place.index % len(by_size)]]
@@ -345,15 +347,16 @@ async def visible_gpu_pci_addresses(
     sysfs: Path = SYSFS,
     timeout_s: float = CUDA_TIMEOUT_S,
 ) -> tuple[str, ...]:
-    """Return the PCI addresses of the GPUs that workers with this environment see, in their order.
+    """Return the PCI addresses of the GPUs visible to workers with this environment, in order.
 
-    Only the CUDA driver can tell: the order depends on CUDA_DEVICE_ORDER (by default the fastest
-    comes first, unlike in nvidia-smi and NVML), and CUDA_VISIBLE_DEVICES may contain numbers,
-    UUIDs, prefixes of UUIDs, and MIG devices, which have their GPU's address. The driver runs in a
-    separate process with this environment.
+    Only the CUDA driver can determine them. The order depends on CUDA_DEVICE_ORDER (by default the
+    fastest GPU comes first, unlike in nvidia-smi and NVML), and CUDA_VISIBLE_DEVICES may contain
+    numbers, UUIDs, prefixes of UUIDs, and MIG devices, which have their GPU's address. The driver
+    runs in a separate process with this environment.
 
-    The result is empty if the job has no GPU. If CUDA shows no GPU although there are some that
-    were not hidden on purpose, that is an error, because a guess would bind workers far from them.
+    The result is empty if the job has no GPU. If CUDA shows no GPU even though there are some that
+    were not deliberately hidden, that is an error, because a guess would bind workers far from
+    their GPUs.
 
     Raises:
         InvalidRequestError: the driver fails or hangs, or shows none of the existing GPUs.
@@ -374,7 +377,7 @@ async def visible_gpu_pci_addresses(
 async def _ask_cuda(
     environ: Mapping[str, str], account: Account | None, library: str, timeout_s: float
 ) -> tuple[tuple[str, ...], str]:
-    """Return the GPUs that CUDA shows, or the reason why it shows none."""
+    """Return the GPUs that CUDA shows, or the reason why it does not show any."""
     try:
         with started_as(account) as how:
             process = await runner_link.start_spared(
@@ -397,7 +400,7 @@ async def _ask_cuda(
         await runner_link.end_spared(process)
     if process.returncode or not said:
         raise _cuda_failed(f"fails: {_final_message(process.returncode, complaint)}")
-    answer = json.loads(said.splitlines()[-1])  # Preloaded code may have printed something before.
+    answer = json.loads(said.splitlines()[-1])  # Preloaded code may have printed something first.
     if answer["failure"]:
         raise _cuda_failed(f"fails: {answer['failure']}")
     return tuple(answer["gpus"]), answer["why_none"]
@@ -423,7 +426,7 @@ _PCI_CLASS_ACCELERATOR = "0x12"
 
 
 def _gpus_on_pci(sysfs: Path) -> tuple[str, ...]:
-    """Return the addresses of NVIDIA's and AMD's display devices, and of any accelerator."""
+    """Return the addresses of NVIDIA's and AMD's display devices and of any accelerators."""
     return tuple(
         device.name
         for device in sorted((sysfs / "bus/pci/devices").glob("*"))

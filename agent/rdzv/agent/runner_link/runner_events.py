@@ -44,9 +44,7 @@ class WorkerExited:
     signal: int | None
     age_ms: int
     by_itself: bool = False
-    """Whether the worker exited without the runner's doing. Always False for workers that could not
-    be kept.
-    """
+    """Whether the runner did not cause the exit. Always False if the worker could not be kept."""
 
 
 @struct(frozen=True)

@@ -1,4 +1,4 @@
-"""Logs the loss and the return of the server; each cause only once until a stream is open again."""
+"""Logs the server's loss and return. Each cause is logged once until a stream is open again."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rdzv.transport.endpoints import Endpoint
 log = logging.getLogger("rdzv.agent")
 
 CAUSES_MOST = 16
-"""The most causes that are logged until a stream is open again."""
+"""The maximum number of causes that are logged until a stream is open again."""
 _FIGURES = re.compile(r"\d+(\.\d+)?")
 
 
 class ConnectionLog:
-    """Logs when the server is lost, why, and when it is back."""
+    """Logs when and why the server is lost, and when it is back."""
 
     def __init__(self) -> None:
         self._causes: set[str] = set()
@@ -23,10 +23,10 @@ class ConnectionLog:
         self._was_connected = False
 
     def lost(self, endpoint: Endpoint, reason: str, *, again: bool) -> None:
-        """Log that there is no stream; `again` if the immediate retry has failed, too.
+        """Log that there is no stream. `again` means that the immediate retry has failed as well.
 
-        Without `again` this is only a debug message. Each cause is logged once; causes that differ
-        only in numbers are the same.
+        Without `again`, this is only a debug message. Each cause is logged once; causes that differ
+        only in numbers count as the same.
         """
         cause = _FIGURES.sub("", reason)
         if again and cause not in self._causes and len(self._causes) < CAUSES_MOST:
@@ -36,9 +36,9 @@ class ConnectionLog:
             log.debug("no stream to %s: %s", endpoint, reason)
 
     def silent(self, endpoint: Endpoint, silent_s: float) -> None:
-        """Log that the server does not answer, and that the agent waits for it."""
+        """Log that the server is not responding and that the agent is waiting for it."""
         reason = f"no answer from {endpoint} within {silent_s:g} s"
-        # If the attempt is given up later, that is the same cause.
+        # Giving up the attempt later counts as the same cause.
         if (cause := _FIGURES.sub("", reason)) not in self._causes:
             self._causes.add(cause)
             log.warning(
@@ -48,7 +48,7 @@ class ConnectionLog:
             )
 
     def connected(self, endpoint: Endpoint) -> None:
-        """Log that a server has answered, if its absence was logged."""
+        """Log that a server has responded, if its absence was logged."""
         if self._causes:
             self._causes.clear()
             again = " again" if self._was_connected else ""

@@ -1,4 +1,4 @@
-"""Converts messages of the stream to values of the agent core, and back.
+"""Converts the stream's messages to and from values of the agent core.
 
 No other part of the agent handles protobuf.
 """
@@ -68,7 +68,7 @@ def belief(
     state: AgentState, offer: Offer, now_ms: int, *, refuse_reuse: bool, secret: str = ""
 ) -> pb.Belief:
     """Encode everything that this node believes about its job."""
-    # The join of a node that waits for a round already includes its failures.
+    # A node that is waiting for a round has already included its failures in its join.
     failures = () if state.phase is Phase.JOINING else state.failures
     believed = pb.Belief(
         phase=_PHASES[state.phase],
@@ -100,7 +100,7 @@ def join(
     refuse_reuse: bool,
     secret: str = "",
 ) -> pb.Join:
-    """Encode a request for a place, with this node's offer."""
+    """Encode a request for a place, including this node's offer."""
     fenced_ms = now_ms - (state.stopping_since_ms or now_ms) if say.fenced else 0
     return pb.Join(
         rdzv_id=state.job.rdzv_id,
@@ -129,7 +129,7 @@ def _round(rdzv_id: str, assignment: Assignment, now_ms: int) -> pb.RoundComplet
 
 
 def _failures(failures: Iterable[WorkerFailure], now_ms: int) -> list[pb.WorkerFailure]:
-    """Encode the earliest failures, suspects last; the server keeps no more of them."""
+    """Encode the earliest failures, with suspects last. The server keeps no more than these."""
     earliest = sorted(failures, key=lambda one: (one.suspect, one.at_ms))[:MAX_FAILURES]
     return [
         to_message(pb.WorkerFailure(age_ms=max(now_ms - one.at_ms, 0)), one, without={"at_ms"})
@@ -155,11 +155,11 @@ Statement: TypeAlias = (
     | commands.SayStuck
     | commands.SayStoreHostFailed
 )
-"""The statements of the core about a job's workers."""
+"""The reports that the core can make about a job's workers."""
 
 
 def report(say: Statement, rdzv_id: str, now_ms: int) -> pb.NodeMessage:
-    """Encode a statement of the core about the job's workers."""
+    """Encode one of the core's reports about the job's workers."""
     match say:
         case commands.SayFailed():
             return pb.NodeMessage(
@@ -194,7 +194,7 @@ def progress(said: Report, rdzv_id: str) -> pb.NodeMessage:
 
 
 def snapshots_held(say: commands.SaySnapshots, rdzv_id: str) -> pb.NodeMessage:
-    """Encode all snapshots of a run that this node holds in memory."""
+    """Encode all of a run's snapshots that this node holds in memory."""
     return pb.NodeMessage(snapshots_held=_held(say, rdzv_id))
 
 
@@ -257,24 +257,24 @@ def resources(has: Resources) -> pb.Resources:
 
 
 def holdings(held: Iterable[Holding]) -> pb.Holdings:
-    """Encode the submitted jobs that may still have processes here."""
+    """Encode the submitted jobs that may still have processes on this node."""
     return pb.Holdings(holdings=[to_message(pb.Holding(), one) for one in held])
 
 
 def health(failing: Iterable[FailingCheck]) -> pb.Health:
-    """Encode the failing health checks of this node."""
+    """Encode this node's failing health checks."""
     return pb.Health(failing=[to_message(pb.FailingCheck(), one) for one in failing])
 
 
 def declined(rdzv_id: str, run: str, reason: str, *, passing: bool = False) -> pb.NodeMessage:
-    """Encode that this node declines a job; `passing` if it may accept the job later."""
+    """Encode that this node declines a job. `passing` means that it may accept the job later."""
     return pb.NodeMessage(
         declined=pb.Declined(rdzv_id=rdzv_id, run=run, reason=sendable(reason), passing=passing)
     )
 
 
 def draining(drain: NodeDrain) -> pb.Draining | None:
-    """Encode this node's drain and its own wish; None if there is neither."""
+    """Encode this node's drain and its own wish. Returns None if there is neither."""
     if drain.present is None:
         return None
     said = pb.Draining(number=drain.told.number if drain.told is not None else 0)
@@ -285,7 +285,7 @@ def draining(drain: NodeDrain) -> pb.Draining | None:
 
 
 def gone(completed: pb.RoundCompleted) -> pb.NodeMessage:
-    """Encode the leave that gives back a seat in a job that this node has left."""
+    """Encode a leave that gives back the seat in a job that this node has left."""
     return pb.NodeMessage(
         leave=pb.Leave(
             rdzv_id=completed.rdzv_id,
@@ -303,13 +303,13 @@ def placed(message: pb.Placed) -> Placed:
 
 
 def rdzv_id_of(message: pb.ServerMessage) -> str:
-    """Return the job that a message is about; empty if it concerns the node."""
+    """Return the job that a message is about, or an empty string if it concerns the node."""
     body = message.WhichOneof("body")
     return str(getattr(getattr(message, body), "rdzv_id", "")) if body else ""
 
 
 def event(message: pb.ServerMessage, now_ms: int) -> events.Event | None:
-    """Decode a message about a job into an event; None if the core does not need it."""
+    """Decode a message about a job into an event. Returns None if the core does not need it."""
     match message.WhichOneof("body"):
         case "joined":
             return events.Joined(message.joined.run, message.joined.run_number)

@@ -1,8 +1,9 @@
-"""Proofs that the server receives this node's messages, for nodes whose workers are fenced.
+"""Proofs that the server is receiving this node's messages, for nodes whose workers are fenced.
 
-A Welcome answers the Hello, and a Heard answers a heartbeat. Each proves that the server received a
-message that was *sent* at a known time, so the server's lease starts then or later. Unsolicited
-messages of the server prove nothing: they may have been in transit for a long time.
+A Welcome is the response to the Hello, and a Heard is the response to a heartbeat. Each proves that
+the server has received a message that was *sent* at a known time, so the server's lease starts then
+or later. Unsolicited messages from the server prove nothing, because they may have been in transit
+for a long time.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from rdzv.v1 import rdzv_pb2 as pb
 log = logging.getLogger("rdzv.agent")
 
 HEARTBEATS_PER_FENCE = 4
-"""How many heartbeats a node with a fence sends in that time. If one has no answer when the next is
-due, there is still time to open another stream before the fence.
+"""How many heartbeats a fenced node sends before its fence. If a heartbeat has no response when the
+next is due, there is still time to open another stream before the fence.
 """
 UNANSWERED_MOST = 1_000
-"""The most unanswered heartbeats that are remembered."""
+"""The maximum number of unanswered heartbeats that are remembered."""
 
 
 class FenceProofs:
-    """Remembers the messages sent on the open stream; an answer renews the fences of these jobs."""
+    """Remembers messages sent on the open stream. A response renews the fences of these jobs."""
 
     def __init__(self, jobs: Mapping[str, JobPort]) -> None:
         self._jobs = jobs
         self._hello_sent_ms = 0
         self._heartbeats = 0
         self._unanswered: deque[tuple[int, int, int]] = deque(maxlen=UNANSWERED_MOST)
-        """The open stream's heartbeats: their numbers, and their sending times by two clocks."""
+        """The open stream's heartbeats: their numbers, and when they were sent, by two clocks."""
         self.server_clock = ServerClock()
 
     def begin_stream(self) -> None:
-        """Forget the messages of earlier streams, which can no longer be answered."""
+        """Forget messages on earlier streams, which can no longer be answered."""
         self._unanswered.clear()
         self.server_clock.forget()
 
@@ -50,9 +51,9 @@ class FenceProofs:
         return min(fences_ms, default=0) / 1000
 
     def note_sent(self, message: pb.NodeMessage) -> bool:
-        """Record when a message is sent, and make it request an answer if one is needed.
+        """Record when a message is sent, and make it request a response if one is needed.
 
-        Returns True if the server has not answered for too long, so another stream must be tried.
+        Returns True if the server has not responded for too long, so another stream must be tried.
         """
         if message.HasField("hello"):
             self._hello_sent_ms = boottime_ms()
@@ -69,11 +70,11 @@ class FenceProofs:
         return False
 
     def note_welcomed(self) -> None:
-        """Process the answer to the Hello of this stream."""
+        """Process the response to this stream's Hello."""
         self._renew_fences(self._hello_sent_ms)
 
     def note_heard(self, number: int, clock_us: int = 0) -> None:
-        """Process an answer to a heartbeat of this stream; an unknown number proves nothing."""
+        """Process a response to a heartbeat on this stream. An unknown number proves nothing."""
         while self._unanswered and self._unanswered[0][0] <= number:
             known, sent_ms, sent_ns = self._unanswered.popleft()
             if known == number:

@@ -18,7 +18,7 @@ log = logging.getLogger("rdzv.agent")
 
 
 class Inbox:
-    """Delivers the server's messages, except those that concern the stream itself."""
+    """Delivers the server's messages, except those about the stream itself."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Inbox:
         log_reading: LogReading,
         say: Callable[[pb.NodeMessage], None],
     ) -> None:
-        """Deliver to these recipients; answer with `say` if a message's recipient is gone.
+        """Deliver to these recipients, and use `say` to respond if a message's recipient is gone.
 
         A job that the server withdraws is removed from `declined`.
         """
@@ -93,7 +93,7 @@ class Inbox:
         """Deliver a message about a job to its driver."""
         job = self._jobs.get(encoding.rdzv_id_of(message))
         if job is None and message.HasField("round_completed"):
-            # A driver that is gone had asked for the seat, so it is given back here.
+            # The seat was requested by a driver that is now gone, so it is given back here.
             self._say(encoding.gone(message.round_completed))
         elif job is None:
             log.debug("received a message for a job that is not here: %s", message)

@@ -1,8 +1,8 @@
-"""The node's stream to the server: reopened whenever it ends, until the agent closes it.
+"""The node's stream to the server, reopened whenever it ends until the agent closes it.
 
-One `ServerLink` serves all jobs of an agent, and does not interpret their messages: the drivers
-send and receive them. Each stream begins with a Hello that contains everything that the node
-believes, so a message that was lost with the previous stream does no harm.
+One `ServerLink` serves all of an agent's jobs without interpreting their messages, which the
+drivers send and receive. Each stream begins with a Hello that contains everything that the node
+believes, so losing a message along with the previous stream does no harm.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ WELCOME_TIMEOUT_S = 10.0
 WELCOME_TIMEOUT_MOST_S = 80.0
 """The longest wait for a Welcome; see `ServerLink._welcome_timeout_s`."""
 SILENT_S = 5.0
-"""How long to wait for a Welcome before logging that the server does not answer."""
+"""How long to wait for a Welcome before logging that the server is not responding."""
 RENEWAL_MS = 5_000
-"""How long the server waits for the next stream after this node has ended one to renew it."""
+"""How long the server waits for the next stream after this node has ended one in order to renew it.
+"""
 DECLINED_KEPT = 64
-"""The most declined jobs that are remembered."""
+"""The maximum number of declined jobs that are remembered."""
 
 
 @struct(frozen=True)
@@ -78,15 +79,15 @@ class Identity:
     pid: int
     version: str
     incarnation: int = 0
-    """The incarnation of this instance, if a previous agent began it; otherwise 0."""
+    """This instance's incarnation, if a previous agent began it; otherwise 0."""
     leadership: int = 0
-    """The highest leadership that the previous agent had seen."""
+    """The highest leadership seen by the previous agent."""
     lease_ms: int | None = None
-    """The lease that the previous agent had."""
+    """The lease held by the previous agent."""
 
 
 class ServerLink:
-    """Keeps a stream to one of the servers open until it is closed."""
+    """Keeps a stream to one of the servers open until the link is closed."""
 
     def __init__(
         self,
@@ -100,34 +101,35 @@ class ServerLink:
         self._credentials = credentials
         self._options = options
         self.standby = Standby(credentials, options)
-        """The connection kept open to the server that would lead next."""
+        """The connection kept open to the server that would take over next."""
         self._identity = identity
         self._jobs: dict[str, JobPort] = {}
         self.placements: PlacementPort | None = None
-        """The submitted jobs of this node; None if it takes none."""
+        """This node's submitted jobs, or None if it takes none."""
         self._lease_ms: int | None = None
-        """The lease of the open stream; None if no stream is open."""
+        """The open stream's lease, or None if no stream is open."""
         self._last_lease_ms = identity.lease_ms
-        """The lease of the last stream, open or not; None if there was none."""
+        """The lease of the last stream, whether or not it is open, or None if there was none."""
         self._declined: dict[tuple[str, str], str] = {}
-        """The jobs that this node cannot run, by rdzv_id and run, and why. They are reported
-        again on each new stream, because the Hello does not contain them.
+        """The jobs that this node cannot run, by rdzv_id and run, with the reasons. They are
+        reported again on each new stream, because the Hello does not contain them.
         """
         self._renewing = False
-        """Whether the stream is ending because another is to follow at once, with a new Hello."""
+        """Whether the stream is ending because another, with a new Hello, will follow at once."""
         self._proofs = FenceProofs(self._jobs)
         self.outbox = Outbox(self._proofs, WELCOME_TIMEOUT_S)
         self._leadership = identity.leadership
         self._incarnation = identity.incarnation
         self.on_welcome: Callable[[int, int, int], None] = lambda *given: None
-        """Called with the incarnation, leadership and lease before anything else uses them."""
+        """Called with the incarnation, leadership and lease, before these are used anywhere else.
+        """
         self.superseded: NodeSupersededError | None = None
-        """The refusal that superseded this agent; set when `is_superseded` is."""
+        """The refusal by which this agent was superseded; set along with `is_superseded`."""
         self.is_superseded = asyncio.Event()
         self._log = ConnectionLog()
         self._closing = asyncio.Event()
         self._unanswered = 0
-        """How many streams have had no Welcome since the last one that had."""
+        """The number of streams without a Welcome since the last stream that had one."""
         self.log_reading = LogReading(self._say_piece)
         self.drain = NodeDrain(_now_ms, self._tell_notice)
         self._inbox = Inbox(
@@ -140,7 +142,7 @@ class ServerLink:
         )
         self.meter = Meter()
         self.metrics_address = ""
-        """The address of the metrics page, as HOST:PORT; sent in every Hello."""
+        """The metrics page's address, as HOST:PORT, which is sent in every Hello."""
 
     @property
     def identity(self) -> Identity:
@@ -149,25 +151,25 @@ class ServerLink:
 
     @property
     def encrypts(self) -> bool:
-        """Whether its connections are encrypted."""
+        """Whether the connections are encrypted."""
         return self._credentials.tls
 
     def certificate_expires(self) -> datetime | None:
-        """Return when this node's client certificate expires; None if it has none."""
+        """Return when this node's client certificate expires, or None if there is none."""
         return self._credentials.expires()
 
     @property
     def lease_ms(self) -> int | None:
-        """The lease of the open stream; None if no stream is open."""
+        """The open stream's lease, or None if no stream is open."""
         return self._lease_ms
 
     def add(self, job: JobPort) -> None:
-        """Serve a job: every Hello from now on contains its belief.
+        """Serve a job, and include its belief in every Hello from now on.
 
-        On a stream that is already open, the job has to join by itself.
+        If a stream is already open, the job has to join by itself.
         """
         if self._last_lease_ms is not None and not self._check_fence(job, self._last_lease_ms):
-            # Because of this one job, the server would refuse the whole node.
+            # The server would refuse the whole node because of this one job.
             return
         self._jobs[job.rdzv_id] = job
         if (notice := self.drain.event()) is not None:
@@ -175,7 +177,7 @@ class ServerLink:
         if self._lease_ms is not None:
             job.post(events.ServerConnected())
         if job.fence_after_ms:
-            # The Hello tells the server of the fence, and its answer is the first proof of contact.
+            # The Hello informs the server of the fence; its response is the first proof of contact.
             self.say_hello_again()
 
     def remove(self, job: JobPort) -> None:
@@ -186,7 +188,7 @@ class ServerLink:
     def say_hello_again(self) -> None:
         """Open another stream at once, to send data that only a Hello contains.
 
-        The node keeps its seats, because the server is told first that it will be back.
+        The node keeps its seats, because it first tells the server that it will be back.
         """
         if self.outbox.waiting is not None:
             self.say(pb.NodeMessage(away=pb.Away(deadline_ms=RENEWAL_MS)))
@@ -194,7 +196,7 @@ class ServerLink:
             self._renewing = True
             self.outbox.finish()
             self.outbox.forget()
-            # An overloaded server may not end the stream in time.
+            # An overloaded server may fail to end the stream in time.
             hang_up = self.outbox.hang_up
             asyncio.get_running_loop().call_later(RENEWAL_MS / 2000, hang_up)
 
@@ -211,23 +213,23 @@ class ServerLink:
 
     @property
     def tolerated_ms(self) -> int:
-        """How long the server tolerates this node's silence: the last lease, else the default."""
+        """How long the server tolerates this node's silence: the last lease or the default."""
         return self._last_lease_ms or NodesTuning().lease_ms
 
     @property
     def _welcome_timeout_s(self) -> float:
         """How long to wait for the next Welcome.
 
-        The wait grows with the lease, and so with the number of nodes that may reconnect at once.
-        It also doubles after each stream without a Welcome; otherwise a busy server would serve
-        only nodes that have given up on it. A server that is gone is detected by pings.
+        This increases with the lease, and thus with the number of nodes that may reconnect at once.
+        It also doubles after each stream without a Welcome, because a busy server would otherwise
+        serve only nodes that have already given up on it. Pings detect a server that is gone.
         """
         over_s = max(self.tolerated_ms - NodesTuning().lease_ms, 0) / 1000
         first_s = WELCOME_TIMEOUT_S + 2 * over_s
         return min(first_s * 2.0 ** min(self._unanswered, 10), WELCOME_TIMEOUT_MOST_S)
 
     def say_away(self, deadline_ms: int) -> None:
-        """Announce that this agent exits on purpose and that another follows by the deadline."""
+        """Announce that this agent is exiting on purpose and will be replaced by the deadline."""
         self.say(pb.NodeMessage(away=pb.Away(deadline_ms=deadline_ms)))
 
     def say_holdings(self) -> None:
@@ -236,14 +238,14 @@ class ServerLink:
             self.say(pb.NodeMessage(holdings=encoding.holdings(self.placements.holdings())))
 
     def say_health(self) -> None:
-        """Report which of this node's health checks fail; none means that the node is healthy."""
+        """Report this node's failing health checks, if any. A node without any is healthy."""
         if self.placements is not None:
             self.say(pb.NodeMessage(health=encoding.health(self.placements.failing)))
 
     def decline_for_now(self, rdzv_id: str, run: str, reason: str) -> None:
         """Report that this node cannot run a job at the moment.
 
-        If the message is lost, the server places the job here again, and the report is repeated.
+        If the message is lost, the server places the job here again and the report is repeated.
         """
         self.say(encoding.declined(rdzv_id, run, reason, passing=True))
 
@@ -261,22 +263,22 @@ class ServerLink:
         return self._proofs.server_clock
 
     def ask_clock(self) -> None:
-        """Ask for the server's clock, by a heartbeat that requests an answer."""
+        """Request the server's clock, using a heartbeat that requires a response."""
         self.say(pb.NodeMessage(heartbeat=pb.Heartbeat(number=1)))
 
     def say(self, message: pb.NodeMessage) -> None:
-        """Send a message if a stream is open; otherwise the next Hello covers it."""
+        """Send a message if a stream is open. Otherwise, the next Hello covers it."""
         self.outbox.say(message)
 
     async def _say_piece(self, piece: Piece) -> None:
         await self.say_after_all(encoding.log_piece(piece))
 
     async def say_after_all(self, message: pb.NodeMessage) -> None:
-        """Send a large message once no other message waits to be sent."""
+        """Send a large message once no other messages are waiting to be sent."""
         await self.outbox.say_after_all(message)
 
     async def run(self) -> None:
-        """Keep a stream open until `close`; log when it is lost and when it is back."""
+        """Keep a stream open until `close` is called, and log its loss and return."""
         try:
             await self._keep_stream()
         finally:
@@ -305,7 +307,7 @@ class ServerLink:
             self.outbox.hang_up()
 
     async def _wait(self, wait_s: float) -> None:
-        """Wait before the next attempt; `close` ends it."""
+        """Wait before the next attempt, or until `close` is called."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._closing.wait()
@@ -315,7 +317,7 @@ class ServerLink:
     # ------------------------------------------------------------------ one stream
 
     async def _converse(self, endpoint: Endpoint) -> RendezvousError:
-        """Keep a stream open, renewing it on request; return why the last one ended."""
+        """Keep a stream open, renewing it on request. Returns why the last one ended."""
         try:
             opened = await self.standby.take(endpoint)
             opened = opened or self._credentials.aio_channel(endpoint, self._options)
@@ -329,12 +331,12 @@ class ServerLink:
                 error = await self._hold_stream(stub, endpoint)
                 if not self._renewing or self._closing.is_set():
                     return error
-                # The next one uses the same connection, so the node is away only for a moment.
+                # The next one uses the same connection, so the node is away only briefly.
 
     async def _hold_stream(
         self, stub: rdzv_pb2_grpc.RendezvousAsyncStub, endpoint: Endpoint
     ) -> RendezvousError:
-        """Hold one stream from its Hello to its end; return why it ended."""
+        """Hold a stream from its Hello to its end. Returns why it ended."""
         self._proofs.begin_stream()
         fence_s = self._proofs.shortest_fence_s
         timeout_s = min(self._welcome_timeout_s, fence_s or WELCOME_TIMEOUT_MOST_S)
@@ -366,7 +368,7 @@ class ServerLink:
             call.cancel()
 
     async def _first_answer(self, call: Call, endpoint: Endpoint) -> pb.ServerMessage | None:
-        """Send the Hello once connected; return the first answer, and log if it takes long."""
+        """Send the Hello once connected, and return the first response. Logs if it takes long."""
         silent = asyncio.get_running_loop().call_later(
             SILENT_S, self._log.silent, endpoint, SILENT_S
         )
@@ -380,7 +382,7 @@ class ServerLink:
     async def _listen(
         self, call: Call, endpoint: Endpoint, welcome: pb.ServerMessage | None
     ) -> str:
-        """Process all messages of the server; return why they stopped."""
+        """Process all messages from the server. Returns why they stopped."""
         message = welcome
         while message is not None:
             if message.leadership < self._leadership:
@@ -397,13 +399,13 @@ class ServerLink:
         return "the server ended the stream"
 
     def _hear(self, endpoint: Endpoint, message: pb.ServerMessage) -> None:
-        """Process one message of the server."""
+        """Process one message from the server."""
         if message.HasField("welcome"):
             self._greet(endpoint, message.welcome)
         elif message.HasField("lease"):
             self._take_lease(message.lease.lease_ms, message.lease.heartbeat_interval_ms)
             for job in list(self._jobs.values()):
-                job.post(events.Ticked())  # The job's runner must learn the new lease.
+                job.post(events.Ticked())  # The job's runner must receive the new lease.
         elif message.HasField("heard"):
             self._proofs.note_heard(message.heard.number, message.heard.clock_us)
         else:
@@ -417,7 +419,7 @@ class ServerLink:
         self._attempts.welcomed(asyncio.get_running_loop().time())
         self._unanswered = 0
         self._log.connected(endpoint)
-        # The sender is still waiting out the old interval; this message ends the wait.
+        # The sender is still waiting for the old interval to pass; this message ends the wait.
         self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
         self._proofs.note_welcomed()
         for job in list(self._jobs.values()):
@@ -427,11 +429,11 @@ class ServerLink:
             self.say(encoding.declined(rdzv_id, run, reason))
 
     async def _learn(self, servers: pb.Servers) -> None:
-        """Connect in advance to the server that would take over from this one."""
+        """Connect in advance to the server that would take over from the current one."""
         self._attempts.learn(servers.addresses)
         if servers.addresses:
-            # Thousands of nodes learn of it at once; the lease, which grows with their number,
-            # spreads their connections over time.
+            # Thousands of nodes receive this at the same time. The lease, which grows with their
+            # number, spreads their connections over time.
             await self.standby.keep(self._attempts.next, self.tolerated_ms / 1000)
 
     def _take_lease(self, lease_ms: int, heartbeat_interval_ms: int) -> None:
@@ -442,7 +444,7 @@ class ServerLink:
         self.outbox.heartbeat_interval_s = interval_s
 
     def _check_fence(self, job: JobPort, lease_ms: int) -> bool:
-        """Refuse a job whose fence is too late for the lease, as the server would."""
+        """Refuse a job whose fence would be too late for the lease, as the server would."""
         try:
             check_fence(job.fence_after_ms, lease_ms)
         except InvalidRequestError as error:
@@ -451,7 +453,7 @@ class ServerLink:
         return True
 
     def _judge(self, endpoint: Endpoint, error: grpc.aio.AioRpcError) -> RendezvousError:
-        """Distinguish a final refusal, which ends the jobs, from a failure that is retried."""
+        """Distinguish a final refusal, which ends the jobs, from a failure that can be retried."""
         trailing = error.trailing_metadata()
         failure = error_from_status(
             error.code(),
@@ -466,15 +468,15 @@ class ServerLink:
         if stranger or failure.code in FINAL_REFUSALS:
             for job in list(self._jobs.values()):
                 job.post(events.Refused(failure.code, str(failure)))
-        # Without a Welcome so far, the refusal may only mean that the previous agent's stream has
-        # not ended yet.
+        # If there was no Welcome before, the refusal may only mean that the previous agent's
+        # stream has not ended yet.
         if isinstance(failure, NodeSupersededError) and self._incarnation:
             self.superseded = failure
             self.is_superseded.set()
         return failure
 
     def hello(self) -> pb.Hello:
-        """Return the Hello of the next stream: everything that this node believes."""
+        """Return the next stream's Hello, with everything that this node believes."""
         beliefs = [belief for job in self._jobs.values() if (belief := job.belief()) is not None]
         placements = self.placements
         return pb.Hello(
@@ -505,10 +507,10 @@ def _now_ms() -> int:
 
 
 async def _read(call: Call) -> pb.ServerMessage | None:
-    """Return the next message; None at a proper end of the stream.
+    """Return the next message, or None if the stream has ended properly.
 
     Raises:
-        grpc.aio.AioRpcError: the stream ended in an error.
+        grpc.aio.AioRpcError: the stream ended with an error.
     """
     message = await call.read()
     if isinstance(message, pb.ServerMessage):
@@ -521,6 +523,6 @@ async def _read(call: Call) -> pb.ServerMessage | None:
 
 
 def _this_task_is_cancelled() -> bool:
-    """Distinguish a cancelled task from a cancelled call, which look alike to a reader."""
+    """Return whether this task was cancelled, rather than the call; both look alike to a reader."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

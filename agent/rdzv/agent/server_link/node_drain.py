@@ -1,9 +1,9 @@
 """Whether this node is about to leave all its jobs, at the server's request or its own.
 
-A *drain* comes from an operator: the server sends it, repeats it after a reconnect, and may lift
-it. A *wish* comes from the node itself, because of a preemption or the end of its agent; it is
-never withdrawn, and the server places nothing more here once it knows. If there are both, the
-earlier deadline counts.
+A *drain* comes from an operator. The server sends it, repeats it after a reconnect, and may lift
+it. A *wish* comes from the node itself, because of a preemption or the end of its agent. It is
+never withdrawn, and the server stops placing jobs here once it has received it. If there are both,
+the earlier deadline counts.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from rdzv.agent.core import events
 from rdzv.structs import struct
 
 FORMER = 1
-"""The number given to a drain that the previous agent received; servers use only higher ones."""
+"""The number given to a drain received by the previous agent; servers use only higher numbers."""
 
 
 @struct(frozen=True)
 class Notice:
-    """A notice that the node must be empty at `due_ms` of the agent's clock."""
+    """A notice that the node must be empty at `due_ms` on the agent's clock."""
 
     due_ms: int
     reason: str
     number: int = 0
-    """The number of the server's drain; 0 for a wish."""
+    """The number of the server's drain, or 0 for a wish."""
 
 
 Event = events.NoticeGiven | events.NoticeLifted
 
 
 class NodeDrain:
-    """The drain state of this node. Each change is passed to `tell`, for all jobs."""
+    """This node's drain state. Each change is passed to `tell`, for all jobs."""
 
     def __init__(self, now_ms: Callable[[], int], tell: Callable[[Event], None]) -> None:
         self._now_ms = now_ms
@@ -51,12 +51,12 @@ class NodeDrain:
         return True
 
     def hear(self, number: int, left_ms: int, reason: str) -> None:
-        """Accept a drain from the server; one that is already known keeps its deadline."""
+        """Accept a drain from the server. A drain that is already known keeps its deadline."""
         if self.told is None or self.told.number != number:
             self._change(self.wished, Notice(self._now_ms() + left_ms, reason, number))
 
     def remember(self, due_ms: int, reason: str) -> None:
-        """Restore a drain that the previous agent received and that was stored with a job.
+        """Restore a drain that the previous agent received and stored with a job.
 
         The server will send it again, or report that it has been lifted.
         """
@@ -69,12 +69,12 @@ class NodeDrain:
 
     @property
     def present(self) -> Notice | None:
-        """The notice in effect; None if the node stays."""
+        """The notice in effect, or None if the node is staying."""
         both = [notice for notice in (self.wished, self.told) if notice is not None]
         return min(both, key=lambda notice: notice.due_ms, default=None)
 
     def event(self) -> events.NoticeGiven | None:
-        """Return the notice for a job that begins now; None if there is none."""
+        """Return the notice for a job that is just beginning, or None if there is none."""
         notice = self.present
         if notice is None:
             return None

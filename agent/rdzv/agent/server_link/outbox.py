@@ -1,4 +1,4 @@
-"""The messages waiting to be sent on the open stream, and the heartbeats in between."""
+"""Messages waiting to be sent on the open stream, and the heartbeats between them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from rdzv.v1 import rdzv_pb2 as pb
 log = logging.getLogger("rdzv.agent")
 
 OUTBOX_MESSAGES = 1_000
-"""The most messages that may wait to be sent; if there are more, the stream is reopened."""
+"""The maximum number of messages that may wait to be sent. If it is exceeded, the stream is
+reopened.
+"""
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.NodeMessage, pb.ServerMessage]"
 
 
 class Outbox:
-    """The messages from this node to the server. Without a stream they are dropped."""
+    """Messages from this node to the server. They are dropped if there is no stream."""
 
     def __init__(self, proofs: FenceProofs, heartbeat_interval_s: float) -> None:
         self.heartbeat_interval_s = heartbeat_interval_s
@@ -31,11 +33,11 @@ class Outbox:
         self._waiting: asyncio.Queue[pb.NodeMessage | None] | None = None
         self._connected = asyncio.Event()
         self._idle = asyncio.Event()
-        """Set whenever no message waits to be sent."""
+        """Set whenever no messages are waiting to be sent."""
 
     @property
     def waiting(self) -> int | None:
-        """The number of messages waiting to be sent; None if there is no stream."""
+        """The number of messages waiting to be sent, or None if there is no stream."""
         return None if self._waiting is None else self._waiting.qsize()
 
     def begin(
@@ -43,7 +45,7 @@ class Outbox:
         attach: Callable[[AsyncIterator[pb.NodeMessage]], Call],
         hello: Callable[[], pb.Hello],
     ) -> Call:
-        """Open a stream with `attach`, on which `hello` is the first message.
+        """Open a stream using `attach`, with `hello` as its first message.
 
         Nothing is sent before `let_through` is called.
         """
@@ -59,17 +61,17 @@ class Outbox:
         """Start sending, now that there is a connection.
 
         gRPC would take the first message earlier. But the fence relies on the time at which a
-        message is sent, and that must not be before there is a connection.
+        message is sent, which must not be earlier than the connection.
         """
         self._connected.set()
 
     def forget(self) -> None:
-        """Accept no more messages for this stream: it has ended, or was never connected."""
+        """Stop accepting messages for this stream, which has ended or was never connected."""
         self._waiting = None
         self._connected.set()
 
     def finish(self) -> bool:
-        """End the stream once all messages are sent; return False if the queue is full."""
+        """End the stream once all messages have been sent. Returns False if the queue is full."""
         if self._waiting is not None:
             try:
                 self._waiting.put_nowait(None)
@@ -78,7 +80,7 @@ class Outbox:
         return True
 
     def say(self, message: pb.NodeMessage) -> None:
-        """Send a message if a stream is open; otherwise the next Hello covers it."""
+        """Send a message if a stream is open. Otherwise, the next Hello covers it."""
         if self._waiting is None:
             return
         try:
@@ -89,7 +91,7 @@ class Outbox:
             self.hang_up()
 
     async def say_after_all(self, message: pb.NodeMessage) -> None:
-        """Send a large message once no other message waits to be sent."""
+        """Send a large message once no other messages are waiting to be sent."""
         while self._waiting is not None and not self._waiting.empty():
             self._idle.clear()
             await self._idle.wait()
@@ -98,9 +100,9 @@ class Outbox:
     async def _outgoing(
         self, waiting: asyncio.Queue[pb.NodeMessage | None], connected: asyncio.Event
     ) -> AsyncIterator[pb.NodeMessage]:
-        """Yield the messages, and a heartbeat whenever an interval passes without a message.
+        """Yield the messages, and a heartbeat after each interval without a message.
 
-        If workers are fenced, each interval has a heartbeat, because only heartbeats are answered.
+        If workers are fenced, every interval has a heartbeat, because only heartbeats are answered.
         """
         await connected.wait()
         if self._waiting is not waiting:
@@ -112,8 +114,8 @@ class Outbox:
             if waiting.empty():
                 self._idle.set()
             try:
-                # Checked also while there are messages: pieces of a log may follow each other
-                # without a pause.
+                # This is checked even while there are messages, because pieces of a log may follow
+                # each other without a pause.
                 if loop.time() >= due_s:
                     raise TimeoutError
                 async with asyncio.timeout_at(due_s):

@@ -1,4 +1,4 @@
-"""How the link and the server name submitted jobs: those placed on this node, those held here."""
+"""Submitted jobs as identified between the link and the server: placed on or held by this node."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rdzv.core.model import JobSpec
 from rdzv.structs import struct
 
 Key = tuple[str, str]
-"""Identifies a run of a job: its rdzv_id and its uid."""
+"""Identifies a job's run by its rdzv_id and its uid."""
 
 
 @struct(frozen=True)

@@ -1,7 +1,7 @@
 """A connection to the server that this node would try next, opened before it is needed.
 
-It costs that server a connection and a handshake, but no call. Without it, nodes that lose their
-server at the same time would wait for thousands of handshakes.
+It costs that server a connection and a handshake, but no calls. Without it, all nodes that lose
+their server at the same time would have to wait for thousands of handshakes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rdzv.transport.endpoints import Endpoint
 
 
 class Standby:
-    """Keeps at most one open channel; nothing is sent on it until it is taken."""
+    """Keeps at most one channel open. Nothing is sent on the channel until it is taken."""
 
     def __init__(self, credentials: Credentials, options: Sequence[tuple[str, int]]) -> None:
         self._credentials = credentials
@@ -30,7 +30,7 @@ class Standby:
 
     @property
     def connected(self) -> bool:
-        """Whether the channel is open and the server is reachable on it."""
+        """Whether the channel is open and its server is reachable."""
         channel = self._channel
         return channel is not None and channel.get_state() is grpc.ChannelConnectivity.READY
 
@@ -71,5 +71,5 @@ class Standby:
             # The certificate may be about to be renewed; the link connects if it needs the server.
             return
         while True:
-            # While the server is away, the channel's own backoff spaces out the attempts.
+            # While the server is unreachable, the channel's own backoff spaces out the attempts.
             await channel.wait_for_state_change(channel.get_state(try_to_connect=True))

@@ -1,1 +1,1 @@
-"""The local worker group: its start, how each worker ended, and the reports about it."""
+"""The local worker group: how it is started, how each worker ended, and the reports about it."""

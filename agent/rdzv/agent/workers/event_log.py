@@ -1,7 +1,7 @@
-"""torchelastic's events of one job on this node, for torch's event handlers.
+"""torchelastic's events for one job on this node, sent to torch's event handlers.
 
-torchrun's events are recorded at the same points, with the same names and fields; `torch_side`
-passes them to the handler. If a handler is slow or dies, only events are lost.
+Events are recorded at the same points as under torchrun, with the same names and fields, and
+`torch_side` passes them to the handler. If a handler is slow or dies, only events are lost.
 
 Source: `_construct_event`, `record_duration` and `_record_worker_events` in
 `torch/distributed/elastic/agent/server/api.py`, and `torch/distributed/launcher/api.py` of torch
@@ -28,14 +28,14 @@ CLOSE_TIMEOUT_S = 5.0
 """How long the handler may take to process the last events."""
 
 START_TIMEOUT_S = 30.0
-"""Additional time if the job ends before the handler's process has imported torch."""
+"""The additional time allowed if the job ends before the handler's process has imported torch."""
 
 AT_HAND = ("console",)
-"""Handlers that every torch has, so the job need not wait until the process confirms the name."""
+"""Handlers that every torch has, so a job need not wait for the process to confirm the name."""
 
 
 class EventLog:
-    """Records the events of one job; does nothing unless a handler was requested."""
+    """Records a job's events. Does nothing unless a handler was requested."""
 
     def __init__(self, launch: Launch, now_ms: int, error_file: Callable[[int], Path]) -> None:
         self._launch = launch
@@ -50,7 +50,7 @@ class EventLog:
         """Start the handler's process.
 
         Raises:
-            InvalidRequestError: torch knows no such handler.
+            InvalidRequestError: torch has no such handler.
         """
         name = self._launch.event_log.destination
         if name == NO_HANDLER:
@@ -73,7 +73,7 @@ class EventLog:
             await self._side.ready(f"--event-log-handler={name}")
 
     async def close(self) -> None:
-        """Wait a limited time for the handler to process pending events, then end it."""
+        """Wait a limited time for the handler to process pending events, and then end it."""
         if self._side is None:
             return
         side, self._side = self._side, None
@@ -88,13 +88,13 @@ class EventLog:
     # ------------------------------------------------------------------ events
 
     def joining(self, now_ms: int) -> None:
-        """Note that the node is waiting for a round."""
+        """Record that the node is waiting for a round."""
         self._joining_since_ms = now_ms
 
     def round_complete(self, assignment: Assignment, now_ms: int) -> None:
         """Record that the round is complete and the node knows its ranks."""
         waited_ms = now_ms - self._joining_since_ms
-        # As under torchrun: except for the restarts, these still describe the previous round.
+        # As under torchrun, these still describe the previous round, except for the restarts.
         for state, duration_ms in (("RENDEZVOUS", waited_ms), ("ASSIGN_WORKER_RANKS", 0)):
             self._record(
                 state, self._last, restarts=assignment.restarts, duration_ms=float(duration_ms)

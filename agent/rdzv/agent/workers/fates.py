@@ -1,6 +1,7 @@
-"""The fate of each worker of this node's last round: how it ended, and whether the agent ended it.
+"""The fate of each worker in this node's last round: how it ended, and whether the agent ended it.
 
-`FateRecorder` records it as it happens; `summary` reports it to the user when the job is over.
+`FateRecorder` records each fate as it happens; `summary` reports it to the user when the job is
+over.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ class Stop:
 
     signum: int
     at_ms: int
-    """When, by the agent's clock."""
+    """When the worker was told, by the agent's clock."""
     may_park: bool = False
     """Whether a worker that can be kept is asked to park instead."""
 
 
 @struct(frozen=True)
 class WorkerFate:
-    """One worker, from its start to its end."""
+    """The history of one worker, from its start to its end."""
 
     local_rank: int
     rank: int
@@ -39,15 +40,19 @@ class WorkerFate:
     pid: int | None = None
     exit_code: int | None = None
     signal: int | None = None
-    """The signal that ended it; without an exit code either, it has not ended or never started."""
+    """The signal that ended the worker. Without an exit code either, it has not ended or never
+    started.
+    """
     ended_ms: int = 0
-    """When it ended, by the agent's clock."""
+    """When the worker ended, by the agent's clock."""
     why_killed: str = ""
-    """Why it was killed instead of parked; empty if it was not."""
+    """Why the worker was killed instead of parked; empty if it was not."""
     failed: bool = False
-    """Whether it failed by itself."""
+    """Whether the worker failed by itself."""
     stopped: Stop | None = None
-    """How the agent told it to end, if it did; failing afterwards does not count as a failure."""
+    """How the agent told the worker to end, if it did. Failing afterwards does not count as a
+    failure.
+    """
 
 
 @struct(frozen=True)
@@ -56,7 +61,7 @@ class LocalRound:
 
     assignment: Assignment
     workers: tuple[WorkerFate, ...]
-    """By LOCAL_RANK."""
+    """The workers, by LOCAL_RANK."""
 
     @classmethod
     def begin(cls, assignment: Assignment, local_world_size: int) -> LocalRound:
@@ -72,7 +77,7 @@ class LocalRound:
     def told_to_end(self, alive: Collection[int], stop: Stop) -> LocalRound:
         """Return the round after the workers in `alive` were told to end.
 
-        Each keeps its first stop, unless that one let it park.
+        Each worker keeps its first stop, unless that stop allowed it to park.
         """
         return replace(
             self,
@@ -85,7 +90,7 @@ class LocalRound:
         )
 
     def charged(self, local_ranks: Collection[int]) -> LocalRound:
-        """Return the round after these parked workers were charged: they have failed."""
+        """Return the round after these parked workers were charged, and so have failed."""
         return replace(
             self,
             workers=tuple(
@@ -107,7 +112,7 @@ class LocalRound:
         *,
         failed: bool,
     ) -> LocalRound:
-        """Return the round after a worker's exit; one that was told to end has not failed."""
+        """Return the round after a worker's exit. A worker that was told to end has not failed."""
         return self._with(
             local_rank,
             exit_code=exit_code,
@@ -125,15 +130,15 @@ class LocalRound:
 
 @struct(frozen=True)
 class NodeOutcome(Outcome):
-    """A job's outcome for this node, with the fates of its last workers."""
+    """A job's outcome on this node, with the fates of its last workers."""
 
     workers: tuple[WorkerFate, ...] = ()
 
 
 class FateRecorder:
-    """Records the fates of one job's workers from the core's events and commands.
+    """Records the fates of a job's workers, based on the core's events and commands.
 
-    It sends torchrun's events to `event_log`; `now_ms` is the agent's clock.
+    Also sends torchrun's events to `event_log`; `now_ms` is the agent's clock.
     """
 
     def __init__(
@@ -146,7 +151,7 @@ class FateRecorder:
 
     @property
     def workers(self) -> tuple[WorkerFate, ...]:
-        """The workers of the last round, by LOCAL_RANK; empty before the first."""
+        """The last round's workers, by LOCAL_RANK; empty before the first round."""
         return () if self._round is None else self._round.workers
 
     async def open(self) -> None:
@@ -158,7 +163,7 @@ class FateRecorder:
         await self._event_log.open()
 
     async def close(self) -> None:
-        """Wait until the last events are recorded."""
+        """Wait until the last events have been recorded."""
         await self._event_log.close()
 
     def resume(self, assignment: Assignment, pids: Mapping[int, int]) -> None:
@@ -168,7 +173,7 @@ class FateRecorder:
             self._round = self._round.started(local_rank, pid)
 
     def worker_started(self, local_rank: int, pid: int) -> None:
-        """Note that a worker is running; record starts in LOCAL_RANK order, as torch does."""
+        """Record that a worker is running. Starts are recorded in LOCAL_RANK order, as in torch."""
         if self._round is not None:
             recorded = _started_in_order(self._round)
             self._round = self._round.started(local_rank, pid)
@@ -176,14 +181,14 @@ class FateRecorder:
                 self._event_log.worker_started(worker)
 
     def worker_not_kept(self, local_rank: int, pid: int, reason: str) -> None:
-        """Note that a worker was asked to park, but is killed."""
+        """Record that a worker that was asked to park is being killed."""
         if self._round is not None and self._has(local_rank, pid):
             self._round = self._round.not_kept(local_rank, reason)
 
     def note(
         self, event: events.Event, state: AgentState, doing: Sequence[commands.Command]
     ) -> None:
-        """Note an event, the state after it, and the commands about to be carried out."""
+        """Process an event, the state after it, and the commands about to be carried out."""
         match event:
             case events.WorkerExited() if self._is_current(event.round):
                 assert self._round is not None
@@ -235,7 +240,7 @@ class FateRecorder:
                 pass
 
     def outcome(self, outcome: Outcome) -> NodeOutcome:
-        """Add the fates of the last workers to the outcome, and record it."""
+        """Combine the outcome with the fates of the last workers, and record it."""
         known = {name: getattr(outcome, name) for name in field_names(Outcome)}
         ending = NodeOutcome(**known, workers=self.workers)
         self._event_log.ended(self._round, ending, self._now_ms())
@@ -249,5 +254,5 @@ class FateRecorder:
 
 
 def _started_in_order(local: LocalRound) -> int:
-    """Count the started workers with consecutive LOCAL_RANKs from 0."""
+    """Count the started workers whose LOCAL_RANKs are consecutive from 0."""
     return sum(1 for _ in takewhile(lambda worker: worker.pid is not None, local.workers))

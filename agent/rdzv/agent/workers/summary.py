@@ -1,7 +1,7 @@
 """The final summary of a job on this node: how it ended, which worker failed first, and why.
 
-It distinguishes the workers that failed, those that failed as a consequence, and those that the
-agent ended.
+It distinguishes between workers that failed, workers that failed as a consequence, and workers that
+the agent ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rdzv.structs import field_names
 
 
 def summary(rdzv_id: str, outcome: NodeOutcome) -> str:
-    """Describe the outcome; after a failure, which worker failed first, where and why."""
+    """Describe the outcome and, after a failure, which worker failed first, where and why."""
     lines = [f"{rdzv_id}: {outcome.text}"]
     if outcome.failures:
         first, *others = outcome.failures
@@ -63,7 +63,7 @@ def _worker(failure: NodeFailure) -> str:
 
 
 def _stopped(workers: Sequence[WorkerFate]) -> list[str]:
-    """Count the workers of this node that the agent has ended, by how they ended."""
+    """Count this node's workers that were ended by the agent, grouped by how they ended."""
     by_end: dict[str, list[int]] = {}
     for fate in workers:
         if fate.stopped is not None and fate.pid is not None:
@@ -79,7 +79,7 @@ def _stopped(workers: Sequence[WorkerFate]) -> list[str]:
 
 
 def _end(fate: WorkerFate, stop: Stop) -> str:
-    """Describe the end of a worker that was told to end."""
+    """Describe how a worker that was told to end has ended."""
     sent = signal_name(stop.signum)
     if fate.exit_code is None and fate.signal is None:
         return f"{sent}; not seen to end"
@@ -93,7 +93,7 @@ def _end(fate: WorkerFate, stop: Stop) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Format numbers as ranges.
+    """Format numbers as a list of ranges.
 
     >>> ranges([0, 2, 3, 4, 7, 8])
     '0, 2-4, 7, 8'

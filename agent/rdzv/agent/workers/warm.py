@@ -1,6 +1,6 @@
-"""Warm workers: the modules that the zygote preloads, and the workers that may be forked from it.
+"""Warm workers: which modules the zygote preloads, and which workers may be forked from it.
 
-With `--warm` the zygote is started before the first round, otherwise only for restarts.
+With `--warm`, the zygote is started before the first round; otherwise it is only for restarts.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ASK_TIMEOUT_S = 60.0
 WAIT_VARIABLE = "RDZV_WARM_WAIT"
 
 _WITH = {"torch": ("torch._dynamo",)}
-"""Modules preloaded together with another: DDP's constructor takes a second to import this one."""
+"""Modules to preload along with others: DDP's constructor takes a second to import this one."""
 
 _FOR_RESTARTS = ("torch",)
-"""The modules that are preloaded if the launch names none."""
+"""The modules that are preloaded if the launch does not name any."""
 
 EACH_WORKERS_OWN = frozenset(
     {
@@ -38,21 +38,21 @@ EACH_WORKERS_OWN = frozenset(
         *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "RDZV_ROUND"),
         *("RDZV_SNAPSHOT", "RDZV_SNAPSHOT_ORIGIN"),
-        # CUDA reads CUDA_VISIBLE_DEVICES when it is initialised, which no zygote does.
+        # CUDA reads CUDA_VISIBLE_DEVICES when initialised, which never happens in a zygote.
         *("RDZV_PROGRESS_FILE", "RDZV_NOTICE_FILE", "CUDA_VISIBLE_DEVICES"),
     }
 )
-"""The variables that differ between workers or rounds. `import torch` reads none of them."""
+"""Variables that differ between workers or rounds. `import torch` reads none of them."""
 
 ANY_ROUND = Assignment("", 0, 0, 1, 0, 1, 0, 1, "", 0, True, 0, 0)
-"""A placeholder, for an environment in which the variables of a round do not count."""
+"""A placeholder for an environment in which a round's variables do not matter."""
 
 _READ_LATE = ("NCCL_",)
 """Variables with these prefixes are read when a process group is created."""
 
 
 def preloaded(modules: Sequence[str]) -> tuple[str, ...]:
-    """Return the modules to preload if `modules` are requested.
+    """Return the modules to preload if `modules` were requested.
 
     >>> preloaded(["torch", "transformers"])
     ('torch', 'torch._dynamo', 'transformers')
@@ -65,7 +65,8 @@ def zygote_spec(
 ) -> ZygoteSpec:
     """Return the specification of a launch's zygote.
 
-    `environ` is any worker's environment. `cpus` are the CPUs that each worker is bound to.
+    `environ` is the environment of any of the workers. `cpus` are the CPUs to which each worker is
+    bound.
     """
     common = {name: value for name, value in environ.items() if name not in EACH_WORKERS_OWN}
     return ZygoteSpec(
@@ -77,16 +78,16 @@ def zygote_spec(
         cpus=cpus[0] if len(set(cpus)) == 1 else None,
         wait_s=_wait_s(launch.environ),
         identity=launch.identity,
-        # The workers, and the round's store host if this node has to serve it.
+        # One for each worker, and one for the store host if this node has to serve the store.
         spare_forks=min(launch.job.local_world_size + 1, MAX_SPARE_FORKS),
     )
 
 
 def why_cold(zygote: ZygoteSpec, worker: WorkerSpec) -> str:
-    """Return why a worker cannot be forked from the zygote; empty if it can.
+    """Return why a worker cannot be forked from the zygote, or an empty string if it can.
 
-    A module may read any variable when it is imported, so every difference counts, except in
-    variables that are known to be read later.
+    Modules may read any variable on import, so every difference counts, except in variables that
+    are known to be read later.
     """
     names = sorted(zygote.env.keys() | worker.env.keys())
     for name in names:
@@ -124,9 +125,9 @@ def _wait_s(environ: Mapping[str, str]) -> float:
 
 
 async def check_warm(launch: Launch) -> str:
-    """Check, without importing the modules, whether workers of this launch can be warm.
+    """Check whether workers of this launch can be warm, without importing the modules.
 
-    Returns why they must start cold although the request is valid; empty if they can be warm.
+    Returns why they must start cold although the request is valid, or an empty string.
 
     Raises:
         InvalidRequestError: they can never be warm on this node.
@@ -165,7 +166,7 @@ async def _ask(launch: Launch) -> bytes:
     with started_as(launch.account) as how:
         process = await start_spared(
             launch.python,
-            # If the interpreter ignores the zygote's entry point, this runs, never the script.
+            # If the interpreter ignores the zygote's entry point, this runs instead of the script.
             *("-u", "-c", "print('no')"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

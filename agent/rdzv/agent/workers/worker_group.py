@@ -33,11 +33,11 @@ DRAIN_TIMEOUT_S = 5.0
 """How long writing the workers' last output to the console may take."""
 
 _PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-"""Variables that torchrun looks up in its own environment when it creates a worker's."""
+"""Variables that torchrun reads from its own environment when it creates a worker's."""
 
 
 class LocalWorkerGroup:
-    """Specifies how each worker of a round is started, and shows its output."""
+    """Specifies how to start each worker of a round, and shows the workers' output."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class LocalWorkerGroup:
         progress_file: Callable[[int], str],
         notice_file: Callable[[], str] = str,
     ) -> None:
-        """Specify the workers of a launch; `progress_file` returns a LOCAL_RANK's progress file.
+        """Specify a launch's workers. `progress_file` returns the progress file for a LOCAL_RANK.
 
-        `notice_file` returns the notice file, which all of them share.
+        `notice_file` returns the notice file, which all workers share.
         """
         self._launch = launch
         self._progress_file = progress_file
@@ -62,7 +62,7 @@ class LocalWorkerGroup:
         self._tee: Tee | None = None
         self.written = Written(launch.identity)
         self.zygote: ZygoteSpec | None = None
-        """The zygote that the workers are forked from, once known; None if they start cold."""
+        """The zygote from which the workers are forked, once known; None if they start cold."""
         self._told_cold: dict[int, str] = {}
         self._gpus: tuple[str, ...] = ()
 
@@ -96,10 +96,10 @@ class LocalWorkerGroup:
     async def open_round(
         self, assignment: Assignment
     ) -> tuple[tuple[WorkerOutput, ...], list[WorkerSpec]]:
-        """Create the files of a round, and follow those that are teed.
+        """Create a round's files, and follow the ones that are teed.
 
-        Returns the output paths and the specification of each worker. Waits for the file systems,
-        and for the --logs-specs class if one is used.
+        Returns each worker's output paths and specification. Waits for the file systems, and for
+        the --logs-specs class if one is used.
 
         Raises:
             InvalidRequestError: files that existed at the join no longer exist, or their server
@@ -125,7 +125,7 @@ class LocalWorkerGroup:
         return output.workers, [self._worker(assignment, n, worker) for n, worker in workers]
 
     def _make_files(self, assignment: Assignment) -> list[WorkerFiles]:
-        """Create the files of a round, unless --logs-specs does; may hang, so it runs in a thread.
+        """Create a round's files, unless --logs-specs does. May hang, so it runs in a thread.
 
         Raises:
             InvalidRequestError: files that existed at the join no longer exist.
@@ -161,7 +161,7 @@ class LocalWorkerGroup:
             self._tee.unfollow()
 
     async def close(self) -> None:
-        """Show the workers' last output, and wait a limited time for the console."""
+        """Show the workers' last output, waiting a limited time for the console."""
         if self._logs_specs is not None:
             await self._logs_specs.close()
         if self._tee is not None:
@@ -188,7 +188,7 @@ class LocalWorkerGroup:
         )
 
     def _warmed(self, worker: WorkerSpec) -> WorkerSpec:
-        """Let a worker be forked from the zygote, if there is a suitable one."""
+        """Let a worker be forked from the zygote, if the zygote is suitable."""
         if self.zygote is None:
             return worker
         if why := warm.why_cold(self.zygote, worker):
@@ -232,7 +232,7 @@ class LocalWorkerGroup:
     # ------------------------------------------------------------------ output
 
     def _follow(self, assignment: Assignment, local_rank: int, output: WorkerOutput) -> None:
-        """Copy a worker's output from teed files to the console."""
+        """Copy a worker's output from its teed files to the console."""
         if not self._launch.output.console:
             return
         rank = assignment.rank_first + local_rank
@@ -242,7 +242,7 @@ class LocalWorkerGroup:
             self._console().follow(file, prefix, stream)
 
     def _duplicate(self, output: RoundOutput) -> None:
-        """Copy the lines that --duplicate-*-filters select into files of their own."""
+        """Copy the lines selected by --duplicate-*-filters to separate files."""
         asked = {
             Stream.OUT: self._launch.output.stdout_filters,
             Stream.ERR: self._launch.output.stderr_filters,

@@ -1,7 +1,7 @@
 """Makes an interpreter report its import of torch to the runner (torch_watch.py).
 
-Imported instead of the interpreter's own `sitecustomize`, found by PYTHONPATH. It undoes everything
-that the script could notice, and imports that one.
+Found through PYTHONPATH and imported in place of the interpreter's own `sitecustomize`. It undoes
+everything that the script could notice, and then imports the original.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""Runs inside a worker: shows the agent its collectives, and the exception that ends the script.
+"""Runs inside a worker. Shows the agent its collectives, and any exception that ends the script.
 
-Python finds it by PYTHONPATH while a worker's interpreter starts. It undoes the changes that made
-the interpreter import it, so that no child does, and then imports the site's own `sitecustomize`.
+Python finds this file through PYTHONPATH while a worker's interpreter is starting. It undoes the
+changes that made the interpreter import it, so that no child process does, and then imports the
+site's own `sitecustomize`.
 
 An uncaught exception is written to the worker's error file, as torch's `@record` does for the
-function that it decorates, unless the file exists already.
+function that it decorates, unless the file already exists.
 
-It does not import torch: once the script itself has imported torch.distributed,
-`init_process_group` first starts torch's `_WorkerServer`. That server listens on a Unix socket
-beside the worker's progress file, in a folder that only the job's account may enter, and answers
-from threads that need no interpreter lock. A script that ends by the error of a collective leaves
-its record there, because nobody can ask for it afterwards. Errors in this file are written to
-another file there, and do not affect the script.
+This file does not import torch. Instead, once the script itself has imported torch.distributed,
+`init_process_group` first starts torch's `_WorkerServer`. That server listens on a Unix socket next
+to the worker's progress file, in a folder that only the job's account may enter, and responds from
+threads that do not need the interpreter lock. A script that ends because of a collective's error
+leaves its record there, because it cannot be asked for the record afterwards. Errors in this file
+are written to another file there, and do not affect the script.
 
-It imports only modules that every interpreter has already loaded at its start, and not pathlib,
-which would delay each start of a worker. It supports Python 3.9 and newer.
+It imports only modules that every interpreter has already loaded at startup. It avoids pathlib,
+which would delay every worker's start. It supports Python 3.9 and later.
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ if TYPE_CHECKING:
     from typing import Any
 
 NAME = "collectives"
-"""The prefix of its file names: `NAME.PID.RANDOM` is a socket, `NAME.PID.why` a text,
-`NAME.PID.last` the record of a process that ended by the error of a collective.
+"""The prefix of the files' names: `NAME.PID.RANDOM` is a socket, `NAME.PID.why` is a text file, and
+`NAME.PID.last` is the record of a process that ended because of a collective's error.
 """
 MODULE = "torch.distributed.distributed_c10d"
 MAX_PATH_BYTES = 107
 MAX_ERROR_CHARS = 500
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
-"""The handler names under which versions of torch's server provide the record."""
+"""The handler names under which different versions of torch's server provide the record."""
 OLDER = "its torch gives no record of collectives (2.13 does; an older one may not)"
 OF_COLLECTIVES = ("timed out", "timeout", "connection closed", "connection reset", "socket closed")
-"""Parts of the errors that collectives raise when another rank is missing or gone."""
+"""Parts of the error messages that collectives raise when another rank is missing or gone."""
 QUIET = 2
-"""The log level at which torch writes only errors."""
+"""The log level at which torch writes nothing but errors."""
 
 _served_by = {"pid": 0}
-"""The process that has tried to start a server; a fork may start its own."""
+"""The pid of the process that has tried to start a server; a fork may start its own."""
 _recorded_by = {"pid": 0}
-"""The process whose server runs, and whose torch has a record."""
+"""The pid of the process whose server is running and whose torch has a record."""
 
 
 def _undo(hook: str) -> None:
-    """Undo the changes to the environment that made the interpreter import this."""
+    """Undo the changes to the environment that made the interpreter import this file."""
     path = os.environ.pop("RDZV_PYTHONPATH", None)
     if path is None:
         os.environ.pop("PYTHONPATH", None)
@@ -60,9 +61,9 @@ def _undo(hook: str) -> None:
 
 
 class _Finder:
-    """An import hook that wraps `init_process_group` after its module has run.
+    """An import hook that wraps `init_process_group` after its module has been executed.
 
-    The other finders still find the modules.
+    Modules are still found by the other finders.
     """
 
     @staticmethod
@@ -80,7 +81,7 @@ class _Finder:
 
 
 def _wrap_after(loader: Any) -> None:
-    """Make a loader wrap the function in the module that it executes."""
+    """Make a loader wrap the function in the module that the loader executes."""
     execute = loader.exec_module
 
     def exec_module(module: Any) -> None:
@@ -111,7 +112,7 @@ def _wrap(module: Any) -> None:
 
 
 def _serve() -> None:
-    """Start the server if this process has none."""
+    """Start the server if this process does not have one."""
     if _served_by["pid"] == os.getpid():
         return
     _served_by["pid"] = os.getpid()
@@ -131,7 +132,7 @@ def _start() -> None:
             _WorkerServer,
         )
     except ImportError:
-        # Torch 2.4 has a server but no record; asked while it exits, a process may crash.
+        # Torch 2.4 has a server but no record. A process asked for it while exiting may crash.
         _write_reason(OLDER)
         return
     if not {*HANDLERS} & {*_get_handler_names()}:
@@ -145,7 +146,7 @@ def _start() -> None:
         return
     level = _log_level()
     before = level.value
-    # Its threads inherit this mask, so that the script's signals go to the script's threads.
+    # Its threads inherit this mask, so the script's signals go to the script's threads.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         level.value = max(before, QUIET)
@@ -155,12 +156,12 @@ def _start() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _never_end(server)
     _recorded_by["pid"] = os.getpid()
-    # The script may have replaced the hook meanwhile.
+    # The script may have since replaced the hook.
     _watch_exceptions()
 
 
 def _watch_exceptions() -> None:
-    """Make an exception that ends the script be recorded first."""
+    """Record any exception that ends the script before the script ends."""
     before = sys.excepthook
     if getattr(before, "leaves", None) is _leave_exception:
         return
@@ -177,7 +178,7 @@ def _watch_exceptions() -> None:
 
 
 def _leave_exception(kind: Any, error: Any, traceback: Any) -> None:
-    """Write the error file, and if a collective has failed, the record as well."""
+    """Write the error file and, if a collective has failed, the record."""
     if not issubclass(kind, Exception):
         return
     _write_error_file(kind, error, traceback)
@@ -187,7 +188,7 @@ def _leave_exception(kind: Any, error: Any, traceback: Any) -> None:
 
 
 def _text_of(error: Any) -> str:
-    """Return the exception's text, or what a traceback says if it has none."""
+    """Return the exception's text, or its description in a traceback if it has none."""
     try:
         return str(error)
     except Exception:
@@ -195,7 +196,7 @@ def _text_of(error: Any) -> str:
 
 
 def _write_error_file(kind: Any, error: Any, traceback: Any) -> None:
-    """Write what torch's `@record` would write, unless the file exists already."""
+    """Write what torch's `@record` would write, unless the file already exists."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -214,7 +215,7 @@ def _write_error_file(kind: Any, error: Any, traceback: Any) -> None:
 
 
 def _leave_record(error: str) -> None:
-    """Write the error on a line, and the record below it."""
+    """Write the error on one line, and the record below it."""
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
     path = os.path.join(_folder(), f"{NAME}.{os.getpid()}.last")
@@ -226,7 +227,7 @@ def _leave_record(error: str) -> None:
 
 
 def _log_level() -> ctypes.c_int:
-    """Return torch's variable for the level below which its C++ code logs nothing to stderr."""
+    """Return torch's variable for the lowest level that its C++ code logs to stderr."""
     import ctypes
 
     import torch
@@ -239,7 +240,7 @@ def _log_level() -> ctypes.c_int:
 
 
 def _never_end(server: Any) -> None:
-    """Keep the server from being destroyed, which would wait for its threads: a fork has none."""
+    """Keep the server from being destroyed, which would wait for threads that a fork lacks."""
     import ctypes
 
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
@@ -251,7 +252,7 @@ def _folder() -> str:
 
 
 def _write_reason(why: str) -> None:
-    """Write why there is no record; if that fails, the agent finds neither record nor reason."""
+    """Write why there is no record. If that fails, the agent will find neither."""
     try:
         path = os.path.join(_folder(), f"{NAME}.{os.getpid()}.why")
         with open(path, "w") as file:

@@ -1,7 +1,7 @@
-"""Turns an interpreter into a zygote; imported instead of its own `sitecustomize`.
+"""Turns an interpreter into a zygote. Imported in place of the interpreter's own `sitecustomize`.
 
-Found by PYTHONPATH while the interpreter prepares to run a worker's script (zygote.py says why).
-The zygote itself never reaches that script: `main` returns only in workers.
+Found through PYTHONPATH while the interpreter is preparing to run a worker's script (zygote.py says
+why). The zygote itself never reaches that script, because `main` returns only in workers.
 """
 
 from __future__ import annotations
@@ -21,5 +21,5 @@ except BaseException as error:
     sys.stderr.write(f"rdzv zygote: {type(error).__name__}: {error}\n")
     os._exit(1)
 if not _there_is_another:
-    # It leaves no trace, as if this file had not been found either.
+    # It leaves no trace, as if this file had not been found.
     raise ImportError("there is no sitecustomize here", name="sitecustomize")
