@@ -53,7 +53,7 @@ TARGETS = (
     "rendezvous/rdzv/server/operations/*.py",
     "rendezvous/rdzv/server/engine/*.py",
     "rendezvous/rdzv/server/scheduling/*.py",
-    "rendezvous/rdzv/server/diagnosis/hang_investigation.py",
+    "rendezvous/rdzv/server/diagnosis/reported_hangs.py",
     "rendezvous/rdzv/server/diagnosis/worker_logs.py",
     "rendezvous/rdzv/server/diagnosis/snapshot_*.py",
     "rendezvous/rdzv/server/stream_relay/*.py",

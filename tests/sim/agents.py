@@ -21,8 +21,8 @@ from rdzv.agent.server_link.fence_proofs import HEARTBEATS_PER_FENCE
 from rdzv.agent.server_link.node_drain import Event, NodeDrain
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
+from rdzv.core.fleet.node_resources import Resources
 from rdzv.core.fleet.nodes import AgentKind
-from rdzv.core.fleet.placement import Resources
 from rdzv.core.model import UNMOVED, Moved, Offer
 from rdzv.structs import replace, struct
 from rdzv.transport.node_stream import FINAL_REFUSALS, PROTOCOL_VERSION

@@ -40,8 +40,9 @@ from rdzv.core.events import (
     RoundSettled,
     RunEnded,
 )
-from rdzv.core.fleet import nodes, placement
-from rdzv.core.fleet.placement import Demand, Host, Plan
+from rdzv.core.fleet import job_queue, nodes
+from rdzv.core.fleet.job_queue import Demand, Host, Plan
+from rdzv.core.fleet.node_resources import gpus_needed
 from rdzv.core.fleet.quarantine import Record as QuarantineRecord
 from rdzv.core.kept_ranks import kept_workers
 from rdzv.core.life.chosen_nodes import MAX_DECLINED
@@ -198,7 +199,7 @@ class Judge:
             demands: Iterable[Demand], hosts: Iterable[Host], *, settled: bool = True
         ) -> Plan:
             demands, hosts = tuple(demands), tuple(hosts)
-            decided = placement.plan(demands, hosts, settled=settled)
+            decided = job_queue.place_queued_jobs(demands, hosts, settled=settled)
             self._watch_plan(demands, hosts, decided, settled)
             return decided
 
@@ -325,7 +326,7 @@ class Judge:
             for node_id in plan.places.get(job.rdzv_id, ()):
                 self._check_place(job, node_id, room, waiting)
                 host = room[node_id]
-                gpus = placement.gpus_needed(job.spec, host.resources)
+                gpus = gpus_needed(job.spec, host.resources)
                 taken = {**host.taken, (job.rdzv_id, job.run): gpus}
                 room[node_id] = replace(host, taken=taken)
         if waiting:
@@ -369,14 +370,14 @@ class Judge:
                 self.fail(f"{after.rdzv_id} is placed on {node_id}, which takes no such job")
                 continue
             mine = [
-                placement.gpus_needed(job.submission.spec, resources)
+                gpus_needed(job.submission.spec, resources)
                 for job in self.stored.values()
                 if job.submission is not None
                 and job.ended is None
                 and node_id in job.submission.placed
             ]
             # After the store's loss a node may have been given more GPUs than it has.
-            needs_gpus = placement.gpus_needed(after.submission.spec, resources) > 0
+            needs_gpus = gpus_needed(after.submission.spec, resources) > 0
             too_many = needs_gpus and sum(mine) > len(resources.gpus)
             if len(mine) > resources.capacity or too_many:
                 self.fail(f"capacity: {node_id} has {len(mine)} jobs and {sum(mine)} GPUs in use")

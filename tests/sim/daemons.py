@@ -18,7 +18,7 @@ from rdzv.agent.node.gpu_assignments import Ledger
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import Event
 from rdzv.agent.server_link.placed_jobs import Holding, Placed
-from rdzv.core.fleet.placement import gpus_needed
+from rdzv.core.fleet.node_resources import gpus_needed
 from rdzv.errors import InvalidRequestError
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.sim.agents import Agent, NodeSpec, Part

@@ -13,7 +13,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from rdzv.core.commands import Restart, Scale, Stop, Submit
-from rdzv.core.fleet.placement import Host, demand
+from rdzv.core.fleet.job_queue import Host, demand
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.server.driver import Driver
 from tests.sim.checkers import fits
@@ -266,7 +266,11 @@ class Operators:
         world = self.world
         leader = world.leader
         state = leader.driver.jobs.peek(job.rdzv_id) if leader is not None else None
-        wait = leader.driver.scheduling.placer.wait_of(job.rdzv_id) if leader is not None else None
+        wait = (
+            leader.driver.scheduling.placer.queue_wait_of(job.rdzv_id)
+            if leader is not None
+            else None
+        )
         held = [h for a in world.agents if isinstance(a, Daemon) for h in a.held]
         mine = [h for h in held if h.placed.key == (job.rdzv_id, job.run)]
         without_room = [h for h in mine if self._waits_for_room(h)]

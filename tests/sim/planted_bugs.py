@@ -164,7 +164,7 @@ MUTANTS = (
         "staying",
         "        return len(self.here) - len(self.going)",
         "        return len(self.here)",
-        by="tests/unit/core/fleet/test_placement.py tests/unit/server/test_placing.py",
+        by="tests/unit/core/fleet/test_job_queue.py tests/unit/server/test_placing.py",
     ),
     Mutant(
         "a lifted drain is not told to who was away",
@@ -262,7 +262,7 @@ MUTANTS = (
         "grow",
         "            wanted = min(wanted, job.unreplaced - new)",
         "            wanted = 0",
-        by="tests/unit/core/fleet/test_placement.py " + QUEUE_TESTS,
+        by="tests/unit/core/fleet/test_job_queue.py " + QUEUE_TESTS,
     ),
     # ---------------------------------------------------------- health
     Mutant(
@@ -1659,13 +1659,13 @@ MUTANTS = (
     ),
     Mutant(
         "whoever is later comes first",
-        "plan",
+        "place_queued_jobs",
         "key=lambda job: (-job.spec.priority, job.at_ms, job.rdzv_id))",
         "key=lambda job: (-job.spec.priority, -job.at_ms, job.rdzv_id))",
     ),
     Mutant(
         "priorities count for nothing",
-        "plan",
+        "place_queued_jobs",
         "key=lambda job: (-job.spec.priority, job.at_ms, job.rdzv_id))",
         "key=lambda job: (job.at_ms, job.rdzv_id))",
     ),
@@ -2006,7 +2006,7 @@ MUTANTS = (
     ),
     Mutant(
         "a hang ends no round",
-        "Hangs._end_round",
+        "ReportedHangs._end_round",
         "                await self._submit(episode.rdzv_id, command)\n",
         "                pass\n",
         by="tests/unit/server/test_hangs_of_jobs.py",
@@ -2020,7 +2020,7 @@ MUTANTS = (
     ),
     Mutant(
         "who no longer hangs is stopped all the same",
-        "Hangs._end_round",
+        "ReportedHangs._end_round",
         "            if not episode.hung:\n",
         "            if not episode:\n",
         by="tests/unit/server/test_hangs_of_jobs.py",
@@ -2111,7 +2111,7 @@ MUTANTS = (
     ),
     Mutant(
         "a timeout without a cause is put down to nobody in particular",
-        "Hangs._end_round",
+        "ReportedHangs._end_round",
         "        if episode.timed_out and (report is None or report.cause is None):\n",
         "        if False:\n",
         by="tests/unit/server/test_hangs_of_jobs.py",
@@ -2139,7 +2139,7 @@ MUTANTS = (
     ),
     Mutant(
         "one long silence blinds a node to the next",
-        "hang_detection.timeout_ms",
+        "hang_decision.timeout_ms",
         "        min(AUTO_LONGEST_FACTOR * longest_ms, AUTO_LONGEST_MS),",
         "        AUTO_LONGEST_FACTOR * longest_ms,",
         by="tests/unit/agent/test_agent_hangs.py",

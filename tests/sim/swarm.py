@@ -11,8 +11,8 @@ from random import Random
 
 from rdzv.agent.core.model import Job
 from rdzv.agent.node.submitted_launch import SERVER_TIMEOUT_MS
+from rdzv.core.fleet.node_resources import Gpu, Resources, gpus_needed
 from rdzv.core.fleet.nodes import AgentKind
-from rdzv.core.fleet.placement import Gpu, Resources, gpus_needed
 from rdzv.core.fleet.quarantine import QuarantineTuning
 from rdzv.core.model import JobSpec, ScaleUp, Settings
 from rdzv.structs import field_names, replace, struct

@@ -11,7 +11,7 @@ from operator import add
 from types import MappingProxyType
 
 from rdzv.core.fleet.drain import Drain
-from rdzv.core.fleet.placement import Wait
+from rdzv.core.fleet.job_queue import QueuedWait
 from rdzv.core.kept_ranks import kept_workers
 from rdzv.core.life.absences import some_seat_away, unheard, unheard_until_ms
 from rdzv.core.life.charging import restarts_that_count
@@ -341,7 +341,7 @@ def _all_seats_taken(state: State) -> bool:
 def view(
     state: State,
     now_ms: int,
-    wait: Wait | None = None,
+    wait: QueuedWait | None = None,
     drains: Mapping[str, Drain] = _NO_DRAINS,
 ) -> JobView:
     """Return the view of the whole job.
@@ -385,7 +385,7 @@ def view(
     )
 
 
-def _reason(state: State, now_ms: int, wait: Wait | None) -> str:
+def _reason(state: State, now_ms: int, wait: QueuedWait | None) -> str:
     """Explain why the job is in its state, and which nodes it waits for."""
     if wait is None:
         return explain(state, now_ms)

@@ -448,7 +448,7 @@ class Declined:
 
 @struct(frozen=True)
 class Submission:
-    """A run whose nodes the server chooses. The rules are in `core/fleet/placement.py`."""
+    """A run whose nodes the server chooses. The rules are in `core/fleet/job_queue.py`."""
 
     spec: JobSpec
     submitted_by: str

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from rdzv.core.commands import Command
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import WorkerStack
+from rdzv.core.fleet.node_resources import FailingCheck, Resources
 from rdzv.core.fleet.nodes import AgentKind
-from rdzv.core.fleet.placement import FailingCheck, Resources
 from rdzv.core.gpu_state import GpuState
 from rdzv.core.model import (
     Ended,

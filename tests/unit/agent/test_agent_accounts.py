@@ -26,7 +26,7 @@ from rdzv.agent.node.submitted_launch import (
 )
 from rdzv.agent.observers.progress_files import ProgressFiles
 from rdzv.agent.observers.snapshot_file_watch import SnapshotFileWatch
-from rdzv.agent.output.log_reading import LogReading, Piece, ReadRequest
+from rdzv.agent.output.log_answers import LogAnswers, Piece, ReadRequest
 from rdzv.agent.output.run_files import RoundOutput, RunLogs, WorkerOutput, Written
 from rdzv.agent.output.run_folders import INDEX, RunFolders
 from rdzv.agent.runner.linux import identity
@@ -435,7 +435,7 @@ async def read_log(written: Written) -> list[Piece]:
         if piece.last:
             over.set()
 
-    reading = LogReading(say)
+    reading = LogAnswers(say)
     reading.serve("job-7", written)
     try:
         reading.read(ReadRequest(1, "job-7", 1 << 20, stderr=False))

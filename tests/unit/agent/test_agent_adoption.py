@@ -28,8 +28,7 @@ from rdzv.agent.core.model import (
     Phase,
     WorkerFailure,
 )
-from rdzv.agent.handover import adoption, handover_state
-from rdzv.agent.handover.adoption import RuntimeDirectory
+from rdzv.agent.handover import handover_state, runner_adoption
 from rdzv.agent.handover.handover_state import (
     Keeping,
     KeptOutput,
@@ -37,6 +36,7 @@ from rdzv.agent.handover.handover_state import (
     KeptState,
     KeptStop,
 )
+from rdzv.agent.handover.runner_adoption import RunnerAdoption
 from rdzv.agent.job import store_offer as module
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
@@ -146,12 +146,12 @@ def test_what_can_not_be_read_says_why(text: str | None, why: str) -> None:
 
 
 async def test_without_a_runner_to_adopt_it_is_a_new_instance(tmp_path: Path) -> None:
-    first = RuntimeDirectory(tmp_path, "n1")
+    first = RunnerAdoption(tmp_path, "n1")
     assert await first.adopt_runners() == []
     first.note_welcome(7, 2, 60_000)
     assert (tmp_path / "instance.json").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "runners").stat().st_mode & 0o777 == 0o700
-    second = RuntimeDirectory(tmp_path, "n1")
+    second = RunnerAdoption(tmp_path, "n1")
     assert await second.adopt_runners() == []
     assert second.instance.instance != first.instance.instance
     assert second.instance.incarnation == 0
@@ -182,56 +182,56 @@ def meets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             raise answer
         return answer
 
-    monkeypatch.setattr(adoption.FoundRunner, "meet", meet)
+    monkeypatch.setattr(runner_adoption.FoundRunner, "meet", meet)
     return there
 
 
-async def heir(folder: Path, instance: str = "instance-1", **said: Any) -> RuntimeDirectory:
+async def heir(folder: Path, instance: str = "instance-1", **said: Any) -> RunnerAdoption:
     """Return the runtime directory of an agent that was killed."""
-    former = RuntimeDirectory(folder, "n1")
+    former = RunnerAdoption(folder, "n1")
     former.instance = replace(former.instance, instance=instance)
     (folder / "runners").mkdir(exist_ok=True)
     former.note_welcome(7, 2, 60_000)
     if said:
         file = folder / "instance.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **said}))
-    return RuntimeDirectory(folder, "n1")
+    return RunnerAdoption(folder, "n1")
 
 
 async def test_with_a_runner_it_goes_on_as_the_same_instance(
     tmp_path: Path, meets: dict[str, Any]
 ) -> None:
-    runtime_directory = await heir(tmp_path)
+    adopting = await heir(tmp_path)
     for name in ("a", "stale"):
         (tmp_path / "runners" / f"{name}.sock").touch()
     meets["a.sock"] = found(tmp_path / "a")
-    (orphan,) = await runtime_directory.adopt_runners()
+    (orphan,) = await adopting.adopt_runners()
     assert (orphan.placement, orphan.state) == (PLACEMENT, FULL)
     assert meets["a.sock"].did == ["adopt"]
-    assert runtime_directory.instance == adoption.Instance("instance-1", 7, 2, 60_000)
+    assert adopting.instance == runner_adoption.Instance("instance-1", 7, 2, 60_000)
     assert [path.name for path in (tmp_path / "runners").iterdir()] == ["a.sock"]
 
 
 async def test_runners_wait_for_a_lease_also_if_their_agent_has_not_reached_a_server(
     tmp_path: Path, meets: dict[str, Any]
 ) -> None:
-    runtime_directory = await heir(tmp_path)
+    adopting = await heir(tmp_path)
     meets["a.sock"] = found(tmp_path / "a")
     (tmp_path / "runners" / "a.sock").touch()
-    await runtime_directory.adopt_runners()
+    await adopting.adopt_runners()
     endpoint = Endpoint("127.0.0.1", 1)
-    who = await daemon_identity("n1", endpoint, runtime_directory.instance)
+    who = await daemon_identity("n1", endpoint, adopting.instance)
     assert ServerLink([endpoint], who).tolerated_ms == 60_000
 
 
 async def test_an_agent_that_wrote_no_lease_down_had_the_usual_one(
     tmp_path: Path, meets: dict[str, Any]
 ) -> None:
-    runtime_directory = await heir(tmp_path, lease_ms=None)
+    adopting = await heir(tmp_path, lease_ms=None)
     meets["a.sock"] = found(tmp_path / "a")
     (tmp_path / "runners" / "a.sock").touch()
-    await runtime_directory.adopt_runners()
-    assert runtime_directory.instance == adoption.Instance("instance-1", 7, 2)
+    await adopting.adopt_runners()
+    assert adopting.instance == runner_adoption.Instance("instance-1", 7, 2)
 
 
 @pytest.mark.parametrize(
@@ -255,24 +255,24 @@ async def test_a_runner_of_somebody_else_is_left_to_its_end(
     placement: KeptPlacement,
     why: str,
 ) -> None:
-    runtime_directory = await heir(tmp_path, **said)
+    adopting = await heir(tmp_path, **said)
     (tmp_path / "runners" / "a.sock").touch()
     meets["a.sock"] = found(tmp_path / "a", placement)
-    assert await runtime_directory.adopt_runners() == []
+    assert await adopting.adopt_runners() == []
     assert meets["a.sock"].did == ["leave"]
     assert why in caplog.text
-    assert runtime_directory.instance.instance != "instance-1"
+    assert adopting.instance.instance != "instance-1"
 
 
 async def test_one_that_can_not_be_adopted_keeps_nobody_from_the_others(
     tmp_path: Path, meets: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    runtime_directory = await heir(tmp_path)
+    adopting = await heir(tmp_path)
     for name in ("a", "b"):
         (tmp_path / "runners" / f"{name}.sock").touch()
     meets["a.sock"] = NotAdoptableError("pid 4 speaks version 9")
     meets["b.sock"] = found(tmp_path / "b")
-    assert len(await runtime_directory.adopt_runners()) == 1
+    assert len(await adopting.adopt_runners()) == 1
     assert "is not adopted; it ends after its orphan timeout: pid 4 speaks version 9" in caplog.text
 
 
@@ -346,7 +346,7 @@ class Link:
 
     def __init__(self) -> None:
         self.said: list[pb.NodeMessage] = []
-        self.log_reading = SimpleNamespace(serve=lambda *_: None)
+        self.log_answers = SimpleNamespace(serve=lambda *_: None)
 
     def add(self, _: JobDriver) -> None:
         pass

@@ -14,7 +14,7 @@ from rdzv.agent.app import agent_settings, daemon
 from rdzv.agent.app.agent_config import check_state_dir, read_config
 from rdzv.agent.app.agent_settings import AgentSettings, own_account
 from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids
-from rdzv.core.fleet.placement import Gpu, Resources
+from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.errors import InvalidRequestError
 from rdzv.settings.rendering import render
 from rdzv.settings.toml_files import compare, load

@@ -15,7 +15,7 @@ from rdzv.agent.core.model import (
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.core import commands as asked
-from rdzv.core.fleet.placement import Gpu, Resources
+from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.model import (
     Cause,
     JobSpec,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.core.hang_detection import AUTO_INTERVALS, Observation, WorkerActivity, timeout_ms
+from rdzv.agent.core.hang_decision import AUTO_INTERVALS, Observation, WorkerActivity, timeout_ms
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers import hang_watch
 from rdzv.agent.observers.hang_watch import HangWatch, HungReport

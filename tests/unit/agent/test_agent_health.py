@@ -18,7 +18,7 @@ import pytest
 from rdzv.agent.inventory import health, xid
 from rdzv.agent.inventory.health import Health
 from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids, look_at_gpus
-from rdzv.core.fleet.placement import FailingCheck
+from rdzv.core.fleet.node_resources import FailingCheck
 
 NONE: frozenset[str] = frozenset()
 

@@ -24,7 +24,7 @@ NEVER = (
         "rdzv.agent.node.agent_metrics",
         "rdzv.agent.app.daemon",
         "rdzv.agent.node.placements",
-        "rdzv.agent.handover.adoption",
+        "rdzv.agent.handover.runner_adoption",
     ),
 )
 """Modules that a job with its own server does not need, however it is launched."""

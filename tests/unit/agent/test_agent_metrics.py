@@ -40,7 +40,7 @@ from rdzv.agent.runner_link import (
     WorkerStarted,
 )
 from rdzv.agent.server_link.link import Identity, ServerLink
-from rdzv.core.fleet.placement import Resources
+from rdzv.core.fleet.node_resources import Resources
 from rdzv.errors import InvalidRequestError
 from rdzv.settings.setting_types import settings_of
 from rdzv.settings.toml_files import ConfigurationError

@@ -17,8 +17,8 @@ import pytest
 
 from rdzv.agent.core import events
 from rdzv.agent.core.model import AgentState, Job
-from rdzv.agent.handover.adoption import AdoptedRunner, RuntimeDirectory
 from rdzv.agent.handover.handover_state import KeptPlacement, KeptState
+from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption
 from rdzv.agent.inventory.health import Health, describe
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.node import placements as module
@@ -29,7 +29,7 @@ from rdzv.agent.output.run_folders import RunFolders
 from rdzv.agent.server_link.placed_jobs import Placed
 from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.client import Endpoint
-from rdzv.core.fleet.placement import Gpu, Resources
+from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.model import JobSpec, Offer, Result, Settings
 from rdzv.errors import InvalidRequestError
 
@@ -141,7 +141,7 @@ class Node:
         self.declined: list[tuple[str, str, str]] = []
         self.removed: list[str] = []
         self.said: list[set[str]] = []
-        self.log_reading = Reading()
+        self.log_answers = Reading()
         self.ready, self.may_close = asyncio.Event(), asyncio.Event()
         self.former_are_gone = asyncio.Event()
         self.former_are_gone.set()
@@ -165,7 +165,7 @@ class Node:
             around,
             RunFolders(folder),
             self,  # type: ignore[arg-type]
-            RuntimeDirectory(folder, "n1"),
+            RunnerAdoption(folder, "n1"),
             self.health,
         )
 
@@ -269,7 +269,7 @@ async def test_a_job_is_held_from_when_it_is_heard_of_until_nothing_is_left(node
     await node.until_free()
     assert node.runners == set()
     assert node.said[-1] == set()
-    assert (driver.closed, node.removed, node.log_reading.forgotten) == (1, ["job"], ["job"])
+    assert (driver.closed, node.removed, node.log_answers.forgotten) == (1, ["job"], ["job"])
     assert node.declined == []
 
 

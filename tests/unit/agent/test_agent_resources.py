@@ -19,7 +19,7 @@ from rdzv.agent.inventory.resources import (
     parse_gpus,
 )
 from rdzv.agent.node.gpu_assignments import Ledger
-from rdzv.core.fleet.placement import Gpu, Resources
+from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.errors import InvalidRequestError
 
 # ------------------------------------------------------------------ memory

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from rdzv.agent.runner import zygote_process
+from rdzv.agent.runner.adoption_by_next_agent import NextAgent
 from rdzv.agent.runner.agent_link import AgentLink
 from rdzv.agent.runner.child_exits import Child, Children
 from rdzv.agent.runner.fence import Fence
@@ -24,7 +25,6 @@ from rdzv.agent.runner.linux.descriptors import short_path
 from rdzv.agent.runner.linux.libc import libc
 from rdzv.agent.runner.linux.process_tree import signal_relative
 from rdzv.agent.runner.loop import Loop
-from rdzv.agent.runner.next_agent import NextAgent
 from rdzv.agent.runner.parked_workers import ParkedWorkers
 from rdzv.agent.runner.requests import ZygoteSpec
 from rdzv.agent.runner.snapshot_slots import SnapshotSlots

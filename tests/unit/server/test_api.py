@@ -28,10 +28,10 @@ from rdzv.core.model import JobState
 from rdzv.errors import RendezvousConnectionError
 from rdzv.server.driver import Driver
 from rdzv.server.http import feeds as feeds_module
-from rdzv.server.http.feeds import Reader
 from rdzv.server.http.listener import Serving, serving_http
 from rdzv.server.http.openapi import PREFIX, document, operations
 from rdzv.server.http.page_files import FOLDER, POLICY
+from rdzv.server.http.state_feeds import Reader
 from rdzv.server.http.views import Shown
 from rdzv.server.messages import (
     Hung,

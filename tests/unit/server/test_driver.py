@@ -27,8 +27,8 @@ from rdzv.core.commands import (
     Succeed,
     Tick,
 )
+from rdzv.core.fleet.node_resources import FailingCheck
 from rdzv.core.fleet.nodes import AgentKind, NodesTuning
-from rdzv.core.fleet.placement import FailingCheck
 from rdzv.core.gpu_state import GpuState
 from rdzv.core.life import runs
 from rdzv.core.model import (

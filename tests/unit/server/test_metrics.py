@@ -20,7 +20,7 @@ from rdzv.c10d.observations import Watch
 from rdzv.core.commands import Fail, FailureReport, Join, Stop, Submit, Succeed, Tick
 from rdzv.core.events import NodeLost, RunBegan
 from rdzv.core.explain import JobView, explain, job_state, node_views
-from rdzv.core.fleet.placement import Gpu, Resources
+from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import (
     Away,
@@ -40,7 +40,7 @@ from rdzv.server.driver import Driver
 from rdzv.server.messages import Progress, RankProgress
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config, Limits
-from rdzv.server.telemetry.job_metrics import (
+from rdzv.server.telemetry.job_metrics_page import (
     JOB_METRICS,
     missing_nodes,
     node_states,
@@ -316,7 +316,7 @@ async def test_what_fails_is_told_and_harms_nothing_else(caplog: pytest.LogCaptu
     began = step(state, _first_join(), 0)
     figures = Figures(0, 1, 0, 0, 0, 0, 0, (began.state,))
     metrics = Metrics(lambda: figures, CONFIG, "1.2.3", c10d=broken)
-    metrics.stepped(state, began.state, began.events, 0)
+    metrics.count_step(state, began.state, began.events, 0)
     for _ in range(2):
         found = values(await metrics.text())
         assert found["rdzv_collector_success{collector=c10d}"] == 0
@@ -520,14 +520,14 @@ async def test_ended_jobs_are_bounded() -> None:
         state = vacant(f"job-{number}", CONFIG.tuning)
         began = step(state, _first_join(), 0)
         ended = step(began.state, Stop("run-1", "an operator"), 1)
-        metrics.stepped(state, began.state, began.events, 0)
-        metrics.stepped(began.state, ended.state, ended.events, 1)
+        metrics.count_step(state, began.state, began.events, 0)
+        metrics.count_step(began.state, ended.state, ended.events, 1)
     assert len(metrics.ended) == ENDED_JOBS
     # Events that arrive after the job was forgotten create nothing again.
     first = vacant("job-0", CONFIG.tuning)
     ended = step(step(first, _first_join(), 0).state, Stop("run-1", "an operator"), 1)
     assert ended.state.membership.ended
-    metrics.stepped(ended.state, ended.state, (NodeLost("n1", "too late"),), 2)
+    metrics.count_step(ended.state, ended.state, (NodeLost("n1", "too late"),), 2)
     assert not metrics.tallies
 
 
@@ -599,7 +599,7 @@ def test_the_gauges_say_what_status_says(beginning: str) -> None:
                 continue
             metrics.forget_jobs()
             metrics.loaded(before, now_ms)
-            metrics.stepped(before, after.state, after.events, now_ms)
+            metrics.count_step(before, after.state, after.events, now_ms)
             counts_what_lives(metrics, after.state)
             if after.state.membership.run and (key := repr(after.state)) not in met:
                 met.add(key)
@@ -636,7 +636,7 @@ async def test_many_jobs_leave_the_event_loop_to_others() -> None:
         state = vacant(f"job-{number}", CONFIG.tuning)
         began = step(state, _first_join(), 0)
         states.append(began.state)
-        metrics.stepped(state, began.state, (RunBegan("run-1", 1, ""),), 0)
+        metrics.count_step(state, began.state, (RunBegan("run-1", 1, ""),), 0)
     figures = Figures(0, 1, 0, 0, 0, 0, 0, tuple(states))
     turns = 0
 
@@ -671,7 +671,7 @@ async def test_any_name_of_a_job_is_written_so_that_it_can_be_read(name: str) ->
     began = step(state, _first_join(), 0)
     figures = Figures(0, 1, 0, 0, 0, 0, 0, (began.state,))
     metrics = Metrics(lambda: figures, CONFIG, "1.2.3")
-    metrics.stepped(state, began.state, began.events, 0)
+    metrics.count_step(state, began.state, began.events, 0)
     assert values(await metrics.text())[f"rdzv_job_min_nodes{{rdzv_id={name}}}"] == 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rdzv.core.commands import Decline, Join, Leave, Resume, Scale, Stop, Submit, Succeed
-from rdzv.core.fleet.placement import FailingCheck, Gpu, Resources
+from rdzv.core.fleet.node_resources import FailingCheck, Gpu, Resources
 from rdzv.core.model import JobSpec, LeaveCause, NodeState, Offer, Settings
 from rdzv.errors import (
     InvalidRequestError,

@@ -17,7 +17,7 @@ from rdzv.server.messages import (
 )
 from rdzv.server.operations import answer_values
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.telemetry.job_metrics import JobPage
+from rdzv.server.telemetry.job_metrics_page import JobPage
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.view import answers

@@ -250,7 +250,7 @@ def test_whoever_is_told_passes_it_on_to_all() -> None:
     both = Meters(Told(), Told())
     assert {name for name in vars(Meters) if not name.startswith("_")} == set(names)
     arguments: dict[str, tuple[object, ...]] = {
-        **{"loaded": (None, 0), "stepped": (None, None, (), 0), "recorded": ((),)},
+        **{"loaded": (None, 0), "count_step": (None, None, (), 0), "recorded": ((),)},
         **{"loop_late": (1,), "call_refused": ("PERMISSION_DENIED",)},
     }
     for name in names:

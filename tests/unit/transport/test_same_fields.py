@@ -6,7 +6,7 @@ from enum import Enum
 
 import pytest
 
-from rdzv.core.fleet.placement import FailingCheck
+from rdzv.core.fleet.node_resources import FailingCheck
 from rdzv.core.model import JobSpec
 from rdzv.structs import struct
 from rdzv.transport.same_fields import from_message, from_value, to_message

@@ -20,7 +20,7 @@ from rdzv.agent.inventory.xid import CODES, KMSG, Lifted
 from rdzv.agent.launch.launch import Launch, check_startable
 from rdzv.agent.node.submitted_launch import passed_on
 from rdzv.agent.system.accounts import Accounts, SubmitterRule, parse_limits, parse_umask
-from rdzv.core.fleet.placement import Resources
+from rdzv.core.fleet.node_resources import Resources
 from rdzv.errors import InvalidRequestError
 from rdzv.settings.toml_files import Loaded, load
 from rdzv.structs import struct

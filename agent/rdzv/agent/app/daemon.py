@@ -20,8 +20,8 @@ from pathlib import Path
 
 from rdzv.agent import runner_link
 from rdzv.agent.app.agent_config import Config, read_config
-from rdzv.agent.handover.adoption import AdoptedRunner, RuntimeDirectory
-from rdzv.agent.handover.previous_runners import Runners
+from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption
+from rdzv.agent.handover.runner_records import RunnerRecords
 from rdzv.agent.inventory.health import Health
 from rdzv.agent.inventory.preemption import reporting_preemptions
 from rdzv.agent.inventory.resources import NONE, describe, find_resources
@@ -35,7 +35,7 @@ from rdzv.agent.server_link.link import ServerLink
 from rdzv.agent.system.accounts import identity_of_owner, name_of, open_untrusted
 from rdzv.agent.system.folder_trees import remove_tree
 from rdzv.agent.system.side_thread import in_thread, in_time
-from rdzv.core.fleet.placement import Resources
+from rdzv.core.fleet.node_resources import Resources
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime import systemd
 from rdzv.runtime.concurrency import single_error
@@ -121,8 +121,8 @@ class Daemon:
         """Inspect this machine and create the daemon's parts."""
         # This comes first because the previous agent's runners wait only for the length of a lease.
         settings = config.settings
-        runtime_directory = RuntimeDirectory(settings.runtime_dir, settings.node_id)
-        adopted = await runtime_directory.adopt_runners()
+        adoption = RunnerAdoption(settings.runtime_dir, settings.node_id)
+        adopted = await adoption.adopt_runners()
         await in_thread(_remove_leftovers, settings.runtime_dir, adopted)
         topology = settings.topology or ""
 
@@ -149,20 +149,18 @@ class Daemon:
             snapshot_memory=_share(settings.snapshot_memory, settings.capacity),
         )
         runner_link.become_subreaper()
-        runners, folders = Runners(settings.state_dir), RunFolders(settings.state_dir)
-        identity = await daemon_identity(
-            settings.node_id, config.endpoints[0], runtime_directory.instance
-        )
+        runners, folders = RunnerRecords(settings.state_dir), RunFolders(settings.state_dir)
+        identity = await daemon_identity(settings.node_id, config.endpoints[0], adoption.instance)
         link = ServerLink(config.endpoints, identity, credentials=config.credentials)
-        link.on_welcome = runtime_directory.note_welcome
+        link.on_welcome = adoption.note_welcome
         uuids = frozenset(gpu.uuid for gpu in resources.gpus)
         health = Health(config.checks(resources, os.environ), lambda: uuids)
         health.idle_interval_s = settings.health_interval
         placements = Placements(
-            link, resources, around, folders, runners, runtime_directory, health, config.accounts
+            link, resources, around, folders, runners, adoption, health, config.accounts
         )
         link.placements = placements
-        link.log_reading.past = folders.written
+        link.log_answers.past = folders.written
         return cls(path, config, link, placements, folders, set_log_level, adopted, health)
 
     @property
@@ -205,7 +203,7 @@ class Daemon:
                     await self._placements.hand_over(self._restart_within_ms)
                 else:
                     await self._placements.all_gone()
-                    await self._link.log_reading.finish(LOG_FINISH_TIMEOUT_S)
+                    await self._link.log_answers.finish(LOG_FINISH_TIMEOUT_S)
                 sweep.cancel()
                 superseded.cancel()
                 health.cancel()
@@ -214,7 +212,7 @@ class Daemon:
                 _, late = await asyncio.wait([talk], timeout=LINK_CLOSE_TIMEOUT_S)
                 for task in late:
                     task.cancel()
-        self._link.log_reading.close()
+        self._link.log_answers.close()
         if self._link.superseded is not None:
             raise self._link.superseded
 

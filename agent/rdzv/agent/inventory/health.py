@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rdzv.core.fleet.placement import FailingCheck
+from rdzv.core.fleet.node_resources import FailingCheck
 
 log = logging.getLogger("rdzv.agent")
 

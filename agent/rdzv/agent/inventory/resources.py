@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rdzv.agent.launch.launch import count_cpus
-from rdzv.core.fleet.placement import Gpu, Resources
+from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.words import counted, listed, size_text
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct

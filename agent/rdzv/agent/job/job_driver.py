@@ -213,7 +213,7 @@ class JobDriver:
     def _serve_server(self) -> None:
         """Include this job in every Hello, and make its workers' logs readable."""
         self._link.add(self)
-        self._link.log_reading.serve(self.rdzv_id, self._context.workers.written)
+        self._link.log_answers.serve(self.rdzv_id, self._context.workers.written)
 
     async def get_ready(self, why_not: str = "") -> None:
         """After `resume`, get ready for the next rounds; `why_not` is set if that is impossible.

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from rdzv.core.fleet.placement import Resources
+from rdzv.core.fleet.node_resources import Resources
 from rdzv.errors import InvalidRequestError
 
 log = logging.getLogger("rdzv.agent")

@@ -29,7 +29,7 @@ from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.version import VERSION
 
 if TYPE_CHECKING:
-    from rdzv.agent.handover.adoption import Instance
+    from rdzv.agent.handover.runner_adoption import Instance
     from rdzv.stores.etcd_config import EtcdConfig
 
 LOG_FINISH_TIMEOUT_S = 2.0
@@ -97,7 +97,7 @@ async def take_part(
                     await driver.prepare(endpoints[0])
                 return await _talk(link, drivers)
             finally:
-                link.log_reading.close()
+                link.log_answers.close()
                 for driver in drivers:
                     await driver.close()
 
@@ -132,7 +132,7 @@ async def _talk(link: ServerLink, drivers: Sequence[JobDriver]) -> list[NodeOutc
     async with asyncio.TaskGroup() as tasks:
         talk = tasks.create_task(link.run())
         outcomes = await asyncio.gather(*(driver.wait() for driver in drivers))
-        await link.log_reading.finish(LOG_FINISH_TIMEOUT_S)
+        await link.log_answers.finish(LOG_FINISH_TIMEOUT_S)
         link.close()
         _, late = await asyncio.wait([talk], timeout=LINK_CLOSE_TIMEOUT_S)
         for task in late:

@@ -24,9 +24,9 @@ from typing import ParamSpec, TypeVar
 from rdzv.agent.agent_metrics_interface import Meter
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Job
-from rdzv.agent.handover.adoption import AdoptedRunner, RuntimeDirectory
 from rdzv.agent.handover.handover_state import Keeping, KeptPlacement
-from rdzv.agent.handover.previous_runners import Runners
+from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption
+from rdzv.agent.handover.runner_records import RunnerRecords
 from rdzv.agent.inventory.health import Health, describe
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, check_chdir, check_startable
@@ -44,7 +44,7 @@ from rdzv.agent.server_link.placed_jobs import Holding, Key, Placed
 from rdzv.agent.system.accounts import Accounts
 from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside, in_time, log_long_wait
 from rdzv.agent.workers.fates import NodeOutcome
-from rdzv.core.fleet.placement import FailingCheck, Resources, gpus_needed
+from rdzv.core.fleet.node_resources import FailingCheck, Resources, gpus_needed
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace, struct
 
@@ -102,8 +102,8 @@ class Placements:
         resources: Resources,
         around: Surroundings,
         folders: RunFolders,
-        runners: Runners,
-        runtime_directory: RuntimeDirectory,
+        runners: RunnerRecords,
+        adoption: RunnerAdoption,
         health: Health | None = None,
         accounts: Accounts | None = None,
     ) -> None:
@@ -118,7 +118,7 @@ class Placements:
         self._around = around
         self._folders = folders
         self._runners = runners
-        self._runtime_directory = runtime_directory
+        self._adoption = adoption
         self._ledger = Ledger.of(resources)
         self.gpu_queue = GpuQueue(self._ledger)
         self._health = health or Health(())
@@ -430,10 +430,10 @@ class Placements:
         """Drive a job to its end, then end whatever is left of it."""
         placed = held.placed
         keeping = Keeping(
-            self._runtime_directory.new_socket(),
+            self._adoption.new_socket(),
             KeptPlacement(
                 node_id=self._around.node_id,
-                instance=self._runtime_directory.instance.instance,
+                instance=self._adoption.instance.instance,
                 rdzv_id=placed.rdzv_id,
                 run=placed.run,
                 spec=placed.spec,
@@ -484,7 +484,7 @@ class Placements:
             if bug is not None:
                 driver.say_failed(f"a bug in its rdzv-agent: {bug!r}")
             self._link.remove(driver)
-            self._link.log_reading.forget(held.name)
+            self._link.log_answers.forget(held.name)
         if bug is not None and not driver.joined:
             self._decline(held, f"a bug in its rdzv-agent: {bug!r}")
 

@@ -4,7 +4,7 @@ A worker is alive as long as it writes anything to the file named by RDZV_PROGRE
 not written the file in this round, it is alive as long as it completes collectives, which its torch
 counts; it is asked for the number at long intervals. The watch also notes whether the process is in
 D state. Workers are checked at intervals, since inactivity causes no event. Hung workers are
-reported to the server, which stops them. `core/hang_detection` decides when a worker is hung.
+reported to the server, which stops them. `core/hang_decision` decides when a worker is hung.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rdzv.agent.core.hang_detection import (
+from rdzv.agent.core.hang_decision import (
     AUTO_LEAST_MS,
     UNINTERRUPTIBLE,
     Observation,

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from .adoption_by_next_agent import NextAgent
 from .agent_link import AgentLink
 from .channel import Channel
 from .child_exits import Children
@@ -16,7 +17,6 @@ from .fence import Fence
 from .killing import Killing
 from .linux.process_tree import SWEEP_INTERVAL_S, become_subreaper, sweep_descendants
 from .loop import Loop
-from .next_agent import NextAgent
 from .requests import PROTOCOL_VERSION, RequestError, read_field
 from .snapshot_copies import SnapshotCopies
 from .snapshot_slots import SnapshotSlots

@@ -23,11 +23,11 @@ from rdzv.agent.observers.gpu_watch import GpuReport
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.observers.progress_files import Report
 from rdzv.agent.observers.stack_sampling import StacksAsked
-from rdzv.agent.output.log_reading import Piece, ReadRequest
+from rdzv.agent.output.log_answers import Piece, ReadRequest
 from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.core.evidence.stacks import WorkerStack
-from rdzv.core.fleet.placement import FailingCheck, Resources
+from rdzv.core.fleet.node_resources import FailingCheck, Resources
 from rdzv.core.model import Cause, LeaveCause, Offer, Result
 from rdzv.core.root_cause import MAX_FAILURES
 from rdzv.transport.node_stream import settings_message

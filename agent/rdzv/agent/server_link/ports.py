@@ -7,7 +7,7 @@ from typing import Protocol
 from rdzv.agent.core import events
 from rdzv.agent.observers.stack_sampling import StacksAsked
 from rdzv.agent.server_link.placed_jobs import Holding, Placed
-from rdzv.core.fleet.placement import FailingCheck, Resources
+from rdzv.core.fleet.node_resources import FailingCheck, Resources
 from rdzv.v1 import rdzv_pb2 as pb
 
 

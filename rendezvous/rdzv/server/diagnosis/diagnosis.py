@@ -9,8 +9,8 @@ from rdzv.core.model import State
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
-from rdzv.server.diagnosis.hang_investigation import Hangs
 from rdzv.server.diagnosis.progress_tracking import ProgressBoard
+from rdzv.server.diagnosis.reported_hangs import ReportedHangs
 from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
 from rdzv.server.diagnosis.stack_archive import StackArchive
 from rdzv.server.diagnosis.stack_collection import StackRelay
@@ -48,7 +48,7 @@ class Diagnosis:
         self.logs = WorkerLogs(clock, limits, timings.log_answer_ms, send)
         self.stacks = StackRelay(clock, limits, timings.stacks_answer_ms, send)
         self.stack_archive = StackArchive(store)
-        self.hangs = Hangs(
+        self.hangs = ReportedHangs(
             clock,
             tasks,
             self.stacks,

@@ -283,7 +283,7 @@ class Engine:
             if not stored:
                 self.history.postpone(job, rows)
             self.history.publish(rows, transition.events)
-            self._meter.stepped(before, after, transition.events, self._clock.now_ms())
+            self._meter.count_step(before, after, transition.events, self._clock.now_ms())
             news = News(step.command, before, after, transition.events, last=step is steps[-1])
             self._on_step(job, news)
             if step.asked is not None:

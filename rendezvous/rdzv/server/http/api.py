@@ -23,8 +23,8 @@ from rdzv.errors import (
     NotLeaderError,
     RendezvousError,
 )
-from rdzv.server.http.feeds import Feeds, frame
 from rdzv.server.http.openapi import PREFIX, Operation, document, operations
+from rdzv.server.http.state_feeds import Feeds, frame
 from rdzv.server.http.views import Shown
 from rdzv.server.messages import LogsWanted
 from rdzv.server.settings.config import Config

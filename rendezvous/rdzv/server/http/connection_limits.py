@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from rdzv.server.security import handshakes
+from rdzv.server.security import handshake_timeouts
 from rdzv.server.settings.config import Limits, Timings
 from rdzv.transport.endpoints import Listen
 
@@ -164,7 +164,7 @@ class GuardedSite(web.BaseSite):
         assert runner.server is not None
         self._limits = ConnectionLimits(runner.server, limits, timings)
         self._listen = listen
-        self._handshake_s = handshakes.http_timeout_s(timings)
+        self._handshake_s = handshake_timeouts.http_timeout_s(timings)
 
     @property
     def name(self) -> str:

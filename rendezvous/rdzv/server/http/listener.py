@@ -18,9 +18,9 @@ from rdzv.runtime.exposition import CONTENT_TYPE
 from rdzv.runtime.http_log import http_log
 from rdzv.server.http.api import Api, answering_errors
 from rdzv.server.http.connection_limits import GuardedSite
-from rdzv.server.http.feeds import Feeds
 from rdzv.server.http.gate_middleware import checking_roles
 from rdzv.server.http.page_files import harmless_headers, page_routes, refusing_strangers
+from rdzv.server.http.state_feeds import Feeds
 from rdzv.server.http.views import Shown
 from rdzv.server.replication.replica import Replica
 from rdzv.server.security.gate import Gate

@@ -72,7 +72,7 @@ class JobViews:
     def of(self, state: State) -> JobView:
         """Return the view of the job that has this state."""
         rdzv_id, scheduling = state.membership.rdzv_id, self._scheduling
-        wait, drains = scheduling.placer.wait_of(rdzv_id), scheduling.drains.all()
+        wait, drains = scheduling.placer.queue_wait_of(rdzv_id), scheduling.drains.all()
         shown = view(state, self._clock.now_ms(), wait, drains)
         # The view shows the stored state; the reason names commands that wait to be stored.
         if state.membership.ended is None or self._store_state.waiting(rdzv_id):

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 
 from rdzv.core.fleet import nodes
-from rdzv.core.fleet.placement import Host, Resources
+from rdzv.core.fleet.job_queue import Host
+from rdzv.core.fleet.node_resources import Resources
 from rdzv.core.life.chosen_nodes import awaited
 from rdzv.core.model import State
 from rdzv.runtime.clock import Clock

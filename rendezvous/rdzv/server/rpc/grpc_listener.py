@@ -23,7 +23,7 @@ from rdzv.server.rpc.gate_interceptor import Interceptor
 from rdzv.server.rpc.grpc_log import quiet_grpc
 from rdzv.server.rpc.grpc_server import grpc_server
 from rdzv.server.rpc.rendezvous_service import RendezvousService
-from rdzv.server.security import handshakes
+from rdzv.server.security import handshake_timeouts
 from rdzv.server.security.gate import Gate
 from rdzv.server.settings.config import Config, Limits, Timings
 from rdzv.structs import replace
@@ -113,7 +113,7 @@ def listener_options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
         ("grpc.server_max_unrequested_time_in_server", UNHEARD_S),
         # Otherwise each read is followed by a ping, which measures how much may be on the way.
         ("grpc.http2.bdp_probe", 0),
-        handshakes.grpc_timeout_option(timings),
+        handshake_timeouts.grpc_timeout_option(timings),
         ("grpc.max_connection_idle_ms", timings.idle_connection_ms),
         ("grpc.keepalive_time_ms", timings.ping_interval_ms),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from rdzv.core.fleet import nodes
-from rdzv.core.fleet.placement import Host, gpus_needed
+from rdzv.core.fleet.job_queue import Host
+from rdzv.core.fleet.node_resources import gpus_needed
 from rdzv.core.model import State
 from rdzv.server.scheduling.cordons import Cordons
 from rdzv.server.scheduling.drains import Drains

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from rdzv.core.fleet.placement import FailingCheck, Resources
+from rdzv.core.fleet.node_resources import FailingCheck, Resources
 from rdzv.runtime.clock import Clock
 from rdzv.server.messages import Hello, Holding
 from rdzv.structs import replace, struct

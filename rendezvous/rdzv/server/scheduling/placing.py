@@ -1,4 +1,4 @@
-"""Places submitted jobs: gets a plan from `core/fleet/placement`, and carries it out.
+"""Places submitted jobs: gets a plan from `core/fleet/job_queue`, and carries it out.
 
 The plan depends on what each node reports about itself (`known_nodes`), whether it is connected,
 and what operators have ordered for it (`cordons`, `drains`). Each placement is a command to the
@@ -15,7 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from rdzv.core.commands import Command, GiveUp, Place, Withdraw
 from rdzv.core.fleet import nodes
 from rdzv.core.fleet.drain import Drain
-from rdzv.core.fleet.placement import Plan, Wait, demand, grows_at_ms, nearest_miss, plan
+from rdzv.core.fleet.job_queue import (
+    Plan,
+    QueuedWait,
+    demand,
+    grows_at_ms,
+    nearest_miss,
+    place_queued_jobs,
+)
 from rdzv.core.life.chosen_nodes import awaited
 from rdzv.core.model import JobSpec, State
 from rdzv.core.words import counted
@@ -73,7 +80,7 @@ class Placer:
         self.stopped = False
         """Whether `stop` was called."""
         self._timer = Timer(clock, self._look)
-        self._waits: Mapping[str, Wait] = {}
+        self._waits: Mapping[str, QueuedWait] = {}
 
     def start(self) -> None:
         """Start placing jobs."""
@@ -90,7 +97,7 @@ class Placer:
         if not self.stopped and (self._known or self._waits):
             self._timer.arm_by(self._clock.now_ms() + self._quiet_ms)
 
-    def wait_of(self, rdzv_id: str) -> Wait | None:
+    def queue_wait_of(self, rdzv_id: str) -> QueuedWait | None:
         """Return what a job waits for; None if it does not wait for nodes."""
         return self._waits.get(rdzv_id)
 
@@ -164,7 +171,7 @@ class Placer:
         asked = [demand(state, now_ms, going.keys()) for state in states]
         demands = {d.rdzv_id: d for d in asked if d is not None}
         settled = now_ms >= self.settled_at_ms
-        decided = plan(demands.values(), self._hosts.all(states), settled=settled)
+        decided = place_queued_jobs(demands.values(), self._hosts.all(states), settled=settled)
         self._waits = decided.waits
         if demands:
             self._arm(states, now_ms)
@@ -245,7 +252,7 @@ class Placer:
         ]
         now_ms = self._clock.now_ms()
         asked = [demand(other, now_ms, going) for other in states]
-        planned = plan([d for d in asked if d is not None], hosts)
+        planned = place_queued_jobs([d for d in asked if d is not None], hosts)
         return len(coming) + len(planned.places.get(state.membership.rdzv_id, ()))
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from rdzv.core.fleet import nodes
-from rdzv.core.fleet.placement import FailingCheck
+from rdzv.core.fleet.node_resources import FailingCheck
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.decide_persist_publish import Engine

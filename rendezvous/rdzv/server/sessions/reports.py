@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from rdzv.core.commands import MarkLost, Withdraw
-from rdzv.core.fleet.placement import FailingCheck
+from rdzv.core.fleet.node_resources import FailingCheck
 from rdzv.core.life.chosen_nodes import awaited
 from rdzv.runtime.clock import Clock
 from rdzv.server.diagnosis.diagnosis import Diagnosis
@@ -131,7 +131,7 @@ class Reports:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_hung(self, stream: Stream, said: Hung) -> None:
-        """Pass on a report that workers hang, or no longer hang; see `Hangs.take_report`."""
+        """Pass on a report that workers hang, or no longer hang, to `ReportedHangs.take_report`."""
         if self._streams.is_current(stream):
             self._diagnosis.hangs.take_report(stream.node_id, stream.incarnation, said)
 

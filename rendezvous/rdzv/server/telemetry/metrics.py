@@ -4,8 +4,8 @@ Counters and histograms are fed by the same events as the log and the history, s
 They count from the start of this process: in a server that takes over, they start from zero. Gauges
 are computed from the current state at each scrape.
 
-The server's own metrics use prometheus-client. `job_metrics` writes the jobs' metrics, one slice of
-jobs at a time.
+The server's own metrics use prometheus-client. `job_metrics_page` writes the jobs' metrics, one
+slice of jobs at a time.
 """
 
 from __future__ import annotations
@@ -47,13 +47,8 @@ from rdzv.runtime.exposition import Collect, Parts, add_process, by_label, expir
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.c10d_metrics import c10d_metrics
 from rdzv.server.telemetry.job_ledgers import JobLedgers
-from rdzv.server.telemetry.job_metrics import (
-    CHANGES,
-    FORM,
-    STOP,
-    JobPage,
-    JobTally,
-)
+from rdzv.server.telemetry.job_metrics_page import JobPage
+from rdzv.server.telemetry.job_tallies import CHANGES, FORM, STOP, JobTally
 from rdzv.server.telemetry.metrics_interface import Figures, Meter
 from rdzv.stores.base import Record
 from rdzv.view.answers import event_in
@@ -249,7 +244,7 @@ class Metrics(Meter, Collector):
                 for how in STARTS:
                     self._starts.labels(how).inc(fields.get(how, 0))
 
-    def stepped(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
+    def count_step(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
         """Count the events of a step that was stored."""
         if not events:
             return

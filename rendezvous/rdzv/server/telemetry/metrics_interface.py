@@ -67,7 +67,7 @@ class Meter:
     def loaded(self, state: State, now_ms: int) -> None:
         """Note a job that was loaded from the store."""
 
-    def stepped(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
+    def count_step(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
         """Note a step of a job that was stored, with its events."""
 
     def recorded(self, rows: Sequence[Record]) -> None:

@@ -20,8 +20,8 @@ from rdzv.core.commands import (
 from rdzv.core.evidence.collectives import Collective, GroupRecord
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
+from rdzv.core.fleet.node_resources import FailingCheck, Gpu, Resources
 from rdzv.core.fleet.nodes import AgentKind
-from rdzv.core.fleet.placement import FailingCheck, Gpu, Resources
 from rdzv.core.model import KeptWorker, LeaveCause, Moved, Offer, RecoveryReport
 from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import (

@@ -81,7 +81,7 @@ class Piece:
 Say = Callable[[Piece], Awaitable[None]]
 
 
-class LogReading:
+class LogAnswers:
     """Answers the requests of one stream, for all jobs of a node."""
 
     def __init__(self, say: Say) -> None:

@@ -49,7 +49,7 @@ class _Episode:
     """Set when no further reports are expected."""
 
 
-class Hangs:
+class ReportedHangs:
     """The hangs of one server's jobs."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Chooses nodes for submitted jobs: a pure function of all jobs and nodes.
+"""The queue of submitted jobs, and the nodes that they get: a pure function of all jobs and nodes.
 
 The rules, in the order in which they hold:
 
@@ -20,45 +20,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import field
 
+from rdzv.core.fleet.node_resources import Resources, gpus_needed
 from rdzv.core.life.chosen_nodes import MAX_DECLINED
 from rdzv.core.life.round_end import some_succeeded
 from rdzv.core.model import JobSpec, ScaleUp, State, is_placeholder
 from rdzv.core.words import counted, listed
 from rdzv.structs import struct
-
-
-@struct(frozen=True)
-class Gpu:
-    """One GPU of a node."""
-
-    uuid: str
-    name: str
-    memory_bytes: int
-
-
-@struct(frozen=True)
-class Resources:
-    """A node's resources for submitted jobs."""
-
-    cpus: int = 0
-    memory_bytes: int = 0
-    gpus: tuple[Gpu, ...] = ()
-    labels: tuple[tuple[str, str], ...] = ()
-    capacity: int = 1
-    """How many jobs the node takes at once."""
-    topology: str = ""
-    """Label for the node's place in the network; a job's nodes come from one place if possible."""
-
-
-@struct(frozen=True)
-class FailingCheck:
-    """A check that fails on a node, and what it has found."""
-
-    name: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.reason}"
 
 
 @struct(frozen=True)
@@ -124,7 +91,7 @@ class Demand:
 
 
 @struct(frozen=True)
-class Wait:
+class QueuedWait:
     """Why a job has no nodes yet, or not enough of them."""
 
     reason: str
@@ -142,7 +109,7 @@ class Plan:
     """Nodes that a job no longer needs."""
     hopeless: Mapping[str, str] = field(default_factory=dict)
     """Jobs that no node could run, and why."""
-    waits: Mapping[str, Wait] = field(default_factory=dict)
+    waits: Mapping[str, QueuedWait] = field(default_factory=dict)
 
 
 def demand(state: State, now_ms: int, going: Collection[str] = ()) -> Demand | None:
@@ -202,8 +169,10 @@ _MOST_REASONS = 3
 """The most reasons reported for a job that no node could run."""
 
 
-def plan(demands: Iterable[Demand], hosts: Iterable[Host], *, settled: bool = True) -> Plan:
-    """Decide which jobs get which nodes now.
+def place_queued_jobs(
+    demands: Iterable[Demand], hosts: Iterable[Host], *, settled: bool = True
+) -> Plan:
+    """Decide which queued jobs get which nodes now.
 
     Until the server is `settled`, nodes may be missing only because they have not reconnected yet:
     no job is given up or considered short of nodes.
@@ -238,7 +207,7 @@ class _Plan:
         self.hosts = hosts
         self.settled = settled
         self.places: dict[str, list[str]] = {}
-        self.waits: dict[str, Wait] = {}
+        self.waits: dict[str, QueuedWait] = {}
         self._places_free = {host.node_id: host.places_free for host in hosts}
         self._gpus_free = {host.node_id: host.gpus_free for host in hosts}
         self._kept_for: dict[str, str] = {}
@@ -251,7 +220,7 @@ class _Plan:
         if len(ready) >= job.missing:
             self._give(job, ready, job.missing)
             return
-        self.waits[job.rdzv_id] = Wait(self._why_queued(job, fitting, ready), len(self.waits))
+        self.waits[job.rdzv_id] = QueuedWait(self._why_queued(job, fitting, ready), len(self.waits))
         if not self._lacking(job, fitting):
             for host in fitting:
                 self._kept_for.setdefault(host.node_id, job.rdzv_id)
@@ -379,15 +348,6 @@ def _hopeless(job: Demand, work: _Plan) -> str:
     return f"no node could run it: {'; '.join(whys[:_MOST_REASONS])}" + (
         f"; and {counted(others, 'more node')}" if others else ""
     )
-
-
-def gpus_needed(spec: JobSpec, resources: Resources) -> int:
-    """Return how many GPUs of a node the job takes."""
-    if spec.gpus_per_node is not None:
-        return spec.gpus_per_node
-    if not resources.gpus:
-        return 0
-    return spec.local_world_size or len(resources.gpus)
 
 
 def nearest_miss(spec: JobSpec, hosts: Iterable[Host]) -> str | None:

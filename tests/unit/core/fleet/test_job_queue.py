@@ -10,17 +10,9 @@ from hypothesis import strategies as st
 
 from examples import SETTLED
 from rdzv.core.commands import Place, Submit
-from rdzv.core.fleet import placement
-from rdzv.core.fleet.placement import (
-    Demand,
-    Gpu,
-    Host,
-    Plan,
-    Resources,
-    gpus_needed,
-    nearest_miss,
-    plan,
-)
+from rdzv.core.fleet import job_queue
+from rdzv.core.fleet.job_queue import Demand, Host, Plan, nearest_miss, place_queued_jobs
+from rdzv.core.fleet.node_resources import Gpu, Resources, gpus_needed
 from rdzv.core.model import JobSpec, ScaleUp, Settings
 from rdzv.structs import replace
 from tests.support.builders import Job as CoreJob
@@ -96,36 +88,40 @@ THREE = [a_node("n1"), a_node("n2"), a_node("n3")]
 
 def test_a_node_that_is_about_to_leave_is_replaced_before_it_does() -> None:
     job = a_job("a", (2, 2), here=("n1", "n2"), going=("n1",))
-    assert plan([job], [a_node("n1", unusable="drained"), *THREE[2:]]).places == {"a": ("n3",)}
+    assert place_queued_jobs([job], [a_node("n1", unusable="drained"), *THREE[2:]]).places == {
+        "a": ("n3",)
+    }
 
 
 def test_it_is_replaced_once() -> None:
     job = a_job("a", (2, 2), here=("n1", "n2", "n3"), idle=("n3",), going=("n1",))
-    assert plan([job], [a_node("n4")]) == Plan()
+    assert place_queued_jobs([job], [a_node("n4")]) == Plan()
 
 
 def test_its_seat_is_no_growth() -> None:
     """Newcomers wait for a natural end of the round, but a node that leaves is replaced at once."""
     job = a_job("a", (1, 4), here=("n1", "n2"), going=("n2",), may_grow=False)
     spares = [a_node("n3"), a_node("n4")]
-    assert plan([job], spares).places == {"a": ("n3",)}
+    assert place_queued_jobs([job], spares).places == {"a": ("n3",)}
     replaced = replace(job, here=frozenset(("n1", "n2", "n3")), idle=("n3",))
-    assert plan([replaced], spares).places == {}
+    assert place_queued_jobs([replaced], spares).places == {}
 
 
 def test_who_stays_after_all_leaves_its_replacement_without_use() -> None:
     job = a_job("a", (2, 2), here=("n1", "n2", "n3"), idle=("n3",))
-    assert plan([job], THREE).surplus == {"a": ("n3",)}
+    assert place_queued_jobs([job], THREE).surplus == {"a": ("n3",)}
 
 
 def test_a_job_that_would_have_too_few_says_what_it_needs() -> None:
     job = a_job("a", (2, 2), here=("n1", "n2"), going=("n2",))
-    made = plan([job], [a_node("n1"), a_node("n2", unusable="drained", cordoned=True), BUSY])
+    made = place_queued_jobs(
+        [job], [a_node("n1"), a_node("n2", unusable="drained", cordoned=True), BUSY]
+    )
     assert reason(made, "a") == (
         "queued: needs 1 more node once n2 has left, none is free; n0: taken by old"
     )
     # And no later job gets a node that it could use.
-    assert plan([job, a_job("b", at_ms=1)], [BUSY]).places == {}
+    assert place_queued_jobs([job, a_job("b", at_ms=1)], [BUSY]).places == {}
 
 
 def test_a_job_that_a_drain_leaves_with_too_few_keeps_nothing_back() -> None:
@@ -133,27 +129,27 @@ def test_a_job_that_a_drain_leaves_with_too_few_keeps_nothing_back() -> None:
     job = a_job("a", (2, 2), here=("n1", "n2"), going=("n2",))
     drained = a_node("n2", unusable="drained", cordoned=True)
     shared = a_node("n1", capacity=2, taken={("a", "a-run"): 0})
-    made = plan([job, a_job("b", at_ms=1)], [shared, drained])
+    made = place_queued_jobs([job, a_job("b", at_ms=1)], [shared, drained])
     assert made.places == {"b": ("n1",)}
     assert "if all other jobs had ended it would still lack 1 node" in reason(made, "a")
     # The job waits for a node that is only away, and keeps all nodes that it could use.
     away = a_node("n3", unusable="away")
-    assert plan([job, a_job("b", at_ms=1)], [shared, drained, away]).places == {}
+    assert place_queued_jobs([job, a_job("b", at_ms=1)], [shared, drained, away]).places == {}
 
 
 # ------------------------------------------------------------------ one job
 
 
 def test_a_job_gets_all_it_needs_at_once() -> None:
-    assert plan([a_job("a", (2, 2))], THREE).places == {"a": ("n1", "n2")}
+    assert place_queued_jobs([a_job("a", (2, 2))], THREE).places == {"a": ("n1", "n2")}
 
 
 def test_a_job_grows_to_max_nodes_in_the_same_step() -> None:
-    assert plan([a_job("a", (1, 4))], THREE).places == {"a": ("n1", "n2", "n3")}
+    assert place_queued_jobs([a_job("a", (1, 4))], THREE).places == {"a": ("n1", "n2", "n3")}
 
 
 def test_no_node_is_hoarded_for_a_job_that_can_not_start() -> None:
-    made = plan([a_job("a", (4, 4))], THREE)
+    made = place_queued_jobs([a_job("a", (4, 4))], THREE)
     assert made.places == {}
     assert reason(made, "a") == (
         "queued: needs 4 nodes, 3 are free (n1, n2, n3); if all other jobs had ended it would "
@@ -163,8 +159,8 @@ def test_no_node_is_hoarded_for_a_job_that_can_not_start() -> None:
 
 def test_labels_must_all_be_there() -> None:
     nodes = [a_node("n1", gpu="a100"), a_node("n2", gpu="h100", zone="b"), a_node("n3")]
-    assert plan([a_job("a", gpu="h100")], nodes).places == {"a": ("n2",)}
-    made = plan([a_job("a", (2, 2), gpu="h100")], nodes)
+    assert place_queued_jobs([a_job("a", gpu="h100")], nodes).places == {"a": ("n2",)}
+    made = place_queued_jobs([a_job("a", (2, 2), gpu="h100")], nodes)
     assert reason(made, "a") == (
         "queued: needs 2 nodes with gpu=h100, 1 is free (n2); if all other jobs had ended it would "
         "still lack 1 node; n1 has gpu=a100, and 1 other does not fit either"
@@ -174,13 +170,15 @@ def test_labels_must_all_be_there() -> None:
 def test_who_waits_hears_of_nodes_that_have_declined() -> None:
     nodes = [a_node("n1"), a_node("n2", taken={("old", "r"): 0}), a_node("n3", gpu="a100")]
     waits = a_job("a", declined={"n1": "no such folder: /data"})
-    assert reason(plan([waits], nodes[:2]), "a") == (
+    assert reason(place_queued_jobs([waits], nodes[:2]), "a") == (
         "queued: needs 1 node, none is free; n2: taken by old; "
         "n1 could not run it (no such folder: /data)"
     )
     # Also of a job that keeps running with too few, if another node fits its needs better.
     waits = replace(a_job("a", (3, 3), declined={"n1": "no folder"}, here=("n2",)), seated=True)
-    assert reason(plan([waits], nodes), "a").endswith("n1 could not run it (no folder)")
+    assert reason(place_queued_jobs([waits], nodes), "a").endswith(
+        "n1 could not run it (no folder)"
+    )
 
 
 def test_who_waits_hears_what_for() -> None:
@@ -189,66 +187,72 @@ def test_who_waits_hears_what_for() -> None:
         a_node("n2", unusable="cordoned (fan)", cordoned=True),
         a_node("n3", unusable="away"),
     ]
-    assert reason(plan([a_job("a")], [*nodes, BUSY]), "a") == (
+    assert reason(place_queued_jobs([a_job("a")], [*nodes, BUSY]), "a") == (
         "queued: needs 1 node, none is free; n0, n1: taken by old; n2: cordoned (fan); n3: away"
     )
-    assert reason(plan([a_job("a")], []), "a") == (
+    assert reason(place_queued_jobs([a_job("a")], []), "a") == (
         "queued: needs 1 node, and no rdzv-agent is connected"
     )
 
 
 def test_a_job_that_could_not_start_if_all_others_had_ended_keeps_nothing_back() -> None:
     later = a_job("later", at_ms=2)
-    assert plan([a_job("wide", (4, 4), at_ms=1), later], THREE).places == {"later": ("n1",)}
-    assert plan([a_job("wide", (3, 3), at_ms=1), later], THREE[1:]).places == {"later": ("n2",)}
+    assert place_queued_jobs([a_job("wide", (4, 4), at_ms=1), later], THREE).places == {
+        "later": ("n1",)
+    }
+    assert place_queued_jobs([a_job("wide", (3, 3), at_ms=1), later], THREE[1:]).places == {
+        "later": ("n2",)
+    }
     nodes = [*THREE[:2], a_node("n3", unusable="cordoned", cordoned=True)]
-    assert plan([a_job("wide", (3, 3), at_ms=1), later], nodes).places == {"later": ("n1",)}
+    assert place_queued_jobs([a_job("wide", (3, 3), at_ms=1), later], nodes).places == {
+        "later": ("n1",)
+    }
     # If the others may still be on their way back, it does.
     wide = a_job("wide", (3, 3), at_ms=1)
-    assert plan([wide, later], THREE[1:], settled=False).places == {}
+    assert place_queued_jobs([wide, later], THREE[1:], settled=False).places == {}
     nodes = [*THREE[:2], a_node("n3", unusable="away")]
-    assert plan([a_job("wide", (3, 3), at_ms=1), later], nodes).places == {}
+    assert place_queued_jobs([a_job("wide", (3, 3), at_ms=1), later], nodes).places == {}
 
 
 def test_a_job_that_lost_a_node_gets_another() -> None:
-    made = plan([a_job("a", (3, 3), here=("n1", "n2"))], THREE)
+    made = place_queued_jobs([a_job("a", (3, 3), here=("n1", "n2"))], THREE)
     assert made.places == {"a": ("n3",)}
 
 
 def test_a_node_that_could_not_run_it_is_not_chosen_again() -> None:
-    made = plan([a_job("a", declined={"n1": "no such folder: /data"})], THREE)
+    made = place_queued_jobs([a_job("a", declined={"n1": "no such folder: /data"})], THREE)
     assert made.places == {"a": ("n2",)}
 
 
 def test_a_job_is_given_up_when_no_node_is_left_that_could_run_it() -> None:
     declined = {node.node_id: "no such folder: /data" for node in THREE}
     job = a_job("a", declined=declined)
-    assert plan([job], THREE).hopeless == {
+    assert place_queued_jobs([job], THREE).hopeless == {
         "a": "no node could run it: n1, n2, n3: no such folder: /data"
     }
-    assert plan([job], THREE, settled=False).hopeless == {}
-    assert plan([replace(job, here=frozenset(("n4",)))], THREE).hopeless == {}
+    assert place_queued_jobs([job], THREE, settled=False).hopeless == {}
+    assert place_queued_jobs([replace(job, here=frozenset(("n4",)))], THREE).hopeless == {}
     # Nor does it keep its nodes if the remaining ones are too few.
     pair = a_job("a", (2, 2), here=("n3",), declined={"n1": "no", "n2": "no"})
-    assert plan([pair], THREE).hopeless == {"a": "no node could run it: n1, n2: no"}
-    assert plan([replace(pair, seated=True)], THREE).hopeless == {}
-    assert plan([pair], [*THREE, a_node("n4")]).hopeless == {}
+    assert place_queued_jobs([pair], THREE).hopeless == {"a": "no node could run it: n1, n2: no"}
+    assert place_queued_jobs([replace(pair, seated=True)], THREE).hopeless == {}
+    assert place_queued_jobs([pair], [*THREE, a_node("n4")]).hopeless == {}
 
 
 def test_of_many_reasons_why_no_node_could_run_it_a_few_are_told() -> None:
     declined = {f"x{i}": f"no folder {min(i, 4)}" for i in range(16)} | {"y": "no folder 0"}
-    assert plan([a_job("a", declined=declined)], THREE).hopeless == {
+    assert place_queued_jobs([a_job("a", declined=declined)], THREE).hopeless == {
         "a": "no node could run it: x0, y: no folder 0; x1: no folder 1; x2: no folder 2; "
         "and 13 more nodes"
     }
     many = a_job("a", declined={f"x{i}": "no" for i in range(16)})
-    assert "x7 and 8 more: no" in plan([many], THREE).hopeless["a"]
+    assert "x7 and 8 more: no" in place_queued_jobs([many], THREE).hopeless["a"]
 
 
 def test_what_was_scaled_down_is_taken_back_from_the_latest() -> None:
     job = a_job("a", (1, 2), here=("n1", "n2", "n3", "n4"), idle=("n2", "n3", "n4"))
-    assert plan([job], []).surplus == {"a": ("n3", "n4")}
-    assert plan([replace(job, idle=())], []).surplus == {}
+    assert place_queued_jobs([job], []).surplus == {"a": ("n3", "n4")}
+    assert place_queued_jobs([replace(job, idle=())], []).surplus == {}
 
 
 # ------------------------------------------------------------------ a queue
@@ -256,7 +260,7 @@ def test_what_was_scaled_down_is_taken_back_from_the_latest() -> None:
 
 def test_first_in_first_out() -> None:
     jobs = [a_job("late", at_ms=2), a_job("early", at_ms=1)]
-    made = plan(jobs, [a_node("n1")])
+    made = place_queued_jobs(jobs, [a_node("n1")])
     assert made.places == {"early": ("n1",)}
     assert made.waits["late"].jobs_before == 0
     assert reason(made, "late") == "queued: needs 1 node, none is free; n1: taken by early"
@@ -264,7 +268,7 @@ def test_first_in_first_out() -> None:
 
 def test_priority_comes_before_time() -> None:
     jobs = [a_job("early", at_ms=1), a_job("urgent", at_ms=2, priority=1)]
-    assert plan(jobs, [a_node("n1")]).places == {"urgent": ("n1",)}
+    assert place_queued_jobs(jobs, [a_node("n1")]).places == {"urgent": ("n1",)}
 
 
 def test_a_later_job_starts_only_on_what_no_earlier_one_could_use() -> None:
@@ -278,7 +282,7 @@ def test_a_later_job_starts_only_on_what_no_earlier_one_could_use() -> None:
         a_job("small", at_ms=2, gpu="h100"),
         a_job("any", at_ms=3),
     ]
-    made = plan(jobs, nodes)
+    made = place_queued_jobs(jobs, nodes)
     assert made.places == {"any": ("n2",)}
     assert reason(made, "small") == (
         "queued: needs 1 node with gpu=h100, none is free; n1: kept for wide, which is before it; "
@@ -290,19 +294,22 @@ def test_a_later_job_starts_only_on_what_no_earlier_one_could_use() -> None:
 def test_growth_comes_after_those_who_wait() -> None:
     running = a_job("running", (1, 3), here=("n1",), at_ms=1)
     waiting = a_job("waiting", at_ms=2)
-    assert plan([running, waiting], THREE[1:2]).places == {"waiting": ("n2",)}
-    made = plan([running, waiting], THREE[1:])
+    assert place_queued_jobs([running, waiting], THREE[1:2]).places == {"waiting": ("n2",)}
+    made = place_queued_jobs([running, waiting], THREE[1:])
     assert made.places == {"waiting": ("n2",), "running": ("n3",)}
 
 
 def test_a_job_does_not_grow_onto_what_a_waiting_one_could_use() -> None:
     running = a_job("running", (1, 3), here=("n1",), at_ms=1)
-    assert plan([running, a_job("wide", (3, 3), at_ms=2)], [BUSY, *THREE[1:]]).places == {}
+    assert (
+        place_queued_jobs([running, a_job("wide", (3, 3), at_ms=2)], [BUSY, *THREE[1:]]).places
+        == {}
+    )
 
 
 def test_a_job_grows_only_when_it_may() -> None:
     job = a_job("a", (1, 3), here=("n1",), may_grow=False)
-    assert plan([job], THREE).places == {}
+    assert place_queued_jobs([job], THREE).places == {}
 
 
 # ------------------------------------------------------------------ GPUs and places
@@ -319,14 +326,14 @@ def test_gpus_are_counted() -> None:
 def test_several_jobs_share_a_node_that_has_room() -> None:
     node = a_node("n1", gpus=8, capacity=3)
     jobs = [a_job(name, workers=4, at_ms=i) for i, name in enumerate("abc")]
-    made = plan(jobs, [node])
+    made = place_queued_jobs(jobs, [node])
     assert made.places == {"a": ("n1",), "b": ("n1",)}
     assert reason(made, "c") == "queued: needs 1 node, none is free; n1: taken by a, b"
 
 
 def test_a_node_takes_no_more_jobs_than_its_capacity() -> None:
     jobs = [a_job(name, at_ms=i) for i, name in enumerate("abc")]
-    assert set(plan(jobs, [a_node("n1", capacity=2)]).places) == {"a", "b"}
+    assert set(place_queued_jobs(jobs, [a_node("n1", capacity=2)]).places) == {"a", "b"}
 
 
 def test_a_node_without_enough_gpus_never_fits() -> None:
@@ -355,7 +362,7 @@ def test_nodes_of_one_place_are_chosen_together() -> None:
         a_node("n3", topology="rack1", taken={("x", "r"): 0}),
         a_node("n4", topology="rack2"),
     ]
-    assert plan([a_job("a", (2, 2))], nodes).places == {"a": ("n2", "n4")}
+    assert place_queued_jobs([a_job("a", (2, 2))], nodes).places == {"a": ("n2", "n4")}
 
 
 def test_a_job_grows_where_it_is() -> None:
@@ -365,7 +372,7 @@ def test_a_job_grows_where_it_is() -> None:
         a_node("n3", topology="rack2", taken={("a", "a-run"): 0}),
         a_node("n4", topology="rack2"),
     ]
-    assert plan([a_job("a", (1, 2), here=("n3",))], nodes).places == {"a": ("n4",)}
+    assert place_queued_jobs([a_job("a", (1, 2), here=("n3",))], nodes).places == {"a": ("n4",)}
 
 
 def test_what_is_used_anyway_comes_first() -> None:
@@ -373,7 +380,7 @@ def test_what_is_used_anyway_comes_first() -> None:
         a_node("n1", gpus=8, capacity=8),
         a_node("n2", gpus=8, capacity=8, taken={("x", "r"): 4}),
     ]
-    assert plan([a_job("a", workers=2)], nodes).places == {"a": ("n2",)}
+    assert place_queued_jobs([a_job("a", workers=2)], nodes).places == {"a": ("n2",)}
 
 
 # ------------------------------------------------------------------ random queues
@@ -428,7 +435,7 @@ def fits(job: Demand, host: Host) -> bool:
 @settings(SETTLED, max_examples=300)
 def test_every_plan_keeps_the_promises(queue: tuple[list[Demand], list[Host]]) -> None:
     jobs, hosts = queue
-    made = plan(jobs, hosts)
+    made = place_queued_jobs(jobs, hosts)
     by_name = {job.rdzv_id: job for job in jobs}
     order = sorted(jobs, key=lambda job: (-job.spec.priority, job.at_ms, job.rdzv_id))
     for host in hosts:
@@ -468,7 +475,7 @@ def test_every_plan_keeps_the_promises(queue: tuple[list[Demand], list[Host]]) -
 def test_what_was_placed_is_not_placed_again(queue: tuple[list[Demand], list[Host]]) -> None:
     """Once a plan is carried out, there is nothing more to do."""
     jobs, hosts = queue
-    made = plan(jobs, hosts)
+    made = place_queued_jobs(jobs, hosts)
     after = [
         replace(job, here=job.here | {*made.places.get(job.rdzv_id, ())})
         for job in jobs
@@ -489,7 +496,7 @@ def test_what_was_placed_is_not_placed_again(queue: tuple[list[Demand], list[Hos
         )
         for host in hosts
     ]
-    again = plan(after, placed)
+    again = place_queued_jobs(after, placed)
     assert again.places == {}
     assert again.hopeless == {}
 
@@ -516,8 +523,8 @@ def test_when_a_running_job_may_have_more_nodes(
     job.pass_until(10_000)
     assert job.round.live
     began_ms = job.round.at_ms
-    found = placement.grows_at_ms(job.state)
+    found = job_queue.grows_at_ms(job.state)
     assert found == (None if grows_at_ms is None else began_ms + grows_at_ms)
-    wanted = placement.demand(job.state, began_ms + at_ms)
+    wanted = job_queue.demand(job.state, began_ms + at_ms)
     assert wanted is not None
     assert wanted.may_grow is may_grow

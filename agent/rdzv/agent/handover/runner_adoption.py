@@ -63,8 +63,8 @@ class AdoptedRunner:
     state: KeptState
 
 
-class RuntimeDirectory:
-    """The state that one agent of a node leaves to the next, in the runtime directory."""
+class RunnerAdoption:
+    """Adopts the runners that the previous agent left, and leaves this one's to the next agent."""
 
     def __init__(self, runtime_dir: Path, node_id: str) -> None:
         """Use a runtime directory whose lock the caller holds."""

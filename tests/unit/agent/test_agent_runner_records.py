@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.handover import previous_runners
-from rdzv.agent.handover.previous_runners import Runners
+from rdzv.agent.handover import runner_records
+from rdzv.agent.handover.runner_records import RunnerRecords
 
 PATIENCE_S = 100.0
 
@@ -28,9 +28,9 @@ async def test_who_was_written_down_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(previous_runners, "TELL_EVERY_S", 0.01)
-    Runners(tmp_path).note(process.pid)
-    waiting = asyncio.create_task(Runners(tmp_path).former_gone())
+    monkeypatch.setattr(runner_records, "TELL_EVERY_S", 0.01)
+    RunnerRecords(tmp_path).note(process.pid)
+    waiting = asyncio.create_task(RunnerRecords(tmp_path).former_gone())
     async with asyncio.timeout(PATIENCE_S):
         while caplog.text.count(f"waiting for runner pid {process.pid}") < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -44,22 +44,22 @@ async def test_who_was_written_down_is_waited_for(
 async def test_who_has_ended_is_not_waited_for(
     tmp_path: Path, process: "subprocess.Popen[bytes]"
 ) -> None:
-    Runners(tmp_path).note(process.pid)
+    RunnerRecords(tmp_path).note(process.pid)
     process.kill()
     process.wait()
     async with asyncio.timeout(PATIENCE_S):
-        await Runners(tmp_path).former_gone()
+        await RunnerRecords(tmp_path).former_gone()
 
 
 async def test_who_was_forgotten_is_not_waited_for(
     tmp_path: Path, process: "subprocess.Popen[bytes]"
 ) -> None:
-    runners = Runners(tmp_path)
+    runners = RunnerRecords(tmp_path)
     runners.note(process.pid)
     runners.forget(process.pid)
     runners.forget(process.pid)
     async with asyncio.timeout(PATIENCE_S):
-        await Runners(tmp_path).former_gone()
+        await RunnerRecords(tmp_path).former_gone()
 
 
 async def test_a_stranger_with_the_same_number_is_not_waited_for(tmp_path: Path) -> None:
@@ -67,13 +67,13 @@ async def test_a_stranger_with_the_same_number_is_not_waited_for(tmp_path: Path)
     (tmp_path / "runners" / str(os.getpid())).write_text("1 of-another-boot")
     (tmp_path / "runners" / "no number").touch()
     async with asyncio.timeout(PATIENCE_S):
-        await Runners(tmp_path).former_gone()
+        await RunnerRecords(tmp_path).former_gone()
 
 
 async def test_a_folder_that_can_not_be_written_costs_no_job(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "runners").touch()
-    Runners(tmp_path).note(os.getpid())
+    RunnerRecords(tmp_path).note(os.getpid())
     assert "cannot record runner pid" in caplog.text
-    await Runners(tmp_path).former_gone()
+    await RunnerRecords(tmp_path).former_gone()

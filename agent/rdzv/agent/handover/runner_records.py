@@ -19,7 +19,7 @@ TELL_EVERY_S = 10.0
 """The interval of log lines about runners that are still running."""
 
 
-class Runners:
+class RunnerRecords:
     """The runners of this agent, recorded for the next one."""
 
     def __init__(self, state_dir: Path, proc: Path = Path("/proc")) -> None:
