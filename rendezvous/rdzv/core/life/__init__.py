@@ -1,6 +1,6 @@
-"""A job's life: the rules for each command and each state, one module for each stage.
+"""The life of a job: the rules for each command and each state, in one module per stage.
 
-In: a command and the draft of the next state. Out: the changed draft and its events. `refusals`
-has every refusal, `conditions` every reason to ignore a command; `rendezvous` has the table that
-leads to them.
+Input: a command and the draft of the next state. Output: the changed draft and its events.
+`refusals` contains every reason to refuse a command, and `conditions` every reason to ignore one.
+The dispatch table is in `rendezvous`.
 """

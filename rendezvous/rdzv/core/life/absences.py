@@ -1,4 +1,4 @@
-"""Nodes that are away or back, and lost nodes on which workers may still run."""
+"""Nodes that are away or have come back, and lost nodes that may still be running workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rdzv.structs import replace
 
 
 def mark_away(work: Draft, command: MarkAway) -> Ignored | None:
-    """Keep the place of a node whose stream has ended, for now."""
+    """Keep the place of a node whose stream has ended, until it returns or is given up."""
     before = work.state.away.get(command.node_id)
     since_ms = work.now_ms if before is None else before.since_ms
     away = Away(since_ms, command.until_ms, command.firm, command.may_run)
@@ -26,7 +26,7 @@ def mark_away(work: Draft, command: MarkAway) -> Ignored | None:
 
 
 def mark_back(work: Draft, node_id: str) -> Ignored | None:
-    """Note that a node is connected again."""
+    """Record that a node is connected again."""
     away = work.state.away.get(node_id)
     if away is None:
         return Ignored.KNOWN
@@ -36,14 +36,14 @@ def mark_back(work: Draft, node_id: str) -> Ignored | None:
         work.state = replace(work.state, back_ms=work.now_ms)
     deadline_ms, round_ = work.state.stop_deadline_ms, work.membership.round
     if away.firm and deadline_ms is not None and round_ is not None:
-        # The node may learn only now that the round has ended.
+        # The node may find out only now that the round has ended.
         late_ms = work.now_ms + longest_stop_ms(round_, work.state.tuning)
         work.state = replace(work.state, stop_deadline_ms=max(deadline_ms, late_ms))
     return None
 
 
 def note_heard(work: Draft, node_id: str) -> Ignored | None:
-    """Record that a lost node has reported that none of its workers is left."""
+    """Record a lost node's report that none of its workers remain."""
     departures = work.membership.departures
     if not any(d.may_run and d.node_id == node_id for d in departures):
         return Ignored.KNOWN
@@ -53,23 +53,23 @@ def note_heard(work: Draft, node_id: str) -> Ignored | None:
 
 
 def unheard(state: State) -> tuple[str, ...]:
-    """Name the nodes that were given up but may still run workers."""
+    """Return the IDs of the nodes that were given up but may still be running workers."""
     return tuple(d.node_id for d in state.membership.departures if d.may_run)
 
 
 def unheard_until_ms(state: State) -> int:
-    """Return the time by which runners have ended all dead agents' workers; 0 if there are none."""
+    """Return when runners will have killed the workers of all dead agents, or 0 if none exist."""
     departures = state.membership.departures
     return max((d.at_ms + d.ends_after_ms for d in departures if d.may_run), default=0)
 
 
 def may_run_on(state: State, node_id: str) -> bool:
-    """Return whether workers may still run on a node that was given up."""
+    """Return whether workers may still be running on a node that was given up."""
     return node_id in unheard(state)
 
 
 def may_run(state: State, node_id: str) -> bool:
-    """Return whether workers may still run on a node if it is given up without a report."""
+    """Return whether workers may still be running on a node if it is given up without a report."""
     away = state.away.get(node_id)
     if node_id in state.waiting or is_placeholder(node_id):
         return False
@@ -80,7 +80,7 @@ def may_run(state: State, node_id: str) -> bool:
 
 
 def orphans_end_after_ms(work: Draft, node_id: str) -> int:
-    """Return the time within which a runner whose agent is dead has ended its workers.
+    """Return how long a runner whose agent is dead may take to kill its workers.
 
     The runner waits for another agent no longer than the longest lease, and then stops the workers.
     """
@@ -91,16 +91,16 @@ def orphans_end_after_ms(work: Draft, node_id: str) -> int:
 
 
 def some_seat_away(state: State) -> bool:
-    """Return whether a participant is away, and so can confirm neither its stop nor its success."""
+    """Return whether a participant is away, and therefore cannot confirm its stop or success."""
     return any(node_id in state.seats for node_id in state.away)
 
 
 def longest_stop_ms(round_: Round, tuning: Tuning) -> int:
-    """Return the longest time that a participant of a round may take to stop its workers."""
+    """Return the longest time that any participant of a round may take to stop its workers."""
     return facts(round_.participants).longest_shutdown_ms + tuning.stop_margin_ms
 
 
 def participant_of(state: State, node_id: str) -> Participant | None:
-    """Return the place of a node in the latest round; None if it has none."""
+    """Return a node's place in the latest round, or None if it has none."""
     round_ = state.membership.round
     return find(round_.participants, node_id) if round_ is not None else None

@@ -1,4 +1,4 @@
-"""Charges the end of a round to its cause, and spends a restart if a worker failed."""
+"""Charging the end of a round to its cause, which spends a restart if a worker failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rdzv.structs import replace
 
 
 def settle_charge(work: Draft) -> bool:
-    """Charge the end of the round to its cause once everyone has stopped."""
+    """Charge the end of the round to its cause once every participant has stopped."""
     round_ = work.membership.round
     if not work.open or round_ is None or round_.end is None or round_.end.settled:
         return False
@@ -34,7 +34,7 @@ def settle_charge(work: Draft) -> bool:
     budget_left = over is None
     if end.cause is Cause.WORKER_FAILURE and budget_left:
         counted = restarts_that_count(work.membership, work.now_ms)
-        # An agent that counts restarts itself reports a failure only when none is left.
+        # An agent that counts restarts itself reports a failure only when it has no restarts left.
         budget_left = max_restarts is not None and counted < max_restarts
         spent = (*spent, work.now_ms) if budget_left else spent
     work.store(
@@ -63,13 +63,13 @@ def settle_charge(work: Draft) -> bool:
 
 
 _EXCUSES = (Cause.NODE_LEFT, Cause.STORE_HOST, Cause.NODE_LOST)
-"""Causes that may explain a worker failure, in ascending order of weight."""
+"""Causes that may explain a worker failure, in ascending order of precedence."""
 
 
 def charge_instead(work: Draft, cause: Cause, reason: str, node_id: str = "") -> None:
-    """Charge an ended round to the cause behind its failures, if that becomes known in time.
+    """Charge an ended round to the cause behind its failures, if that cause becomes known in time.
 
-    When a node's processes or the store die, the others' collectives fail within milliseconds,
+    When a node's processes or the store die, collectives on other nodes fail within milliseconds,
     often before the loss itself is known.
     """
     round_ = work.membership.round
@@ -82,7 +82,7 @@ def charge_instead(work: Draft, cause: Cause, reason: str, node_id: str = "") ->
 
 
 def charge_stuck(work: Draft, node_id: str, reason: str) -> None:
-    """Charge the end to workers that survive SIGKILL if otherwise only suspects explain it."""
+    """Charge the end to workers that survive SIGKILL, if only suspects explain it otherwise."""
     round_ = work.membership.round
     if round_ is None or round_.end is None or round_.end.settled:
         return
@@ -93,7 +93,7 @@ def charge_stuck(work: Draft, node_id: str, reason: str) -> None:
 
 
 def restarts_that_count(membership: Membership, now_ms: int) -> int:
-    """Count the spent restarts that still lie within `restart_window`."""
+    """Count the spent restarts that are still within `restart_window`."""
     window_ms = membership.settings.restart_window_ms
     if not window_ms:
         return len(membership.restarts)

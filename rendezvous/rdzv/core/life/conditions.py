@@ -1,9 +1,9 @@
 """The conditions under which commands take effect; otherwise they are ignored.
 
-A command that arrives late, twice, or from a replaced instance is not an error. It is *ignored*:
-nothing changes, and `Transition.ignored` has the reason. Each condition takes the state and one
-command, and returns the reason if it does not hold. A *refused* command raises an error; see
-`refusals`.
+A command that arrives late, arrives twice, or comes from a replaced instance is not an error. It is
+*ignored*: nothing changes, and `Transition.ignored` gives the reason. Each condition takes the
+state and a command, and returns the reason to ignore the command if it does not hold. A *refused*
+command raises an error instead; see `refusals`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from rdzv.core.commands import (
 from rdzv.core.model import State
 
 OfRound = Fail | Succeed | ReportStuck | ReportStoreHost
-"""The commands that name a round."""
+"""Commands that name a round."""
 FromNode = Fail | Leave | ReportStuck | ReportStoreHost | MarkAway | MarkBack | MarkLost
-"""The commands from, or about, one instance of a node in the job."""
+"""Commands from, or about, one instance of a node in the job."""
 OfSubmission = Place | Withdraw | Decline | GiveUp
-"""The commands about a submitted run."""
+"""Commands about a submitted run."""
 
 
 class Ignored(StrEnum):
-    """Why a command had no effect."""
+    """The reason why a command had no effect."""
 
     NO_OPEN_RUN = "no run is open"
     OTHER_RUN = "it names another run"
@@ -58,12 +58,12 @@ def run_is_open(state: State, _: object) -> Ignored | None:
 
 
 def of_this_run(state: State, command: OfRound | OfSubmission) -> Ignored | None:
-    """Require that the command names the current run."""
+    """Require that the command name the current run."""
     return None if command.run == state.membership.run else Ignored.OTHER_RUN
 
 
 def of_run_joined(state: State, command: Leave) -> Ignored | None:
-    """Require that the node names the run that it joined, or none: it may not know the run yet."""
+    """Require that the node name the run it joined, or no run if it does not know the run yet."""
     if command.run in ("", state.membership.run):
         return None
     joined = joined_replaced_run(state, command.node_id, command.incarnation, command.run)
@@ -71,13 +71,13 @@ def of_run_joined(state: State, command: Leave) -> Ignored | None:
 
 
 def of_latest_round(state: State, command: OfRound) -> Ignored | None:
-    """Require that the command names the latest round, live or ended."""
+    """Require that the command name the latest round, whether live or ended."""
     round_ = state.membership.round
     return None if round_ is not None and round_.number == command.round else Ignored.OTHER_ROUND
 
 
 def from_holder(state: State, command: FromNode) -> Ignored | None:
-    """Require that the command comes from, or is about, the instance that has the node's place."""
+    """Require that the command be from, or about, the instance that has the node's place."""
     held = state.incarnation(command.node_id)
     if held is None:
         return Ignored.NOT_PRESENT
@@ -90,7 +90,7 @@ def from_seat(state: State, command: Fail | ReportStuck) -> Ignored | None:
 
 
 def from_store_host(state: State, command: ReportStoreHost) -> Ignored | None:
-    """Require that the node hosts the c10d store of the latest round: it has GROUP_RANK 0."""
+    """Require that the node, as GROUP_RANK 0, host the c10d store of the latest round."""
     round_ = state.membership.round
     first = round_.participants[0].node_id if round_ is not None else None
     return None if command.node_id == first else Ignored.NOT_STORE_HOST
@@ -102,7 +102,7 @@ def of_submitted_run(state: State, _: object) -> Ignored | None:
 
 
 def is_barred(state: State, node_id: str) -> bool:
-    """Return whether the open run was submitted and may not keep this node."""
+    """Return whether the open run was submitted and is not allowed to keep this node."""
     if node_id not in state.barred:
         return False
     return state.run_is_open and state.membership.submission is not None

@@ -18,10 +18,11 @@ from rdzv.structs import replace
 
 
 def fail(work: Draft, command: Fail) -> Ignored | None:
-    """Record failed workers of a node.
+    """Record the failed workers of a node.
 
-    If the round is live, it ends, and everyone stops. Otherwise the failures are added to those of
-    its end. When everyone has stopped, `settle_charge` picks the root cause and spends a restart.
+    A live round ends, and all nodes stop. Failures in a round that has already ended are added to
+    those of its end. Once all nodes have stopped, `settle_charge` picks the root cause and spends a
+    restart.
     """
     round_ = work.membership.round
     assert round_ is not None
@@ -77,7 +78,7 @@ def failures_from(
 
 
 def add_failures(work: Draft, failures: tuple[Failure, ...]) -> bool:
-    """Record failures of an ended round that is not settled; return whether any are new."""
+    """Record failures in an ended round that is not settled; return whether any are new."""
     round_ = work.membership.round
     if round_ is None or round_.end is None or round_.end.settled or not failures:
         return False

@@ -1,4 +1,4 @@
-"""When a round completes, which nodes it seats, and when newcomers end it."""
+"""When a round completes, which nodes it seats, and when waiting nodes may end it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rdzv.core.snapshots import base
 from rdzv.structs import replace
 
 MAX_STORE_FAILURES = 3
-"""After this many store host failures in a row, RANK 0's worker serves the store itself."""
+"""After this many consecutive store host failures, RANK 0's worker serves the store itself."""
 
 
 def count_ready(work: Draft) -> bool:
-    """Record when the nodes became too few, or enough, for a round."""
+    """Record the time at which there became too few, or enough, nodes for a round."""
     state, settings = work.state, work.membership.settings
     if not _forming(work):
         if state.enough_since_ms is None and state.short_since_ms is None:
@@ -57,7 +57,7 @@ def _forming(work: Draft) -> bool:
 
 
 def complete_round(work: Draft) -> bool:
-    """Complete a round once everyone has stopped and the round is due."""
+    """Complete a round once all nodes have stopped and the round is due."""
     due_ms = completion_due_ms(work.state) if _forming(work) else None
     if due_ms is None or work.now_ms < due_ms:
         return False
@@ -100,7 +100,7 @@ def complete_round(work: Draft) -> bool:
 
 
 def completion_due_ms(state: State) -> int | None:
-    """Return when the next round completes if nothing changes; None while it cannot."""
+    """Return when the next round will complete if nothing changes, or None if it cannot yet."""
     membership, settings, tuning = state.membership, state.membership.settings, state.tuning
     round_, enough_ms = membership.round, state.enough_since_ms
     if state.seats or enough_ms is None or _awaits_survivor(state):
@@ -108,7 +108,8 @@ def completion_due_ms(state: State) -> int | None:
     earliest_ms = 0
     if membership.store_failures and round_ and round_.end:
         store_ms = tuning.store_backoff_ms << min(membership.store_failures - 1, 16)
-        # Another server wrote the end's time, and its clock may have been ahead of this one's.
+        # The end's time was written by another server, whose clock may have been ahead of this
+        # one's.
         end_ms = min(round_.end.at_ms, enough_ms)
         earliest_ms = end_ms + min(store_ms, tuning.store_backoff_max_ms)
     earliest_ms = max(earliest_ms, restart_due_ms(state))
@@ -118,7 +119,7 @@ def completion_due_ms(state: State) -> int | None:
     if state.ready >= membership.max_nodes:
         return max(enough_ms, earliest_ms)
     if state.placed:
-        # The server knows which nodes will come; those that take too long join a later round.
+        # The server knows which nodes are coming; any that take too long join a later round.
         coming_ms = tuning.gather_ms if awaited(state) else 0
         return max(enough_ms + coming_ms, earliest_ms)
     if round_ is None:
@@ -131,17 +132,17 @@ def completion_due_ms(state: State) -> int | None:
 
 
 def superseded_until_ms(state: State) -> int:
-    """Return when the last workers of superseded rounds are gone; 0 if there are none."""
+    """Return when the last workers of superseded rounds will be gone, or 0 if there are none."""
     return max((former.until_ms for former in state.superseded.values()), default=0)
 
 
 def restart_due_ms(state: State) -> int:
-    """Return the earliest time at which a run that backs off may restart; 0 if it does not."""
+    """Return the earliest restart time of a run that is backing off, or 0 if it is not."""
     round_, enough_ms = state.membership.round, state.enough_since_ms
     wait_ms = backoff_ms(state.membership)
     if not wait_ms or round_ is None or round_.end is None or enough_ms is None:
         return 0
-    # Another server wrote the end's time, and its clock may have been ahead of this one's.
+    # The end's time was written by another server, whose clock may have been ahead of this one's.
     return min(round_.end.at_ms, enough_ms) + wait_ms
 
 
@@ -155,7 +156,7 @@ def _awaits_survivor(state: State) -> bool:
 
 
 def time_out_joining(work: Draft) -> bool:
-    """Fail a run that had too few nodes for `join_timeout`; requeue a submitted one."""
+    """Fail a run that has had too few nodes for `join_timeout`; requeue a submitted one."""
     since_ms, settings = work.state.short_since_ms, work.membership.settings
     if since_ms is None or work.state.seats or not _forming(work):
         return False
@@ -178,7 +179,7 @@ def time_out_joining(work: Draft) -> bool:
 
 
 def _missing(state: State) -> str:
-    """Name the nodes that have departed or are stuck, with the reasons; empty if there are none."""
+    """Describe the nodes that have departed or are stuck, or return an empty string."""
     last = {d.node_id: d for d in state.membership.departures}
     missing = [
         f"{departure.node_id} {departure.state} ({departure.reason})"
@@ -190,7 +191,7 @@ def _missing(state: State) -> str:
 
 
 def admit_newcomers(work: Draft) -> bool:
-    """End a running round to admit waiting nodes, once they fill it or no more arrive."""
+    """End a running round to admit waiting nodes, once they fill it or no more are arriving."""
     due_ms = newcomers_due_ms(work.state, work.now_ms) if work.open else None
     if due_ms is None or work.now_ms < due_ms:
         return False
@@ -201,14 +202,15 @@ def admit_newcomers(work: Draft) -> bool:
 
 
 def newcomers_due_ms(state: State, now_ms: int) -> int | None:
-    """Return when the current newcomers end the running round if no more arrive."""
+    """Return when the waiting nodes will end the running round if no more arrive."""
     free = _free_seats(state)
     newcomers = _newcomers(state, now_ms) if free > 0 else []
     if not newcomers:
         return None
     since = [state.waiting[node_id].since_ms for node_id in newcomers]
     quiet_ms = state.tuning.gather_quiet_ms
-    # A node just back may yet report that it has succeeded; then no newcomer ends the round.
+    # A node that has just come back may yet report success, in which case no new node ends the
+    # round.
     earliest_ms = 0 if state.back_ms is None else state.back_ms + quiet_ms
     settings, round_ = state.membership.settings, state.membership.round
     if settings.scale_up is ScaleUp.AFTER and round_ is not None:
@@ -219,7 +221,8 @@ def newcomers_due_ms(state: State, now_ms: int) -> int | None:
 
 
 def next_newcomers_ms(state: State, now_ms: int) -> int | None:
-    """Return when newcomers end the round, or the first one held back may, whichever is earlier."""
+    """Return when waiting nodes end the round or the first held-back node may, whichever is first.
+    """
     if _free_seats(state) <= 0:
         return None
     due = [until_ms for node_id, until_ms in holds(state).items() if node_id in state.waiting]
@@ -229,7 +232,7 @@ def next_newcomers_ms(state: State, now_ms: int) -> int | None:
 
 
 def _free_seats(state: State) -> int:
-    """Count the seats for which newcomers may end the running round."""
+    """Count the seats for which waiting nodes may end the running round."""
     round_, settings = state.membership.round, state.membership.settings
     if round_ is None or not round_.live or settings.scale_up is ScaleUp.ON_RESTART:
         return 0
@@ -239,7 +242,7 @@ def _free_seats(state: State) -> int:
 
 
 def _newcomers(state: State, now_ms: int) -> list[str]:
-    """Name the waiting nodes that may end a running round."""
+    """Return the IDs of the waiting nodes that may end a running round."""
     held = {node_id for node_id, until_ms in holds(state).items() if until_ms > now_ms}
     return [n for n in state.waiting if n not in state.away and n not in held]
 
@@ -247,8 +250,8 @@ def _newcomers(state: State, now_ms: int) -> list[str]:
 def holds(state: State) -> dict[str, int]:
     """Return, for each flapping node, the time until which it may not end a running round.
 
-    A node lost twice within `flap_window_ms` is held for `flap_hold_ms` from the last loss, and
-    twice as long with each further loss. This depends on the losses alone, not on the time.
+    A node lost twice within `flap_window_ms` is held for `flap_hold_ms` after the last loss; the
+    hold doubles with each further loss. It depends only on the losses, not on the current time.
     """
     losses: dict[str, list[int]] = {}
     for departure in state.membership.departures:

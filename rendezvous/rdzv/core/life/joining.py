@@ -1,4 +1,4 @@
-"""Joins: each gives a node its place in the next round, and reports on the last one."""
+"""Joins, each of which gives a node its place in the next round and reports on the last one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def join(work: Draft, command: Join) -> Ignored | None:
     if confirms and number is not None:
         _confirm_stopped(work, command, number)
     elif held is None and barred:
-        # A late duplicate of a join: the node will learn of its release.
+        # This is a late duplicate of a join; the node will be notified of its release.
         return Ignored.BARRED
     elif admits:
         if held is not None:
@@ -52,16 +52,16 @@ def join(work: Draft, command: Join) -> Ignored | None:
 
 
 def _others_run_on(state: State, command: Join) -> bool:
-    """Return whether present nodes run a round with a lower number than the one this node has left.
+    """Return whether present nodes are running a lower round than the one that this node left.
 
-    A server without memory began their round, after waiting in vain for the nodes of the higher
-    one. This node has stopped, so if the higher round were adopted, the next one could begin while
-    workers of their round still run.
+    A server without memory began their round after waiting in vain for the nodes of the higher one.
+    This node has stopped, so if the higher round were adopted, the next one could begin while
+    workers of the lower round are still running.
     """
     round_ = state.membership.round
     if round_ is None or command.run != state.membership.run or command.left_round is None:
         return False
-    # Seats loaded when the server started are younger than their round: they may come from an old
+    # Seats loaded when the server started are younger than their round. They may come from an old
     # copy of the store, and their nodes may be in the higher round themselves.
     begun = (n for n, seat in state.seats.items() if seat.since_ms == round_.at_ms)
     there = any(node_id not in state.away and not is_placeholder(node_id) for node_id in begun)
@@ -71,8 +71,8 @@ def _others_run_on(state: State, command: Join) -> bool:
 def _round_to_stop(state: State, node_id: str) -> int | None:
     """Return the round for which a join would confirm that a present node has no workers left.
 
-    None if the node has no such round, or has announced that it leaves: then only a `Leave`
-    confirms it.
+    Return None if the node has no such round, or has announced that it is leaving; in that case
+    only a `Leave` confirms it.
     """
     if node_id in state.stuck:
         return state.stuck[node_id].round
@@ -81,7 +81,7 @@ def _round_to_stop(state: State, node_id: str) -> int | None:
 
 
 def _admit(work: Draft, command: Join) -> None:
-    """Admit a node that is not present to this run or, if need be, to a new one."""
+    """Admit an absent node to this run or, if necessary, to a new one."""
     if replaces_run(work.state, command):
         close(work, Result.STOPPED, REPLACED)
     if not work.open:
@@ -98,7 +98,7 @@ def _admit(work: Draft, command: Join) -> None:
 
 
 def _wait(work: Draft, command: Join, since_ms: int) -> None:
-    """Add a connected node to those waiting, or update what it offers there."""
+    """Add a connected node to the waiting nodes, or update its offer if it is already waiting."""
     former = work.state.superseded.get(command.node_id)
     if former is not None and (
         former.incarnation != command.incarnation
@@ -113,12 +113,12 @@ def _wait(work: Draft, command: Join, since_ms: int) -> None:
         since_ms=since_ms,
         instance=command.instance,
         left_round=command.left_round,
-        # A fence kills workers, and parks none.
+        # A fence kills workers rather than parking them.
         kept=() if command.fenced else command.kept,
         snapshots=command.snapshots if command.run == work.membership.run else (),
     )
     if known is not None and _number(command.left_round) < _number(known.left_round):
-        # A late duplicate: the node has since offered its parked workers.
+        # This is a late duplicate; the node has since offered its parked workers.
         waiting = replace(
             waiting, left_round=known.left_round, kept=known.kept, snapshots=known.snapshots
         )
@@ -138,12 +138,12 @@ def _number(left_round: int | None) -> int:
 
 
 def _confirm_stopped(work: Draft, command: Join, number: int) -> None:
-    """Free the seat of a node whose workers have left the round; it waits for the next round."""
+    """Free the seat of a node whose workers have left the round, and let it wait for the next."""
     round_ = work.membership.round
     if command.node_id in work.state.seats and round_ is not None:
         failures = failures_from(work, command.node_id, round_, command.failures)
         if command.fenced:
-            # Workers that failed meanwhile have lost their connections to the workers killed here.
+            # Workers that failed in the meantime lost their connections to the workers killed here.
             ago = f" {duration(command.fenced_age_ms)} ago" if command.fenced_age_ms else ""
             reason = (
                 f"{command.node_id}: it was cut off, and has killed its workers{ago} "

@@ -1,4 +1,4 @@
-"""Takes nodes out of a round or a job: they succeed, leave by choice, get stuck, or are lost."""
+"""Removing nodes from a round or a job when they succeed, leave, get stuck, or are lost."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rdzv.core.shared_map import put, without
 from rdzv.structs import replace
 
 MAX_DEPARTURES = 64
-"""Number of losses and leaves that a job remembers."""
+"""The number of losses and leaves that a job remembers."""
 
 
 def succeed(work: Draft, command: Succeed) -> Ignored | None:
-    """Record a node's success. It counts even if the node was given up, or the round has ended."""
+    """Record a node's success, even if the node was given up or the round has ended."""
     round_, node_id = work.membership.round, command.node_id
     assert round_ is not None
     seat = work.state.seats.get(node_id)
@@ -50,7 +50,7 @@ def _note_success(work: Draft, round_: Round, node_id: str) -> None:
 
 
 def leave(work: Draft, command: Leave) -> Ignored | None:
-    """Let a node leave: at once if it has no workers, otherwise once they are gone."""
+    """Remove a node that wants to leave, either at once or when its workers are gone."""
     round_ = work.membership.round
     seat = work.state.seats.get(command.node_id)
     if seat is None or round_ is None:
@@ -58,16 +58,16 @@ def leave(work: Draft, command: Leave) -> Ignored | None:
         return None
     failed = command.cause is LeaveCause.FAILED
     if command.exited_zero and round_.live and not seat.succeeded and some_succeeded(work.state):
-        # The node was asked to leave, but its workers were done, as those of other nodes were.
+        # The node was asked to leave, but its workers had finished, like those of other nodes.
         seat = replace(seat, succeeded=True, since_ms=work.now_ms)
-        # If they were not done, failures caused by their absence may be reported after this.
+        # If they had not finished, failures caused by their absence may be reported after this.
         round_ = replace(round_, excuse=f"{command.node_id}: {command.reason}")
         _note_success(work, round_, command.node_id)
     if round_.live and not seat.succeeded:
         cause = _CAUSE_OF_LEAVE.get(command.cause, Cause.NODE_LEFT)
         reason = f"{command.node_id}: {command.reason}"
         end_round(work, cause, reason, broken=failed, node_id=command.node_id)
-    # A node that leaves because its workers failed is no excuse for that failure.
+    # A node that leaves because its workers failed does not excuse that failure.
     if not (seat.succeeded or seat.leaving or failed):
         reason = f"{command.node_id}: {command.reason}"
         charge_instead(work, Cause.NODE_LEFT, reason, command.node_id)
@@ -89,7 +89,10 @@ _CAUSE_OF_LEAVE = {
 
 
 def report_stuck(work: Draft, command: ReportStuck) -> None:
-    """Give up a seat; its node gets no other until it reports that the stuck workers are gone."""
+    """Give up the seat of a node with stuck workers.
+
+    The node gets no other seat until it reports that these workers are gone.
+    """
     round_ = work.membership.round
     assert round_ is not None
     pids = ", ".join(str(pid) for pid in command.pids)
@@ -118,12 +121,12 @@ def give_up(
     stopped_late: bool = False,
     silent_ms: int = 0,
 ) -> None:
-    """Mark a node as lost, and apply the consequences for a live or unsettled round."""
+    """Mark a node as lost, and apply the consequences to a live or unsettled round."""
     seat = work.state.seats.get(node_id)
     done = seat is not None and seat.succeeded
     ends_after_ms = None
     if not (heard or done) and may_run(work.state, node_id):
-        # A node that has used all its time gets no more.
+        # A node that has used up its time gets no more.
         ends_after_ms = 0 if stopped_late else orphans_end_after_ms(work, node_id)
     if seat is not None and seat.leaving:
         depart(work, node_id, NodeState.LEFT, seat.leaving, LeaveCause.SIGNAL)
@@ -148,7 +151,7 @@ def depart(
     ends_after_ms: int | None = None,
     silent_ms: int = 0,
 ) -> None:
-    """Take a node out of the job and remember why."""
+    """Remove a node from the job and remember the reason."""
     offer = _offer_of(work.state, node_id)
     _leave_seat(work, node_id)
     work.put(
@@ -197,7 +200,7 @@ def _leave_seat(work: Draft, node_id: str) -> None:
 
 
 def release_away_seats(work: Draft) -> bool:
-    """Give up away nodes `reconnect_grace_ms` after the end of a round."""
+    """Give up nodes that are still away `reconnect_grace_ms` after the end of a round."""
     for node_id, due_ms in away_seats_due(work.state):
         if work.now_ms >= due_ms:
             grace_s = work.state.tuning.reconnect_grace_ms / 1000
@@ -208,7 +211,7 @@ def release_away_seats(work: Draft) -> bool:
 
 
 def away_seats_due(state: State) -> Iterable[tuple[str, int]]:
-    """Yield the away nodes that an ended round still waits for, and when each is given up."""
+    """Yield the away nodes that an ended round is still waiting for, and when each is given up."""
     round_ = state.membership.round
     if round_ is None or round_.end is None or not state.hasty:
         return

@@ -1,4 +1,4 @@
-"""Operator commands for a run: stop, restart, scale."""
+"""Operator commands for a run: stop, restart, and scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rdzv.structs import replace
 
 
 def stop(work: Draft, command: Stop) -> Ignored | None:
-    """Make every node stop; the run closes only once all have, so that no two runs overlap."""
+    """Stop every node. The run closes only once all nodes have stopped, so no two runs overlap."""
     refuse_operator(work.state, command, work.now_ms)
     if work.membership.stopping:
         return Ignored.KNOWN
@@ -23,7 +23,7 @@ def stop(work: Draft, command: Stop) -> Ignored | None:
 
 
 def restart(work: Draft, command: Restart) -> Ignored | None:
-    """End the latest round, so that another forms; no restart is spent."""
+    """End the latest round so that another can form, without spending a restart."""
     refuse_operator(work.state, command, work.now_ms)
     round_ = work.membership.round
     if round_ is None or command.round != round_.number:
@@ -35,7 +35,7 @@ def restart(work: Draft, command: Restart) -> Ignored | None:
 
 
 def scale(work: Draft, command: Scale) -> Ignored | None:
-    """Change the bounds of the run; a round with more nodes than allowed ends."""
+    """Change the run's bounds, ending a round that has more nodes than they allow."""
     refuse_operator(work.state, command, work.now_ms)
     bounds = (command.min_nodes, command.max_nodes)
     membership = work.membership

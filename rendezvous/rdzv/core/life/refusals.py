@@ -1,6 +1,7 @@
-"""All refusals of commands by the rules of a job, in the order in which they are checked.
+"""All the reasons for which a job's rules refuse a command, in the order in which they are checked.
 
-A refusal raises, so nothing has changed. Reasons to ignore a command are in `conditions`.
+A refusal raises an exception, so nothing has changed. Reasons to ignore a command are in
+`conditions`.
 """
 
 from __future__ import annotations
@@ -26,21 +27,20 @@ from rdzv.structs import field_names
 
 
 def refuse_join(before: State, state: State, command: Join, *, admits: bool) -> None:
-    """Refuse a join, for the first of these reasons that applies.
+    """Refuse a join for the first of the reasons below that applies.
 
     `before` is the job as the server knew it; `state` adds what the join reports about a round that
-    the server did not know. `admits`: the join would bring the node into the job, because the node
-    is not in it, or this instance replaces the one that is.
+    the server did not know. `admits` means that the join would bring the node into the job, either
+    because the node is not in it or because this instance replaces the one that is.
 
     Raises:
-        DeniedError: the node does not know the secret of the job.
-        NodeSupersededError: a newer instance has the node's place.
-        RendezvousClosedError: the run that it names has ended.
-        RunStoppingError: the last run is being stopped; retry.
-        SettingsMismatchError: the job was launched with other settings.
-        RendezvousClosedError: the last run has ended, and this node may not begin another.
-        InvalidRequestError: this node and another could not reach each other.
-
+      DeniedError: the node does not know the job's secret.
+      NodeSupersededError: a newer instance has the node's place.
+      RendezvousClosedError: the run that it names has ended.
+      RunStoppingError: the last run is being stopped; retry.
+      SettingsMismatchError: the job was launched with other settings.
+      RendezvousClosedError: the last run has ended, and this node may not begin another.
+      InvalidRequestError: this node and another could not reach each other.
     """
     membership, node_id = state.membership, command.node_id
     _refuse_stranger(before, command)
@@ -67,16 +67,15 @@ def refuse_join(before: State, state: State, command: Join, *, admits: bool) -> 
 
 
 def refuse_resume(before: State, state: State, command: Resume) -> None:
-    """Refuse a node that reports running workers, for the first of these reasons that applies.
+    """Refuse a node that reports running workers, for the first of the reasons below that applies.
 
     `before` and `state` are as in `refuse_join`.
 
     Raises:
-        DeniedError: the node does not know the secret of the job.
-        UnknownNodeError: the job is not known.
-        RendezvousClosedError: the run that it names has ended.
-        NodeSupersededError: a newer instance has the node's place.
-
+      DeniedError: the node does not know the job's secret.
+      UnknownNodeError: the job is not known.
+      RendezvousClosedError: the run that it names has ended.
+      NodeSupersededError: a newer instance has the node's place.
     """
     _refuse_stranger(before, command)
     if not state.membership.run:
@@ -89,12 +88,11 @@ def refuse_resume(before: State, state: State, command: Resume) -> None:
 
 
 def refuse_operator(state: State, command: Stop | Restart | Scale, now_ms: int) -> None:
-    """Refuse an operator's command unless its run is still open and its round has existed.
+    """Refuse an operator's command unless its run is still open and the round it names has existed.
 
     Raises:
-        RendezvousClosedError: the run has ended, or is being stopped (a repeated stop is allowed).
-        InvalidRequestError: there has been no such round to restart.
-
+      RendezvousClosedError: the run has ended, or is being stopped (a repeated stop is allowed).
+      InvalidRequestError: there has been no such round to restart.
     """
     membership, round_ = state.membership, state.membership.round
     if command.run != membership.run or membership.ended is not None:
@@ -139,7 +137,7 @@ def refuse_submission(state: State, command: Submit) -> None:
 
 
 def replaces_run(state: State, command: Join) -> bool:
-    """Return whether a launch with other settings ends the open run: no other node is in it."""
+    """Return whether a launch with other settings ends the open run, which has no other nodes."""
     if command.settings == state.membership.settings or not state.run_is_open:
         return False
     if command.run or state.membership.submission:
@@ -149,12 +147,12 @@ def replaces_run(state: State, command: Join) -> bool:
 
 
 def _refuse_stranger(state: State, command: Join | Resume) -> None:
-    """Refuse a node that does not know the run's secret, if it has one."""
+    """Refuse a node that does not know the run's secret, if the run has one."""
     membership = state.membership
     if membership.secret == command.secret or not state.run_is_open:
         return
     if any(earlier.run == command.run for earlier in membership.earlier):
-        # The node learns how that run ended, but nothing about this one.
+        # The node is told how that run ended, but nothing about this one.
         return
     if not membership.secret:
         difference = "it has a job secret, and the job was begun without one"
@@ -194,7 +192,7 @@ def _refuse_reuse(rdzv_id: str, result: Result, reason: str, command: Join) -> N
 
 
 def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatchError:
-    """Name the settings in which a node differs from its job."""
+    """Return an error that names the settings in which a node differs from its job."""
     theirs, ours = command.settings, membership.settings
     differences = [
         f"{name.removesuffix('_ms')} is {_shown(name, here)} here and {_shown(name, there)} in the "
@@ -209,7 +207,7 @@ def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatc
 
 
 def _shown(name: str, value: object) -> str:
-    """Format the value of a setting for people, including None."""
+    """Format a setting's value, including None, for display."""
     if value is None:
         restarts = name == "max_restarts"
         return "left to each node's own agent (torchrun)" if restarts else "without limit"

@@ -1,4 +1,4 @@
-"""Rebuilds the state of a server that knows less than its nodes, for example after a restart."""
+"""Rebuilding the state of a server that knows less than its nodes, for example after a restart."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from rdzv.structs import replace
 
 
 def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
-    """Rebuild a loaded job: nodes keep their seats while the server waits for them.
+    """Rebuild a job loaded from the store; nodes keep their seats while the server waits for them.
 
-    Nodes that waited without a seat are forgotten; they join again when they reconnect.
+    Nodes that were waiting without a seat are forgotten; they join again when they reconnect.
     """
     state = State(membership, tuning)
     if membership.ended is not None or not membership.run:
@@ -67,7 +67,7 @@ def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
 
 
 def resume(work: Draft, command: Resume) -> Ignored | None:
-    """Hand a seat to the incarnation that now represents its workers."""
+    """Transfer a seat to the incarnation that now represents its workers."""
     before = work.state
     if command.recovery is not None:
         adopt(work, command, command.recovery)
@@ -86,7 +86,7 @@ def resume(work: Draft, command: Resume) -> Ignored | None:
 
 
 def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
-    """Adopt a round that is unknown here, or replace a placeholder in one that was adopted."""
+    """Adopt a round that is unknown here, or replace a placeholder in a round already adopted."""
     node_id, incarnation = command.node_id, command.incarnation
     if not adoptable(work.state, command.run, report.round):
         return
@@ -123,7 +123,10 @@ def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
 
 
 def _adopt_run(work: Draft, command: Join | Resume, settings: Settings) -> None:
-    """Continue a run that its nodes know; nodes waiting for a first round wait for its next one."""
+    """Continue a run that only its nodes know.
+
+    Nodes waiting for the first round of the run known here wait for this run's next round.
+    """
     run = command.run
     old, reason = work.membership, "its nodes reported it; this server had no memory of it"
     unstarted = work.open and old.round is None and old.settings == settings
@@ -136,7 +139,7 @@ def _adopt_run(work: Draft, command: Join | Resume, settings: Settings) -> None:
 
 
 def _adopt_round(work: Draft, round_: Round, tally: Tally | None) -> None:
-    """Continue a round that replaces an older one. The reporting node has no seat yet."""
+    """Continue a round that replaces an older one. The reporting node does not have a seat yet."""
     until_ms = work.now_ms + work.state.tuning.takeover_grace_ms
     others = [p.node_id for p in round_.participants if is_placeholder(p.node_id)]
     superseded = {**work.state.superseded, **dict(_superseded(work.state, work.now_ms))}
@@ -155,7 +158,7 @@ def _adopt_round(work: Draft, round_: Round, tally: Tally | None) -> None:
             next_round=max(membership.next_round, round_.number + 1),
             restarts=restarts_known(membership, round_.restarts, tally, work.now_ms),
             spent=spent_known(membership, tally),
-            # A round outside the bounds was scaled by an operator; the new bounds are unknown.
+            # An operator scaled a round that is outside the bounds; the new bounds are unknown.
             scaled=membership.scaled if bounds == membership.bounds else bounds,
         )
     )
@@ -176,8 +179,8 @@ def _superseded(state: State, now_ms: int) -> Iterable[tuple[str, Superseded]]:
         return
     for node_id, seat in state.seats.items():
         away = state.away.get(node_id)
-        # Of the away nodes, only those to which this server announced the round: others may come
-        # from an old copy of the store, and be in the later round themselves, or long gone.
+        # Of the away nodes, include only those to which this server announced the round. Others may
+        # come from an old copy of the store, and may be in the later round themselves or long gone.
         unheard = away is not None and seat.since_ms != round_.at_ms
         if not (unheard or seat.succeeded or is_placeholder(node_id)):
             hears_ms = max(now_ms, away.until_ms) if away else now_ms
@@ -188,7 +191,7 @@ def _superseded(state: State, now_ms: int) -> Iterable[tuple[str, Superseded]]:
 def release_unreported_seats(work: Draft) -> bool:
     """Give up a place in an adopted round if no node has reported it in time.
 
-    Places are kept while reports still come in: those of a large job take time.
+    Places are kept while reports are still arriving, because those of a large job take time.
     """
     due = unreported_seat_due(work.state)
     if due is None or work.now_ms < due[1]:
@@ -199,9 +202,10 @@ def release_unreported_seats(work: Draft) -> bool:
 
 
 def unreported_seat_due(state: State) -> tuple[str, int] | None:
-    """Name a placeholder and the time when it is given up; None if none is left.
+    """Return a placeholder and the time at which it is given up, or None if none remain.
 
-    All have the same deadline, so one is enough: a large job takes as many steps as it has seats.
+    All placeholders have the same deadline, so one is enough. This matters because a large job
+    takes as many steps as it has seats.
     """
     round_ = state.membership.round
     if round_ is None or not round_.adopted:

@@ -1,4 +1,4 @@
-"""Ends a round, for any cause."""
+"""Ending a round, whatever the cause."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def end_round(
     node_id: str = "",
     keep: bool = True,
 ) -> None:
-    """End the live round, if any: all workers stop or, with `keep`, park if they can.
+    """End the live round, if there is one. All workers stop or, with `keep`, park if they can.
 
     `node_id` is the node that the cause refers to.
     """
     round_ = work.membership.round
     if round_ is None or not round_.live:
         return
-    # An agent that restarts its workers by itself keeps none of them.
+    # An agent that restarts its workers by itself does not keep any of them.
     keep = keep and work.membership.settings.max_restarts is not None
     end = RoundEnd(cause, reason, work.now_ms, broken, cause_node_id=node_id, keep=keep)
     work.store_round(replace(round_, end=end))
@@ -41,7 +41,7 @@ def end_round(
 
 
 def some_succeeded(state: State) -> bool:
-    """Return whether a participant of the running round has succeeded, present or not."""
+    """Return whether any participant of the running round has succeeded, present or not."""
     round_ = state.membership.round
     gone = round_ is not None and round_.live and bool(round_.gone)
     return gone or any(seat.succeeded for seat in state.seats.values())

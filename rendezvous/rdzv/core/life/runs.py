@@ -1,4 +1,4 @@
-"""Begins and closes runs."""
+"""Beginning and closing runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rdzv.core.words import listed
 from rdzv.structs import replace
 
 MAX_EARLIER_RUNS = 16
-"""Number of earlier runs whose end a job remembers."""
+"""The number of earlier runs for which a job remembers how they ended."""
 REPLACED = "everyone was gone, and it was launched anew with other settings"
 """The reason for ending an empty run when nodes arrive that cannot join it."""
 
@@ -35,8 +35,8 @@ def vacant(rdzv_id: str, tuning: Tuning) -> State:
 def ended_run(state: State, run: str) -> Ended | None:
     """Return how the run with this uid ended, for a node that names it.
 
-    An unknown run counts as superseded by the current one. The result is None if the current run is
-    open and is the one named, if the node is fresh (empty `run`), or if no run is known here.
+    An unknown run counts as superseded by the current one. Return None if the current run is open
+    and is the one named, if the node is fresh (empty `run`), or if no run is known here.
     """
     membership = state.membership
     if not run or not membership.run:
@@ -70,7 +70,7 @@ def begin_run(work: Draft, command: Join) -> None:
 
 
 def next_run(old: Membership, run: str, settings: Settings, now_ms: int, owner: str) -> Membership:
-    """Return the membership of the run that follows `old`; the job keeps its owner."""
+    """Return the membership of the run that follows `old`. The job keeps its owner."""
     ended = (EndedRun(old.run, old.ended),) if old.ended else ()
     return Membership(
         rdzv_id=old.rdzv_id,
@@ -85,10 +85,10 @@ def next_run(old: Membership, run: str, settings: Settings, now_ms: int, owner: 
 
 
 def succeed_run(work: Draft) -> bool:
-    """Close the run as succeeded once every participant has succeeded, present or not.
+    """Close the run as succeeded once every participant, present or not, has succeeded.
 
-    A participant that succeeded and was then given up counts, even if that ended the round: its
-    work was done.
+    A participant that succeeded and was then given up counts, even if that ended the round, because
+    its work was done.
     """
     if not work.open or not _all_done(work.state):
         return False
@@ -106,10 +106,10 @@ def _all_done(state: State) -> bool:
 
 
 def close_when_stopped(work: Draft) -> bool:
-    """Close a run that an operator is ending, once none of its workers is known to be left.
+    """Close a run that an operator is ending, once it has no known remaining workers.
 
-    Workers of a dead agent run until their runner ends them. Nothing is known about the workers of
-    a node that is cut off; they are waited for no longer than that.
+    Workers of a dead agent run until their runner kills them. Nothing is known about the workers of
+    a node that is cut off, so the run waits for them only that long.
     """
     if not work.open or not work.membership.stopping or work.state.seats:
         return False
@@ -123,7 +123,7 @@ def close_when_stopped(work: Draft) -> bool:
 
 
 def close_when_all_left(work: Draft) -> bool:
-    """End a run, unless it was submitted, once the last node has left of its own accord."""
+    """End a run that was not submitted once its last node has left voluntarily."""
     cause = work.state.last_leave
     if not work.open or cause is None or work.state.anybody or work.membership.stopping:
         return False
@@ -150,7 +150,7 @@ def close(
     failures: tuple[Failure, ...] = (),
     no_progress: bool = False,
 ) -> None:
-    """Close the run: it forms no more rounds and no longer has nodes."""
+    """Close the run, which then forms no more rounds and has no nodes."""
     ended = Ended(result, reason, work.now_ms, retry_sensible, failures, no_progress)
     work.state = State(replace(work.membership, ended=ended), work.state.tuning)
     work.events.append(RunEnded(work.membership.run, ended))

@@ -1,4 +1,4 @@
-"""Effects of the commands for submitted jobs, whose nodes the server chooses."""
+"""The effects of commands for submitted jobs, whose nodes are chosen by the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rdzv.structs import replace
 
 
 def submit(work: Draft, command: Submit) -> Ignored | None:
-    """Begin a run without nodes. Submitting the same run again changes nothing."""
+    """Begin a run without nodes. Submitting the same run again has no effect."""
     old = work.membership
     if command.run in (old.run, *(earlier.run for earlier in old.earlier)):
         return Ignored.KNOWN
@@ -40,7 +40,7 @@ def submit(work: Draft, command: Submit) -> Ignored | None:
 def choose_nodes(work: Draft, command: Place) -> Ignored | None:
     """Add nodes to those chosen for a submitted run."""
     submission, was_queued = _submission(work), work.state.queued
-    # A node may have been barred since it was chosen.
+    # A node may have been barred after it was chosen.
     chosen = [n for n in command.node_ids if n not in work.state.barred]
     work.store_submission(place(submission, chosen))
     added = work.state.placed[len(submission.placed) :]
@@ -60,7 +60,7 @@ def take_back(work: Draft, command: Withdraw) -> Ignored | None:
 def decline_job(work: Draft, command: Decline) -> Ignored | None:
     """Release a chosen node that cannot run the job.
 
-    It is not chosen again in this run, unless `passing`.
+    The node is not chosen again in this run, unless the obstacle is `passing`.
     """
     submission, node_id = _submission(work), command.node_id
     if node_id not in submission.placed or node_id in work.state.seats:
@@ -86,7 +86,7 @@ def give_up_job(work: Draft, command: GiveUp) -> None:
 
 
 def bar_nodes(work: Draft, command: Bar) -> Ignored | None:
-    """Note which nodes no submitted job may keep; `withdraw_barred` releases them."""
+    """Record the nodes that submitted jobs must not keep; `withdraw_barred` releases them."""
     barred = dict(command.barred)
     if barred == work.state.barred:
         return Ignored.KNOWN
@@ -101,7 +101,7 @@ def _submission(work: Draft) -> Submission:
 
 
 def withdraw_nodes(work: Draft, node_ids: tuple[str, ...], reason: str) -> None:
-    """Withdraw nodes from a submitted run; those that have joined it leave it."""
+    """Withdraw nodes from a submitted run. Nodes that have already joined it leave it."""
     submission = work.membership.submission
     if submission is None or not node_ids:
         return
@@ -113,7 +113,7 @@ def withdraw_nodes(work: Draft, node_ids: tuple[str, ...], reason: str) -> None:
 
 
 def withdraw_barred(work: Draft) -> bool:
-    """Release a barred node from a submitted job once none of the job's workers is left on it."""
+    """Release a barred node from a submitted job once none of the job's workers remain on it."""
     state = work.state
     if not state.barred or state.membership.submission is None or not work.open:
         return False

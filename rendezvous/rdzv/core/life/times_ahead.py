@@ -13,9 +13,9 @@ _Dated = TypeVar("_Dated", Departure, Failure, RoundEnd, Submission, Round)
 def not_after(membership: Membership, now_ms: int) -> Membership:
     """Return the membership with all future times set to now, unless its run has ended.
 
-    A time is in the future if the clock was stepped back, or was ahead when the time was stored.
-    With such times, ages would stand still, and no restart would be forgotten, until the clock
-    caught up. A membership whose times are all past is returned unchanged.
+    A time can be in the future if the clock was set back, or was ahead when the time was stored.
+    Ages would then stand still, and no restart would be forgotten, until the clock caught up. A
+    membership without future times is returned unchanged.
     """
     if membership.ended is not None:
         return membership

@@ -1,5 +1,5 @@
-"""The parts of a round: ranks, addresses, budgets, and the reports it is rebuilt from.
+"""The parts of a round: ranks, addresses, budgets, and the reports from which it is rebuilt.
 
-In: values of a job. Out: parts of a round, and what its end costs. `rdzv.core.life` decides when a
-round forms and when it ends.
+Input: values of a job. Output: parts of a round, and the cost of its end. `rdzv.core.life` decides
+when a round forms and when it ends.
 """

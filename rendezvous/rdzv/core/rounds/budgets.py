@@ -1,10 +1,10 @@
-"""The budgets of a run, and how long it backs off before it restarts.
+"""The budgets of a run, and how long it backs off before restarting.
 
-A round may end for many causes. A worker failure spends one of `max_restarts`. Ends that the
-machines cause (a node leaves or is lost, a store host fails) are free unless the job was launched
-with a budget for them. A job that keeps failing is slowed down or given up: consecutive restarts
-after rounds that failed soon *back off*, and, if configured, the job fails after several restarts
-that did not *move* it on, either to a new highest step or to a changed snapshot file.
+A round may end for many reasons. A worker failure spends one of `max_restarts`. Ends caused by
+machines (a node leaves or is lost, or a store host fails) are free unless the job was launched with
+a budget for them. A job that keeps failing is slowed down or given up. Consecutive restarts after
+rounds that failed soon *back off*. If so configured, the job also fails after several restarts that
+did not *move* it on, either to a new highest step or to a changed snapshot file.
 
 Everything here follows from durable state, so a server that takes over backs off for the same time
 and continues the counts.
@@ -26,21 +26,21 @@ from rdzv.core.words import counted
 from rdzv.structs import struct
 
 PREEMPTIONS = frozenset({Cause.NODE_LOST, Cause.NODE_LEFT})
-"""Causes counted by `max_preemptions`."""
+"""The causes counted against `max_preemptions`."""
 
 _MAX_DOUBLINGS = 32
 
 
 @struct(frozen=True)
 class Exceeded:
-    """Why a run fails: the budget that it exceeded, and how its last round ended."""
+    """The reason why a run fails: the budget that it exceeded, and how its last round ended."""
 
     reason: str
     no_progress: bool = False
 
 
 def further(moved: Moved, said: Moved) -> Moved:
-    """Return a round's progress with another node's report merged in."""
+    """Merge another node's report into a round's progress, and return the result."""
     steps = [step for step in (moved.step, said.step) if step is not None]
     return Moved(
         max(steps, default=None), moved.snapshot or said.snapshot, moved.sealed or said.sealed
@@ -50,7 +50,7 @@ def further(moved: Moved, said: Moved) -> Moved:
 def spend(
     membership: Membership, round_: Round, end: RoundEnd, moved: Moved, tuning: Tuning
 ) -> Spent:
-    """Return the budgets spent after the end of a round; a restart is charged separately."""
+    """Return the budgets spent after a round ends, except restarts (charged separately)."""
     spent, failed = membership.spent, end.cause is Cause.WORKER_FAILURE
     has_moved = moved.snapshot or moved.sealed or _is_further(moved.step, spent.step)
     soon, in_vain = spent.soon, spent.in_vain
@@ -74,7 +74,7 @@ def spend(
 
 def _is_preemption(settings: Settings, end: RoundEnd) -> bool:
     if settings.max_restarts is None and end.cause is Cause.NODE_LEFT:
-        # A node whose own agent restarts its workers reports such a restart in this way.
+        # This is how a node whose own agent restarts its workers reports such a restart.
         return False
     return end.cause in PREEMPTIONS
 
@@ -84,7 +84,7 @@ def _is_further(step: int | None, than: int | None) -> bool:
 
 
 def exceeded(settings: Settings, end: RoundEnd, spent: Spent) -> Exceeded | None:
-    """Return the budget that this end of a round exceeds, if any, apart from that of restarts."""
+    """Return the budget, other than restarts, that this end of a round exceeds, or None."""
     why = f"{end.cause}: {end.reason}"
     most, given = settings.no_progress_restarts, settings.max_preemptions
     if end.cause is Cause.WORKER_FAILURE and most and spent.in_vain >= most:
@@ -102,12 +102,12 @@ def exceeded(settings: Settings, end: RoundEnd, spent: Spent) -> Exceeded | None
 
 
 def backoff_ms(membership: Membership) -> int:
-    """Return the delay from the end of a run's last round to its restart; 0 means no delay."""
+    """Return the delay from the end of a run's last round to its restart, or 0 for no delay."""
     round_, settings = membership.round, membership.settings
     if round_ is None or round_.end is None or round_.end.cause is not Cause.WORKER_FAILURE:
         return 0
     if membership.spent.soon < 2:
-        # A single failure is not a loop, and must not cost time.
+        # A single failure is not a loop, and must not cause a delay.
         return 0
     doublings = min(membership.spent.soon - 2, _MAX_DOUBLINGS)
     return min(settings.restart_backoff_ms << doublings, settings.restart_backoff_max_ms)

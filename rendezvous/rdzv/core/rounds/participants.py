@@ -1,4 +1,4 @@
-"""Lookups in a round's participants, by tables that are computed once rather than at every step.
+"""Lookups in a round's participants, using tables computed once rather than at every step.
 
 A large job takes as many steps as it has nodes, and few of them change the participants.
 """
@@ -21,22 +21,22 @@ class Facts:
     group_ranks: Mapping[str, int]
     """GROUP_RANK of each node, by node_id."""
     longest_shutdown_ms: int
-    """The longest time that one of them gives its workers to stop."""
+    """The longest time that any participant gives its workers to stop."""
 
 
 def facts(participants: Participants) -> Facts:
-    """Return the facts about these participants, from the cache if they were asked for before."""
+    """Return the facts about these participants, using cached results if available."""
     return _facts(_Same(participants))
 
 
 def find(participants: Participants, node_id: str) -> Participant | None:
-    """Return the participant with this node_id; None if there is none."""
+    """Return the participant with this node_id, or None if there is none."""
     group_rank = facts(participants).group_ranks.get(node_id)
     return None if group_rank is None else participants[group_rank]
 
 
 class _Same:
-    """A tuple as a cache key: compared by identity, as comparing values looks at every node."""
+    """A tuple as a cache key, compared by identity because comparing values visits every node."""
 
     __slots__ = ("participants",)
 
@@ -50,7 +50,7 @@ class _Same:
         return isinstance(other, _Same) and self.participants is other.participants
 
 
-# Enough for the rounds of the jobs whose steps alternate on one server.
+# Enough for the rounds of jobs whose steps alternate on one server.
 @lru_cache(maxsize=16)
 def _facts(of: _Same) -> Facts:
     return Facts(

@@ -1,4 +1,4 @@
-"""Seats and ranks of a completed round: GROUP_RANK, RANK and ROLE_RANK."""
+"""Seats and ranks of a completed round: GROUP_RANK, RANK, and ROLE_RANK."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _best_spare(spares: Mapping[str, Waiting], lost: Participant) -> str:
 
 
 def _growth(spares: Mapping[str, Waiting], room: int) -> list[str]:
-    """Return the `room` nodes that have waited longest, ordered by topology, then name."""
+    """Return the `room` nodes that have waited longest, ordered by topology and then by name."""
     chosen = sorted(spares, key=lambda n: (spares[n].since_ms, n))[:room]
     return sorted(chosen, key=lambda n: (spares[n].offer.topology, n))
 

@@ -1,4 +1,4 @@
-"""Checks that nodes can reach each other: a loopback address is reachable from one machine only."""
+"""Checks that nodes can reach each other: loopback addresses work only within one machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rdzv.structs import replace
 
 
 def refuse_unreachable(state: State, command: Join) -> None:
-    """Refuse a join if the node and a present one are on two machines and one offers loopback."""
+    """Refuse a join if two nodes are on different machines and one offers a loopback address."""
     offer, local_to = command.offer, state.loopback_machine
     if local_to == offer.machine:
         return
@@ -30,7 +30,7 @@ def refuse_unreachable(state: State, command: Join) -> None:
 
 
 def note_reach(work: Draft, offer: Offer) -> None:
-    """Record the machine that further nodes must be on: that of a loopback address; else None."""
+    """Record which machine all nodes must be on if an address is loopback, or None otherwise."""
     local_to = work.state.loopback_machine
     if local_to == offer.machine:
         return

@@ -1,10 +1,11 @@
-"""Rebuilds a round that the server does not know from the reports of its nodes.
+"""Rebuilds a round that the server does not know from its nodes' reports.
 
-A server may know less than its nodes: its memory is gone, or was restored from a backup. Each
-participant of a round sends a *recovery report*. The first report makes the round, with a
-*placeholder* on every other seat; each further report replaces the placeholder of its place. A
-placeholder holds its seat like a node that is away, until it is replaced or `takeover_grace` is
-over. So all rules about seats apply to it: no new worker starts while a node has yet to report.
+A server may know less than its nodes because its memory is gone or was restored from a backup. Each
+participant of a round sends a *recovery report*. The first report creates the round, with a
+*placeholder* in every other seat. Each further report replaces the placeholder in its own seat. A
+placeholder holds its seat like a node that is away, until it is replaced or `takeover_grace`
+expires. All rules about seats therefore apply to it, so no new worker starts while a node has yet
+to report.
 
 The highest round wins, because it was completed only after all earlier ones had ended.
 """
@@ -31,10 +32,10 @@ from rdzv.structs import replace
 
 
 def adoptable(state: State, run: str, number: int) -> bool:
-    """Return whether a report of this round tells this server something new.
+    """Return whether a report of this round contains something new to this server.
 
-    An unknown run is not adopted beside an open one whose nodes are present: a job has one run at
-    a time.
+    An unknown run is not adopted alongside an open one whose nodes are present, because a job has
+    only one run at a time.
     """
     membership = state.membership
     if not membership.run:
@@ -52,7 +53,7 @@ def adoptable(state: State, run: str, number: int) -> bool:
 
 
 def first_report(command: Join | Resume, report: RecoveryReport, now_ms: int) -> Round | None:
-    """Return the round made from its first report; None if no such round is possible."""
+    """Return the round described by its first report, or None if no such round is possible."""
     participant = _participant(command, report)
     whole = range(report.group_world_size)
     participants = _filled(whole, range(report.world_size), report.group_rank, participant)
@@ -77,9 +78,9 @@ def first_report(command: Join | Resume, report: RecoveryReport, now_ms: int) ->
 
 
 def further_report(round_: Round, command: Join | Resume, report: RecoveryReport) -> Round | None:
-    """Return the round with one placeholder fewer; None if the report does not fit into it.
+    """Return the round with one placeholder replaced, or None if the report does not fit into it.
 
-    The node must not have a place in the round already.
+    The node must not already have a place in the round.
     """
     seats, place = round_.participants, report.group_rank
     known = (len(seats), _ranks(seats[-1]).stop, round_.master_addr, round_.master_port)
@@ -99,7 +100,7 @@ def further_report(round_: Round, command: Join | Resume, report: RecoveryReport
         return None
     participants = (*seats[: gap.start], *filled, *seats[gap.stop :])
     if round_.source is None:
-        # Agents of older versions do not report it.
+        # Agents of older versions do not report the source.
         round_ = replace(round_, source=report.source, resume_step=report.resume_step)
     round_ = replace(
         round_,
@@ -112,10 +113,10 @@ def further_report(round_: Round, command: Join | Resume, report: RecoveryReport
 
 
 def _gap(seats: Sequence[Participant], place: int, ranks: range) -> range:
-    """Return the places that a report of these RANKs changes: only its own if the guess was right.
+    """Return the places changed by a report of these RANKs: only its own if the guess was right.
 
-    The guess may be wrong if nodes have different numbers of workers; then all placeholders next to
-    the place change as well.
+    The guess may be wrong if nodes have different numbers of workers. All placeholders adjacent to
+    the place then change as well.
     """
     first, end = place, place + 1
     if _ranks(seats[place]) != ranks:
@@ -129,7 +130,7 @@ def _gap(seats: Sequence[Participant], place: int, ranks: range) -> range:
 def _filled(
     places: range, ranks: range, place: int, participant: Participant
 ) -> tuple[Participant, ...] | None:
-    """Return a participant amid placeholders for the other RANKs; None if they cannot fit."""
+    """Return a participant among placeholders for the other RANKs, or None if they cannot fit."""
     own = _ranks(participant)
     before = _placeholders(range(places.start, place), range(ranks.start, own.start))
     behind = _placeholders(range(place + 1, places.stop), range(own.stop, ranks.stop))
@@ -139,7 +140,7 @@ def _filled(
 
 
 def _placeholders(places: range, ranks: range) -> tuple[Participant, ...] | None:
-    """Divide RANKs among places as evenly as possible; None if there are too few, or too many."""
+    """Divide RANKs among places as evenly as possible; return None if this is impossible."""
     if len(ranks) < len(places) or (ranks and not places):
         return None
     placeholders: list[Participant] = []
@@ -171,7 +172,7 @@ def _participant(command: Join | Resume, report: RecoveryReport) -> Participant:
 
 def same_participants(before: Round, after: Round) -> bool:
     """Return whether two rounds have the same participants, except for replaced placeholders."""
-    # Comparing tuples, even one with itself, looks at every item, and a large job takes many steps.
+    # Comparing tuples, even one with itself, visits every item, and a large job takes many steps.
     if before.participants is after.participants or before.participants == after.participants:
         return True
     if not before.adopted or len(before.participants) != len(after.participants):
@@ -180,7 +181,7 @@ def same_participants(before: Round, after: Round) -> bool:
 
 
 def placeholders_replaced(before: Round, after: Round) -> tuple[Participant, ...] | None:
-    """Return the nodes that replaced placeholders; None if other participants changed, too.
+    """Return the nodes that replaced placeholders, or None if any other participant also changed.
 
     New placeholders with other RANKs are not included.
     """
@@ -193,14 +194,14 @@ def placeholders_replaced(before: Round, after: Round) -> tuple[Participant, ...
 
 
 def _exchanged(before: Round, after: Round) -> list[tuple[Participant, Participant]]:
-    """Return the pairs of participants in which two rounds of one size differ; usually one."""
+    """Return the pairs of participants that differ between two rounds of one size, usually one."""
     old, new = before.participants, after.participants
     places = compress(range(len(old)), map(is_not, old, new))
     return [(old[place], new[place]) for place in places]
 
 
 def tally_of(membership: Membership, now_ms: int) -> Tally | None:
-    """Return the tally that nodes keep for a server without memory; None if nothing is spent."""
+    """Return the tally that nodes keep for a server without memory, or None if it is empty."""
     window_ms = membership.settings.restart_window_ms
     if membership.spent == Spent() and not (window_ms and membership.restarts):
         return None
@@ -228,17 +229,17 @@ def spent_known(membership: Membership, tally: Tally | None) -> Spent:
 def restarts_known(
     membership: Membership, restarts: int, tally: Tally | None, now_ms: int
 ) -> tuple[int, ...]:
-    """Return the times at which restarts were spent, as many as the report counts.
+    """Return the times at which restarts were spent, one for each restart that the report counts.
 
-    Restarts unknown here take their times from the tally. Any that it lacks have left the window
-    or, if the tally is full, are as old as its oldest. Without a tally, they count as spent now:
-    the remaining budget may be underestimated, but never overestimated.
+    Restarts unknown here take their times from the tally. Restarts missing from the tally have left
+    the window or, if the tally is full, are as old as its oldest. Without a tally, unknown restarts
+    count as spent now, so the remaining budget may be underestimated but never overestimated.
     """
     missing = max(restarts - len(membership.restarts), 0)
     if tally is None or not missing:
         return membership.restarts + (now_ms,) * missing
     told = tuple(now_ms - age_ms for age_ms in tally.restart_ages_ms)[-missing:]
-    # Earlier restarts had left the window when the tally was taken, unless it had no room for them.
+    # Earlier restarts had left the window when the tally was taken, unless the tally was full.
     forgotten_ms = now_ms - membership.settings.restart_window_ms
     before_ms = told[0] if len(told) == MAX_RESTART_AGES else forgotten_ms
     return membership.restarts + (before_ms,) * (missing - len(told)) + told
