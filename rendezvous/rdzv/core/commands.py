@@ -1,7 +1,7 @@
-"""The commands of a rendezvous. They are imperative and may be refused.
+"""The commands of a rendezvous. They are named in the imperative and may be refused.
 
-A command about a node's place names its incarnation, so that a former instance of the node is
-ignored. Repeating a command has no effect.
+A command about a node's place names its incarnation, so a former instance of the node is ignored.
+Repeating a command has no effect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class FailureReport:
-    """One failed worker as its node reports it, with an age instead of a time."""
+    """A failed worker as reported by its node, with an age instead of a timestamp."""
 
     local_rank: int
     rank: int
@@ -41,13 +41,14 @@ class FailureReport:
 class Join:
     """Ask for a place in the next round.
 
-    `left_round` confirms that the node's workers no longer take part in that round: each has
-    exited, or is parked and listed in `kept`. `run` is empty for a fresh join. `fenced`: the node
-    was cut off and killed those workers itself, `fenced_age_ms` ago; none had failed. `moved` is
-    the progress of its workers. `recovery` reports that round to a server that may not know it.
-    `new_run` is the uid of a run that begins with this join; a job without an owner then belongs to
-    `owner`. `secret` is the hash of the node's job secret. `instance` is the instance behind the
-    incarnation. `snapshots` are all the snapshots of the run's state that the node holds.
+    `left_round` confirms that the node's workers no longer take part in that round: each worker has
+    exited, or is parked and listed in `kept`. `run` is empty for a fresh join. `fenced` means that
+    the node was cut off and killed those workers itself, `fenced_age_ms` ago; none of them had
+    failed. `moved` is the progress of its workers. `recovery` reports that round to a server that
+    may not know it. `new_run` is the uid of a run that begins with this join; a job without an
+    owner is then assigned to `owner`. `secret` is the hash of the node's job secret. `instance` is
+    the instance behind the incarnation. `snapshots` lists all snapshots of the run's state that the
+    node holds.
     """
 
     node_id: str
@@ -72,7 +73,7 @@ class Join:
 
 @struct(frozen=True)
 class Resume:
-    """Report after a reconnect that the node is running, or stopping, workers of `round`.
+    """Report, after a reconnect, that the node is running or stopping workers of `round`.
 
     `recovery` reports that round to a server that may not know it; `owner`, `secret` and `instance`
     are as in `Join`.
@@ -101,7 +102,7 @@ class Fail:
 
 @struct(frozen=True)
 class Succeed:
-    """Report that all workers of `round` on the node exited 0."""
+    """Report that all workers of `round` on the node exited with code 0."""
 
     node_id: str
     incarnation: int
@@ -123,7 +124,7 @@ class Leave:
     reason: str
     left_round: int | None = None
     exited_zero: bool = False
-    """All workers exited 0 after they were notified that the node is about to leave."""
+    """All workers exited with code 0 after being notified that the node is about to leave."""
 
 
 @struct(frozen=True)
@@ -157,7 +158,7 @@ class MarkAway:
     until_ms: int
     firm: bool
     may_run: bool = True
-    """Its workers may outlive its agent."""
+    """Whether the node's workers may outlive its agent."""
 
 
 @struct(frozen=True)
@@ -170,26 +171,29 @@ class MarkBack:
 
 @struct(frozen=True)
 class MarkLost:
-    """The nodes core has given up the node. `heard`: the node reported that it has no workers."""
+    """The nodes core has given up the node.
+
+    `heard` means that the node reported having no workers.
+    """
 
     node_id: str
     incarnation: int
     reason: str
     heard: bool = False
     silent_ms: int = 0
-    """How long the node has been silent, if its stream was still open."""
+    """How long the node was silent, if its stream was still open."""
 
 
 @struct(frozen=True)
 class MarkHeard:
-    """A node given up as lost has reported back: no worker of this job is left on it."""
+    """A node given up as lost has reported back that no worker of this job remains on it."""
 
     node_id: str
 
 
 @struct(frozen=True)
 class Stop:
-    """An operator ends this run: all its nodes stop their workers and leave."""
+    """An operator ends this run; all its nodes stop their workers and leave."""
 
     run: str
     reason: str
@@ -197,7 +201,7 @@ class Stop:
 
 @struct(frozen=True)
 class Restart:
-    """An operator ends this round, so that another forms. No restart is spent."""
+    """An operator ends this round so that another can form. No restart is spent."""
 
     run: str
     round: int
@@ -206,10 +210,11 @@ class Restart:
 
 @struct(frozen=True)
 class Scale:
-    """An operator changes the bounds that this run was launched with.
+    """An operator changes the bounds with which this run was launched.
 
-    A round with more than `max_nodes` ends at once, and the highest GROUP_RANKs become spares; one
-    with fewer than `min_nodes` continues until something else ends it.
+    A round with more than `max_nodes` nodes ends at once, and the nodes with the highest
+    GROUP_RANKs become spares. A round with fewer than `min_nodes` continues until something else
+    ends it.
     """
 
     run: str
@@ -220,7 +225,7 @@ class Scale:
 
 @struct(frozen=True)
 class Submit:
-    """Begin a run whose nodes the server chooses. `run` is its uid."""
+    """Begin a run whose nodes are chosen by the server. `run` is its uid."""
 
     run: str
     settings: Settings
@@ -238,7 +243,10 @@ class Place:
 
 @struct(frozen=True)
 class Withdraw:
-    """Withdraw these nodes from the run. A node that holds a seat keeps both seat and placement."""
+    """Withdraw these nodes from the run.
+
+    A node with a seat keeps both its seat and its placement.
+    """
 
     run: str
     node_ids: tuple[str, ...]
@@ -247,9 +255,10 @@ class Withdraw:
 
 @struct(frozen=True)
 class Bar:
-    """Name all nodes that submitted jobs must release, each with the reason.
+    """List all nodes that submitted jobs must release, each with the reason.
 
-    A submitted run releases such nodes at once or, if they hold a seat, when they give it up.
+    A submitted run releases such a node at once or, if the node holds a seat, when it gives up that
+    seat.
     """
 
     barred: tuple[tuple[str, str], ...]
@@ -278,7 +287,7 @@ class GiveUp:
 
 @struct(frozen=True)
 class Tick:
-    """Let time pass. A tick before the `wake_at_ms` of the last transition does nothing."""
+    """Advance the time. A tick before the last transition's `wake_at_ms` has no effect."""
 
 
 Command = (

@@ -12,7 +12,7 @@ from rdzv.structs import replace
 
 @dataclass(slots=True)
 class Draft:
-    """The state while a step computes it. Its changes are visible only within `step`."""
+    """The state while a step is computing it. Changes are visible only within `step`."""
 
     state: State
     now_ms: int
@@ -39,8 +39,8 @@ class Draft:
     ) -> None:
         """Replace some of the mappings of present nodes.
 
-        `of` is the only node whose place changes; None if several change, so that nodes are counted
-        anew.
+        `of` is the only node whose place changes, or None if several places change and the nodes
+        must be counted again.
         """
         before = self.state
         after = replace(
@@ -59,7 +59,7 @@ class Draft:
         self.state = replace(after, hasty=hasty, unready=unready)
 
     def store(self, membership: Membership) -> None:
-        """Replace the durable half."""
+        """Replace the durable half of the state."""
         self.state = replace(self.state, membership=membership)
 
     def store_round(self, round_: Round) -> None:

@@ -1,7 +1,8 @@
-"""Events of a rendezvous. They are past tense, and published only after they are persisted.
+"""Events of a rendezvous. They are named in the past tense, and published only once persisted.
 
-Logs, metrics, the event history and messages to nodes all derive from these. The history stores
-most of them unchanged (`rdzv.view.history`), so never rename a field, and give new ones a default.
+Log lines, metrics, the event history and messages to nodes all derive from these. The history
+stores most of them unchanged (`rdzv.view.history`), so never rename a field, and give new ones a
+default.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ class RunBegan:
     run_number: int
     reason: str
     queued: bool = False
-    """It waits until the server places it."""
+    """Whether it waits until the server places it."""
     gpus_per_node: int | None = None
-    """GPUs that each node gives to the run; None if unknown."""
+    """The number of GPUs that each node gives to the run, or None if unknown."""
 
 
 @struct(frozen=True)
 class NodeJoined:
-    """A node was admitted; it waits for the next round."""
+    """A node was admitted and is waiting for the next round."""
 
     node_id: str
     incarnation: int
@@ -40,17 +41,17 @@ class NodeJoined:
 
 @struct(frozen=True)
 class NodeStopped:
-    """The node's workers have all left the ended round, and the node waits for the next one."""
+    """All of the node's workers have left the ended round, and the node waits for the next one."""
 
     node_id: str
     round: int
     parked: int = 0
-    """How many of its workers it offers for the next round; the others are gone."""
+    """The number of its workers that it offers for the next round; the others are gone."""
 
 
 @struct(frozen=True)
 class NodeSucceeded:
-    """All workers of the node exited 0; it waits at the exit barrier."""
+    """All workers of the node exited with code 0, and the node is waiting at the exit barrier."""
 
     node_id: str
     round: int
@@ -58,7 +59,7 @@ class NodeSucceeded:
 
 @struct(frozen=True)
 class NodeLeaving:
-    """A node announced that it would leave; its workers are being stopped."""
+    """A node announced that it is leaving, and its workers are being stopped."""
 
     node_id: str
     reason: str
@@ -66,7 +67,7 @@ class NodeLeaving:
 
 @struct(frozen=True)
 class NodeLeft:
-    """A node left of its own accord; its workers are gone."""
+    """A node left voluntarily, and its workers are gone."""
 
     node_id: str
     reason: str
@@ -74,7 +75,7 @@ class NodeLeft:
 
 @struct(frozen=True)
 class NodeWentAway:
-    """A node's stream ended; its place is kept for now."""
+    """A node's stream ended, but its place is kept for now."""
 
     node_id: str
     for_ms: int
@@ -95,14 +96,14 @@ class NodeLost:
     node_id: str
     reason: str
     may_run: bool = False
-    """Its workers may still run, until the node reports otherwise."""
+    """Its workers may still be running, until the node reports otherwise."""
     silent_ms: int = 0
-    """How long it had been silent; 0 if it sent messages until the end."""
+    """How long it had been silent, or 0 if it sent messages until the end."""
 
 
 @struct(frozen=True)
 class NodeStuck:
-    """Workers of a node survive SIGKILL; its seat was given away."""
+    """Workers of a node survived SIGKILL, so its seat was given away."""
 
     node_id: str
     round: int
@@ -116,12 +117,12 @@ class WorkerFailed:
     round: int
     failure: Failure
     age_ms: int = 0
-    """How long ago it failed."""
+    """The time since it failed."""
 
 
 @struct(frozen=True)
 class LastCallBegan:
-    """`min_nodes` are present: the round completes after last_call_timeout, or when full."""
+    """`min_nodes` are present, so the round completes after the last call or when it is full."""
 
     nodes: int
     for_ms: int
@@ -133,16 +134,16 @@ class RoundCompleted:
 
     round: Round
     enough_ms: int | None = None
-    """How long enough nodes had been ready; None in rows written by older versions."""
+    """How long enough nodes had been ready, or None in rows written by older versions."""
     not_kept: tuple[NotKept, ...] = ()
     not_loaded: WhyNotLoaded | None = None
-    """Why no snapshots are loaded although nodes hold some; None if some are, or none are needed.
-    """
+    """Why no snapshots are loaded although nodes hold some, or None if some are loaded or none are
+    needed."""
 
 
 @struct(frozen=True)
 class RoundAdopted:
-    """A round unknown to this server continues, as its nodes report it."""
+    """A round unknown to this server is continued as reported by its nodes."""
 
     round: Round
 
@@ -158,7 +159,7 @@ class NodeAdopted:
 
 @struct(frozen=True)
 class RoundEnded:
-    """A round is over; its participants stop their workers."""
+    """A round has ended, and its participants are stopping their workers."""
 
     round: int
     end: RoundEnd
@@ -168,7 +169,7 @@ class RoundEnded:
 
 @struct(frozen=True)
 class RoundSettled:
-    """Everyone has stopped; the end of the round is charged to this cause."""
+    """All participants have stopped, and the end of the round is charged to this cause."""
 
     round: int
     cause: Cause
@@ -176,12 +177,12 @@ class RoundSettled:
     restarts: int
     max_restarts: int | None
     root_cause: Failure | None = None
-    """The failure taken to have caused the others; None if no worker failure was reported."""
+    """The failure considered the cause of the others, or None if no worker failure was reported."""
     cause_node_id: str = ""
-    """The node that the cause refers to; empty if it is unknown, or the cause refers to none or
-    several."""
+    """The node that the cause refers to. Empty if it is unknown, or if the cause refers to no node
+    or to several."""
     step: int | None = None
-    """The furthest step of the round; None if no worker has reported any."""
+    """The highest step of the round, or None if no worker reported one."""
 
 
 @struct(frozen=True)
@@ -199,12 +200,13 @@ class NodesPlaced:
 
     node_ids: tuple[str, ...]
     was_queued: bool | None = None
-    """The run had no nodes before, so it was queued until now; None in rows from older versions."""
+    """Whether the run had no nodes before and was therefore queued until now. None in rows from
+    older versions."""
 
 
 @struct(frozen=True)
 class NodesWithdrawn:
-    """The server has withdrawn these nodes from a submitted run; none of them has a seat in it."""
+    """The server has withdrawn these nodes, none of which holds a seat, from a submitted run."""
 
     node_ids: tuple[str, ...]
     reason: str
@@ -212,7 +214,7 @@ class NodesWithdrawn:
 
 @struct(frozen=True)
 class NodeDeclined:
-    """A node cannot run a submitted job, and is not chosen for it again."""
+    """A node cannot run a submitted job and will not be chosen for it again."""
 
     node_id: str
     reason: str
@@ -220,7 +222,7 @@ class NodeDeclined:
 
 @struct(frozen=True)
 class NodeQuarantined:
-    """A node was at fault too often: nothing is placed on it for a while."""
+    """A node was at fault too often, so nothing is placed on it for a while."""
 
     node_id: str
     for_ms: int
@@ -229,17 +231,20 @@ class NodeQuarantined:
 
 @struct(frozen=True)
 class NodeNotQuarantined:
-    """A node was at fault too often, but stays in use."""
+    """A node was at fault too often but remains in use."""
 
     node_id: str
     fault: str
-    """How often, and within what time, it was at fault, in words."""
+    """How often, and within what period, it was at fault, as text."""
     reason: str
 
 
 @struct(frozen=True)
 class NodeDrained:
-    """A node leaves all its jobs, on request or by itself; its workers have `within_ms` left."""
+    """A node is leaving all its jobs, by request or on its own.
+
+    Its workers have `within_ms` left.
+    """
 
     node_id: str
     reason: str
@@ -248,66 +253,66 @@ class NodeDrained:
 
 @struct(frozen=True)
 class NodeUndrained:
-    """An operator has lifted the drain of a node."""
+    """An operator lifted a node's drain."""
 
     node_id: str
 
 
 @struct(frozen=True)
 class JobQueued:
-    """A submitted job waits to be placed again; spent restarts stay spent."""
+    """A submitted job is waiting to be placed again; its spent restarts remain spent."""
 
     reason: str
 
 
 @struct(frozen=True)
 class WorkersHang:
-    """A node reports that some of its workers hang; nothing is stopped yet."""
+    """A node reported that some of its workers are hanging; nothing has been stopped yet."""
 
     round: int
     node_id: str
     reason: str
     silent_ms: int = 0
-    """The longest silence of any of them."""
+    """The longest time that any of them has been silent."""
 
 
 @struct(frozen=True)
 class StacksTaken:
-    """Stacks of all workers were taken and archived, because some hang."""
+    """Stacks of all workers were captured and archived because some workers are hanging."""
 
     round: int
     summary: str
     cause: str = ""
-    """The kind of cause that the records of collectives show; empty if they show none."""
+    """The kind of cause shown by the records of collectives, or empty if they show none."""
     ranks: tuple[int, ...] = ()
-    """The workers that the others wait for, as far as those records show them."""
+    """The workers that the others are waiting for, as far as those records show."""
 
 
 @struct(frozen=True)
 class HangOver:
-    """No worker hangs any more, and the round continues."""
+    """No worker hangs any longer, and the round continues."""
 
     round: int
 
 
 @struct(frozen=True)
 class RankStraggles:
-    """A worker has been slow for a while, judged by its rate or by when it enters collectives."""
+    """A worker has been slow for a while, judged by its step rate or lateness in collectives."""
 
     round: int
     rank: int
     node_id: str
     step_s: float | None = None
     median_s: float | None = None
-    """The time that the median worker of its role takes."""
+    """The time that the median worker of its role takes for a step."""
     late_ms: float | None = None
-    """The median delay with which it enters collectives after the others."""
+    """The median delay with which it enters collectives after the other workers."""
     late_p95_ms: float | None = None
     clock_error_ms: float | None = None
     wait_share: float | None = None
-    """A lower bound on the share of time that the others spend waiting for it."""
+    """A lower bound on the share of time that the other workers spend waiting for it."""
     gpu: GpuState | None = None
-    """The worker's GPU, if NVML on its node shows it."""
+    """The worker's GPU, if NVML on its node reports it."""
 
 
 @struct(frozen=True)
@@ -320,7 +325,7 @@ class RankCaughtUp:
 
 
 class WorkerStart(StrEnum):
-    """How a worker was started for a round."""
+    """The way in which a worker was started for a round."""
 
     KEPT = "kept"
     """It is the same process as in the previous round."""
@@ -330,7 +335,7 @@ class WorkerStart(StrEnum):
 
 @struct(frozen=True)
 class NewWorker:
-    """A worker that started cold, or as a new process although others of its round were kept."""
+    """A worker that started cold, or in a new process although others in its round were kept."""
 
     rank: int
     node_id: str
@@ -340,14 +345,14 @@ class NewWorker:
 
 @struct(frozen=True)
 class WorkersStarted:
-    """All workers of a round have started or were kept, with the number of each kind."""
+    """All workers of a round have started or were kept. Gives the number of each kind."""
 
     round: int
     kept: int
     warm: int
     cold: int
     new: tuple[NewWorker, ...] = ()
-    """The first few workers whose nodes reported why they are new or cold."""
+    """The first few workers for which their nodes reported why they are new or cold."""
 
 
 @struct(frozen=True)
@@ -358,7 +363,7 @@ class FirstCollectiveMade:
     node_id: str
     """The node that reported it first."""
     age_ms: int
-    """How long ago it was entered; 0 if the clocks do not tell."""
+    """The time since it was entered, or 0 if the clocks cannot tell."""
 
 
 @struct(frozen=True)
@@ -370,18 +375,18 @@ class FirstStepMade:
     rank: int
     step: int
     age_ms: int
-    """How long ago it made the step."""
+    """The time since it made the step."""
 
 
 @struct(frozen=True)
 class LostStepsRedone:
-    """A round has reached the furthest step of the rounds before it."""
+    """A round has reached the highest step of the rounds before it."""
 
     round: int
     step: int
-    """That furthest step."""
+    """That highest step."""
     age_ms: int
-    """How long ago it was reached."""
+    """The time since it was reached."""
 
 
 @struct(frozen=True)
@@ -391,7 +396,7 @@ class LastStepMade:
     round: int
     step: int
     age_ms: int
-    """How long ago it was made."""
+    """The time since it was made."""
 
 
 @struct(frozen=True)

@@ -1,6 +1,6 @@
-"""A job's state and the reason for it, and the view that `status` shows.
+"""A job's state and the reason for it, and the view shown by `status`.
 
-All of this is derived from `State` on request; nothing is stored beside it.
+All of this is derived from `State` on request; nothing is stored separately.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _JOB_STATE_OF_RESULT = {
 _NO_DRAINS: Mapping[str, Drain] = MappingProxyType({})
 
 _MOST_LEAVERS = 4
-"""The most leaving nodes that a job's reason names."""
+"""The maximum number of leaving nodes that a job's reason names."""
 
 
 @struct(frozen=True)
@@ -73,7 +73,7 @@ class NodeView:
     state_age_ms: int
     reason: str
     drain_left_ms: int | None = None
-    """Time that its workers have left if it is about to leave; None if it stays."""
+    """The time that its workers have left if it is about to leave, or None if it is staying."""
 
 
 @struct(frozen=True)
@@ -104,8 +104,7 @@ class JobView:
     max_nodes: int
     world_size: int
     restarts: int | None
-    """None, as is `max_restarts`, if the nodes' own agents count restarts and do not report them.
-    """
+    """None, like `max_restarts`, if the nodes' own agents count restarts and do not report them."""
     max_restarts: int | None
     nodes: tuple[NodeView, ...]
     state_age_ms: int
@@ -117,13 +116,14 @@ class JobView:
     last_end: str | None
     submission: Submission | None = None
     jobs_before: int | None = None
-    """The number of jobs served before this one, if it was submitted and waits for nodes."""
+    """The number of jobs ahead of this one in the queue, if it was submitted and is waiting for
+    nodes."""
     budgets: BudgetsView | None = None
-    """None if unknown."""
+    """The run's budgets, or None if unknown."""
     no_progress: bool = False
-    """The job failed because it made no progress; the same launch would fail again."""
+    """Whether the job failed because it made no progress, so the same launch would fail again."""
     backend: str = "rdzv"
-    """The rendezvous backend; this server only observes the groups that other backends form."""
+    """The rendezvous backend. This server only observes groups formed by other backends."""
     owner: str = ""
     """As in `Membership`."""
     has_secret: bool = False
@@ -150,7 +150,7 @@ def job_state(state: State) -> JobState:
 
 
 def explain(state: State, now_ms: int) -> str:
-    """Explain in a sentence why the job is in its state, and what it waits for."""
+    """Return a sentence that explains why the job is in its state and what it is waiting for."""
     membership = state.membership
     match job_state(state):
         case JobState.RUNNING:
@@ -190,7 +190,7 @@ def _explain_stopping(state: State, now_ms: int) -> str:
         names = listed(unheard(state))
         text = f"{why}; workers may still run on {names} (no report); waiting "
         text = text + left(unheard_until_ms(state) - now_ms) + " more"
-    # Iterate over the away nodes: they are few, and there may be thousands of seats.
+    # Iterate over the away nodes, which are few, because there may be thousands of seats.
     away = [node_id for node_id in state.away if node_id in state.seats]
     if away:
         text = text + f"; away: {listed(away)}"
@@ -223,7 +223,7 @@ def _explain_joining(state: State, now_ms: int) -> str:
 
 
 def _had_succeeded(state: State) -> str:
-    """Say that the job may yet succeed, if some nodes of the last round did; else empty."""
+    """Return text saying that the job may yet succeed, or "" if no node of the last round did."""
     round_ = state.membership.round
     if round_ is None or not round_.succeeded:
         return ""
@@ -235,7 +235,7 @@ def _had_succeeded(state: State) -> str:
 
 
 def _waits_for(state: State, due_ms: int) -> tuple[str, str]:
-    """Describe what a round with enough nodes still waits for, and name the wait in short."""
+    """Describe what a round with enough nodes is still waiting for, and name the wait."""
     failures = state.membership.store_failures
     if due_ms == restart_due_ms(state):
         return _backs_off(state.membership, due_ms), "backing off"
@@ -270,7 +270,7 @@ def _join_deadline(state: State, now_ms: int) -> str:
 
 
 def _missing(state: State, now_ms: int) -> str:
-    """Name the stuck nodes, and those that were lost or left since the last round began."""
+    """Describe the stuck nodes, and the nodes that were lost or left since the last round began."""
     round_ = state.membership.round
     since_ms = round_.at_ms if round_ else state.membership.began_at_ms
     recent = [d for d in _absent(state) if d.at_ms >= since_ms]
@@ -293,15 +293,16 @@ def _went(departure: Departure) -> str:
 
 
 def _absent(state: State) -> list[Departure]:
-    """List the latest departure of every node that is not present, oldest first."""
+    """Return the latest departure of every node that is not present, oldest first."""
     latest = {departure.node_id: departure for departure in state.membership.departures}
     return [d for d in latest.values() if not state.present(d.node_id)]
 
 
 def waiting_reason(state: State, node_id: str, now_ms: int, job: str | None = None) -> str:
-    """Explain why this node has no workers to run; empty if it has some, or is not in the job.
+    """Explain why this node has no workers to run.
 
-    `job` is the result of `explain` for this state, if known; it is the same for all nodes.
+    Return an empty string if it has workers or is not in the job. `job` is the result of `explain`
+    for this state, if known; it is the same for all nodes.
     """
     if node_id in state.stuck:
         pids = ", ".join(str(pid) for pid in state.stuck[node_id].pids)
@@ -320,7 +321,7 @@ def waiting_reason(state: State, node_id: str, now_ms: int, job: str | None = No
 
 
 def _why_not_let_in(state: State) -> str:
-    """Explain why a newcomer does not end the running round, or does not end it yet."""
+    """Explain why a waiting node does not end the running round, or not yet."""
     if some_succeeded(state):
         return "participants have begun to succeed, so that no newcomer ends the round"
     settings, round_ = state.membership.settings, state.membership.round
@@ -346,7 +347,8 @@ def view(
 ) -> JobView:
     """Return the view of the whole job.
 
-    `wait` says why a submitted job lacks nodes; `drains` has the nodes that are about to leave.
+    `wait` explains why a submitted job lacks nodes; `drains` contains the nodes that are about to
+    leave.
     """
     membership, round_ = state.membership, state.membership.round
     failures = membership.last_failures
@@ -386,7 +388,7 @@ def view(
 
 
 def _reason(state: State, now_ms: int, wait: QueuedWait | None) -> str:
-    """Explain why the job is in its state, and which nodes it waits for."""
+    """Explain why the job is in its state and which nodes it is waiting for."""
     if wait is None:
         return explain(state, now_ms)
     if state.queued:
@@ -395,7 +397,7 @@ def _reason(state: State, now_ms: int, wait: QueuedWait | None) -> str:
 
 
 def _leavers(drains: Mapping[str, Drain], now_ms: int) -> str:
-    """Name the nodes that are about to leave, soonest first."""
+    """Describe the nodes that are about to leave, soonest first."""
     soonest = sorted(drains.items(), key=lambda item: (item[1].due_ms, item[0]))
     shown = [f"; {name} is " + drain.describe(now_ms) for name, drain in soonest[:_MOST_LEAVERS]]
     more = len(soonest) - len(shown)
@@ -403,7 +405,7 @@ def _leavers(drains: Mapping[str, Drain], now_ms: int) -> str:
 
 
 def _drained_view(one: NodeView, drains: Mapping[str, Drain], now_ms: int) -> NodeView:
-    """Return a node's view with its drain added, if it has one."""
+    """Return a node's view, including its drain if it has one."""
     drain = drains.get(one.node_id)
     if drain is None:
         return one
@@ -442,7 +444,7 @@ def _state_since_ms(state: State) -> int:
 
 
 def node_views(state: State, now_ms: int) -> tuple[NodeView, ...]:
-    """Return a view of each node: participants by GROUP_RANK, then waiting, then departed ones."""
+    """Return a view of each node: participants by GROUP_RANK, then waiting nodes, then departed."""
     round_ = state.membership.round
     participants = round_.participants if round_ else ()
     ended = state.membership.ended
@@ -480,7 +482,7 @@ def _participant_view(
 
 
 def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeState, int, str]:
-    """Return the state of a node that has a seat, or had one at the end; since when; and why."""
+    """Return the state of a node that has or had a seat, when that state began, and its reason."""
     round_, ended = _round(state), state.membership.ended
     if ended is not None:
         return _final_state(state, node_id, ended)
@@ -501,7 +503,7 @@ def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeSta
 
 
 def _final_state(state: State, node_id: str, ended: Ended) -> tuple[NodeState, int, str]:
-    """Return the state of a participant of the last round when the run was closed."""
+    """Return the state in which the last round's participant was when the run closed."""
     if ended.result is Result.SUCCEEDED:
         return NodeState.SUCCEEDED, ended.at_ms, ""
     for departure in reversed(state.membership.departures):

@@ -1,4 +1,4 @@
-"""What NVML reports about a GPU that may explain why its worker is slow."""
+"""The GPU state reported by NVML that may explain why a worker is slow."""
 
 from __future__ import annotations
 
@@ -8,36 +8,35 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class GpuState:
-    """What NVML reports about a GPU at one moment; None where it reports nothing."""
+    """The state of a GPU as reported by NVML at one moment, with None for missing values."""
 
     uuid: str
-    """As `nvidia-smi -L` shows it."""
+    """The GPU's UUID, as shown by `nvidia-smi -L`."""
     clock_mhz: int | None = None
     """The clock of its streaming multiprocessors."""
     max_clock_mhz: int | None = None
-    """The highest clock at which they can run."""
+    """The highest clock at which these multiprocessors can run."""
     clock_reasons: tuple[str, ...] = ()
-    """Why the clock is not higher, such as `hardware thermal slowdown`, or `idle`."""
+    """The reasons why the clock is not higher, such as `hardware thermal slowdown` or `idle`."""
     uncorrected_errors: int | None = None
-    """Uncorrected memory errors since the driver was loaded or the GPU was reset."""
+    """The number of uncorrected memory errors since the driver was loaded or the GPU was reset."""
     temperature_c: int | None = None
     """Its temperature in degrees Celsius."""
 
     @property
     def pace(self) -> float:
-        """The clock as a share of the highest; 1 if it is unknown."""
+        """The clock as a fraction of the highest clock, or 1 if either is unknown."""
         if self.clock_mhz is None or not self.max_clock_mhz:
             return 1.0
         return self.clock_mhz / self.max_clock_mhz
 
 
 def described(gpu: GpuState) -> str:
-    """Describe a GPU's clock, temperature and memory errors; empty if NVML reports none of them.
+    """Describe a GPU's clock, temperature and memory errors, as far as NVML reports them.
 
-    >>> described(GpuState("GPU-1", 600, 1980, ("hardware slowdown",), 3, 91))
-    'runs at 600 of 1980 MHz (hardware slowdown), 91 °C, has 3 uncorrected errors of its memory'
-    >>> described(GpuState("GPU-1", 1980, 1980, (), 0))
-    'runs at 1980 of 1980 MHz'
+    >>> described(GpuState("GPU-1", 600, 1980, ("hardware slowdown",), 3, 91)) 'runs at 600 of 1980
+    MHz (hardware slowdown), 91 °C, has 3 uncorrected errors of its memory' >>>
+    described(GpuState("GPU-1", 1980, 1980, (), 0)) 'runs at 1980 of 1980 MHz'
     """
     parts = []
     if gpu.clock_mhz is not None:

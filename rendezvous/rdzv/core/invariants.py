@@ -1,7 +1,7 @@
 """Executable invariants: the guarantees that hold for every state and every step.
 
-The driver checks them before it persists, and every simulation checks them after each step. A
-violation is our bug, never a caller's.
+The driver checks them before it persists a step, and every simulation checks them after each step.
+A violation is always a bug in this project, never in the caller.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from rdzv.core.rounds.recovery_reports import placeholders_replaced, same_partic
 
 
 def violations(before: State, after: State, events: Sequence[Event] | None = None) -> list[str]:
-    """Name every guarantee that the step from `before` to `after` would break.
+    """List every guarantee that the step from `before` to `after` would break.
 
-    With `events`, `before` is assumed to be valid, and only the nodes that the events name are
-    checked, if the number of nodes in each place shows that no others have moved: a large job takes
-    as many steps as it has nodes. Without events every node is checked.
+    With `events`, `before` is assumed to be valid. Only the nodes named by the events are then
+    checked, provided that the number of nodes in each place shows that no others have moved. This
+    matters because a large job takes as many steps as it has nodes. Without events, every node is
+    checked.
     """
     moved = None if events is None else _moved(before, after, events)
     return [
@@ -57,7 +58,7 @@ _OF_ONE_NODE = (
 
 
 def _moved(before: State, after: State, events: Sequence[Event]) -> Collection[str] | None:
-    """Name the nodes whose place may have changed; None if any node's may have."""
+    """Return the nodes whose place may have changed, or None if any node's place may have."""
     old, new = before.membership.round, after.membership.round
     if before.membership.run != after.membership.run or (old is None) != (new is None):
         return None
@@ -88,7 +89,7 @@ def _moved(before: State, after: State, events: Sequence[Event]) -> Collection[s
 
 
 def _presence_of(before: State, after: State, moved: Collection[str]) -> list[str]:
-    """Check what `_presence` checks, but only for nodes that have moved."""
+    """Perform the checks of `_presence` only for nodes that have moved."""
     found = []
     for node_id in moved:
         if sum(node_id in place for place in (after.seats, after.waiting, after.stuck)) > 1:
@@ -128,7 +129,7 @@ def _presence(before: State, after: State) -> list[str]:
 
 
 def _counted_seats(old: Round, after: State) -> list[str]:
-    """Check the seats of a round by number only; they were valid before this step."""
+    """Check a round's seats only by their number, because they were valid before this step."""
     found = []
     round_ = after.membership.round
     assert round_ is not None
@@ -166,7 +167,7 @@ def _all_seats(state: State) -> list[str]:
 
 
 def _placements(before: State, after: State) -> list[str]:
-    """Check that a node is chosen only once, and never again after it has declined the job."""
+    """Check that no node is chosen twice, or chosen again after declining the job."""
     submission = after.membership.submission
     if submission is None or submission is before.membership.submission:
         return []
@@ -189,7 +190,7 @@ def _durability(before: Membership, after: Membership) -> list[str]:
         return found if after.run_number > before.run_number else [*found, "durability: run uid"]
     if before.ended is not None and after.ended != before.ended:
         found.append("durability: a closed run changed")
-    # If the clock was stepped back, a time in the future is set to now, so times only move back.
+    # If the clock was set back, times in the future are set to now, so times can only decrease.
     pairs = list(zip(before.restarts, after.restarts, strict=False))
     if len(pairs) < len(before.restarts) or any(new > old for old, new in pairs):
         found.append("durability: a spent restart was forgotten")
@@ -204,7 +205,7 @@ def _durability(before: Membership, after: Membership) -> list[str]:
 
 
 def _continues(before: Round, after: Round | None) -> bool:
-    """Return whether `after` is a later round, or the same one with nothing announced undone."""
+    """Return whether `after` is a later round, or the same one with all announcements intact."""
     if after is None or after.number < before.number:
         return False
     if after.number > before.number:
@@ -219,7 +220,7 @@ def _continues(before: Round, after: Round | None) -> bool:
 
 
 def _new_round(before: State, after: State) -> list[str]:
-    """Check that a round completes within bounds, with exact ranks and no other round live."""
+    """Check that a round completes within its bounds, with exact ranks and no other live round."""
     round_ = after.membership.round
     old = before.membership.round
     if round_ is None or (old is not None and old.number == round_.number):
@@ -241,15 +242,15 @@ def _new_round(before: State, after: State) -> list[str]:
     found += _kept_workers(round_)
     found += _snapshot(round_)
     if round_.adopted:
-        # The server that completed the round knew which nodes had stopped. This one may know the
-        # round only from a node that has left it, so it can check no more than the number.
+        # The server that completed the round knew which nodes had stopped. This server may know the
+        # round only from a node that has left it, so it can check only the number.
         if old is not None and round_.number < old.number:
             found.append("durability: round numbers went back")
         return found
     if round_.number < before.membership.next_round:
         found.append("durability: round numbers went back")
     same_run = before.membership.run == after.membership.run
-    # Where a later round was adopted in the same step, `before` has the seats of an older one.
+    # If a later round was adopted in the same step, `before` has the seats of an older one.
     follows = round_.number == before.membership.next_round
     if follows:
         found += _lineage(old if same_run else None, round_)
@@ -277,7 +278,7 @@ def _kept_workers(round_: Round) -> list[str]:
 
 
 def _snapshot(round_: Round) -> list[str]:
-    """Check that a round loads only snapshots of its own history that fit its number of workers."""
+    """Check that a round loads only snapshots of its own history and number of workers."""
     mark, found = round_.snapshot, []
     if mark is None:
         return ["snapshots: loaded, and there are none"] if round_.snapshot_loads else []
@@ -291,7 +292,7 @@ def _snapshot(round_: Round) -> list[str]:
 
 
 def _lineage(old: Round | None, round_: Round) -> list[str]:
-    """Check that kept workers took part in the round before, and that none of them ended it."""
+    """Check that kept workers took part in the previous round, and that none of them ended it."""
     keepers = {p.node_id: p for p in round_.participants if p.kept}
     if not keepers:
         return []
@@ -313,7 +314,10 @@ def _lineage(old: Round | None, round_: Round) -> list[str]:
 
 
 def _unstopped(before: State, after: State) -> set[str]:
-    """Name nodes that held a seat and were not given up in this step; one may just have stopped."""
+    """Return the nodes that held a seat and were not given up in this step.
+
+    One of them may just have stopped.
+    """
     known = before.membership.departures
     departed = [d for d in after.membership.departures if d not in known]
     if len(departed) == MAX_DEPARTURES:

@@ -1,13 +1,14 @@
 """Chooses the parked workers that the next round keeps, and the one with the newest state.
 
-A parked worker has survived the round that ended; its node offers it with the join. It is *kept* if
-it can continue from where the others are: it took part in the round just ended, its failure did not
-end that round, and it is within one step of the *source*, the kept worker that has sealed the most
-steps. All others are *new*: started by their nodes, and healed by the source.
+A parked worker has survived the round that ended, and its node offers it with the join. It is
+*kept* if it can continue from where the others are: it took part in the round that just ended, its
+failure did not end that round, and it is within one step of the *source*, which is the kept worker
+that has sealed the most steps. All other workers are *new*: they are started by their nodes and
+healed by the source.
 
-A state may be *sharded*: each worker then holds one part of it. The round resumes at the newest
-step for which every part is held. If a part has no holder, or the number of workers changes, no
-worker is kept: none could heal the others, and the job must load its own checkpoint.
+A state may be *sharded*, in which case each worker holds one part of it. The round resumes at the
+newest step for which every part is held. If no worker holds some part, or if the number of workers
+changes, no worker is kept: none could heal the others, and the job must load its own checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rdzv.structs import replace, struct
 
 
 class WhyNew(StrEnum):
-    """Why a worker that could have been kept is new."""
+    """The reason why a worker that could have been kept is new."""
 
     NOT_OFFERED = "not offered"
     OTHER_ROUND = "other round"
@@ -47,25 +48,25 @@ WHY_NEW: Mapping[str, str] = {
     WhyNew.SHARD_LOST: "no kept worker holds a part of the sharded state, or not of the same step",
     WhyNew.RESHARDED: "the state is sharded among another number of workers",
 }
-"""The reasons in words, to follow the worker's RANK."""
+"""The reasons as text that follows the worker's RANK."""
 
 
 @struct(frozen=True)
 class NotKept:
-    """Workers that could have been kept but are new, by their RANKs in the new round."""
+    """Workers that could have been kept but are new, identified by their RANKs in the new round."""
 
     why: WhyNew
     ranks: tuple[int, ...]
 
 
 def kept_workers(round_: Round | None) -> int:
-    """Return how many workers of a round are the same processes as in the previous one."""
+    """Return how many of a round's workers are the same processes as in the previous round."""
     return sum(len(p.kept) for p in round_.participants) if round_ is not None else 0
 
 
 @struct(frozen=True)
 class Keeping:
-    """The participants of a round, with the workers that each of them keeps."""
+    """The participants of a round, each with the workers that it keeps."""
 
     participants: tuple[Participant, ...]
     source: int | None = None
@@ -130,15 +131,15 @@ def keep(
 
 @struct(frozen=True)
 class _LastRound:
-    """The workers of the round just ended, as far as known."""
+    """The workers of the round that just ended, as far as they are known."""
 
     number: int | None
     sizes: Mapping[str, int]
-    """By node_id: the local world size of each participant."""
+    """Local world size of each participant, by node_id."""
     failed: frozenset[tuple[str, int]]
-    """Node and LOCAL_RANK of each worker that failed by itself, not as a suspect."""
+    """Node and LOCAL_RANK of each worker that failed on its own rather than as a suspect."""
     charged: tuple[str, int] | None
-    """The suspect that the end is charged to."""
+    """The suspect to which the end is charged."""
     keeps: bool
 
     def knows(self, participant: Participant, joined: Waiting) -> bool:
@@ -186,7 +187,7 @@ def _shards(able: Mapping[int, KeptWorker]) -> int:
 
 
 def _oldest(offer: KeptWorker) -> int:
-    """Return the oldest step that a worker can go back to; at most one step is ever undone."""
+    """Return the oldest step to which a worker can go back; at most one step is ever undone."""
     oldest = _sealed(offer) if offer.oldest_step is None else offer.oldest_step
     return max(oldest, _sealed(offer) - 1)
 
@@ -209,7 +210,7 @@ def _why_none(
     able: Mapping[int, KeptWorker],
     source: int | None,
 ) -> WhyNew | None:
-    """Return why none of these workers is kept; None if some are."""
+    """Return why none of these workers is kept, or None if some are."""
     if _fruitless(prior, able) and prior is not None and prior.end is not None:
         failed = prior.end.cause is Cause.WORKER_FAILURE
         if failed or (prior.end.broken and prior.fruitless):

@@ -1,12 +1,12 @@
 """The values of one job: its durable half, and the half that each server rebuilds for itself.
 
-`Membership` is what must survive a crash of the server; it is written before anything that
-follows from it is announced. `State` adds what a server relearns after each start: which nodes
-are connected, which are waiting, and which timers are running. Everything is frozen, so a refused
-command has changed nothing and a transition can be dropped whole.
+`Membership` is the part that must survive a server crash; it is written before anything that
+follows from it is announced. `State` adds what a server relearns after each start: which nodes are
+connected, which are waiting, and which timers are running. Everything is frozen, so a refused
+command has changed nothing and a transition can be discarded as a whole.
 
-Times are `now_ms` values of the driver's clock (milliseconds, monotonic within one server and
-anchored to Unix time at its start, so that a durable time can be shown to people).
+Times are `now_ms` values of the driver's clock: milliseconds that are monotonic within one server
+and anchored to Unix time at its start, so a durable time can be shown to people.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rdzv.structs import struct
 
 
 class ScaleUp(StrEnum):
-    """When newcomers may end a running round."""
+    """Policy for when newly joined nodes may end a running round."""
 
     EAGER = "eager"
     ON_RESTART = "on-restart"
@@ -28,7 +28,7 @@ class ScaleUp(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a round ended: the cause that its end is charged to."""
+    """The cause to which a round's end is charged."""
 
     WORKER_FAILURE = "worker failure"
     NODE_LOST = "node lost"
@@ -40,7 +40,7 @@ class Cause(StrEnum):
 
 
 class LeaveCause(StrEnum):
-    """Why a node leaves of its own accord."""
+    """The reason why a node leaves voluntarily."""
 
     SIGNAL = "signal"
     START_FAILED = "start failed"
@@ -50,7 +50,7 @@ class LeaveCause(StrEnum):
 
 
 class Result(StrEnum):
-    """How a run ended."""
+    """The way in which a run ended."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -58,7 +58,7 @@ class Result(StrEnum):
 
 
 class JobState(StrEnum):
-    """The state of a job as shown to users; derived from `State`, never stored beside it."""
+    """The state of a job as shown to users; derived from `State` and never stored."""
 
     QUEUED = "queued"
     """The job was submitted and has no nodes yet."""
@@ -71,7 +71,7 @@ class JobState(StrEnum):
 
 
 class NodeState(StrEnum):
-    """The state of a node within a job; derived from `State`, never stored."""
+    """The state of a node within a job; derived from `State` and never stored."""
 
     SEATED = "seated"
     WAITING = "waiting"
@@ -85,59 +85,62 @@ class NodeState(StrEnum):
 
 @struct(frozen=True)
 class Settings:
-    """Settings that all nodes of a job agree on, as launched. Names and defaults are torchrun's."""
+    """Settings that all nodes of a job must agree on. Names and defaults are those of torchrun."""
 
     min_nodes: int
     max_nodes: int
     max_restarts: int | None = 0
-    """None if each node's own agent restarts its workers and keeps the count, as torch's agent
-    does. Such an agent reports only the last failure."""
+    """The number of restarts allowed. None if each node's own agent restarts its workers and keeps
+    count, as torch's agent does; such an agent reports only the last failure."""
     join_timeout_ms: int = 600_000
     last_call_timeout_ms: int = 30_000
     scale_up: ScaleUp = ScaleUp.EAGER
     restart_window_ms: int = 0
-    """Restarts older than this no longer count against `max_restarts`; 0 if all count."""
+    """Restarts older than this no longer count against `max_restarts`. 0 means that all restarts
+    count."""
     scale_up_after_ms: int = 0
-    """With `ScaleUp.AFTER`: how long a round must have run before newcomers may end it."""
+    """With `ScaleUp.AFTER`, how long a round must have run before new nodes may end it."""
     restart_backoff_ms: int = 1_000
-    """Delay before the second consecutive restart after rounds that failed soon; it doubles with
-    each further restart. 0 means no delay."""
+    """The delay before the second consecutive restart after rounds that failed soon. It doubles
+    with each further restart; 0 means no delay."""
     restart_backoff_max_ms: int = 60_000
     max_preemptions: int | None = None
-    """Rounds that may end because a node was lost or left; None if there is no limit."""
+    """The number of rounds that may end because a node was lost or left, or None for no limit."""
     max_store_failures: int | None = None
-    """Rounds that may end because their store host failed; None if there is no limit."""
+    """The number of rounds that may end because their store host failed, or None for no limit."""
     no_progress_restarts: int = 0
-    """Number of consecutive restarts without progress after which the job fails; 0 for no limit."""
+    """The number of consecutive restarts without progress after which the job fails, or 0 for no
+    limit."""
 
 
 @struct(frozen=True)
 class Tuning:
-    """The server's own timings; the same for every job of one server."""
+    """The server's own timings, which are the same for all its jobs."""
 
     gather_quiet_ms: int = 1_000
-    """Newcomers are admitted when none has come for this long, ..."""
+    """New nodes are admitted once none has arrived for this long, ..."""
     gather_ms: int = 10_000
-    """... or this long after the first of them."""
+    """... or this long after the first one arrived."""
     reconnect_grace_ms: int = 250
-    """How long a seat is kept for a node whose stream ended, once the round has ended."""
+    """How long a seat is kept for a node whose stream has ended, once the round has ended."""
     takeover_grace_ms: int = 30_000
-    """For this long after its start, the server gives up no silent node."""
+    """For this long after it starts, the server does not give up silent nodes."""
     claims_quiet_ms: int = 5_000
     """How long after an adopted round's last recovery report its unreported places are given up."""
     stop_margin_ms: int = 20_000
-    """Time a node may take to stop its workers, beyond its own shutdown_timeout."""
+    """The time that a node may take to stop its workers, in addition to its own `shutdown_timeout`.
+    """
     flap_window_ms: int = 600_000
-    """Losses within this time count together."""
+    """Losses within this period are counted together."""
     flap_hold_ms: int = 60_000
     """How long a node that was lost twice may not end a running round; doubles with each further
     loss."""
     store_backoff_ms: int = 500
-    """Wait before the next round after a store host failed; doubles with each consecutive failure.
-    """
+    """The delay before the next round after a store host failure; doubles with each consecutive
+    failure."""
     store_backoff_max_ms: int = 30_000
     soon_ms: int = 60_000
-    """A round that fails sooner than this after its completion counts towards a crash loop."""
+    """A round that fails sooner than this after its completion counts toward a crash loop."""
     root_cause_window_ms: int = 500
     """Failures within this time of the earliest one are shown together."""
 
@@ -151,7 +154,7 @@ class Offer:
     role: str = "default"
     topology: str = ""
     host_name: str = ""
-    """A name by which other machines reach this one; empty if there is none."""
+    """A name at which other machines can reach this one, or empty if there is none."""
     machine: str = ""
     """The machine (network namespace) of the node."""
     store_port: int = 0
@@ -161,13 +164,13 @@ class Offer:
 
 @struct(frozen=True)
 class Instance:
-    """One start of an agent, as its hello describes it."""
+    """One start of an agent, as described in its Hello."""
 
     id: str = ""
-    """Empty in records written by older servers."""
+    """The instance's random id; empty in records written by older servers."""
     fence_after_ms: int = 0
-    """Time after its last message to the server by which the node has killed its own workers; 0 if
-    it does not kill them."""
+    """The time after its last message to the server by which the node has killed its own workers,
+    or 0 if it does not kill them."""
 
 
 UNKNOWN_INSTANCE = Instance()
@@ -183,29 +186,30 @@ class KeptWorker:
     torn: bool = False
     """Whether an unsealed step has already changed its parameters."""
     shard: int = 0
-    """The part of the state that it holds."""
+    """The part of the state that the worker holds."""
     shards: int = 1
-    """The number of parts; 1 if it holds the whole state."""
+    """The number of parts; 1 if the worker holds the whole state."""
     oldest_step: int | None = None
-    """The oldest sealed step that it can go back to; None if it can only resume at `step`."""
+    """The oldest sealed step to which the worker can go back, or None if it can resume only at
+    `step`."""
 
 
 @struct(frozen=True, order=True)
 class SnapshotMark:
-    """Identifies the state that a snapshot belongs to: snapshots with the same mark fit together.
+    """Identifies the state to which a snapshot belongs; snapshots with the same mark fit together.
 
     Of two marks of the same run, the larger is the newer.
     """
 
     lineage: int
-    """The round in which this training began, or continued with new workers only; after another
-    such round, the same step number means a different state."""
+    """The round in which this training began, or continued with only new workers. After another
+    such round, the same step number refers to a different state."""
     step: int
     series: str
-    """Digest of the state's structure and of how it is divided."""
+    """A digest of the state's structure and of how it is divided."""
     shards: int = 1
     world_size: int = 0
-    """`shards` is the number of parts, `world_size` the number of workers that shared them."""
+    """`shards` is the number of parts; `world_size` is the number of workers that shared them."""
 
 
 @struct(frozen=True)
@@ -218,15 +222,15 @@ class Snapshot:
     bytes: int = 0
     digest: str = ""
     copy_of: int | None = None
-    """The RANK on another node whose snapshot this copies, for worker `local_rank` to read; None
-    for an original."""
+    """For a copy, the RANK on another node whose snapshot this is, kept for worker `local_rank` to
+    read. None for an original."""
 
 
 @struct(frozen=True)
 class RecoveryReport:
     """A node's report of the last round that was announced to it.
 
-    Together, the participants' reports are enough to rebuild a round that the server does not know,
+    Together, the participants' reports are enough to rebuild a round that the server does not know
     because its memory is gone or older than the round.
     """
 
@@ -244,7 +248,7 @@ class RecoveryReport:
     settings: Settings
     offer: Offer
     tally: Tally | None = None
-    """None if nothing was spent, or if the server did not report it."""
+    """None if nothing was spent, or if the server did not report the tally."""
     kept: tuple[int, ...] = ()
     source: int | None = None
     resume_step: int | None = None
@@ -265,17 +269,17 @@ class Participant:
     role_rank_first: int
     role_world_size: int
     instance: Instance = UNKNOWN_INSTANCE
-    """The instance behind the incarnation. It may not know that number: the server may have ended
-    before sending it."""
+    """The instance behind the incarnation. The instance may not know that number, because the
+    server may have ended before sending it."""
     kept: tuple[int, ...] = ()
     """LOCAL_RANKs of the kept workers."""
     charged_suspects: tuple[int, ...] = ()
-    """LOCAL_RANKs of the parked workers that the end of the last round was charged to."""
+    """LOCAL_RANKs of the parked workers to which the end of the last round was charged."""
 
 
 @struct(frozen=True)
 class Failure:
-    """One worker's failure, timed by the server's clock."""
+    """One worker's failure, with its time on the server's clock."""
 
     node_id: str
     address: str
@@ -293,20 +297,20 @@ class Failure:
 
 @struct(frozen=True)
 class RoundEnd:
-    """How a round ended. The charge is settled when every participant has stopped."""
+    """The end of a round. Its charge is settled once every participant has stopped."""
 
     cause: Cause
     reason: str
     at_ms: int
     broken: bool
-    """The collectives broke, so a SIGTERM handler that needs them cannot finish."""
+    """Whether the collectives broke, so that a SIGTERM handler that needs them cannot finish."""
     failures: tuple[Failure, ...] = ()
     settled: bool = False
     keep: bool = True
-    """Workers that can park may be kept in the next round."""
+    """Whether workers that can park may be kept in the next round."""
     cause_node_id: str = ""
-    """The node that the cause refers to; empty if it is unknown, or the cause refers to none or
-    several."""
+    """The node that the cause refers to. Empty if it is unknown, or if the cause refers to no node
+    or to several."""
 
 
 @struct(frozen=True)
@@ -321,46 +325,48 @@ class Round:
     restarts: int
     at_ms: int
     gone: tuple[str, ...] = ()
-    """Participants whose seat was given up: lost, left, or stuck."""
+    """Participants whose seat was given up because they were lost, left, or got stuck."""
     succeeded: tuple[str, ...] = ()
-    """Participants whose workers all exited 0, even if the node or the round has been lost since.
-    """
+    """Participants whose workers all exited with code 0, even if the node or the round has since
+    been lost."""
     end: RoundEnd | None = None
     adopted: bool = False
-    """Whether it was rebuilt from recovery reports; a placeholder stands for a node without one."""
+    """Whether it was rebuilt from recovery reports; a placeholder stands for each node that has not
+    reported."""
     excuse: str = ""
-    """A node that left as if it were done, and why it left: failures that follow may be due to its
-    departure."""
+    """The name of a node that left as if it had finished, and why it left. Failures that follow may
+    be due to its departure."""
     source: int | None = None
-    """RANK of the kept worker that has the newest state."""
+    """The RANK of the kept worker that has the newest state."""
     resume_step: int | None = None
     """The number of steps that the source has sealed."""
     fruitless: bool = False
-    """Kept workers have sealed no step since a round that broke."""
+    """Whether kept workers have sealed no step since a round that broke."""
     snapshot: SnapshotMark | None = None
-    """The newest snapshots that were whole when it was formed."""
+    """The newest snapshots that were whole when the round was formed."""
     snapshot_loads: int = 0
-    """How many rounds in a row, including this one, have loaded them; 0 if this one does not."""
+    """How many consecutive rounds, including this one, have loaded these snapshots, or 0 if this
+    one does not."""
     origin: int = 0
-    """The last round that began from the script's own checkpoint, or from nothing. Snapshots of
+    """The last round that began from the script's own checkpoint or from scratch. Snapshots of
     earlier lineages are never loaded."""
     lineage: int = 0
-    """The last round with only new workers; kept workers carry its lineage on."""
+    """The last round that had only new workers; kept workers continue its lineage."""
 
     @property
     def world_size(self) -> int:
-        """Number of workers of all nodes."""
+        """The number of workers on all nodes."""
         return sum(p.offer.local_world_size for p in self.participants)
 
     @property
     def live(self) -> bool:
-        """True until the round ends."""
+        """Whether the round has not ended."""
         return self.end is None
 
 
 @struct(frozen=True)
 class Departure:
-    """The departure of a node that was lost, or left."""
+    """The departure of a node that was lost or left."""
 
     node_id: str
     state: NodeState
@@ -370,10 +376,11 @@ class Departure:
     local_world_size: int
     role: str
     may_run: bool = False
-    """Its workers may still run: nothing proves that they are gone, and the node has been silent
-    since."""
+    """Whether its workers may still be running, because nothing proves that they are gone and the
+    node has been silent since."""
     ends_after_ms: int = 0
-    """How long after the departure the runner has ended those workers, if their agent is dead."""
+    """How long after the departure the runner will have killed those workers, if their agent is
+    dead."""
 
 
 @struct(frozen=True)
@@ -381,7 +388,7 @@ class Moved:
     """The progress of a round's workers as reported by a node; empty if they reported none."""
 
     step: int | None = None
-    """The highest step that any of them has reached."""
+    """The highest step that any worker has reached."""
     snapshot: bool = False
     """Whether the snapshot file has changed since the round began."""
     sealed: bool = False
@@ -394,21 +401,21 @@ UNMOVED = Moved()
 
 @struct(frozen=True)
 class Ended:
-    """How a run was closed."""
+    """The way in which a run was closed."""
 
     result: Result
     reason: str
     at_ms: int
     retry_sensible: bool = False
     failures: tuple[Failure, ...] = ()
-    """The root cause first, then the failures shown with it."""
+    """The root cause first, followed by the failures shown with it."""
     no_progress: bool = False
-    """It kept failing without progress; the same launch would fail again."""
+    """Whether the run kept failing without progress, so the same launch would fail again."""
 
 
 @struct(frozen=True)
 class EndedRun:
-    """The record of an earlier run: enough to tell a node that joins late how that run ended."""
+    """A record of an earlier run, sufficient to tell a node that joins late how that run ended."""
 
     run: str
     ended: Ended
@@ -419,7 +426,7 @@ class JobSpec:
     """The program of a submitted job, and its requirements for each node."""
 
     args: tuple[str, ...]
-    """Arguments of rdzvrun: its flags, the script, and the script's own arguments."""
+    """Arguments for rdzvrun: its flags, the script, and the script's own arguments."""
     env: tuple[tuple[str, str], ...] = ()
     chdir: str = ""
     labels: tuple[tuple[str, str], ...] = ()
@@ -427,20 +434,20 @@ class JobSpec:
     priority: int = 0
     """Jobs with a higher priority are placed first."""
     gpus_per_node: int | None = None
-    """None for one GPU per worker on nodes that have GPUs, and none elsewhere."""
+    """None for one GPU per worker on nodes with GPUs, and no GPUs on other nodes."""
     local_world_size: int = 0
-    """Workers per node; 0 if each node counts its GPUs and gives the job all of them."""
+    """Workers per node, or 0 if each node counts its GPUs and gives all of them to the job."""
     needs_gpu: bool = False
-    """Nodes without a GPU are not used."""
+    """Whether nodes without a GPU are excluded."""
     submitter: str = ""
-    """The submitter, as proven to the server; empty if no proof is required."""
+    """The submitter, as proven to the server, or empty if no proof is required."""
     account: str = ""
-    """The account to run as; empty for the one that each node has for the submitter."""
+    """The account to run as, or empty for the account that each node maps to the submitter."""
 
 
 @struct(frozen=True)
 class Declined:
-    """A node that could not run the job, and is not chosen again in this run."""
+    """A node that could not run the job and is not chosen again in this run."""
 
     node_id: str
     reason: str
@@ -448,16 +455,16 @@ class Declined:
 
 @struct(frozen=True)
 class Submission:
-    """A run whose nodes the server chooses. The rules are in `core/fleet/job_queue.py`."""
+    """A run whose nodes are chosen by the server. The rules are in `core/fleet/job_queue.py`."""
 
     spec: JobSpec
     submitted_by: str
     at_ms: int
-    """Among jobs of one priority, the earliest is served first."""
+    """Among jobs of the same priority, the earliest is served first."""
     placed: tuple[str, ...] = ()
     """The chosen nodes, joined or not, in the order in which they were chosen."""
     declined: tuple[Declined, ...] = ()
-    """Oldest first; bounded, since the job is given up when there are too many."""
+    """Oldest first; bounded, because the job is given up when there are too many."""
 
 
 @struct(frozen=True)
@@ -471,78 +478,81 @@ class Membership:
     settings: Settings
     began_at_ms: int
     round: Round | None = None
-    """The latest round that was completed, live or ended."""
+    """The latest completed round, live or ended."""
     next_round: int = 0
-    """Number of the next round to complete; never goes back, not even from one run to the next."""
+    """The number of the next round to complete. It never decreases, not even from one run to the
+    next."""
     restarts: tuple[int, ...] = ()
-    """When each restart of this run was spent."""
+    """The time at which each restart of this run was spent."""
     store_failures: int = 0
-    """Consecutive store host failures."""
+    """The number of consecutive store host failures."""
     last_failures: tuple[Failure, ...] = ()
-    """The last worker failure of this run, root cause first."""
+    """The last worker failure of this run, with the root cause first."""
     departures: tuple[Departure, ...] = ()
     """The latest losses and leaves, oldest first; bounded."""
     ended: Ended | None = None
     earlier: tuple[EndedRun, ...] = ()
     """The latest runs before this one, oldest first; bounded."""
     resumed_at_ms: int | None = None
-    """When a node reported this run to a server that did not know it; other nodes may still run it.
-    """
+    """When a node reported this run to a server that did not know it, or None. Other nodes may
+    still be running it."""
     scaled: tuple[int, int] | None = None
-    """The bounds that an operator set for this run, overriding those it was launched with."""
+    """The bounds that an operator set for this run, which override those it was launched with."""
     stopping: str = ""
-    """Why an operator is ending this run, which closes once no seat of its round is held; empty if
-    none is."""
+    """The reason why an operator is ending this run, or empty. The run closes once no seat of its
+    round is held."""
     submission: Submission | None = None
-    """None if the server does not choose this run's nodes: they join of their own accord."""
+    """None if the server does not choose this run's nodes, in which case they join on their own."""
     spent: Spent = Spent()
     owner: str = ""
-    """The caller that began the first run of this job; empty if the server required no proof,
-    or if nodes began it by themselves."""
+    """The caller that began this job's first run. Empty if the server required no proof, or if
+    nodes began the run on their own."""
     secret: str = ""
-    """Hash of the secret that nodes must know to join this run; empty if none is needed."""
+    """The hash of the secret that nodes must know to join this run, or empty if no secret is
+    needed."""
 
     @property
     def live_round(self) -> Round | None:
-        """The live round; None if there is none, or the run has ended."""
+        """The live round, or None if there is none or the run has ended."""
         round_ = self.round
         return round_ if self.ended is None and round_ is not None and round_.live else None
 
     def is_live(self, run: str, number: int) -> bool:
-        """Return whether this round of this run is the live one."""
+        """Return whether the given round of the given run is the live one."""
         round_ = self.live_round
         return round_ is not None and (self.run, round_.number) == (run, number)
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The smallest and the largest number of nodes that a round may have now."""
+        """The smallest and largest number of nodes that a round may currently have."""
         return self.scaled or (self.settings.min_nodes, self.settings.max_nodes)
 
     @property
     def min_nodes(self) -> int:
-        """The fewest nodes that a round may have now."""
+        """The smallest number of nodes that a round may currently have."""
         return self.bounds[0]
 
     @property
     def max_nodes(self) -> int:
-        """The most nodes that a round may have now."""
+        """The largest number of nodes that a round may currently have."""
         return self.bounds[1]
 
 
 @struct(frozen=True)
 class Seat:
-    """A participant whose workers may still run, or that waits at the exit barrier."""
+    """The seat of a participant whose workers may still run, or that waits at the exit barrier."""
 
     incarnation: int
     since_ms: int
     succeeded: bool = False
     leaving: str = ""
-    """Why the node is leaving, once announced. It keeps its seat until its workers are gone."""
+    """The reason why the node is leaving, once announced. It keeps its seat until its workers are
+    gone."""
 
 
 @struct(frozen=True)
 class Waiting:
-    """A node that wants a place in the next round, and whose workers take part in none."""
+    """A node that wants a place in the next round and whose workers take part in none."""
 
     incarnation: int
     offer: Offer
@@ -550,27 +560,27 @@ class Waiting:
     instance: Instance = UNKNOWN_INSTANCE
     left_round: int | None = None
     kept: tuple[KeptWorker, ...] = ()
-    """Workers of `left_round` that are parked on it."""
+    """Workers of `left_round` that are parked on the node."""
     snapshots: tuple[Snapshot, ...] = ()
-    """The snapshots of this run's state that it holds."""
+    """The snapshots of this run's state that the node holds."""
 
 
 @struct(frozen=True)
 class Away:
-    """The node's stream has ended; its place is kept for now."""
+    """A node whose stream has ended but whose place is kept for now."""
 
     since_ms: int
     until_ms: int
-    """When the nodes core will give it up; only shown to users."""
+    """When the nodes core will give up the node; only shown to users."""
     firm: bool
-    """Whether nothing may shorten the wait, for example because its return was announced."""
+    """Whether nothing may shorten the wait, for example because the node announced its return."""
     may_run: bool = True
-    """Whether its workers may outlive its agent."""
+    """Whether the node's workers may outlive its agent."""
 
 
 @struct(frozen=True)
 class Stuck:
-    """Workers that survive SIGKILL; their node has lost its seat, and gets no new one."""
+    """Workers that survive SIGKILL; their node has lost its seat and gets no new one."""
 
     incarnation: int
     round: int
@@ -580,20 +590,23 @@ class Stuck:
 
 @struct(frozen=True)
 class Superseded:
-    """Workers of a round that a later one replaced. They are to stop, and hold no seat."""
+    """Workers of a round that was replaced by a later one.
+
+    They must stop, and they hold no seat.
+    """
 
     incarnation: int
     round: int
     until_ms: int
-    """The latest time by which these workers have stopped or are given up."""
+    """The time by which these workers have either stopped or been given up."""
 
 
 _PLACEHOLDER = "(GROUP_RANK "
-"""The prefix of all placeholders' names; no node's name begins with it."""
+"""The prefix of all placeholder names; no node's name begins with it."""
 
 
 def placeholder(group_rank: int) -> str:
-    """Return the name that stands for an adopted round's participant until it reports."""
+    """Return the name that stands for an adopted round's participant until that node reports."""
     return f"{_PLACEHOLDER}{group_rank})"
 
 
@@ -604,7 +617,7 @@ def is_placeholder(node_id: str) -> bool:
 
 @struct(frozen=True)
 class State:
-    """One job as a server sees it: the durable membership, and what each server relearns.
+    """One job as a server sees it: the durable membership, and the state that each server relearns.
 
     A present node is in exactly one of `seats`, `waiting` and `stuck`, and also in `away` if its
     stream has ended.
@@ -617,35 +630,37 @@ class State:
     stuck: Mapping[str, Stuck] = field(default_factory=dict)
     away: Mapping[str, Away] = field(default_factory=dict)
     hasty: int = 0
-    """How many seated nodes are away with a grace that a round's end shortens. `Draft.put` updates
-    this number and the next, rather than counting again for each of thousands of nodes."""
+    """The number of seated nodes that are away with a grace period that a round's end shortens.
+    `Draft.put` updates this number and the next, to avoid recounting thousands of nodes."""
     unready: int = 0
-    """How many waiting nodes are away."""
+    """The number of waiting nodes that are away."""
     short_since_ms: int | None = None
-    """Since when fewer than `min_nodes` have been present while no round is live."""
+    """The time since which fewer than `min_nodes` have been present while no round was live."""
     enough_since_ms: int | None = None
-    """Since when at least `min_nodes` have waited while no round is live."""
+    """The time since which at least `min_nodes` have been waiting while no round was live."""
     regained: bool = False
-    """Whether `min_nodes` were regained after a round, so that newcomers are gathered."""
+    """Whether `min_nodes` were regained after a round, so that waiting nodes are gathered."""
     newest_ms: int = 0
-    """When the latest newcomer arrived."""
+    """When the most recent node joined."""
     back_ms: int | None = None
-    """When a participant last returned from being away."""
+    """When a participant most recently returned from being away."""
     loopback_machine: str | None = None
     """The machine that all nodes must be on, if one of them may be reachable only from there."""
     reported_ms: int = 0
-    """When the last recovery report of an adopted round arrived."""
+    """When the last recovery report for an adopted round arrived."""
     superseded: Mapping[str, Superseded] = field(default_factory=dict)
-    """By node_id: workers that may still run in a round that an adopted later one replaced."""
+    """Workers, by node_id, that may still be running in a round replaced by an adopted later one.
+    """
     stop_deadline_ms: int | None = None
     """When participants that have not stopped are given up."""
     last_leave: LeaveCause | None = None
-    """Why the last node to depart left of its own accord; None if it was lost."""
+    """Why the last node to depart left voluntarily, or None if it was lost."""
     moved: Moved = UNMOVED
-    """Progress in the ended round, as reported by nodes that have stopped; they report it again
+    """Progress in the ended round, as reported by nodes that have stopped. They report it again
     when they reconnect."""
     barred: Mapping[str, str] = field(default_factory=dict)
-    """By node_id: why a submitted job may not keep the node. Each server sets this anew."""
+    """The reasons, by node_id, why a submitted job may not keep a node. Each server sets them anew.
+    """
 
     @property
     def run_is_open(self) -> bool:
@@ -653,38 +668,38 @@ class State:
         return bool(self.membership.run) and self.membership.ended is None
 
     def present(self, node_id: str) -> bool:
-        """Return whether the node is in this job now, away or not."""
+        """Return whether the node is currently in this job, even if it is away."""
         return node_id in self.seats or node_id in self.waiting or node_id in self.stuck
 
     @property
     def anybody(self) -> bool:
-        """Whether any node is in this job now."""
+        """Whether any node is currently in this job."""
         return bool(self.seats or self.waiting or self.stuck)
 
     @property
     def placed(self) -> tuple[str, ...]:
-        """The nodes that the server has chosen for this job; none if it was not submitted."""
+        """The nodes that the server has chosen for this job; empty if it was not submitted."""
         submission = self.membership.submission
         return submission.placed if submission is not None else ()
 
     @property
     def queued(self) -> bool:
-        """Whether this is a submitted job that has no nodes yet and waits to be placed."""
+        """Whether this is a submitted job that has no nodes yet and is waiting to be placed."""
         submission = self.membership.submission
         return submission is not None and not submission.placed and not self.anybody
 
     def incarnation(self, node_id: str) -> int | None:
-        """Return the incarnation that represents a node; None if the node is not present."""
+        """Return the incarnation that represents a node, or None if the node is not present."""
         held = self.seats.get(node_id) or self.waiting.get(node_id) or self.stuck.get(node_id)
         return held.incarnation if held else None
 
     @property
     def ready(self) -> int:
-        """The number of waiting nodes that are connected, so that a round can be sent to them."""
+        """The number of waiting nodes that are connected, and can therefore be sent a round."""
         return len(self.waiting) - self.unready
 
     def is_hasty(self, node_id: str) -> bool:
-        """Return whether a seated node is away with a grace that a round's end shortens."""
+        """Return whether a seated node is away with a grace period that a round's end shortens."""
         away = self.away.get(node_id)
         return away is not None and not away.firm and node_id in self.seats
 

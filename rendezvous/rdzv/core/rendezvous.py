@@ -1,9 +1,9 @@
-"""One job's rendezvous: command rules, then state rules to a fixed point.
+"""One job's rendezvous: command rules, followed by state rules until a fixed point is reached.
 
 `step()` is a pure function from a state, a command and the time to the next state and its events. A
-command rule records what the command reports; then the state rules (release seats, settle the
-charge, complete a round, ...) apply one at a time until none is left. Time enters only through
-`now_ms`; `Transition.wake_at_ms` is when a rule may next apply without any command. The package's
+command rule records what the command reports. The state rules (release seats, settle the charge,
+complete a round, ...) then apply one at a time until none applies. Time enters only through
+`now_ms`; `Transition.wake_at_ms` is when a rule may next apply without a command. The package's
 docstring describes the life of a job.
 """
 
@@ -90,25 +90,24 @@ from rdzv.structs import replace, struct
 
 @struct(frozen=True)
 class Transition:
-    """The next state, the events, and when the next tick is due; None if none is."""
+    """The next state, the events, and when the next tick is due, or None if no tick is due."""
 
     state: State
     events: tuple[Event, ...] = ()
     wake_at_ms: int | None = None
     ignored: Ignored | None = None
-    """Why the command itself changed nothing; state rules may still have applied."""
+    """Why the command itself had no effect; state rules may still have applied."""
 
 
 def step(state: State, command: Command, now_ms: int) -> Transition:
-    """Apply one command, then the state rules until none applies.
+    """Apply one command, and then the state rules until none applies.
 
-    Guarantees: the same state, command and time give the same transition; a command that is
-    repeated at once changes nothing; a `Tick` before `wake_at_ms` changes nothing.
+    Guarantees: the same state, command and time produce the same transition; a command that is
+    immediately repeated has no effect; a `Tick` before `wake_at_ms` has no effect.
 
     Raises:
-        RendezvousError: the command is refused, and nothing has changed; `refusals` lists every
-            reason and its error.
-
+      RendezvousError: the command is refused, and nothing has changed; `refusals` lists every
+        reason and its error.
     """
     membership = not_after(state.membership, now_ms)
     if membership is not state.membership:
@@ -132,7 +131,7 @@ def _apply(work: Draft, command: Command) -> Ignored | None:
 
 @struct(frozen=True)
 class CommandRule:
-    """How one command is handled: it takes effect if all conditions hold, and is ignored otherwise.
+    """The handling of one command, which takes effect only if all conditions hold.
 
     An effect may raise an error to refuse the command, or return the reason for ignoring it.
     """
@@ -168,7 +167,7 @@ COMMAND_RULES: Mapping[type, CommandRule] = {
     GiveUp: CommandRule(give_up_job, _OF_SUBMISSION),
     Tick: CommandRule(lambda work, command: None),
 }
-"""The protocol: docs/protocol.md shows its outcomes, command by command."""
+"""The protocol. docs/protocol.md lists its outcomes, command by command."""
 
 STATE_RULES: tuple[Callable[[Draft], bool], ...] = (
     release_away_seats,

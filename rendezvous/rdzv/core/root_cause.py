@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rdzv.core.model import Cause, Failure, Round
 
 MAX_FAILURES = 64
-"""The most failures kept per round: the earliest ones."""
+"""The maximum number of failures kept per round; the earliest are kept."""
 
 _CONNECTION_ERRORS = (
     "connection reset",
@@ -28,7 +28,7 @@ _CONNECTION_ERRORS = (
     "distbackenderror",
     "diststoreerror",
     "no route to host",
-    # A collective that some other rank has not entered.
+    # A collective that another rank has not entered.
     "timed out waiting",
     "watchdog caught collective operation timeout",
 )
@@ -43,12 +43,12 @@ def is_connection_error(failure: Failure) -> bool:
 
 
 def root_cause(failures: Iterable[Failure], window_ms: int) -> tuple[Failure, ...]:
-    """Return the failures within `window_ms` of the earliest, the root cause first.
+    """Return the failures within `window_ms` of the earliest, with the root cause first.
 
-    First come failures with a traceback other than a connection error, then those without
-    information (killed by a signal, or no error file), then connection errors, which follow from
-    another failure; within each class, the earliest first. Suspects count only if there is no other
-    failure.
+    Failures with a traceback other than a connection error come first, then those without
+    information (killed by a signal, or no error file), and finally connection errors, which are a
+    consequence of another failure. Within each class, the earliest comes first. Suspects count only
+    if there is no other failure.
     """
     by_time = sorted(failures, key=lambda f: (f.at_ms, f.node_id, f.local_rank))
     by_time = [failure for failure in by_time if not failure.suspect] or by_time
@@ -66,10 +66,10 @@ def _tier(failure: Failure) -> int:
 
 
 def charged_failures(round_: Round, window_ms: int) -> tuple[Failure, ...]:
-    """Return the failures that the end of a round is charged to, the root cause first.
+    """Return the failures to which the end of a round is charged, with the root cause first.
 
-    The result is empty if it is charged to something else. A suspect is not charged if a
-    participant was given up before its workers were done, for instance because they survive
+    The result is empty if the end is charged to something else. A suspect is not charged if a
+    participant was given up before its workers had finished, for instance because they survive
     SIGKILL.
     """
     end = round_.end
@@ -86,9 +86,9 @@ def only_suspects(failures: Iterable[Failure]) -> bool:
 
 
 def keep_earliest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """Return one failure per worker, and of these the earliest `MAX_FAILURES`, suspects last.
+    """Return one failure per worker, at most the earliest `MAX_FAILURES`, with suspects last.
 
-    A worker's own failure replaces the one for which it was a suspect.
+    A worker's own failure replaces the failure for which it was a suspect.
     """
     by_worker: dict[tuple[str, int], Failure] = {}
     for failure in sorted(failures, key=lambda f: f.suspect):
@@ -97,14 +97,14 @@ def keep_earliest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 
 
 def describe_failure(failure: Failure) -> str:
-    """Describe in one line which worker failed, and how."""
+    """Describe in one line which worker failed and how."""
     how = f": exit code {failure.exit_code}"
     if failure.suspect:
         how = ": a collective failed"
     elif failure.signal is not None:
         how = f": signal {failure.signal}"
     elif failure.exit_code is None:
-        # The worker hung, or nothing saw how it ended; the message says all that is known.
+        # The worker hung, or its end was not observed; the message contains all that is known.
         how = "" if failure.message else ": how it ended is not known"
     text = f"rank {failure.rank} (local_rank {failure.local_rank}) on {failure.node_id}{how}"
     return f"{text}: {failure.message}" if failure.message else text

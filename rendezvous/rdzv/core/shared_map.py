@@ -1,7 +1,7 @@
 """Immutable mappings whose changed copies share everything that has not changed.
 
-A job of ten thousand nodes takes ten thousand steps to form, and each changes one node's place.
-Copying a dict at each step would take time that grows with the square of the number of nodes.
+A job of ten thousand nodes takes ten thousand steps to form, each of which changes one node's
+place. If each step copied a dict, the total time would grow with the square of the number of nodes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from typing import Any, TypeVar, cast
 
 LARGE = 512
-"""From this size on, copying a dict costs more than sharing it."""
+"""The size at which copying a dict begins to cost more than sharing it."""
 CHANGES = 128
-"""The most changes that a shared map holds on top of its shared base."""
+"""The maximum number of changes that a shared map holds on top of its shared base."""
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -22,14 +22,14 @@ _NONE: Any = object()
 
 
 def put(mapping: Mapping[_K, _V], key: _K, value: _V) -> Mapping[_K, _V]:
-    """Return a mapping in which a key has this value; its order is that of a dict."""
+    """Return a mapping in which a key has the given value, ordered like a dict."""
     if len(mapping) < LARGE:
         return {**mapping, key: value}
     return _shared(mapping).put(key, value)
 
 
 def without(mapping: Mapping[_K, _V], key: _K) -> Mapping[_K, _V]:
-    """Return a mapping without a key; the same mapping if it has no such key."""
+    """Return a mapping without the given key, or the same mapping if it has no such key."""
     if key not in mapping:
         return mapping
     if len(mapping) < LARGE:
@@ -41,7 +41,7 @@ def without(mapping: Mapping[_K, _V], key: _K) -> Mapping[_K, _V]:
 
 def put_all(mapping: Mapping[_K, _V], changes: Mapping[_K, _V]) -> Mapping[_K, _V]:
     """Return a mapping in which many keys have new values."""
-    # By pairs, because unpacking a mapping other than a dict looks up each of its keys.
+    # Iterate over pairs, because unpacking a mapping other than a dict looks up each of its keys.
     return {**dict(mapping.items()), **changes}
 
 
@@ -52,14 +52,14 @@ def _shared(mapping: Mapping[_K, _V]) -> SharedMap[_K, _V]:
 
 
 class SharedMap(Mapping[_K, _V]):
-    """A dict shared with other maps, plus a few changes to it. Made by `put` and `without`."""
+    """A dict shared with other maps, plus a few changes to it. Created by `put` and `without`."""
 
     __slots__ = ("_added", "_base", "_over", "_size")
 
     def __init__(
         self, base: Mapping[_K, _V], over: dict[_K, _V], added: dict[_K, _V], size: int
     ) -> None:
-        """`over` has new values for keys of the base, or `_GONE`; `added` follows the base.
+        """`over` contains new values for keys of the base, or `_GONE`; `added` follows the base.
 
         A key of the base that was removed and then put again is in both.
         """
@@ -69,7 +69,7 @@ class SharedMap(Mapping[_K, _V]):
         self._size = size
 
     def put(self, key: _K, value: _V) -> SharedMap[_K, _V]:
-        """Return a map in which a key has this value."""
+        """Return a map in which a key has the given value."""
         over, added = self._over, self._added
         if key in added or key not in self:
             size = self._size + (key not in added)
@@ -77,7 +77,7 @@ class SharedMap(Mapping[_K, _V]):
         return self._changed({**over, key: value}, added, self._size)
 
     def without(self, key: _K) -> SharedMap[_K, _V]:
-        """Return a map without a key that this one has."""
+        """Return a map without a key that this map has."""
         over, added = self._over, self._added
         if key in added:
             added = dict(added)
@@ -130,7 +130,7 @@ class SharedMap(Mapping[_K, _V]):
         return (key for key, _ in self._pairs())
 
     def items(self) -> ItemsView[_K, _V]:
-        """Return the pairs of key and value."""
+        """Return the key-value pairs."""
         return _Items(self)
 
     def values(self) -> ValuesView[_V]:
@@ -138,7 +138,7 @@ class SharedMap(Mapping[_K, _V]):
         return _Values(self)
 
     def __repr__(self) -> str:
-        """Return the text of an equal dict."""
+        """Return the representation of an equal dict."""
         return repr(dict(self._pairs()))
 
 

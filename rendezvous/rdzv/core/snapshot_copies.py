@@ -1,7 +1,8 @@
-"""Copies of snapshots on other nodes: which node keeps copies for which, and of what.
+"""Copies of snapshots on other nodes: which node keeps copies for which other node, and of what.
 
-A part of the state that only nodes of one topology hold is lost with them, so a node of another
-topology keeps a copy. If all nodes have the same topology, a node on another machine is enough.
+If only nodes of one topology hold a part of the state, that part is lost with them, so a node of
+another topology keeps a copy. If all nodes have the same topology, a node on another machine is
+enough.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ from rdzv.core.model import Participant, Snapshot, SnapshotMark
 from rdzv.structs import replace, struct
 
 MAX_COPIES = 3
-"""The most workers on other nodes for which a node keeps copies, per worker of its own."""
+"""The maximum number of workers on other nodes for which a node keeps copies, per own worker."""
 
 
 @struct(frozen=True)
 class CopyCarrier:
-    """Where other nodes of a job fetch copies of a node's snapshots."""
+    """The endpoint from which other nodes of a job fetch copies of a node's snapshots."""
 
     port: int
     token: str
-    """Each side proves to the other that it knows this token."""
+    """A token that each side proves to the other that it knows."""
     fingerprint: str = ""
-    """SHA-256 of its certificate, in hexadecimal; empty if it does not encrypt."""
+    """The SHA-256 fingerprint of its certificate in hexadecimal, or empty if it does not use
+    encryption."""
 
 
 @struct(frozen=True)
 class MissingCopies:
-    """Copies that a node was asked to keep but cannot get."""
+    """Copies that a node was asked to keep but cannot obtain."""
 
     mark: SnapshotMark
     reason: str
@@ -38,7 +40,7 @@ class MissingCopies:
 
 @struct(frozen=True)
 class CopySource:
-    """A node, and the snapshots that another node is to fetch from it."""
+    """A node, and the snapshots that another node must fetch from it."""
 
     node_id: str
     address: str
@@ -50,7 +52,7 @@ class CopySource:
 
 @struct(frozen=True)
 class CopyOrder:
-    """The snapshots that one node is to keep copies of for another."""
+    """The snapshots of one node that another node must copy and keep."""
 
     keeper: str
     source: str
@@ -58,10 +60,10 @@ class CopyOrder:
 
 
 def keepers(participants: Sequence[Participant]) -> dict[str, str]:
-    """Map each node to the one that keeps its copies; nodes without one are left out.
+    """Map each node to the node that keeps its copies, omitting nodes that have no keeper.
 
     The choice depends only on the nodes and their order. As far as possible, each node keeps copies
-    for just one other.
+    for only one other node.
     """
     groups = sorted(_apart(participants).values(), key=len, reverse=True)
     if len(groups) < 2:
@@ -138,7 +140,7 @@ def are_kept(wanted: Iterable[Snapshot], held: Collection[Snapshot]) -> bool:
 
 
 def _apart(participants: Sequence[Participant]) -> dict[str, list[str]]:
-    """Group node_ids that may fail together: by topology or, if all have the same, by machine."""
+    """Group node_ids that may fail together: by topology or, if all share one, by machine."""
     by_topology = len({one.offer.topology for one in participants}) > 1
     groups: dict[str, list[str]] = {}
     for one in participants:

@@ -1,13 +1,13 @@
-"""Which snapshots of a job's state are whole, and whether a round loads them.
+"""Determines which snapshots of a job's state are whole, and whether a round loads them.
 
 A *snapshot* is one part of the state at one sealed step, in memory that outlives its worker. Parts
 fit together only if they have the same *mark*: the same lineage, step and series. A mark is *whole*
 if participants hold every part of it. A *lineage* begins with each round that has only new workers,
-and kept workers carry it on: in two lineages, the same step is not the same state.
+and kept workers continue it. The same step in two lineages is not the same state.
 
 Kept workers are never older than the snapshots of the rounds that they took part in, so a round
 loads snapshots only if no kept worker has a state. A round that has neither begins from the
-script's own checkpoint: snapshots of earlier lineages are not loaded from then on, whatever their
+script's own checkpoint. From then on, snapshots of earlier lineages are not loaded, whatever their
 steps are.
 """
 
@@ -22,14 +22,15 @@ from rdzv.core.model import Cause, Membership, Participant, Round, Snapshot, Sna
 from rdzv.structs import struct
 
 MAX_LOADS = 3
-"""Snapshots are left aside if this many rounds in a row have loaded them and failed soon."""
+"""Snapshots are no longer loaded if this many consecutive rounds have loaded them and failed soon.
+"""
 
 MAX_SOLE_HOLDERS = 8
-"""The most sole holders that are named."""
+"""The maximum number of sole holders that are named."""
 
 
 class WhyNotLoaded(StrEnum):
-    """Why a round loads no snapshots although there are some, and no kept worker has a state."""
+    """Why a round loads no snapshots although some exist and no kept worker has a state."""
 
     NOT_WHOLE = "not whole"
     OUTDATED = "outdated"
@@ -43,12 +44,12 @@ WHY_NOT_LOADED: Mapping[str, str] = {
     WhyNotLoaded.RESHARDED: "they are parts of a state that another number of workers shared",
     WhyNotLoaded.IN_VAIN: f"{MAX_LOADS} rounds in a row that loaded them have failed soon",
 }
-"""The reasons in words."""
+"""The reasons as text."""
 
 
 @struct(frozen=True)
 class Base:
-    """The snapshots that a round begins with; all fields but the last are those of `Round`."""
+    """The snapshots with which a round begins; all fields but the last are those of `Round`."""
 
     snapshot: SnapshotMark | None
     snapshot_loads: int
@@ -62,7 +63,7 @@ def newest_whole(
 ) -> SnapshotMark | None:
     """Return the newest mark of these lineages that is whole among the snapshots that nodes hold.
 
-    Parts of a divided state are usable only by the same number of workers.
+    Parts of a divided state can be used only by the same number of workers.
     """
     parts: dict[SnapshotMark, set[int]] = {}
     for snapshots in held:
@@ -81,13 +82,13 @@ def has_whole(round_: Round, waiting: Iterable[Waiting]) -> bool:
 
 
 def sealed_in(round_: Round) -> range:
-    """Return the lineages to which the steps that a round has sealed may belong."""
+    """Return the lineages to which the steps sealed by a round may belong."""
     # Kept workers that have no state begin another lineage, which is not known here.
     return range(round_.lineage, round_.number + 1)
 
 
 def base(membership: Membership, keeping: Keeping, joins: Iterable[Waiting]) -> Base:
-    """Decide which snapshots the next round begins with; `joins` are its participants' joins."""
+    """Decide with which snapshots the next round begins; `joins` are its participants' joins."""
     prior, number = membership.round, membership.next_round
     origin = prior.origin if prior is not None else number
     world_size = _workers(keeping.participants)
@@ -107,7 +108,7 @@ def base(membership: Membership, keeping: Keeping, joins: Iterable[Waiting]) -> 
 
 
 def before(snapshots: Collection[Snapshot], lineage: int, step: int | None) -> tuple[Snapshot, ...]:
-    """Return the snapshots except those of steps that kept workers redo: results will differ."""
+    """Return the snapshots, except those of steps that kept workers redo with different results."""
     marks = (one.mark for one in snapshots)
     undone = {mark for mark in marks if mark.lineage == lineage and mark.step > (step or 0)}
     return tuple(one for one in snapshots if one.mark not in undone)
@@ -116,7 +117,7 @@ def before(snapshots: Collection[Snapshot], lineage: int, step: int | None) -> t
 def _why_not_whole(
     held: Iterable[Collection[Snapshot]], origin: int, world_size: int
 ) -> WhyNotLoaded | None:
-    """Return why none of the snapshots that nodes hold is whole; None if they hold none."""
+    """Return why no snapshot that nodes hold is whole, or None if they hold no snapshots."""
     marks = {one.mark for snapshots in held for one in snapshots}
     present = {mark for mark in marks if mark.lineage >= origin}
     if not present:
@@ -143,7 +144,7 @@ def _workers(participants: tuple[Participant, ...]) -> int:
 
 @struct(frozen=True)
 class NodeHolding:
-    """How many snapshots of a job's state a node holds, and their size."""
+    """The number and total size of a job's snapshots that a node holds."""
 
     snapshots: int
     bytes: int
@@ -151,7 +152,7 @@ class NodeHolding:
 
 @struct(frozen=True)
 class SoleHolder:
-    """A node that alone holds a part of the newest whole step, and why no other has a copy."""
+    """The only node that holds a part of the newest whole step, and why no other has a copy."""
 
     node_id: str
     reason: str
@@ -159,36 +160,38 @@ class SoleHolder:
 
 @struct(frozen=True)
 class NodeLoss:
-    """What the loss of one node would leave of the snapshots, in the worst case."""
+    """The snapshots that would remain after the loss of one node, in the worst case."""
 
     whole: SnapshotMark | None
     sole_holders: tuple[SoleHolder, ...] = ()
-    """Nodes without any one of which the newest state would not be whole; the first few of them."""
+    """The nodes, or the first few of them, without any one of which the newest state would not be
+    whole."""
     sole_holder_count: int = 0
 
 
 @struct(frozen=True)
 class SnapshotsKnown:
-    """What is known about a job's snapshots: the newest whole ones, and all of them by node_id."""
+    """What is known about a job's snapshots: the newest whole ones, and those held by each node."""
 
     whole: SnapshotMark | None = None
     whole_ms: int = 0
-    """Since when they have been whole, as far as known."""
+    """When they became whole, as far as is known."""
     held: Mapping[str, NodeHolding] = field(default_factory=dict)
     node_loss: NodeLoss | None = None
-    """None until nodes have reported that they hold all of `whole`."""
+    """The worst-case loss of a node, or None until nodes have reported that they hold all of
+    `whole`."""
 
     def lost_steps(self, steps: Iterable[int]) -> int | None:
         """Return how many steps would be redone if all workers, now at `steps`, failed.
 
-        None if that is not known.
+        Return None if that is not known.
         """
         return _steps_after(self.whole, steps)
 
     def lost_steps_with_node(self, steps: Iterable[int]) -> int | None:
         """Return the most steps that would be redone if any one node and all workers were lost.
 
-        None if that is not known, or if nothing whole would be left in memory.
+        Return None if that is not known, or if nothing whole would remain in memory.
         """
         return _steps_after(self.node_loss.whole if self.node_loss else None, steps)
 
@@ -201,7 +204,8 @@ class HeldByNodes:
     """
 
     def __init__(self, round_: Round, last: HeldByNodes | None = None) -> None:
-        """Begin with the mark in the round's record, and what its nodes held in `last`, if any."""
+        """Begin with the mark in the round's record, and what its nodes held in `last`, if given.
+        """
         self.whole = round_.snapshot
         self.whole_in_round: SnapshotMark | None = None
         """The newest whole mark, if it became whole in this round."""
@@ -210,14 +214,14 @@ class HeldByNodes:
         self._world_size = round_.world_size
         self._held: dict[str, tuple[Snapshot, ...]] = {}
         self._holders: dict[SnapshotMark, dict[int, int]] = {}
-        """By mark and part, how many nodes hold it."""
+        """The number of nodes that hold each part, by mark and part."""
         for participant in round_.participants if last is not None else ():
             if last is not None and (known := last._held.get(participant.node_id)):
                 past = before(known, round_.lineage, round_.resume_step)
                 self.note(participant.node_id, past)
 
     def note(self, node_id: str, snapshots: tuple[Snapshot, ...]) -> bool:
-        """Replace the snapshots of a node; return whether a newer mark has become whole."""
+        """Replace a node's snapshots, and return whether a newer mark has become whole."""
         for mark, shard in _parts(self._held.get(node_id, ())):
             holders = self._holders[mark]
             holders[shard] -= 1
@@ -240,7 +244,7 @@ class HeldByNodes:
         return self._held.get(node_id, ())
 
     def sole_holders(self, mark: SnapshotMark) -> set[str] | None:
-        """Return the nodes that alone hold a part of a mark; None if no node holds some part."""
+        """Return the nodes that alone hold a part of a mark, or None if some part is not held."""
         holders = self._holders.get(mark, {})
         if len(holders) < mark.shards:
             return None
@@ -252,10 +256,10 @@ class HeldByNodes:
         }
 
     def whole_without_a_node(self) -> SnapshotMark | None:
-        """Return the newest mark that is sure to be left whole by the loss of any one node.
+        """Return the newest mark that is certain to remain whole after the loss of any one node.
 
-        A node's loss leaves the newest mark of which it is not a sole holder; the result is the
-        oldest of these marks over all nodes.
+        After a node's loss, the newest remaining mark is the newest one of which that node is not a
+        sole holder. The result is the oldest of these marks over all nodes.
         """
         worse_off = set(self._held)
         for mark in sorted(self._holders, reverse=True):
@@ -271,23 +275,24 @@ class HeldByNodes:
 
 
 class BlockedSaves:
-    """Notices that no rank can save any more, because the ranks hold different steps.
+    """Detects that no rank can save any more because the ranks hold different steps.
 
-    A rank keeps the announced mark and saves over the older of its two snapshots, so it waits while
-    the newer one is not announced. Ranks hear of a mark at slightly different moments. If one saves
-    a step and another does not, that step is never whole, and both may wait for ever.
+    A rank keeps the announced mark and saves over the older of its two snapshots, so it waits as
+    long as the newer one is not announced. Ranks learn of a mark at slightly different times. If
+    one rank saves a step and another does not, that step never becomes whole, and both may wait
+    forever.
     """
 
     def __init__(self, node_ids: Iterable[str], announced: SnapshotMark | None) -> None:
-        """Ranks save over snapshots up to `announced`; with None, they save without waiting."""
+        """Ranks overwrite snapshots up to `announced`; with None, they save without waiting."""
         self._bound = announced
         self._newest: dict[str, list[SnapshotMark]] = {}
-        """By node, the newest mark of each of its ranks that holds two."""
+        """For each node, the newest mark of each of its ranks that holds two marks."""
         self._free = set(node_ids)
-        """The nodes of which a rank can save, and those that have reported nothing yet."""
+        """The nodes with a rank that can save, and those that have reported nothing yet."""
 
     def note(self, node_id: str, snapshots: Iterable[Snapshot]) -> None:
-        """Note all that a node holds."""
+        """Record all snapshots that a node holds."""
         marks: dict[int, list[SnapshotMark]] = {}
         for one in snapshots:
             if one.copy_of is None:
@@ -296,14 +301,14 @@ class BlockedSaves:
         self._compare(node_id, ranks=len(marks))
 
     def advance(self, mark: SnapshotMark) -> None:
-        """Note that ranks may save over snapshots up to this mark."""
+        """Record that ranks may overwrite snapshots up to this mark."""
         if self._bound is None or mark > self._bound:
             self._bound = mark
             for node_id in self._newest.keys() - self._free:
                 self._compare(node_id, ranks=len(self._newest[node_id]))
 
     def given_up(self) -> SnapshotMark | None:
-        """Return the newest mark held, if no rank can save; None if one can or none ever saved."""
+        """Return the newest mark held, or None if a rank can still save or none ever saved."""
         if self._free:
             return None
         return max((mark for held in self._newest.values() for mark in held), default=None)

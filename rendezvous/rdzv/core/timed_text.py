@@ -1,7 +1,7 @@
-"""Texts whose durations advance: time left shrinks, elapsed time grows.
+"""Text whose durations advance: remaining time shrinks and elapsed time grows.
 
-A reason says `n7 was lost 12 s ago; gives up in 9 min 48 s`. It carries its times separately, so
-that code that shows it later need not parse them from the text, which may quote anything.
+A reason may read `n7 was lost 12 s ago; gives up in 9 min 48 s`. It carries its times separately,
+so code that shows it later need not parse them from the text, which may quote anything.
 """
 
 from __future__ import annotations
@@ -12,48 +12,51 @@ from rdzv.core.words import duration
 from rdzv.structs import struct
 
 LAST_CALL = "last call"
-"""Short name of the wait for more nodes once a job's first round has enough of them."""
+"""Short name for the wait for more nodes once a job's first round has enough of them."""
 
 
 @struct(frozen=True)
 class TimeInText:
-    """A duration in a text: `length` characters starting at `at`."""
+    """A duration within a text: `length` characters starting at `at`."""
 
     at: int
     length: int
     ms: int
     grows: bool
-    """Whether it is the time since something happened; otherwise it is time left."""
+    """Whether this is the time since something happened, rather than the time remaining."""
     waits_for: str | None = None
-    """Short name of the wait; None if nothing happens when it ends."""
+    """The short name of the wait, or None if nothing happens when it ends."""
 
 
 class TimedText(str):
-    """A text that carries its times. Concatenation keeps them; formatting yields plain text."""
+    """A string that carries its times.
+
+    Concatenation keeps them; formatting yields a plain string.
+    """
 
     __slots__ = ("times",)
     times: tuple[TimeInText, ...]
 
     def __new__(cls, text: str, times: tuple[TimeInText, ...] = ()) -> TimedText:
-        """Make a text that has these times."""
+        """Create a string with these times."""
         made = super().__new__(cls, text)
         made.times = times
         return made
 
     def __add__(self, other: str) -> TimedText:
-        """Append a text."""
+        """Append a string."""
         return _joined(self, other)
 
     def __radd__(self, other: str) -> TimedText:
-        """Prepend a text."""
+        """Prepend a string."""
         return _joined(other, self)
 
 
 def left(ms: int, waits_for: str | None = None) -> TimedText:
-    """Format the time that is left.
+    """Format the time remaining.
 
-    >>> ("gives up in " + left(588_000)).times
-    (TimeInText(at=12, length=10, ms=588000, grows=False, waits_for=None),)
+    >>> ("gives up in " + left(588_000)).times (TimeInText(at=12, length=10, ms=588000, grows=False,
+    waits_for=None),)
     """
     return _timed(max(ms, 0), grows=False, waits_for=waits_for)
 
@@ -64,16 +67,15 @@ def past(ms: int) -> TimedText:
 
 
 def times_of(text: str) -> tuple[TimeInText, ...]:
-    """Return the times of a text; a plain one has none."""
+    """Return the times of a text, or an empty tuple for a plain string."""
     return text.times if isinstance(text, TimedText) else ()
 
 
 def later(text: str, times: Iterable[TimeInText], more_ms: int) -> TimedText:
-    """Return a text as it reads `more_ms` later.
+    """Return a text as it will read `more_ms` later.
 
-    >>> text = "n7 was lost " + past(12_000) + " ago; gives up in " + left(588_000)
-    >>> later(text, text.times, 5_000)
-    'n7 was lost 17 s ago; gives up in 9 min 43 s'
+    >>> text = "n7 was lost " + past(12_000) + " ago; gives up in " + left(588_000) >>> later(text,
+    text.times, 5_000) 'n7 was lost 17 s ago; gives up in 9 min 43 s'
     """
     read, end = TimedText(""), 0
     for time in _fitting(text, times):
@@ -97,7 +99,7 @@ def without_times(text: str, times: Iterable[TimeInText]) -> str:
 
 
 def _fitting(text: str, times: Iterable[TimeInText]) -> Iterator[TimeInText]:
-    """Yield the times that fit the text, in order; times from another server may not fit."""
+    """Yield, in order, the times that fit the text; times from another server may not fit."""
     end = 0
     for time in times:
         if end <= time.at <= time.at + time.length <= len(text):
@@ -115,7 +117,7 @@ def _joined(first: str, second: str) -> TimedText:
     if isinstance(second, TimedText):
         by = len(first)
         times += tuple(
-            # `replace` would be too slow: each of thousands of nodes gets such a text.
+            # `replace` would be too slow, because each of thousands of nodes gets such a text.
             TimeInText(time.at + by, time.length, time.ms, time.grows, time.waits_for)
             for time in second.times
         )

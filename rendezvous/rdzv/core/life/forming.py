@@ -221,8 +221,7 @@ def newcomers_due_ms(state: State, now_ms: int) -> int | None:
 
 
 def next_newcomers_ms(state: State, now_ms: int) -> int | None:
-    """Return when waiting nodes end the round or the first held-back node may, whichever is first.
-    """
+    """Return the earliest time at which waiting nodes, current or held back, may end the round."""
     if _free_seats(state) <= 0:
         return None
     due = [until_ms for node_id, until_ms in holds(state).items() if node_id in state.waiting]
