@@ -204,8 +204,7 @@ class HeldByNodes:
     """
 
     def __init__(self, round_: Round, last: HeldByNodes | None = None) -> None:
-        """Begin with the mark in the round's record, and what its nodes held in `last`, if given.
-        """
+        """Start with the mark in the round's record and what its nodes held in `last`, if given."""
         self.whole = round_.snapshot
         self.whole_in_round: SnapshotMark | None = None
         """The newest whole mark, if it became whole in this round."""

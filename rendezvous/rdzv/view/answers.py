@@ -1,7 +1,8 @@
-"""rdzvd's answers as values, in which None means "unknown".
+"""rdzvd's responses as values, in which None means "unknown".
 
 The server builds them from its own values (`rdzv.server.operations.answer_values`). Its HTTP API
-writes them as JSON, its gRPC services as messages, which `from_messages` decodes to equal values.
+writes them as JSON, and its gRPC services as messages, which `from_messages` decodes to equal
+values.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from rdzv.stores.base import Record
 
 OWN_BACKEND = "rdzv"
-"""The backend of a job unless the server names another; older servers name none."""
+"""A job's backend unless the server specifies another; older servers specify none."""
 
 
 @struct(frozen=True)
@@ -38,13 +39,13 @@ class WorkerFailure:
     message: str | None
     traceback: str | None
     suspect: bool = False
-    """Whether one of its collectives failed, perhaps because of another failure; it has not exited.
-    """
+    """Whether one of its collectives failed, perhaps because of another failure. The worker has not
+    exited."""
 
 
 @struct(frozen=True)
 class LastFailure:
-    """The last worker failure of a run: its root cause, and others that failed with it."""
+    """The last worker failure in a run: the root cause, and other workers that failed with it."""
 
     age_ms: int | None
     root_cause: WorkerFailure
@@ -53,9 +54,11 @@ class LastFailure:
 
 @struct(frozen=True)
 class NodeStatus:
-    """One node of a job. `reason` says why it is not seated; None if it is seated and stays.
+    """One node of a job.
 
-    `drain_left_ms` is how much time its workers have left, if the node is about to leave.
+    `reason` says why it is not seated, or is None if it is seated and staying.
+
+    `drain_left_ms` is the time that its workers have left if the node is about to leave.
     """
 
     node_id: str
@@ -70,25 +73,27 @@ class NodeStatus:
     drain_left_ms: int | None = None
     reason_times: tuple[TimeInText, ...] = ()
     kept: int | None = None
-    """How many of its workers in the live round are kept; `warm` and `cold` count those forked warm
-    or started cold. None if unknown."""
+    """The number of its workers in the live round that are kept; `warm` and `cold` count those
+    forked warm or started cold. None if unknown."""
     warm: int | None = None
     cold: int | None = None
     snapshots: int = 0
-    """How many snapshots of the job's state it holds in memory; `snapshot_bytes` is their size."""
+    """The number of snapshots of the job's state that it holds in memory; `snapshot_bytes` is their
+    size."""
     snapshot_bytes: int = 0
 
 
 @struct(frozen=True)
 class NodeLoss:
-    """What would be left in memory if one node was lost now, in the worst case."""
+    """What would remain in memory if one node were lost now, in the worst case."""
 
     step: int | None
-    """The newest step that would be whole; None if none would be."""
+    """The newest step that would be whole, or None if no step would be."""
     lost_steps: int | None = None
-    """How many steps would be redone if all workers failed with it; None if unknown."""
+    """The number of steps that would be redone if all workers failed with the node, or None if
+    unknown."""
     sole_holders: tuple[SoleHolder, ...] = ()
-    """Nodes without which the newest step would not be whole; the first few of them."""
+    """The nodes, or the first few of them, without which the newest step would not be whole."""
     sole_holder_count: int = 0
 
 
@@ -102,17 +107,17 @@ class WholeSnapshot:
     age_ms: int
     """How long it has been whole, as far as this server knows."""
     lost_steps: int | None = None
-    """How many steps would be redone if all workers failed now; None if unknown."""
+    """The number of steps that would be redone if all workers failed now, or None if unknown."""
     node_loss: NodeLoss | None = None
-    """None until this server knows which nodes hold the step."""
+    """The worst-case loss of a node, or None until this server knows which nodes hold the step."""
 
 
 @struct(frozen=True)
 class RankProgress:
-    """The progress of one worker, as it reported `age_ms` ago. `rate` is in steps per second.
+    """The progress that one worker reported `age_ms` ago. `rate` is in steps per second.
 
     `behind` is the minimum number of steps by which it trails the leading worker at the same
-    moment; the reported steps themselves are from different moments.
+    moment. The reported steps themselves are from different moments.
     """
 
     rank: int
@@ -124,33 +129,33 @@ class RankProgress:
 
 @struct(frozen=True)
 class Straggler:
-    """A worker that is slow by its rate (`step_s`) or by when it enters collectives (`late_ms`)."""
+    """A worker that is slow, judged by its rate (`step_s`) or lateness (`late_ms`)."""
 
     rank: int
     age_ms: int
     """How long it has been slow."""
     step_s: float | None = None
-    """How many seconds it takes for a step."""
+    """The time in seconds that it takes for a step."""
     median_s: float | None = None
-    """How many seconds the median worker of its role takes."""
+    """The time in seconds that the median worker of its role takes for a step."""
     late_ms: float | None = None
-    """How much later than the others it enters collectives: the median."""
+    """The median delay with which it enters collectives after the other workers."""
     late_p95_ms: float | None = None
     """The 95th percentile of the same delay."""
     clock_error_ms: float | None = None
-    """How far off these two may be, since the nodes' clocks differ."""
+    """The possible error of these two values, because the nodes' clocks differ."""
     wait_share: float | None = None
     """A lower bound on the share of time that the others spend waiting for it."""
     gpu: GpuState | None = None
-    """What NVML shows about its GPU, if anything."""
+    """What NVML reports about its GPU, if anything."""
 
 
 @struct(frozen=True)
 class Token:
     """A token without its secret.
 
-    `expires_in_ms` is None if it never expires, 0 if it has expired. `used_age_ms` is accurate to
-    an hour; None if it was never used.
+    `expires_in_ms` is None if it never expires, and 0 if it has expired. `used_age_ms` is accurate
+    to an hour, and None if the token was never used.
     """
 
     id: str
@@ -163,7 +168,7 @@ class Token:
 
 @struct(frozen=True)
 class DeclinedNode:
-    """A node that could not run a submitted job, and is not chosen for it again."""
+    """A node that could not run a submitted job and is not chosen for it again."""
 
     node_id: str
     reason: str
@@ -171,11 +176,11 @@ class DeclinedNode:
 
 @struct(frozen=True)
 class Submission:
-    """How a job was submitted, and its placement so far. `placed` are the chosen nodes.
+    """How a job was submitted, and its placement so far. `placed` lists the chosen nodes.
 
-    `jobs_before` is the number of jobs served before it; None if it does not wait. `env_names` are
-    the names of its environment variables; values are never sent. `gpus_per_node` is None if each
-    worker gets one GPU on nodes that have any.
+    `jobs_before` is the number of jobs ahead of it in the queue, or None if it is not waiting.
+    `env_names` lists the names of its environment variables; values are never sent. `gpus_per_node`
+    is None if each worker gets one GPU on nodes that have any.
     """
 
     submitted_by: str | None
@@ -190,17 +195,18 @@ class Submission:
     jobs_before: int | None
     declined: tuple[DeclinedNode, ...]
     submitter: str | None = None
-    """The authenticated name of the submitter; None if authentication is not required."""
+    """The authenticated name of the submitter, or None if authentication is not required."""
     account: str | None = None
-    """The account it asks to run as; None for each node's default account for the submitter."""
+    """The account that it asks to run as, or None for each node's default account for the
+    submitter."""
 
 
 @struct(frozen=True)
 class Budgets:
-    """How often a run's rounds ended for each cause, and the limits; None if there is no limit.
+    """How often a run's rounds ended for each cause, and the limits, with None for no limit.
 
     `restarts_in_vain` counts consecutive restarts that led neither beyond `furthest_step` nor to a
-    new snapshot; after `no_progress_restarts` of them the job fails, unless that is 0.
+    new snapshot. After `no_progress_restarts` of them the job fails, unless that is 0.
     """
 
     preemptions: int
@@ -215,10 +221,10 @@ class Budgets:
 
 @struct(frozen=True)
 class JobStatus:
-    """One job: its state and the reason. `round` and `world_size` describe the last complete round.
+    """One job's state and its reason. `round` and `world_size` describe the last complete round.
 
     `backend` is the rendezvous that forms its group: `rdzv`, or `c10d`, which the server only
-    watches. `progress` has the workers of the live round that report progress, by RANK.
+    observes. `progress` contains the workers of the live round that report progress, by RANK.
     `submission` is None if the server does not choose the job's nodes.
     """
 
@@ -239,38 +245,40 @@ class JobStatus:
     master_port: int | None
     nodes: tuple[NodeStatus, ...]
     last_end: str | None
-    """How the last round ended."""
+    """The way in which the last round ended."""
     last_failure: LastFailure | None
     backend: str
     progress: tuple[RankProgress, ...]
     submission: Submission | None = None
     budgets: Budgets | None = None
     no_progress: bool = False
-    """The job failed because it made no progress: launching it again unchanged would not help."""
+    """Whether the job failed because it made no progress, so launching it again unchanged would not
+    help."""
     stragglers: tuple[Straggler, ...] = ()
     """Workers that have been slow for a while, by RANK."""
     owner: str | None = None
-    """The only caller, besides admins, that may change the job; None if only admins may."""
+    """The only caller, apart from admins, that may change the job, or None if only admins may."""
     has_secret: bool = False
     """Whether joining requires a secret."""
     reason_times: tuple[TimeInText, ...] = ()
     """The durations in `reason` that change with time."""
     kept: int = 0
-    """How many workers of the last complete round also took part in the previous one."""
+    """The number of workers in the last complete round that also took part in the previous one."""
     source: int | None = None
-    """RANK of the kept worker with the newest state; None if there is none."""
+    """The RANK of the kept worker with the newest state, or None if there is none."""
     resume_step: int | None = None
-    """How many steps the source had sealed."""
+    """The number of steps that the source had sealed."""
     warm: int | None = None
-    """How many workers of the live round were forked warm; None, as is `cold`, if unknown."""
+    """The number of workers of the live round that were forked warm. None, like `cold`, if unknown.
+    """
     cold: int | None = None
     snapshot: WholeSnapshot | None = None
-    """The newest snapshots in memory that are whole; None if there are none."""
+    """The newest whole snapshots in memory, or None if there are none."""
 
 
 @struct(frozen=True)
 class JobSummary:
-    """One job in a list. `nodes` counts the nodes seated now."""
+    """One job in a list. `nodes` is the number of nodes currently seated."""
 
     rdzv_id: str
     run: str | None
@@ -286,7 +294,7 @@ class JobSummary:
     max_restarts: int | None
     backend: str
     hangs: str | None = None
-    """A description of the workers that hang now; None if none hang."""
+    """A description of the workers that are hanging now, or None if no worker is."""
     reason_times: tuple[TimeInText, ...] = ()
 
 
@@ -301,7 +309,7 @@ class Gpu:
 
 @struct(frozen=True)
 class Resources:
-    """The resources of a node for submitted jobs; it takes at most `capacity` jobs at once."""
+    """A node's resources for submitted jobs. The node takes at most `capacity` jobs at once."""
 
     cpus: int | None
     memory_bytes: int | None
@@ -323,7 +331,7 @@ class NodeJob:
 
 @struct(frozen=True)
 class Node:
-    """One node, across its jobs. `resources` is None if it takes no submitted jobs.
+    """One node with all its jobs. `resources` is None if it takes no submitted jobs.
 
     `gpus_free` is None if the number of its GPUs is unknown. A node that is cordoned, quarantined
     or unhealthy takes no more jobs; `quarantine` and `unhealthy` give the reasons.
@@ -342,17 +350,18 @@ class Node:
     cordon_reason: str | None
     cordon_age_ms: int | None
     metrics: str | None = None
-    """The address where its agent serves /metrics."""
+    """The address at which its agent serves /metrics."""
     quarantine: str | None = None
     quarantine_age_ms: int | None = None
     quarantine_left_ms: int | None = None
     unhealthy: str | None = None
     unhealthy_age_ms: int | None = None
     drain: str | None = None
-    """`draining` while jobs are left there, then `drained`; None if it is not being drained."""
+    """`draining` while jobs remain on the node, `drained` afterwards, and None if it is not being
+    drained."""
     drain_reason: str | None = None
     drain_left_ms: int | None = None
-    """How much time its workers have left; 0 if none."""
+    """The time that its workers have left, or 0 if they have none."""
     drained_by_operator: bool = False
 
 
@@ -367,19 +376,21 @@ class Server:
     version: str
     state_age_ms: int
     insecure: str | None = None
-    """Why anyone who can reach it can do anything; known only for the server that answers."""
+    """Why anyone who can reach the server can do anything; known only for the server that responds.
+    """
     store_away: str | None = None
-    """Why it cannot reach its store, since when, and what waits; only for the answering server."""
+    """Why the server cannot reach its store, since when, and what is delayed; known only for the
+    server that responds."""
     unix_ms: int | None = None
-    """The time on its clock; known only for the server that answers."""
+    """The time on the server's clock; known only for the server that responds."""
 
 
 @struct(frozen=True)
 class LogLines:
-    """A piece of one worker's output, or a `note` on why output from a node is missing.
+    """A chunk of one worker's output, or a `note` on why output from a node is missing.
 
-    A note about the whole job has an empty `node_id`. A piece may end anywhere in a line; the
-    pieces of one worker, round and stream are in order.
+    A note about the whole job has an empty `node_id`. A chunk may end anywhere in a line. The
+    chunks of one worker, round and stream are in order.
     """
 
     node_id: str
@@ -393,7 +404,7 @@ class LogLines:
 
 @struct(frozen=True)
 class StackFrame:
-    """One call; `line` is None if unknown."""
+    """One call in a stack. `line` is None if unknown."""
 
     name: str
     file: str
@@ -402,18 +413,18 @@ class StackFrame:
 
 @struct(frozen=True)
 class ThreadStack:
-    """One thread of a worker: its frames, innermost first."""
+    """One thread of a worker, with its frames, innermost first."""
 
     name: str
     main: bool
     frames: tuple[StackFrame, ...]
     holds_gil: bool = False
-    """Whether it holds the interpreter's lock."""
+    """Whether it holds the interpreter's lock (GIL)."""
 
 
 @struct(frozen=True)
 class CollectiveRecord:
-    """One collective that a worker has entered. `sizes` are the shapes and types of its input."""
+    """One collective that a worker has entered. `sizes` gives the shapes and types of its input."""
 
     sequence: int
     operation: str
@@ -446,13 +457,13 @@ class WorkerStack:
     state: str | None
     threads: tuple[ThreadStack, ...]
     kernel: tuple[str, ...]
-    """Where the worker sleeps in the kernel."""
+    """The kernel frames in which the worker is sleeping."""
     note: str | None
-    """Why part of the stack is missing."""
+    """The reason why part of the stack is missing."""
     collectives: tuple[GroupRecord, ...] = ()
-    """Torch's record of its collectives; empty if there is none."""
+    """Torch's record of its collectives, or empty if there is none."""
     no_record: str | None = None
-    """Why there is no record of its collectives."""
+    """The reason why there is no record of its collectives."""
 
 
 @struct(frozen=True)
@@ -465,7 +476,7 @@ class StackGroup:
 
 @struct(frozen=True)
 class SilentNode:
-    """A node that has not answered."""
+    """A node that has not responded."""
 
     node_id: str
     rank_first: int
@@ -475,22 +486,22 @@ class SilentNode:
 
 @struct(frozen=True)
 class HangCause:
-    """The workers that the rest of a round waits for, according to the records of collectives.
+    """The workers that the rest of a round is waiting for, according to the records of collectives.
 
-    `sentence` is for people; `details` has a line for each process group that waits.
+    `sentence` is for people; `details` contains a line for each process group that is waiting.
     """
 
     kind: str
     ranks: tuple[int, ...]
-    """The workers that the others wait for; empty if either side may be at fault."""
+    """The workers that the others are waiting for, or empty if either side may be at fault."""
     group: str
-    """The process group of the collective that the others wait in."""
+    """The process group of the collective in which the others are waiting."""
     sequence: int
     operation: str
     waiting: tuple[int, ...]
-    """The RANKs that wait in that collective."""
+    """The RANKs that are waiting in that collective."""
     waiting_ms: int
-    """How long they have waited."""
+    """How long they have been waiting."""
     sentence: str
     details: tuple[str, ...]
 
@@ -504,25 +515,25 @@ class StackReport:
     round: int
     age_ms: int
     reason: str
-    """Why they were taken."""
+    """The reason why the stacks were captured."""
     summary: str
     groups: tuple[StackGroup, ...]
-    """The largest first."""
+    """The groups, largest first."""
     stacks: tuple[WorkerStack, ...]
-    """By RANK."""
+    """The stacks, by RANK."""
     left_out: int
     """The number of workers in a group whose stacks were not kept because there were too many."""
     silent: tuple[SilentNode, ...]
     cause: HangCause | None = None
-    """The workers that the others wait for, if the records of their collectives show it."""
+    """The workers that the others are waiting for, if the records of their collectives show it."""
 
 
 @struct(frozen=True)
 class Event:
-    """One event of a job's history; `unix_ms` is the time on the server's clock, for people.
+    """One event in a job's history. `unix_ms` is the time on the server's clock, for display.
 
-    `text` describes its `fields` in one line; they are None if only the line is known, as in rows
-    of older versions of rdzvd.
+    `text` describes its `fields` in one line. The fields are None if only the line is known, as in
+    rows from older versions of rdzvd.
     """
 
     unix_ms: int
@@ -543,7 +554,7 @@ class NodeEvent:
 
 
 def node_event_in(row: Record, node_id: str) -> NodeEvent | None:
-    """Decode a row of history; None if it is not about this node."""
+    """Decode a row of history, or return None if it is not about this node."""
     if node_id not in row.data:  # Most rows do not, and need not be decoded.
         return None
     fields = fields_in(row.data) or {}
@@ -553,7 +564,7 @@ def node_event_in(row: Record, node_id: str) -> NodeEvent | None:
 
 
 def rank_progress(said: Sequence[tuple[int, Word]]) -> tuple[RankProgress, ...]:
-    """Compare the progress of a round's workers, by RANK, reported at different moments."""
+    """Compare the progress of a round's workers, by RANK, as reported at different moments."""
     behind = lags([word for _, word in said])
     return tuple(
         RankProgress(rank, word.step, word.age_ms, word.rate, steps)

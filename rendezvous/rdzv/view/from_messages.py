@@ -1,4 +1,4 @@
-"""Converts messages of the `Control` service to the values of `answers`."""
+"""Converts messages of the `Control` service to the values in `answers`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def token_of(token: pb.Token) -> Token:
 
 
 def server_of(server: pb.Server) -> Server:
-    """Decode an rdzvd."""
+    """Decode a server."""
     return from_message(Server, server, version=server.server_version)
 
 
@@ -57,7 +57,7 @@ def _last_failure(status: pb.JobStatus) -> LastFailure | None:
 
 
 def node_of(node: pb.Node) -> Node:
-    """Decode a node; a time is None unless the node is in the state to which the time refers."""
+    """Decode a node. Times are None unless the node is in the state to which they refer."""
     return from_message(
         Node,
         node,

@@ -1,11 +1,11 @@
 """History as data: the fields of each event, in the store, on the wire and in documents.
 
-An event's *fields* are a JSON object. Most are those of the core's event; this module defines what
-history keeps of core events that hold a whole round, traceback or list of nodes: history rows are
-small, however large the job. Fields added by a later version are kept and passed on, and so are
-events with unknown names.
+An event's *fields* are a JSON object. Most of them are those of the core's event. Some core events
+contain a whole round, traceback or list of nodes; for these, this module defines what history
+keeps, so that history rows are small however large the job is. Fields added by a later version are
+kept and passed on, as are events with unknown names.
 
-Rows of older versions hold a sentence instead. It is shown unchanged, and never parsed: it may
+Rows from older versions contain a sentence instead. It is shown unchanged and never parsed: it may
 quote a worker, so it cannot be trusted.
 """
 
@@ -55,28 +55,31 @@ class WorkerFailed:
     signal: int | None
     message: str
     age_ms: int = 0
-    """How long ago it failed."""
+    """The time since it failed."""
     suspect: bool = False
-    """One of its collectives failed, which may follow from another failure."""
+    """Whether one of its collectives failed, which may be due to another failure."""
 
 
 @struct(frozen=True)
 class NotKept:
-    """Workers that could have been kept but are new; `ranks` has the first few of the `workers`."""
+    """Workers that could have been kept but are new.
+
+    `ranks` lists the first few of the `workers`.
+    """
 
     why: str
-    """A code: the name of a `WhyNew`."""
+    """A code, which is the name of a `WhyNew`."""
     workers: int
     ranks: tuple[int, ...]
 
 
 @struct(frozen=True)
 class RoundCompleted:
-    """A round is complete. `participants` has the first few of its `nodes`.
+    """A round is complete. `participants` lists the first few of its `nodes`.
 
-    `kept` of its workers took part in the round before; RANK `source` heals the others, at
-    `resume_step`. New workers load `loaded_step` from snapshots in memory; `not_loaded` says why
-    none are loaded although there are some.
+    `kept` is the number of its workers that took part in the previous round. RANK `source` heals
+    the others, at `resume_step`. New workers load `loaded_step` from snapshots in memory;
+    `not_loaded` says why none are loaded although some exist.
     """
 
     round: int
@@ -86,7 +89,7 @@ class RoundCompleted:
     master_addr: str
     master_port: int
     enough_ms: int | None = None
-    """How long enough nodes had been ready; None if unknown."""
+    """How long enough nodes had been ready, or None if unknown."""
     kept: int = 0
     source: int | None = None
     resume_step: int | None = None
@@ -97,7 +100,7 @@ class RoundCompleted:
 
 @struct(frozen=True)
 class RoundAdopted:
-    """A round unknown to the server continues, as reported by its nodes."""
+    """A round unknown to the server is continued as reported by its nodes."""
 
     round: int
     nodes: int
@@ -105,22 +108,22 @@ class RoundAdopted:
 
 @struct(frozen=True)
 class RoundEnded:
-    """A round is over. If a fence had killed its workers, they had been dead for `dead_ms`."""
+    """A round has ended. If a fence had killed its workers, they had been dead for `dead_ms`."""
 
     round: int
     cause: Cause
     reason: str
     broken: bool
-    """The collectives broke."""
+    """Whether the collectives broke."""
     dead_ms: int = 0
     cause_node_id: str = ""
-    """The node that the cause refers to; empty if it is unknown, or the cause refers to none or
-    several."""
+    """The node that the cause refers to. Empty if it is unknown, or if the cause refers to no node
+    or to several."""
 
 
 @struct(frozen=True)
 class RoundSettled:
-    """All nodes have stopped; the end of the round is charged to this cause.
+    """All nodes have stopped, and the end of the round is charged to this cause.
 
     `max_restarts` is None if each node's own agent counts restarts.
     """
@@ -131,26 +134,29 @@ class RoundSettled:
     restarts: int
     max_restarts: int | None
     root_cause: Worker | None
-    """None if no worker failed."""
+    """The worker at fault, or None if no worker failed."""
     cause_node_id: str = ""
     """As in `RoundEnded`."""
     step: int | None = None
-    """The furthest step of the round; None if none was reported."""
+    """The highest step of the round, or None if no step was reported."""
 
 
 @struct(frozen=True)
 class NodesPlaced:
-    """The server has chosen nodes for a submitted run. `node_ids` has the first few of `nodes`."""
+    """The server has chosen nodes for a submitted run.
+
+    `node_ids` lists the first few of `nodes`.
+    """
 
     nodes: int
     node_ids: tuple[str, ...]
     was_queued: bool | None = None
-    """The run had no node before; None if unknown."""
+    """Whether the run had no nodes before, or None if unknown."""
 
 
 @struct(frozen=True)
 class NodesWithdrawn:
-    """Nodes were withdrawn from a submitted run; `node_ids` is as in `NodesPlaced`."""
+    """Nodes were withdrawn from a submitted run. `node_ids` is as in `NodesPlaced`."""
 
     nodes: int
     node_ids: tuple[str, ...]
@@ -285,7 +291,7 @@ def written(event: events.Event) -> str:
 
 
 def fields_in(data: str) -> Fields | None:
-    """Read the fields of an event; None if `data` is a sentence instead."""
+    """Read an event's fields, or return None if `data` is a sentence instead."""
     if not data.startswith("{"):
         return None
     try:
@@ -296,7 +302,7 @@ def fields_in(data: str) -> Fields | None:
 
 
 def _fits(value: object) -> bool:
-    """Return whether all integers are small enough to calculate with and to print."""
+    """Return whether all integers are small enough to be calculated with and printed."""
     if isinstance(value, dict):
         return all(map(_fits, value.values()))
     if isinstance(value, list):
@@ -305,7 +311,7 @@ def _fits(value: object) -> bool:
 
 
 def read(name: str, fields: Fields | None) -> Kept | None:
-    """Return an event of this name; None if its name or its fields are unknown here."""
+    """Return an event of the given name, or None if its name or fields are unknown here."""
     if fields is None or (kind := KINDS.get(name)) is None:
         return None
     try:

@@ -1,12 +1,13 @@
-"""The ledger of a run: how each second was spent, computed from its history.
+"""The ledger of a run: how each second was spent, computed from the run's history.
 
 Every moment from the run's beginning to its end, or to now, lies in exactly one interval. Nothing
-is read from a sentence, and nothing is guessed. Where no worker has reported a step, training
-counts from the round's first collective or, where torch has no record of collectives, from the
-start of the workers; the ledger says so (`Ledger.steps_reported`).
+is read from a sentence, and nothing is guessed. If no worker has reported a step, training is
+counted from the round's first collective or, if torch has no record of collectives, from the start
+of the workers. The ledger states when this is the case (`Ledger.steps_reported`).
 
 Some facts arrive late: a failure is reported after it happened, and only a complete round shows
-when enough nodes were ready. So the time of a round is final only once the round is over.
+when enough nodes were ready. The times of a round are therefore final only once the round has
+ended.
 """
 
 from __future__ import annotations
@@ -28,42 +29,43 @@ DECLINED = "node declined"
 
 
 class LedgerPhase(StrEnum):
-    """How time was spent."""
+    """The ways in which a run's time is spent."""
 
     QUEUED = "queued"
-    """A submitted job has no node."""
+    """A submitted job has no nodes."""
     WAITING = "waiting"
     """Fewer nodes are ready than a round needs."""
     FORMING = "forming"
-    """Enough nodes are ready; the run waits for more, or backs off."""
+    """Enough nodes are ready, and the run is waiting for more or backing off."""
     STARTING = "starting"
-    """From the completion of a round to its first step, as long as the run has made no step."""
+    """From the completion of a round to its first step, as long as the run has not made any step.
+    """
     LOADING = "loading"
-    """As `STARTING`, but after earlier steps: workers start again and load what was saved."""
+    """Like `STARTING`, but after earlier steps: workers are restarting and loading saved state."""
     TRAINING = "training"
     REDOING = "redoing"
     """Repeating steps that were made before and then lost."""
     DETECTING = "detecting"
-    """A failure has happened, or workers are silent, and the round has not ended."""
+    """A failure has happened, or workers are silent, but the round has not ended yet."""
     STOPPING = "stopping"
     """The round has ended, and workers are being stopped."""
 
 
 class Way(StrEnum):
-    """How a round got its workers."""
+    """The ways in which a round gets its workers."""
 
     ALL_KEPT = "all kept"
-    """Their processes are those of the previous round."""
+    """All workers are the same processes as in the previous round."""
     KEPT_AND_WARM = "some kept, others warm"
     KEPT_AND_COLD = "some kept, others cold"
-    """At least one of the others was started cold."""
+    """At least one of the other workers was started cold."""
     SOME_KEPT = "some kept"
-    """It is unknown how the others were started."""
+    """It is unknown how the other workers were started."""
     ALL_WARM = "all warm"
     COLD = "cold"
-    """None is kept, and at least one was started cold."""
+    """No worker is kept, and at least one was started cold."""
     ALL_NEW = "all new"
-    """It is unknown how they were started."""
+    """It is unknown how the workers were started."""
 
 
 @struct(frozen=True)
@@ -75,22 +77,21 @@ class Interval:
     phase: str
     """One of `LedgerPhase`."""
     cause: str
-    """Why the time was lost: the cause that ended this round or the previous one; empty if none
-    did."""
+    """The cause to which lost time is attributed: the one that ended this round or the previous
+    one. Empty if there is none."""
     node_id: str
-    """The node that this cause refers to; empty if it is unknown, or the cause refers to none or
-    several."""
+    """The node to which this cause refers. Empty if it is unknown, or if the cause refers to no
+    node or to several."""
     round: int | None
-    """The round that it belongs to; None between rounds."""
+    """The round to which the interval belongs, or None between rounds."""
     node_ms: int
     """The sum of the times for which the job held each node."""
     way: str = ""
-    """How the round got its workers: one of `Way`; empty between rounds, or if unknown.
-    """
+    """How the round got its workers, as one of `Way`. Empty between rounds, or if unknown."""
 
     @property
     def ms(self) -> int:
-        """How long it lasted."""
+        """The length of the interval."""
         return self.until_unix_ms - self.from_unix_ms
 
 
@@ -108,7 +109,8 @@ class Cost:
 
 @struct(frozen=True)
 class Comeback:
-    """The time until training continued, summed over rounds that got their workers in one way."""
+    """The time until training resumed, summed over rounds that got their workers in the same way.
+    """
 
     way: str
     """One of `Way`."""
@@ -119,38 +121,39 @@ class Comeback:
 
 @struct(frozen=True)
 class Ledger:
-    """How one run has spent all its time; an open run is counted until now."""
+    """How one run has spent its time, until its end or until now."""
 
     run: str
     run_number: int | None
-    """None if the run's beginning is no longer in the history; the ledger then begins later."""
+    """The number of the run, or None if the run's beginning is no longer in the history, in which
+    case the ledger starts later."""
     from_unix_ms: int
     until_unix_ms: int
     wall_ms: int
     result: str
-    """How the run ended; empty while it is open."""
+    """How the run ended, or empty while it is open."""
     goodput: float | None
-    """Training's share of the time; None if no time has passed."""
+    """The share of time spent training, or None if no time has passed."""
     steps_reported: bool
     """Whether any worker has reported a step. If not, redone steps count as training, and so do
-    starting and loading where no collectives are recorded, so `goodput` is an upper bound."""
+    starting and loading unless collectives are recorded, so `goodput` is an upper bound."""
     steps_redone: int
-    """Steps that were made more than once."""
+    """The number of steps that were made more than once."""
     node_ms: int
     """The sum of the times for which the job held each node."""
     gpus_per_node: int | None
-    """None if unknown."""
+    """The number of GPUs that each node gives to the run, or None if unknown."""
     phases: dict[str, int]
-    """Milliseconds spent in each phase; 0 for a phase that did not occur."""
+    """The milliseconds spent in each phase, with 0 for phases that did not occur."""
     costs: tuple[Cost, ...]
-    """The costs of not training, by cause and node; the one with the most node time comes first."""
+    """The costs of not training, by cause and node, with the largest node time first."""
     comebacks: tuple[Comeback, ...]
-    """How long it took to train again, by how the round got its workers."""
+    """The time it took to resume training, by how the round got its workers."""
     intervals: tuple[Interval, ...]
 
 
 def summed(intervals: Iterable[Interval], *, nodes: bool = False) -> dict[str, int]:
-    """Return the milliseconds by phase, of the run or of its nodes, in the order of the phases."""
+    """Return the milliseconds per phase, of the run or of its nodes, in the order of the phases."""
     spent = dict.fromkeys((phase.value for phase in LedgerPhase), 0)
     for interval in intervals:
         spent[interval.phase] += interval.node_ms if nodes else interval.ms
@@ -158,7 +161,7 @@ def summed(intervals: Iterable[Interval], *, nodes: bool = False) -> dict[str, i
 
 
 def costs(intervals: Iterable[Interval]) -> tuple[Cost, ...]:
-    """Sum up the time without training by cause and node, largest node time first."""
+    """Sum up the time without training by cause and node, with the largest node time first."""
     found: dict[tuple[str, str], list[int]] = {}
     before: Interval | None = None
     for one in intervals:
@@ -173,7 +176,7 @@ def costs(intervals: Iterable[Interval]) -> tuple[Cost, ...]:
 
 
 def _begins(one: Interval, before: Interval | None) -> bool:
-    """Return whether an interval is the first one charged to its cause."""
+    """Return whether an interval is the first one attributed to its cause."""
     if before is None or before.phase == LedgerPhase.TRAINING:
         return True
     if one.phase in _ENDS:
@@ -182,7 +185,7 @@ def _begins(one: Interval, before: Interval | None) -> bool:
 
 
 def comebacks(intervals: Iterable[Interval]) -> tuple[Comeback, ...]:
-    """Sum up the gaps in training, by how the round that ended each gap got its workers."""
+    """Sum up the gaps in training by how the round that ended each gap got its workers."""
     found: dict[str, list[int]] = {}
     trained, ms, node_ms = False, 0, 0
     for one in intervals:
@@ -202,7 +205,7 @@ _ENDS = (LedgerPhase.DETECTING, LedgerPhase.STOPPING)
 def ledgers_of(past: Iterable[Event], now_ms: int, state: str = "") -> list[Ledger]:
     """Return the ledger of each run, oldest first.
 
-    `state` is the job's current state, if known: it distinguishes a queued job from a waiting one.
+    `state` is the job's current state, if known; it distinguishes a queued job from a waiting one.
     """
     books: dict[str, Book] = {}
     for event in past:
@@ -216,15 +219,15 @@ def ledgers_of(past: Iterable[Event], now_ms: int, state: str = "") -> list[Ledg
 
 
 def run_numbers(runs: Iterable[Ledger]) -> list[int]:
-    """Return the numbers of the runs whose beginning is in the history."""
+    """Return the numbers of the runs whose beginnings are in the history."""
     return [run.run_number for run in runs if run.run_number is not None]
 
 
 def chosen(rdzv_id: str, runs: Sequence[Ledger], number: int | None) -> Ledger:
-    """Return the ledger of the run with this number, or of the last run if it is None.
+    """Return the ledger of the run with the given number, or of the last run if it is None.
 
     Raises:
-        UnknownJobError: the history of this run is not kept.
+      UnknownJobError: the history of this run is not kept.
     """
     if not runs:
         raise UnknownJobError(f"no history of {rdzv_id} is kept, so it has no ledger")
@@ -239,14 +242,14 @@ def chosen(rdzv_id: str, runs: Sequence[Ledger], number: int | None) -> Ledger:
 
 @dataclass(slots=True)
 class _Round:
-    """The latest round; its time is booked once the next one follows."""
+    """The latest round. Its time is booked once the next round follows."""
 
     number: int
     at_ms: int
     adopted: bool
     way: str = ""
     alone: bool = False
-    """The round has a single worker, whose collectives are not watched."""
+    """Whether the round has a single worker, whose collectives are not recorded."""
     first: tuple[int, int] | None = None
     """The time and number of its first step."""
     collective_ms: int | None = None
@@ -256,9 +259,9 @@ class _Round:
     failed_ms: int | None = None
     """When the earliest of its workers failed."""
     hung_ms: int | None = None
-    """Since when workers have been hanging."""
+    """The time since which workers have been hanging."""
     lost_ms: dict[str, int] = field(default_factory=dict)
-    """By node_id, for each lost node: since when it had been silent."""
+    """For each lost node, by node_id, the time since which it had been silent."""
     dead_ms: int = 0
     ended_ms: int | None = None
     settled_ms: int | None = None
@@ -279,36 +282,37 @@ class Book:
     folded: dict[str, int] = field(default_factory=dict)
     """Milliseconds by phase of intervals that are no longer in `booked`; see `fold`."""
     folded_nodes: dict[str, int] = field(default_factory=dict)
-    """As `folded`, for the nodes' time."""
+    """The same for the nodes' time."""
     _until_ms: int = -1
     """The time up to which everything is booked."""
     _now_ms: int = 0
     _round: _Round | None = None
     _cause: tuple[str, str] = ("", "")
-    """The cause and node to which time between rounds and redone steps are charged."""
+    """The cause and node to which time between rounds and redone steps are attributed."""
     _furthest: int | None = None
-    """The furthest step of all rounds that are over."""
+    """The highest step of all rounds that have ended."""
     _any_steps: bool = False
     _any_collectives: bool = False
     _trained: bool = False
-    """Whether a finished round has made a step or, where none are reported, a collective."""
+    """Whether a finished round has made a step or, if none are reported, a collective."""
     _steps_redone: int = 0
     _queued: bool = False
     _called_ms: int | None = None
     _vacant_ms: int = 0
-    """When the run last lost a node, or began."""
+    """When the run began or last lost a node."""
     _gpus: int | None = None
     _present: set[str] = field(default_factory=set)
     _unnamed: int = 0
     _held: list[tuple[int, int]] = field(default_factory=list)
-    """When the number of held nodes has changed since `_until_ms`, and to what."""
+    """The times since `_until_ms` at which the number of held nodes changed, with the new numbers.
+    """
 
     def __post_init__(self) -> None:
         self._until_ms = self._now_ms = self._vacant_ms = self.began_ms
         self._held = [(self.began_ms, 0)]
 
     def ledger(self, now_ms: int, state: str = "") -> Ledger:
-        """Return the ledger until now; `state` is as in `ledgers_of`."""
+        """Return the ledger up to now; `state` is as in `ledgers_of`."""
         book = self._until(now_ms, state)
         phases, wall_ms = summed(book.booked), book._now_ms - self.began_ms
         return Ledger(
@@ -334,7 +338,7 @@ class Book:
         (self.folded, self.folded_nodes), self.booked = self._sums(), []
 
     def sums(self, now_ms: int, state: str = "") -> tuple[dict[str, int], dict[str, int]]:
-        """Return the milliseconds by phase until now, of the run and of its nodes."""
+        """Return the milliseconds per phase up to now, of the run and of its nodes."""
         return self._until(now_ms, state)._sums()
 
     def _sums(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -343,7 +347,7 @@ class Book:
         return spent, {p: ms + self.folded_nodes.get(p, 0) for p, ms in of_nodes.items()}
 
     def _until(self, now_ms: int, state: str) -> Book:
-        """Return a copy in which everything until now is booked."""
+        """Return a copy in which everything up to now is booked."""
         book = copy.copy(self)
         book.booked, book._held = [*self.booked], [*self._held]
         if not self.result:
@@ -355,7 +359,10 @@ class Book:
     # ---------------------------------------------------------------- events
 
     def note(self, at_ms: int, event: history.Kept | None) -> None:
-        """Record the next event, None if unknown. An earlier time counts as that of the last."""
+        """Record the next event, or None if it is unknown.
+
+        An event's time never precedes the last one's.
+        """
         if self.result:
             return
         self._now_ms = now_ms = max(at_ms, self._now_ms)
@@ -406,7 +413,7 @@ class Book:
         if event.enough_ms is not None:
             enough_ms = now_ms - event.enough_ms
         else:
-            # Older versions do not report this; between rounds, enough nodes are usually ready.
+            # Older versions do not report this. Between rounds, enough nodes are usually ready.
             enough_ms = self._called_ms or (self._until_ms if later else now_ms)
         self._book(enough_ms, LedgerPhase.WAITING, self._cause)
         self._book(now_ms, LedgerPhase.FORMING, self._cause)
@@ -427,7 +434,7 @@ class Book:
         round_.cause, round_.node_id = event.cause.value, event.cause_node_id
 
     def _note_node(self, event: history.Kept | None, now_ms: int) -> None:
-        """Count the nodes that the job holds."""
+        """Update the number of nodes that the job holds."""
         match event:
             case events.NodeJoined(node_id=node_id) | events.NodeAdopted(node_id=node_id):
                 if node_id not in self._present:
@@ -450,7 +457,7 @@ class Book:
         self._held.append((now_ms, len(self._present) + self._unnamed))
 
     def _note_evidence(self, event: history.Kept | None, now_ms: int) -> None:
-        """Record events that show how far a round has come, and when it broke."""
+        """Record events that show how far a round has progressed and when it broke."""
         match event:
             case events.WorkersStarted():
                 self._of(event.round).way = _way_of_start(event)
@@ -494,7 +501,7 @@ class Book:
                 self._never_trained()
 
     def _never_trained(self) -> None:
-        """Rebook training as starting, because the rounds so far have turned out not to train."""
+        """Rebook training as starting, because the rounds so far turned out not to train."""
         self._trained = False
         self.booked = _starting(self.booked)
         for sums in (self.folded, self.folded_nodes):
@@ -503,9 +510,12 @@ class Book:
                 sums[LedgerPhase.STARTING.value] = started_ms + trained_ms
 
     def _of(self, number: int) -> _Round:
-        """Return the latest round if it has this number, else a dummy: others no longer matter."""
+        """Return the latest round if it has this number, or else a dummy.
+
+        Other rounds no longer matter.
+        """
         if self._round is None and self.number is None and not self.booked:
-            # It was complete before this history began.
+            # The round was complete before this history began.
             self._round = _Round(number, self._until_ms, adopted=True)
         known = self._round is not None and self._round.number == number
         return self._round if known and self._round else _Round(number, 0, adopted=True)
@@ -519,7 +529,7 @@ class Book:
         cause: tuple[str, str] = ("", ""),
         of: _Round | None = None,
     ) -> None:
-        """Book the time not yet booked, up to `until_ms` but never beyond now."""
+        """Book the unbooked time up to `until_ms`, but never beyond now."""
         since_ms, until_ms = self._until_ms, min(until_ms, self._now_ms)
         if until_ms <= since_ms:
             return
@@ -530,7 +540,7 @@ class Book:
         self._until_ms = until_ms
 
     def _spend_held(self, since_ms: int, until_ms: int) -> int:
-        """Return the node time in an interval, and drop the changes before its end."""
+        """Return the node time in an interval, and discard the changes before its end."""
         node_ms, held, at_ms = 0, 0, since_ms
         for changed_ms, number in self._held:
             if changed_ms >= until_ms:
@@ -556,7 +566,7 @@ class Book:
             self._book(until_ms, phase, self._cause)
 
     def _book_round(self, until_ms: int) -> None:
-        """Book the last round, up to the time when all its nodes had stopped."""
+        """Book the last round up to the time when all its nodes had stopped."""
         round_, self._round = self._round, None
         if round_ is None:
             return
@@ -597,8 +607,8 @@ class Book:
 def _broke_ms(round_: _Round, ended_ms: int) -> int:
     """Return when a round stopped training: at its end, or earlier if a failure was noticed late.
 
-    It is never before the last step: a step made after a node fell silent shows that the others
-    continued.
+    The result is never before the last step. A step made after a node fell silent shows that the
+    other nodes continued.
     """
     found = [ended_ms - round_.dead_ms]
     if round_.failed_ms is not None:

@@ -1,10 +1,10 @@
-"""A job's life from its history: runs, their rounds, and the cost of each change.
+"""A job's life as derived from its history: runs, their rounds, and the cost of each change.
 
-All of it is derived from the fields of events. An event without fields, as in older versions, or
-with an unknown name or unknown fields, is kept as a line of text, and nothing is derived from it.
+All of it is derived from the fields of events. An event without fields (as in older versions), or
+with an unknown name or unknown fields, is kept as a line of text, from which nothing is derived.
 
-History names the first eight participants of a round. The others become known when later events
-name them; until then only their number is known.
+The history names the first eight participants of a round. The others become known when later events
+name them; until then, only their number is known.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ class Round:
     charge: str = ""
     charge_reason: str = ""
     stopped_ms: dict[str, int] = field(default_factory=dict)
-    """By node: when the node had stopped its workers, or was gone."""
+    """The time, by node, when the node had stopped its workers or was gone."""
     dead_ms: int = 0
     """How long its workers had been dead when it ended, if a cut-off node had killed them."""
     kept: str = ""
-    """A description of the kept workers; empty if none could be."""
+    """A description of the kept workers, or empty if none could be kept."""
     started: str = ""
-    """A description of how it got its workers; empty if no node has reported that."""
+    """A description of how it got its workers, or empty if no node has reported that."""
     restarts: str = ""
-    """The restarts spent by then, such as `1 of 3`; empty if the nodes' own agents count them."""
+    """The restarts spent by then, such as `1 of 3`, or empty if the nodes' own agents count them.
+    """
 
     @property
     def live_until_ms(self) -> int | None:
-        """The time until which its workers ran; None while they run."""
+        """The time until which its workers ran, or None while they are running."""
         return None if self.ended_ms is None else max(self.ended_ms - self.dead_ms, self.at_ms)
 
 
@@ -64,13 +65,13 @@ class Run:
     run: str
     began_ms: int
     number: int | None = None
-    """None if its beginning is no longer in the history."""
+    """The number of the run, or None if its beginning is no longer in the history."""
     began_why: str = ""
     rounds: list[Round] = field(default_factory=list)
     failures: list[tuple[int, str]] = field(default_factory=list)
     """The time and description of each worker failure."""
     suspects: list[tuple[int, str]] = field(default_factory=list)
-    """The same for each worker in which a collective failed; the cause is usually elsewhere."""
+    """The same for each worker in which a collective failed; the cause usually lies elsewhere."""
     nodes: dict[str, None] = field(default_factory=dict)
     """All nodes named in its history, in order of appearance."""
     happenings: list[Event] = field(default_factory=list)
@@ -108,7 +109,7 @@ def name_present(run: Run, status: JobStatus) -> None:
 
 
 def note(run: Run, event: Event) -> None:
-    """Add the next event of a run."""
+    """Add the next event to a run."""
     now_ms, known = event.unix_ms, history.read(event.name, event.fields)
     if node := node_of(event):
         run.nodes.setdefault(node)
@@ -149,7 +150,7 @@ def _note_node(run: Run, known: history.Kept | None, now_ms: int) -> None:
 
 
 def node_of(event: Event) -> str | None:
-    """Return the node that an event is about; None if it is about the job, or unknown."""
+    """Return the node that an event is about, or None if it is about the job or unknown."""
     node = (event.fields or {}).get("node_id")
     return node if isinstance(node, str) else None
 
@@ -166,7 +167,7 @@ def _completed(run: Run, known: history.RoundCompleted, now_ms: int) -> Round:
 
 
 def _round(run: Run, number: int) -> Round:
-    """Return a round; one that is missing is added, as completed before the history began."""
+    """Return a round, first adding it as completed before the history began if it is missing."""
     for round_ in reversed(run.rounds):
         if round_.number == number:
             return round_
@@ -185,7 +186,7 @@ def _take_part(run: Run, round_: Round, node: str) -> None:
 
 
 def _go(run: Run, node: str, now_ms: int) -> None:
-    """Note that a node is gone, and with it its workers of the last round."""
+    """Record that a node is gone, along with its workers in the last round."""
     last = run.round
     if last is not None and last.ended_ms is not None and node in last.nodes:
         last.stopped_ms.setdefault(node, now_ms)
@@ -205,6 +206,6 @@ def _settle(round_: Round, known: history.RoundSettled, now_ms: int) -> None:
 
 
 def following(run: Run, round_: Round) -> Round | None:
-    """Return the round after this one; None if this is the last."""
+    """Return the round after the given one, or None if that is the last."""
     index = run.rounds.index(round_) + 1
     return run.rounds[index] if index < len(run.rounds) else None

@@ -1,7 +1,7 @@
 """Lines of workers' logs: whole lines, each prefixed with its RANK.
 
-Output to a pipe or a file is unchanged. On a terminal it is neutralized: a log may contain control
-sequences that retitle the terminal, clear it or type into it.
+Output to a pipe or a file is unchanged. On a terminal it is neutralized, because a log may contain
+control sequences that retitle the terminal, clear it, or type into it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import BinaryIO
 from rdzv.view.answers import LogLines
 
 LINE_BYTES = 64 * 1024
-"""Longer lines are split, so that the wait for the end of a line is bounded."""
+"""Longer lines are split to bound the wait for the end of a line."""
 
 _Source = tuple[str, int, int, bool]
 
@@ -28,12 +28,12 @@ def harmless(text: str) -> str:
 
 
 def note_of(piece: LogLines) -> str:
-    """Describe what is missing, and from which node, if one is named."""
+    """Describe what is missing and, if known, from which node."""
     return f"{piece.node_id}: {piece.note}" if piece.node_id else str(piece.note)
 
 
 class Printer:
-    """Joins the pieces of several workers' logs into lines."""
+    """Joins the chunks of several workers' logs into lines."""
 
     def __init__(self, out: BinaryIO, *, prefixed: bool, escaped: bool, as_it_comes: bool) -> None:
         """Write to `out`; `as_it_comes` is for a single source, whose lines may be partial."""
@@ -42,11 +42,11 @@ class Printer:
         self._escaped = escaped
         self._as_it_comes = as_it_comes
         self._begun: dict[_Source, bytes] = {}
-        """Lines that are still unterminated."""
+        """Lines that are not yet terminated."""
         self._rounds: dict[str, int] = {}
 
     def take(self, piece: LogLines) -> None:
-        """Print a piece, except an unfinished line at its end."""
+        """Print a chunk, except for an unfinished line at its end."""
         if self._as_it_comes:
             self._out.write(piece.data)
         else:
@@ -58,7 +58,7 @@ class Printer:
         self._out.flush()
 
     def end(self) -> None:
-        """Print the last, unterminated lines."""
+        """Print the remaining unterminated lines."""
         for node_id in tuple(self._rounds):
             self._end_round(node_id)
         self._out.flush()
@@ -77,12 +77,12 @@ class Printer:
             self._begun[source] = rest
 
     def _line_ends(self, text: bytes) -> list[int]:
-        """Return where lines end. Each step of a progress bar ends in CR, and counts as a line."""
+        """Return where lines end. Each step of a progress bar ends in CR and counts as a line."""
         lines = text.splitlines(keepends=True)
         ends, at = [], 0
         for line in lines:
             at += len(line)
-            # Whether an LF follows a CR is unknown until the next piece.
+            # It is unknown until the next chunk whether an LF follows a CR.
             if line.endswith(b"\n") or (line.endswith(b"\r") and at < len(text)):
                 ends.append(at)
         return ends

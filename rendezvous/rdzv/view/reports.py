@@ -1,4 +1,4 @@
-"""Sums up the ledgers of many jobs: which causes and nodes cost most."""
+"""Summarizes the ledgers of many jobs, to show which causes and nodes cost most."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ class JobLine:
     runs: int
     wall_ms: int
     goodput: float | None
-    """Training's share of the time."""
+    """The share of time spent training."""
     steps_reported: bool
     """Whether every run has reported steps; if not, `goodput` is an upper bound."""
     node_ms: int
     lost_node_ms: int
     """Node time without training."""
     lost_gpu_ms: int | None
-    """GPU time without training; None if the number of GPUs of a run is unknown."""
+    """GPU time without training, or None if a run's number of GPUs is unknown."""
 
 
 @struct(frozen=True)
 class Loss:
-    """The cost of one cause, or one node, for all jobs."""
+    """The cost of one cause, or of one node, for all jobs."""
 
     name: str
-    """The cause, or the node_id."""
+    """The cause or the node_id."""
     times: int
     ms: int
     node_ms: int
     gpu_ms: int | None
-    """None if the number of GPUs of an affected run is unknown."""
+    """The GPU time lost, or None if the number of GPUs of an affected run is unknown."""
 
 
 @struct(frozen=True)
@@ -48,13 +48,13 @@ class Report:
     phases: dict[str, int]
     """Milliseconds by phase, summed over all runs."""
     goodput: float | None
-    """Training's share of the nodes' time."""
+    """The share of the nodes' time spent training."""
     node_ms: int
     jobs: tuple[JobLine, ...]
-    """By lost node time; the job with the most comes first."""
+    """One line per job, with the largest lost node time first."""
     causes: tuple[Loss, ...]
     nodes: tuple[Loss, ...]
-    """Only nodes to which a cause refers."""
+    """The losses by node, for nodes to which a cause refers."""
 
 
 @struct(frozen=True)
@@ -64,11 +64,11 @@ class Spent:
     line: JobLine
     phases: dict[str, int]
     costs: tuple[tuple[Cost, int | None], ...]
-    """Each cost, with the number of GPUs per node of its run."""
+    """Each cost, with the number of GPUs per node in its run."""
 
 
 def clipped(ledger: Ledger, from_ms: int) -> tuple[Interval, ...]:
-    """Return the intervals since `from_ms`; one that began earlier is cut, with its node time."""
+    """Return the intervals since `from_ms`, cutting an earlier start along with its node time."""
     found = []
     for one in ledger.intervals:
         if one.until_unix_ms <= from_ms:
@@ -88,7 +88,7 @@ def ended_before(state: str, state_age_ms: int, since_ms: int) -> bool:
 
 
 def spent_by(rdzv_id: str, runs: Iterable[Ledger], from_ms: int) -> Spent | None:
-    """Sum up the runs of one job since `from_ms`; None if it had none."""
+    """Summarize the runs of one job since `from_ms`, or return None if it had no runs."""
     found = [(run, clipped(run, from_ms)) for run in runs]
     found = [(run, intervals) for run, intervals in found if intervals]
     if not found:
@@ -101,7 +101,7 @@ def spent_by(rdzv_id: str, runs: Iterable[Ledger], from_ms: int) -> Spent | None
 
 
 def report(jobs: Iterable[Spent | None], from_ms: int, until_ms: int) -> Report:
-    """Sum up how all jobs spent their time."""
+    """Summarize how all jobs spent their time."""
     found = [job for job in jobs if job is not None]
     lines = [job.line for job in found]
     owed = [cost for job in found for cost in job.costs]

@@ -1,4 +1,4 @@
-"""Events as sentences: one line for each event.
+"""Events as sentences, with one line for each event.
 
 The caller prepends the job's name.
 """
@@ -31,10 +31,9 @@ def sentence(event: Kept) -> str:
 
 
 def sentence_of(name: str, fields: Fields) -> str:
-    """Describe an event by name and fields; for an unknown name, list the fields.
+    """Describe an event by its name and fields. For an unknown name, list the fields.
 
-    >>> sentence_of("NodeSang", {"node_id": "n1", "verses": 3})
-    'NodeSang: node_id n1, verses 3'
+    >>> sentence_of("NodeSang", {"node_id": "n1", "verses": 3}) 'NodeSang: node_id n1, verses 3'
     """
     if (event := read(name, fields)) is not None:
         return sentence(event)
@@ -42,7 +41,7 @@ def sentence_of(name: str, fields: Fields) -> str:
 
 
 def failure(event: history.WorkerFailed) -> str:
-    """Describe which worker failed, and how."""
+    """Describe which worker failed and how."""
     return one_line(
         describe_failure(
             Failure(
@@ -63,7 +62,7 @@ def failure(event: history.WorkerFailed) -> str:
 
 
 def slowness(one: events.RankStraggles | answers.Straggler) -> str:
-    """Describe how slow a straggler is, and what its GPU shows."""
+    """Describe how slow a straggler is, and what its GPU reports."""
     gpu = "" if one.gpu is None else gpu_state.described(one.gpu)
     return _delay(one) + (f"; its GPU {gpu}" if gpu else "")
 
@@ -80,7 +79,7 @@ def _delay(one: events.RankStraggles | answers.Straggler) -> str:
 
 
 def _of_round(event: Kept) -> str:
-    """Describe an event of a run, its rounds or its workers; empty for a node's event."""
+    """Describe an event of a run, its rounds or its workers, or return "" for a node's event."""
     match event:
         case events.RunBegan():
             return f"run {event.run_number} ({event.run}) began: {event.reason}"
@@ -197,9 +196,9 @@ def kept(event: history.RoundCompleted) -> str:
 
     The result is empty if no worker could be kept and nothing is loaded.
 
-    >>> torn = history.NotKept("failed", 1, (3,))
-    >>> kept(history.RoundCompleted(1, 2, 4, (), "h", 1, None, 3, 0, 7, (torn,)))
-    '; 3 of 4 workers kept, from step 7 of RANK 0; new: RANK 3 (failed in the last round)'
+    >>> torn = history.NotKept("failed", 1, (3,)) >>> kept(history.RoundCompleted(1, 2, 4, (), "h",
+    1, None, 3, 0, 7, (torn,))) '; 3 of 4 workers kept, from step 7 of RANK 0; new: RANK 3 (failed
+    in the last round)'
     """
     text = ""
     if event.kept or event.not_kept:
@@ -235,7 +234,7 @@ def started(event: events.WorkersStarted) -> str:
 
 
 def origins(one: events.WorkersStarted | answers.NodeStatus) -> str:
-    """Describe how many workers were kept, started warm and started cold; zeros are left out."""
+    """Describe how many workers were kept, started warm, and started cold, omitting zeros."""
     found = ((one.kept, "kept"), (one.warm, "warm"), (one.cold, "cold"))
     return ", ".join(f"{number} {how}" for number, how in found if number)
 
@@ -262,5 +261,8 @@ def _seconds(ms: int) -> str:
 
 
 def one_line(text: str) -> str:
-    """Blank out unprintable characters, so that text cannot forge log lines or move the cursor."""
+    """Replace unprintable characters with blanks.
+
+    This prevents text from forging log lines or moving the cursor.
+    """
     return "".join(char if char.isprintable() else " " for char in text)

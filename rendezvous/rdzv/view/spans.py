@@ -1,4 +1,4 @@
-"""A run as a sequence of spans: forming, live, stopping. All traces are built from these.
+"""A run as a sequence of spans: forming, live, stopping. All traces are built from these spans.
 
 `rdzvctl trace` draws them for Perfetto, and rdzvd sends them to OpenTelemetry.
 """
@@ -28,13 +28,13 @@ class Span:
 
     phase: Phase
     round: Round | None
-    """The round that was forming, live or stopping; None if a forming phase led to no round."""
+    """The round that was forming, live or stopping, or None if a forming phase led to no round."""
     since_ms: int
     until_ms: int
 
 
 def spans_of(run: Run, until_ms: int) -> Iterator[Span]:
-    """Yield the phases of a run in order; a phase that has not ended is cut at `until_ms`."""
+    """Yield the phases of a run in order, cutting a phase that has not ended at `until_ms`."""
     yield from _between(run, None, until_ms)
     for round_ in run.rounds:
         live_ms = until_ms if round_.live_until_ms is None else round_.live_until_ms
@@ -43,7 +43,7 @@ def spans_of(run: Run, until_ms: int) -> Iterator[Span]:
 
 
 def _between(run: Run, before: Round | None, until_ms: int) -> Iterator[Span]:
-    """Yield the phases after a round, or before the first: stopping, then forming."""
+    """Yield the phases after a round, or before the first one: stopping, then forming."""
     after = following(run, before) if before is not None else run.rounds[0] if run.rounds else None
     since_ms = run.began_ms if before is None else before.live_until_ms
     if since_ms is None or (after is not None and after.adopted):
@@ -63,7 +63,7 @@ def went_wrong(round_: Round) -> bool:
 
 
 def about(round_: Round) -> dict[str, str]:
-    """Return the attributes that describe how a round ended; unknown ones have empty values."""
+    """Return the attributes that describe how a round ended, with empty values for unknown ones."""
     return {
         "ended by": round_.cause,
         "because": round_.reason,

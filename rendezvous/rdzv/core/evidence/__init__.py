@@ -1,4 +1,5 @@
-"""Compares evidence about workers: stacks, collectives, progress and hangs.
+"""Compares evidence about workers: stacks, collectives, progress, and hangs.
 
-In: reports of nodes. Out: the workers that the others wait for. Nothing here ends a round.
+Input: reports from nodes. Output: the workers that the others are waiting for. Nothing here ends a
+round.
 """

@@ -1,9 +1,10 @@
-"""Finds the rank that the others wait for, from torch's records of collectives.
+"""Finds the rank that the others are waiting for, using torch's records of collectives.
 
-Pure. Torch numbers the collectives of each process group in the same way on every rank. In a round
-that hangs, some ranks wait in a collective that cannot end because other ranks have not entered it,
-have entered it with another operation or other sizes, or wait in another group. Only records of one
-round are compared: the next round reuses the groups' names with new numbers.
+This module is pure. Torch numbers the collectives of each process group in the same way on every
+rank. In a round that hangs, some ranks wait in a collective that cannot finish because other ranks
+have not entered it, have entered it with another operation or other sizes, or are waiting in
+another group. Only records of one round are compared, because the next round reuses the groups'
+names with new numbers.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from rdzv.core.words import ranks_text
 from rdzv.structs import replace, struct
 
 MIN_WAIT_MS = 2_000
-"""Ranks are asked one after another, so a shorter wait may only be apparent."""
+"""Ranks are queried one after another, so a shorter wait may only be apparent."""
 DEFAULT_GROUP = "default_pg"
-"""Torch's name of the group of all ranks."""
+"""Torch's name for the group of all ranks."""
 MAX_DETAILS = 8
 MAX_SENTENCE_CHARS = 600
 
@@ -38,11 +39,11 @@ _WORDS = {
     "loader": ("waits for its data loader", "wait for their data loaders"),
     "gil_held": ("holds the interpreter's lock (GIL)", "hold their interpreters' locks (GIL)"),
 }
-"""The verb phrases for one rank, and for several."""
+"""The verb phrases for one rank and for several ranks."""
 _OWN_SIZES = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv", "coalesced")
-"""Parts of operation names that mark operations in which ranks may pass different sizes."""
+"""Substrings of the names of operations in which ranks may pass different sizes."""
 _SAME_SIZES = ("all_gather", "allgather", "reduce_scatter")
-"""The exceptions: operations whose names contain such a part but whose sizes must be equal."""
+"""Exceptions: operations whose names contain such a substring but whose sizes must be equal."""
 
 
 @struct(frozen=True)
@@ -52,35 +53,35 @@ class Collective:
     sequence: int
     operation: str
     sizes: str = ""
-    """Shapes and types of its input; empty if there are none."""
+    """The shapes and types of its input, or empty if it has no input."""
     done: bool = False
     age_ms: int = 0
-    """How long ago it was entered."""
+    """The time since it was entered."""
 
 
 @struct(frozen=True)
 class GroupRecord:
-    """The record of one rank in one process group."""
+    """One rank's record in one process group."""
 
     group: str
     description: str = ""
     entered: int = 0
     """The sequence number of the last collective entered."""
     latest: tuple[Collective, ...] = ()
-    """Oldest first; always includes the first one that is not done."""
+    """The latest collectives, oldest first; always includes the first one that is not done."""
 
     @property
     def pending(self) -> Collective | None:
-        """The collective that the rank waits in, if any."""
+        """The collective in which the rank is waiting, if any."""
         return next((one for one in self.latest if not one.done), None)
 
     def at(self, sequence: int) -> Collective | None:
-        """Return the collective with this number, if known."""
+        """Return the collective with the given number, or None if it is unknown."""
         return next((one for one in self.latest if one.sequence == sequence), None)
 
     @property
     def name(self) -> str:
-        """The group's name, as shown to users."""
+        """The group's name as shown to users."""
         if self.description == DEFAULT_GROUP:
             return "the default group"
         told = self.description if self.description not in ("", "undefined") else self.group
@@ -93,25 +94,25 @@ class Evidence:
 
     rank: int
     records: tuple[GroupRecord, ...] | None = None
-    """None if it has no record, or could not send it."""
+    """The rank's records, or None if it has none or could not send them."""
     state: str = ""
-    """The state of its process, as in /proc."""
+    """The state of the rank's process, as in /proc."""
     busy: str = ""
-    """`loader` or `gil_held`, if its stack shows that."""
+    """`loader` or `gil_held`, if the rank's stack shows this."""
     where: str = ""
     """The rank's position in the code, according to its stack."""
     in_collective: bool | None = None
-    """Whether its stack shows it inside torch.distributed; None if unknown."""
+    """Whether the rank's stack shows it inside torch.distributed, or None if unknown."""
 
 
 @struct(frozen=True)
 class Cause:
-    """The ranks that a round waits for, and why."""
+    """The ranks that a round is waiting for, and why."""
 
     kind: str
     """One of `KINDS`."""
     ranks: tuple[int, ...]
-    """The ranks that the others wait for; empty if either side may be at fault."""
+    """The ranks that the others are waiting for, or empty if either side may be at fault."""
     group: str
     sequence: int
     operation: str
@@ -124,7 +125,7 @@ class Cause:
 
 @struct(frozen=True)
 class _Wait:
-    """A group in which ranks wait."""
+    """A group in which ranks are waiting."""
 
     name: str
     group: str
@@ -132,13 +133,13 @@ class _Wait:
     operation: str
     waiting_ms: int
     pending: Mapping[int, Collective]
-    """By rank: the collective in which it waits."""
+    """The collective in which each rank is waiting, by rank."""
     absent: frozenset[int]
-    """Ranks that have not entered the collective that others of the group wait in."""
+    """The ranks that have not entered the collective in which others of the group are waiting."""
     entered: Mapping[int, Collective]
-    """By rank: its record of the first collective that any rank waits in."""
+    """Each rank's record of the first collective in which any rank is waiting, by rank."""
     whole: bool
-    """Whether the group has all ranks of the round."""
+    """Whether the group contains all ranks of the round."""
 
     @property
     def place(self) -> str:
@@ -146,13 +147,13 @@ class _Wait:
 
 
 def compare(evidence: Iterable[Evidence]) -> Cause | None:
-    """Find the ranks that a round waits for; None if no rank waits, or the records do not show it.
+    """Return the cause for which ranks of a round are waiting, or None if the records show none.
 
-    Waits shorter than `MIN_WAIT_MS` are ignored. Of these causes, the first that applies is found:
-    ranks that have entered another operation, or other sizes, than most; ranks that have not
-    entered a collective that others wait in, and wait in none themselves; ranks that wait for each
-    other in different groups; ranks without a record where all others have entered; ranks still in
-    a collective that others have left.
+    Waits shorter than `MIN_WAIT_MS` are ignored. The result is the first of these causes that
+    applies: ranks that have entered another operation or other sizes than most; ranks that have not
+    entered a collective in which others are waiting, and are not waiting in any themselves; ranks
+    that wait for each other in different groups; ranks without a record where all others have
+    entered; ranks still in a collective that others have left.
     """
     known = {one.rank: one for one in evidence}
     waits = [wait for wait in _waits(known) if wait.waiting_ms >= MIN_WAIT_MS]
@@ -165,7 +166,7 @@ def compare(evidence: Iterable[Evidence]) -> Cause | None:
 
 
 def _waits(known: Mapping[int, Evidence]) -> list[_Wait]:
-    """Return the groups in which ranks wait, the largest group first."""
+    """Return the groups in which ranks are waiting, largest first."""
     groups: dict[str, dict[int, GroupRecord]] = {}
     recorded = [rank for rank, one in known.items() if one.records is not None]
     for rank in recorded:
@@ -176,7 +177,7 @@ def _waits(known: Mapping[int, Evidence]) -> list[_Wait]:
 
 
 def _wait(records: Mapping[int, GroupRecord], recorded: Iterable[int]) -> _Wait | None:
-    """Return the ranks that wait in a group, given its members' records; None if no rank waits."""
+    """Return the wait in a group, given its members' records, or None if no rank is waiting."""
     pending = {rank: one for rank, r in records.items() if (one := r.pending) is not None}
     if not pending:
         return None
@@ -214,7 +215,7 @@ def _mismatch(waits: Iterable[_Wait]) -> Cause | None:
         operations = _sides({rank: one.operation for rank, one in wait.entered.items()})
         if len(operations) > 1:
             return _differing(wait, "other_operation", operations)
-        # If a rank is missing, the collective cannot end, whatever the sizes.
+        # If a rank is missing, the collective cannot finish, whatever the sizes.
         if not wait.absent and _equal_sizes(wait.operation):
             sizes = _sides({rank: one.sizes for rank, one in wait.entered.items()})
             if len(sizes) > 1:
@@ -223,7 +224,7 @@ def _mismatch(waits: Iterable[_Wait]) -> Cause | None:
 
 
 def _sides(of: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """Group ranks by their value, the largest group first."""
+    """Group ranks by their value, with the largest group first."""
     sides: dict[str, list[int]] = {}
     for rank, what in of.items():
         sides.setdefault(what, []).append(rank)
@@ -231,10 +232,10 @@ def _sides(of: Mapping[int, str]) -> list[tuple[str, list[int]]]:
 
 
 def _equal_sizes(operation: str) -> bool:
-    """Return whether all ranks must give the same sizes to an operation.
+    """Return whether an operation requires the same sizes from all ranks.
 
-    >>> [_equal_sizes(one) for one in ("all_reduce", "all_gather", "all_to_all", "gather")]
-    [True, True, False, False]
+    >>> [_equal_sizes(one) for one in ("all_reduce", "all_gather", "all_to_all", "gather")] [True,
+    True, False, False]
     """
     return any(part in operation for part in _SAME_SIZES) or not any(
         part in operation for part in _OWN_SIZES
@@ -266,7 +267,7 @@ def _missing(waits: Sequence[_Wait], known: Mapping[int, Evidence]) -> Cause | N
     unknown = {rank for rank, one in known.items() if one.records is None}
     held = {rank for rank in absent | unknown if known[rank].state in _HELD}
     idle = absent - somewhere
-    # A rank whose stack is inside torch.distributed waits as well, even without a pending record.
+    # A rank whose stack is inside torch.distributed is also waiting, even without a pending record.
     idle = {rank for rank in idle if not known[rank].in_collective} or idle
     found = held or idle
     if not found and unknown and (not absent or absent <= somewhere):
@@ -281,7 +282,7 @@ def _of_missing(
     waits: Sequence[_Wait], known: Mapping[int, Evidence], found: Collection[int]
 ) -> Cause:
     kinds = {rank: _HELD.get(known[rank].state, known[rank].busy or "absent") for rank in found}
-    # Among several ranks, one that is held explains the others.
+    # If one of several ranks is held, that explains the others.
     kind = min(kinds.values(), key=lambda one: (one == "absent", one not in _HELD.values(), one))
     ranks = sorted(rank for rank in found if kinds[rank] == kind)
     seen = [wait for wait in waits if wait.absent & set(ranks)]
@@ -304,7 +305,7 @@ def _of_missing(
 
 
 def _other_order(waits: Sequence[_Wait]) -> Cause | None:
-    """Find ranks that are missing in one group because they wait in another."""
+    """Find ranks that are missing from one group because they are waiting in another."""
     most = next((wait for wait in waits if wait.absent), None)
     if most is None:
         return None
@@ -321,7 +322,7 @@ def _other_order(waits: Sequence[_Wait]) -> Cause | None:
 
 
 def _unfinished(wait: _Wait) -> Cause:
-    """Name the ranks that are still in a collective that others have left, if there are any."""
+    """Find the ranks, if any, that are still in a collective that others have left."""
     latest = max(one.sequence for one in wait.pending.values())
     behind = [rank for rank, one in wait.pending.items() if one.sequence < latest]
     if behind and len(behind) < len(wait.pending) - len(behind):
@@ -364,7 +365,7 @@ def _waited(wait: _Wait, waiting: Collection[int] | None = None) -> str:
 
 
 def _detail(wait: _Wait) -> str:
-    """Describe where the ranks of a group wait, and which ranks have not entered."""
+    """Describe where the ranks of a group are waiting, and which ranks have not entered."""
     parts = []
     places: dict[tuple[int, str, str], list[int]] = {}
     for rank, one in wait.pending.items():
@@ -381,10 +382,9 @@ _PLURAL = {"has": "have", "is": "are", "waits": "wait"}
 
 
 def _ranks(ranks: Collection[int], verb: str) -> str:
-    """Name ranks, followed by the right form of a verb.
+    """Format ranks, followed by the matching form of a verb.
 
-    >>> _ranks([3], "wait"), _ranks([0, 1], "has")
-    ('RANK 3 waits', 'RANK 0-1 have')
+    >>> _ranks([3], "wait"), _ranks([0, 1], "has") ('RANK 3 waits', 'RANK 0-1 have')
     """
     one = {"wait": "waits"}.get(verb, verb)
     return f"RANK {ranks_text(ranks)} {one if len(ranks) == 1 else _PLURAL[one]}"

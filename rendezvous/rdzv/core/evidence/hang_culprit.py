@@ -1,7 +1,7 @@
-"""Workers that hang, as their nodes report them, and the failure that ends their round.
+"""The hung workers reported by their nodes, and the failure that ends their round.
 
-All workers stall when one does, so the stacks show which of them hung, not the order of the
-reports.
+When one worker hangs, all workers stall, so the stacks rather than the order of the reports show
+which worker is at fault.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ MAX_MESSAGE_CHARS = 1_000
 
 @struct(frozen=True)
 class HangTimeout:
-    """How long a worker may report no progress; None to derive it from the worker's own steps."""
+    """How long a worker may go without reporting progress.
+
+    None means that it is derived from the worker's own steps.
+    """
 
     ms: int | None = None
 
 
 @struct(frozen=True)
 class HungWorker:
-    """A hung worker, as reported by its node."""
+    """A hung worker as reported by its node."""
 
     rank: int
     local_rank: int
@@ -37,7 +40,7 @@ class HungWorker:
 
 @struct(frozen=True)
 class Verdict:
-    """The failure that ends the round, and how it is reported."""
+    """The failure that ends the round, and the way in which it is reported."""
 
     node_id: str
     rank: int
@@ -48,21 +51,21 @@ class Verdict:
 
 
 def describe_hung(workers: Iterable[HungWorker]) -> str:
-    """Describe the hung workers in one line, with the reason for the one silent longest.
+    """Describe the hung workers in one line, giving the reason for the worker silent longest.
 
-    >>> describe_hung([HungWorker(2, 0, 9, 61_000, "no progress for 61 s")])
-    'RANK 2: no progress for 61 s'
+    >>> describe_hung([HungWorker(2, 0, 9, 61_000, "no progress for 61 s")]) 'RANK 2: no progress
+    for 61 s'
     """
     known = sorted(workers, key=lambda worker: -worker.silent_ms)
     return f"RANK {ranks_text(worker.rank for worker in known)}: {known[0].reason}"
 
 
 def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, why: str) -> Verdict:
-    """Decide which of the hung workers (keyed by node_id) has failed, and describe where they are.
+    """Decide which of the hung workers (keyed by node_id) failed, and describe where they are.
 
-    The failed worker is the one that the others wait for, according to the records of collectives
-    or, failing those, the stacks. Without either, it is the one silent longest, and the lowest RANK
-    among several. `why` explains a missing `report`.
+    The failed worker is the one that the others are waiting for, according to the records of
+    collectives or, failing those, the stacks. Without either, it is the worker silent longest or,
+    if several are, the one with the lowest RANK. `why` explains a missing `report`.
     """
     known = [(node_id, worker) for node_id, workers in hung.items() for worker in workers]
     told = describe_hung(worker for _, worker in known)
@@ -80,7 +83,7 @@ def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, w
 
 
 def _waited_for(report: Report) -> int | None:
-    """Return the RANK that the others wait for, if it is known."""
+    """Return the RANK that the others are waiting for, or None if unknown."""
     if report.cause is not None and report.cause.ranks:
         return report.cause.ranks[0]
     return odd_one_out(report.groups)

@@ -1,10 +1,10 @@
-"""Finds workers that hold up their process groups, by when each enters collectives.
+"""Finds workers that hold up their process groups, by comparing when each enters collectives.
 
-Pure. In lock-step training, all workers make the same number of steps a second, and the slow one is
-the one that enters last. Torch numbers the collectives of a group in the same way on every rank;
-nodes report when their ranks entered some of them, the same ones everywhere. The clocks of nodes
-differ, so between nodes, a delay below twice the error of the clocks does not count; within a node
-there is no such error.
+This module is pure. In lockstep training, all workers make the same number of steps per second, and
+the slow worker is the one that enters last. Torch numbers the collectives of a group in the same
+way on every rank, and nodes report when their ranks entered some of them, which are the same ones
+everywhere. The clocks of nodes differ, so a delay between nodes is ignored if it is less than twice
+the error of the clocks. Within a node there is no such error.
 """
 
 from __future__ import annotations
@@ -20,40 +20,41 @@ from rdzv.structs import struct
 LOOKS = 6
 """The number of comparisons by which a worker is judged."""
 LEAST_PAIRS = 8
-"""The fewest collectives that are enough for a comparison."""
+"""The minimum number of collectives required for a comparison."""
 LATE, LATE_EACH = 0.06, 0.04
 """A worker straggles if the others spend this share of the time waiting for it: on average without
-the best and the worst look, and in each look but one. A single pause or slow moment does not count.
+the best and the worst look, and in all looks but one. A single pause or slow moment does not count.
 """
 CERTAINTY = 5.0
-"""Its mean delay must also exceed the others' by this number of standard errors."""
+"""The worker's mean delay must also exceed the others' by this number of standard errors."""
 IN_TIME = 0.03
-"""A worker straggles until the median share of its looks is below this, so that it does not flap.
-"""
+"""A worker straggles until the median share of its looks falls below this, to prevent flapping."""
 SCATTER = 2_654_435_761
-"""Knuth's multiplier: products with it, modulo 2^32, are spread evenly."""
+"""Knuth's multiplier, whose products modulo 2^32 are evenly distributed."""
 
 
 @struct(frozen=True)
 class GroupLook:
-    """When the ranks of one process group entered some of its collectives."""
+    """The times at which the ranks of one process group entered some of its collectives."""
 
     entered_us: Mapping[int, Mapping[int, int]]
     """By sequence number, then by RANK."""
     per_second: float
-    """How many collectives the group completes per second, including those not in this look."""
+    """The number of collectives that the group completes per second, including those not in this
+    look."""
     error_us: int | None = 0
-    """The error between the clocks of different nodes; None if unknown."""
+    """The error between the clocks of different nodes, or None if unknown."""
 
 
 @struct(frozen=True)
 class Arrival:
-    """How one rank entered the collectives of one look."""
+    """The times at which one rank entered the collectives of one look."""
 
     share: float
-    """The share of time that the others waited for it, less the share that it waited itself."""
+    """The share of time that the others waited for the rank, minus the share that it waited itself.
+    """
     late_us: tuple[int, ...]
-    """How long after the median rank of its group it entered each."""
+    """The delay after the median rank of the group with which it entered each collective."""
     error_us: int = 0
 
 
@@ -63,31 +64,30 @@ class Arrivals:
 
     looks: tuple[Mapping[int, Arrival], ...] = ()
     stragglers: Mapping[int, Straggler] = field(default_factory=dict)
-    """By RANK."""
+    """The current stragglers, by RANK."""
 
 
 def chosen(first: int, last: int, most: int) -> list[int]:
-    """Return about `most` numbers of a range, or all of them if the range has no more than that.
+    """Return about `most` numbers from a range, or all of them if the range is no larger than that.
 
-    If the range is twice as long, about every second of these numbers remains, so nodes that look
-    at different moments still choose the same numbers. The numbers are spread out, so every
-    position within a repeating training step is covered.
+    If the range doubles, about half of these numbers remain, so nodes that look at different
+    moments still choose the same numbers. The numbers are spread out so that every position within
+    a repeating training step is covered.
 
-    >>> chosen(1, 4, 8), chosen(1, 32, 8)
-    ([1, 2, 3, 4], [2, 5, 10, 13, 18, 23, 26, 31])
+    >>> chosen(1, 4, 8), chosen(1, 32, 8) ([1, 2, 3, 4], [2, 5, 10, 13, 18, 23, 26, 31])
     """
     level = ceil(log2(max((last - first + 1) / most, 1)))
     return [n for n in range(first, last + 1) if (n * SCATTER & 0xFFFFFFFF) >> (32 - level) == 0]
 
 
 def pairs(entered_us: Mapping[int, Mapping[int, int]]) -> list[int]:
-    """Return the comparable collectives: all ranks are known for each of them and for the next one.
+    """Return the comparable collectives, for which all ranks are known, as for the next one.
 
-    Nodes look at different moments, so at the edges of a look, and where one node had to choose
-    fewer than another, a collective is known for only some of the ranks.
+    Nodes look at different moments. At the edges of a look, and where one node had to choose fewer
+    than another, a collective is therefore known for only some of the ranks.
 
-    >>> pairs({1: {0: 5}, 2: {0: 6, 1: 6}, 3: {0: 7, 1: 7}, 4: {0: 8, 1: 8}, 6: {0: 9, 1: 9}})
-    [2, 3]
+    >>> pairs({1: {0: 5}, 2: {0: 6, 1: 6}, 3: {0: 7, 1: 7}, 4: {0: 8, 1: 8}, 6: {0: 9, 1: 9}}) [2,
+    3]
     """
     all_ranks = max((entered.keys() for entered in entered_us.values()), key=len, default=())
     whole = {n for n, entered in entered_us.items() if entered.keys() == all_ranks}
@@ -97,9 +97,9 @@ def pairs(entered_us: Mapping[int, Mapping[int, int]]) -> list[int]:
 def arrivals(groups: Iterable[GroupLook], node_of: Mapping[int, str]) -> dict[int, Arrival]:
     """Compare when the ranks entered the same collectives; `node_of` maps each RANK to its node.
 
-    Only the collectives that `pairs` returns are compared. A rank that falls behind over several
-    collectives, without waiting in any of them, counts as late once: in the last of them. For a
-    rank in several groups, the group in which it is latest counts.
+    Only the collectives returned by `pairs` are compared. A rank that falls behind over several
+    collectives without waiting in any of them counts as late once, in the last of them. For a rank
+    in several groups, the group in which it is latest counts.
     """
     late: dict[int, list[tuple[float, tuple[int, ...], int]]] = {}
     waits: dict[int, float] = {}
@@ -132,7 +132,7 @@ def arrivals(groups: Iterable[GroupLook], node_of: Mapping[int, str]) -> dict[in
 def _behind(
     entered_us: Mapping[int, int], group: GroupLook, node_of: Mapping[int, str]
 ) -> dict[int, tuple[int, int]]:
-    """Return for each rank how much later than the others it is, and how long it waits."""
+    """Return, for each rank, how much later than the others it is and how long it waits."""
     everywhere = sorted(entered_us.values())
     by_node: dict[str, list[int]] = {}
     for rank, at_us in entered_us.items():
@@ -153,24 +153,23 @@ def _behind(
 
 
 def _median_of_others(times: Sequence[int], own: int) -> int:
-    """Return the median of sorted times without one of them; of two middle ones, the lower.
+    """Return the median of sorted times without one of them, or the lower of two middle times.
 
-    >>> _median_of_others([1, 4], 4), _median_of_others([1, 4, 9], 1)
-    (1, 4)
+    >>> _median_of_others([1, 4], 4), _median_of_others([1, 4, 9], 1) (1, 4)
     """
     middle = (len(times) - 2) // 2
     return times[middle] if own > times[middle] else times[middle + 1]
 
 
 def _beyond(difference_us: int, error_us: int) -> int:
-    """Move a difference towards zero by its possible error; 0 if the error covers it."""
+    """Move a difference toward zero by its possible error; return 0 if the error covers it."""
     if difference_us < 0:
         return min(difference_us + error_us, 0)
     return max(difference_us - error_us, 0)
 
 
 def follow(before: Arrivals, seen: Mapping[int, Arrival], now_ms: int) -> Arrivals:
-    """Return the stragglers after another look, judged by the latest `LOOKS` looks."""
+    """Return the stragglers after another look, as judged by the latest `LOOKS` looks."""
     looks = (*before.looks, seen)[-LOOKS:]
     found: dict[int, Straggler] = {}
     for rank in {*seen, *before.stragglers}:

@@ -1,9 +1,9 @@
-"""Computes how far workers lag behind the foremost one at the same moment.
+"""Computes how far workers lag behind the leading worker at the same moment.
 
-Pure. Workers last reported at different moments: a worker that reported step 87 a second ago is at
-100 by now if it makes 13 steps a second. So the foremost worker's position is moved back, by its
-rate, to the time of the earlier report; how far the other worker has come since is unknown. The
-result is a lower bound on a worker's lag.
+This module is pure. Workers last reported at different moments. For example, a worker that reported
+step 87 a second ago is now at step 100 if it makes 13 steps per second. The leading worker's
+position is therefore moved back, using its rate, to the time of the earlier report. How far the
+other worker has come since then is unknown. The result is a lower bound on a worker's lag.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ SILENT_MS = 10_000
 SILENT_STEPS = 3
 """... and for longer than this many of its steps, is assumed to have stopped."""
 ROUNDING_STEPS = 1
-"""Workers in lock-step may be reported up to this many steps apart."""
+"""Workers in lockstep may be reported up to this many steps apart."""
 UNSTEADY = 0.25
-"""Rates are averages over a minute; the momentary rate may be lower or higher by this share."""
+"""Rates are averages over a minute; the current rate may be lower or higher by this fraction."""
 
 
 @struct(frozen=True)
@@ -29,14 +29,15 @@ class Word:
     step: int
     age_ms: int
     rate: float | None
-    """Steps per second; None if not known."""
+    """Steps per second, or None if unknown."""
 
 
 def lags(words: Sequence[Word]) -> tuple[int, ...]:
-    """Return the fewest steps that each worker can be behind the foremost; 0 if it may be level.
+    """Return the minimum number of steps by which each worker trails the leading one.
 
-    >>> lags([Word(100, 0, 13.0), Word(87, 1_000, 13.0), Word(60, 500, 13.0)])
-    (0, 0, 34)
+    The result is 0 for a worker that may be level with it.
+
+    >>> lags([Word(100, 0, 13.0), Word(87, 1_000, 13.0), Word(60, 500, 13.0)]) (0, 0, 34)
     """
     newest_ms = min((word.age_ms for word in words), default=0)
     moving = [word for word in words if not _silent(word, newest_ms)]
@@ -67,14 +68,14 @@ def _steps(word: Word, for_ms: int) -> float:
 
 
 def _lag(word: Word, foremost: Word) -> int:
-    """Compare two workers at the moment of the earlier of their reports.
+    """Compare two workers at the time of the earlier of their reports.
 
-    If the earlier report is the foremost worker's, the other was then no further than it reports
-    now.
+    If the earlier report is the leading worker's, the other worker was then no further than it
+    reports now.
     """
     before_ms = max(word.age_ms - foremost.age_ms, 0)
     if before_ms and foremost.rate is None:
-        # The foremost worker's step at that time is unknown.
+        # The leading worker's step at that time is unknown.
         return 0
     taken_back = _steps(foremost, before_ms)
     lag = foremost.step - taken_back - word.step

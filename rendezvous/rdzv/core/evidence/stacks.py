@@ -1,8 +1,8 @@
 """The stacks of workers, and where they differ.
 
-A job that hangs has as many stacks as workers, and nearly all of them are alike: they wait for one
-that is elsewhere. So workers are grouped by their innermost frames, from the interpreter's current
-position to the first line of the user's own code, and summarised in one line:
+A job that hangs has as many stacks as workers, and nearly all of them are alike: the workers are
+waiting for one that is elsewhere. Workers are therefore grouped by their innermost frames, from the
+interpreter's current position to the first line of the user's own code, and summarized in one line:
 
     RANK 0,2-3 in all_reduce at train.py:41; RANK 1 in load at data.py:7
 """
@@ -17,12 +17,12 @@ from rdzv.core.words import listed, ranks_text
 from rdzv.structs import struct
 
 STOPPED, TRACED, UNINTERRUPTIBLE, ZOMBIE = "T", "t", "D", "Z"
-"""Process states, as in /proc, in which a process does nothing by itself."""
+"""Process states, as in /proc, in which a process does not run on its own."""
 EXITED = "X"
-"""The state of a worker that has failed, and has left a record of its collectives."""
+"""The state of a worker that has failed and left a record of its collectives."""
 
 MAX_GROUPS_TOLD = 8
-"""Maximum number of groups that one sentence lists."""
+"""The maximum number of groups listed in one sentence."""
 
 _ODD_STATES = {
     STOPPED: "stopped by a signal",
@@ -35,7 +35,8 @@ _ODD_STATES = {
 _LIBRARY = re.compile(
     r"/(site|dist)-packages/|/lib(64)?/(python|pypy)[0-9.]+/|/rdzv/agent/job_programs/|^<(?!string>)"
 )
-"""Files that are not the user's own: installed packages, standard library, frozen modules."""
+"""Matches files that are not the user's own: installed packages, standard library, frozen modules.
+"""
 
 _COLLECTIVE = re.compile(r"(^|/)torch/(distributed|nn/parallel)/")
 _LOADER = re.compile(r"(^|/)torch/utils/data/")
@@ -43,7 +44,7 @@ _LOADER = re.compile(r"(^|/)torch/utils/data/")
 
 @struct(frozen=True)
 class Frame:
-    """One call. `line` is 0 if unknown."""
+    """One call in a stack. `line` is 0 if unknown."""
 
     name: str
     file: str
@@ -51,7 +52,7 @@ class Frame:
 
     @property
     def own(self) -> bool:
-        """Whether it belongs to the user's own code, judging by its file."""
+        """Whether the frame belongs to the user's own code, judging by its file."""
         return _LIBRARY.search(self.file) is None
 
 
@@ -61,11 +62,11 @@ class Thread:
 
     name: str
     main: bool
-    """Whether it is Python's main thread."""
+    """Whether this is Python's main thread."""
     frames: tuple[Frame, ...]
-    """Innermost first."""
+    """The thread's frames, innermost first."""
     holds_gil: bool = False
-    """Whether it holds the interpreter's lock."""
+    """Whether the thread holds the interpreter's lock (GIL)."""
 
 
 @struct(frozen=True)
@@ -76,27 +77,28 @@ class WorkerStack:
     local_rank: int
     pid: int
     state: str = ""
-    """As in /proc/PID/stat; empty if it could not be read."""
+    """The process state, as in /proc/PID/stat, or empty if it could not be read."""
     threads: tuple[Thread, ...] = ()
-    """Empty if Python's frames could not be read."""
+    """The worker's threads; empty if Python's frames could not be read."""
     note: str = ""
-    """Why part of the stack is missing, and the remedy."""
+    """The reason why part of the stack is missing, and how to fix it."""
     kernel: tuple[str, ...] = ()
-    """The kernel frames in which it sleeps, as far as permissions show them; innermost first."""
+    """The kernel frames in which the process sleeps, innermost first, as far as permissions allow.
+    """
     node_id: str = ""
     collectives: tuple[GroupRecord, ...] = ()
-    """Its record in each process group; empty if there is none."""
+    """The worker's record in each process group; empty if there is none."""
     no_record: str = ""
-    """Why there is no record of its collectives."""
+    """The reason why there is no record of the worker's collectives."""
 
     @property
     def frames(self) -> tuple[Frame, ...]:
-        """The frames of its main thread, innermost first."""
+        """The frames of the main thread, innermost first."""
         return next((thread.frames for thread in self.threads if thread.main), ())
 
     @property
     def place(self) -> tuple[Frame, ...]:
-        """The innermost frames, down to the first of the user's own code; all if there is none."""
+        """The innermost frames up to the first of the user's own code, or all if there is none."""
         frames = self.frames
         for depth, frame in enumerate(frames, start=1):
             if frame.own:
@@ -105,7 +107,7 @@ class WorkerStack:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it is inside a collective, and so may be waiting for a worker that is not."""
+        """Whether the worker is inside a collective and may be waiting for a worker that is not."""
         return any(_COLLECTIVE.search(frame.file) for frame in self.place)
 
 
@@ -117,7 +119,7 @@ class Group:
     where: str
     """`in all_reduce at train.py:41`"""
     state: str = ""
-    """The process state that keeps these workers from running, if any."""
+    """The process state that prevents these workers from running, if any."""
     waits_for_others: bool = False
 
 
@@ -140,20 +142,20 @@ class Report:
     round: int
     at_ms: int
     reason: str
-    """Why they were taken, as a sentence."""
+    """The reason why the stacks were captured, as a sentence."""
     groups: tuple[Group, ...] = ()
-    """The largest first."""
+    """The groups, largest first."""
     stacks: tuple[WorkerStack, ...] = ()
-    """By RANK: at least one of each group."""
+    """Stacks by RANK, with at least one from each group."""
     left_out: int = 0
     """The number of workers that are in a group but not in `stacks`."""
     silent: tuple[SilentNode, ...] = ()
     cause: Cause | None = None
-    """The workers that the others wait for, if the records of their collectives show it."""
+    """The workers that the others are waiting for, if the records of their collectives show it."""
 
     @property
     def summary(self) -> str:
-        """One line: which workers the others wait for, if that is known, and where they differ."""
+        """A one-line summary of which workers the others wait for and where workers differ."""
         places = summarise(self.groups, self.silent)
         return f"{self.cause.sentence}; {places}" if self.cause is not None else places
 
@@ -162,18 +164,18 @@ Key = tuple[str, tuple[tuple[str, str, int], ...], tuple[str, ...]]
 
 
 def key_of(stack: WorkerStack) -> Key:
-    """Return the key that all workers of one group share."""
+    """Return the key shared by all workers of one group."""
     state = stack.state if stack.state in _ODD_STATES else ""
     place = tuple((frame.name, _short(frame.file), frame.line) for frame in stack.place)
     return state, place, () if place else stack.kernel[:1]
 
 
 def where(stack: WorkerStack) -> str:
-    """Describe where a worker is.
+    """Describe a worker's position.
 
-    >>> main = Thread("MainThread", True, (Frame("load", "/home/ada/data.py", 7),))
-    >>> where(WorkerStack(1, 1, 99, "S", (main,))), where(WorkerStack(1, 1, 99, "T", (main,)))
-    ('in load at data.py:7', 'stopped by a signal, in load at data.py:7')
+    >>> main = Thread("MainThread", True, (Frame("load", "/home/ada/data.py", 7),)) >>>
+    where(WorkerStack(1, 1, 99, "S", (main,))), where(WorkerStack(1, 1, 99, "T", (main,))) ('in load
+    at data.py:7', 'stopped by a signal, in load at data.py:7')
     """
     place = stack.place
     if place:
@@ -207,9 +209,9 @@ def evidence(stack: WorkerStack) -> Evidence:
 
 
 def groups(ranks: Mapping[Key, Sequence[int]], one_of: Mapping[Key, WorkerStack]) -> list[Group]:
-    """Return the groups, the largest first; groups of equal size are ordered by their RANKs.
+    """Return the groups, largest first. Groups of equal size are ordered by their RANKs.
 
-    `one_of` holds one worker's stack for each group.
+    `one_of` contains one worker's stack for each group.
     """
     found = [
         Group(
@@ -224,7 +226,7 @@ def groups(ranks: Mapping[Key, Sequence[int]], one_of: Mapping[Key, WorkerStack]
 
 
 def grouped(stacks: Iterable[WorkerStack]) -> list[Group]:
-    """Group workers by where they are."""
+    """Group workers by their position."""
     ranks: dict[Key, list[int]] = {}
     one_of: dict[Key, WorkerStack] = {}
     for stack in stacks:
@@ -235,13 +237,13 @@ def grouped(stacks: Iterable[WorkerStack]) -> list[Group]:
 
 
 def odd_one_out(found: Sequence[Group]) -> int | None:
-    """Return the RANK that the others wait for, if the stacks show it.
+    """Return the RANK that the others are waiting for, or None if the stacks do not show it.
 
-    In this order:
+    The first of these that exists is returned:
 
-    1. the only one that cannot run: stopped, held by a debugger, in D state, dead;
-    2. the only one outside any collective, if all others are in one;
-    3. the only one in a group by itself, if the others are in groups of at least two.
+    1. the only worker that cannot run: stopped, held by a debugger, in D state, or dead; 2. the
+    only worker outside any collective, if all others are in one; 3. the only worker in a group by
+    itself, if the others are in groups of at least two.
     """
     held = [rank for group in found if group.state for rank in group.ranks]
     if held:
@@ -265,7 +267,7 @@ def summarise(found: Sequence[Group], silent: Sequence[SilentNode] = ()) -> str:
 
 
 def as_traceback(stack: WorkerStack) -> str:
-    """Format a worker's main thread like a Python traceback: the innermost call last."""
+    """Format a worker's main thread like a Python traceback, with the innermost call last."""
     lines = ["Stack of the main thread (most recent call last):"] if stack.frames else []
     lines += [
         f'  File "{frame.file}", line {frame.line or "?"}, in {frame.name}'
@@ -276,7 +278,7 @@ def as_traceback(stack: WorkerStack) -> str:
 
 
 def _short(file: str) -> str:
-    """Return the end of a path: the same file may be in different folders on different nodes."""
+    """Return the end of a path, because a file may be in different folders on different nodes."""
     return "/".join(file.rsplit("/", 3)[-3:])
 
 

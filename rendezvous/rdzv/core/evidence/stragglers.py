@@ -1,7 +1,7 @@
 """Finds stragglers: workers that have been much slower than others of their role for a while.
 
-Pure. Where workers do not wait for each other, their step rates show it; where they do, all rates
-are the same, and `lateness` shows it.
+This module is pure. If workers do not wait for each other, their step rates show stragglers. If
+they do, all rates are the same, and `lateness` shows them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rdzv.structs import struct
 SLOW = 2.0
 """A worker is slow if its steps take more than this many times the median of its group, ..."""
 CAUGHT_UP = 1.5
-"""... and a straggler has caught up once they take less than this many times the median, so that a
-steady pace does not make it flap."""
+"""... and a straggler has caught up once its steps take less than this many times the median. The
+gap between the two prevents flapping at a steady pace."""
 
 
 @struct(frozen=True)
@@ -26,31 +26,31 @@ class Sample:
 
     rank: int
     role: str
-    """Workers of one role are compared with each other."""
+    """The worker's role; only workers of the same role are compared."""
     step_s: float
-    """How long the worker takes for a step, in seconds."""
+    """The time that the worker takes for a step, in seconds."""
 
 
 @struct(frozen=True)
 class Straggler:
-    """A worker that has been slow for a while, by its rate or by when it enters collectives."""
+    """A worker that has been slow for a while, judged by its rate or lateness in collectives."""
 
     rank: int
     since_ms: int
     """The time since which it has been slow."""
     step_s: float | None = None
     median_s: float | None = None
-    """Step time of the median worker of its role; of two in the middle, that of the faster one."""
+    """The step time of the median worker of its role, or of the faster one if there are two."""
     late_ms: float | None = None
     """How much later than the others it enters collectives: the median, ..."""
     late_p95_ms: float | None = None
     """... and the 95th percentile."""
     clock_error_ms: float | None = None
-    """How far off these may be, because the clocks of nodes differ."""
+    """The possible error of these values, because the clocks of nodes differ."""
     wait_share: float | None = None
     """A lower bound on the share of time that the others spend waiting for it."""
     gpu: GpuState | None = None
-    """The worker's GPU, if NVML on its node shows it."""
+    """The worker's GPU, if NVML on its node reports it."""
 
 
 @struct(frozen=True)
@@ -58,15 +58,16 @@ class Pace:
     """The known paces of one round's workers."""
 
     slow_since_ms: Mapping[int, int] = field(default_factory=dict)
-    """Since when each slow worker has been slow, by RANK, whether it straggles yet or not."""
+    """The time since which each slow worker has been slow, by RANK, including workers that do not
+    straggle yet."""
     stragglers: Mapping[int, Straggler] = field(default_factory=dict)
-    """By RANK."""
+    """The current stragglers, by RANK."""
 
 
 def follow(pace: Pace, samples: Iterable[Sample], now_ms: int, after_ms: int) -> Pace:
-    """Return the pace after these samples; a worker without one no longer counts as slow.
+    """Return the pace after these samples. A worker without a sample no longer counts as slow.
 
-    A worker straggles once it has been slow at every look for `after_ms`.
+    A worker straggles once it has been slow in every look for `after_ms`.
     """
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
