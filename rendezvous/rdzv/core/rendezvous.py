@@ -106,8 +106,9 @@ def step(state: State, command: Command, now_ms: int) -> Transition:
     immediately repeated has no effect; a `Tick` before `wake_at_ms` has no effect.
 
     Raises:
-      RendezvousError: the command is refused, and nothing has changed; `refusals` lists every
-        reason and its error.
+        RendezvousError: the command is refused, and nothing has changed; `refusals` lists every
+            reason and its error.
+
     """
     membership = not_after(state.membership, now_ms)
     if membership is not state.membership:

@@ -1,9 +1,9 @@
-"""Backups: the whole contents of a store, as lines of JSON that any kind of store can restore.
+"""Backups: the entire contents of a store, as lines of JSON that any kind of store can restore.
 
-A backup has a header, the documents, every job followed by its history, and a trailer with counts
-and the SHA-256 of all bytes before it. So people can read it, and a file that was truncated,
-changed or put together by hand is detected. Each job and each document is as of one commit, but
-not all are as of the same moment.
+A backup consists of a header, the documents, every job followed by its history, and a trailer with
+counts and the SHA-256 of all preceding bytes. This makes it readable for people, and a file that
+was truncated, modified or assembled by hand is detected. Each job and each document reflects one
+commit, but they do not all reflect the same moment.
 """
 
 from __future__ import annotations
@@ -28,34 +28,36 @@ from rdzv.stores.base import Record, Store, Stored, check_document
 from rdzv.structs import struct
 
 FORMAT = 2
-"""Raised whenever an older rdzvd would misread a file, or silently drop part of it."""
+"""Incremented whenever an older rdzvd would misread a file or silently drop part of it."""
 
 OLDEST_FORMAT = 1
-"""The oldest format that can still be restored; 1 has no documents."""
+"""The oldest format that can still be restored. Format 1 has no documents."""
 
 _EVERY_ROW = 2**31 - 1
 _MOST_READS = 10
-"""The most attempts to read a job that keeps changing."""
+"""The maximum number of attempts to read a job that keeps changing."""
 _MOST_LINE_BYTES = 64 * 1024 * 1024
-"""Far above the membership of the largest job. A file that is not a backup may have no line ends at
-all."""
+"""Far above the membership of the largest job. A file that is not a backup may not contain any line
+ends."""
 _ROWS_AT_ONCE = 100
-"""History rows restored in one commit, because some stores limit their transactions."""
+"""The number of history rows restored in one commit, because some stores limit their transactions.
+"""
 
 
 class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="backup"):
-    """The first line: where the data was, which server wrote the backup, and when."""
+    """The first line: where the data was stored, which server wrote the backup, and when."""
 
     source: str
-    """A description of where the data was, such as `/var/lib/rdzv (sqlite)`."""
+    """A description of where the data was stored, such as `/var/lib/rdzv (sqlite)`."""
     leadership: int
-    """The leadership number of the server that wrote it; a restored store gives higher ones."""
+    """The leadership number of the server that wrote the backup; a restored store issues higher
+    numbers."""
     unix_ms: int
     format: int = FORMAT
 
 
 class DocumentLine(msgspec.Struct, frozen=True, tag_field="kind", tag="document"):
-    """One document; its bytes in base64, because a store does not interpret them."""
+    """One document, with its bytes in base64 because a store does not interpret them."""
 
     name: str
     data: bytes
@@ -69,7 +71,7 @@ class JobLine(msgspec.Struct, frozen=True, tag_field="kind", tag="job"):
 
 
 class EventLine(msgspec.Struct, frozen=True, tag_field="kind", tag="event"):
-    """One row of the preceding job's history; `text` is the former name of its data."""
+    """One row of the preceding job's history. `text` is the former name of its data."""
 
     rdzv_id: str
     unix_ms: int
@@ -79,7 +81,7 @@ class EventLine(msgspec.Struct, frozen=True, tag_field="kind", tag="event"):
 
 
 class Trailer(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
-    """The last line: counts and hash of all lines before it."""
+    """The last line, with counts and the hash of all lines before it."""
 
     jobs: int
     events: int
@@ -89,7 +91,7 @@ class Trailer(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
 
 @struct(frozen=True)
 class Summary:
-    """A summary of a complete, unchanged file: its header, and how much it contains."""
+    """A summary of a complete, unmodified file: its header, and how much it contains."""
 
     header: Header
     jobs: int
@@ -102,7 +104,7 @@ class AllOrNothing(Protocol):
     """A store that can combine many writes in one commit."""
 
     def all_or_nothing(self) -> AbstractAsyncContextManager[None]:
-        """Commit all writes of the body at once; if it fails, none of them is written."""
+        """Commit all writes of the body at once. If the body fails, none of them is written."""
         ...
 
 
@@ -120,7 +122,7 @@ _any_decoder = msgspec.json.Decoder(_AnyLine)
 
 
 class _Tally:
-    """The counts of a trailer, updated line by line."""
+    """The trailer's counts, updated line by line."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -143,13 +145,13 @@ class _Tally:
 
 
 async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
-    """Yield the lines of a backup, each with its line end.
+    """Yield the lines of a backup, including their line ends.
 
-    Only one job at a time is in memory. The backup holds only committed data, without history that
-    is still waiting for a commit.
+    Only one job at a time is held in memory. The backup contains only committed data, without
+    history that is still waiting for a commit.
 
     Raises:
-        RendezvousConnectionError: the store is away, or a job keeps changing.
+        RendezvousConnectionError: the store is unreachable, or a job keeps changing.
         RendezvousStateError: a job cannot be read; a backup without it is refused.
 
     """
@@ -172,12 +174,12 @@ async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
 
 
 def written_line(line: _Line) -> bytes:
-    """Return one line of a backup file."""
+    """Return one encoded line of a backup file."""
     return _encoder.encode(line) + b"\n"
 
 
 async def _read(store: Store, rdzv_id: str) -> tuple[Stored, tuple[Record, ...]] | None:
-    """Read a job and its history as of one commit; None if it was deleted in the meantime."""
+    """Read a job and its history as of one commit, or return None if it has since been deleted."""
     before = await store.load(rdzv_id)
     for _ in range(_MOST_READS):
         rows = await store.history(rdzv_id, _EVERY_ROW)
@@ -196,10 +198,10 @@ async def _read(store: Store, rdzv_id: str) -> tuple[Stored, tuple[Record, ...]]
 
 
 def verify(file: BinaryIO, name: str) -> Summary:
-    """Read a backup to its end, job by job; return a summary of it. `name` appears in errors.
+    """Read a backup to its end, job by job, and return a summary. `name` is used in errors.
 
     Raises:
-        RendezvousStateError: it is not a backup, is truncated or changed, or from a newer rdzvd.
+        RendezvousStateError: it is not a backup, is truncated or modified, or is of a newer rdzvd.
 
     """
     header: Header | None = None
@@ -219,7 +221,7 @@ def verify(file: BinaryIO, name: str) -> Summary:
 
 
 def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
-    """Yield the lines of a backup, checking their order, their number and their hash."""
+    """Yield the lines of a backup, checking their order, number and hash."""
     tally = _Tally()
     seen: set[str] = set()
     documents: set[str] = set()
@@ -277,7 +279,7 @@ def _header(file: BinaryIO, name: str, tally: _Tally) -> Header:
 
 
 def read_line(data: bytes, name: str) -> _Line:
-    """Read one line of the backup file `name`; `RendezvousStateError` if it is damaged."""
+    """Read one line of the backup file `name`, or raise `RendezvousStateError` if it is damaged."""
     try:
         return _line_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -306,15 +308,15 @@ def _refused(name: str, reason: str, remedy: str = "take another backup") -> Ren
 
 
 async def restore(store: Store, file: BinaryIO, name: str) -> Summary:
-    """Fill an empty store from a backup file that can be read twice; return what was restored.
+    """Fill an empty store from a backup file that can be read twice, and return a summary.
 
-    The whole file is verified first; if it or the store is refused, nothing is written. The
+    The whole file is verified first. If the file or the store is refused, nothing is written. The
     store's leadership numbers continue above that of the server that wrote the file.
 
     Raises:
         RendezvousStateError: the file is refused.
         InvalidRequestError: the store is not empty.
-        RendezvousConnectionError: the store failed, and may hold part of the file.
+        RendezvousConnectionError: the store failed, and may contain part of the file.
 
     """
     summary = verify(file, name)
@@ -339,7 +341,8 @@ async def restore(store: Store, file: BinaryIO, name: str) -> Summary:
 
 
 async def _fill(store: Store, file: BinaryIO, name: str, header: Header) -> None:
-    # This comes first, so that numbers do not go back even if the store is only partly filled.
+    # This comes first so that leadership numbers never decrease, even if the store is only partly
+    # filled.
     await store.take_over(at_least=header.leadership)
     file.seek(0)
     rows: list[Record] = []
@@ -357,6 +360,6 @@ async def _fill(store: Store, file: BinaryIO, name: str, header: Header) -> None
 
 
 def made_at(summary: Summary) -> str:
-    """Format the time of a backup for people: `2026-05-04 12:00:00 UTC`."""
+    """Format the time of a backup for display, such as `2026-05-04 12:00:00 UTC`."""
     made = time.gmtime(summary.header.unix_ms / 1000)
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", made)

@@ -1,8 +1,8 @@
 """The contract of every store, and the errors that a store may raise.
 
 An error is *definite* if it is certain that nothing was written. It is *indefinite* if something
-may have been written; the caller then reads back before deciding again. When in doubt, a store
-raises the indefinite error, a plain `RendezvousConnectionError`.
+may have been written, in which case the caller reads the data back before deciding again. When in
+doubt, a store raises the indefinite error, which is a plain `RendezvousConnectionError`.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ from rdzv.errors import (
 from rdzv.structs import struct
 
 HISTORY_ROWS = 10_000
-"""Rows of history kept for each job: enough for months of a calm job, at about 200 bytes a row."""
+"""The number of history rows kept for each job: enough for months of a stable job, at about 200
+bytes per row."""
 
 DOCUMENT_BYTES = 1024 * 1024
-"""The largest document, and so the largest write: etcd accepts 1.5 MiB at once."""
+"""The maximum size of a document, and thus of a write; etcd accepts 1.5 MiB at once."""
 
 
 class StoreRefusedError(RendezvousConnectionError):
-    """The store failed before it wrote anything; the caller's copy is still current."""
+    """The store failed before writing anything, so the caller's copy is still current."""
 
     definite = True
 
 
 class DeposedError(StoreRefusedError):
-    """This server does not lead, or no longer leads. Nothing was written, and nothing will be.
+    """This server does not lead, or no longer leads. Nothing was or will be written.
 
-    The store stays unusable for the rest of this server's term; the next term opens another.
+    The store remains unusable for the rest of this server's term; the next term opens another
+    store.
     """
 
 
 class RevisionConflictError(RendezvousError):
-    """Another writer changed this job or document since it was loaded; nothing was written."""
+    """Another writer changed this job or document after it was loaded; nothing was written."""
 
     code = "RevisionConflictError"
     grpc_status = "ABORTED"
@@ -50,14 +52,14 @@ class RevisionConflictError(RendezvousError):
 
 @struct(frozen=True)
 class Stored:
-    """A membership as read, and the revision that the next write must name."""
+    """A membership as read from the store, and the revision that the next write must specify."""
 
     membership: Membership
     revision: int
 
 
 Read = Stored | RendezvousStateError
-"""A job as last written, or the reason it cannot be read."""
+"""A job as last written, or the reason why it cannot be read."""
 
 Page = Sequence[tuple[str, Read]]
 """Jobs by name."""
@@ -66,7 +68,7 @@ Page = Sequence[tuple[str, Read]]
 def read(
     decode: Callable[[bytes, str], Membership], data: bytes, revision: int, where: str
 ) -> Read:
-    """Return a decoded job, or the error that says why it is unreadable; `where` names it there."""
+    """Return a decoded job, or an error that says why it is unreadable and names it as `where`."""
     try:
         return Stored(decode(data, where), revision)
     except RendezvousStateError as error:
@@ -82,8 +84,8 @@ class Record:
     run: str
     name: str
     data: str
-    """The event's fields as a JSON object; a sentence in rows of older versions and of the audit.
-    No store interprets it."""
+    """The event's fields as a JSON object, or a sentence in rows from older versions and in audit
+    rows. No store interprets it."""
 
 
 def check_document(name: str, data: bytes) -> None:
@@ -91,7 +93,7 @@ def check_document(name: str, data: bytes) -> None:
 
     Raises:
         InvalidRequestError: the name is not valid.
-        LimitExceededError: it is too large.
+        LimitExceededError: the document is too large.
 
     """
     if not re.fullmatch("[a-z-]+", name):
@@ -108,19 +110,19 @@ def check_document(name: str, data: bytes) -> None:
 class Store(Protocol):
     """Memberships by rdzv_id, their history, documents, and the leadership number.
 
-    A document is a small value that belongs to no job, and has its own revision.
+    A document is a small value that does not belong to any job and has its own revision.
     """
 
     @property
     def place(self) -> str:
-        """A description of where the data is, such as `/var/lib/rdzv (sqlite)`."""
+        """A human-readable description of where the data is, such as `/var/lib/rdzv (sqlite)`."""
         ...
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as last written; None if it was never written.
+        """Return a job as last written, or None if it was never written.
 
         Raises:
-            RendezvousStateError: the job exists but cannot be read; it is left untouched.
+            RendezvousStateError: the job exists but cannot be read; it is left unchanged.
 
         """
         ...
@@ -132,15 +134,15 @@ class Store(Protocol):
         revision: int,
         records: Sequence[Record] = (),
     ) -> int:
-        """Write a membership and its records in one commit; return the new revision.
+        """Write a membership and its records in one commit, and return the new revision.
 
-        `revision` is the loaded one, or 0 if the job must not exist yet. When this returns, the
+        `revision` is the loaded one, or 0 if the job must not exist yet. Once this returns, the
         commit survives every crash that the store itself survives.
 
         Raises:
             RevisionConflictError: the job has another revision; nothing was written.
             StoreRefusedError: nothing was written.
-            RendezvousConnectionError: perhaps it was written.
+            RendezvousConnectionError: the data may have been written.
 
         """
         ...
@@ -148,12 +150,12 @@ class Store(Protocol):
     async def delete(self, rdzv_id: str, revision: int) -> None:
         """Delete a job and its history in one commit.
 
-        `revision` is the loaded one. A missing job has revision 0, and deleting it does nothing.
+        `revision` is the loaded one. A missing job has revision 0, and deleting it has no effect.
 
         Raises:
             RevisionConflictError: the job has another revision; nothing was deleted.
             StoreRefusedError: nothing was deleted.
-            RendezvousConnectionError: perhaps it was deleted.
+            RendezvousConnectionError: the data may have been deleted.
 
         """
         ...
@@ -163,9 +165,9 @@ class Store(Protocol):
         ...
 
     def pages(self) -> AsyncGenerator[Page, None]:
-        """Yield all stored jobs in pages, because reading them one by one costs far more.
+        """Yield all stored jobs in pages, because reading them one by one is far more expensive.
 
-        A job that is written in the meantime appears in its old or its new state, or not at all.
+        A job that is written in the meantime appears in its old or new state, or not at all.
         """
         ...
 
@@ -176,25 +178,25 @@ class Store(Protocol):
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         """Return the newest records of a job, at most `limit`, oldest first.
 
-        A store keeps a limited number of them for each job and deletes the oldest.
+        A store keeps a limited number of records for each job and deletes the oldest.
         """
         ...
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document and its revision; None if it was never written."""
+        """Return a document and its revision, or None if it was never written."""
         ...
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
-        """Write a document; return the new revision.
+        """Write a document and return its new revision.
 
         `revision` is the loaded one, or 0 if the document must not exist yet.
 
         Raises:
             InvalidRequestError: the name is not valid.
-            LimitExceededError: it is above `DOCUMENT_BYTES`; nothing was written.
+            LimitExceededError: the document exceeds `DOCUMENT_BYTES`; nothing was written.
             RevisionConflictError: the document has another revision; nothing was written.
             StoreRefusedError: nothing was written.
-            RendezvousConnectionError: perhaps it was written.
+            RendezvousConnectionError: the document may have been written.
 
         """
         ...
@@ -204,12 +206,12 @@ class Store(Protocol):
         ...
 
     async def take_over(self, at_least: int = 0) -> int:
-        """Return a leadership number above all that this store has given, and at least `at_least`.
+        """Return a leadership number above all that this store has issued, and at least `at_least`.
 
         The number is written before it is returned.
         """
         ...
 
     async def close(self) -> None:
-        """Finish the calls in progress and release the data. Later calls are refused."""
+        """Wait for calls in progress and release the data. Later calls are refused."""
         ...

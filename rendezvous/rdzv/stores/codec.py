@@ -1,6 +1,6 @@
-"""Encodes memberships as JSON, which people can read, in an envelope that names the format.
+"""Encodes memberships as human-readable JSON, in an envelope that specifies the format.
 
-For stores that limit the size of a value, `pack` compresses large values.
+`pack` compresses large values for stores that limit the size of a value.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from rdzv.core.model import Membership
 from rdzv.errors import RendezvousStateError
 
 FORMAT = 3
-"""Raised whenever an older server would misread, or silently drop, data from this one."""
+"""Incremented whenever an older server would misread or silently drop data from this one."""
 
 OLDEST_FORMAT = 1
-"""The oldest format that can still be read: fields added since have defaults."""
+"""The oldest format that can still be read; fields added since then have defaults."""
 
 PACK_ABOVE_BYTES = 16 * 1024
-"""Smaller values stay JSON: they fit anywhere, and people can read them."""
+"""Smaller values remain JSON, because they fit anywhere and people can read them."""
 
 MAX_UNPACKED_BYTES = 64 * 1024 * 1024
-"""Far above the membership of the largest job; keeps damaged bytes from filling memory."""
+"""Far above the membership of the largest job, and low enough that damaged data cannot exhaust
+memory."""
 
 _LEVEL = 3
-"""Memberships are so repetitive that higher levels gain little, and take much longer."""
+"""Memberships are so repetitive that higher levels gain little and take much longer."""
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -39,15 +40,15 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(membership: Membership) -> bytes:
-    """Return bytes from which `decode` restores an equal membership."""
+    """Encode a membership; `decode` restores an equal one."""
     return _encoder.encode(_Envelope(FORMAT, msgspec.Raw(_encoder.encode(membership))))
 
 
 def decode(data: bytes, where: str) -> Membership:
-    """Return the encoded membership; `where` names it in errors (file and job).
+    """Return the decoded membership; `where` names the file and the job in errors.
 
     Raises:
-        RendezvousStateError: the bytes are damaged, or in a format that this server cannot read.
+        RendezvousStateError: the bytes are damaged or in a format that this server cannot read.
 
     """
     try:
@@ -63,10 +64,9 @@ def decode(data: bytes, where: str) -> Membership:
 
 
 def pack(data: bytes) -> bytes:
-    """Return bytes from which `unpack` restores `data`: unchanged, or deflated if that is smaller.
+    """Return bytes from which `unpack` restores `data`, deflated if that makes them smaller.
 
-    >>> pack(b"{}"), len(pack(b"{" * 100_000)) < 1_000
-    (b'{}', True)
+    >>> pack(b"{}"), len(pack(b"{" * 100_000)) < 1_000 (b'{}', True)
     """
     if len(data) <= PACK_ABOVE_BYTES:
         return data
@@ -74,13 +74,13 @@ def pack(data: bytes) -> bytes:
 
 
 def unpack(data: bytes, where: str) -> bytes:
-    """Return the data given to `pack`; `where` names it in errors.
+    """Return the data that was given to `pack`; `where` names it in errors.
 
     Raises:
         RendezvousStateError: the bytes are damaged.
 
     """
-    # JSON begins with a brace or a bracket, deflated data never does.
+    # JSON starts with a brace or a bracket; deflated data never does.
     if data[:1] in (b"{", b"[", b""):
         return data
     try:

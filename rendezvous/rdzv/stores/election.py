@@ -1,4 +1,4 @@
-"""Leader election among several rdzvd on one etcd, and the proof of leadership.
+"""Leader election among several rdzvd servers on one etcd, and the proof of leadership.
 
 async with (
     EtcdClient.connected(config) as client,
@@ -8,7 +8,7 @@ async with (
         fence = await election.campaign()             # follow until then: election.leader
         store = EtcdStore(client, fence)              # one store for each term
         ...                                           # serve
-        reason = await election.lost()                # close every stream, go on campaigning
+        reason = await election.lost()                # close every stream, keep campaigning
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.election")
 
 RESIGN_S = 1.0
-"""How long to try revoking the lease before leaving it to expire."""
+"""How long to try to revoke the lease before leaving it to expire."""
 
 REPLICAS_PER_PAGE = 100
 
 
 @struct(frozen=True)
 class Replica:
-    """One rdzvd that takes part in the election, whether or not it leads."""
+    """One rdzvd server that takes part in the election, whether or not it leads."""
 
     address: str
     version: str
@@ -48,7 +48,7 @@ class Replica:
 
 
 class Election:
-    """One rdzvd's part in the election. Made by `Election.running`."""
+    """One server's part in the election. Created by `Election.running`."""
 
     def __init__(self, client: EtcdClient, calls: Calls, address: str, version: str) -> None:
         self._client = client
@@ -61,9 +61,9 @@ class Election:
         self._held: KeyValue | None = None
         """The leader key as last seen, ..."""
         self._seen_revision = -1
-        """... at this revision; -1 if it was never seen."""
+        """... at this revision, or -1 if it was never seen."""
         self._news = _News()
-        """Notified whenever one of the above changes."""
+        """Notified whenever any of the above changes."""
         self._last_loss = "this server has not led yet"
         self._outage = _Outage()
 
@@ -72,10 +72,11 @@ class Election:
     async def running(
         cls, client: EtcdClient, address: str, version: str = ""
     ) -> AsyncIterator[Election]:
-        """Take part under `address` until the body ends; then resign and deregister at once.
+        """Take part as `address` until the body ends, and then resign and deregister at once.
 
-        This returns as soon as the tasks run: etcd need not be reachable. The election survives
-        every temporary failure of etcd, and logs when etcd is away and when it is back.
+        This returns as soon as the tasks are running; etcd need not be reachable. The election
+        survives every temporary failure of etcd, and logs when etcd becomes unreachable and when it
+        is back.
         """
         calls = LeaseCalls(client.config)
         election = cls(client, calls, address, version)
@@ -98,47 +99,47 @@ class Election:
 
     @property
     def address(self) -> str:
-        """The address where this rdzvd is reached."""
+        """The address at which this server can be reached."""
         return self._address
 
     @property
     def leader(self) -> Leader | None:
-        """The leader as last seen; None if there is none, or none was seen yet."""
+        """The leader as last seen, or None if there is none or none has been seen yet."""
         leader = read_leader(self._held) if self._held else None
         return None if leader is None or leader.deposed else leader
 
     @property
     def proven(self) -> bool:
-        """Whether this process leads and can prove it at this moment.
+        """Whether this process leads and can currently prove it.
 
-        True only between `campaign` and the end of `lost`, and not when the newest renewal is too
-        old, even if `lost` has not yet returned. Never blocks, so it may be called before every
-        message that only a leader may send.
+        This is True only between `campaign` and the end of `lost`, and not if the newest renewal is
+        too old, even if `lost` has not returned yet. It never blocks, so it may be called before
+        every message that only a leader may send.
         """
         return self._session is not None and self._session.leads
 
     @property
     def may_speak(self) -> bool:
-        """Whether this process leads and no other can be leading yet, even by deposing this one.
+        """Whether this process leads and no other can lead yet, even by deposing this one.
 
-        Unlike `proven`, it may be False for a moment, until etcd has answered the next read.
+        Unlike `proven`, this may be False for a moment, until etcd has responded to the next read.
         """
         return self._session is not None and self._session.may_speak
 
     async def regain_word(self) -> bool:
-        """Wait until this process may speak or no longer leads; return whether it may speak."""
+        """Wait until this process may speak or no longer leads, and return whether it may speak."""
         if not self.may_speak:
             await self._until(lambda: self.may_speak or not self.proven)
         return self.may_speak
 
     async def depose(self, leader: Leader) -> bool:
-        """End the term of a leader that was found dead; return whether this call has ended it.
+        """End the term of a leader found to be dead, and return whether this call ended it.
 
-        This is safe even if the leader is alive: its writes are refused from now on, and its key is
-        deleted, so that another may lead, only once its word has ended.
+        This is safe even if the leader is alive. Its writes are refused from now on, and its key is
+        deleted, allowing another server to lead, only once its word has expired.
 
         Raises:
-            RendezvousConnectionError: perhaps it was done.
+            RendezvousConnectionError: the term may have been ended.
 
         """
         held, session = self._held, self._session
@@ -156,11 +157,11 @@ class Election:
         return done.succeeded
 
     async def campaign(self, head_start_s: Callable[[], float] = lambda: 0.0) -> Fence:
-        """Wait until this process leads; return the fence of its term.
+        """Wait until this process leads, and return the fence of its term.
 
-        `head_start_s` is called once no server leads; it returns for how long to leave the
-        leadership to others. `campaign` may be cancelled and called again. While a term lasts, it
-        returns the fence of that term at once.
+        `head_start_s` is called once no server leads. It returns how long to leave the leadership
+        to other servers. `campaign` may be cancelled and called again. During a term, it returns
+        that term's fence immediately.
         """
         while True:
             await self._until(self._may_lead)
@@ -182,11 +183,13 @@ class Election:
             if fence is not None and session.lost is None:
                 session.lead(fence, sent_s)
                 self._news.tell()
-                log.info("%s leads from revision %d on", self._address, fence.create_revision)
+                log.info(
+                    "%s became the leader at revision %d", self._address, fence.create_revision
+                )
                 return fence
 
     def _may_lead(self) -> bool:
-        """Return whether to try to lead: there is no leader, or this very session is the leader."""
+        """Return whether to try to lead: there is no leader, or this session is the leader."""
         session = self._session
         if session is None or session.lost is not None or self._seen_revision < 0:
             return False
@@ -204,18 +207,18 @@ class Election:
         )
         (held,) = done.found
         self._see(held, done.revision)
-        # An earlier attempt, with an unknown outcome or cancelled, may have succeeded.
+        # An earlier attempt that was cancelled or had an unknown outcome may have succeeded.
         if held is None or held.lease != session.lease:
             return None
         return Fence(self._key, held.create_revision, session.lease)
 
     async def lost(self) -> str:
-        """Wait until leadership can no longer be proven; return the reason.
+        """Wait until leadership can no longer be proven, and return the reason.
 
-        The reasons: the newest renewal is older than the TTL less a margin, counted by this
-        machine's clock from when it was *sent*, so that another rdzvd can lead a margin later at
-        the earliest; or etcd reports that the lease or the leader key is gone; or this process has
-        resigned. Returns at once if this process does not lead.
+        There are three possible reasons. The newest renewal is older than the TTL minus a margin,
+        measured by this machine's clock from when it was *sent*; another server can therefore lead
+        no earlier than one margin later. Or etcd reports that the lease or the leader key is gone.
+        Or this process has resigned. Returns immediately if this process does not lead.
         """
         session = self._session
         if session is None or session.fence is None:
@@ -225,14 +228,14 @@ class Election:
         return session.lost
 
     async def changed(self, seen: Leader | None) -> Leader | None:
-        """Wait until the leader differs from `seen`; return the new one."""
+        """Wait until the leader differs from `seen`, and return the new one."""
         await self._until(lambda: self.leader != seen)
         return self.leader
 
     async def resign(self) -> None:
-        """End this process's term, if any, so that another can lead at once.
+        """End this process's term, if any, so that another server can lead at once.
 
-        Never raises: if etcd cannot be reached, the lease runs out.
+        This never raises an exception; if etcd cannot be reached, the lease expires.
         """
         session = self._session
         if session is None or session.fence is None:
@@ -242,10 +245,10 @@ class Election:
         await self._until(lambda: self._session is not session)
 
     async def replicas(self) -> tuple[Replica, ...]:
-        """Return all participating rdzvd, sorted by address.
+        """Return all participating servers, sorted by address.
 
         Raises:
-            RendezvousConnectionError: etcd is away.
+            RendezvousConnectionError: etcd is unreachable.
 
         """
         folder = f"{self._prefix}/replicas/"
@@ -261,7 +264,7 @@ class Election:
     # ---------------------------------------------------------------- the session
 
     async def _hold_sessions(self) -> None:
-        """Keep a session with etcd: begin one, renew it until it is lost, and begin another."""
+        """Maintain a session with etcd: begin one, renew it until it is lost, and begin another."""
         while True:
             try:
                 session = await self._begin_session()
@@ -286,19 +289,19 @@ class Election:
         return Session(self._calls, self._key, lease, ttl_s, sent_s, self._note_read)
 
     async def _end_session(self, reason: str) -> None:
-        """End the current session: revoking its lease deletes all its keys."""
+        """End the current session by revoking its lease, which deletes all its keys."""
         if (session := self._session) is None:
             return
         session.lose(reason)
         self._news.tell()
         if session.fence is not None:
             self._last_loss = session.lost or reason
-            log.info("%s no longer leads: %s", self._address, self._last_loss)
+            log.info("%s is no longer the leader: %s", self._address, self._last_loss)
         try:
             async with asyncio.timeout(RESIGN_S):
                 await self._client.revoke(session.lease)
         except (RendezvousConnectionError, TimeoutError) as error:
-            log.info("lease %x cannot be revoked, and will expire: %s", session.lease, error)
+            log.info("cannot revoke lease %x, so it will expire: %s", session.lease, error)
         await session.ended()
         self._session = None
         self._news.tell()
@@ -306,7 +309,7 @@ class Election:
     # ---------------------------------------------------------------- the leader key
 
     async def _follow(self) -> None:
-        """Watch the leader key, and start again after every failure of etcd."""
+        """Watch the leader key, starting again after every etcd failure."""
         every_s = min(1.0, self._client.config.ttl_s / 3)
         while True:
             try:
@@ -318,12 +321,13 @@ class Election:
                         for change in some:
                             self._see(change.kv, change.revision)
             except RendezvousConnectionError as error:
-                # Compaction is no failure, but the pause that follows a failure does no harm here.
+                # Compaction is not a failure, but the pause that follows a failure does no harm
+                # here.
                 self._outage.note(error)
                 await asyncio.sleep(RETRY_S)
 
     def _see(self, held: KeyValue | None, revision: int) -> None:
-        """Record the leader key at a revision, unless a newer one was seen."""
+        """Record the leader key as of a revision, unless a newer revision has been seen."""
         if revision <= self._seen_revision:
             return
         self._seen_revision = revision
@@ -336,12 +340,12 @@ class Election:
         self._news.tell()
 
     def _note_read(self, held: KeyValue | None, revision: int) -> None:
-        """Note that the leader key was read, which may have extended this leader's word."""
+        """Record a read of the leader key, which may have extended this leader's word."""
         self._see(held, revision)
         self._news.tell()
 
     async def _lift_deposals(self) -> None:
-        """Delete a deposed leader's key once its word must have ended by this machine's clock."""
+        """Delete a deposed leader's key once its word must have expired by this machine's clock."""
         while True:
             await self._until(lambda: self._deposed() is not None)
             held = self._deposed()
@@ -360,7 +364,7 @@ class Election:
                 self._outage.note(error)
 
     def _deposed(self) -> KeyValue | None:
-        """Return the leader key, if its leader is deposed."""
+        """Return the leader key if its leader has been deposed."""
         return self._held if self._held and read_leader(self._held).deposed else None
 
     async def _until(self, holds: Callable[[], bool]) -> None:
@@ -368,7 +372,7 @@ class Election:
 
 
 class _News:
-    """Wakes waiters whenever something has changed, so that they check their conditions again."""
+    """Wakes waiters whenever something has changed, so that they recheck their conditions."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
@@ -383,7 +387,7 @@ class _News:
 
 
 class _Outage:
-    """Logs when etcd goes away, and when it is back: once each."""
+    """Logs once when etcd becomes unreachable, and once when it is back."""
 
     def __init__(self) -> None:
         self._away = False
@@ -391,12 +395,12 @@ class _Outage:
     def note(self, error: RendezvousConnectionError) -> None:
         if not self._away:
             self._away = True
-            log.warning("the election waits: %s", error)
+            log.warning("the election is paused: %s", error)
 
     def end(self) -> None:
         if self._away:
             self._away = False
-            log.warning("the election continues: etcd is answering again")
+            log.warning("the election has resumed: etcd is responding again")
 
 
 # ------------------------------------------------------------------------------------ values
@@ -406,7 +410,7 @@ def _read_replica(kv: KeyValue) -> Replica | None:
     try:
         return msgspec.json.decode(kv.value, type=Replica)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        log.warning("cannot read the replica at %s", kv.key.decode(errors="replace"))
+        log.warning("cannot read the replica's record at %s", kv.key.decode(errors="replace"))
         return None
 
 

@@ -1,9 +1,9 @@
-"""One lease of a server, and its word while it leads, both kept by separate threads.
+"""A server's lease, and its word while it leads, both maintained by separate threads.
 
-A server that takes over has thousands of nodes to answer, so its event loop falls behind. A renewal
-that waited its turn there would come too late: the next server would take over, have the same nodes
-to answer, and so on. So renewals wait for no other work of this process. But the loop must turn
-from time to time, or else a server that hangs would lead for ever.
+A server that takes over must respond to thousands of nodes, so its event loop falls behind. A
+renewal waiting its turn there would come too late: the next server would take over, have to respond
+to the same nodes, and so on. Renewals therefore do not wait for any other work of this process.
+However, the loop must turn from time to time, or a server that hangs would lead forever.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ RENEWALS_PER_TTL = 6
 """Enough to repeat a lost renewal with another member, even while etcd elects its own leader."""
 
 ANSWER_S = 0.5
-"""The least time a member has to answer a renewal before the next member is asked."""
+"""The minimum time a member has to respond to a renewal before the next member is asked."""
 
 RETRY_S = 0.1
-"""Pause after a failed request to etcd."""
+"""The pause after a failed request to etcd."""
 
 WORDS_PER_TTL = 5
-"""A word lasts for this part of the TTL: etcd may answer a read late, but another server need not
-wait long for its end."""
+"""A word lasts for this fraction of the TTL: long enough for etcd to respond late to a read, but
+short enough that another server need not wait long for its end."""
 
 READS_PER_WORD = 4
-"""How often a leader reads its key within the time for which its word holds."""
+"""How often a leader reads its key within the period for which its word holds."""
 
 LOOP_TTLS = 2
-"""An event loop that has not turned for this many TTLs hangs, and its lease is not renewed."""
+"""An event loop that has not turned for this many TTLs is hanging, and its lease is not renewed."""
 
 MARGIN = 1 / 6
-"""Fraction of the TTL that allows for clock drift and for closing streams."""
+"""The fraction of the TTL that allows for clock drift and for closing streams."""
 
 
 class Calls(Protocol):
-    """What the threads ask of etcd; both calls may raise `RendezvousConnectionError`."""
+    """The calls that the threads make to etcd. Both may raise `RendezvousConnectionError`."""
 
     def keep_alive(self, lease: int, timeout_s: float) -> int:
-        """Renew a lease; return its TTL in seconds, 0 if it is gone."""
+        """Renew a lease, and return its TTL in seconds, or 0 if it is gone."""
 
     def get(self, key: bytes, timeout_s: float) -> tuple[KeyValue | None, int]:
-        """Read one key; return it, and the revision at which it was read."""
+        """Read one key, and return it with the revision at which it was read."""
 
 
 class Session:
     """One lease of this process, and at most one term under it. Losing the term ends the session.
 
-    The event loop calls `start`, and `turned` from then on. After `lose` the threads end;
+    The event loop calls `start` once, and `turned` from then on. The threads end after `lose`;
     `ended` waits for that.
     """
 
@@ -67,15 +67,16 @@ class Session:
         sent_s: float,
         on_read: Callable[[KeyValue | None, int], None] = lambda held, revision: None,
     ) -> None:
-        """`on_read` is called in the event loop with the leader key, each time it has been read."""
+        """`on_read` is called in the event loop with the leader key each time it has been read."""
         self.lease = lease
         self.ttl_s = ttl_s
         self.fence: Fence | None = None
         self.lost: str | None = None
-        """Why it ended; None while it holds."""
+        """The reason why the session ended, or None while it holds."""
         self.over = asyncio.Event()
         self.word_until_s = 0.0
-        """Until when this leader may send to nodes: see `rdzv.stores.leader_key`."""
+        """The time until which this leader may send messages to nodes; see
+        `rdzv.stores.leader_key`."""
         self.word_s = ttl_s / WORDS_PER_TTL
         self.every_s = ttl_s / RENEWALS_PER_TTL
         """The time from one renewal to the next."""
@@ -84,7 +85,7 @@ class Session:
         self._on_read = on_read
         self._loop = asyncio.get_running_loop()
         self._turned_s = now_s()
-        """When the event loop last turned."""
+        """The time when the event loop last turned."""
         self._stopped = threading.Event()
         self._leading = threading.Event()
         self._threads = [
@@ -94,12 +95,12 @@ class Session:
         self._renewed(sent_s)
 
     def start(self) -> None:
-        """Keep the lease and, once `lead` is called, the word, until the session is lost."""
+        """Maintain the lease and, once `lead` is called, the word, until the session is lost."""
         for thread in self._threads:
             thread.start()
 
     def turned(self) -> None:
-        """Note that the event loop has turned."""
+        """Record that the event loop has turned."""
         self._turned_s = now_s()
 
     async def ended(self) -> None:
@@ -109,7 +110,7 @@ class Session:
                 await asyncio.to_thread(thread.join)
 
     def lead(self, fence: Fence, sent_s: float) -> None:
-        """Begin the term created by a transaction that was sent at this time."""
+        """Begin the term created by a transaction that was sent at the given time."""
         self.fence = fence
         self._read(sent_s)
         self._leading.set()
@@ -125,7 +126,7 @@ class Session:
         return self.leads and now_s() < self.word_until_s
 
     def lose(self, reason: str) -> None:
-        """End the session for a reason; the first reason stands."""
+        """End the session for a reason. If it has already ended, the first reason stands."""
         if self.lost is None:
             self.lost = reason
             self.over.set()
@@ -135,16 +136,19 @@ class Session:
     # ---------------------------------------------------------------- in the threads
 
     def _renewed(self, sent_s: float) -> None:
-        """Count from the moment when the renewal was sent; etcd counts from a later one."""
+        """Count from the time when the renewal was sent; etcd counts from a later time."""
         self.sent_s = sent_s
         self.proven_until_s = sent_s + self.ttl_s * (1 - MARGIN)
 
     def _read(self, sent_s: float) -> None:
-        """Extend the leader's word: a read sent at this time has shown the key to be its own."""
+        """Extend the leader's word after a read sent at this time showed the key to be its own."""
         self.word_until_s = sent_s + self.word_s
 
     def renew_until_lost(self) -> None:
-        """Renew the lease until it is lost; report why. Runs in a thread of this session."""
+        """Renew the lease until it is lost, and report the reason.
+
+        Runs in a thread of this session.
+        """
         trouble = ""
         while True:
             wait_s = RETRY_S if trouble else self.sent_s + self.every_s - now_s()
@@ -153,7 +157,7 @@ class Session:
                 return
             sent_s = now_s()
             left_s = self.proven_until_s - sent_s
-            # After a pause of this process, or of the machine, there is nothing left to renew.
+            # After a pause of this process or of the machine, there is nothing left to renew.
             if left_s <= 0:
                 age_s = sent_s - self.sent_s
                 why = f": {trouble}" if trouble else ""
@@ -175,14 +179,14 @@ class Session:
             self._renewed(sent_s)
 
     def _keep_word(self) -> None:
-        """While this process leads, read its key often enough for its word to hold all the time."""
+        """While this process leads, read its key often enough for its word to hold continuously."""
         self._leading.wait()
         while not self._stopped.is_set():
             sent_s = now_s()
             try:
                 held, revision = self._calls.get(self._key, self.word_s)
             except RendezvousConnectionError:
-                # The lease has the same trouble, and reports it.
+                # The lease has the same problem, and reports it.
                 pass
             else:
                 if self.fence is not None and self.fence.matches(held):
@@ -196,5 +200,5 @@ class Session:
 
 
 def now_s() -> float:
-    """Return a time in seconds that, like etcd's, advances while the machine sleeps."""
+    """Return a time in seconds that, like etcd's clock, advances while the machine is asleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

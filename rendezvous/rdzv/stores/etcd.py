@@ -1,9 +1,9 @@
-"""The store for replicated servers: an etcd v3 cluster.
+"""The store for replicated servers, which keeps its data in an etcd v3 cluster.
 
-Below the prefix, `jobs/ID` holds a membership, `history/ID/...` a job's history records,
+Below the prefix, `jobs/ID` contains a membership, `history/ID/...` a job's history records,
 `documents/NAME` a document, `leadership` the number of the latest takeover, and `leader` the
-current leader. Every write is one transaction, conditional on the leader key being the one that
-this server's term created: once another server leads, nothing that this one sends is written,
+current leader. Every write is one transaction, on the condition that the leader key is the one
+created by this server's term. Once another server leads, nothing that this one sends is written,
 however late it arrives.
 """
 
@@ -44,19 +44,21 @@ from rdzv.stores.etcd_values import (
 from rdzv.stores.leader_key import Fence, read_leader, with_leadership
 
 KEYS_PER_PAGE = 1_000
-"""Keys in a page that has no values; names are short."""
+"""The number of keys in a page that contains no values; names are short."""
 
 JOBS_PER_PAGE = 10
-"""Jobs in a page: a membership may have 1.5 MiB, and a page must fit into one answer."""
+"""The number of jobs in a page. A membership may take 1.5 MiB, and a page must fit into one
+response."""
 
 BATCHES_PER_PAGE = 500
-"""Keys in a page of history, which has at most about 12 MiB, and rarely more than 100 KiB."""
+"""The number of keys in a page of history, which takes at most about 12 MiB and rarely more than
+100 KiB."""
 
 BATCH_BYTES = 24 * 1024
-"""The most data under one history key, unless a single record has more."""
+"""The maximum amount of data under one history key, unless a single record is larger."""
 
 _HISTORY_BYTES = 256 * 1024
-"""The most bytes of compressed history in one transaction; the membership needs the rest."""
+"""The maximum size of compressed history in one transaction; the membership needs the rest."""
 
 _SLOW_BYTES = 64 * 1024
 """Larger stored values are inflated in a thread, ..."""
@@ -74,9 +76,9 @@ _number_decoder = msgspec.json.Decoder(int)
 class EtcdStore:
     """Memberships, history, documents and leadership in etcd, for one term of one server.
 
-    `fence` is the result of `Election.campaign`; without one, the store is read-only. The
-    client belongs to the caller. A revision is the mod_revision of a key: it only grows, in steps
-    of any size, and is never used twice, even if the key is deleted in between.
+    `fence` is the result of `Election.campaign`; without a fence, the store is read-only. The
+    client belongs to the caller. A revision is the mod_revision of a key: it only increases, in
+    steps of any size, and is never reused, even if the key is deleted in between.
     """
 
     def __init__(
@@ -88,17 +90,18 @@ class EtcdStore:
         self._history_rows = history_rows
         self._closed = False
         self._batches = 0
-        """History keys written in this term; together with the term, it orders them."""
+        """The number of history keys written in this term. Together with the term, it orders them.
+        """
         self._unpruned: dict[str, int] = {}
-        """Rows written for a job since its history was last pruned."""
+        """The number of rows written for each job since its history was last pruned."""
 
     @property
     def place(self) -> str:
-        """A description of where the data is, for messages."""
+        """A human-readable description of where the data is stored."""
         return self._client.config.place
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as last written; None if it was never written."""
+        """Return a job as last written, or None if it was never written."""
         self._check_open()
         kv, _ = await self._client.get(self._job_key(rdzv_id))
         if kv is None:
@@ -129,7 +132,8 @@ class EtcdStore:
         key = self._job_key(rdzv_id)
         data = await self._encoded(membership)
         plan = await self._plan(fence, records)
-        # History that exceeds the transaction is written before it: no guarantee depends on it.
+        # History that exceeds the transaction is written before it, because no guarantee depends on
+        # history.
         *before, history = plan.transactions(MAX_OPERATIONS - 1)
         for operations in before:
             await self._write(fence, operations)
@@ -140,7 +144,7 @@ class EtcdStore:
         return written
 
     async def delete(self, rdzv_id: str, revision: int) -> None:
-        """Delete a job and its history in one commit; raises the errors of `compare_and_swap`."""
+        """Delete a job and its history in one commit. Raises the errors of `compare_and_swap`."""
         fence = self._check_fence()
         key = self._job_key(rdzv_id)
         operations = (Delete(key), Delete(*_below(self._history_folder(rdzv_id))))
@@ -170,7 +174,10 @@ class EtcdStore:
         ]
 
     async def append(self, records: Sequence[Record]) -> None:
-        """Write records on their own, without a membership; very many take several commits."""
+        """Write records on their own, without a membership.
+
+        A large number takes several commits.
+        """
         fence = self._check_fence()
         plan = await self._plan(fence, records)
         for operations in plan.transactions(MAX_OPERATIONS):
@@ -197,17 +204,19 @@ class EtcdStore:
         return tuple(reversed(newest_first[: max(wanted, 0)]))
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document and its revision; None if it was never written."""
+        """Return a document and its revision, or None if it was never written."""
         self._check_open()
         kv, _ = await self._client.get(self._document_key(name))
         return (kv.value, kv.mod_revision) if kv else None
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
-        """Write a document; return the new revision. Also raises the errors of `compare_and_swap`.
+        """Write a document and return its new revision.
+
+        Also raises the errors of `compare_and_swap`.
 
         Raises:
             InvalidRequestError: the name is not valid.
-            LimitExceededError: it is above `DOCUMENT_BYTES`; nothing was written.
+            LimitExceededError: the document exceeds `DOCUMENT_BYTES`; nothing was written.
 
         """
         check_document(name, data)
@@ -220,12 +229,12 @@ class EtcdStore:
         return await self._names(f"{self._prefix}/documents/")
 
     async def take_over(self, at_least: int = 0) -> int:
-        """Return a leadership number above all that this store has given, and at least `at_least`.
+        """Return a leadership number above all that this store has issued, and at least `at_least`.
 
         The number is written in one commit with the leader key, so that all servers see both.
 
         Raises:
-            DeposedError: this server is not the leader any more; nothing was written.
+            DeposedError: this server is no longer the leader; nothing was written.
 
         """
         fence = self._check_fence()
@@ -249,7 +258,7 @@ class EtcdStore:
             self._refused(done, fence)
 
     async def close(self) -> None:
-        """Refuse all later calls. The client stays open: it belongs to the caller."""
+        """Refuse all later calls. The client stays open because it belongs to the caller."""
         self._closed = True
 
     async def _names(self, folder: str) -> tuple[str, ...]:
@@ -281,7 +290,7 @@ class EtcdStore:
     async def _encoded(self, membership: Membership) -> bytes:
         if membership.round is None or len(membership.round.participants) < _SLOW_PARTICIPANTS:
             return _encode(membership)
-        # Deflating a large job takes longer than the loop may be blocked.
+        # Deflating a large job takes longer than the event loop may be blocked.
         return await asyncio.to_thread(_encode, membership)
 
     async def _write(self, fence: Fence, operations: Sequence[Operation]) -> None:
@@ -290,7 +299,7 @@ class EtcdStore:
             raise self._deposed(done.found[0])
 
     def _refused(self, done: TxnResult, fence: Fence) -> KeyValue | None:
-        """Return the key after a failed transaction; raise if it failed because of the fence."""
+        """Return the key after a failed transaction; raise an error if the fence made it fail."""
         leader, held = done.found
         if not fence.matches(leader):
             raise self._deposed(leader)
@@ -316,7 +325,7 @@ class EtcdStore:
     # ---------------------------------------------------------------- history
 
     async def _plan(self, fence: Fence, records: Sequence[Record]) -> _Plan:
-        """Plan how records are written, and which rows are deleted for them."""
+        """Plan how records are written, and which rows are deleted to make room for them."""
         by_job: defaultdict[str, list[Record]] = defaultdict(list)
         for record in records:
             by_job[record.rdzv_id].append(record)
@@ -337,11 +346,11 @@ class EtcdStore:
         return plan
 
     def _account(self, plan: _Plan) -> None:
-        """Note the row counts of a plan, once it was written."""
+        """Record the row counts of a plan once it has been written."""
         self._unpruned |= plan.unpruned
 
     async def _pruning(self, folder: str, rows: int) -> tuple[Delete, ...]:
-        """Return the deletions that make room for `rows` new rows."""
+        """Return the deletions needed to make room for `rows` new rows."""
         start, end = _below(folder)
         pages = self._client.scan(start, end, keys_only=True, newest_first=True, page=KEYS_PER_PAGE)
         async with aclosing(pages):
@@ -385,14 +394,14 @@ class EtcdStore:
 
 
 class _Plan:
-    """Operations that write history, and the row counts afterwards."""
+    """Operations that write history, and the row counts that result."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.unpruned: dict[str, int] = {}
 
     def transactions(self, room: int) -> list[list[Operation]]:
-        """Return the operations in order, in the fewest transactions possible; at least one."""
+        """Return the operations in order, in the fewest transactions possible but at least one."""
         size = 0
         transactions: list[list[Operation]] = [[]]
         for operation in self.operations:
@@ -406,23 +415,23 @@ class _Plan:
 
 
 def _quoted(rdzv_id: str) -> str:
-    """Encode a name so that no two names share a key, and no key is below another."""
+    """Encode a name so that no two names share a key and no key is below another."""
     return quote(rdzv_id, safe=":@")
 
 
 def _below(folder: str) -> tuple[bytes, bytes]:
-    """Return the range of all keys below a folder, whose name ends in a slash."""
+    """Return the range of all keys below a folder whose name ends in a slash."""
     return folder.encode(), folder[:-1].encode() + b"0"
 
 
 def _rows_in(key: bytes) -> int:
-    """Return the number of rows in a history key, whose name ends in that number."""
+    """Return the number of rows in a history key, which is at the end of its name."""
     rows = key.rpartition(b"-")[2]
     return int(rows) if rows.isdigit() else 1
 
 
 def in_batches(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Split records into batches whose text fits into one key."""
+    """Split records into batches that each fit into one key."""
     batch: list[Record] = []
     size = 0
     for record in records:

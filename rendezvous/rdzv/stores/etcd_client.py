@@ -1,11 +1,11 @@
-"""A client of etcd's public gRPC API, with plain values and our own errors.
+"""A client for etcd's public gRPC API that returns plain values and raises our own exceptions.
 
-All calls are made here, except those that keep a lease (`lease_calls`). Each endpoint has its own
-channel, so the client knows where a call was sent: after a failure, a repeatable call goes to the
-next endpoint, but a transaction only if it has certainly not been sent.
+All calls are made here, except for those that maintain a lease (`lease_calls`). Each endpoint has
+its own channel, so the client knows where a call was sent. After a failure, a repeatable call goes
+to the next endpoint, whereas a transaction does so only if it was certainly not sent.
 
-The package `etcd3` cannot be imported alongside a current protobuf, and uses a single endpoint;
-other clients have no TLS, or are refused for good once a token has expired.
+The package `etcd3` cannot be imported alongside a current protobuf, and uses a single endpoint.
+Other clients lack TLS, or are refused permanently once a token has expired.
 """
 
 from __future__ import annotations
@@ -66,22 +66,23 @@ from rdzv.stores.etcd_wire import (
 log = logging.getLogger("rdzv.etcd")
 
 MAX_OPERATIONS = 128
-"""The most operations of one transaction; etcd's own limit (`--max-txn-ops`)."""
+"""The maximum number of operations in one transaction, which is etcd's own limit (`--max-txn-ops`).
+"""
 
 MAX_REQUEST_BYTES = 1_500_000
-"""The most bytes in one request: a little below etcd's own 1.5 MiB (`--max-request-bytes`)."""
+"""The maximum size of a request: slightly below etcd's own 1.5 MiB (`--max-request-bytes`)."""
 
 RETRY_S = 0.1
-"""Pause after all endpoints have failed."""
+"""The pause after all endpoints have failed."""
 
 
 class EtcdClient:
-    """One process's connections to etcd. Made by `EtcdClient.connected`.
+    """One process's connections to etcd. Created by `EtcdClient.connected`.
 
-    Every call ends within `timeout_ms`. Repeatable calls are repeated, at the next endpoint, within
-    that time. A call raises
+    Every call ends within `timeout_ms`. Repeatable calls are repeated within that time, each at the
+    next endpoint. A call raises
 
-    * `StoreRefusedError` if etcd was not reached or has refused: nothing was written,
+    * `StoreRefusedError` if etcd was not reached or refused the call: nothing was written,
     * `RendezvousConnectionError` if the outcome is unknown.
     """
 
@@ -97,7 +98,8 @@ class EtcdClient:
         self._current = 0
         self._timeout_s = config.timeout_ms / 1000
         self.attempt_s = self._timeout_s / (2 if len(self._channels) > 1 else 1)
-        """The longest wait for one endpoint: if it is stopped, another still has time to answer."""
+        """The maximum time to wait for one endpoint. If it is stopped, another still has time to
+        respond."""
         self.login = Login(config)
         self._authenticating = asyncio.Lock()
 
@@ -108,7 +110,7 @@ class EtcdClient:
 
         Raises:
             InvalidRequestError: user, password, certificates or prefix are refused.
-            RendezvousConnectionError: no endpoint answers.
+            RendezvousConnectionError: no endpoint responds.
 
         """
         config.check()
@@ -120,14 +122,14 @@ class EtcdClient:
             await client.close()
 
     async def close(self) -> None:
-        """Close all connections; calls in progress fail."""
+        """Close all connections. Calls in progress fail."""
         for channel in self._channels:
             await channel.close()
 
     # ---------------------------------------------------------------- calls
 
     async def get(self, key: bytes, timeout_s: float | None = None) -> tuple[KeyValue | None, int]:
-        """Read one key; return it, and the revision at which it was read."""
+        """Read one key, and return it with the revision at which it was read."""
         request = pb.RangeRequest(key=key)
         response = await self._repeated(RANGE, request, timeout_s)
         return first_of(response), response.header.revision
@@ -141,10 +143,10 @@ class EtcdClient:
         newest_first: bool = False,
         page: int = 500,
     ) -> AsyncGenerator[tuple[KeyValue, ...]]:
-        """Yield all keys from `start` to below `end`, in pages of at most `page` keys.
+        """Yield all keys from `start` up to but not including `end`, at most `page` keys at a time.
 
-        Writes made in the meantime may or may not appear. With `newest_first` the keys come in
-        reverse order.
+        Writes made in the meantime may or may not appear. With `newest_first`, the keys are yielded
+        in reverse order.
         """
         order = pb.RangeRequest.DESCEND if newest_first else pb.RangeRequest.NONE
         while True:
@@ -168,13 +170,13 @@ class EtcdClient:
         then: Sequence[Operation],
         otherwise: Sequence[Operation] = (),
     ) -> TxnResult:
-        """Do `then` if all comparisons hold, else `otherwise`, in one atomic transaction.
+        """Execute `then` if all comparisons hold, or `otherwise` if not, in one atomic transaction.
 
-        It is done at most once: it is sent again only if etcd has refused the token.
+        It is executed at most once; it is sent again only if etcd has refused the token.
 
         Raises:
-            StoreRefusedError: it was not sent, or etcd has refused it.
-            RendezvousConnectionError: perhaps it was done, or will be.
+            StoreRefusedError: it was not sent, or etcd refused it.
+            RendezvousConnectionError: it may have been executed, or may still be.
 
         """
         request = pb.TxnRequest(
@@ -196,13 +198,13 @@ class EtcdClient:
         return TxnResult(response.succeeded, response.header.revision, found)
 
     async def grant(self, ttl_s: int) -> tuple[int, int]:
-        """Create a lease; return its id, and the TTL in seconds that etcd granted."""
-        # A duplicate lease runs out by itself.
+        """Create a lease, and return its id and the TTL in seconds that etcd granted."""
+        # A duplicate lease expires on its own.
         response = await self._repeated(GRANT, pb.LeaseGrantRequest(TTL=ttl_s))
         return response.ID, response.TTL
 
     async def revoke(self, lease: int) -> None:
-        """End a lease, and delete its keys. An unknown lease is not an error."""
+        """End a lease and delete its keys. An unknown lease is not an error."""
         try:
             await self._repeated(REVOKE, pb.LeaseRevokeRequest(ID=lease))
         except RefusedError as error:
@@ -212,10 +214,10 @@ class EtcdClient:
     async def watch(
         self, key: bytes, revision: int, every_s: float = 1.0
     ) -> AsyncGenerator[tuple[Change, ...]]:
-        """Yield () once the watch is active, then the changes of one key from `revision` on.
+        """Yield () once the watch is active, and then the changes of one key from `revision` on.
 
         The member is pinged every `every_s`, so if it is stopped or cut off, this is noticed after
-        about twice that time. Nothing is queued here: a slow reader delays the stream.
+        about twice that time. Nothing is queued here, so a slow reader delays the stream.
 
         Raises:
             CompactedError: those revisions are gone.
@@ -262,7 +264,7 @@ class EtcdClient:
         request: Request,
         timeout_s: float | None = None,
     ) -> Response:
-        """Call until an endpoint answers or time is up; only for calls that may run twice."""
+        """Call until an endpoint responds or time runs out. Only for calls that may run twice."""
         timeout_s = timeout_s or self._timeout_s
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -276,7 +278,7 @@ class EtcdClient:
                 return await self._attempt(index, method, request, min(attempt_s, left))
             except grpc.RpcError as error:
                 failure = error
-            # An earlier error says more than a timeout does.
+            # An earlier error is more informative than a timeout.
             reason = reason_of(failure) if not (reason and is_silence(failure)) else reason
             self._leave(index)
             tried += 1
@@ -286,7 +288,7 @@ class EtcdClient:
                 await asyncio.sleep(RETRY_S)
 
     async def _once(self, method: Method[Request, Response], request: Request) -> Response:
-        """Call a connected endpoint; the call is sent again only if etcd has refused its token."""
+        """Call a connected endpoint. The call is repeated only if etcd has refused its token."""
         index = await self._connection()
         try:
             return await self._attempt(index, method, request, self._timeout_s)
@@ -300,7 +302,7 @@ class EtcdClient:
         """Call one endpoint, with a new token if the old one is no longer accepted.
 
         Raises:
-            StoreRefusedError: etcd has refused, and has done nothing.
+            StoreRefusedError: etcd refused the call and did nothing.
             grpc.RpcError: the outcome is unknown; another endpoint may succeed.
 
         """
@@ -331,7 +333,7 @@ class EtcdClient:
         return answer
 
     async def _connection(self) -> int:
-        """Return the index of a connected endpoint, after trying the current one first.
+        """Return the index of a connected endpoint, trying the current one first.
 
         Raises:
             StoreRefusedError: no endpoint connected in time.
@@ -366,7 +368,7 @@ class EtcdClient:
             await channel.wait_for_state_change(state)
 
     def _leave(self, index: int) -> None:
-        """Make the next call start at another endpoint."""
+        """Make the next call start with another endpoint."""
         if self._current == index:
             self._current = (index + 1) % len(self._channels)
 
@@ -387,7 +389,7 @@ class EtcdClient:
         return self.login.metadata
 
     async def _authenticate(self) -> None:
-        """Get a token, unless another call has got one meanwhile."""
+        """Get a token, unless another call has got one in the meantime."""
         async with self._authenticating:
             if not self.login.needed:
                 return
@@ -414,7 +416,7 @@ class EtcdClient:
     # ---------------------------------------------------------------- errors
 
     async def _open(self) -> None:
-        """Read a key, to distinguish a configuration error from an unreachable etcd."""
+        """Read a key to distinguish a configuration error from an unreachable etcd."""
         try:
             await self.get(f"{self.config.prefix}/leader".encode())
         except RefusedError as error:
@@ -450,7 +452,8 @@ class EtcdClient:
 
 
 _REQUIRE_LEADER = ("hasleader", "true")
-"""Makes a member that is cut off from the others end the stream instead of falling silent."""
+"""Makes a member that is cut off from the others end the stream rather than stop sending silently.
+"""
 
 _CUT_OFF = re.compile(r"socket closed|connection reset", re.IGNORECASE)
 
@@ -458,7 +461,7 @@ _TLS_TROUBLE = re.compile(r"ssl|tls|certificate|handshake|hostname", re.IGNORECA
 
 
 async def _within(seconds: float, work: Awaitable[bool]) -> bool:
-    """Return the result of `work`; False if it takes longer."""
+    """Return the result of `work`, or False if it takes longer than the given time."""
     try:
         async with asyncio.timeout(seconds):
             return await work
@@ -469,7 +472,7 @@ async def _within(seconds: float, work: Awaitable[bool]) -> bool:
 async def _watch_requests(
     key: bytes, revision: int, every_s: float, over: asyncio.Event
 ) -> AsyncIterator[pb.WatchRequest]:
-    """Yield the request for a watch, then regular requests for its progress until it is over."""
+    """Yield the request for a watch, followed by regular progress requests until the watch ends."""
     create = pb.WatchCreateRequest(key=key, start_revision=revision)
     yield pb.WatchRequest(create_request=create)
     while not await _within(every_s, over.wait()):

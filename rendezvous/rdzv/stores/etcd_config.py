@@ -1,4 +1,4 @@
-"""Connection settings of etcd: endpoints, TLS files and password, read and checked."""
+"""Connection settings for etcd: endpoints, TLS files and password, read and checked."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rdzv.transport.certificates import check_authorities, check_pair
 from rdzv.transport.endpoints import Endpoint, parse_endpoint
 
 DEFAULT_PORT = 2379
-"""The port where etcd listens for clients."""
+"""The port on which etcd listens for clients."""
 
 
 def first_line(file: Path, what: str = "etcd password file") -> str:
-    """Read a secret from the first line of a file; `what` names the file in errors.
+    """Read a secret from the first line of a file; `what` describes the file in errors.
 
     Raises:
         InvalidRequestError: the line is empty, or the file cannot be read.
@@ -33,28 +33,28 @@ def first_line(file: Path, what: str = "etcd password file") -> str:
 
 @struct(frozen=True)
 class EtcdConfig:
-    """How to reach etcd, and where in it rdzv keeps its data."""
+    """How to reach etcd, and where rdzv keeps its data there."""
 
     endpoints: tuple[Endpoint, ...]
     prefix: str = "/rdzv"
-    """All keys begin with it and a slash, so several rdzvd clusters may share one etcd."""
+    """All keys begin with this prefix and a slash, so several rdzvd clusters can share one etcd."""
     tls: bool = False
-    """Whether endpoints use https; a CA or a certificate implies it."""
+    """Whether endpoints use https; implied by a CA or a certificate."""
     user: str = ""
     password: str = field(default="", repr=False)
     ca: Path | None = None
-    """The CA of the members' certificates; if None, the system's CAs."""
+    """The CA for the members' certificates, or None to use the system's CAs."""
     cert: Path | None = None
     key: Path | None = None
     ttl_s: int = 3
     """How long a leader may be silent before its lease expires. etcd raises it to at least one and
     a half times its own election timeout."""
     timeout_ms: int = 3_000
-    """The time limit of one call, including all its repetitions."""
+    """The time limit of one call, including all repetitions."""
 
     @classmethod
     def parse(cls, endpoints: str, **given: object) -> EtcdConfig:
-        """Parse `HOST:PORT,HOST:PORT`, each with or without http(s)://; return a checked config.
+        """Parse `HOST:PORT,HOST:PORT`, each with or without http(s)://, into a checked config.
 
         Raises:
             InvalidRequestError: a value cannot be used.
@@ -72,14 +72,14 @@ class EtcdConfig:
 
     @property
     def place(self) -> str:
-        """Where the data is, for people."""
+        """A human-readable description of where the data is stored."""
         return f"etcd at {','.join(map(str, self.endpoints))}: {self.prefix}"
 
     def check(self) -> None:
-        """Check the configuration; errors give value, reason and remedy.
+        """Check the configuration. Errors name the value, the reason and the remedy.
 
         Raises:
-            InvalidRequestError: a value cannot be used; the first one is named.
+            InvalidRequestError: a value cannot be used; the first such value is named.
 
         """
         if not self.endpoints:
@@ -120,11 +120,11 @@ class EtcdConfig:
 def parse_endpoints(text: str) -> tuple[tuple[Endpoint, ...], bool]:
     """Parse `HOST:PORT,HOST:PORT`, with or without a scheme; also return whether it is https.
 
-    >>> parse_endpoints("https://a:1,https://[::1]")
-    ((Endpoint(host='a', port=1), Endpoint(host='::1', port=2379)), True)
+    >>> parse_endpoints("https://a:1,https://[::1]") ((Endpoint(host='a', port=1),
+    Endpoint(host='::1', port=2379)), True)
 
     Raises:
-        InvalidRequestError: one is invalid or is given twice, or schemes are mixed.
+        InvalidRequestError: an endpoint is invalid or given twice, or schemes are mixed.
 
     """
     endpoints: list[Endpoint] = []

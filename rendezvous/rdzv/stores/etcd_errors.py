@@ -1,4 +1,4 @@
-"""Errors from calls to etcd: which are refusals, and what an operator can do about them."""
+"""Errors from calls to etcd: which of them are refusals, and how an operator can fix them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _DEFINITE = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
-"""Statuses that prove that etcd has done nothing. With any other, the outcome is unknown."""
+"""Statuses that prove that etcd has done nothing. With any other status, the outcome is unknown."""
 
 
 class RefusedError(StoreRefusedError):
-    """etcd has answered, and has refused the call."""
+    """etcd responded and refused the call."""
 
     def __init__(self, text: str, status: grpc.StatusCode, said: str) -> None:
         super().__init__(text)
@@ -70,7 +70,7 @@ def mistake(config: EtcdConfig, error: RefusedError) -> str:
 
 
 def is_silence(error: grpc.RpcError) -> bool:
-    """Return whether a call ended without an answer in time."""
+    """Return whether a call ended without a response in time."""
     return _call(error).code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
@@ -83,12 +83,12 @@ def reason_of(error: grpc.RpcError) -> str:
 
 
 def _call(error: grpc.RpcError) -> grpc.Call:
-    # The errors of blocking and of asynchronous calls alike have a status and details.
+    # The errors of both blocking and asynchronous calls have a status and details.
     return cast("grpc.Call", error)
 
 
 def unanswered(config: EtcdConfig, index: int, reason: str) -> StoreRefusedError:
-    """Return the error of a call that got no answer and has changed nothing."""
+    """Return the error for a call that got no response and has changed nothing."""
     return StoreRefusedError(
         f"{tried(config, index)}: {reason}; nothing was written. See that etcd runs there and "
         "has a majority of its members"
@@ -96,7 +96,7 @@ def unanswered(config: EtcdConfig, index: int, reason: str) -> StoreRefusedError
 
 
 def tried(config: EtcdConfig, index: int) -> str:
-    """Say that the endpoint asked last does not answer, and how many others there are."""
+    """Describe that the last endpoint tried does not answer, and how many others exist."""
     others = len(config.endpoints) - 1
     more = f" (and {others} more)" if others else ""
     return f"etcd at {config.endpoints[index]}{more} does not answer"

@@ -1,4 +1,4 @@
-"""The token that etcd gives a user, and when it must be replaced."""
+"""The token that etcd issues to a user, and when it must be replaced."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import re
 from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.stores.etcd_wire import Metadata
 
-# For a watch, some versions report denied permission when only the token has expired.
+# For a watch, some versions report that permission was denied when only the token has expired.
 _REFUSAL = re.compile(
     "invalid auth token|revision of auth store is old|refuses the watch: .*permission denied"
 )
 
 
 class Login:
-    """The token of one client's user. Does nothing if etcd needs no user.
+    """The token of one client's user. Does nothing if etcd requires no user.
 
     The client authenticates if that is `needed`, and sends `metadata` with each call. A call whose
-    token is `refused` was not carried out; the client sends it once more, with a new token.
+    token is `refused` was not carried out, so the client sends it once more with a new token.
     """
 
     def __init__(self, config: EtcdConfig) -> None:
         self._config = config
         self.token = ""
-        """The current token; empty if there is none."""
+        """The current token, or empty if there is none."""
 
     @property
     def needed(self) -> bool:
@@ -32,13 +32,13 @@ class Login:
 
     @property
     def metadata(self) -> Metadata:
-        """The metadata of a call."""
+        """The metadata to send with a call."""
         return (("token", self.token),) if self.token else ()
 
     def refused(self, sent: Metadata, reason: str) -> bool:
-        """Return whether a call failed because of its token; forget that token if so.
+        """Return whether a call failed because of its token, and if so, discard that token.
 
-        A newer token, which another call has got since, is kept.
+        A newer token, obtained by another call in the meantime, is kept.
         """
         if not sent or not _REFUSAL.search(reason):
             return False

@@ -1,4 +1,4 @@
-"""Values of etcd's API: keys, conditions and operations of a transaction, changes of a watch."""
+"""Values of etcd's API: keys, conditions and operations of transactions, and changes in watches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KeyValue:
 
 @struct(frozen=True)
 class Created:
-    """Holds if the key was created at this revision; with 0, if the key does not exist."""
+    """Holds if the key was created at the given revision or, with 0, if it does not exist."""
 
     key: bytes
     revision: int
@@ -27,7 +27,7 @@ class Created:
 
 @struct(frozen=True)
 class Modified:
-    """Holds if the key was last written at this revision; with 0, if the key does not exist."""
+    """Holds if the key was last written at the given revision or, with 0, if it does not exist."""
 
     key: bytes
     revision: int
@@ -35,7 +35,7 @@ class Modified:
 
 @struct(frozen=True)
 class Leased:
-    """Holds if the key has this lease."""
+    """Holds if the key is attached to the given lease."""
 
     key: bytes
     lease: int
@@ -50,7 +50,7 @@ class Get:
 
 @struct(frozen=True)
 class Put:
-    """Write one key and attach it to `lease`; 0 means no lease, None keeps the current one."""
+    """Write one key and attach it to `lease`; 0 means no lease, and None keeps the current one."""
 
     key: bytes
     value: bytes
@@ -59,7 +59,7 @@ class Put:
 
 @struct(frozen=True)
 class Delete:
-    """Delete one key, or all keys from it to below `end`."""
+    """Delete one key, or all keys from it up to but not including `end`."""
 
     key: bytes
     end: bytes = b""
@@ -75,17 +75,17 @@ class TxnResult:
 
     succeeded: bool
     revision: int
-    """The revision of the key space afterwards: the mod_revision of everything it wrote."""
+    """The revision of the key space afterwards, which is the mod_revision of everything written."""
     found: tuple[KeyValue | None, ...]
 
 
 @struct(frozen=True)
 class Change:
-    """A change of a watched key: `kv` is its new state, None if it was deleted."""
+    """A change to a watched key. `kv` is its new state, or None if it was deleted."""
 
     kv: KeyValue | None
     revision: int
 
 
 class CompactedError(StoreRefusedError):
-    """The revisions that a watch asked for are gone: read the key again and watch from there."""
+    """The revisions requested by a watch are gone; read the key again and watch from there."""

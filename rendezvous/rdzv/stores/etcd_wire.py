@@ -1,7 +1,7 @@
 """etcd's methods and messages, and the conversion between messages and values.
 
-Only this module and the two that call etcd (`etcd_client` from the event loop, `lease_calls` from
-threads) use its messages.
+Its messages are used only by this module and the two that call etcd (`etcd_client` from the event
+loop, `lease_calls` from threads).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rdzv.stores.etcd_values import (
 )
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    # etcd is inside the cluster; an Internet proxy would answer instead.
+    # etcd is inside the cluster; an Internet proxy would respond instead.
     ("grpc.enable_http_proxy", 0),
-    # One value is at most as large as one request; pages hold few values, or only keys.
+    # One value is at most as large as one request; pages contain few values, or only keys.
     ("grpc.max_receive_message_length", 16 << 20),
-    # Unanswered pings reveal a stopped member; the keepalive timeout alone does not. etcd ends
+    # Unanswered pings reveal a stopped member; the keepalive timeout alone does not. etcd closes
     # connections that ping more often than every 5 s, or without a call.
     ("grpc.keepalive_time_ms", 6_000),
     ("grpc.keepalive_timeout_ms", 2_000),
@@ -44,11 +44,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Each client manages its own connections, and repeats calls itself.
+    # Each client manages its own connections and repeats calls itself.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 )
-"""Options of every channel to etcd."""
+"""The options for every channel to etcd."""
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -83,7 +83,7 @@ AUTHENTICATE = Method(
 
 
 def tls(config: EtcdConfig) -> grpc.ChannelCredentials | None:
-    """Return the TLS credentials, read again from the files; None for plaintext."""
+    """Return the TLS credentials, read anew from the files, or None for plaintext."""
     if not config.secure:
         return None
 
@@ -104,12 +104,12 @@ def value_of(kv: pb.KeyValue) -> KeyValue:
 
 
 def first_of(response: pb.RangeResponse) -> KeyValue | None:
-    """Return the first key that was read; None if there is none."""
+    """Return the first key that was read, or None if there is none."""
     return value_of(response.kvs[0]) if response.kvs else None
 
 
 def change_of(event: pb.Event) -> Change:
-    """Return a change that a watch reports."""
+    """Return a change reported by a watch."""
     deleted = event.type == pb.Event.DELETE
     return Change(None if deleted else value_of(event.kv), event.kv.mod_revision)
 

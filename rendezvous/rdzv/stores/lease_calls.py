@@ -1,7 +1,7 @@
-"""The calls to etcd that keep a lease. They block, so they are made from threads.
+"""The calls to etcd that maintain a lease. They block, so they are made from threads.
 
-`etcd_client` makes all other calls from the event loop. These do not wait for the loop, which would
-send them too late while it answers thousands of nodes.
+`etcd_client` makes all other calls from the event loop. The calls here do not use the loop, because
+it would send them too late while it responds to thousands of nodes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from rdzv.stores.etcd_wire import (
 class LeaseCalls:
     """Separate connections to etcd for the threads of one process.
 
-    Each call asks one member, and raises `StoreRefusedError` if it does not answer in time; the
-    next call then asks the next member.
+    Each call goes to one member, and raises `StoreRefusedError` if it does not respond in time. The
+    following call then goes to the next member.
     """
 
     def __init__(self, config: EtcdConfig) -> None:
@@ -51,16 +51,16 @@ class LeaseCalls:
         self._login = Login(config)
 
     def close(self) -> None:
-        """Close all connections; no call may follow, and those in progress fail."""
+        """Close all connections. Calls in progress fail, and no further calls are allowed."""
         for channel in self._channels:
             channel.close()
 
     def keep_alive(self, lease: int, timeout_s: float) -> int:
-        """Renew a lease; return its TTL in seconds, 0 if it is gone."""
+        """Renew a lease, and return its TTL in seconds, or 0 if it is gone."""
         return self._ask(KEEP_ALIVE, pb.LeaseKeepAliveRequest(ID=lease), timeout_s).TTL
 
     def get(self, key: bytes, timeout_s: float) -> tuple[KeyValue | None, int]:
-        """Read one key; return it, and the revision at which it was read."""
+        """Read one key, and return it with the revision at which it was read."""
         response = self._ask(RANGE, pb.RangeRequest(key=key), timeout_s)
         return first_of(response), response.header.revision
 
@@ -77,7 +77,7 @@ class LeaseCalls:
                     raise
             return self._send(index, method, request, until_s, self._credentials(until_s))
         except (grpc.RpcError, StopIteration) as error:
-            # Another thread may have moved on already.
+            # Another thread may already have moved on.
             if self._current == index:
                 self._current = (index + 1) % len(self._channels)
             ended = "the stream has ended without an answer"

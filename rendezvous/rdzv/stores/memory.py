@@ -32,11 +32,11 @@ class MemoryStore:
 
     @property
     def place(self) -> str:
-        """Where the data is, for people."""
+        """A human-readable description of where the data is stored."""
         return "memory"
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as last written; None if it was never written."""
+        """Return a job as last written, or None if it was never written."""
         self._check_open()
         if (held := self._jobs.get(rdzv_id)) is None:
             return None
@@ -50,7 +50,7 @@ class MemoryStore:
         revision: int,
         records: Sequence[Record] = (),
     ) -> int:
-        """Write a membership and its records; return the new revision."""
+        """Write a membership and its records, and return the new revision."""
         self._check_revision(f"job {rdzv_id}", self._jobs.get(rdzv_id), revision)
         self._jobs[rdzv_id] = (codec.encode(membership), revision + 1)
         self._record(records)
@@ -90,12 +90,12 @@ class MemoryStore:
         return rows[max(len(rows) - limit, 0) :]
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document and its revision; None if it was never written."""
+        """Return a document and its revision, or None if it was never written."""
         self._check_open()
         return self._documents.get(name)
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
-        """Write a document; return the new revision."""
+        """Write a document and return its new revision."""
         check_document(name, data)
         self._check_revision(f"document {name}", self._documents.get(name), revision)
         self._documents[name] = (data, revision + 1)
@@ -107,7 +107,7 @@ class MemoryStore:
         return tuple(sorted(self._documents))
 
     async def take_over(self, at_least: int = 0) -> int:
-        """Return a leadership number above all given before, and at least `at_least`."""
+        """Return a leadership number above all those issued before, and at least `at_least`."""
         self._check_open()
         self._leadership = max(self._leadership + 1, at_least)
         return self._leadership

@@ -1,9 +1,9 @@
-"""The default store: one SQLite file in a directory that one rdzvd owns.
+"""The default store: one SQLite file in a directory owned by one rdzvd.
 
-It uses a write-ahead log and `synchronous=FULL`, so an acknowledged commit survives a power cut.
-`sqlite_connection` has the thread and the commits, `sqlite_statements` the statements,
-`sqlite_directory` the lock, `sqlite_schema` the schema, and `sqlite_file` the file and its
-migration.
+It uses a write-ahead log and `synchronous=FULL`, so an acknowledged commit survives a power
+failure. `sqlite_connection` contains the thread and the commits, `sqlite_statements` the
+statements, `sqlite_directory` the lock, `sqlite_schema` the schema, and `sqlite_file` the file and
+its migration.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rdzv.stores.sqlite_statements import Survey, Tables
 
 
 class SqliteStore:
-    """Memberships, history, documents and leadership in `DIR/rdzv.db`. Made by `open` or `look`."""
+    """Memberships, history, documents and leadership in `DIR/rdzv.db`. Use `open` or `look`."""
 
     def __init__(self, directory: Path, history_rows: int) -> None:
         self._directory = directory
@@ -40,8 +40,8 @@ class SqliteStore:
     ) -> SqliteStore:
         """Open the data directory, creating it if needed, and lock it against other servers.
 
-        A file with an older schema is migrated, and a copy of it is kept. A refused file is left
-        unchanged, byte for byte.
+        A file with an older schema is migrated, and a copy of it is kept. If a file is refused, not
+        a single byte of it is changed.
 
         Raises:
             InvalidRequestError: the directory cannot be used, is in use, or is on a network
@@ -57,12 +57,12 @@ class SqliteStore:
 
     @classmethod
     async def look(cls, directory: Path, history_rows: int = HISTORY_ROWS) -> SqliteStore:
-        """Open a data directory read-only, even while a server uses it. Every write is refused.
+        """Open a data directory read-only, even while a server is using it. All writes are refused.
 
         Nothing is changed. No server can start on the directory until the store is closed.
 
         Raises:
-            InvalidRequestError: it cannot be read.
+            InvalidRequestError: the directory cannot be read.
             RendezvousStateError: it has no data that this rdzvd can read, or the data is damaged.
 
         """
@@ -90,11 +90,11 @@ class SqliteStore:
 
     @property
     def place(self) -> str:
-        """Where the data is, for people."""
+        """A human-readable description of where the data is stored."""
         return f"{self._directory} (sqlite)"
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as last written; None if it was never written."""
+        """Return a job as last written, or None if it was never written."""
         return await self.connection.call(self._tables.load, rdzv_id)
 
     async def compare_and_swap(
@@ -104,7 +104,7 @@ class SqliteStore:
         revision: int,
         records: Sequence[Record] = (),
     ) -> int:
-        """Write a membership and its records in one commit; return the new revision."""
+        """Write a membership and its records in one commit, and return the new revision."""
         return await self.connection.write(
             partial(self._tables.swap, rdzv_id, membership, revision, records)
         )
@@ -135,11 +135,11 @@ class SqliteStore:
         )
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document and its revision; None if it was never written."""
+        """Return a document and its revision, or None if it was never written."""
         return await self.connection.call(self._tables.load_document, name)
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
-        """Write a document; return the new revision."""
+        """Write a document and return its new revision."""
         check_document(name, data)
         return await self.connection.write(
             partial(self._tables.swap_document, name, data, revision)
@@ -150,18 +150,18 @@ class SqliteStore:
         return await self.connection.call(self._tables.document_names)
 
     async def take_over(self, at_least: int = 0) -> int:
-        """Return a leadership number above all given before, and at least `at_least`."""
+        """Return a leadership number above all those issued before, and at least `at_least`."""
         return await self.connection.write(partial(self._tables.take_over, at_least))
 
     def all_or_nothing(self) -> AbstractAsyncContextManager[None]:
-        """Commit all writes of the body at once; if it fails, none of them is written."""
+        """Commit all writes of the body at once. If the body fails, none of them is written."""
         return self.connection.all_or_nothing()
 
     async def survey(self) -> Survey:
-        """Read the whole file; return its contents and its faults."""
+        """Read the whole file, and return its contents and any faults."""
         return await self.connection.call(self._tables.survey, self._used_by)
 
     async def close(self) -> None:
-        """Finish the calls in progress, close the file and release the directory."""
+        """Wait for calls in progress, close the file, and release the directory."""
         if await self.connection.close():
             self._locked.close()

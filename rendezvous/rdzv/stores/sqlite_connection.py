@@ -1,8 +1,8 @@
-"""One SQLite file, used by a single thread; waiting writes share a commit.
+"""One SQLite file, used by a single thread. Waiting writes share a commit.
 
-The event loop never waits for a disk, and SQLite never sees two threads. Writes that come during a
-commit wait, and are then written together in one commit. Each commit is counted in the file and
-beside it (`sqlite_mark`).
+The event loop never waits for a disk, and SQLite is never used from two threads. Writes that arrive
+during a commit wait, and are then written together in one commit. Each commit is counted in the
+file and in a separate file next to it (`sqlite_mark`).
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from rdzv.stores.sqlite_schema import SCHEMA_VERSION
 log = logging.getLogger("rdzv.stores")
 
 _MOST_AT_ONCE = 256
-"""The most writes in one commit: more would not be faster, and the first would wait for the last.
-"""
+"""The maximum number of writes in one commit. More would not be faster, and the first write would
+have to wait for the last."""
 _MOST_WAITING = 65_536
-"""The most writes that may wait for a commit: far more than one for each job."""
+"""The maximum number of writes that may wait for a commit, which is far more than one per job."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """One caller's writes, and their outcome."""
+    """One caller's writes and their outcome."""
 
     apply: Callable[[], Any]
     answer: asyncio.Future[Any]
@@ -54,7 +54,10 @@ class _Write:
     error: Exception | None = None
 
     def run(self) -> None:
-        """Write inside a transaction. A lost race writes nothing and affects no other write."""
+        """Write inside a transaction.
+
+        A lost race writes nothing and does not affect other writes.
+        """
         self.result, self.error = None, None
         try:
             self.result = self.apply()
@@ -68,18 +71,19 @@ class Connection:
     db: sqlite3.Connection
     """Used only by the thread, inside `call` and `write`."""
     mark: Mark
-    """The number of commits in the file; set when it is opened for writing."""
+    """The number of commits in the file. Set when the file is opened for writing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.schema_version = SCHEMA_VERSION
         self.lost = ""
-        """Which commits the file has lost; set only if it is opened read-only."""
+        """A description of the commits that the file has lost. Set only if it is opened read-only.
+        """
         self.on_rollback: Callable[[], None] = lambda: None
-        """Called in the thread when a transaction has been rolled back."""
+        """Called in the thread after a transaction has been rolled back."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sqlite")
         self._opened = ExitStack()
-        """The connection and its files; used by the thread."""
+        """The connection and its files, used by the thread."""
         self._closed = False
         self._waiting: deque[_Write] = deque()
         self._whole = False
@@ -94,11 +98,11 @@ class Connection:
         return await loop.run_in_executor(self._thread, function, *arguments)
 
     async def write(self, apply: Callable[[], T]) -> T:
-        """Run a function in the thread within a transaction; return when it is committed.
+        """Run a function in the thread within a transaction, and return once it is committed.
 
         Raises:
             StoreRefusedError: too many writes are waiting, or the store is closed.
-            RevisionConflictError: raised by `apply`; other writes of the commit stand.
+            RevisionConflictError: raised by `apply`; other writes in the commit are unaffected.
             RendezvousConnectionError: the commit may or may not have happened.
 
         """
@@ -114,7 +118,7 @@ class Connection:
 
     @asynccontextmanager
     async def all_or_nothing(self) -> AsyncIterator[None]:
-        """Commit all writes of the body at once; if it fails, none of them is written."""
+        """Commit all writes of the body at once. If the body fails, none of them is written."""
         await self.call(self._begin_whole)
         try:
             yield
@@ -124,7 +128,7 @@ class Connection:
         await self.call(self._commit_whole)
 
     async def close(self) -> bool:
-        """Finish the calls in progress and close the file; return False if already closed."""
+        """Wait for calls in progress and close the file. Return False if it was already closed."""
         if self._closed:
             return False
         self._closed = True
@@ -139,7 +143,7 @@ class Connection:
     # ---------------------------------------------------- in the thread
 
     def open(self) -> None:
-        """Open the file for reading and writing; create or migrate it if needed."""
+        """Open the file for reading and writing, creating or migrating it if needed."""
         prepare(self.path)
         with self.reading():
             self.db = self._opened.enter_context(closing(connect(self.path, "rw")))
@@ -161,12 +165,13 @@ class Connection:
             self._mark_file.write(mark)
 
     def open_to_read(self, *, beside_server: bool) -> None:
-        """Open the file read-only; with `beside_server`, a server may be using it now."""
+        """Open the file read-only. With `beside_server`, a server may currently be using it."""
         if not has_data(self.path):
             raise InvalidRequestError(f"{self.path} holds no data yet; rdzvd will create it")
-        # The mark is read before the file, because a server may be writing to both.
+        # The mark is read before the file because a server may be writing to both.
         mark = sqlite_mark.read(self.path)
-        # Beside a server, SQLite must use the server's own files; otherwise it must create none.
+        # While a server is using the file, SQLite must use the server's own files; otherwise it
+        # must create none.
         opened = closing(connect(self.path, "ro")) if beside_server else looking(self.path)
         with self.reading():
             self.db = self._opened.enter_context(opened)
@@ -175,22 +180,24 @@ class Connection:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Map SQLite's exceptions while nothing is written."""
+        """Map SQLite's exceptions in a block that writes nothing."""
         try:
             yield
         except sqlite3.Error as error:
             raise foreign(self.path, error) from error
 
     def _commit_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Write all waiting writes in one commit, and answer them together."""
+        """Write all waiting writes in one commit, and return their results together."""
         batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MOST_AT_ONCE))]
         if not batch:
             return
         try:
             self._commit(batch)
         except BaseException as error:
-            # Otherwise the error would be lost, and callers would hold their jobs' locks for ever.
-            log.exception("a bug in rdzvd, please report it: %s", self.path)
+            # Otherwise the error would be lost, and callers would hold their jobs' locks forever.
+            log.exception(
+                "writing to %s failed because of a bug in rdzvd, please report it", self.path
+            )
             unknown = RendezvousConnectionError(
                 f"{self.path}: it is unknown whether the writes happened: {error!r}"
             )
@@ -215,7 +222,7 @@ class Connection:
                 return
             self._rollback()
             if len(batch) > 1:
-                # One write made the batch fail; writing each by itself shows which.
+                # One of the writes made the batch fail; writing each one separately shows which.
                 for write in batch:
                     self._commit([write])
             return
@@ -223,7 +230,7 @@ class Connection:
             if not self._whole:
                 self._end()
         except RendezvousError as error:
-            # A race lost inside the batch stays lost, whatever the outcome of the commit.
+            # A race lost inside the batch remains lost, whatever the outcome of the commit.
             _fail([write for write in batch if write.error is None], error)
 
     def _begin_whole(self) -> None:
@@ -270,17 +277,17 @@ class Connection:
         try:
             self._mark_file.write(self.mark)
         except OSError as error:
-            # The commit has happened; only its record beside the file is missing.
-            log.warning("cannot write the number of commits beside %s: %s", self.path, error)
+            # The commit has happened; only its record next to the file is missing.
+            log.warning("cannot write the commit count to a file next to %s: %s", self.path, error)
 
     def _rollback(self) -> None:
-        """Roll back; if that fails, it is tried again before the next transaction."""
+        """Roll back. If that fails, it is tried again before the next transaction."""
         self.on_rollback()
         if self.db.in_transaction:
             try:
                 self.db.rollback()
             except sqlite3.Error as error:
-                log.error("%s: a failed transaction cannot be rolled back: %s", self.path, error)
+                log.error("%s: cannot roll back a failed transaction: %s", self.path, error)
 
 
 def _fail(batch: Sequence[_Write], error: Exception) -> None:

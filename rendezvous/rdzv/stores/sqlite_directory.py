@@ -15,9 +15,10 @@ _NETWORK_FILESYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "coda", "lustre", "gpfs"}
     | {"beegfs", "ocfs2", "gfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.cephfs", "fuse.s3fs"}
 )
-"""File systems whose files another machine may use at the same time: flock, the write-ahead log's
-shared memory and fsync do not work there as on a local disk. 9p is one of them, because it keeps
-locks within its guest; virtiofs is not, because it is the local disk of many containers."""
+"""File systems whose files may be in use by another machine at the same time. flock, the
+write-ahead log's shared memory and fsync do not work there as on a local disk. 9p is one of them,
+because it keeps locks within its guest. virtiofs is not, because it is the local disk of many
+containers."""
 
 
 def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
@@ -35,7 +36,8 @@ def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
     except OSError as error:
         raise _unusable(directory, error) from error
     try:
-        # Check this again: an automounter mounts at the first access, and the file may be a link.
+        # Check this again, because an automounter mounts at the first access and the file may be a
+        # link.
         _refuse_network_filesystem(directory, mountinfo)
         _refuse_network_filesystem(directory / "rdzv.db", mountinfo)
         _lock(lock, directory)
@@ -68,7 +70,7 @@ def _lock(lock: int, directory: Path) -> None:
 
 
 def share_directory(directory: Path) -> tuple[int | None, str]:
-    """Keep servers from a directory; return the open lock file, and who else holds the lock."""
+    """Prevent servers from using a directory; return the open lock file and any lock holder."""
     try:
         lock = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -81,7 +83,7 @@ def share_directory(directory: Path) -> tuple[int | None, str]:
 
 
 def _holder(lock: int) -> str:
-    """Name the lock's holder. Servers write their pid into the file, and leave it there."""
+    """Return the lock's holder. Servers write their pid into the file and leave it there."""
     pid = os.pread(lock, 32, 0).decode(errors="replace").strip()
     if pid.isdigit() and Path("/proc", pid).exists():
         return f"rdzvd pid {pid}"
@@ -98,7 +100,7 @@ def _refuse_network_filesystem(path: Path, mountinfo: Path) -> None:
 
 
 def filesystem_of(path: Path, mountinfo: Path = MOUNTINFO) -> str:
-    """Return the type of the file system that an absolute path is on; empty if unknown."""
+    """Return the type of file system that an absolute path is on, or empty if unknown."""
     try:
         lines = mountinfo.read_text().splitlines()
     except OSError:
@@ -108,7 +110,7 @@ def filesystem_of(path: Path, mountinfo: Path = MOUNTINFO) -> str:
         # "36 35 98:0 /root /mount/point options [tags...] - type source options"
         before, _, after = line.partition(" - ")
         mount = Path(_unescape(before.split(" ")[4]))
-        # Of two mounts on the same path, the later hides the earlier.
+        # Of two mounts on the same path, the later one hides the earlier one.
         if path.is_relative_to(mount) and len(mount.parts) >= depth:
             depth, kind = len(mount.parts), after.split(" ")[0]
     return kind

@@ -1,8 +1,8 @@
 """Creates the SQLite file, inspects it without changing it, and replaces it to migrate it.
 
-A refused file stays unchanged, byte for byte, with its write-ahead log beside it. So a file is
-first inspected through separate links, and never changed in place: a new or migrated file is made
-beside it, and then replaces it as a whole.
+If a file is refused, not a single byte of it or of its write-ahead log is changed. A file is
+therefore first inspected through separate links, and never changed in place: a new or migrated file
+is created next to it, and then replaces it as a whole.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOOKING = ".look-"
 _OWNER_ALONE = 0o600
 
 _ROOM_BYTES = 64 * 1024
-"""How many bytes are written at start to test for space: with less, nothing can be stored."""
+"""The number of bytes written at start to test for free space; with less, nothing can be stored."""
 
 _MOST_PROBLEMS = 20
 
@@ -40,15 +40,15 @@ _MOST_PROBLEMS = 20
 def prepare(path: Path) -> None:
     """Ensure that a complete file with the current schema exists.
 
-    The caller has locked its directory. If this raises, the file is unchanged.
+    The caller has locked its directory. If this raises an exception, the file is unchanged.
 
     Raises:
         InvalidRequestError: this user may not write to it.
-        RendezvousStateError: it is damaged, another program's, or of a newer rdzvd, or could not
-            be migrated.
+        RendezvousStateError: the file is damaged, belongs to another program or a newer rdzvd, or
+            could not be migrated.
 
     """
-    # SQLite's own files are beside the real file if `path` is a link to it.
+    # If `path` is a link, SQLite's own files are next to the real file.
     path = path.resolve()
     with mapped(path):
         try_room(path.parent)
@@ -56,7 +56,8 @@ def prepare(path: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
     version = inspect(path)
     if version is not None:
-        # The file holds environments of submitted jobs. SQLite gives its other files the same mode.
+        # The file contains the environments of submitted jobs. SQLite gives its other files the
+        # same mode.
         for suffix in ("", *_BESIDE):
             with contextlib.suppress(OSError):
                 beside(path, suffix).chmod(_OWNER_ALONE)
@@ -67,11 +68,11 @@ def prepare(path: Path) -> None:
 
 
 def inspect(path: Path) -> int | None:
-    """Return the schema version of a file without changing it; None if it has no data.
+    """Return the schema version of a file without changing it, or None if it has no data.
 
     Raises:
         InvalidRequestError: this user may not write to it.
-        RendezvousStateError: it is not data of this rdzvd, or is damaged.
+        RendezvousStateError: it is damaged, or its data is not from this rdzvd.
 
     """
     _check_writable(path)
@@ -88,7 +89,7 @@ def inspect(path: Path) -> int | None:
 
 
 def why_incomplete(path: Path, lost: str) -> str:
-    """Explain that a file has lost commits, naming the files to look at and the remedies."""
+    """Explain that a file has lost commits, naming the files to inspect and the remedies."""
     wal, mark = beside(path, _WAL), beside(path, sqlite_mark.SUFFIX)
     log = "damaged, or of another time" if wal.exists() else "missing"
     return (
@@ -103,7 +104,7 @@ def identify(db: sqlite3.Connection, path: Path) -> int:
     """Return the schema version of an open file.
 
     Raises:
-        RendezvousStateError: another program or a newer rdzvd wrote it.
+        RendezvousStateError: it was written by another program or a newer rdzvd.
 
     """
     version: int = db.execute("PRAGMA user_version").fetchone()[0]
@@ -128,19 +129,19 @@ def _tables(db: sqlite3.Connection) -> set[str]:
 
 
 def problems_in(db: sqlite3.Connection, check: str = "quick_check") -> tuple[str, ...]:
-    """Return the structural faults of an open file, in SQLite's words."""
+    """Return the structural faults of an open file, as described by SQLite."""
     found = db.execute(f"PRAGMA {check}({_MOST_PROBLEMS})").fetchall()
-    # One row may have several lines; the first names only the database.
+    # One row may contain several lines; the first names only the database.
     lines = tuple(line for (row,) in found for line in row.splitlines() if line != "ok")
     return tuple(line for line in lines if not line.startswith("***")) or lines
 
 
 @contextmanager
 def looking(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a file that no process writes to, with all committed data, and change nothing.
+    """Open a file to which no process writes, with all committed data, without changing anything.
 
-    SQLite creates files beside each file it opens, even to read. So it is given the file under
-    another name, in a separate folder.
+    SQLite creates files next to each file it opens, even for reading. It is therefore given the
+    file under another name, in a separate folder.
     """
     real = path.resolve()
     with ExitStack() as stack:
@@ -164,7 +165,8 @@ def _shown(path: Path) -> Iterator[Path]:
                 for file in files:
                     os.link(file, folder / file.name)
             except OSError:
-                # The file system has no links, or the file is another user's: make a slower copy.
+                # The file system has no links, or the file belongs to another user: make a copy,
+                # which is slower.
                 pass
             else:
                 yield folder / path.name
@@ -179,21 +181,21 @@ def _shown(path: Path) -> Iterator[Path]:
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
-    """Open an existing file, to read (`ro`) or to read and write (`rw`)."""
+    """Open an existing file for reading (`ro`) or for reading and writing (`rw`)."""
     uri = f"file:{quote(str(path))}?mode={mode}"
     return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=1.0)
 
 
 def beside(path: Path, suffix: str) -> Path:
-    """Return the path of a file that SQLite keeps beside another: `rdzv.db-wal`."""
+    """Return the path of a file that SQLite keeps next to another, such as `rdzv.db-wal`."""
     return path.with_name(path.name + suffix)
 
 
 def has_data(path: Path) -> bool:
-    """Return whether a file exists and has data in it.
+    """Return whether a file exists and contains data.
 
     Raises:
-        RendezvousStateError: only some of the files that SQLite wrote are there.
+        RendezvousStateError: only some of the files that SQLite wrote exist.
 
     """
     path = path.resolve()
@@ -210,10 +212,10 @@ def has_data(path: Path) -> bool:
 
 
 def try_room(directory: Path) -> None:
-    """Check that there is room to store anything; the test data is removed.
+    """Check that there is enough free space to store anything. The test data is removed.
 
     Raises:
-        OSError: there is no room, or nothing can be written.
+        OSError: there is no space, or nothing can be written.
 
     """
     with tempfile.TemporaryFile(dir=directory) as file:
@@ -223,7 +225,7 @@ def try_room(directory: Path) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    # SQLite would open it anyway, and refuse the first write.
+    # SQLite would open it anyway, and then refuse the first write.
     for file in (path, *(beside(path, suffix) for suffix in _BESIDE)):
         try:
             if file.exists():
@@ -250,7 +252,7 @@ def _create(path: Path) -> None:
 
 
 def _touch(path: Path) -> None:
-    """Create a file that only its owner can read."""
+    """Create a file that is readable only by its owner."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, _OWNER_ALONE))
 
 
@@ -271,11 +273,11 @@ def _migrate(path: Path, version: int) -> None:
         _copy(copy, beside(former, ".new"))
         with closing(connect(copy, "rw")) as db:
             sqlite_schema.migrate(db, version)
-        # It is opened again, because a connection trusts what it has cached.
+        # It is opened again, because a connection trusts its cache.
         with closing(connect(copy, "rw")) as db:
             if problems := problems_in(db):
                 raise sqlite3.DatabaseError("; ".join(problems))
-        # From here on the file changes, but not its content: the log, which would be wrong beside
+        # From here on the file changes, but not its content. The log, which would be wrong next to
         # the new file, is folded into the old one.
         _fold(path)
         put(beside(former, ".new"), former)
@@ -289,13 +291,13 @@ def _migrate(path: Path, version: int) -> None:
             "room for two copies of it and try again"
         ) from error
     log.warning(
-        "%s was migrated from schema version %d to %d; %s keeps the old version",
+        "migrated %s from schema version %d to %d; the old version is saved in %s",
         *(path, version, SCHEMA_VERSION, former),
     )
 
 
 def _fold(path: Path) -> None:
-    """Move all committed data into the file itself, and leave no log beside it."""
+    """Move all committed data into the file itself, leaving no log next to it."""
     with closing(connect(path, "rw")) as db:
         busy, _, _ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         if busy:
@@ -303,10 +305,10 @@ def _fold(path: Path) -> None:
 
 
 def put(new: Path, path: Path) -> None:
-    """Rename a complete, closed file over another, safely even if the power is cut.
+    """Rename a complete, closed file over another, safely even in case of a power failure.
 
     Raises:
-        OSError: `path` is unchanged, unless only the final sync of its folder has failed.
+        OSError: `path` is unchanged, unless only the final sync of its folder failed.
 
     """
     with new.open("rb") as file:
@@ -329,7 +331,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def mapped(path: Path) -> Iterator[None]:
-    """Map exceptions of SQLite or the system to our own while nothing is written."""
+    """Map exceptions of SQLite or the system to our own in a block that writes nothing."""
     try:
         yield
     except sqlite3.Error as error:
@@ -342,7 +344,7 @@ def mapped(path: Path) -> Iterator[None]:
 
 
 def foreign(path: Path, error: sqlite3.Error) -> RendezvousError:
-    """Return our own error for one that SQLite raised while nothing was written."""
+    """Return our own error for one that SQLite raised when nothing was written."""
     name = getattr(error, "sqlite_errorname", "")
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
         return _damaged(path, str(error))

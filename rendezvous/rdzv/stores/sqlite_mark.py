@@ -1,14 +1,14 @@
-"""Records, beside an SQLite file, how many commits it must have, to detect lost commits.
+"""Records, next to an SQLite file, how many commits it must have, to detect lost commits.
 
-SQLite treats a write-ahead log that is missing, cut or damaged as one that ends earlier, without
-an error. So every commit counts itself in the file (table `mark`), and the number is also written
-into `rdzv.db-mark`, after the commit and before any caller learns of it. A file with fewer commits
-than that number has lost some.
+SQLite treats a write-ahead log that is missing, truncated or damaged as one that ends earlier,
+without an error. Every commit is therefore counted in the file (table `mark`), and the number is
+also written to `rdzv.db-mark`, after the commit and before any caller learns of it. A file with
+fewer commits than that number has lost some.
 
-The number is never flushed, so it costs no fsync. It outlives the process, and after a power cut it
-is never higher than what SQLite had flushed, so a power cut alone never causes a refusal. Commits
-that are lost together with the number, as on a disk that was cut off or rolled back as a whole, are
-not detected, and neither is damage inside an existing page.
+The number is never flushed, so it costs no fsync. It outlives the process. After a power failure it
+is never higher than what SQLite had flushed, so a power failure alone never causes a refusal.
+Commits lost together with the number, as on a disk that was disconnected or rolled back as a whole,
+are not detected; nor is damage inside an existing page.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _LENGTH = len(f"{_HEAD} {'':16} {'':20} {'':8}\n")
 
 @struct(frozen=True)
 class Mark:
-    """A store's random name, and its number of commits."""
+    """A store's random name and its number of commits."""
 
     store: str
     number: int
 
 
 def make_table(db: sqlite3.Connection) -> None:
-    """Make a file count its commits from now on, unless it does; to be called in a transaction."""
+    """Make a file count its commits from now on, if it does not yet. Call it in a transaction."""
     db.execute(TABLE)
     db.execute("INSERT OR IGNORE INTO mark VALUES (1, ?, 0)", (secrets.token_hex(8),))
 
 
 def counted(db: sqlite3.Connection) -> Mark | None:
-    """Return the mark inside a file; None if it does not count its commits."""
+    """Return the mark inside a file, or None if the file does not count its commits."""
     if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'mark'").fetchone():
         return None
     row = db.execute("SELECT store, number FROM mark").fetchone()
@@ -58,14 +58,17 @@ def counted(db: sqlite3.Connection) -> Mark | None:
 
 
 def count(db: sqlite3.Connection) -> int:
-    """Count one more commit, inside its transaction; return its number."""
-    # Fetch all rows: an unfinished statement would block the commit.
+    """Count one more commit, inside its transaction, and return its number."""
+    # Fetch all rows, because an unfinished statement would block the commit.
     ((number,),) = db.execute("UPDATE mark SET number = number + 1 RETURNING number").fetchall()
     return int(number)
 
 
 def read(path: Path) -> Mark | None:
-    """Return the mark beside a file; None if it is missing or unreadable, as after a power cut."""
+    """Return the mark next to a file, or None if it is missing or unreadable.
+
+    A mark may be unreadable after a power failure.
+    """
     try:
         head, store, number, check = _beside(path).read_text("ascii").split()
     except (FileNotFoundError, PermissionError, ValueError):
@@ -76,7 +79,7 @@ def read(path: Path) -> Mark | None:
 
 
 class MarkFile:
-    """The mark beside a file, kept open to be written repeatedly."""
+    """The mark next to a file, kept open for repeated writing."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         """Open the mark file until the stack is closed, creating it if needed.
@@ -88,14 +91,14 @@ class MarkFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         self._fd = os.open(_beside(path), flags, 0o600)
         stack.callback(os.close, self._fd)
-        # After a power cut the file may be longer.
+        # After a power failure the file may be longer.
         os.ftruncate(self._fd, _LENGTH)
 
     def write(self, mark: Mark) -> None:
-        """Overwrite the previous mark; all marks have the same length.
+        """Overwrite the previous mark. All marks have the same length.
 
         Raises:
-            OSError: the mark is still the previous one, or unreadable.
+            OSError: the mark is still the previous one, or is unreadable.
 
         """
         number = f"{mark.number:020}"
@@ -104,14 +107,12 @@ class MarkFile:
 
 
 def lost(beside: Mark | None, inside: Mark | None) -> str:
-    """Explain which commits a file has lost; empty if none are known to be lost.
+    """Explain which commits a file has lost; return "" if none are known to be lost.
 
-    `beside` must be read before the file: a server may be writing to both.
+    `beside` must be read before the file, because a server may be writing to both.
 
-    >>> lost(Mark("a", 7), Mark("a", 8)), lost(None, None)
-    ('', '')
-    >>> lost(Mark("a", 7), Mark("a", 3))
-    'it has 3 commits, and 7 were stored'
+    >>> lost(Mark("a", 7), Mark("a", 8)), lost(None, None) ('', '') >>> lost(Mark("a", 7), Mark("a",
+    3)) 'it has 3 commits, and 7 were stored'
     """
     if beside is None:
         return ""

@@ -1,6 +1,6 @@
 """The schema of the SQLite file: its tables, and the migration from each older version.
 
-`sqlite_file` handles the file itself: copies, locks, free space.
+`sqlite_file` handles the file itself, including copies, locks and free space.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping
 from rdzv.stores import sqlite_mark
 
 SCHEMA_VERSION = 3
-"""Kept in `PRAGMA user_version`. A newer version is refused."""
+"""Stored in `PRAGMA user_version`. A newer version is refused."""
 
 APPLICATION_ID = int.from_bytes(b"rdzv", "big")
-"""Kept in `PRAGMA application_id` since schema 2, to recognize other programs' files."""
+"""Stored in `PRAGMA application_id` since schema 2, to recognize files of other programs."""
 
 DOCUMENTS_SINCE = 3
-"""The schema that added documents; a file opened read-only may be older."""
+"""The schema version that added documents. A file opened read-only may be older."""
 
 TABLES = frozenset({"job", "history", "leadership"})
-"""The tables that every schema has."""
+"""The tables that exist in every schema."""
 
 _JOB = """
 CREATE TABLE job (
@@ -28,9 +28,9 @@ CREATE TABLE job (
     revision INTEGER NOT NULL,
     membership BLOB NOT NULL
 )"""
-# Not AUTOINCREMENT, which writes one page more for each commit: a job's newest row is deleted only
-# with all others of the job, so no row's number is ever below an older one of its job. `text` is
-# a record's data.
+# Not AUTOINCREMENT, which writes one more page per commit. A job's newest row is deleted only with
+# all other rows of the job, so no row's number is ever below that of an older row of its job.
+# `text` is a record's data.
 _HISTORY = """
 CREATE TABLE history (
     seq INTEGER PRIMARY KEY,
@@ -67,7 +67,7 @@ def create(db: sqlite3.Connection) -> None:
 
 
 def migrate(db: sqlite3.Connection, version: int) -> None:
-    """Bring an open file from an older schema version to the current one, step by step."""
+    """Migrate an open file from an older schema version to the current one, step by step."""
     for number in range(version, SCHEMA_VERSION):
         db.execute("BEGIN IMMEDIATE")
         MIGRATIONS[number](db)
@@ -90,4 +90,4 @@ def _to_3(db: sqlite3.Connection) -> None:
 
 
 MIGRATIONS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _to_2, 2: _to_3}
-"""Steps from each older schema version to the next; each runs in one transaction."""
+"""Steps from each older schema version to the next. Each step runs in one transaction."""

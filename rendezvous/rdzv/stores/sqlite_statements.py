@@ -30,9 +30,10 @@ class Survey:
     events: int
     leadership: int
     used_by: str
-    """The process that uses the directory: `rdzvd pid 4711`; empty if none does."""
+    """The process that is using the directory, such as `rdzvd pid 4711`, or empty if there is none.
+    """
     problems: tuple[str, ...]
-    """The faults found: sentences without their subject, which is the file."""
+    """The faults found, as sentences without their subject, which is the file."""
 
 
 class Tables:
@@ -44,12 +45,12 @@ class Tables:
         self._path = connection.path
         self._history_rows = history_rows
         self._unpruned: dict[str, int] = {}
-        """Rows written for a job since its history was last pruned."""
+        """The number of rows written for each job since its history was last pruned."""
         # After a rollback the counts may be wrong, so every job counts as over its limit.
         connection.on_rollback = self._unpruned.clear
 
     def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job; None if it was never written."""
+        """Return a job, or None if it was never written."""
         with self._connection.reading():
             row = self._connection.db.execute(
                 "SELECT membership, revision FROM job WHERE rdzv_id = ?", (rdzv_id,)
@@ -91,7 +92,7 @@ class Tables:
         return tuple(Record(*row) for row in reversed(rows))
 
     def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document and its revision; None if it was never written."""
+        """Return a document and its revision, or None if it was never written."""
         if self._connection.schema_version < DOCUMENTS_SINCE:
             return None
         with self._connection.reading():
@@ -109,7 +110,7 @@ class Tables:
         return tuple(row[0] for row in rows)
 
     def survey(self, used_by: str) -> Survey:
-        """Read and check the whole file; return what was found."""
+        """Read and check the whole file, and return the findings."""
         with self._connection.reading():
             problems = [
                 f"is damaged: {what}"
@@ -146,7 +147,7 @@ class Tables:
     def swap(
         self, rdzv_id: str, membership: Membership, revision: int, records: Sequence[Record]
     ) -> int:
-        """Write a job over the given revision, with its records; return the new revision."""
+        """Write a job over the given revision, with its records, and return the new revision."""
         self._check_job(rdzv_id, revision)
         self._connection.db.execute(
             "INSERT INTO job VALUES (?1, ?2, ?3) "
@@ -165,7 +166,7 @@ class Tables:
             self._unpruned.pop(rdzv_id, None)
 
     def swap_document(self, name: str, data: bytes, revision: int) -> int:
-        """Write a document over the given revision; return the new revision."""
+        """Write a document over the given revision, and return the new revision."""
         row = self._connection.db.execute(
             "SELECT revision FROM document WHERE name = ?", (name,)
         ).fetchone()
@@ -192,7 +193,7 @@ class Tables:
             )
 
     def append(self, records: Sequence[Record]) -> None:
-        """Append records, and prune histories to their limit."""
+        """Append records and prune histories to their limit."""
         self._connection.db.executemany(
             "INSERT INTO history (rdzv_id, run, unix_ms, name, text) VALUES (?, ?, ?, ?, ?)",
             [(r.rdzv_id, r.run, r.unix_ms, r.name, r.data) for r in records],
@@ -205,7 +206,7 @@ class Tables:
             self._prune(rdzv_id)
 
     def _prune(self, rdzv_id: str) -> None:
-        """Prune a job's history to its limit; not done for every row, because it takes a scan."""
+        """Prune a job's history to its limit, but not for every row, because this takes a scan."""
         if self._unpruned[rdzv_id] <= self._history_rows // 10:
             return
         self._connection.db.execute(

@@ -109,8 +109,7 @@ class Cost:
 
 @struct(frozen=True)
 class Comeback:
-    """The time until training resumed, summed over rounds that got their workers in the same way.
-    """
+    """The time until training resumed, summed over rounds that got their workers in one way."""
 
     way: str
     """One of `Way`."""
@@ -227,7 +226,8 @@ def chosen(rdzv_id: str, runs: Sequence[Ledger], number: int | None) -> Ledger:
     """Return the ledger of the run with the given number, or of the last run if it is None.
 
     Raises:
-      UnknownJobError: the history of this run is not kept.
+        UnknownJobError: the history of this run is not kept.
+
     """
     if not runs:
         raise UnknownJobError(f"no history of {rdzv_id} is kept, so it has no ledger")

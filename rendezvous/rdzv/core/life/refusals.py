@@ -34,13 +34,14 @@ def refuse_join(before: State, state: State, command: Join, *, admits: bool) -> 
     because the node is not in it or because this instance replaces the one that is.
 
     Raises:
-      DeniedError: the node does not know the job's secret.
-      NodeSupersededError: a newer instance has the node's place.
-      RendezvousClosedError: the run that it names has ended.
-      RunStoppingError: the last run is being stopped; retry.
-      SettingsMismatchError: the job was launched with other settings.
-      RendezvousClosedError: the last run has ended, and this node may not begin another.
-      InvalidRequestError: this node and another could not reach each other.
+        DeniedError: the node does not know the job's secret.
+        NodeSupersededError: a newer instance has the node's place.
+        RendezvousClosedError: the run that it names has ended.
+        RunStoppingError: the last run is being stopped; retry.
+        SettingsMismatchError: the job was launched with other settings.
+        RendezvousClosedError: the last run has ended, and this node may not begin another.
+        InvalidRequestError: this node and another could not reach each other.
+
     """
     membership, node_id = state.membership, command.node_id
     _refuse_stranger(before, command)
@@ -72,10 +73,11 @@ def refuse_resume(before: State, state: State, command: Resume) -> None:
     `before` and `state` are as in `refuse_join`.
 
     Raises:
-      DeniedError: the node does not know the job's secret.
-      UnknownNodeError: the job is not known.
-      RendezvousClosedError: the run that it names has ended.
-      NodeSupersededError: a newer instance has the node's place.
+        DeniedError: the node does not know the job's secret.
+        UnknownNodeError: the job is not known.
+        RendezvousClosedError: the run that it names has ended.
+        NodeSupersededError: a newer instance has the node's place.
+
     """
     _refuse_stranger(before, command)
     if not state.membership.run:
@@ -91,8 +93,9 @@ def refuse_operator(state: State, command: Stop | Restart | Scale, now_ms: int) 
     """Refuse an operator's command unless its run is still open and the round it names has existed.
 
     Raises:
-      RendezvousClosedError: the run has ended, or is being stopped (a repeated stop is allowed).
-      InvalidRequestError: there has been no such round to restart.
+        RendezvousClosedError: the run has ended, or is being stopped (a repeated stop is allowed).
+        InvalidRequestError: there has been no such round to restart.
+
     """
     membership, round_ = state.membership, state.membership.round
     if command.run != membership.run or membership.ended is not None:
