@@ -1,4 +1,4 @@
-"""The client of rdzvd's `Control` service: calls with a deadline, and their answers as values.
+"""The client for rdzvd's `Control` service, with deadlines for calls and responses as values.
 
 `ControlClient` returns the values of `rdzv.view.answers`. No message and no gRPC exception leaves
 this module: every failure is an error from the table in `rdzv.errors`. The code that converts gRPC
@@ -69,24 +69,23 @@ parse_endpoints = endpoints.parse_endpoints
 _UINT32_MAX = 2**32 - 1
 
 WATCH_TIMEOUT_S = 60.0
-"""How long a watch that has lost its server looks for another one before it raises."""
+"""How long a watch that has lost its server looks for another one before raising an error."""
 WATCH_RETRY_S = 0.5
 
 SUBMIT_RETRY_S = 0.5
 
 STACKS_S = 15.0
-"""Additional time for a call that asks nodes for stacks; the server gives nodes 10 s."""
+"""The additional time for a call that asks nodes for stacks; the server gives nodes 10 s."""
 
 LOG_POSITIONS = 65_536
-"""The most files in which a log reader can resume after its stream is cut."""
+"""The maximum number of files in which a log reader can resume after its stream is interrupted."""
 
 DEFAULT_TIMEOUT_S = 5.0
-"""How long one call may take before the server counts as unreachable."""
+"""How long one call may take before the server is considered unreachable."""
 
 TAKEOVER_S = 15.0
-"""How long to wait for a leader while servers stand by: a dead leader's lease, and etcd's own
-election.
-"""
+"""How long to wait for a leader while servers stand by, which covers a dead leader's lease and
+etcd's own election."""
 TAKEOVER_RETRY_S = 0.25
 
 
@@ -97,12 +96,12 @@ _Response = TypeVar("_Response")
 
 
 class ControlClient:
-    """A client of one rdzvd, or of the leader among several.
+    """A client for one rdzvd, or for the leader among several.
 
-    Each server has `timeout_s` to answer a call; while servers stand by and none leads, the call
-    waits up to `takeover_s` for a leader. Calls raise `UnknownJobError` for a job that the server
-    does not know, and `RendezvousConnectionError` if there is no server, no answer, or no rdzvd
-    behind the endpoint.
+    Each server has `timeout_s` to respond to a call. While servers stand by and none leads, the
+    call waits up to `takeover_s` for a leader. Calls raise `UnknownJobError` for a job that the
+    server does not know, and `RendezvousConnectionError` if there is no server, no response, or no
+    rdzvd at the endpoint.
     """
 
     def __init__(
@@ -122,13 +121,12 @@ class ControlClient:
         self._credentials = credentials
         self._channels: dict[Endpoint, tuple[Stamp, grpc.Channel]] = {}
         self.store_away: str | None = None
-        """Why the server could not write to its store when it last listed jobs or nodes; None if it
-        could.
-        """
+        """Why the server could not write to its store when it last listed jobs or nodes, or None if
+        it could."""
 
     @property
     def server(self) -> Endpoint:
-        """The server asked last, or the first to be asked."""
+        """The server that was asked last, or the first one to be asked."""
         return self._rota.present
 
     def _stub(self) -> ControlStub:
@@ -156,7 +154,7 @@ class ControlClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connections; later calls fail."""
+        """Close the connections. Later calls fail."""
         for _, channel in self._channels.values():
             channel.close()
 
@@ -168,10 +166,10 @@ class ControlClient:
     def watch(
         self, rdzv_id: str, silent: Callable[[RendezvousError], None] | None = None
     ) -> Iterator[JobStatus]:
-        """Yield the status of a job at once and then whenever it changes; never end.
+        """Yield the status of a job immediately and then whenever it changes, without end.
 
-        While no server answers, try the known servers in turn, and raise once none has answered for
-        a while. `silent` is called with the reason once for each such outage.
+        While no server responds, try the known servers in turn, and raise an error once none has
+        responded for a while. `silent` is called with the reason once for each such outage.
         """
         request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
         silent_since_s, told = time.monotonic(), False
@@ -196,20 +194,20 @@ class ControlClient:
                 call.cancel()
 
     def jobs(self) -> tuple[JobSummary, ...]:
-        """Return all jobs that the server knows, sorted by name."""
+        """Return all jobs known to the server, sorted by name."""
         response = self._call(lambda stub: stub.ListJobs, pb.ListJobsRequest())
         self.store_away = response.store_away or None
         return tuple(sorted(map(job_summary_of, response.jobs), key=lambda job: job.rdzv_id))
 
     def events(self, rdzv_id: str, limit: int = 0) -> tuple[Event, ...]:
-        """Return a job's newest `limit` events, oldest first; with 0 the server decides."""
+        """Return a job's newest `limit` events, oldest first. With 0, the server sets the limit."""
         if not 0 <= limit <= _UINT32_MAX:
             raise InvalidRequestError(f"limit {limit} cannot be used: it must be 0 or above")
         request = pb.ListEventsRequest(rdzv_id=_checked_name(rdzv_id), limit=limit)
         return tuple(map(event_of, self._call(lambda stub: stub.ListEvents, request).events))
 
     def forget(self, rdzv_id: str) -> None:
-        """Delete a job that has ended, and its history."""
+        """Delete a job that has ended, along with its history."""
         request = pb.ForgetJobRequest(rdzv_id=_checked_name(rdzv_id))
         self._call(lambda stub: stub.ForgetJob, request)
 
@@ -229,9 +227,9 @@ class ControlClient:
         """Yield the output of a job's workers: of one RANK or all, in round `number` or the last.
 
         With `follow`, continue into later rounds until the run ends. If a tail is given, only the
-        tail of each file of the first round is read. A stream that is cut resumes where it was, at
-        whichever server leads; this raises once none has answered for a while. `run` names a run
-        other than the current or last one.
+        tail of each file of the first round is read. A stream that is interrupted resumes where it
+        was, on whichever server leads; an error is raised once none has responded for a while.
+        `run` names a run other than the current or last one.
         """
         request = pb.ReadLogsRequest(
             rdzv_id=_checked_name(rdzv_id),
@@ -274,9 +272,9 @@ class ControlClient:
             request.positions.extend(places.positions())
 
     def stacks(self, rdzv_id: str, number: int | None = None) -> StackReport:
-        """Return the stacks of a job's workers now, or those recorded when round `number` hung.
+        """Return the current stacks of a job's workers, or those recorded when round `number` hung.
 
-        If no workers run, return the stacks of the last round that hung. The call may take
+        If no workers are running, return the stacks of the last round that hung. The call may take
         `STACKS_S` longer than others.
         """
         request = pb.TakeStacksRequest(rdzv_id=_checked_name(rdzv_id), round=number)
@@ -284,10 +282,10 @@ class ControlClient:
         return stack_report_of(self._call(lambda stub: stub.TakeStacks, request, within_s))
 
     def backup(self, file: BinaryIO) -> Summary:
-        """Write a backup of the server's store to a file; return its summary.
+        """Write a backup of the server's store to a file, and return its summary.
 
-        Fail if nothing arrives for `timeout_s`. Only if this returns is the file complete, so that
-        `rdzvd --restore` can restore it.
+        Fail if nothing arrives for `timeout_s`. The file is complete, so that `rdzvd --restore` can
+        restore it, only if this returns.
         """
         asking = self._asking()
         while True:
@@ -319,14 +317,14 @@ class ControlClient:
         return verify(file, f"the data from {self.server}")
 
     def stop(self, rdzv_id: str, run: str, reason: str) -> JobStatus:
-        """End a run, so that its nodes stop their workers and leave; return the job's status."""
+        """End a run, making its nodes stop their workers and leave; return the job's status."""
         request = pb.StopJobRequest(rdzv_id=_checked_name(rdzv_id), run=run, reason=reason)
         return job_status_of(self._call(lambda stub: stub.StopJob, request))
 
     def restart(self, rdzv_id: str, run: str, number: int, reason: str) -> JobStatus:
         """End a round so that another forms, without counting a restart; return the job's status.
 
-        A round that is already over is not affected.
+        A round that has already ended is not affected.
         """
         request = pb.RestartJobRequest(
             rdzv_id=_checked_name(rdzv_id), run=run, round=number, reason=reason
@@ -336,7 +334,7 @@ class ControlClient:
     def scale(
         self, rdzv_id: str, run: str, min_nodes: int, max_nodes: int, reason: str
     ) -> JobStatus:
-        """Change the node bounds of a run; return the job's status."""
+        """Change the node bounds of a run, and return the job's status."""
         request = pb.ScaleJobRequest(
             rdzv_id=_checked_name(rdzv_id),
             run=run,
@@ -349,10 +347,10 @@ class ControlClient:
     def create_token(
         self, name: str, roles: Sequence[str], expires_in_ms: int
     ) -> tuple[Token, str]:
-        """Create a token; return it with its text, which cannot be shown again.
+        """Create a token, and return it with its secret text, which cannot be shown again.
 
-        If the answer is lost, raise without a retry: the token may exist, and a retry would create
-        a second one.
+        If the response is lost, raise an error without a retry: the token may exist, and a retry
+        would create a second one.
         """
 
         def stop_in_doubt(error: RendezvousConnectionError) -> None:
@@ -372,27 +370,31 @@ class ControlClient:
         return [token_of(token) for token in answer.tokens]
 
     def revoke_tokens(self, id_or_name: str) -> list[Token]:
-        """Revoke the token with this id, or all tokens with this name; return the revoked ones."""
+        """Revoke the token with this id, or all tokens with this name, and return those revoked."""
         request = pb.RevokeTokensRequest(id_or_name=id_or_name)
         answer = self._call(lambda stub: stub.RevokeTokens, request)
         return [token_of(token) for token in answer.tokens]
 
     def audit(self, limit: int = 0) -> list[Event]:
-        """Return the newest `limit` audit events, oldest first; with 0 the server decides."""
+        """Return the newest `limit` audit events, oldest first.
+
+        With 0, the server sets the limit.
+        """
         answer = self._call(lambda stub: stub.ListAudit, pb.ListAuditRequest(limit=limit))
         return [event_of(event) for event in answer.events]
 
     def submit(
         self, rdzv_id: str, run: str, settings: Settings, spec: JobSpec, submitted_by: str
     ) -> JobStatus:
-        """Start a run whose nodes the server chooses; return the job's status.
+        """Start a run whose nodes are chosen by the server, and return the job's status.
 
-        `run` is a uid chosen by the caller: if the connection is lost, the same request is repeated
+        `run` is a uid chosen by the caller. If the connection is lost, the same request is repeated
         for `timeout_s`, and the job is submitted only once.
 
         Raises:
             JobExistsError: a run of this job has not ended.
             InvalidRequestError: no node could ever run the job, or a limit is exceeded.
+
         """
         request = pb.SubmitJobRequest(
             rdzv_id=_checked_name(rdzv_id),
@@ -436,7 +438,8 @@ class ControlClient:
         return node_of(self._call(lambda stub: stub.UncordonNode, request))
 
     def drain(self, node_id: str, deadline_ms: int, reason: str, *, keep_min: bool = False) -> Node:
-        """Drain a node: notify its workers, which are ended at the deadline; return the node.
+        """Drain a node by notifying its workers, which are stopped at the deadline; return the
+        node.
 
         Raises:
             TooFewNodesError: with `keep_min`, one of its jobs would be left with too few nodes.
@@ -465,7 +468,7 @@ class ControlClient:
         within_s: float | None = None,
         failed: Callable[[RendezvousConnectionError], None] | None = None,
     ) -> _Response:
-        """Ask the servers in turn; call `failed` for each attempt that got no answer."""
+        """Ask the servers in turn, calling `failed` for each attempt that gets no response."""
         asking = self._asking()
         while True:
             try:
@@ -510,7 +513,7 @@ class _Asking:
         self._until_s = time.monotonic() + takeover_s
 
     def goes_on(self, error: RendezvousError) -> bool:
-        """Note why a server failed; return whether to ask another, perhaps after a wait."""
+        """Record why a server failed; return whether to ask another, perhaps after a wait."""
         self._standing_by |= isinstance(error, NotLeaderError)
         if self._rota.failed(error):
             return True
@@ -532,7 +535,7 @@ class _Places:
         self._offsets: dict[str, dict[tuple[int, bool], int]] = {}
 
     def note(self, lines: pb.LogLines, request: pb.ReadLogsRequest) -> None:
-        """Record how far `lines` go; set the run of `request` and, if unset, its round."""
+        """Record how far `lines` go, setting the run of `request` and, if unset, its round."""
         request.run = lines.run
         if lines.note:
             return
@@ -546,7 +549,7 @@ class _Places:
             self._offsets[lines.node_id][lines.local_rank, lines.stderr] = at
 
     def positions(self) -> list[pb.LogPosition]:
-        """Return where to resume; files beyond `LOG_POSITIONS` are read again from the start."""
+        """Return where to resume. Files beyond `LOG_POSITIONS` are read again from the start."""
         found = []
         for node_id, number in self._rounds.items():
             # A node without output so far still needs a position, which names its round.
@@ -565,7 +568,7 @@ class _Places:
 
 
 def _checked_name(name: str, kind: str = "job") -> str:
-    """Return a name; refuse one that cannot be sent, such as shell bytes that are not UTF-8."""
+    """Return a name, refusing one that cannot be sent, such as shell bytes that are not UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -580,7 +583,7 @@ _NO_CONNECTION = re.compile(
 
 
 def _perhaps_done(error: RendezvousConnectionError) -> bool:
-    """Return whether a request may have reached a server that did not answer."""
+    """Return whether a request may have reached a server that did not respond."""
     failure = error.__cause__
     if error.definite or not isinstance(failure, grpc.Call):
         return False

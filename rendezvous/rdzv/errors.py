@@ -2,9 +2,9 @@
 
 It answers two questions for each error: *is it definite* (certainly nothing has happened), and
 *what should the caller do*. The server maps an error to its gRPC status and puts its code into the
-trailing metadata, from which the client restores it, so nobody parses a message.
+trailing metadata, from which the client restores it, so messages need not be parsed.
 
-Errors keep the names that `torch.distributed.elastic.rendezvous.api` gives them.
+Errors have the same names as in `torch.distributed.elastic.rendezvous.api`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 ERROR_CODE_METADATA_KEY = "rdzv-error"
-"""The trailing metadata key of an error's code."""
+"""The trailing metadata key for an error's code."""
 
 LEADER_METADATA_KEY = "rdzv-leader"
-"""The trailing metadata key in which a stand-by server names the leader, as HOST:PORT."""
+"""The trailing metadata key with which a stand-by server names the leader, as HOST:PORT."""
 
 
 class RendezvousError(Exception):
-    """The base of all errors that cross a module boundary."""
+    """The base class of all errors that cross a module boundary."""
 
     code: ClassVar[str] = "RendezvousError"
     grpc_status: ClassVar[str] = "INTERNAL"
@@ -27,7 +27,7 @@ class RendezvousError(Exception):
 
 
 class InvalidRequestError(RendezvousError):
-    """The request is invalid: a bug or a bad configuration. The caller stops."""
+    """The request is invalid because of a bug or a bad configuration. The caller stops."""
 
     code = "InvalidRequestError"
     grpc_status = "INVALID_ARGUMENT"
@@ -41,14 +41,14 @@ class SettingsMismatchError(RendezvousError):
 
 
 class RendezvousClosedError(RendezvousError):
-    """The run has ended and forms no more rounds. The caller stops, cleanly."""
+    """The run has ended and forms no more rounds. The caller stops cleanly."""
 
     code = "RendezvousClosedError"
     grpc_status = "FAILED_PRECONDITION"
 
 
 class JobExistsError(RendezvousError):
-    """A job of this name has not ended. The caller chooses another name, or waits."""
+    """A job with this name has not ended. The caller chooses another name or waits."""
 
     code = "JobExistsError"
     grpc_status = "ALREADY_EXISTS"
@@ -69,28 +69,31 @@ class UnknownNodeError(RendezvousError):
 
 
 class UnknownJobError(RendezvousError):
-    """The server knows no job of this name. The caller corrects the name."""
+    """The server knows no job with this name. The caller corrects the name."""
 
     code = "UnknownJobError"
     grpc_status = "NOT_FOUND"
 
 
 class UnknownTokenError(RendezvousError):
-    """The server has no such token. The caller corrects the id or name."""
+    """The server has no such token. The caller corrects the id or the name."""
 
     code = "UnknownTokenError"
     grpc_status = "NOT_FOUND"
 
 
 class StaleRoundError(RendezvousError):
-    """The request is about a round that is over. The caller gets the current one."""
+    """The request is about a round that has ended. The caller gets the current round."""
 
     code = "StaleRoundError"
     grpc_status = "ABORTED"
 
 
 class UnauthenticatedError(RendezvousError):
-    """The caller has not proven its identity. It stops; it needs a valid certificate or token."""
+    """The caller has not proven its identity.
+
+    It stops, because it needs a valid certificate or token.
+    """
 
     code = "UnauthenticatedError"
     grpc_status = "UNAUTHENTICATED"
@@ -104,7 +107,7 @@ class DeniedError(RendezvousError):
 
 
 class LimitExceededError(RendezvousError):
-    """The request exceeds a limit of the server. The caller backs off."""
+    """The request exceeds one of the server's limits. The caller backs off."""
 
     code = "LimitExceededError"
     grpc_status = "RESOURCE_EXHAUSTED"
@@ -118,7 +121,7 @@ class TooFewNodesError(RendezvousError):
 
 
 class RendezvousConnectionError(RendezvousError):
-    """The network or the store has failed, and the request may or may not have taken effect.
+    """The network or the store failed, and the request may or may not have taken effect.
 
     The caller sends the same request again.
     """
@@ -136,7 +139,7 @@ class RunStoppingError(RendezvousConnectionError):
 
 
 class NotLeaderError(RendezvousConnectionError):
-    """This server stands by and has changed nothing. The caller asks the leader."""
+    """This server is on stand-by and has changed nothing. The caller asks the leader."""
 
     code = "NotLeaderError"
     definite = True
@@ -144,18 +147,18 @@ class NotLeaderError(RendezvousConnectionError):
     def __init__(self, message: str, leader: str = "") -> None:
         super().__init__(message)
         self.leader = leader
-        """The leader's address, HOST:PORT; empty if no leader is known."""
+        """The leader's address as HOST:PORT, or empty if no leader is known."""
 
 
 class RendezvousStateError(RendezvousError):
-    """Stored state cannot be read. The server stops; an operator is needed."""
+    """Stored state cannot be read. The server stops, and an operator must intervene."""
 
     code = "RendezvousStateError"
     grpc_status = "DATA_LOSS"
 
 
 class RendezvousTimeoutError(RendezvousError):
-    """One of the caller's own deadlines has passed; this error is never sent over the wire."""
+    """One of the caller's own deadlines has passed. This error is never sent over the wire."""
 
     code = "RendezvousTimeoutError"
     grpc_status = "DEADLINE_EXCEEDED"
@@ -195,7 +198,7 @@ ERRORS = _table(
     InvariantError,
     RendezvousError,
 )
-"""Every error class by its code."""
+"""All error classes, by code."""
 
 
 SHOWN_CHARS = 80
@@ -204,7 +207,6 @@ SHOWN_CHARS = 80
 def short(value: str) -> str:
     """Shorten a value of any length for an error message.
 
-    >>> short("night"), len(short("x" * 10_000)), short("x" * 10_000)[-5:]
-    ('night', 80, 'xx...')
+    >>> short("night"), len(short("x" * 10_000)), short("x" * 10_000)[-5:] ('night', 80, 'xx...')
     """
     return value if len(value) <= SHOWN_CHARS else f"{value[: SHOWN_CHARS - 3]}..."

@@ -6,13 +6,13 @@
         labels: Mapping[str, str] = field(default_factory=dict)
 
 To a type checker, `struct` is `dataclasses.dataclass` and `replace` is `dataclasses.replace`, so it
-checks their use. At run time, a struct is a `msgspec.Struct`. There are some 350 of them: a
+checks their use. At run time, a struct is a `msgspec.Struct`. There are about 350 of them. A
 dataclass takes 0.4 ms to create, because it compiles six functions, and together they took a third
-of the time in which rdzvrun starts its workers. A struct takes 0.01 ms, and its instances are
-created, compared and replaced several times as fast.
+of the time that rdzvrun needs to start its workers. A struct takes 0.01 ms, and its instances are
+created, compared and replaced several times faster.
 
 A field may have a default or a default factory, `repr=False` if it holds a secret, and
-`compare=False` to be left out of comparisons. A value that changes is a dataclass.
+`compare=False` to be excluded from comparisons. A value that changes should be a dataclass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ else:
     def struct(
         *, frozen: bool = False, order: bool = False, kw_only: bool = False
     ) -> Callable[[type], type]:
-        """Turn a class into a struct; pass `frozen` explicitly, because type checkers read it."""
+        """Turn a class into a struct. Pass `frozen` explicitly, because type checkers read it."""
         if not frozen:
             raise TypeError("a struct never changes: say frozen=True, or make it a dataclass")
         return lambda cls: _struct(cls, order=order, kw_only=kw_only)
@@ -49,7 +49,7 @@ def field_names(kind: type) -> tuple[str, ...]:
 
 
 def as_dict(value: Any) -> Any:
-    """Return a struct and all structs in it as dicts; copy containers, as `asdict` does."""
+    """Return a struct, and all structs in it, as dicts. Containers are copied, as by `asdict`."""
     if isinstance(value, Struct):
         return {name: as_dict(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, list | tuple):
@@ -60,7 +60,7 @@ def as_dict(value: Any) -> Any:
 
 
 def _struct(cls: type, *, order: bool, kw_only: bool) -> type:
-    if isinstance(cls, StructMeta):  # Its base is a struct, so it is one already.
+    if isinstance(cls, StructMeta):  # Its base is a struct, so it is already a struct.
         if any(isinstance(default, Field) for default in cls.__struct_defaults__):
             raise TypeError(f"{cls.__qualname__} extends a struct: it may have plain defaults only")
         return cls

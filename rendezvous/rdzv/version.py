@@ -1,6 +1,7 @@
-"""The version of rdzv, the same as in pyproject.toml.
+"""The version of rdzv, which is the same as in pyproject.toml.
 
-A constant, because looking it up in the installed metadata would slow the start of every program.
+This is a constant, because looking it up in the installed metadata would slow down the start of
+every program.
 """
 
 VERSION = "0.1.0"

@@ -1,4 +1,4 @@
-"""The flags of rdzvrun, torchrun's and our own, with their defaults and help.
+"""The flags of rdzvrun, both torchrun's and our own, with their defaults and help texts.
 
 Source: `torch/distributed/run.py` (`get_args_parser`) of torch 2.13.
 """
@@ -39,7 +39,8 @@ TORCH_CONF_KEYS = frozenset(
         "timeout",
     }
 )
-"""Keys of torchrun's backends without effect in rdzvrun, whose streams need no such timings."""
+"""Keys of torchrun's backends that have no effect in rdzvrun, whose streams need no such timings.
+"""
 
 CONF_ALIASES = frozenset({"ca_cert", "ssl_cert", "ssl_cert_key"})
 """The names of `cacert`, `cert` and `key` in torchrun's etcd-v2 backend."""
@@ -60,17 +61,17 @@ OWN = frozenset(
         *("--tls-cert", "--tls-key", "--token-file", "--topology", "--version", "--warm"),
     }
 )
-"""Flags that torchrun lacks; they cannot be abbreviated, so torchrun's abbreviations keep their
-meaning."""
+"""Flags that torchrun lacks. They cannot be abbreviated, so that torchrun's abbreviations keep
+their meaning."""
 
 
 def described() -> list[Option]:
-    """Return rdzvrun's flags: their names and argparse arguments."""
+    """Return rdzvrun's flags, each as its names and argparse arguments."""
     return [option for options in grouped().values() for option in options]
 
 
 def grouped() -> dict[str, list[Option]]:
-    """Return rdzvrun's flags by subject."""
+    """Return rdzvrun's flags, grouped by subject."""
     return {
         "the job, its nodes and their server": [*_job(), *_node(), *_credentials()],
         "workers, failures and restarts": [
@@ -89,7 +90,7 @@ def grouped() -> dict[str, list[Option]]:
 def value(
     name: str, metavar: str | None, text: str, *, short: str | None = None, **settings: Any
 ) -> Option:
-    """Declare a flag that takes a value; `text` is its help, `settings` are argparse's."""
+    """Declare a flag that takes a value; `text` is its help, and `settings` are argparse's."""
     names = (name,) if short is None else (short, name)
     return names, {"default": None, "metavar": metavar, "help": text, **settings}
 
@@ -100,7 +101,7 @@ def switch(name: str, text: str, *, short: str | None = None) -> Option:
     return names, {"action": "store_true", "help": text}
 
 
-# Equal to `--warm=`, so the later of the two wins, and both override PET_WARM.
+# Equivalent to `--warm=`, so the later of the two wins, and both override PET_WARM.
 NO_WARM: Option = (
     ("--no-warm",),
     {
@@ -112,7 +113,7 @@ NO_WARM: Option = (
 
 
 def _job() -> list[Option]:
-    """List the options of the job and its server."""
+    """Return the options for the job and its server."""
     conf = "\n".join(f"{key}: {text}" for key, text in CONF_KEYS.items())
     return [
         value("--nnodes", "N|MIN:MAX", "number of nodes of the job (default 1:1)", default="1:1"),
@@ -145,7 +146,7 @@ def _job() -> list[Option]:
 
 
 def _node() -> list[Option]:
-    """List the options of this node."""
+    """Return the options for this node."""
     return [
         value(
             "--node-id", "NAME", "name of this node (default: host name and process id)", default=""
@@ -179,7 +180,7 @@ def _node() -> list[Option]:
 
 
 def _credentials() -> list[Option]:
-    """List the options of the connection to the server."""
+    """Return the options for the connection to the server."""
     return [
         value(
             "--tls-ca",
@@ -205,7 +206,7 @@ def _credentials() -> list[Option]:
 
 
 def _budgets() -> list[Option]:
-    """List the options for when to give up a job."""
+    """Return the options that control when to give up on a job."""
     return [
         value(
             "--max-restarts",
@@ -260,7 +261,7 @@ def _budgets() -> list[Option]:
 
 
 def _program() -> list[Option]:
-    """List the options for the workers' program."""
+    """Return the options for the workers' program."""
     return [
         value("--role", "ROLE", "role of this node's workers", default="default"),
         switch("--module", "run a module, as python -m does", short="-m"),
@@ -270,7 +271,7 @@ def _program() -> list[Option]:
 
 
 def _watching() -> list[Option]:
-    """List the options for stopping and watching workers."""
+    """Return the options for stopping and monitoring workers."""
     return [
         value(
             "--shutdown-timeout",
@@ -303,7 +304,7 @@ def _watching() -> list[Option]:
 
 
 def _keeping() -> list[Option]:
-    """List the options for keeping workers and their state."""
+    """Return the options for keeping workers and their state."""
     return [
         value(
             "--keep-timeout",
@@ -365,7 +366,7 @@ def _keeping() -> list[Option]:
 
 
 def _leaving() -> list[Option]:
-    """List the options for how this node leaves."""
+    """Return the options for how this node leaves."""
     return [
         value(
             "--notice-signal",
@@ -393,7 +394,7 @@ def _leaving() -> list[Option]:
 
 
 def _starting() -> list[Option]:
-    """List the options for starting workers."""
+    """Return the options for starting workers."""
     return [
         switch("--virtual-local-rank", "LOCAL_RANK is 0 for every worker, which sees one GPU"),
         value(
@@ -415,7 +416,7 @@ def _starting() -> list[Option]:
 
 
 def _output() -> list[Option]:
-    """List the options of the workers' output."""
+    """Return the options for the workers' output."""
     streams = "1 stdout, 2 stderr, 3 both; for all, or by LOCAL_RANK as in 0:3,1:2"
     return [
         value(
@@ -467,7 +468,7 @@ def _output() -> list[Option]:
 
 
 def _torchrun_only() -> list[Option]:
-    """List the options that only matter to torchrun."""
+    """Return the options that matter only to torchrun."""
     return [
         value("--monitor-interval", "S", _NO_EFFECT, type=float, default=0.1),
         value(
@@ -494,7 +495,7 @@ def _torchrun_only() -> list[Option]:
 
 
 def legacy_flags() -> list[Option]:
-    """List the options of torch.distributed.launch that torchrun lacks."""
+    """Return the options of torch.distributed.launch that torchrun lacks."""
     return [
         switch("--use-env", "pass no --local-rank to the script: LOCAL_RANK is in the environment"),
     ]

@@ -1,8 +1,8 @@
 """Parses rdzvrun's command line in the same way as torchrun.
 
-Every flag of torchrun is accepted, in both spellings (dashes, underscores). As with torchrun,
-PET_<NAME> in the environment is the default of --<name>. `rdzvctl submit` takes the same flags.
-`declared_flags` lists them; `job_options` and the agent's `options` interpret them.
+Every torchrun flag is accepted in both spellings (dashes and underscores). As with torchrun,
+PET_<NAME> in the environment is the default for --<name>. `rdzvctl submit` takes the same flags.
+`declared_flags` lists the flags; `job_options` and the agent's `options` interpret them.
 
 Source: `torch/distributed/run.py` and `torch/distributed/argparse_util.py` of torch 2.13.
 """
@@ -24,12 +24,13 @@ from rdzv.version import VERSION
 def parse(
     argv: Sequence[str] | None, environ: Mapping[str, str], *, legacy: bool = False
 ) -> argparse.Namespace:
-    """Parse a command line; PET_* variables in `environ` are the defaults.
+    """Parse a command line, taking defaults from PET_* variables in `environ`.
 
     `legacy` adds --use-env, as in torch.distributed.launch.
 
     Raises:
         SystemExit: wrong usage (2), or --help or --version (0).
+
     """
     parser = _parser(environ, legacy=legacy)
     words = sys.argv[1:] if argv is None else argv
@@ -41,17 +42,17 @@ def parse(
 
 @struct(frozen=True)
 class Given:
-    """A flag as given: its words, with the flag's full name in the first, and its actions."""
+    """A flag as given: its words, the first of which contains its full name, and its actions."""
 
     actions: tuple[argparse.Action, ...]
-    """One action; or one for each short flag in a word, of which only the last may take a value."""
+    """One action, or one for each short flag in a word, of which only the last may take a value."""
     words: tuple[str, ...]
 
 
 def split(
     argv: Sequence[str], options: Mapping[str, argparse.Action], whole: Set[str] = OWN
 ) -> tuple[list[Given], list[str]]:
-    """Split a command line into its flags and the words after them, and expand abbreviations.
+    """Split a command line into its flags and the words after them, expanding abbreviations.
 
     As in torchrun, an abbreviation means the only torchrun flag that begins with it. Flags that
     torchrun lacks (`whole`) cannot be abbreviated. The words after the flags are the script and its
@@ -59,6 +60,7 @@ def split(
 
     Raises:
         InvalidRequestError: several torchrun flags begin with an abbreviation.
+
     """
     given: list[Given] = []
     at = 0
@@ -89,7 +91,7 @@ def expand(argv: Sequence[str], options: Mapping[str, argparse.Action]) -> list[
 
 
 def _written_out(name: str, options: Mapping[str, argparse.Action], whole: Set[str]) -> str:
-    """Expand an abbreviated flag; return any other word unchanged, for argparse to refuse."""
+    """Expand an abbreviated flag, or return any other word unchanged for argparse to refuse."""
     if name in options:
         return name
     meant = {
@@ -106,7 +108,7 @@ def _written_out(name: str, options: Mapping[str, argparse.Action], whole: Set[s
 def _short(word: str, options: Mapping[str, argparse.Action]) -> tuple[list[argparse.Action], bool]:
     """Return the short flags in -m, -mt or -mt1, and whether the word ends with a value.
 
-    The list is empty if one of them is unknown.
+    The list is empty if any of them is unknown.
     """
     actions = []
     for place, letter in enumerate(word[1:], start=1):
@@ -120,7 +122,7 @@ def _short(word: str, options: Mapping[str, argparse.Action]) -> tuple[list[argp
 
 
 def options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Return a parser's actions by each of their flags."""
+    """Return a parser's actions, keyed by each of their flags."""
     return {name: action for action in parser._actions for name in action.option_strings}
 
 
@@ -129,7 +131,7 @@ def add(
     option: Option,
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> argparse.Action:
-    """Add a flag in both spellings; the environment may set its default."""
+    """Add a flag in both spellings. The environment may set its default."""
     names, settings = option
     both = dict.fromkeys((*names, *(_underscored(name) for name in names)))
     action = parser.add_argument(*both, **settings)
@@ -138,7 +140,7 @@ def add(
     if text is None or option is NO_WARM or action.dest in _WITHOUT_ENVIRONMENT:
         return action
     if action.nargs != 0:
-        # argparse parses a default that is a string like a given value.
+        # argparse parses a string default like a given value.
         action.default = text
     elif text.isdecimal():
         action.default = bool(int(text))
@@ -148,7 +150,7 @@ def add(
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
-    """Add the script and its arguments."""
+    """Add the script and its arguments to a parser."""
     parser.add_argument("training_script", metavar="script", help="script, module or program")
     parser.add_argument(
         "training_script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments"
@@ -182,7 +184,7 @@ def _parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.ArgumentPar
 _WITHOUT_ENVIRONMENT = frozenset(
     {
         *("numa_binding", "logs_specs", "help", "version", "use_env"),
-        # RDZV_* variables set these instead, as for rdzvctl and the plug-in.
+        # These are set by RDZV_* variables instead, as for rdzvctl and the plug-in.
         *("tls_ca", "tls_cert", "tls_key", "token_file"),
     }
 )

@@ -27,9 +27,9 @@ exit codes:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Shows flags only with dashes, although underscores are accepted, and keeps line breaks.
+    """Shows flags only with dashes, although underscores are accepted, and preserves line breaks.
 
-    Each line is wrapped separately; indented lines of a description are left as they are.
+    Each line is wrapped separately. Indented lines of a description are left unchanged.
     """
 
     def _format_action_invocation(self, action: argparse.Action) -> str:

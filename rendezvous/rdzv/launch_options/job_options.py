@@ -1,7 +1,8 @@
 """Parses the options that concern the job, or refuses them and names a remedy.
 
 Nothing here depends on the machine, because the machine that parses a command line may not be the
-node that launches the job. So `rdzvctl submit` and rdzvrun refuse the same words in the same way.
+node that launches the job. `rdzvctl submit` and rdzvrun therefore refuse the same words in the same
+way.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from rdzv.errors import InvalidRequestError, short
 from rdzv.launch_options.declared_flags import CONF_ALIASES, CONF_KEYS, TORCH_CONF_KEYS
 
 MAX_COUNT = 1_000_000
-"""The largest count that a message may carry; it exceeds the limits of any server, which enforces
-its own."""
+"""The largest count that a message may carry. It exceeds the limits of any server, each of which
+enforces its own."""
 MAX_CONF_S = 30 * 86_400
 MAX_SHUTDOWN_S = 86_400
 BACKOFF_MS, BACKOFF_MAX_MS = 1_000, 60_000
-"""The default first and longest wait between consecutive restarts."""
+"""The default first wait and longest wait between consecutive restarts."""
 MAX_FENCE_S = 3_600
-"""Above every lease; the server refuses values above its own lease."""
+"""Longer than any lease; the server refuses values above its own lease."""
 
 MIN_SNAPSHOT_S = 1
 MAX_SNAPSHOT_GB = 1_000_000
@@ -34,16 +35,17 @@ MIN_HANG_S = 1
 MAX_HANG_S = 86_400
 
 COUNTED_BY_NODE = ("auto", "cpu", "gpu", "xpu")
-"""The words that --nproc-per-node accepts instead of a number; each node then counts its own."""
+"""The words that --nproc-per-node accepts instead of a number, so that each node counts its own
+devices."""
 
 NAME_CHARS = 128
-"""The longest name of a job or a node; the server has the same limit."""
+"""The maximum length of a job or node name; the server has the same limit."""
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 LABEL_CHARS = 255
-"""The patterns of variable and label names, and the longest label value, as in the server's
-defaults."""
+"""The patterns of variable and label names, and the maximum length of a label value, as in the
+server's defaults."""
 
 WORKERS_OWN = frozenset(
     {
@@ -64,11 +66,11 @@ def check_words(args: argparse.Namespace) -> None:
     """Refuse flags that exclude each other, and names that cannot be sent.
 
     Raises:
-        InvalidRequestError: the command line has such flags or names.
+        InvalidRequestError: the command line contains such flags or names.
 
     """
     if args.rdzv_id == "":
-        # Most likely a shell variable is unset, so a random name would be wrong.
+        # A shell variable is probably unset, so a random name would be wrong.
         raise InvalidRequestError("--rdzv-id is empty; give the job's name, or leave it out")
     for option in _NAMES:
         check_printable(f"--{option.replace('_', '-')}", getattr(args, option) or "")
@@ -90,7 +92,7 @@ def check_words(args: argparse.Namespace) -> None:
         raise InvalidRequestError("-m and --no-python exclude each other; leave one of them out")
     if args.module and args.run_path:
         raise InvalidRequestError("-m and --run-path exclude each other; leave one of them out")
-    # torch.distributed.launch always refuses it.
+    # torch.distributed.launch always refuses this.
     if args.no_python and not getattr(args, "use_env", True):
         raise InvalidRequestError(
             "--no-python passes no --local-rank to the program; add --use-env, and read LOCAL_RANK"
@@ -98,7 +100,7 @@ def check_words(args: argparse.Namespace) -> None:
 
 
 def _check_length(option: str, name: str) -> None:
-    """Refuse a name too long for any server, before it appears in every log line."""
+    """Refuse a name that is too long for any server, before it appears in every log line."""
     if len(name) > NAME_CHARS:
         raise InvalidRequestError(
             f"{option}={short(name)} has {len(name)} characters; give at most {NAME_CHARS}"
@@ -163,10 +165,10 @@ def _flag_or_key(key: str, flag: str | None, conf: Mapping[str, str]) -> tuple[s
 
 
 def parse_backoff(given: str, text: str) -> tuple[int, int]:
-    """Parse BASE or BASE:MAX in seconds, as milliseconds; `given` names the option in errors.
+    """Parse BASE or BASE:MAX in seconds into milliseconds; `given` names the option in errors.
 
-    >>> parse_backoff("", "2"), parse_backoff("", "0.5:10"), parse_backoff("", "90")
-    ((2000, 60000), (500, 10000), (90000, 90000))
+    >>> parse_backoff("", "2"), parse_backoff("", "0.5:10"), parse_backoff("", "90") ((2000, 60000),
+    (500, 10000), (90000, 90000))
     """
     base, colon, most = text.partition(":")
     base_ms = _seconds_ms(given, base, least_ms=0)
@@ -183,10 +185,9 @@ def _budget(option: str, value: int | None) -> int | None:
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:
-    """Parse N or MIN:MAX, and return the minimum and the maximum.
+    """Parse N or MIN:MAX into the minimum and the maximum.
 
-    >>> parse_nnodes("2:4"), parse_nnodes("3")
-    ((2, 4), (3, 3))
+    >>> parse_nnodes("2:4"), parse_nnodes("3") ((2, 4), (3, 3))
     """
     parts = text.split(":")
     if len(parts) > 2 or not all(part.isdecimal() for part in parts):
@@ -206,10 +207,9 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 
 
 def parse_nproc(text: str) -> int:
-    """Parse a number of workers; return 0 for a word that makes each node count its own.
+    """Parse a number of workers, or return 0 for a word that makes each node count its own devices.
 
-    >>> parse_nproc("8"), parse_nproc("gpu")
-    (8, 0)
+    >>> parse_nproc("8"), parse_nproc("gpu") (8, 0)
     """
     if text in COUNTED_BY_NODE:
         return 0
@@ -223,10 +223,9 @@ def parse_nproc(text: str) -> int:
 
 
 def parse_conf(text: str) -> dict[str, str]:
-    """Parse K=V,K=V; any key is accepted.
+    """Parse K=V,K=V, where any key is accepted.
 
-    >>> parse_conf("join_timeout = 5, reuse=false,")
-    {'join_timeout': '5', 'reuse': 'false'}
+    >>> parse_conf("join_timeout = 5, reuse=false,") {'join_timeout': '5', 'reuse': 'false'}
     """
     conf: dict[str, str] = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
@@ -238,13 +237,13 @@ def parse_conf(text: str) -> dict[str, str]:
 
 
 def unknown_keys(conf: Mapping[str, str]) -> list[str]:
-    """Return the keys that neither rdzvrun nor a torchrun backend knows."""
+    """Return the keys that are unknown to both rdzvrun and torchrun's backends."""
     known = {*CONF_KEYS, *CONF_ALIASES, *TORCH_CONF_KEYS}
     return [key for key in conf if key not in known]
 
 
 def conf_ms(conf: Mapping[str, str], key: str, default_s: float, least_ms: int = 0) -> int:
-    """Parse a number of seconds in --rdzv-conf, as milliseconds."""
+    """Parse a number of seconds in --rdzv-conf into milliseconds."""
     text = conf.get(key, str(default_s))
     return _seconds_ms(f"--rdzv-conf: {key}={text}", text, least_ms)
 
@@ -279,8 +278,8 @@ def conf_bool(conf: Mapping[str, str], key: str, *, default: bool) -> bool:
 def parse_scale_up(text: str) -> tuple[ScaleUp, int]:
     """Parse when new nodes may end a running round, and how long it must have run first, in ms.
 
-    >>> parse_scale_up("on-restart"), parse_scale_up("after:600")
-    ((<ScaleUp.ON_RESTART: 'on-restart'>, 0), (<ScaleUp.AFTER: 'after'>, 600000))
+    >>> parse_scale_up("on-restart"), parse_scale_up("after:600") ((<ScaleUp.ON_RESTART:
+    'on-restart'>, 0), (<ScaleUp.AFTER: 'after'>, 600000))
     """
     given = f"--rdzv-conf: scale_up={text}"
     word, colon, seconds = text.partition(":")
@@ -293,7 +292,7 @@ def parse_scale_up(text: str) -> tuple[ScaleUp, int]:
 
 
 def at_least(option: str, value: int, least: int) -> int:
-    """Return a number, or refuse it if it is too small, or too large for any server."""
+    """Return a number, or refuse it if it is too small or is too large for any server."""
     if value < least:
         raise InvalidRequestError(f"{option}={value} is too small; give at least {least}")
     if value > MAX_COUNT:
@@ -302,7 +301,7 @@ def at_least(option: str, value: int, least: int) -> int:
 
 
 def _count(given: str, digits: str) -> int:
-    """Parse decimal digits of any length; refuse numbers above MAX_COUNT."""
+    """Parse decimal digits of any length, refusing numbers above MAX_COUNT."""
     too_long = len(digits.lstrip("0")) > len(str(MAX_COUNT))
     if too_long or int(digits) > MAX_COUNT:
         raise InvalidRequestError(f"{given} is too large; give at most {MAX_COUNT}")
@@ -321,10 +320,9 @@ def shutdown_timeout_ms(given: str, text: str) -> int:
 
 
 def keep_timeouts_ms(keep_s: float, park_s: float) -> tuple[int, int]:
-    """Convert how long workers may take to park (0: none are kept), and how long they stay parked.
+    """Convert how long workers may take to park (0 keeps none) and how long they stay parked.
 
-    >>> keep_timeouts_ms(10, 600)
-    (10000, 600000)
+    >>> keep_timeouts_ms(10, 600) (10000, 600000)
     """
     for flag, seconds in (("--keep-timeout", keep_s), ("--park-timeout", park_s)):
         if not 0 <= seconds <= MAX_SHUTDOWN_S:
@@ -335,10 +333,9 @@ def keep_timeouts_ms(keep_s: float, park_s: float) -> tuple[int, int]:
 
 
 def snapshot_memory(gb: float | None) -> int | None:
-    """Convert the memory limit of snapshots to bytes; None if it is not given.
+    """Convert the memory limit for snapshots to bytes, or return None if it is not given.
 
-    >>> snapshot_memory(1.5), snapshot_memory(None)
-    (1500000000, None)
+    >>> snapshot_memory(1.5), snapshot_memory(None) (1500000000, None)
     """
     if gb is None:
         return None
@@ -391,10 +388,10 @@ def fence_after_ms(seconds: float | None) -> int:
 def hang_timeout(text: str | None) -> HangTimeout | None:
     """Parse --hang-timeout: how long a worker may go without progress before it counts as hung.
 
-    `auto` gives a timeout without a length; None means that hangs are not detected.
+    `auto` yields a timeout without a length; None means that hangs are not detected.
 
-    >>> hang_timeout("600"), hang_timeout("auto"), hang_timeout(None)
-    (HangTimeout(ms=600000), HangTimeout(ms=None), None)
+    >>> hang_timeout("600"), hang_timeout("auto"), hang_timeout(None) (HangTimeout(ms=600000),
+    HangTimeout(ms=None), None)
     """
     if text is None:
         return None
@@ -413,10 +410,9 @@ def hang_timeout(text: str | None) -> HangTimeout | None:
 
 
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:
-    """Parse signal names, separated by commas.
+    """Parse a comma-separated list of signal names.
 
-    >>> parse_signals("SIGTERM,SIGUSR1")
-    (<Signals.SIGTERM: 15>, <Signals.SIGUSR1: 10>)
+    >>> parse_signals("SIGTERM,SIGUSR1") (<Signals.SIGTERM: 15>, <Signals.SIGUSR1: 10>)
     """
     signals = []
     for name in filter(None, (part.strip() for part in text.split(","))):
@@ -430,10 +426,9 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
 
 
 def parse_notice_signal(text: str) -> signal.Signals | None:
-    """Parse the signal that notifies workers; None if only the notice file is written.
+    """Parse the signal that notifies workers, or return None if only the notice file is written.
 
-    >>> parse_notice_signal("SIGUSR1"), parse_notice_signal("none")
-    (<Signals.SIGUSR1: 10>, None)
+    >>> parse_notice_signal("SIGUSR1"), parse_notice_signal("none") (<Signals.SIGUSR1: 10>, None)
     """
     if text == "none":
         return None
@@ -446,10 +441,10 @@ def parse_notice_signal(text: str) -> signal.Signals | None:
 
 
 def parse_streams(option: str, text: str, local_world_size: int) -> dict[int, int]:
-    """Parse a number from 0 to 3, or LOCAL_RANK:N,...; return the numbers by LOCAL_RANK.
+    """Parse a number from 0 to 3, or LOCAL_RANK:N,..., into numbers by LOCAL_RANK.
 
-    >>> parse_streams("--tee", "3", 2), parse_streams("--tee", "0:1,11:2", 12)
-    ({0: 3, 1: 3}, {0: 1, 11: 2})
+    >>> parse_streams("--tee", "3", 2), parse_streams("--tee", "0:1,11:2", 12) ({0: 3, 1: 3}, {0: 1,
+    11: 2})
     """
     if text in ("0", "1", "2", "3"):
         return dict.fromkeys(range(local_world_size), int(text))

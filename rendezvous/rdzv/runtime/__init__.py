@@ -1,4 +1,4 @@
-"""Support for long-running processes: clock, tasks, logs, systemd, exposition of metrics.
+"""Support for long-running processes: clock, tasks, logs, systemd, and metrics exposition.
 
-Both daemons use it. It knows nothing about jobs, nodes or messages.
+It is used by both daemons, and is independent of jobs, nodes and messages.
 """

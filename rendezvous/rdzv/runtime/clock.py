@@ -1,7 +1,7 @@
-"""The process's only clock: the source of all its times and timers.
+"""The process's only clock, which is the source of all its times and timers.
 
-It is monotonic, so that no jump of the wall clock moves a deadline, and anchored to Unix time when
-the process starts, so that stored times can be shown to users.
+It is monotonic, so that jumps of the wall clock do not move deadlines, and anchored to Unix time
+when the process starts, so that stored times can be shown to users.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ class Cancellable(Protocol):
     """A call scheduled for later."""
 
     def cancel(self) -> None:
-        """Cancel the call; this has no effect once it has been made."""
+        """Cancel the call. This has no effect once the call has been made."""
         ...
 
 
 class Clock(Protocol):
-    """The interface of a clock. Tests pass one that they move by hand."""
+    """The interface of a clock. Tests use one that they advance manually."""
 
     def now_ms(self) -> int:
         """Return the current time in milliseconds; it never decreases."""
         ...
 
     def call_at(self, at_ms: int, callback: Callable[[], None]) -> Cancellable:
-        """Call `callback` from the event loop at `at_ms`, or soon if that has passed."""
+        """Call `callback` from the event loop at `at_ms`, or soon if that time has passed."""
         ...
 
 
@@ -44,7 +44,7 @@ class MonotonicClock:
 
     def call_at(self, at_ms: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
         """Call `callback` from the running event loop at `at_ms`."""
-        # now_ms() rounds down: without the added 1, a timer could fire before its time.
+        # now_ms() rounds down, so without the added 1, a timer could fire early.
         delay_s = max(at_ms - self.now_ms() + 1, 0) / 1000
         return asyncio.get_running_loop().call_later(delay_s, callback)
 
@@ -60,11 +60,11 @@ class Timer:
 
     @property
     def due_ms(self) -> int | None:
-        """When the timer fires; None if it is not armed."""
+        """The time at which the timer fires, or None if it is not armed."""
         return self._due_ms
 
     def arm(self, at_ms: int | None) -> None:
-        """Fire at `at_ms` instead of any time set before; with None, disarm the timer."""
+        """Fire at `at_ms` instead of any time set before. With None, disarm the timer."""
         if at_ms == self._due_ms:
             return
         self.cancel()
@@ -90,7 +90,7 @@ class Timer:
 
 
 class LoopWatch:
-    """Detects pauses of the event loop, so that input that arrived meanwhile is read first.
+    """Detects pauses of the event loop, so that input that arrived during a pause is read first.
 
     Each timer calls `late` before it acts. Timers fire in order, so a pause is detected before any
     deadline that passed during it takes effect.
@@ -116,7 +116,7 @@ class LoopWatch:
         self._timer = Timer(clock, self._look)
         self._listened_ms = 0
         self.settled_ms = 0
-        """When input that arrived during the last pause has been read."""
+        """The time by which input that arrived during the last pause has been read."""
 
     def start(self) -> None:
         """Start watching the running event loop."""
@@ -136,10 +136,10 @@ class LoopWatch:
         return now_ms < self.settled_ms
 
     def listened_until_ms(self) -> int:
-        """Return the time up to which all input has been read: now, except after a pause.
+        """Return the time up to which all input has been read, which is now except after a pause.
 
-        After a pause this time stands still until the input that arrived meanwhile has been read.
-        So a caller that uses it does not act on a deadline that passed during a pause.
+        After a pause, this time stands still until the input that arrived in the meantime has been
+        read. A caller that uses it therefore does not act on a deadline that passed during a pause.
         """
         due_ms = self._timer.due_ms
         if due_ms is None or not self.late(due_ms):

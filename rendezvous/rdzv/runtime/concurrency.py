@@ -1,4 +1,4 @@
-"""Small additions to asyncio's task groups."""
+"""Small extensions of asyncio's task groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def single_error() -> Iterator[None]:
-    """If a task group in the body fails with a single error, raise that error, not the group."""
+    """Raise a single error as itself if a task group in the body fails with only that error."""
     try:
         yield
     except BaseExceptionGroup as group:
@@ -24,7 +24,7 @@ def single_error() -> Iterator[None]:
 
 @asynccontextmanager
 async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` while the body runs; an error in either cancels the other, and is raised."""
+    """Run `work` alongside the body. An error in either cancels the other and is raised."""
     with single_error():
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(work)

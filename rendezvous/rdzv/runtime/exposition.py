@@ -1,4 +1,4 @@
-"""Shared parts of the /metrics pages of server and agent.
+"""Shared parts of the server's and agent's /metrics pages.
 
 Only processes with such a page import it, because prometheus-client is large.
 """
@@ -20,26 +20,26 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Collect = Callable[[], Iterable[Metric]]
 
-# Otherwise, each counter and histogram would have a gauge with its creation time.
+# Otherwise, each counter and histogram would get an additional gauge with its creation time.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Parts:
     """The parts of a page that are computed at each scrape. Each may fail independently.
 
-    A failed part is left out and reported by a metric at each scrape; it is logged once until it
+    A failed part is omitted, and is reported by a metric at each scrape. It is logged once until it
     succeeds again.
     """
 
     def __init__(self, metric: str, program: str) -> None:
-        """Report in `metric` which parts could be computed; `program` is named in the log."""
+        """Report in `metric` which parts could be computed; the log names `program`."""
         self._metric = metric
         self._program = program
         self._in_order: dict[str, bool] = {}
 
     @contextmanager
     def computing(self, name: str) -> Iterator[None]:
-        """Compute a part in the body; log an exception there instead of raising it."""
+        """Compute a part in the body, logging any exception instead of raising it."""
         try:
             yield
         except Exception:
@@ -54,7 +54,7 @@ class Parts:
             self._in_order[name] = True
 
     def collect(self, parts: Mapping[str, Collect]) -> Iterator[Metric]:
-        """Yield the metrics of `parts`, and then the outcome of all parts computed so far."""
+        """Yield the metrics of `parts`, followed by the outcome of all parts computed so far."""
         for name, collect in parts.items():
             found: tuple[Metric, ...] = ()
             with self.computing(name):
@@ -77,7 +77,7 @@ def by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> M
 
 
 def expiry(name: str, expires: datetime | None) -> Iterator[Metric]:
-    """Yield a gauge for a certificate's expiry time; yield nothing if there is no certificate."""
+    """Yield a gauge for a certificate's expiry time, or nothing if there is no certificate."""
     if expires is not None:
         yield GaugeMetricFamily(
             name, "Unix time at which the certificate in use expires.", expires.timestamp()

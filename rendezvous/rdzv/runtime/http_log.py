@@ -1,4 +1,4 @@
-"""Shortens aiohttp's log lines about clients that speak another protocol on an HTTP port."""
+"""Shortens aiohttp's log lines about clients that use another protocol on an HTTP port."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 def http_log(name: str, remedy: str) -> logging.Logger:
     """Return a logger for aiohttp that logs one line, with a remedy, if a client sends no HTTP.
 
-    The mistake is the client's, so there is no traceback. Such a client is most often gRPC at the
-    wrong port, which retries forever.
+    The mistake is the client's, so no traceback is logged. Such a client is usually a gRPC client
+    using the wrong port, which retries forever.
     """
 
     def in_one_line(record: logging.LogRecord) -> bool:

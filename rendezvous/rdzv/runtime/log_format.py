@@ -1,7 +1,7 @@
-"""Log formats of both daemons: for a terminal, a file, and systemd's journal.
+"""Log formats used by both daemons: for a terminal, a file, and systemd's journal.
 
 The journal records each line's time and priority. It takes the priority from a prefix such as `<4>`
-(sd-daemon(3)), and removes the prefix from the line.
+(sd-daemon(3)) and removes the prefix from the line.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _PRIORITIES = (
     (logging.WARNING, 4),
     (logging.INFO, 6),
 )
-"""The syslog(3) priority from each level up; lower levels have priority 7."""
+"""The syslog(3) priority from each level upward; lower levels have priority 7."""
 
 
 class HumanFormatter(logging.Formatter):
-    """Lines for people, such as `12:00:01.250 INFO  job-7: n1 joined ...`."""
+    """Formats lines for people, such as `12:00:01.250 INFO job-7: n1 joined ...`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one record as a line, followed by its traceback if there is one."""
@@ -32,7 +32,7 @@ class HumanFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line, for machines."""
+    """Formats each record as one line of JSON, for machines."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one record as a JSON object."""
@@ -52,10 +52,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class JournalFormatter(logging.Formatter):
-    """Lines such as `<6>job-7: n1 joined ...`, without the fields that the journal adds."""
+    """Formats lines such as `<6>job-7: n1 joined ...`, without the fields that the journal adds."""
 
     def __init__(self, lines: logging.Formatter | None = None) -> None:
-        """Wrap the formatter `lines`; without one, format records as plain text."""
+        """Wrap the formatter `lines`, or format records as plain text if it is None."""
         super().__init__()
         self._lines = lines
 
@@ -66,7 +66,7 @@ class JournalFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: str, log_format: str) -> None:
-    """Log to stderr, where services and users expect it; stdout is for the ready line."""
+    """Log to stderr, where services and users expect it; stdout is used for the ready line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter_for(log_format))
     root = logging.getLogger()
@@ -75,7 +75,7 @@ def log_to_stderr(level: str, log_format: str) -> None:
 
 
 def formatter_for(log_format: str) -> logging.Formatter:
-    """Return stderr's formatter for the log format "human" or "json"."""
+    """Return the formatter for stderr, for the log format "human" or "json"."""
     lines = JsonFormatter() if log_format == "json" else None
     if stderr_is_journal():
         return JournalFormatter(lines)
@@ -83,7 +83,7 @@ def formatter_for(log_format: str) -> logging.Formatter:
 
 
 def stderr_is_journal() -> bool:
-    """Return whether stderr is still the journal's stream, to which systemd connected it."""
+    """Return whether stderr is still the journal stream to which systemd connected it."""
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     try:
         status = os.fstat(2)
@@ -93,7 +93,7 @@ def stderr_is_journal() -> bool:
 
 
 def complain(text: str) -> None:
-    """Print to stderr why a program ends; the journal records the line as an error."""
+    """Print to stderr why a program is ending; the journal records the line as an error."""
     print(_prioritized(text, logging.ERROR) if stderr_is_journal() else text, file=sys.stderr)  # noqa: T201
 
 

@@ -1,4 +1,4 @@
-"""Messages between a service and systemd: readiness, watchdog, planned restarts."""
+"""Messages between a service and systemd: readiness, watchdog, and planned restarts."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pathlib import Path
 log = logging.getLogger("rdzv.runtime.systemd")
 
 ASK_TIMEOUT_S = 5.0
-"""How long `systemctl list-jobs` may take."""
+"""The time limit for `systemctl list-jobs`."""
 
 WATCHDOG_BEATS = 3
-"""How many keep-alives are sent in each watchdog interval."""
+"""The number of keep-alives sent in each watchdog interval."""
 
 
 def notify(*lines: str) -> bool:
-    """Send lines such as "READY=1" to systemd, if it listens; return whether they were sent.
+    """Send lines such as "READY=1" to systemd if it is listening; return whether they were sent.
 
-    Never blocks, and fails silently: a service must not depend on its supervisor.
+    This never blocks, and it fails silently, because a service must not depend on its supervisor.
     """
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path.startswith(("/", "@")):
@@ -50,7 +50,7 @@ def reloading() -> str:
 
 
 def watchdog_s() -> float:
-    """Return systemd's watchdog timeout for this process; 0 if it has none."""
+    """Return systemd's watchdog timeout for this process, or 0 if it has none."""
     if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return 0.0
     try:
@@ -63,7 +63,7 @@ def watchdog_s() -> float:
 def watched() -> Iterator[None]:
     """Send keep-alives from this event loop while the body runs, if systemd expects them.
 
-    If the loop hangs, the keep-alives stop, and systemd ends the process.
+    If the loop hangs, the keep-alives stop and systemd kills the process.
     """
     if not (after_s := watchdog_s()):
         yield
@@ -85,10 +85,10 @@ async def _beat(every_s: float) -> None:
 
 
 def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:
-    """Return the job that systemd has queued for this process's unit: "stop", "restart", ...
+    """Return the job that systemd has queued for this process's unit, such as "stop" or "restart".
 
-    Return "" if no job is queued, if this process is not a service, or if systemd cannot be asked.
-    Blocks for up to `ASK_TIMEOUT_S`.
+    Return "" if no job is queued, if this process is not a service, or if systemd cannot be
+    queried. Blocks for up to `ASK_TIMEOUT_S`.
     """
     try:
         unit, of_user = unit_of(cgroups.read_text(errors="replace"))
@@ -116,14 +116,11 @@ def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:
 
 
 def unit_of(cgroups: str) -> tuple[str, bool]:
-    """Return the service in the contents of /proc/PID/cgroup, and whether it is a user service.
+    """Return the service named in /proc/PID/cgroup, and whether it is a user service.
 
-    >>> unit_of("0::/system.slice/rdzv-agent.service/sub")
-    ('rdzv-agent.service', False)
-    >>> unit_of("0::/user.slice/user-1.slice/user@1.service/app.slice/mine.service")
-    ('mine.service', True)
-    >>> unit_of("0::/user.slice/user-1.slice/session-2.scope")
-    ('', False)
+    >>> unit_of("0::/system.slice/rdzv-agent.service/sub") ('rdzv-agent.service', False) >>>
+    unit_of("0::/user.slice/user-1.slice/user@1.service/app.slice/mine.service") ('mine.service',
+    True) >>> unit_of("0::/user.slice/user-1.slice/session-2.scope") ('', False)
     """
     for line in cgroups.splitlines():
         if re.match("0::|[0-9]+:name=systemd:", line):
@@ -134,12 +131,10 @@ def unit_of(cgroups: str) -> tuple[str, bool]:
 
 
 def job_of(unit: str, lines: Iterable[str]) -> str:
-    """Return the type of a unit's job in the output of `list-jobs`; empty if there is none.
+    """Return the type of a unit's job in the output of `list-jobs`, or "" if there is none.
 
-    >>> job_of("b.service", ["12 a.service stop waiting", "13 b.service restart running"])
-    'restart'
-    >>> job_of("b.service", ["No jobs running."])
-    ''
+    >>> job_of("b.service", ["12 a.service stop waiting", "13 b.service restart running"]) 'restart'
+    >>> job_of("b.service", ["No jobs running."]) ''
     """
     for line in lines:
         words = line.split()

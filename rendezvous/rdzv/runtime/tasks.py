@@ -1,4 +1,4 @@
-"""Tasks that outlive the call that started them, but still have a parent."""
+"""Tasks that outlive the call that started them but still have a parent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tasks:
         return len(self._running)
 
     async def finish(self, within_ms: int) -> None:
-        """Wait up to `within_ms` for running tasks; cancel the rest."""
+        """Wait up to `within_ms` for running tasks, and then cancel the rest."""
         if self._running:
             await asyncio.wait(self._running, timeout=within_ms / 1000)
         for task in self._running:

@@ -1,4 +1,4 @@
-"""Reads, checks, prints and compares settings, which are TOML files.
+"""Reads, checks, prints and compares settings, which are stored in TOML files.
 
 Each daemon declares its settings in its own module: `server/settings/server_settings.py` and
 `agent/app/agent_settings.py`.

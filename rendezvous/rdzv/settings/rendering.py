@@ -1,4 +1,4 @@
-"""Renders settings for users: a configuration as TOML with comments, and its documentation."""
+"""Renders settings for users: a configuration as commented TOML, and its documentation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rdzv.settings.toml_files import Loaded
 
 
 def render(loaded: Loaded[Any]) -> str:
-    """Return a configuration as TOML, each setting with its description.
+    """Return a configuration as TOML, with a description of each setting.
 
-    The result is a valid file with the same configuration.
+    The result is a valid file that represents the same configuration.
     """
     title = f"The configuration of {loaded.settings.program}, as it is in effect."
     lines = [*_comment(title), "", *_rendered(loaded.settings, loaded.sources)]
@@ -23,7 +23,7 @@ def render(loaded: Loaded[Any]) -> str:
 def _rendered(
     settings: Table, sources: Mapping[str, str], place: str = "", where: str = ""
 ) -> Iterator[str]:
-    """Yield the lines of one table; `place` prefixes table names, `where` prefixes keys."""
+    """Yield the lines of one table; `place` prefixes table names, and `where` prefixes keys."""
     for section, of_section in _by_section(type(settings)).items():
         plain = [each for each in of_section if each.each is None]
         if section and plain:
@@ -33,7 +33,7 @@ def _rendered(
             yield from _comment(_about(each, sources.get(f"{where}{each.key}", "")))
             yield f"#{name} = (not set)" if value is None else f"{name} = {each.spelled(value)}"
             yield ""
-    # Lists of tables come last, because a key after a table would belong to it.
+    # Lists of tables come last, because a key that follows a table would belong to it.
     for each in settings_of(type(settings)).values():
         if each.each is None:
             continue
@@ -46,7 +46,7 @@ def _rendered(
 
 
 def _by_section(table: type[Table]) -> dict[str, list[Setting]]:
-    """Group the settings by table; settings outside any table come first."""
+    """Group the settings by table, starting with those outside any table."""
     found: dict[str, list[Setting]] = {"": []}
     for each in settings_of(table).values():
         found.setdefault(each.key.rpartition(".")[0], []).append(each)
@@ -78,7 +78,7 @@ def _comment(text: str) -> list[str]:
 
 
 def as_markdown(table: type[Table], heading: str = "##") -> str:
-    """Return the documentation of all settings: a Markdown table for each table of the file."""
+    """Return the documentation of all settings, as one Markdown table for each TOML table."""
     lines: list[str] = []
     for section, of_section in _by_section(table).items():
         if plain := [each for each in of_section if each.each is None]:

@@ -4,9 +4,10 @@
         duration: Annotated[Duration, setting(ge=2, le=600, reason="How long ...")] = 5
 
 Each field is a setting, another table, or a list of tables (`tuple[Table, ...]`). Its annotation
-has the type and bounds, for msgspec, and the other fields of a `Setting`, which `settings_of`
+contains the type and bounds, for msgspec, and the other fields of the `Setting` that `settings_of`
 returns. The checks of a file, --print-config, the outcome of a reload and the documentation are
-derived from it: after a change, run tests/unit/server/test_configuration_docs.py with --rewrite.
+all derived from it. After a change, run tests/unit/server/test_configuration_docs.py with
+--rewrite.
 """
 
 from __future__ import annotations
@@ -37,28 +38,29 @@ class Rule(Struct, frozen=True):
     """A condition that involves several settings."""
 
     keys: tuple[str, ...]
-    """The settings that the rule concerns; it is checked only if each one is valid by itself."""
+    """The settings that the rule concerns. It is checked only if each of them is valid on its own.
+    """
     broken: Callable[[Any], str]
-    """Takes the table; returns the problem and its remedy, or an empty string."""
+    """Takes the table, and returns the problem with its remedy, or an empty string."""
 
 
 class Table(Struct, frozen=True, kw_only=True):
-    """A table in a configuration, or a whole configuration."""
+    """A table in a configuration, or an entire configuration."""
 
     program: ClassVar[str] = ""
-    """The program whose configuration this is."""
+    """The program to which this configuration belongs."""
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """The rules of a whole configuration, or of a table in a list."""
+    """The rules of an entire configuration, or of a table in a list."""
 
 
 def setting(
     reason: str, *, ge: float | None = None, le: float | None = None, **more: object
 ) -> Meta:
-    """Describe a field of a `Table`, in `Annotated`.
+    """Describe a field of a `Table`, for use in `Annotated`.
 
     `reason` tells operators, in one or two sentences, what the setting does and why they would
     change it. `ge` and `le` are bounds, in seconds for a duration and in bytes for a size. `more`
-    has other fields of `Setting`.
+    contains other fields of `Setting`.
     """
     return Meta(ge=ge, le=le, description=" ".join(reason.split()), extra=more)
 
@@ -67,31 +69,32 @@ class Setting(Struct, frozen=True, kw_only=True):
     """The declaration of one setting."""
 
     key: str
-    """Its name, prefixed with the names of its tables: `tls.cert`."""
+    """The setting's name, prefixed with the names of its tables, such as `tls.cert`."""
     annotation: Any
-    """The type of the values, without None."""
+    """The type of the values, excluding None."""
     metas: tuple[Meta, ...]
     """The bounds of the values, for msgspec."""
     kind: Any
     """The class of the values: `int`, `tuple`, a class with a classmethod `parse`, ..."""
     reason: str
     default: Any
-    """None if there is no value unless the setting is set."""
+    """The default value, or None if there is no value unless the setting is set."""
     default_words: str = ""
-    """The default in words, for users, instead of `default`."""
+    """A description of the default for users, shown instead of `default`."""
     unit: str = ""
     """The unit of a number, or the format of a string, such as HOST:PORT."""
     least: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()
-    """The values allowed for a string."""
+    """The allowed values of a string."""
     check: Callable[[str], object] | None = None
-    """Refuses an invalid string, also in a list or table, with an `InvalidRequestError`."""
+    """Refuses an invalid string, including one in a list or table, with an `InvalidRequestError`.
+    """
     each: type[Table] | None = None
     """The class of each table, for a list of tables."""
     required: bool = False
     reload: bool = False
-    """Whether a reload applies a change; otherwise a change needs a restart."""
+    """Whether a reload applies a change; if not, a change needs a restart."""
     sets: tuple[str, ...] = ()
     """The fields of the program's own configuration that receive the value."""
 
@@ -107,7 +110,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def units(self) -> Mapping[str, float]:
-        """The units allowed in a string, largest first; empty for most kinds."""
+        """The units allowed in a string, largest first. Empty for most kinds."""
         if (self.kind, self.unit) == (float, "seconds"):
             return DURATION_UNITS
         return SIZE_UNITS if (self.kind, self.unit) == (int, "bytes") else {}
@@ -119,7 +122,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def bounds(self) -> str:
-        """A description of the allowed values; empty if there is no restriction."""
+        """A description of the allowed values, or empty if there is no restriction."""
         if self.choices:
             return ", ".join(map(quoted, self.choices))
         if self.least is not None and self.most is not None:
@@ -168,7 +171,7 @@ class Setting(Struct, frozen=True, kw_only=True):
         return attrgetter(self.key)(settings)
 
     def spelled(self, value: Any) -> str:
-        """Format a value as TOML; None as `not set`."""
+        """Format a value as TOML, or None as `not set`."""
         match value:
             case None:
                 return "not set"
@@ -210,7 +213,7 @@ _EXAMPLES: Mapping[Any, str] = {
 
 @cache
 def settings_of(table: type[Table], prefix: str = "") -> Mapping[str, Setting]:
-    """Return the settings of a table and of the tables in it, by key."""
+    """Return the settings of a table and of its nested tables, by key."""
     found: dict[str, Setting] = {}
     for name, (annotation, default) in fields_of(table).items():
         key = f"{prefix}{name}"
@@ -223,7 +226,7 @@ def settings_of(table: type[Table], prefix: str = "") -> Mapping[str, Setting]:
 
 
 def fields_of(table: type[Table]) -> Mapping[str, tuple[Any, object]]:
-    """Return each field's annotation and default; the class must not postpone annotations."""
+    """Return each field's annotation and default. The class must not postpone annotations."""
     annotations: dict[str, Any] = {}
     for base in reversed(table.__mro__):
         annotations |= vars(base).get("__annotations__", {})
@@ -256,7 +259,7 @@ def _setting(key: str, annotation: Any, default: object) -> Setting:
 
 
 def _unwrapped(annotation: Any) -> tuple[Any, list[Meta]]:
-    """Split an annotation into its type, without None, and its `Meta`s."""
+    """Split an annotation into its type, excluding None, and its `Meta`s."""
     if get_origin(annotation) is Annotated:
         inner, *metas = get_args(annotation)
         kind, others = _unwrapped(inner)
@@ -274,7 +277,7 @@ def sections_of(table: type[Table]) -> frozenset[str]:
 
 
 def _with_unit(number: float, units: Mapping[str, float]) -> str:
-    """Format a quantity in the largest unit that gives a whole number."""
+    """Format a quantity in the largest unit that yields a whole number."""
     for unit, worth in units.items():
         count = number / worth
         if number and math.isclose(count, round(count), abs_tol=1e-9) and round(count):
@@ -283,7 +286,7 @@ def _with_unit(number: float, units: Mapping[str, float]) -> str:
 
 
 def quoted(text: str) -> str:
-    """Quote a string as TOML; control and unprintable characters are escaped."""
+    """Quote a string as TOML, escaping control characters and unprintable characters."""
     # JSON strings are TOML strings.
     quoted = json.dumps(text, ensure_ascii=False)
     return "".join(char if char.isprintable() else _escaped(char) for char in quoted)

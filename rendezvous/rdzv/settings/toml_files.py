@@ -1,4 +1,4 @@
-"""Reads settings from TOML files, checks them as a whole, and compares them for a reload.
+"""Reads settings from a TOML file, checks them as a whole, and compares them for a reload.
 
 msgspec converts each value to its type. This module adds units, a list of all problems, and the
 nearest known key for each unknown one. It reads a single file.
@@ -29,16 +29,16 @@ from rdzv.settings.setting_types import (
 )
 
 FILE_BYTES = 1024 * 1024
-"""The largest file that is read; configurations are written by hand."""
+"""The maximum size of a file; configurations are written by hand."""
 
 LISTED_PROBLEMS = 50
-"""How many problems an error lists."""
+"""The maximum number of problems listed in an error."""
 
 MAX_NUMBER = 1e300
 """The exclusive upper bound of numbers, so that none overflows in another unit."""
 
 SHOWN_CHARS = 80
-"""The length to which a refused value is cut in messages."""
+"""The length to which a refused value is truncated in messages."""
 
 T = TypeVar("T", bound=Table)
 
@@ -52,7 +52,7 @@ class Problem(Struct, frozen=True):
 
 
 class ConfigurationError(InvalidRequestError):
-    """A configuration cannot be used; the message lists all its problems."""
+    """A configuration cannot be used. The message lists all its problems."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -76,7 +76,8 @@ class Loaded(Struct, Generic[T], frozen=True):
 
     settings: T
     sources: Mapping[str, str]
-    """The source of each value by its key: a file, or "the command line"; defaults have none."""
+    """The source of each value by its key: a file, or "the command line". Defaults have no source.
+    """
 
 
 def load(
@@ -85,12 +86,12 @@ def load(
     given: Mapping[str, object] | None = None,
     given_by: str = "the command line",
 ) -> Loaded[T]:
-    """Load a configuration; values in `given`, by key, override the file unless they are None.
+    """Load a configuration. Values in `given`, by key, override the file unless they are None.
 
-    All other settings have their defaults; without `path` no file is read.
+    All other settings have their defaults. Without `path`, no file is read.
 
     Raises:
-        ConfigurationError: the file cannot be read, or the file or `given` has errors.
+        ConfigurationError: the file cannot be read, or the file or `given` contains errors.
 
     """
     reading = _Reading(table, [], {})
@@ -99,7 +100,7 @@ def load(
     for key, raw in (given or {}).items():
         if raw is not None:
             reading.take(settings_of(table)[key], raw, given_by, in_file=False)
-    # A missing value is reported for the file, where the user will add it.
+    # A missing value is reported for the file, which is where the user will add it.
     settings = reading.completed(given_by if path is None else str(path))
     if reading.problems:
         raise ConfigurationError(reading.problems)
@@ -126,7 +127,7 @@ def read_document(path: Path, source: str) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise _unusable(source, f"it is not TOML: {error}; correct it") from error
     except (RecursionError, ValueError) as error:
-        # The file is nested too deeply, or has a number with thousands of digits.
+        # The file is nested too deeply, or contains a number with thousands of digits.
         raise _unusable(source, f"it cannot be read: {error}; name another file") from error
 
 
@@ -150,15 +151,16 @@ class _Reading(Generic[T]):
         self._bad: set[str] = set()
 
     def take_table(self, table: Mapping[str, object], source: str, prefix: str = "") -> None:
-        """Read the settings of a table and of the tables in it; an unknown key is a problem."""
+        """Read the settings of a table and of its nested tables; an unknown key is a problem."""
         sections = sections_of(self._table)
         for name, raw in table.items():
             key = f"{prefix}{name}"
-            # A dot in a quoted key is part of the name, and no known name contains one.
+            # A dot in a quoted key is part of the name, and no known name contains a dot.
             if "." not in name and key in self._known:
                 self.take(self._known[key], raw, source, in_file=True)
             elif "." in name or key not in sections:
-                # The search for the nearest key is slow, and only listed problems need it.
+                # The search for the nearest key is slow, and needed only for problems that are
+                # listed.
                 listed = len(self.problems) < LISTED_PROBLEMS
                 nearest = _nearest(key, {*self._known, *sections}) if listed else ""
                 self._note(source, key[:SHOWN_CHARS], f"is unknown; {nearest}")
@@ -195,7 +197,7 @@ class _Reading(Generic[T]):
         return tuple(found)
 
     def completed(self, place: str) -> T:
-        """Add the defaults and check the rules; missing values are reported in `place`."""
+        """Add the defaults and check the rules; missing values are reported for `place`."""
         for key, setting in self._known.items():
             if setting.required and f"{self._where}{key}" not in self.sources:
                 self._bad.add(key)
@@ -234,7 +236,7 @@ def _broken_rules(
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    """Name the known key most similar to an unknown one; also compare the last parts alone."""
+    """Return the known key most similar to an unknown one, also comparing only the last parts."""
     import difflib
 
     def likeness(known: str) -> float:
@@ -251,7 +253,7 @@ def _last(key: str) -> str:
 
 
 def _shown(raw: object) -> str:
-    """Format any TOML value for a message, cut to `SHOWN_CHARS`."""
+    """Format any TOML value for a message, truncated to `SHOWN_CHARS`."""
     if isinstance(raw, Mapping):
         return "(a table)"
     if isinstance(raw, bool):
@@ -269,7 +271,7 @@ class _RefusedError(ValueError):
 
 
 def _converted(setting: Setting, raw: object, *, in_file: bool) -> Any:
-    """Convert a raw value to the setting's type; raise `_RefusedError` if it is not valid."""
+    """Convert a raw value to the setting's type, or raise `_RefusedError` if it is not valid."""
     if setting.kind is Path:
         return _path(setting, raw, in_file=in_file)
     has_parse = hasattr(setting.kind, "parse")
@@ -316,7 +318,7 @@ _MEASURED = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", re.ASCII)
 
 
 def _number(setting: Setting, raw: object) -> object:
-    """Return a number in seconds or bytes if it has a unit, and any other value unchanged."""
+    """Return a number in seconds or bytes if it has a unit, or any other value unchanged."""
     found = _MEASURED.fullmatch(raw.strip()) if isinstance(raw, str) else None
     if found is not None and found[2] in setting.units:
         number = float(found[1]) * setting.units[found[2]]
@@ -339,18 +341,18 @@ class Reload(Struct, Generic[T], frozen=True):
     """The effects of a reload on a running program."""
 
     loaded: Loaded[T]
-    """The configuration now in effect; it differs from the previous one only in settings that a
+    """The configuration now in effect. It differs from the previous one only in settings that a
     reload applies."""
     applied: tuple[str, ...]
-    """The keys whose changes take effect at once."""
+    """The keys of the changes that take effect immediately."""
     waiting: tuple[str, ...]
-    """The keys whose changes need a restart."""
+    """The keys of the changes that need a restart."""
     lines: tuple[str, ...]
-    """The changes in words, one line per key."""
+    """Descriptions of the changes, one line per key."""
 
 
 def compare(running: Loaded[T], wanted: Loaded[T]) -> Reload[T]:
-    """Compare a running configuration with the wanted one; return the outcome of a reload.
+    """Compare a running configuration with a new one, and return the outcome of a reload.
 
     Raises:
         ConfigurationError: the applied changes conflict with settings that need a restart.

@@ -1,5 +1,5 @@
 """How programs reach rdzvd: addresses, certificates, channels, and options for a node's stream.
 
-In: user input (HOST:PORT, certificate files). Out: gRPC channels and typed errors. It knows the
-envelope of the protocol, but nothing about jobs.
+Input: user input (HOST:PORT, certificate files). Output: gRPC channels and typed errors. This
+package handles the envelope of the protocol, but nothing about jobs.
 """

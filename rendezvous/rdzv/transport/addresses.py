@@ -1,7 +1,7 @@
 """This machine's identity and addresses, and the listening socket for a node's c10d store.
 
 All programs that join as a node use it. Nothing here waits for a name service: the caller resolves
-names and passes the addresses in.
+names and passes in the addresses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ AddressInfo: TypeAlias = Sequence[tuple[Any, Any, int, str, tuple[Any, ...]]]
 
 
 def machine_id() -> str:
-    """Return an id of this machine and network namespace; nodes with equal ids share a loopback."""
+    """Return an id for this machine and network namespace; equal ids mean a shared loopback."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -30,9 +30,9 @@ def machine_id() -> str:
 
 
 def address_towards(found: AddressInfo) -> str:
-    """Return this node's own address on the route to another; empty if there is no route.
+    """Return this node's own address on the route to another node, or "" if there is no route.
 
-    `found` holds the other node's datagram addresses. The result is the local address of a
+    `found` contains the other node's datagram addresses. The result is the local address of a
     connected socket; nothing is sent.
     """
     for family, kind, protocol, _, address in found:
@@ -65,11 +65,11 @@ def is_loopback(address: str) -> bool:
 
 
 BACKLOG = (1 << 16) - 1
-"""The listen backlog: as long as the kernel allows (somaxconn)."""
+"""The listen backlog, as long as the kernel allows (somaxconn)."""
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Listen as torchrun's store does: on `host` if it is loopback, otherwise on all addresses.
+    """Listen as torchrun's store does: on `host` if it is loopback, or on all addresses otherwise.
 
     Names are not resolved, because a host's own name may resolve to loopback on that host.
 
@@ -90,8 +90,8 @@ def listen_at(host: str, port: int) -> socket.socket:
 class StoreSocket:
     """The listening socket that a node keeps ready for the c10d store of its next round.
 
-    Clients may connect as soon as the port is announced; the store host serves them once it is
-    up. A port is never offered twice, so that no client of an old round reaches a newer store.
+    Clients may connect as soon as the port is announced; the store host serves them once it is up.
+    A port is never offered twice, so no client of an old round can reach a newer store.
     """
 
     def __init__(self, *, loopback_only: bool) -> None:
@@ -101,7 +101,7 @@ class StoreSocket:
 
     @property
     def port(self) -> int:
-        """The port of the held socket; if none is held, a new one is bound.
+        """The port of the held socket. If no socket is held, a new one is bound.
 
         Raises:
             OSError: no port can be bound.
@@ -113,12 +113,12 @@ class StoreSocket:
         return _port_of(self._socket)
 
     def take(self) -> socket.socket | None:
-        """Hand the socket over to the caller, which closes it."""
+        """Hand over the socket to the caller, which must close it."""
         taken, self._socket = self._socket, None
         return taken
 
     def release(self) -> None:
-        """Close the held socket, which frees its port."""
+        """Close the held socket, freeing its port."""
         taken = self.take()
         if taken is not None:
             taken.close()

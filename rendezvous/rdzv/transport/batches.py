@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 BATCH_BYTES = 256 * 1024
-"""The largest batch. A larger frame is written alone."""
+"""The maximum size of a batch. A larger frame is written on its own."""
 
 FRAME_BYTES = 64
-"""The most bytes of overhead that a frame adds to its message."""
+"""The maximum overhead in bytes that a frame adds to its message."""
 
 F = TypeVar("F")
 
@@ -19,8 +19,8 @@ F = TypeVar("F")
 class Batches(Generic[F]):
     """Frames waiting to be written, in order.
 
-    A stream waits for each of its frames to be written before it adds the next, so that no stream
-    can fill the call that it shares with others.
+    A stream waits for each of its frames to be written before adding the next, so no stream can
+    fill up the call that it shares with others.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class Batches(Generic[F]):
         self._ready = asyncio.Event()
 
     def put_now(self, frame: F, size: int = 0) -> None:
-        """Add a frame without waiting; only for frames that a stream sends once."""
+        """Add a frame without waiting. Only for frames that a stream sends once."""
         self._waiting.append((frame, size, None))
         self._ready.set()
 
     async def put(self, frame: F, size: int) -> None:
-        """Add a frame of `size` bytes, and wait until it is written."""
+        """Add a frame of `size` bytes and wait until it is written."""
         written = asyncio.get_running_loop().create_future()
         self._waiting.append((frame, size, written))
         self._ready.set()
@@ -42,7 +42,7 @@ class Batches(Generic[F]):
     async def write_all(
         self, write: Callable[[list[F]], Awaitable[None]], beat_s: float | None = None
     ) -> None:
-        """Write batches until cancelled, or until `write` fails.
+        """Write batches until cancelled or until `write` fails.
 
         With `beat_s`, write an empty batch whenever nothing has been ready for that time.
         """

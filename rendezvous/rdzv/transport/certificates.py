@@ -1,8 +1,8 @@
-"""Checks that PEM files hold usable certificates and keys, and reads names, roles and dates.
+"""Checks that PEM files contain usable certificates and keys, and reads names, roles and dates.
 
 Python's TLS library loads the files first, because with a bad file gRPC fails handshakes without
-giving a reason. The fields of a certificate are parsed here from DER, because importing
-`cryptography` would cost each program that connects over TLS 36 ms and 10 MiB.
+giving a reason. A certificate's fields are parsed here from DER, because importing `cryptography`
+would cost each program that connects over TLS 36 ms and 10 MiB.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _REASONS = {
     "BAD_DECRYPT": "the key has a passphrase",
     "NO_CERTIFICATE_OR_CRL_FOUND": "it holds no certificate in PEM",
 }
-"""The TLS library's reasons in plain words; others are shown unchanged."""
+"""Plain-language versions of the TLS library's reasons; others are shown unchanged."""
 
 
 Stamp = tuple[tuple[int, int, int], ...]
-"""Identifies the contents of files: it changes when any of them changes."""
+"""Identifies the contents of files; changes whenever any of them changes."""
 
 
 @struct(frozen=True)
@@ -46,11 +46,11 @@ class Certificate:
 
     @property
     def in_words(self) -> str:
-        """The holder and the expiry date, for messages."""
+        """The holder and the expiry date, for use in messages."""
         return f"of {self.common_name or 'no name'}, valid until {_spelled(self.not_after)}"
 
     def trouble(self, now: datetime) -> str:
-        """Return why the certificate is not valid at `now`; empty if it is."""
+        """Return why the certificate is not valid at `now`, or an empty string if it is."""
         if now > self.not_after:
             return f"expired on {_spelled(self.not_after)}"
         if now < self.not_before:
@@ -63,7 +63,7 @@ def _spelled(moment: datetime) -> str:
 
 
 def stamp_of(paths: Iterable[Path]) -> Stamp:
-    """Return the current stamp of files; any of them may be missing."""
+    """Return the current stamp of a set of files, any of which may be missing."""
     return tuple(map(_stamp, paths))
 
 
@@ -76,10 +76,10 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def check_authorities(path: Path, what: str) -> None:
-    """Check that a file holds CA certificates; `what` names the file in errors.
+    """Check that a file contains CA certificates; `what` describes the file in errors.
 
     Raises:
-        InvalidRequestError: the file cannot be read, or holds no certificate.
+        InvalidRequestError: the file cannot be read, or contains no certificate.
 
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -92,7 +92,7 @@ def check_authorities(path: Path, what: str) -> None:
 
 
 def check_pair(cert: Path, key: Path, what: str) -> None:
-    """Check that a certificate and a key belong together; `what` names them in errors.
+    """Check that a certificate and a key belong together; `what` describes them in errors.
 
     Raises:
         InvalidRequestError: one of them cannot be read, or they do not belong together.
@@ -109,7 +109,7 @@ def check_pair(cert: Path, key: Path, what: str) -> None:
 
 
 def _which(*paths: Path) -> str:
-    """Name the first unreadable file, which the TLS library does not; empty if there is none."""
+    """Return the first unreadable file, or "" if there is none; the TLS library names no file."""
     for path in paths:
         try:
             with path.open("rb"):
@@ -125,10 +125,10 @@ def _said(error: OSError) -> str:
 
 
 def read_certificate(pem: bytes, what: str) -> Certificate:
-    """Parse the first certificate in a PEM file, the holder's own.
+    """Parse the first certificate in a PEM file, which is the holder's own.
 
     Raises:
-        InvalidRequestError: the file holds no certificate, or one that cannot be parsed.
+        InvalidRequestError: the file contains no certificate, or one that cannot be parsed.
 
     """
     found = _BLOCK.search(pem.decode(errors="replace"))
@@ -143,7 +143,7 @@ def read_certificate(pem: bytes, what: str) -> Certificate:
 
 
 def _read_der(der: bytes) -> Certificate:
-    """Parse the needed fields of RFC 5280's TBSCertificate."""
+    """Parse the required fields of RFC 5280's TBSCertificate."""
     fields = list(_parts(_first(_first(der))))
     if fields[0][0] == 0xA0:  # The optional version.
         del fields[0]
@@ -180,7 +180,7 @@ def _first(data: bytes) -> bytes:
 
 
 def _parts(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the tag and the content of each element of a DER sequence."""
+    """Yield the tag and content of each element of a DER sequence."""
     at = 0
     while at < len(data):
         tag, length, at = data[at], data[at + 1], at + 2

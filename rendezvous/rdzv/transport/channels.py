@@ -1,7 +1,7 @@
 """Opens channels to rdzvd, in plaintext or over TLS, with the client's credentials.
 
-Files are read again for each channel, so a certificate or token that is renewed on disk is used
-from the next connection on.
+Files are read again for each channel, so a certificate or token renewed on disk is used from the
+next connection on.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ VARIABLES = {
     "key": "RDZV_TLS_KEY",
     "token_file": "RDZV_TOKEN_FILE",
 }
-"""The environment variables for credentials that are not given on the command line."""
+"""The environment variables for credentials not given on the command line."""
 
 TOKEN_VARIABLE = "RDZV_TOKEN"
 
 TOKEN_METADATA_KEY = "authorization"
-"""The call metadata key of the token, which is sent as `Bearer TOKEN`."""
+"""The call metadata key for the token, which is sent as `Bearer TOKEN`."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{1,4096}")
-"""A token of rdzvd, or of a Kubernetes service account, which has about 1,200 characters."""
+"""A token from rdzvd, or from a Kubernetes service account (about 1,200 characters)."""
 
 
 Metadata = tuple[tuple[str, str], ...]
@@ -51,14 +51,14 @@ Metadata = tuple[tuple[str, str], ...]
 
 @struct(frozen=True)
 class Credentials:
-    """A client's credentials: its CA, its certificate or its token.
+    """A client's credentials: its CA, and its certificate or token.
 
     Without a CA, connections are in plaintext. A token is sent only over TLS or to loopback, so
-    that others cannot read it.
+    that nobody else can read it.
     """
 
     ca: Path | None = None
-    """The authority that must have signed a server's certificate; if set, connections use TLS."""
+    """The CA that must have signed the server's certificate. If set, connections use TLS."""
     cert: Path | None = None
     key: Path | None = None
     token_file: Path | None = None
@@ -66,7 +66,7 @@ class Credentials:
 
     @classmethod
     def parse(cls, given: Mapping[str, Path | None], environ: Mapping[str, str]) -> Credentials:
-        """Return checked credentials from the `given` files, and the others from the environment.
+        """Return checked credentials, with those not in `given` taken from the environment.
 
         Raises:
             InvalidRequestError: the options conflict, or a file cannot be used.
@@ -121,7 +121,7 @@ class Credentials:
         return grpc.secure_channel(server.target, self._credentials(), options=options)
 
     def aio_channel(self, server: Endpoint, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
-        """Open a channel for the running event loop, as `channel` does."""
+        """Open a channel for the running event loop, in the same way as `channel`."""
         if not self.tls:
             return grpc.aio.insecure_channel(server.target, options=options)
         return grpc.aio.secure_channel(server.target, self._credentials(), options=options)
@@ -140,7 +140,7 @@ class Credentials:
             ) from error
 
     def metadata(self, server: Endpoint) -> Metadata:
-        """Return the metadata sent with every call to a server.
+        """Return the metadata to send with every call to a server.
 
         Raises:
             InvalidRequestError: the token would be sent unencrypted, or its file cannot be used.
@@ -169,17 +169,17 @@ class Credentials:
             if not token:
                 raise InvalidRequestError(f"{where} is empty; put a token into it")
         if token and not _TOKEN.fullmatch(token):
-            # Do not show the token: even a damaged one is a secret.
+            # Do not show the token, because even a damaged one is a secret.
             raise InvalidRequestError(f"{where} holds no valid token; create the file again")
         return token
 
     def stamp(self) -> Stamp:
-        """Return the current stamp of the files that a channel depends on."""
+        """Return the current stamp of the files on which a channel depends."""
         paths = (self.ca, self.cert, self.key)
         return stamp_of(path for path in paths if path is not None)
 
     def expires(self) -> datetime | None:
-        """Return when the client certificate expires; None if it is absent or unreadable."""
+        """Return when the client certificate expires, or None if it is absent or unreadable."""
         if self.cert is None:
             return None
         try:
@@ -188,7 +188,7 @@ class Credentials:
             return None
 
     def shown(self) -> str:
-        """Describe the client certificate: its file, its holder and, if invalid, why."""
+        """Describe the client certificate: its file, its holder and, if it is invalid, why."""
         assert self.cert is not None
         try:
             found = read_certificate(self.cert.read_bytes(), str(self.cert))
@@ -204,7 +204,8 @@ PLAIN = Credentials()
 # ------------------------------------------------------------------------------------ in words
 
 _NEVER = "failed to connect to all addresses.*"
-"""Matches gRPC's message for a connection that was never established, not for one that ended."""
+"""Matches gRPC's message for a connection that was never established, but not for one that ended.
+"""
 
 _UNTRUSTED = re.compile("unable to get (local )?issuer|self.signed|unable to verify", re.I)
 _EXPIRED = re.compile("certificate has expired", re.I)
@@ -217,15 +218,15 @@ _CLOSED = re.compile(f"{_NEVER}(socket closed|reset by peer)", re.I | re.DOTALL)
 def handshake_trouble(
     details: str, server: Endpoint, credentials: Credentials
 ) -> tuple[str, str] | None:
-    """Return why a handshake failed, and the remedy; None if something else failed.
+    """Return why a handshake failed and the remedy, or None if something else failed.
 
-    `details` is gRPC's message. gRPC gives no reason when a server hangs up after the handshake;
-    this means that the server refused the client's certificate, or requires one.
+    `details` is gRPC's message. gRPC gives no reason when a server hangs up after the handshake,
+    which means that the server refused the client's certificate or requires one.
     """
     if not credentials.tls:
         if not _CLOSED.search(details):
             return None
-        # A server killed at this moment closes the connection in the same way.
+        # A server killed at this moment also closes the connection in this way.
         return (
             "the other side closed the connection at once",
             "if it is not just starting or ending, it may want TLS: give --tls-ca (RDZV_TLS_CA), "

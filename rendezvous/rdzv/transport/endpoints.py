@@ -1,4 +1,4 @@
-"""Parses server endpoints as users write them, without importing gRPC, which is slow to load."""
+"""Parses server endpoints as written by users, without importing gRPC, which is slow to load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 
 @struct(frozen=True)
 class Endpoint:
-    """The address of a server; `host` has no brackets, `str()` adds them where needed."""
+    """The address of a server. `host` has no brackets; `str()` adds them where needed."""
 
     host: str
     port: int
@@ -39,24 +39,23 @@ class Endpoint:
 
     @property
     def target(self) -> str:
-        """The endpoint in gRPC's form, safe for host names that look like URI schemes."""
+        """The endpoint in gRPC's format, safe for host names that look like URI schemes."""
         return f"dns:///{quote(str(self), safe='[]:')}"
 
 
 def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
     """Parse `host`, `host:port`, `[v6]` or `[v6]:port`.
 
-    Anything else is refused with `InvalidRequestError`, which gives value, reason and remedy.
+    Anything else is refused with an `InvalidRequestError` that names the value, reason and remedy.
 
-    >>> str(parse_endpoint("head-1")), str(parse_endpoint("[::1]:7"))
-    ('head-1:29400', '[::1]:7')
+    >>> str(parse_endpoint("head-1")), str(parse_endpoint("[::1]:7")) ('head-1:29400', '[::1]:7')
     """
     host, port = _host_and_port(text, least_port=1)
     return Endpoint(host, default_port if port is None else port)
 
 
 def _host_and_port(text: str, least_port: int) -> tuple[str, int | None]:
-    """Split HOST or HOST:PORT; an IPv6 host is in brackets."""
+    """Split HOST or HOST:PORT, where an IPv6 host is in brackets."""
     value = text.strip()
     if bracketed := _BRACKETED.fullmatch(value):
         host, port = bracketed["host"], bracketed["port"]
@@ -78,7 +77,7 @@ def _check_v6(text: str, host: str) -> None:
 
 
 def _check_host(text: str, host: str, rest: str) -> None:
-    """Refuse an invalid host name, with a remedy for common mistakes."""
+    """Refuse an invalid host name, suggesting a remedy for common mistakes."""
     if rest.startswith("//"):
         raise _unusable(text, "it is a URL", "leave out everything but HOST:PORT")
     if ":" in rest:
@@ -127,10 +126,10 @@ class Listen:
 
     @classmethod
     def parse(cls, text: str) -> Listen:
-        """Parse HOST:PORT; an IPv6 host is in brackets, and port 0 means any free port.
+        """Parse HOST:PORT, where an IPv6 host is in brackets and port 0 means any free port.
 
-        >>> Listen.parse("127.0.0.1:29400"), str(Listen.parse("[::1]:0"))
-        (Listen(host='127.0.0.1', port=29400), '[::1]:0')
+        >>> Listen.parse("127.0.0.1:29400"), str(Listen.parse("[::1]:0")) (Listen(host='127.0.0.1',
+        port=29400), '[::1]:0')
         """
         host, port = _host_and_port(text, least_port=0)
         if port is None:
@@ -145,7 +144,7 @@ class Listen:
 
     @property
     def unspecified(self) -> bool:
-        """Whether it means all addresses of this machine, so that no client can connect to it."""
+        """Whether this means all addresses of this machine, to which no client can connect."""
         try:
             return ipaddress.ip_address(self.host).is_unspecified
         except ValueError:
@@ -157,7 +156,10 @@ class Listen:
 
 
 def cannot_listen(listen: Listen, error: OSError, option: str) -> InvalidRequestError:
-    """Return the error for an address that cannot be listened on; `option` changes it."""
+    """Return the error to raise when an address cannot be bound.
+
+    `option` names the option that sets the address.
+    """
     advice = f"give another address with {option}"
     if isinstance(error, socket.gaierror):
         reason = f"host {listen.host}: {error.strerror}"

@@ -1,6 +1,6 @@
-"""The job secret: every participant of a job presents it, so that no other process can join.
+"""The job secret, which every participant must present so that no other process can join the job.
 
-It is passed only in the environment, or in a file that the environment names, because anyone on a
+It is passed only in the environment, or in a file named by the environment, because anyone on a
 machine can read command lines. Workers get neither the secret nor a token, because many people read
 their output.
 """
@@ -16,11 +16,11 @@ VARIABLE = "RDZV_JOB_SECRET"
 FILE_VARIABLE = "RDZV_JOB_SECRET_FILE"
 
 SECRET_VARIABLES = frozenset({VARIABLE, "RDZV_TOKEN"})
-"""The variables whose values are secrets, not names of files."""
+"""The variables whose values are themselves secrets rather than names of files."""
 
 
 def read_secret(environ: Mapping[str, str]) -> str:
-    """Return the job's secret; empty if there is none.
+    """Return the job's secret, or an empty string if there is none.
 
     Raises:
         InvalidRequestError: the named file cannot be read, or is empty.
@@ -43,5 +43,5 @@ def read_secret(environ: Mapping[str, str]) -> str:
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of an environment without secrets."""
+    """Return a copy of an environment with secrets removed."""
     return {name: value for name, value in environ.items() if name not in SECRET_VARIABLES}

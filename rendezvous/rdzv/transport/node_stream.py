@@ -1,4 +1,4 @@
-"""The options, attempts and errors of a node's stream to rdzvd, for all kinds of agents."""
+"""Options, connection attempts and errors of a node's stream to rdzvd, for all kinds of agents."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from rdzv.v1 import rdzv_pb2 as pb
 PROTOCOL_VERSION = protocol.VERSION
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    # The server is inside the cluster; through an Internet proxy it cannot be reached.
+    # The server is inside the cluster and cannot be reached through an Internet proxy.
     ("grpc.enable_http_proxy", 0),
-    # A status with ten thousand waiting nodes exceeds gRPC's own limit of 4 MiB.
+    # The status of a job with ten thousand waiting nodes exceeds gRPC's own limit of 4 MiB.
     ("grpc.max_receive_message_length", 64 << 20),
 )
-"""Options of every channel to rdzvd."""
+"""The options for every channel to rdzvd."""
 
 OWN_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *CHANNEL_OPTIONS,
-    # Each attempt has its own channel, and `Attempts` does the backoff.
+    # Each attempt has its own channel, and `Attempts` implements the backoff.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 )
-"""Options of a node's stream to a server in the same process."""
+"""The options for a node's stream to a server in the same process."""
 
 STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
     *OWN_SERVER_OPTIONS,
@@ -55,13 +55,14 @@ STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
-    # One ping follows each heartbeat; with ten thousand nodes, the server makes both rare.
+    # One ping follows each heartbeat. With ten thousand nodes, the server makes both infrequent.
     ("grpc.http2.max_pings_without_data", 1),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Otherwise each read is followed by a ping, which measures how much may be on the way.
+    # Otherwise each read would be followed by a ping, which measures how much data may be in
+    # flight.
     ("grpc.http2.bdp_probe", 0),
 )
-"""Options of a node's stream."""
+"""The options for a node's stream."""
 
 FINAL_REFUSALS = frozenset(
     error.code
@@ -73,7 +74,8 @@ FINAL_REFUSALS = frozenset(
         SettingsMismatchError,
     )
 )
-"""Refusals that a retry cannot change. After any other, the node sends Hello again later."""
+"""Refusals that a retry cannot change. After any other refusal, the node sends Hello again later.
+"""
 
 _SCALE_UPS = {
     ScaleUp.EAGER: pb.SCALE_UP_EAGER,
@@ -87,7 +89,7 @@ _DEFAULT = Settings(min_nodes=1, max_nodes=1)
 
 def settings_message(settings: Settings) -> pb.Settings:
     """Encode a job's launch settings; its nodes send the same message whichever agent they run."""
-    # Older nodes do not send the backoff, so omitting the defaults keeps settings equal.
+    # Older nodes do not send the backoff, so defaults are omitted to keep the settings equal.
     backoff = ("restart_backoff_ms", "restart_backoff_max_ms")
     omitted = {name for name in backoff if getattr(settings, name) == getattr(_DEFAULT, name)}
     message = pb.Settings(scale_up=_SCALE_UPS[settings.scale_up])
@@ -95,10 +97,10 @@ def settings_message(settings: Settings) -> pb.Settings:
 
 
 class Rota:
-    """Chooses the server to ask next: the leader last named, otherwise each server in turn.
+    """Chooses the next server to ask: the leader last named, or else each server in turn.
 
     A stand-by server names the leader, which need not be among the given endpoints. If the leader
-    fails, the others are tried again, starting with those that it has named.
+    fails, the other servers are tried again, starting with those that it has named.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
@@ -106,15 +108,16 @@ class Rota:
         self._turn = 0
         self._leader: Endpoint | None = None
         self._led = False
-        """Another server named the current one as leader, so its redirection could loop."""
+        """Whether another server named the current one as leader, so that its redirection could
+        loop."""
 
     @property
     def present(self) -> Endpoint:
-        """The current endpoint: the one to ask now."""
+        """The current endpoint, which is the one to ask now."""
         return self._leader or self._endpoints[self._turn % len(self._endpoints)]
 
     def learn(self, addresses: Iterable[str]) -> None:
-        """Note the servers that the current one has named; they are next when it fails."""
+        """Record the servers named by the current one, which are tried next when it fails."""
         named = tuple(filter(None, map(_endpoint, addresses)))
         self._leader = self.present
         self._endpoints = named + tuple(one for one in self._given if one not in named)
@@ -126,7 +129,7 @@ class Rota:
         return self._endpoints[(self._turn + 1) % len(self._endpoints)]
 
     def failed(self, error: RendezvousError) -> bool:
-        """Note why the current server failed; return whether to ask the leader it named at once."""
+        """Record why the current server failed; return whether to ask the named leader at once."""
         circles, self._led = self._led, False
         leader = _leader_named(error)
         if leader is not None and leader != self.present and not circles:
@@ -141,35 +144,36 @@ class Backoff:
     """How long a node waits between attempts to open its stream."""
 
     first_s: float = 0.1
-    """The shortest wait; the wait doubles with each failed attempt."""
+    """The shortest wait, which doubles with each failed attempt."""
     max_s: float = 5.0
     takeover_s: float = 0.5
-    """The longest wait during a takeover: for a few seconds, servers stand by and no leader
-    answers."""
+    """The longest wait during a takeover, when servers stand by for a few seconds and no leader
+    responds."""
     steady_s: float = 5.0
-    """After a stream that lasted this long, the next attempt follows at once."""
+    """After a stream that lasted this long, the next attempt follows immediately."""
     spread: Callable[[float, float], float] = random.uniform
-    """Picks a wait between two bounds, so that nodes do not all reconnect at once."""
+    """Picks a wait between two bounds, so that not all nodes reconnect at once."""
 
 
 BACKOFF = Backoff()
 
 
 class Attempts:
-    """A node's attempts to keep a stream open: which endpoint comes next, and when."""
+    """A node's attempts to keep a stream open: which endpoint to try next, and when."""
 
     def __init__(self, endpoints: Sequence[Endpoint], backoff: Backoff = BACKOFF) -> None:
         self._rota = Rota(endpoints)
         self._backoff = backoff
         self._failed = 0
-        """Failures since the last good stream, its own end included."""
+        """The number of failures since the last good stream, including that stream's own end."""
         self._welcomed_at_s: float | None = None
         self._taking_over = False
-        """A stand-by server has answered since the last Welcome, so a takeover is under way."""
+        """Whether a stand-by server has responded since the last Welcome, so that a takeover is in
+        progress."""
 
     @property
     def present(self) -> Endpoint:
-        """The current endpoint: the one to ask now."""
+        """The current endpoint, which is the one to ask now."""
         return self._rota.present
 
     @property
@@ -178,7 +182,7 @@ class Attempts:
         return self._rota.next
 
     def learn(self, addresses: Iterable[str]) -> None:
-        """Note the servers that the current one has named; they are next when it fails."""
+        """Record the servers named by the current one, which are tried next when it fails."""
         self._rota.learn(addresses)
 
     @property
@@ -187,21 +191,21 @@ class Attempts:
         return self._welcomed_at_s is not None
 
     def welcomed(self, now_s: float) -> None:
-        """Note that a server has sent Welcome."""
+        """Record that a server has sent Welcome."""
         self._welcomed_at_s = now_s
         self._taking_over = False
 
     def failed(
         self, error: RendezvousError, now_s: float, most_s: float = math.inf
     ) -> float | None:
-        """Note why the attempt or the stream ended; return how long to wait before the next.
+        """Record why the attempt or the stream ended, and return how long to wait before the next.
 
         The wait is 0 after the first failure and after a good stream, and otherwise at most
-        `most_s`. None means that the server has named the leader, which is asked at once; this
-        does not count as a failure.
+        `most_s`. None means that the server has named the leader, which is asked at once; this does
+        not count as a failure.
 
         A stream that ends soon after its Welcome is not a good one, so a server that keeps doing
-        this is asked with pauses.
+        this is asked only after pauses.
         """
         backoff, since_s = self._backoff, self._welcomed_at_s
         self._welcomed_at_s = None
@@ -263,10 +267,10 @@ def error_from_status(
     timeout_s: float,
     credentials: Credentials = PLAIN,
 ) -> RendezvousError:
-    """Convert a failed call's status to the matching error.
+    """Convert the status of a failed call to the corresponding error.
 
-    A code in the trailing metadata decides. Without one, the status is not rdzvd's own: the server
-    was unreachable, did not answer in time, or is another program.
+    If the trailing metadata contains an error code, it decides. Otherwise the status is not from
+    rdzvd: the server was unreachable, did not respond in time, or is another program.
     """
     text = details or "no details given"
     if code := _metadata(trailing, ERROR_CODE_METADATA_KEY):

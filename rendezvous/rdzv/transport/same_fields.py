@@ -22,7 +22,7 @@ M = TypeVar("M", bound=Message)
 _Read = Callable[[Any], Any]
 
 _READERS: dict[tuple[type, type], tuple[tuple[str, _Read], ...]] = {}
-"""How to read each field, by target and source type; computed once, because lists are long."""
+"""How to read each field, by target and source type. Computed only once, because lists are long."""
 
 
 class _Type(NamedTuple):
@@ -40,7 +40,7 @@ class _Type(NamedTuple):
 
 
 def from_value(kind: type[T], source: object, **given: Any) -> T:
-    """Build a `kind` from another struct's fields of the same names; `given` replaces some."""
+    """Build a `kind` from another struct's fields of the same name; `given` overrides some."""
     key = (kind, type(source))
     if key not in _READERS:
         has = _types(type(source))
@@ -49,7 +49,7 @@ def from_value(kind: type[T], source: object, **given: Any) -> T:
 
 
 def from_message(kind: type[T], message: Message, **given: Any) -> T:
-    """Build a `kind` from a message's fields of the same names; `given` replaces some."""
+    """Build a `kind` from a message's fields of the same name; `given` overrides some."""
     key = (kind, type(message))
     if key not in _READERS:
         has = message.DESCRIPTOR.fields_by_name
@@ -60,7 +60,8 @@ def from_message(kind: type[T], message: Message, **given: Any) -> T:
 def to_message(message: M, value: object, without: Collection[str] = ()) -> M:
     """Fill a message from a struct's fields, except those in `without`, and return it.
 
-    None stays unset. A dict or a tuple of pairs becomes messages with a `name` and a `value`.
+    Fields that are None stay unset. A dict or a tuple of pairs becomes messages with a `name` and a
+    `value`.
     """
     for name in field_names(type(value)):
         content = None if name in without else getattr(value, name)
@@ -90,7 +91,7 @@ def _extend(
 
 
 def sendable(text: str) -> str:
-    """Escape characters that cannot be sent: file names may contain bytes that are not text."""
+    """Escape characters that cannot be sent; for example, file names may contain non-text bytes."""
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 

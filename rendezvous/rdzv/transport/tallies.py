@@ -1,4 +1,4 @@
-"""Converts a run's tally: the server sends it with a round, and nodes may send it back."""
+"""Converts a run's tally, which the server sends with a round and nodes may send back."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from rdzv.core.spent import MAX_RESTART_AGES, Spent, Tally
 from rdzv.v1 import rdzv_pb2 as pb
 
 MAX_AGE_MS = 1 << 62
-"""The largest age: longer than any clock has run, yet a stored time can be this far back."""
+"""The largest age: longer than any clock has run, although a stored time can be this far back."""
 
 
 def tally_message(tally: Tally, since_ms: int = 0) -> pb.Tally:
-    """Encode a tally that was made `since_ms` ago."""
+    """Encode a tally that was created `since_ms` ago."""
     spent = tally.spent
     return pb.Tally(
         preemptions=spent.preemptions,
@@ -23,7 +23,7 @@ def tally_message(tally: Tally, since_ms: int = 0) -> pb.Tally:
 
 
 def tally_of(message: pb.Tally) -> Tally:
-    """Decode a tally, limiting its restart ages in number and size."""
+    """Decode a tally, limiting the number and size of its restart ages."""
     return Tally(
         Spent(
             preemptions=message.preemptions,
