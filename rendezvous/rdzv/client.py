@@ -438,8 +438,7 @@ class ControlClient:
         return node_of(self._call(lambda stub: stub.UncordonNode, request))
 
     def drain(self, node_id: str, deadline_ms: int, reason: str, *, keep_min: bool = False) -> Node:
-        """Drain a node by notifying its workers, which are stopped at the deadline; return the
-        node.
+        """Drain a node: notify its workers, and stop them at the deadline; return the node.
 
         Raises:
             TooFewNodesError: with `keep_min`, one of its jobs would be left with too few nodes.

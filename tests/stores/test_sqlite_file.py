@@ -454,7 +454,7 @@ async def test_a_mark_that_can_not_be_written_costs_no_commit(
     with monkeypatch.context() as broken:
         broken.setattr(sqlite_mark.os, "pwrite", refuse)
         await commit(store, "a")
-    assert "cannot write the number of commits" in caplog.text
+    assert "cannot write the commit count" in caplog.text
     await store.close()
     assert (await problem_seen(tmp_path)) == ""
 

@@ -45,7 +45,7 @@ class Parts:
         except Exception:
             if self._in_order.get(name, True):
                 log.exception(
-                    "/metrics lacks the %s metrics because of a bug in %s, please report it",
+                    "cannot compute the %s metrics because of a bug in %s; please report it",
                     name,
                     self._program,
                 )

@@ -110,7 +110,7 @@ def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:
         )
     except (OSError, subprocess.SubprocessError) as error:
         reason = str(getattr(error, "stderr", "") or error).strip()
-        log.warning("systemd does not report the queued job of %s: %s", unit, reason)
+        log.warning("cannot get the queued systemd job for %s: %s", unit, reason)
         return ""
     return job_of(unit, said.stdout.splitlines())
 

@@ -196,7 +196,7 @@ class Connection:
         except BaseException as error:
             # Otherwise the error would be lost, and callers would hold their jobs' locks forever.
             log.exception(
-                "writing to %s failed because of a bug in rdzvd, please report it", self.path
+                "writing to %s failed because of a bug in rdzvd; please report it", self.path
             )
             unknown = RendezvousConnectionError(
                 f"{self.path}: it is unknown whether the writes happened: {error!r}"

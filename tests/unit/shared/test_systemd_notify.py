@@ -155,7 +155,7 @@ def test_a_systemd_that_does_not_answer_plans_nothing(
     monkeypatch.setattr(systemd, "ASK_TIMEOUT_S", 0.5)
     systemctl(tmp_path, monkeypatch, script)
     assert systemd.queued_job(of_unit(tmp_path)) == ""
-    assert "systemd does not report the queued job of rdzv-agent.service" in caplog.text
+    assert "cannot get the queued systemd job for rdzv-agent.service" in caplog.text
     assert why in caplog.text
 
 
