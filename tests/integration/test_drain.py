@@ -202,7 +202,7 @@ def test_an_rdzvrun_that_is_preempted_lets_its_workers_save_and_leaves(f: Floor)
     new.write_text("60\n")
     new.rename(word)
     assert nodes[0].wait() == 75
-    assert f"preempted ({word}): this node leaves all its jobs within 1 min" in nodes[0].text
+    assert f"preempted ({word}): this node will leave all its jobs within 1 min" in nodes[0].text
     # It was notified in time, and the other continues from its saved state.
     f.until("the other goes on alone", lambda: len(c.all_reports()) >= 3)
     (alone,) = [r for r in c.all_reports() if r["WORLD_SIZE"] == "1"]

@@ -207,5 +207,5 @@ def test_where_it_cannot_work_the_log_says_so_once(tmp_path: Path) -> None:
     options = ("--nproc-per-node=2", "--hang-timeout=3", "--no-python")
     done = rdzvrun(*options, sys.executable, "-I", script)
     assert done.returncode == 1
-    assert done.stderr.count("no record of the collectives of pid ") == 1, done.stderr
+    assert done.stderr.count("no record of collectives for pid ") == 1, done.stderr
     assert "use -E, -I or -S?" in done.stderr

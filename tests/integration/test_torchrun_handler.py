@@ -166,8 +166,8 @@ def test_unknown_keys_are_warned_of_with_the_known_ones(caplog: pytest.LogCaptur
     read_options(params(keep_alive_interval="5", timeout="60"))
     texts = [record.getMessage() for record in caplog.records]
     assert [text.split(";")[0] for text in texts] == [
-        "--rdzv-conf: unknown key keep_alive_interval is ignored",
-        "--rdzv-conf: unknown key timeout is ignored",
+        "--rdzv-conf: ignoring unknown key keep_alive_interval",
+        "--rdzv-conf: ignoring unknown key timeout",
     ]
     assert all(", ".join(KNOWN_KEYS) in text for text in texts)
 

@@ -319,8 +319,8 @@ class RdzvHandler(RendezvousHandler):
         self.talk.on_success()
         if not self._news.wait_for(lambda: self.talk.round_is_over, self._options.close_timeout_s):
             log.warning(
-                "the other nodes of %s have not succeeded within %g s (close_timeout); not "
-                "waiting any longer",
+                "the other nodes of %s have not succeeded within %g s (close_timeout); no "
+                "longer waiting",
                 self._options.rdzv_id,
                 self._options.close_timeout_s,
             )

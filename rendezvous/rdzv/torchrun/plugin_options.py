@@ -154,7 +154,7 @@ def _warn_of_unknown(config: Mapping[str, Any]) -> None:
         # `LaunchConfig.__post_init__` always adds `timeout`, as a number.
         if key not in KNOWN_KEYS and not (key == "timeout" and isinstance(value, int)):
             known = ", ".join(KNOWN_KEYS)
-            log.warning("--rdzv-conf: unknown key %s is ignored; known: %s", key, known)
+            log.warning("--rdzv-conf: ignoring unknown key %s; known keys: %s", key, known)
 
 
 def _endpoints(text: str) -> tuple[Endpoint, ...]:

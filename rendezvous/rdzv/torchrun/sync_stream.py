@@ -113,9 +113,7 @@ class NodeStream:
         """Record that no stream is open; `again` means the immediate retry failed, too."""
         if again and not self._told_lost:
             self._told_lost = True
-            log.warning(
-                "%s; trying again until a server answers; running workers continue", trouble
-            )
+            log.warning("%s; retrying until a server responds; running workers continue", trouble)
         with self._lock:
             self.trouble = trouble
             if self.apart_since_s is None:
@@ -200,7 +198,7 @@ class NodeStream:
         self._take_interval(welcome.heartbeat_interval_ms)
         if self._told_lost:
             self._told_lost = False
-            log.warning("connected to the server at %s again", endpoint)
+            log.warning("reconnected to the server at %s", endpoint)
         with self._lock:
             self.apart_since_s = None
             # The sender is still waiting for the old interval; this message ends its wait.

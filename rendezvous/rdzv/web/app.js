@@ -1,4 +1,4 @@
-// Chooses the view, and shows the state of the connection to the server, and the theme.
+// Selects the view, and shows the connection state and the theme.
 
 import { put, tell, tick } from "./dom.js";
 import { FleetView } from "./fleet.js";
@@ -25,14 +25,14 @@ const VIEWS = {
   node: (name) => new NodeView(name),
 };
 
-/** Read where the page is: #/, #/nodes, #/report, #/job/NAME, #/node/NAME. */
+/** Parse the page's location: #/, #/nodes, #/report, #/job/NAME or #/node/NAME. */
 function route() {
   const [, kind, name] = location.hash.split("/");
   try {
     if (kind === "job" && name) return { kind, name: decodeURIComponent(name) };
     if (kind === "node" && name) return { kind, name: decodeURIComponent(name) };
   } catch {
-    // An incomplete escape: there is no such name.
+    // The escape sequence is incomplete, so there is no such name.
   }
   return { kind: kind === "nodes" || kind === "report" ? kind : "jobs", name: null };
 }
@@ -57,7 +57,7 @@ function show(first) {
   note("all");
 }
 
-/** Draw all updates received by the next frame at once. */
+/** Draw all updates that arrive before the next frame together. */
 function note(what) {
   fresh.add(what);
   if (drawing) return;
@@ -82,7 +82,7 @@ function drawLink() {
   if (link.dataset.link !== stream.link) link.dataset.link = stream.link;
   put($("link-text"), linkText());
   const banner = $("banner");
-  // If the view itself shows that there is no such job, nothing is stale.
+  // If the view already shows that there is no such job, nothing is stale.
   const stale = stream.link === "lost" && (stream.ready || (stream.error && !stream.unknown));
   document.body.classList.toggle("stale", Boolean(stale));
   banner.hidden = !stale;
@@ -114,7 +114,7 @@ $("token").addEventListener("input", () => $("token").setCustomValidity(""));
 
 let saying = [];
 
-/** Announce changes to a screen reader, those of one moment together. */
+/** Announce changes to a screen reader, combining those that occur together. */
 function say(text) {
   saying.push(text);
   if (saying.length > 1) return;
@@ -151,7 +151,7 @@ $("theme").addEventListener("click", () => {
   try {
     localStorage.setItem("theme", chosen);
   } catch {
-    // Then it lasts as long as the page.
+    // In that case it lasts as long as the page.
   }
 });
 
@@ -177,5 +177,5 @@ setInterval(() => {
   view.tick?.(stream);
 }, 1000);
 show(true);
-// A missing answer is shown by the state of the connection.
+// The connection state shows that there was no response.
 warn().catch(() => {});

@@ -1,4 +1,4 @@
-// Elements made only of text: nothing from a node is ever parsed as HTML.
+// Elements created only from text: nothing from a node is ever parsed as HTML.
 
 import { duration } from "./words.js";
 
@@ -14,7 +14,7 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** Replace the children of an element. */
+/** Replace an element's children. */
 export function fillAnew(element, ...children) {
   element.replaceChildren();
   return fill(element, {}, children);
@@ -24,19 +24,19 @@ export const h = (tag, attributes, ...children) => fill(document.createElement(t
 export const s = (tag, attributes, ...children) =>
   fill(document.createElementNS(SVG, tag), attributes, children);
 
-/** Set a text only if it differs, so as not to disturb a selection or a screen reader. */
+/** Set text only if it differs, to avoid disturbing a selection or a screen reader. */
 export function put(element, text) {
   const wanted = text === null || text === undefined ? "" : String(text);
   if (element.textContent !== wanted) element.textContent = wanted;
   return element;
 }
 
-/** Set a sentence with commands between backticks. */
+/** Set a sentence that has commands in backticks. */
 export function tell(element, text) {
   if (element.told_ === text) return element;
   element.told_ = text;
   const parts = String(text).split("`");
-  // An unpaired one is an ordinary character.
+  // An unpaired backtick is an ordinary character.
   const odd = parts.length % 2 === 0 ? "`" + parts.pop() : "";
   element.replaceChildren(...parts.map((part, at) => (at % 2 ? h("code", {}, part) : part)), odd);
   return element;
@@ -49,7 +49,7 @@ export function mark(element, name, value) {
   else element.setAttribute(name, wanted);
 }
 
-/** Make `items` the children of `parent`, in their order; items with a known key keep their element. */
+/** Make `items` the children of `parent`, in order; items with a known key keep their element. */
 export function keyed(parent, items, key, create, update) {
   const known = (parent.keyed_ ||= new Map());
   const wanted = new Set();
@@ -66,7 +66,7 @@ export function keyed(parent, items, key, create, update) {
   }
   for (const [id, element] of known) {
     if (wanted.has(id)) continue;
-    // Keyboard focus moves to a neighbour instead of the top of the page.
+    // Keyboard focus moves to a neighbor instead of the top of the page.
     if (element.contains(document.activeElement)) {
       const next = element.nextElementSibling || element.previousElementSibling;
       (next?.querySelector("a,button") || document.getElementById("main")).focus();
@@ -76,7 +76,7 @@ export function keyed(parent, items, key, create, update) {
   }
 }
 
-// Shapes first, colours second: colour alone never shows a state.
+// Shapes first, colors second: color alone never conveys a state.
 const SHAPES = {
   full: "M8 2a6 6 0 1 0 0 12A6 6 0 0 0 8 2Z",
   ring: "M8 2a6 6 0 1 0 0 12A6 6 0 0 0 8 2Zm0 2a4 4 0 1 1 0 8 4 4 0 0 1 0-8Z",
@@ -132,7 +132,7 @@ export function icon(state) {
   return s("svg", { class: "icon", viewBox: "0 0 16 16", "aria-hidden": "true" }, s("path", { d: shape(state) }));
 }
 
-/** A state: its shape and its word. */
+/** A state, with its shape and its word. */
 export function chip(state) {
   return updateChip(h("span", { class: "chip" }, icon(state), h("span")), state);
 }
@@ -146,7 +146,7 @@ export function updateChip(element, state) {
   return element;
 }
 
-/** A duration that grows, from its value when it was received. */
+/** A duration that grows from the value it had when it was received. */
 export function age(since) {
   return updateAge(h("time", { class: "age" }), since);
 }

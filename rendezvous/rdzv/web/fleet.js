@@ -1,9 +1,9 @@
-// The fleet: all jobs, or all nodes, one line each.
+// The fleet: all jobs or all nodes, one per line.
 
 import { age, chip, h, icon, keyed, mark, put, tone, updateAge, updateChip } from "./dom.js";
 import { aged, bounds, bytes, counted, duration, orNone } from "./words.js";
 
-const PAGE = 200; // Rows drawn before the user scrolls down.
+const PAGE = 200; // The number of rows drawn before the user scrolls down.
 
 const JOB_STATES = ["failed", "hangs", "queued", "joining", "stopping", "running", "stopped", "succeeded"];
 const NODE_STATES = ["away", "unhealthy", "quarantined", "draining", "drained", "cordoned", "connected", "gone"];
@@ -12,11 +12,11 @@ export const nodeLink = (name) => `#/node/${encodeURIComponent(name)}`;
 
 const text = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
 
-/** A job's problem: it runs without progress. */
+/** Return a job's state, or "hangs" if it is running without making progress. */
 const jobState = (job) => (job.hangs ? "hangs" : job.state);
 const jobReason = (job) => (job.hangs ? `hangs: ${job.hangs}` : aged(job.reason, job.reason_times, Date.now() - job.at));
 
-/** A node's problem: nothing is placed on it, unless it is not even connected. */
+/** Return a node's state or, if nothing is placed on it, the reason in one word. */
 export function nodeState(node) {
   if (node.state !== "connected" && node.state !== "gone") return node.state;
   return (node.unhealthy && "unhealthy") || (node.quarantine && "quarantined") || node.drain || (node.cordoned ? "cordoned" : node.state);
@@ -31,7 +31,7 @@ export function nodeNote(node) {
   return notes.join("; ");
 }
 
-/** The columns of a table of jobs or nodes: titles, sort keys, and how cells are created and updated. */
+/** The columns of a table of jobs or nodes: titles, sort keys, and functions that create and update cells. */
 const JOBS = {
   title: "Jobs",
   one: "job",
@@ -185,7 +185,7 @@ export class FleetView {
     this.kind = kind;
     this.table = kind === "nodes" ? NODES : JOBS;
     this.say = say;
-    this.wanted = new Set(); // The states shown; all if empty.
+    this.wanted = new Set(); // The states to show; if empty, all of them.
     this.sorted = { column: this.table.columns[0], falls: false };
     this.most = PAGE;
     this.states = null;
@@ -267,7 +267,7 @@ export class FleetView {
     this.redraw();
   }
 
-  /** Announce to screen readers which jobs have changed their state. */
+  /** Announce to screen readers which jobs have changed state. */
   announce() {
     const states = new Map();
     for (const [name, row] of this.rows) states.set(name, this.table.state(row));

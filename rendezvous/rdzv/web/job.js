@@ -1,4 +1,4 @@
-// One job: its state and the reason, its nodes and workers, its rounds, its logs.
+// One job: its state and the reason for it, its nodes and workers, its rounds, and its logs.
 
 import { age, chip, fillAnew, h, icon, keyed, mark, put, shape, tell, tone, updateAge, updateChip } from "./dom.js";
 import { nodeLink } from "./fleet.js";
@@ -11,14 +11,14 @@ import { aged, bounds, clock, counted, moment, orNone, ranks, slowness } from ".
 
 const spent = (count, most) => (most === null ? String(count) : `${count} of ${most}`);
 
-/** How the workers of a job's round, or of a node, entered it, as far as known. */
+/** How a round's or node's workers entered the round, as far as known. */
 function origins(of) {
   const fresh = of.warm === null && of.kept ? (of.world_size ?? of.local_world_size) - of.kept : null;
   const counts = [[of.kept, "kept"], [of.warm, "warm"], [of.cold, "cold"], [fresh, "new"]];
   return counts.filter(([count]) => count).map(([count, how]) => `${count} ${how}`).join(", ");
 }
 
-/** What is in memory of a job's state, and what a failure of all workers would cost now. */
+/** Which snapshot of a job's state is in memory, and what a failure of all workers would cost now. */
 function snapshots(job) {
   const { step, parts, age_ms, lost_steps } = job.snapshot;
   const held = job.nodes.filter((node) => node.snapshots).length;
@@ -28,7 +28,7 @@ function snapshots(job) {
   return text.join("; ");
 }
 
-/** What would be left of it if one node was lost now, and why. */
+/** Which snapshot would be left if one node were lost now, and why. */
 function afterLossOfNode({ step: newest, node_loss: loss }) {
   const text = [loss.step === null ? "the loss of one node may leave nothing whole in memory" : `step ${loss.step} would survive the loss of any one node`];
   if (loss.lost_steps !== null) text[0] += `, and at most ${counted(loss.lost_steps, "step")} would be redone`;
@@ -38,7 +38,7 @@ function afterLossOfNode({ step: newest, node_loss: loss }) {
   return text.join("; ");
 }
 
-/** Return a link to a job's dashboard, if rdzvd has been told where Grafana is. */
+/** Return a link to a job's dashboard if rdzvd is configured with Grafana's address. */
 function grafanaLink(name) {
   const url = document.querySelector('meta[name="rdzv-grafana"]')?.content;
   if (!url) return null;
@@ -46,7 +46,7 @@ function grafanaLink(name) {
   return h("a", { class: "grafana", href, rel: "noreferrer" }, "Grafana");
 }
 
-const COMPACT = 64; // With more nodes, a tile has only its rank.
+const COMPACT = 64; // With more nodes than this, a tile shows only its rank.
 
 export class JobView {
   constructor(name, say) {
@@ -207,7 +207,7 @@ export class JobView {
 
   drawNodes(job) {
     const seated = job.nodes.filter((node) => node.group_rank !== null);
-    // Nodes that stop together do so for the job's own reason.
+    // Nodes that are stopping together do so for the job's own reason.
     const others = job.nodes.filter((node) => node.group_rank === null || node.state === "away" || node.state === "lost");
     this.grid.classList.toggle("compact", seated.length > COMPACT);
     keyed(
@@ -253,7 +253,7 @@ export class JobView {
     this.others.hidden = !others.length;
   }
 
-  /** One Tab stop for all tiles; arrow keys move between them. */
+  /** Make all tiles a single Tab stop, with arrow keys to move between them. */
   move(event) {
     const tiles = [...this.grid.children];
     const at = tiles.indexOf(document.activeElement);
@@ -324,7 +324,7 @@ export class JobView {
     const rows = events.map((event, at) => ({ ...event, id: `${event.unix_ms} ${event.name} ${event.text} ${at - events.length}` })).reverse();
     const seen = new Map();
     for (const row of rows) {
-      // Keyed by its text, so that a row stays the same as others are added.
+      // The row is keyed by its text, so that it stays the same when others are added.
       const told = `${row.unix_ms} ${row.name} ${row.text}`;
       seen.set(told, (seen.get(told) || 0) + 1);
       row.id = `${told} ${seen.get(told)}`;

@@ -6,10 +6,10 @@ import { clock, counted, hours, moment, orNone, took } from "./words.js";
 
 const WIDE = 1000;
 const HIGH = 30;
-const LEAST = 0.25; // Narrower intervals are merged with the next ones, in the longest one's colour.
-const REST = 2000; // The least milliseconds between two requests, however many events arrive.
+const LEAST = 0.25; // Narrower intervals are merged with the next ones, in the longest one's color.
+const REST = 2000; // The minimum number of milliseconds between requests, however many events arrive.
 
-/** Group intervals so that each group can be seen. */
+/** Group intervals so that each group is visible. */
 export function together(intervals, least) {
   const groups = [];
   for (const one of intervals) {
@@ -52,7 +52,7 @@ export class Ledger {
       this.costs,
       this.comebacks,
     );
-    this.number = null; // The last run, until another is chosen.
+    this.number = null; // The last run, until another is selected.
     this.seen = "";
   }
 
@@ -61,11 +61,11 @@ export class Ledger {
     clearTimeout(this.timer);
   }
 
-  /** Read it again if anything has happened. */
+  /** Request it again if anything has happened. */
   draw(events, job) {
     const last = events[events.length - 1];
     const seen = `${job.run} ${events.length} ${last?.unix_ms} ${last?.name}`;
-    // A job in torch's own store has no history, and so no ledger.
+    // A job in torch's own store has no history, and therefore no ledger.
     if (seen === this.seen || !last) return;
     this.seen = seen;
     this.read();
@@ -92,7 +92,7 @@ export class Ledger {
         if (answer.ok) this.show(told);
       }
     } catch {
-      // The line above shows that the server is away; once it is back, there is another request.
+      // The line above shows that the server is away; it is asked again once it is back.
       this.seen = "";
     }
     this.timer = setTimeout(() => {
@@ -122,7 +122,7 @@ export class Ledger {
     this.tick();
   }
 
-  /** Extend an open run as it is, until the next event. */
+  /** Extend a run that is still open in its current phase, until the next event. */
   tick() {
     const ledger = this.ledger;
     if (!ledger) return;

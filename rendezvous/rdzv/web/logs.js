@@ -1,9 +1,9 @@
-// The output of a job's workers: its end, or new output as it arrives.
+// The output of a job's workers: the end of it, or new output as it arrives.
 
 import { h, put } from "./dom.js";
 import { requestLogs } from "./requests.js";
 
-const MOST = 400000; // Characters kept of a followed log.
+const MOST = 400000; // The number of characters kept from a followed log.
 
 export class LogView {
   constructor(name) {
@@ -29,7 +29,7 @@ export class LogView {
     this.follow.addEventListener("change", () => this.read());
     this.element = h("section", { class: "card wide logs", "aria-labelledby": "logs" }, h("h2", { id: "logs" }, "Logs"), this.form, this.said, this.text);
     this.text.hidden = true;
-    // Nodes are asked only when the user opens the logs.
+    // Nodes are queried only when the user opens the logs.
     this.seen = new IntersectionObserver((found) => {
       if (!found.some((one) => one.isIntersecting)) return;
       this.seen.disconnect();
@@ -43,7 +43,7 @@ export class LogView {
     this.reading?.abort();
   }
 
-  /** A watched job has no logs here, and a job without a round has none yet. */
+  /** Hide the logs of a watched job, which has none here, and of a job without a round, which has none yet. */
   note(job) {
     this.element.hidden = job.backend !== "rdzv" || job.round === null;
     if (!this.element.hidden && !this.reading) this.seen.observe(this.element);

@@ -1,4 +1,4 @@
-// One node, across its jobs: its state, what runs there, and its history.
+// One node, across its jobs: its state, the jobs running on it, and its history.
 
 import { age, chip, fillAnew, h, keyed, mark, put, tone, updateAge, updateChip } from "./dom.js";
 import { drawJobsOf, jobLink, nodeNote, nodeState, resourcesOf } from "./fleet.js";
@@ -45,7 +45,7 @@ export class NodeView {
     this.reading?.abort();
   }
 
-  /** Read the events about this node in the histories of all jobs. */
+  /** Collect the events about this node from the histories of all jobs. */
   async read() {
     this.reading?.abort();
     const reading = (this.reading = new AbortController());
@@ -82,7 +82,7 @@ export class NodeView {
     mark(this.chip, "hidden", node ? null : "");
     put(this.missing, stream.ready ? `No node ${this.name} is known here: it is neither connected, away nor cordoned.` : "Waiting for the server.");
     if (!node || node === this.node) return;
-    // Nothing is requested for an unknown node: its name may be invalid.
+    // Nothing is requested for an unknown node, because its name may be invalid.
     if (!this.node) this.read();
     this.node = node;
     updateChip(this.chip, nodeState(node));

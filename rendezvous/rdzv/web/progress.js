@@ -1,4 +1,4 @@
-// The progress of a job's workers: the furthest step over the time of the run, and how far each RANK is behind.
+// The progress of a job's workers: the furthest step over the course of the run, and how far each RANK is behind.
 
 import { age, fillAnew, h, mark, put, s, updateAge } from "./dom.js";
 import { clock, counted, moment, rankList } from "./words.js";
@@ -7,7 +7,7 @@ const WIDE = 1000;
 const HIGH = 120;
 const DEEP = 40; // The height of the bars for steps behind.
 
-/** The steps of a run, from its history: `[time, step]`, and null where a round has ended. */
+/** Return a run's steps from its history, as `[time, step]`, with null where a round ended. */
 export function stepsOf(events, run) {
   const points = [];
   for (const event of events) {
@@ -36,7 +36,7 @@ export class Progress {
     const said = job.progress;
     this.element.hidden = !said.length;
     if (!said.length) return;
-    // Nodes last reported at different moments; the server has compared them at the same one.
+    // Nodes last reported at different times; the server has compared them as of a single time.
     const most = Math.max(...said.map((one) => one.step));
     const behind = Math.max(...said.map((one) => one.behind));
     const rates = said.map((one) => one.rate).filter((rate) => rate !== null);
@@ -49,7 +49,7 @@ export class Progress {
     this.drawLag(said, behind);
   }
 
-  /** From step 0 at the bottom to the furthest step ever at the top. */
+  /** Draw from step 0 at the bottom to the furthest step ever at the top. */
   drawLine(events, job, most) {
     const points = [...stepsOf(events, job.run), [job.at, most]];
     const made = points.filter(Boolean);
@@ -74,7 +74,7 @@ export class Progress {
     fillAnew(this.ends, h("span", {}, moment(from)), h("span", {}, `bottom: step 0, top: step ${top.toLocaleString("en")}`), h("span", {}, clock(until)));
   }
 
-  /** A bar for each RANK that shows how far it is behind; the leading RANK has none. */
+  /** Draw a bar for each RANK to show how far it is behind; the leading RANK has no bar. */
   drawLag(said, behind) {
     this.lag.toggleAttribute("hidden", !behind);
     this.scale.hidden = !behind;

@@ -1,4 +1,4 @@
-// How all jobs spent their time: which causes, nodes and jobs cost most. Loaded when opened, or on request.
+// How all jobs spent their time, with the causes, nodes and jobs that cost most. Loaded when opened, or on request.
 
 import { fillAnew, h, put } from "./dom.js";
 import { jobLink, nodeLink } from "./fleet.js";
@@ -6,7 +6,7 @@ import { requestReport } from "./requests.js";
 import { hours, took } from "./words.js";
 
 const SINCE = { 24: "1 day", 168: "7 days", 720: "30 days" };
-const MOST = 20; // Rows of a table; rdzvctl report has all of them.
+const MOST = 20; // The maximum number of rows in a table; rdzvctl report has all of them.
 
 const share = (goodput, whole) => (goodput === null ? "–" : `${whole || !goodput ? "" : "at most "}${(100 * goodput).toFixed(1)} %`);
 

@@ -1,11 +1,11 @@
-// All requests of the page, one function each. The user's token is sent with them, if one is needed.
+// All of the page's requests, one function each. The user's token is sent with them if one is needed.
 
 const KEY = "rdzv-token";
 const TOKEN = /^[\w.~+/=-]{1,1024}$/;
 
 let token = remembered();
 
-/** The token lasts as long as the tab; no other site can make the browser send it. */
+/** The token lasts as long as the tab, and no other site can make the browser send it. */
 function remembered() {
   try {
     return sessionStorage.getItem(KEY) || "";
@@ -14,7 +14,7 @@ function remembered() {
   }
 }
 
-/** Send this token from now on; return false if it is not a token. */
+/** Use this token from now on; return false if it is not a token. */
 export function useToken(text) {
   const given = text.trim();
   if (!TOKEN.test(given)) return false;
@@ -22,7 +22,7 @@ export function useToken(text) {
   try {
     sessionStorage.setItem(KEY, token);
   } catch {
-    // Then it lasts as long as the page.
+    // In that case it lasts as long as the page.
   }
   return true;
 }
@@ -40,25 +40,25 @@ export const requestNodeEvents = (name, signal) => request(`/nodes/${encodeURICo
 
 export const requestJob = (name) => request(jobPath(name));
 
-/** Request the ledger of a job's run, or of its latest run if `run` is null. */
+/** Request the ledger for a job's run, or for its latest run if `run` is null. */
 export const requestLedger = (name, run) => request(`${jobPath(name)}/ledger${run === null ? "" : `?run=${run}`}`);
 
-/** Request logs of a job; `query` has the parameters of the API. */
+/** Request a job's logs; `query` contains the API parameters. */
 export const requestLogs = (name, query, signal) => request(`${jobPath(name)}/logs?${query}`, { signal });
 
-/** Request the stacks that were taken in a round. */
+/** Request the stacks captured in a round. */
 export const requestStacks = (name, round, signal) => request(`${jobPath(name)}/stacks?round=${round}`, { signal });
 
-/** Have the stacks of all workers of a job taken now. */
+/** Capture the stacks of all of a job's workers now. */
 export const takeStacks = (name, signal) => request(`${jobPath(name)}/stacks`, { method: "POST", signal });
 
-/** Request how all jobs spent the last `hours`. */
+/** Request a report on how all jobs spent the last `hours`. */
 export const requestReport = (hours, signal) => request(`/report?hours=${hours}`, { signal });
 
-/** Open the stream of one job, or of the fleet if `name` is null. */
+/** Open the stream for one job, or for the fleet if `name` is null. */
 export const openStream = (name) => new Source(name === null ? "/stream" : `/stream?job=${encodeURIComponent(name)}`);
 
-/** Like an EventSource, which cannot send a token; its owner reopens it. */
+/** A replacement for EventSource, which cannot send a token. The owner must reopen it. */
 class Source {
   constructor(path) {
     this.takes = new Map();
@@ -80,7 +80,7 @@ class Source {
       const answer = await request(path, { signal: this.closed.signal });
       if (answer.ok) await this.takeAll(answer.body.pipeThrough(new TextDecoderStream()).getReader());
     } catch {
-      // Another request finds out why it ended.
+      // A separate request finds out why it ended.
     }
     if (!this.closed.signal.aborted) this.onerror();
   }

@@ -1,20 +1,20 @@
-// The rounds of a run: a timeline, and a table with the same data.
+// A run's rounds, as a timeline and as a table with the same data.
 
 import { h, icon, keyed, mark, put, s, shape, tone } from "./dom.js";
 import { clock, duration, moment, took } from "./words.js";
 
 const WIDE = 1000;
 const HIGH = 44;
-const LEAST = 7; // The width of rounds that took no time, so that they stay visible.
+const LEAST = 7; // The width of rounds that took no time, so that they are still visible.
 
-/** Read the rounds of a run out of its history: when each began and ended, and by what. A round that came after another has
- * the steps of that recovery: when all had stopped, when it was complete, when it made its first step, and the lost ones. */
+/** Read a run's rounds from its history: when each began and ended, and why. A round that follows another has the stages
+ * of that recovery: when all had stopped, when it was complete, when it made its first step, and which steps were lost. */
 export function roundsOf(events, run) {
   const rounds = [];
   let last = null;
   for (const event of events) {
     const is = event.fields;
-    // Older versions stored only a sentence, from which nothing follows.
+    // Older versions stored only a sentence, which cannot be evaluated.
     if (!is || (event.run !== null && event.run !== run)) continue;
     if (event.name === "RoundCompleted" || event.name === "RoundAdopted") {
       const stopped = last && last.settled !== null ? [["stop", last.settled - last.ended], ["form", event.unix_ms - last.settled]] : [];
@@ -84,7 +84,7 @@ export class Rounds {
     this.tick();
   }
 
-  /** An estimate of the server's clock: its latest message was sent when it arrived. */
+  /** Estimate the server's clock, assuming that its latest message was sent when it arrived. */
   now() {
     const live = this.rounds[this.rounds.length - 1];
     return live && live.ended === null ? Math.max(Date.now(), live.began) : Math.max(...this.rounds.map((round) => round.ended || 0), this.ends());

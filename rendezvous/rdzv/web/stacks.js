@@ -1,13 +1,13 @@
-// Hung workers, and the stacks of all workers of a round, loaded on request.
+// Hung workers, and the stacks of all of a round's workers, loaded on request.
 
 import { chip, fillAnew, h, keyed, put, updateChip } from "./dom.js";
 import { requestStacks, takeStacks } from "./requests.js";
 import { clock, counted, rankList } from "./words.js";
 
-const GROUPS = 16; // The most places in the code shown; rdzvctl stacks --raw has all.
+const GROUPS = 16; // The maximum number of places in the code to show; rdzvctl stacks --raw has all of them.
 const FRAMES = 40;
 
-/** The hangs of a run, from its history: which workers hang now, and which round has stacks. */
+/** Return a run's hangs from its history: which workers are hung now, and which round has stacks. */
 export function hangsOf(events, run) {
   let hung = null;
   let hanging = new Map();
@@ -44,7 +44,7 @@ export class Stacks {
     this.reading?.abort();
   }
 
-  /** Return the workers that hang now, a line for each of their nodes. */
+  /** Return the workers that are hung now, with a line for each of their nodes. */
   draw(events, job) {
     const { hung, hanging, taken } = hangsOf(events, job.run);
     this.take.hidden = job.backend !== "rdzv" || job.state !== "running";
@@ -57,7 +57,7 @@ export class Stacks {
     if (taken) {
       put(this.taken, `At ${clock(taken.at)}: ${taken.summary}`);
       put(this.button, `Show the stacks of round ${taken.round}`);
-      // The open ones are from an earlier moment.
+      // The stacks that are open were captured earlier.
       if (this.shown && this.shown !== "now" && this.shown !== `${taken.round} ${taken.at}`) this.read(taken);
     }
     this.last = taken;

@@ -1,15 +1,15 @@
-// Keeps what the server pushes. Everything else (logs, ledger, a node's history, reports) is requested once (`requests.js`).
+// Keeps the data that the server pushes. Everything else (logs, ledger, a node's history, reports) is requested once (`requests.js`).
 
 import { openStream, requestJob, requestNodes } from "./requests.js";
 
-const SILENT_MS = 12000; // The server sends something every 5 s.
+const SILENT_MS = 12000; // The server sends a message at least every 5 s.
 const HIDDEN_MS = 60000;
 const FIRST_MS = 500;
 const MOST_MS = 10000;
 
-/** One stream of the server: reopened whenever it ends, and closed while the page is hidden. */
+/** A stream from the server, reopened whenever it ends and closed while the page is hidden. */
 export class Stream {
-  /** `job` is the followed job, or null for the fleet. `changed` is called with each update. */
+  /** Follow `job`, or the fleet if it is null, and call `changed` with each update. */
   constructor(job, changed) {
     this.job = job;
     this.changed = changed;
@@ -91,19 +91,19 @@ export class Stream {
     };
   }
 
-  /** Note when a row arrived, because its ages grow from then on. */
+  /** Record when a row arrived, because its ages grow from then on. */
   stamped(row) {
     row.at = Date.now();
     row.since = row.at - row.state_age_ms;
     return row;
   }
 
-  /** Whether the server refuses the caller's token, or the lack of one. */
+  /** Whether the server refuses the caller's token, or requires one. */
   get locked() {
     return this.error?.code === "UnauthenticatedError" || this.error?.code === "DeniedError";
   }
 
-  /** Whether the server has said that there is no such job. */
+  /** Whether the server has reported that there is no such job. */
   get unknown() {
     return Boolean(this.error?.code?.startsWith("Unknown") || this.error?.code === "InvalidRequestError");
   }
@@ -129,22 +129,22 @@ export class Stream {
     this.tell("link");
   }
 
-  /** A stream does not report why it failed; the same request without a stream does. */
+  /** Find out why a stream failed by repeating its request without a stream. */
   async explain() {
     this.retry();
     try {
       const answer = await (this.job === null ? requestNodes() : requestJob(this.job));
       if (this.closed) return;
       if (answer.ok) {
-        // There was no such job, and there is one now.
+        // The job did not exist before, but does now.
         if (this.unknown) this.open();
         return;
       }
       this.error = await answer.json();
-      // It waits for a token, and is opened again when there is one.
+      // The stream is reopened once there is a token.
       if (this.locked) clearTimeout(this.again);
       if (this.unknown) {
-        // Check only rarely whether it exists by now.
+        // Check only occasionally whether the job exists by now.
         clearTimeout(this.again);
         this.again = setTimeout(() => document.hidden || this.explain(), MOST_MS);
       }

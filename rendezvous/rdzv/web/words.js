@@ -1,6 +1,6 @@
-// Numbers and times in words, as rdzvctl has them.
+// Numbers and times in words, as in rdzvctl.
 
-/** For how long something has gone on: "0 s", "12 s", "9 min 48 s", "2 h 1 min", "3 d 4 h". */
+/** Format how long something has lasted: "0 s", "12 s", "9 min 48 s", "2 h 1 min", "3 d 4 h". */
 export function duration(ms) {
   if (!(ms > 0)) return "0 s";
   const seconds = Math.floor(ms / 1000);
@@ -11,13 +11,13 @@ export function duration(ms) {
   return `${days} d ${hours % 24} h`;
 }
 
-/** How long something took: "0.5 s", "12 s". */
+/** Format how long something took: "0.5 s", "12 s". */
 export const took = (ms) => (ms < 10_000 ? `${(ms / 1000).toFixed(1)} s` : duration(1000 * Math.round(ms / 1000)));
 
-/** A reason as it reads so much later: of the times in it, what is left has shrunk, what is past has grown. */
+/** Return a reason as it reads after some time: remaining times in it have shrunk, and elapsed ones have grown. */
 export function aged(reason, times, more) {
   if (!reason || more < 1000) return reason || "";
-  const chars = Array.from(reason); // Times start at characters, not at UTF-16 units.
+  const chars = Array.from(reason); // Times are located by characters, not by UTF-16 units.
   let [text, end] = ["", 0];
   for (const time of times || []) {
     if (time.at < end || time.at + time.length > chars.length) continue;
@@ -27,14 +27,14 @@ export function aged(reason, times, more) {
   return text + chars.slice(end).join("");
 }
 
-/** The time of nodes or GPUs, "0.25", "12.5" or "1,200"; a dash if unknown. */
+/** Format node or GPU hours as "0.25", "12.5" or "1,200", or a dash if unknown. */
 export function hours(ms) {
   if (ms === null) return "–";
   const found = ms / 3_600_000;
   return found < 100 ? found.toPrecision(3) : Math.round(found).toLocaleString("en");
 }
 
-/** How slow a straggler is, and what its GPU shows. */
+/** Describe how slow a straggler is, and the state of its GPU. */
 export function slowness(one) {
   const said = one.late_ms === null ? `${one.step_s.toPrecision(3)} s a step, the median ${one.median_s.toPrecision(3)} s` : `the others wait for it at least ${Math.round(100 * one.wait_share)}% of the time`;
   const gpu = one.gpu;
@@ -59,7 +59,7 @@ export function ranks(first, count) {
   return count > 1 ? `${first}–${first + count - 1}` : String(first);
 }
 
-/** RANKs in short form: "0,2-4,8", and only the first of very many ranges. */
+/** Format RANKs in short form, "0,2-4,8", with only the first ranges if there are very many. */
 export function rankList(all, most = 16) {
   const runs = [];
   for (const rank of all) {

@@ -221,7 +221,7 @@ async def test_the_log_says_once_why_there_is_none(
         with pytest.raises(NoRecordError):
             await one.read(str(tmp_path / "progress"), PID, 64, 1.0, begins=begins)
     assert [record.getMessage() for record in caplog.records] == [
-        f"job-7: no record of the collectives of pid {PID}: {NOTHING}"
+        f"job-7: no record of collectives for pid {PID}: {NOTHING}"
     ]
 
 

@@ -113,7 +113,7 @@ async def test_words_that_are_no_seconds_are_a_notice_all_the_same(
     with caplog.at_level(logging.WARNING, "rdzv.agent"):
         async with watched(file) as notices:
             assert (await notices.next())[0] == 7_000
-    assert "'terminate at noon' is not a number of seconds; the default time applies" in caplog.text
+    assert "'terminate at noon' is not a number of seconds; using the default time" in caplog.text
 
 
 async def test_a_file_whose_folder_comes_later(tmp_path: Path) -> None:

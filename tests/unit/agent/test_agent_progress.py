@@ -246,7 +246,7 @@ async def test_garbage_warns_once_and_the_last_step_stays(
         desk.path(0).write_text("five")
         desk.path(1).write_text(str(step))
         await desk.expect(r4=5, r5=step)
-    assert caplog.text.count("progress of RANK 4: ") == 1
+    assert caplog.text.count("the progress of RANK 4 from ") == 1
     assert "b'five' is not a step; write a decimal number" in caplog.text
     desk.path(0).write_text("6")
     await desk.expect(r4=6, r5=3)
@@ -261,7 +261,7 @@ async def test_a_folder_in_the_files_place_is_no_more_than_a_warning(
     for step in (1, 2):  # A reader of the second file has read the folder before.
         desk.path(1).write_text(str(step))
         await desk.expect(r5=step)
-    assert "progress of RANK 4: " in caplog.text
+    assert "the progress of RANK 4 from " in caplog.text
 
 
 async def test_a_new_round_begins_with_nothing(desk: Desk) -> None:
@@ -337,7 +337,7 @@ async def test_without_inotify_files_are_looked_at(
     for step in range(3):
         desk.path(0).write_text(str(step))
         await desk.expect(r4=step)
-    assert "no inotify (" in caplog.text
+    assert "inotify is not available (" in caplog.text
 
 
 async def test_without_a_place_workers_run_all_the_same(
@@ -350,7 +350,7 @@ async def test_without_a_place_workers_run_all_the_same(
     desk.files.say_again()
     desk.files.close_round()
     desk.files.close()
-    assert "no folder for progress files (" in caplog.text
+    assert "cannot create progress files (" in caplog.text
 
 
 def test_what_is_said_becomes_a_message() -> None:

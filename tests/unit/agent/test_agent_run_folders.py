@@ -128,7 +128,7 @@ def test_a_folder_that_can_not_be_written_stops_nobody(
     folder.path.rmdir()
     written.begin(line(0), RoundOutput((), {}))
     folder.note(written)
-    assert "logs of round 0 cannot be found after the job's end" in caplog.text
+    assert "logs of round 0 will not be available after the job" in caplog.text
 
 
 def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path: Path) -> None:

@@ -480,7 +480,7 @@ async def test_without_inotify_files_are_looked_at(
     tee.close()
     threads_end()
     console.close()
-    assert "no inotify (" in caplog.text
+    assert "inotify is not available (" in caplog.text
 
 
 async def test_what_can_not_be_watched_is_looked_at(

@@ -52,7 +52,10 @@ class Release:
 
 @dataclass(frozen=True)
 class GivenSlots:
-    """The runner's memory for snapshots; the receiver must close the descriptors."""
+    """The memory that the runner provides for snapshots.
+
+    The receiver must close the descriptors.
+    """
 
     size: int
     fds: list[int]

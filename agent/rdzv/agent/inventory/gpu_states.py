@@ -35,13 +35,13 @@ class UsedGpu:
 
     state: GpuState
     pids: tuple[int, ...] | None
-    """The pids of the processes that compute on it, according to NVML; None if it does not say."""
+    """The pids of processes that compute on it, or None if NVML does not report them."""
 
 
 def look_at_gpus() -> tuple[UsedGpu, ...]:
-    """Return the GPUs that answer, in NVML's order; none if NVML cannot be queried.
+    """Return the GPUs that respond, in NVML order, or nothing if NVML cannot be queried.
 
-    Makes about ten calls to the driver for each GPU, and hangs if the driver does.
+    Makes about ten driver calls per GPU, and hangs if the driver does.
     """
     try:
         nvml: Any = importlib.import_module("pynvml")
@@ -98,7 +98,7 @@ def _clock_reasons(nvml: Any, gpu: Any) -> int:
 
 
 def _names(reasons: int) -> tuple[str, ...]:
-    """Name the clock reasons in a bit mask.
+    """Return the names of the clock reasons in a bit mask.
 
     >>> _names(0x48)
     ('hardware slowdown', 'hardware thermal slowdown')

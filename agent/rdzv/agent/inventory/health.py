@@ -1,8 +1,8 @@
 """This node's health: checks before it gets work, and before it continues after a failure.
 
-Each check runs in a thread or a process of its own, with a deadline; a hung check is not run again
-before it returns. A failure is reported at once to the server, which then places nothing here, and
-the checks are repeated at growing intervals. Recovery is reported, too.
+Each check runs in its own thread or process, with a deadline; a check that hangs is not run again
+until it returns. A failure is reported at once to the server, which then places nothing here, and
+the checks are repeated at growing intervals. Recovery is also reported.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ FRESH_S = 5.0
 """How old a result may be when a job is about to begin here."""
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 60.0
-"""The longest wait before a failed check is repeated; the wait doubles each time."""
+"""The maximum wait before a failed check is repeated; the wait doubles each time."""
 END_S = 2.0
 """How long a check may take to end its processes after its deadline."""
 
 
 class Check(Protocol):
-    """One check of the node."""
+    """A check of the node."""
 
     name: str
     timeout_s: float
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Return what is wrong, phrased to follow the check's name; empty if nothing is."""
+        """Return the problem, phrased to follow the check's name, or "" if there is none."""
         ...
 
     async def lift(self) -> None:
@@ -50,7 +50,7 @@ class _Hung:
 
 
 class Health:
-    """The checks of one node, and their results."""
+    """One node's checks, and their results."""
 
     def __init__(
         self,
@@ -61,17 +61,17 @@ class Health:
         """Call `on_change` when `failing` changes; `unused_gpus` returns the GPUs without a job."""
         self.unused_gpus = unused_gpus
         self.is_idle: Callable[[], bool] = lambda: True
-        """Returns whether no job is on this node. While there is one, checks run only when needed,
-        so that they do not slow down workers.
+        """Returns whether there is no job on this node. If there is one, checks run only when
+        needed, so that they do not slow down workers.
         """
         self.idle_interval_s = 0.0
-        """The interval of checks while the node is idle; 0 if they run only when needed."""
+        """The interval between checks while the node is idle; 0 if they run only when needed."""
         self.on_change = on_change
         self.failing: tuple[FailingCheck, ...] = ()
         """The checks that failed when they last ran."""
         self._checks = tuple(checks)
         self._began_s: float | None = None
-        """When the checks last started; None before the first time."""
+        """When the checks last started, or None before the first time."""
         self._looked_at: frozenset[str] = frozenset()
         self._hung: dict[Check, _Hung] = {}
         self._lock = asyncio.Lock()
@@ -83,9 +83,9 @@ class Health:
     async def look(
         self, mine: frozenset[str] = frozenset(), *, fresh_s: float = FRESH_S
     ) -> tuple[FailingCheck, ...]:
-        """Return what is wrong with the node, from a result no older than `fresh_s`.
+        """Return the failing checks, from a result no older than `fresh_s`.
 
-        `mine` are the GPUs of the calling job, whose processes are gone, so they are idle.
+        `mine` are the calling job's GPUs, which are idle because the job's processes are gone.
         """
         if not self._checks:
             return ()
@@ -93,7 +93,7 @@ class Health:
         since_s = loop.time() - fresh_s
         async with self._lock:
             unused = self.unused_gpus() | mine
-            # A caller that waited here uses the result of the one before it.
+            # A caller that waited here uses the result of the caller before it.
             at_s = self._began_s
             if at_s is None or at_s < since_s or not unused <= self._looked_at:
                 self._began_s, self._looked_at = loop.time(), unused
@@ -102,7 +102,7 @@ class Health:
             return self.failing
 
     def look_again(self) -> None:
-        """Run the checks soon and dismiss earlier errors, at an operator's request."""
+        """At an operator's request, dismiss earlier errors and run the checks soon."""
         self._lifting = self._asked = True
         self._woken.set()
 
@@ -114,7 +114,7 @@ class Health:
                     await check.lift()
             except OSError as error:
                 # A timeout is also an OSError.
-                log.error("%s: earlier errors still count: %s", check.name, error)
+                log.error("%s: cannot dismiss earlier errors: %s", check.name, error)
 
     async def run(self) -> None:
         """Run the checks if there is no result yet, on request, and repeatedly while one fails.
@@ -153,7 +153,7 @@ class Health:
     # ------------------------------------------------------------------ one check
 
     async def _ask(self, check: Check, unused_gpus: frozenset[str]) -> FailingCheck | None:
-        """Run one check until its deadline; return its failure, None if it passes."""
+        """Run one check until its deadline; return its failure, or None if it passes."""
         loop = asyncio.get_running_loop()
         if (hung := self._hung.get(check)) is not None:
             if not hung.task.done():

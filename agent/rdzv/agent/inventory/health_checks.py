@@ -30,7 +30,7 @@ MEMORY_AGAIN_S = 0.2
 
 @dataclass(eq=False)
 class Plain:
-    """The base class of checks that remember no earlier results."""
+    """The base class for checks that do not remember earlier results."""
 
     name: str
     timeout_s: float
@@ -44,13 +44,13 @@ class Plain:
 
 @dataclass(eq=False)
 class Command(Plain):
-    """An operator's command: the node is healthy if it exits with 0 in time."""
+    """An operator's command. The node is healthy if it exits with 0 in time."""
 
     args: Sequence[str] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Run the command; kill all processes of its session when it ends."""
+        """Run the command, and kill all processes in its session when it ends."""
         try:
             await in_time(self.timeout_s, find_program, self.args[0])
             process = await runner_link.start_spared(
@@ -86,7 +86,7 @@ class Command(Plain):
 
 
 async def _listen(process: asyncio.subprocess.Process, said: bytearray) -> None:
-    """Read a command's output until it ends, and keep the last part."""
+    """Read a command's output until it ends, keeping the last part."""
     assert process.stdout is not None
     while data := await process.stdout.read(4_096):
         said += data
@@ -104,7 +104,7 @@ def _last_line(said: bytearray) -> str:
 
 @dataclass(eq=False)
 class Disk(Plain):
-    """Check the free space on a path's disk, as available to accounts other than root."""
+    """Checks the free space on a path's disk that is available to accounts other than root."""
 
     path: Path = Path("/")
     min_free_bytes: int = 0
@@ -130,7 +130,7 @@ class Disk(Plain):
 
 
 def look_at_gpus() -> tuple[dict[str, int], list[str]]:
-    """Return the used memory of each GPU that answers, by UUID, and the errors of the rest."""
+    """Return the memory in use on each responding GPU, by UUID, and the errors of the rest."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError as error:
@@ -163,18 +163,18 @@ def _ask_each(nvml: Any) -> tuple[dict[str, int], list[str]]:
 
 @dataclass(eq=False)
 class Gpus(Plain):
-    """Check that each GPU answers, and that GPUs without a job are not in use."""
+    """Checks that each GPU responds, and that GPUs without a job are not in use."""
 
     uuids: Sequence[str] = ()
     """The GPUs that jobs may use."""
     count: int = 0
     """The minimum number of GPUs."""
     memory_used: int = 0
-    """How many bytes may be in use on an idle GPU."""
+    """The number of bytes that may be in use on an idle GPU."""
     look_at: Callable[[], tuple[dict[str, int], list[str]]] = look_at_gpus
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Query each GPU; wait a moment for memory that is being freed."""
+        """Query each GPU, waiting a moment for memory that is being freed."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + min(MEMORY_SETTLES_S, self.timeout_s / 2)
         while True:
@@ -204,7 +204,7 @@ class Gpus(Plain):
 
 @dataclass(eq=False)
 class Xids(Plain):
-    """Check that no GPU has had an error that requires a reset or a repair."""
+    """Checks that no GPU has had an error that requires a reset or a repair."""
 
     codes: Collection[str] = xid.CODES
     log: Path = xid.KMSG

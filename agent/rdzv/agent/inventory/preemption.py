@@ -1,9 +1,9 @@
-"""Detects that this machine is about to be preempted, by a file that appears or by a command.
+"""Detects that this machine is about to be preempted, from a file that appears or from a command.
 
-The site provides either, because each cloud has its own signal (`docs/drain.md` has examples for
-some). The file is watched with inotify; the command may run indefinitely, and gives notice by
-exiting with 0. Either may say in its first line how many seconds are left. Errors are logged and
-affect no job.
+The site provides either one, because each cloud has its own signal (`docs/drain.md` has examples
+for some). The file is watched with inotify. The command may run indefinitely, and gives notice by
+exiting with 0. The first line of either may say how many seconds are left. Errors are logged and do
+not affect any job.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.agent")
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 1.0, 60.0
-"""The shortest and longest wait before a failed command is restarted; it doubles each time, unless
-the command ran long.
+"""The minimum and maximum wait before a failed command is restarted. The wait doubles each time,
+unless the command ran for a long time.
 """
 STEADY_S = 60.0
-"""If a command has run this long, its next restart waits only the shortest time."""
+"""If a command has run this long, its next restart is only delayed by the minimum wait."""
 HALF_WRITTEN_S = 1.0
 """How long a file may stay empty before it counts as a notice without details."""
 MAX_LINE_BYTES = 4_096
 MAX_LEFT_S = 7 * 86_400
 START_WITHIN_S = 10.0
-"""How long finding the command may take; it may be on a file server."""
+"""How long it may take to find the command, which may be on a file server."""
 KILL_TIMEOUT_S = 2.0
 
 Give = Callable[[int, str], None]
@@ -52,7 +52,7 @@ class Preemption:
     file: Path | None = None
     command: tuple[str, ...] = ()
     left_ms: int = 30_000
-    """The time left after a notice that does not say."""
+    """The time left after a notice that does not specify it."""
 
 
 @asynccontextmanager
@@ -76,7 +76,7 @@ async def _guarded(work: Coroutine[None, None, None]) -> None:
     try:
         await work
     except Exception:
-        log.exception("preemptions are no longer noticed because of a bug in rdzv-agent")
+        log.exception("stopped watching for preemptions because of a bug in rdzv-agent")
 
 
 class _Watching:
@@ -89,7 +89,7 @@ class _Watching:
     # ------------------------------------------------------------------ the file
 
     async def file(self, path: Path) -> None:
-        """Wait for the file, and for later changes to it."""
+        """Wait for the file to appear, and for later changes to it."""
         changed, watches = asyncio.Event(), Watches(asyncio.get_running_loop())
         source = _Source(path, changed.set)
         last: str | None = None
@@ -127,7 +127,7 @@ class _Watching:
             if loop.time() - began_s >= STEADY_S:
                 wait_s = BACKOFF_FIRST_S
             level = logging.DEBUG if why == told else logging.WARNING
-            text = "`preemption.command` (%s) %s; it is restarted in %g s"
+            text = "`preemption.command` (%s) %s; restarting it in %g s"
             log.log(level, text, command[0], why, wait_s)
             told = why
             await asyncio.sleep(wait_s)
@@ -137,16 +137,14 @@ class _Watching:
         left_ms = left_ms_of(text)
         if left_ms is None:
             if text:
-                log.warning(
-                    "%s: %r is not a number of seconds; the default time applies", why, text
-                )
+                log.warning("%s: %r is not a number of seconds; using the default time", why, text)
             left_ms = self._preemption.left_ms
-        log.warning("%s: this node leaves all its jobs within %s", why, duration(left_ms))
+        log.warning("%s: this node will leave all its jobs within %s", why, duration(left_ms))
         self._give(left_ms, why)
 
 
 def left_ms_of(text: str) -> int | None:
-    """Parse the number of seconds left; return milliseconds, or None if it is not a valid number.
+    """Parse the seconds left; return milliseconds, or None if the text is not a valid number.
 
     >>> left_ms_of("120"), left_ms_of("1.5 s"), left_ms_of(""), left_ms_of("soon")
     (120000, 1500, None, None)
@@ -168,7 +166,7 @@ async def _soon(changed: asyncio.Event, within_s: float) -> bool:
 
 
 def _read(path: Path) -> str | None:
-    """Return the first line of a file; None if there is none, and the error if it is unreadable."""
+    """Return a file's first line, None if there is no file, or the error if it is unreadable."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -195,7 +193,7 @@ class _Source:
     woken: Callable[[], None]
     watch: int | None = None
     identity: None = None
-    """Always None: the file is read as the agent's own account."""
+    """Always None, because the file is read under the agent's own account."""
 
     def wake(self) -> None:
         self.woken()
@@ -204,7 +202,7 @@ class _Source:
 async def _run(command: Sequence[str]) -> tuple[int, str]:
     """Run a command to its end; return its exit code and its first line of output.
 
-    It runs in a session of its own, and all processes of the session are killed when it ends.
+    It runs in its own session, and all processes in that session are killed when it ends.
 
     Raises:
         OSError: it cannot be started.
@@ -244,7 +242,7 @@ async def _run_into(
 
 @asynccontextmanager
 async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """Open a pipe; yield its reader, and the write end, which the caller closes."""
+    """Open a pipe; yield its reader, and the write end, which the caller must close."""
     read_fd, write_fd = os.pipe()
     said = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -257,7 +255,7 @@ async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
 
 
 async def _first_line(stream: asyncio.StreamReader) -> str:
-    """Read all output of a command; return the first line."""
+    """Read all of a command's output; return the first line."""
     first = b""
     while data := await stream.read(MAX_LINE_BYTES):
         if b"\n" not in first:

@@ -1,7 +1,7 @@
 """This node's resources for jobs that the server places on it: CPUs, memory, GPUs, labels.
 
 GPUs are identified by UUIDs, which survive restarts and do not depend on the order of devices. NVML
-lists them if its library is present. MIG devices count as GPUs, and the GPU that they divide does
+lists them if its library is present. MIG devices count as GPUs, but the GPU that they divide does
 not.
 """
 
@@ -24,23 +24,23 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.agent")
 
 NVML = "nvml"
-"""Value of `gpus` for all GPUs that NVML lists."""
+"""The value of `gpus` that means all GPUs listed by NVML."""
 NONE = "none"
-"""Value of `gpus` for no GPUs, even if the machine has some."""
+"""The value of `gpus` that means no GPUs, even if the machine has some."""
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
 _UUID_PREFIXES = ("GPU-", "MIG-")
 _NO_LIMIT_BYTES = 1 << 62
-"""Larger than any machine's memory: cgroup v1 uses such a number for "no limit"."""
+"""Larger than any machine's memory; cgroup v1 uses such a number to mean "no limit"."""
 _V1_FILES = ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control")
 
 
 def find_resources(
     gpus: str, *, labels: Mapping[str, str], capacity: int, topology: str
 ) -> Resources:
-    """Return this machine's resources; may take seconds while GPUs wake up.
+    """Return this machine's resources. This may take seconds while GPUs wake up.
 
     Raises:
         InvalidRequestError: `gpus` names a GPU that is not here.
@@ -77,7 +77,7 @@ def describe(has: Resources) -> str:
 
 
 def memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Return the memory that this process may use: the machine's, or its cgroup's limit if lower.
+    """Return the memory available to this process: the machine's, or its cgroup's lower limit.
 
     Returns 0 if it is unknown.
     """
@@ -104,7 +104,7 @@ class MemoryCgroup:
     """A cgroup that can limit memory, and its files."""
 
     name: str
-    """Its path from the top of the hierarchy, as the kernel writes it."""
+    """Its path from the top of the hierarchy, as reported by the kernel."""
     limit: Path
     peak: Path
     events: Path
@@ -112,7 +112,7 @@ class MemoryCgroup:
 
 
 def memory_cgroups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryCgroup]:
-    """Yield this process's memory cgroup and its ancestors; their files may not exist."""
+    """Yield this process's memory cgroup and its ancestors. Their files may not exist."""
     for line in read_text(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -124,7 +124,7 @@ def memory_cgroups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryC
         else:
             continue
         below = Path(path.lstrip("/"))
-        # Inside a container the path may be the host's, and only the top of the hierarchy is
+        # Inside a container, the path may be the host's, and only the top of the hierarchy is
         # visible.
         for place in (below, *below.parents):
             limit, peak, events = (top / place / name for name in files)
@@ -132,7 +132,7 @@ def memory_cgroups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryC
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a kernel file; empty if it cannot be read."""
+    """Return a kernel file's text, or "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -143,7 +143,7 @@ def read_text(path: Path) -> str:
 
 
 class Nvml(Protocol):
-    """The functions of module `pynvml` that are used here."""
+    """The functions of the module `pynvml` that are used here."""
 
     NVMLError: type[Exception]
 
@@ -170,7 +170,7 @@ def find_gpus(
 
     `library` is the path of NVML's library, empty for the system's; `nvml` is its Python module. If
     NVML cannot be queried, there are no GPUs, and naming any is an error. If CUDA_VISIBLE_DEVICES
-    restricts this process to some of the GPUs, the jobs get no others.
+    restricts this process to some of the GPUs, jobs get only those.
 
     Raises:
         InvalidRequestError: NVML does not find a named GPU; or CUDA_VISIBLE_DEVICES has numbers,
@@ -182,7 +182,7 @@ def find_gpus(
     if wanted != NVML:
         return _named_gpus(parse_gpus(wanted), present, trouble)
     if trouble:
-        log.info("no GPU is visible: %s", trouble)
+        log.info("no GPUs are visible: %s", trouble)
     visible = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     return present if visible is None or not present else _visible(visible, present)
 
@@ -239,7 +239,7 @@ def _visible(visible: str, present: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def _ask_nvml(nvml: Nvml | None, library: str) -> tuple[tuple[Gpu, ...], str]:
-    """Return the GPUs that NVML lists, and why it cannot be queried; empty if it can."""
+    """Return the GPUs that NVML lists, and why it cannot be queried ("" if it can)."""
     try:
         module: Any = importlib.import_module("pynvml") if nvml is None else nvml
         if library:
@@ -254,7 +254,7 @@ def _ask_nvml(nvml: Nvml | None, library: str) -> tuple[tuple[Gpu, ...], str]:
     try:
         return tuple(_gpus_of(module)), ""
     except module.NVMLError as error:
-        log.warning("NVML failed, so no GPU is used: %s", error)
+        log.warning("NVML failed, so no GPUs are used: %s", error)
         return (), f"NVML: {error}"
     finally:
         module.nvmlShutdown()
@@ -269,7 +269,7 @@ def _gpus_of(nvml: Nvml) -> list[Gpu]:
 
 
 def parts_of(nvml: Nvml, handle: Any) -> list[Any]:
-    """Return the MIG devices of a partitioned GPU, otherwise the GPU itself."""
+    """Return a partitioned GPU's MIG devices, or the GPU itself if it is not partitioned."""
     try:
         divided = nvml.nvmlDeviceGetMigMode(handle)[0]
     except nvml.NVMLError:

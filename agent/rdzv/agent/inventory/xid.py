@@ -1,8 +1,8 @@
-"""Broken GPUs, as NVIDIA's driver reports them: the Xid errors in the kernel's log.
+"""Broken GPUs as reported by NVIDIA's driver, through Xid errors in the kernel's log.
 
-The log is /dev/kmsg: each read returns one record, `PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT`.
+The log is /dev/kmsg. Each read returns one record, `PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT`.
 Numbers restart at each boot. The kernel drops the oldest records, so an error may be gone before an
-operator has looked at the node; then other checks must detect its effects.
+operator has looked at the node; in that case other checks must detect its effects.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ and 13, or handled by the driver, such as 63 and 94.
 """
 
 RECORD_BYTES = 8_192
-"""The largest record that the kernel writes."""
+"""The size of the largest record that the kernel writes."""
 LARGEST_FILE_BYTES = 16 << 20
-"""How much of the end of a file is read; no kernel keeps more."""
+"""How much of the end of a file is read. No kernel keeps more."""
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): ([0-9]+)(?:, ?(.*))?$")
 
 
 @struct(frozen=True)
 class Xid:
-    """One Xid error."""
+    """An Xid error."""
 
     number: int
     """The number of its record."""
@@ -48,7 +48,7 @@ class Xid:
 
 
 def parse(records: Iterable[str]) -> Iterator[Xid]:
-    """Find the errors among records; skip text that is not a record.
+    """Find the errors among records, skipping text that is not a record.
 
     >>> [str(xid) for xid in parse(["4,812,99,-;NVRM: Xid (PCI:0000:3b:00): 79, fell off the bus"])]
     ['79 on 0000:3b:00: fell off the bus']
@@ -63,11 +63,10 @@ def parse(records: Iterable[str]) -> Iterator[Xid]:
 
 
 def read_records(path: Path) -> list[str]:
-    """Return all records of the kernel's log, or of a file in the same format.
+    """Return all records from the kernel's log, or from a file in the same format.
 
     Raises:
         OSError: it cannot be read.
-
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -104,7 +103,7 @@ class Lifted:
         self._boot_id = boot_id
 
     def number(self) -> int:
-        """Return the last record that no longer counts; -1 if all count."""
+        """Return the number of the last dismissed record, or -1 if all records count."""
         try:
             kept = json.loads(self._file.read_text(encoding="utf-8"))
             return int(kept["number"]) if kept["boot"] == self._boot() else -1
@@ -112,11 +111,10 @@ class Lifted:
             return -1
 
     def lift(self, records: Iterable[str]) -> None:
-        """Dismiss these records: from now on, only later ones count.
+        """Dismiss these records, so that only later ones count from now on.
 
         Raises:
             OSError: it cannot be stored.
-
         """
         number = max((xid.number for xid in parse(records)), default=-1)
         if number > self.number():
@@ -133,7 +131,7 @@ class Lifted:
 
 
 def describe(found: Iterable[Xid], codes: Collection[str], after: int) -> str:
-    """Describe the errors with these codes after record number `after`; empty if there are none.
+    """Describe the errors with these codes after record number `after`; "" if there are none.
 
     Only the latest error of each GPU and code is named, because a broken GPU repeats its errors.
     """

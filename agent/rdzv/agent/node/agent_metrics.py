@@ -1,8 +1,8 @@
-"""The /metrics page of an agent; `docs/metrics.md` lists it.
+"""An agent's /metrics page; `docs/metrics.md` lists the metrics.
 
-Counters and histograms start at zero with the agent; the calls with which it acts update them.
-Gauges are computed at each scrape. No label names a job or a worker: the server reports on jobs,
-this page on the node.
+Counters and histograms start at zero with the agent, and are updated by the calls with which it
+acts. Gauges are computed at each scrape. No label names a job or a worker: the server reports on
+jobs, this page on the node.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _http_log = http_log(
 )
 
 RUN, STOP = "run", "stop"
-"""When a worker exits: during its run, or after it was told to stop."""
+"""The values of a label for worker exits: during the run, or after the worker was told to stop."""
 
 _STARTS = ("kept", "warm", "cold")
 
@@ -49,7 +49,7 @@ _START_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class AgentMetrics(Meter, Collector):
-    """The metrics of one node, exported to Prometheus."""
+    """One node's metrics, exported to Prometheus."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class AgentMetrics(Meter, Collector):
         placements: Placements | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Export the stream, and the submitted jobs if the node takes any."""
+        """Export the stream and, if the node takes any, the submitted jobs."""
         self._link = link
         self._placements = placements
         self._now_s = now_s
@@ -154,13 +154,13 @@ class AgentMetrics(Meter, Collector):
         )
 
     def add_process(self) -> None:
-        """Add the metrics of this process and its interpreter."""
+        """Add metrics for this process and its interpreter."""
         add_process(self._registry)
 
     # ---------------------------------------------------------------- events
 
     def job(self, local_world_size: int) -> JobMeter:
-        """Return the meter of a new job with `local_world_size` workers on this node."""
+        """Return the meter for a new job with `local_world_size` workers on this node."""
         job = _JobCounter(self, local_world_size, self._now_s)
         self._jobs[job] = None
         return job
@@ -170,14 +170,14 @@ class AgentMetrics(Meter, Collector):
         self._jobs.pop(job, None)
 
     def stream_opened(self) -> None:
-        """Note that a server has welcomed this node."""
+        """Record that a server has welcomed this node."""
         self._opened.inc()
         if self._lost:
             self._lost = False
             self._reconnects.inc()
 
     def stream_ended(self, *, welcomed: bool, on_purpose: bool) -> None:
-        """Note that the stream has ended, or could not be opened."""
+        """Record that the stream has ended, or could not be opened."""
         if on_purpose:
             return
         if welcomed:
@@ -189,7 +189,7 @@ class AgentMetrics(Meter, Collector):
     # ---------------------------------------------------------------- gauges
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauges; called by prometheus-client at each scrape."""
+        """Yield the gauges. Called by prometheus-client at each scrape."""
         parts: dict[str, Collect] = {
             "stream": self._collect_stream,
             "jobs": self._collect_jobs,
@@ -236,7 +236,7 @@ class AgentMetrics(Meter, Collector):
 
 
 class _JobCounter(JobMeter):
-    """The meter of one job, which adds to its node's counters."""
+    """The meter for one job, which adds to its node's counters."""
 
     def __init__(
         self, node: AgentMetrics, local_world_size: int, now_s: Callable[[], float]
@@ -250,7 +250,9 @@ class _JobCounter(JobMeter):
         self._parked = 0
         self._started_s = self._stopped_s = 0.0
         self._restarts: int | None = None
-        """Restarts spent when this node last started workers; None before the first start."""
+        """The number of restarts spent when this node last started workers, or None before the
+        first start.
+        """
         self.stuck = 0
         self.has_runner = False
 
@@ -348,7 +350,7 @@ def how_it_exited(exit_code: int | None, signum: int | None) -> str:
 
 
 def _collect_placements(placements: Placements) -> Iterable[Metric]:
-    """Yield the gauges of this node's places and GPUs."""
+    """Yield the gauges for this node's places and GPUs."""
     occupancy = placements.occupancy()
     yield by_label(
         "rdzv_agent_jobs", "Submitted jobs that this node holds.", "state", occupancy.jobs
@@ -387,19 +389,20 @@ async def serving_metrics(
         link.metrics_address = announced(bound, link.identity.address)
         if link.metrics_address:
             log.info(
-                "metrics at http://%s/metrics; the server lists this address",
+                "serving metrics at http://%s/metrics (an address listed by the server)",
                 link.metrics_address,
             )
         else:
-            log.info("metrics at http://%s/metrics, for this machine only", bound)
+            text = "serving metrics at http://%s/metrics (accessible from this machine only)"
+            log.info(text, bound)
         yield bound
 
 
 def announced(bound: Listen, address: str) -> str:
-    """Return the address at which other machines reach a listener; empty if they cannot.
+    """Return the address at which other machines reach a listener, or "" if they cannot.
 
-    `address` is the one that the node uses towards the server; if it is loopback, the server is on
-    this machine, and a loopback listener can be reached.
+    `address` is the one that the node uses towards the server. If it is a loopback address, the
+    server is on this machine, and can reach a loopback listener.
 
     >>> announced(Listen("0.0.0.0", 29481), "10.0.0.5")
     '10.0.0.5:29481'

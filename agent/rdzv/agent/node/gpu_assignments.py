@@ -1,7 +1,7 @@
 """The assignment of this node's GPUs to jobs: each GPU belongs to at most one job.
 
 A job holds a place and GPUs until its last process is gone. Others wait for them in order, but a
-job that waits does not delay jobs for which there are enough free GPUs.
+waiting job does not delay jobs for which there are enough free GPUs.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Key = Hashable
 
 @dataclass(slots=True)
 class Ledger:
-    """The GPUs of one node, and the jobs that hold them."""
+    """One node's GPUs, and the jobs that hold them."""
 
     capacity: int
     uuids: tuple[str, ...]
-    """All GPUs of the node."""
+    """All of the node's GPUs."""
     _held: dict[Key, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, resources: Resources) -> Ledger:
-        """Return the ledger of a node on which nothing runs."""
+        """Return the ledger for a node on which nothing is running."""
         return cls(resources.capacity, tuple(gpu.uuid for gpu in resources.gpus))
 
     def check(self, count: int) -> None:
@@ -38,7 +38,6 @@ class Ledger:
 
         Raises:
             InvalidRequestError: this node does not have that many.
-
         """
         if count > len(self.uuids):
             raise InvalidRequestError(
@@ -48,7 +47,7 @@ class Ledger:
             )
 
     def take(self, key: Key, count: int) -> tuple[str, ...] | None:
-        """Give a job `count` GPUs, lowest first; None if it has to wait."""
+        """Give a job `count` GPUs, lowest first; return None if it has to wait."""
         free = self.free
         if len(self._held) >= self.capacity or count > len(free):
             return None
@@ -56,11 +55,11 @@ class Ledger:
         return self._held[key]
 
     def take_over(self, key: Key, gpus: tuple[str, ...]) -> None:
-        """Record, unchecked, a job that already has a place and these GPUs."""
+        """Record, without a check, a job that already has a place and these GPUs."""
         self._held[key] = gpus
 
     def release(self, key: Key) -> None:
-        """Free the place and GPUs of a job, if it has any."""
+        """Free a job's place and GPUs, if it has any."""
         self._held.pop(key, None)
 
     def held_by(self, key: Key) -> tuple[str, ...]:
@@ -81,24 +80,23 @@ class Ledger:
 
 
 class GpuQueue:
-    """The queue of jobs that wait for a place or for GPUs of a ledger."""
+    """The queue of jobs that are waiting for a place or for GPUs from a ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._waiting: dict[Key, tuple[int, asyncio.Future[tuple[str, ...]]]] = {}
-        """The number of GPUs each job waits for, and the future that gets them."""
+        """The number of GPUs each job is waiting for, and the future that receives them."""
 
     @property
     def waiting(self) -> tuple[Key, ...]:
-        """The jobs that wait."""
+        """The jobs that are waiting."""
         return tuple(self._waiting)
 
     async def take(self, key: Key, count: int, name: str) -> tuple[str, ...]:
-        """Wait for a place and `count` free GPUs; log if job `name` has to wait.
+        """Wait for a place and `count` free GPUs; log a message if job `name` has to wait.
 
         Raises:
             InvalidRequestError: this node does not have that many.
-
         """
         self._ledger.check(count)
         granted: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
@@ -106,7 +104,7 @@ class GpuQueue:
         try:
             self.grant()
             if not granted.done():
-                log.info("%s: waits for %s", name, self._ledger.why_not(count))
+                log.info("%s: waiting for %s", name, self._ledger.why_not(count))
             return await granted
         finally:
             del self._waiting[key]

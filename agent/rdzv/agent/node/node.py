@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rdzv.stores.etcd_config import EtcdConfig
 
 LOG_FINISH_TIMEOUT_S = 2.0
-"""How long readers of logs may take to get the last lines once the jobs have ended."""
+"""How long log readers may take to get the last lines once the jobs have ended."""
 
 LINK_CLOSE_TIMEOUT_S = 2.0
 """How long the stream may take to close once everything has been sent."""
@@ -57,10 +57,11 @@ async def take_part(
     The launches' signals make the node leave all of the jobs in order, and so does a notice from
     `preemption` or from a launch's preemption file.
 
-    With `host_at` the node serves the others there, unless another process of this machine does.
-    With `elect_by` the nodes elect the one that serves. Without endpoints the node serves itself,
-    and the round's store can also be reached at `host_at`. `credentials` are for servers at the
-    endpoints, not for one hosted by a node. `started` is a runner for the first launch.
+    With `host_at`, the node serves the others at that address, unless another process on this
+    machine does. With `elect_by`, the nodes elect the one that serves. Without endpoints, the node
+    serves itself, and the round's store can also be reached at `host_at`. `credentials` are for
+    servers at the endpoints, not for one hosted by a node. `started` is a runner for the first
+    launch.
     """
     drivers: list[JobDriver] = []
     endpoints_given = bool(endpoints)
@@ -107,7 +108,7 @@ async def identity(node_id: str, endpoint: Endpoint) -> Identity:
     return Identity(
         node_id=node_id,
         instance=uuid.uuid4().hex,
-        # Unlike a daemon's, these workers end with their agent.
+        # Unlike a daemon's workers, these workers end with their agent.
         kind=pb.AGENT_KIND_FOREGROUND,
         address=await local_address(endpoint),
         pid=os.getpid(),
@@ -116,7 +117,7 @@ async def identity(node_id: str, endpoint: Endpoint) -> Identity:
 
 
 async def daemon_identity(node_id: str, endpoint: Endpoint, instance: Instance) -> Identity:
-    """Return a daemon's identity: its workers outlive it, and it may continue an instance."""
+    """Return a daemon's identity. Its workers outlive it, and it may continue an instance."""
     return replace(
         await identity(node_id, endpoint),
         kind=pb.AGENT_KIND_DAEMON,
@@ -128,7 +129,7 @@ async def daemon_identity(node_id: str, endpoint: Endpoint, instance: Instance) 
 
 
 async def _talk(link: ServerLink, drivers: Sequence[JobDriver]) -> list[NodeOutcome]:
-    """Keep the stream open until the last job has ended and the server knows."""
+    """Keep the stream open until the last job has ended and the server has been informed."""
     async with asyncio.TaskGroup() as tasks:
         talk = tasks.create_task(link.run())
         outcomes = await asyncio.gather(*(driver.wait() for driver in drivers))

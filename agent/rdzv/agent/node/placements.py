@@ -1,12 +1,14 @@
-"""The submitted jobs of this node: accepted when the server places them, each run by a driver.
+"""The jobs assigned to this node.
+
+Each is accepted when the server places it, and is run by its own driver.
 
 ::
 
     Placed --> waits for its folder, its GPUs --> JobDriver: joins, runs --> last process gone
        \\--> Declined: it cannot run here           \\--> Withdrawn: leaves in order
 
-A job is *held* from its placement until nothing of it is left, and is reported to the server for
-that time (`Holdings`). Each job is a task of its own: its failure affects neither another job nor
+A job is *held* from its placement until nothing of it is left, and is reported to the server during
+that time (`Holdings`). Each job runs in its own task, so its failure affects neither other jobs nor
 the stream. The `Ledger` assigns GPUs and places, and is authoritative about which are free.
 
 A job outlives this process: its runner keeps it for the next agent, which *adopts* it.
@@ -54,7 +56,7 @@ CLOSE_AGAIN_S = 10.0
 """The delay before the next attempt to end processes that survive SIGKILL."""
 
 ADOPT_WITHIN_S = 1.0
-"""How long opening an adopted job's folder may take; the server is waiting for this node."""
+"""How long it may take to open an adopted job's folder; the server is waiting for this node."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -62,17 +64,17 @@ _R = TypeVar("_R")
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """One job that this node holds."""
+    """A job that this node holds."""
 
     placed: Placed
     gpus: int
-    """The number of GPUs it gets."""
+    """The number of GPUs that it gets."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     driver: JobDriver | None = None
-    """Set while the driver decides how the job ends."""
+    """The driver, while it determines how the job ends."""
     closing: bool = False
-    """Whether its driver is done and what is left of it is being ended."""
+    """Whether its driver is done and the job's remaining processes are being ended."""
     given_back: str = ""
     """Why the node gives the job back, through no fault of the job; empty if it does not."""
 
@@ -83,14 +85,14 @@ class _Held:
 
 @struct(frozen=True)
 class Occupancy:
-    """The numbers of this node's submitted jobs and of its GPUs, by state."""
+    """The numbers of this node's submitted jobs and GPUs, by state."""
 
     jobs: Mapping[str, int]
     gpus: Mapping[str, int]
 
 
 class _UnhealthyError(Exception):
-    """This node is unhealthy and accepts no jobs at the moment."""
+    """This node is unhealthy and is not accepting jobs at the moment."""
 
 
 class Placements:
@@ -109,8 +111,8 @@ class Placements:
     ) -> None:
         """Accept the jobs that `link` receives, within this node's resources.
 
-        `around` is what every launch gets from this node, and `accounts` maps submitters to
-        accounts. While a check of `health` fails, no job is accepted.
+        `around` is the part of every launch that this node provides, and `accounts` maps submitters
+        to accounts. While one of `health`'s checks fails, no job is accepted.
         """
         self._accounts = accounts or Accounts()
         self._link = link
@@ -136,7 +138,7 @@ class Placements:
 
     @property
     def resources(self) -> Resources:
-        """The places and GPUs of this node for submitted jobs."""
+        """This node's places and GPUs for submitted jobs."""
         return self._resources
 
     def holdings(self) -> tuple[Holding, ...]:
@@ -158,12 +160,12 @@ class Placements:
         self._health.look_again()
 
     def placed(self, placed: Placed) -> None:
-        """Accept a job, unless it is held already."""
+        """Accept a job, unless it is already held."""
         if self._leaving or self._handed_over:
-            log.info("%s: placed here, but this agent is about to end", placed.rdzv_id)
+            log.info("%s: placed here, but this agent is about to exit", placed.rdzv_id)
             return
         if self._drained:
-            # The server withdraws it as soon as it knows.
+            # The server withdraws it as soon as it is informed.
             log.info("%s: placed here, but this node is leaving: %s", placed.rdzv_id, self._drained)
             return
         if any(held.placed.key == placed.key and not held.given_back for held in self._held):
@@ -199,12 +201,12 @@ class Placements:
     # ------------------------------------------------------------------ from agent to agent
 
     async def adopt(self, adopted: Iterable[AdoptedRunner]) -> None:
-        """Adopt the previous agent's jobs; call this before anything is sent to the server."""
+        """Adopt the previous agent's jobs. Call this before anything is sent to the server."""
         for one in adopted:
             try:
                 await self._adopt(one)
             except Exception:
-                # Another agent may succeed while the runner still waits for one.
+                # Another agent may succeed while the runner is still waiting for one.
                 log.exception(
                     "%s: cannot adopt it; its workers continue until the server gives this "
                     "node up, unless an agent that can adopt them starts before that",
@@ -213,7 +215,7 @@ class Placements:
                 one.runner.leave()
 
     async def _adopt(self, one: AdoptedRunner) -> None:
-        """Adopt a job: its workers continue, even if this agent could not start them."""
+        """Adopt a job. Its workers continue, even if this agent could not start them."""
         kept, found = one.placement, one.runner
         placed = Placed(kept.rdzv_id, kept.run, kept.spec)
         job = one.state.state.job
@@ -263,7 +265,7 @@ class Placements:
             why_not = str(error)
         except Exception as error:
             log.exception(
-                "%s: cannot make its launch because of a bug in rdzv-agent", placed.rdzv_id
+                "%s: cannot create its launch because of a bug in rdzv-agent", placed.rdzv_id
             )
             why_not = f"a bug in its rdzv-agent: {error!r}"
         if why_not:
@@ -277,12 +279,12 @@ class Placements:
             self._folders.release(folder)
 
     def _note_rounds(self, driver: JobDriver, folder: RunFolder) -> None:
-        """Record each round in the job's folder, so that its logs can be found after the job."""
+        """Record each round in the job's folder, so that its logs can be found afterwards."""
         noting = Aside(ANSWER_WITHIN_S)
 
         def tell(failed: Exception | None) -> None:
             if failed is not None:
-                text = "%s: cannot record where its logs are, to show them after its end: %s"
+                text = "%s: cannot record where its logs are, so they may not be found later: %s"
                 log.warning(text, driver.rdzv_id, failed)
 
         driver.written.listeners.add(lambda: noting.call(tell, folder.note, driver.written))
@@ -297,7 +299,7 @@ class Placements:
     # ------------------------------------------------------------------ for the daemon
 
     def change(self, resources: Resources, environ: Mapping[str, str]) -> None:
-        """Change the resources, except GPUs, and the environment of jobs accepted from now on.
+        """Change the resources, except GPUs, and the environment for jobs accepted from now on.
 
         Jobs beyond the new capacity continue.
         """
@@ -311,7 +313,7 @@ class Placements:
         self._leaving = True
 
     def leave(self, signum: int, name: str) -> None:
-        """Leave every job in order, and accept no more; a second call cuts the grace short."""
+        """Leave all jobs in order, and accept no more; a second call cuts the grace short."""
         self._leaving = True
         reason = f"its agent received {name}"
         for held in tuple(self._held):
@@ -338,7 +340,7 @@ class Placements:
         return [held for held in self._held if held.placed.key == key]
 
     def _give_back(self, held: _Held, reason: str, event: events.Event) -> None:
-        """End a job: through its driver, or at once if it has none yet."""
+        """End a job, either through its driver, or at once if it does not have one yet."""
         first = not held.given_back
         held.given_back = held.given_back or reason
         if held.driver is not None:
@@ -352,13 +354,14 @@ class Placements:
         """Hold a job until its task is done; the task begins once the jobs in `before` are gone."""
         self._held[held] = None
         held.task = asyncio.create_task(self._live(held, body, before), name=f"job {held.name}")
-        # The task itself cannot do this: if it is cancelled before its start, it runs no code.
+        # The task itself cannot do this, because it runs no code if it is cancelled before its
+        # start.
         held.task.add_done_callback(lambda _: self._let_go(held))
 
     async def _live(
         self, held: _Held, body: Callable[[], Awaitable[None]], before: Iterable[_Held]
     ) -> None:
-        """Run a held job from beginning to end; log and report any error."""
+        """Run a held job from beginning to end, logging and reporting any error."""
         try:
             for other in before:
                 await other.gone.wait()
@@ -394,7 +397,7 @@ class Placements:
 
         Raises:
             InvalidRequestError: this node cannot run the job.
-            _UnhealthyError: this node accepts no jobs at the moment.
+            _UnhealthyError: this node is not accepting jobs at the moment.
         """
         placed = held.placed
         await self._runners.former_gone()
@@ -450,7 +453,7 @@ class Placements:
         await self._see_through(held, driver, self._begin(held, driver))
 
     def _examine(self, gpus: Iterable[str]) -> Callable[[], Awaitable[str]]:
-        """Return a health check of this node, for when the workers on these GPUs are gone."""
+        """Return a health check of this node, to run when the workers on these GPUs are gone."""
         mine = frozenset(gpus)
 
         async def examine() -> str:
@@ -460,7 +463,7 @@ class Placements:
         return examine
 
     async def _begin(self, held: _Held, driver: JobDriver) -> None:
-        # From here on, requests to end go to the driver.
+        # From here on, requests to end the job go to the driver.
         await driver.prepare(self._around.endpoints[0])
         held.driver = driver
         assert driver.runner_pid is not None, "a driver that is ready has a runner"
@@ -489,25 +492,25 @@ class Placements:
             self._decline(held, f"a bug in its rdzv-agent: {bug!r}")
 
     async def _close(self, held: _Held, driver: JobDriver) -> None:
-        """End all processes of a job; while one survives SIGKILL, the job keeps its GPUs."""
+        """End all of a job's processes; while any survives SIGKILL, the job keeps its GPUs."""
         while True:
             try:
                 await driver.close()
             except TimeoutError:
-                log.error("%s: its processes survive SIGKILL; its GPUs stay reserved", held.name)
+                log.error("%s: processes survived SIGKILL; its GPUs remain reserved", held.name)
                 if self._leaving:
                     return
                 await asyncio.sleep(CLOSE_AGAIN_S)
                 continue
             except Exception:
-                # Its processes have ended before that, so the GPUs are free.
+                # Its processes had already ended, so the GPUs are free.
                 log.exception("%s: cleanup failed", held.name)
             if driver.runner_pid is not None:
                 self._runners.forget(driver.runner_pid)
             return
 
     def _tell(self, held: _Held, driver: JobDriver, outcome: NodeOutcome) -> None:
-        """Log how the job ended; decline it if it never joined, so that the server learns of it."""
+        """Log how the job ended; if it never joined, decline it so that the server is informed."""
         level = logging.INFO if outcome.exit_code == 0 or held.given_back else logging.WARNING
         text = outcome.text.partition("\n")[0]
         log.log(level, "%s: ended on this node: %s", held.name, text)

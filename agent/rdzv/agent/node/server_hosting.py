@@ -1,8 +1,8 @@
-"""The server that a node hosts: for itself, for all nodes of a job, or after an election.
+"""The server that a node hosts: for itself, for all of a job's nodes, or after an election.
 
-Without a standing rdzvd, one of the job's own agents is the server. With `static` and `c10d` the
-command line names that agent, which serves from memory as long as it lives. With `etcd` the agents
-elect it, the state is in etcd, and another takes over when it is gone.
+Without a standing rdzvd, one of the job's own agents is the server. With `static` and `c10d`, the
+command line names that agent, which serves from memory as long as it lives. With `etcd`, the agents
+elect the server, its state is in etcd, and another agent takes over when it is gone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def serving_itself(
 ) -> AsyncIterator[Endpoint]:
     """Serve only this node, on a loopback port chosen by the system.
 
-    Server and node are one process and stop together, so neither watches the other. The store of
+    Server and node are one process and stop together, so neither watches the other. The store for
     the job's round is also reachable at `store_at`.
 
     Raises:
@@ -85,17 +85,17 @@ async def serving_itself(
 
 @contextlib.asynccontextmanager
 async def serving_others(host_at: Endpoint, rdzv_id: str) -> AsyncIterator[None]:
-    """Serve all nodes of the job until the body ends; then let them learn how the job ended.
+    """Serve all of the job's nodes until the body ends, then wait for them to learn its result.
 
-    The store of its round is reachable at the same port. If another process of this machine listens
-    there, this one serves nothing.
+    The store for its round is reachable at the same port. If another process on this machine is
+    listening there, this one serves nothing.
 
     Raises:
         InvalidRequestError: the port is free, but cannot be bound.
     """
     listening = _listen_at(host_at)
     if listening is None:
-        log.info("another process of this machine serves %s", host_at)
+        log.info("another process on this machine is already serving %s", host_at)
         yield
         return
     if not is_loopback(host_at.host):
@@ -108,21 +108,21 @@ async def serving_others(host_at: Endpoint, rdzv_id: str) -> AsyncIterator[None]
 
 
 class StoreFinder:
-    """Finds the store of a job's round."""
+    """Finds the store for a job's round."""
 
     def __init__(self, server: Driver, rdzv_id: str) -> None:
         self._server = server
         self._rdzv_id = rdzv_id
 
     async def where(self) -> Endpoint | None:
-        """Return the store's endpoint; None while there is no round."""
+        """Return the store's endpoint, or None while there is no round."""
         now = (await self._server.jobs.look(self._rdzv_id)).membership.round
         return Endpoint(now.master_addr, now.master_port) if now and now.live else None
 
 
 @contextlib.asynccontextmanager
 async def serving_if_elected(etcd: EtcdConfig, local_addr: str) -> AsyncIterator[Endpoint]:
-    """Serve all nodes of the job while this one is elected; yield where to ask for the server.
+    """Serve all of the job's nodes while this one is elected; yield where to ask for the server.
 
     At the end, an elected node waits a few seconds for the others to learn how the job ended.
 
@@ -166,7 +166,7 @@ def _warn(endpoint: Endpoint) -> None:
 
 
 def _listen_at(endpoint: Endpoint) -> socket.socket | None:
-    """Listen at an endpoint; return None if another process already does."""
+    """Listen at an endpoint; return None if another process is already listening there."""
     try:
         return listen_at(endpoint.host, endpoint.port)
     except OSError as error:

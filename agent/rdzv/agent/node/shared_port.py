@@ -1,9 +1,9 @@
 """One port for two protocols: the job's rendezvous, and its round's c10d store.
 
 torchrun's static back-end serves its store at the port that the command line names, so scripts
-connect to it with `init_method="tcp://HOST:PORT"`. Here the rendezvous listens at that port. The
-first bytes of a connection distinguish the two: a gRPC client sends the HTTP/2 preface, a store
-client a number. Each connection is relayed to its server; `env://` reaches the store directly.
+connect to it with `init_method="tcp://HOST:PORT"`. Here the rendezvous listens at that port. A
+connection's first bytes distinguish the two: a gRPC client sends the HTTP/2 preface, a store client
+a number. Each connection is relayed to its server; `env://` reaches the store directly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ async def shared(
 ) -> AsyncIterator[None]:
     """Relay connections on `listening` to one of two servers until the body ends.
 
-    Without a `rendezvous` there is only the store. A connection that matches neither is closed.
+    Without a `rendezvous`, there is only the store. A connection that matches neither server is
+    closed.
     """
     async with asyncio.TaskGroup() as tasks:
         ends: set[asyncio.Task[None]] = set()

@@ -1,8 +1,8 @@
 """The launch of a submitted job that was placed on this node.
 
 A submitted job inherits nothing: its environment comes from the node's settings for all jobs and
-from the submission, its folder from the submission, its GPUs from the node's ledger. It gets only
-those variables of the agent's own environment that the configuration names.
+from the submission, its folder from the submission, and its GPUs from the node's ledger. From the
+agent's own environment it gets only the variables that the configuration names.
 """
 
 from __future__ import annotations
@@ -35,17 +35,20 @@ again.
 
 @struct(frozen=True)
 class Surroundings:
-    """The part of a launch that this node gives to every submitted job."""
+    """The part of a launch that this node provides for every submitted job."""
 
     node_id: str
     endpoints: tuple[Endpoint, ...]
     environ: Mapping[str, str]
     address: str = ""
-    """Where other nodes reach this one; empty: at the address that it uses towards the server."""
+    """The address at which other nodes reach this one; if empty, the one that it uses towards the
+    server.
+    """
     topology: str = ""
     progress_dir: Path | None = None
     snapshot_memory: int | None = None
-    """The most bytes of memory for each job's snapshots; None if there is no limit."""
+    """The maximum number of bytes of memory for each job's snapshots, or None if there is no limit.
+    """
 
 
 @struct(frozen=True)
@@ -53,15 +56,15 @@ class Share:
     """The part of this node that one submitted job gets."""
 
     gpus: Sequence[str] | None
-    """The UUIDs of its GPUs; None on a node that has no GPUs."""
+    """The UUIDs of its GPUs, or None on a node that has no GPUs."""
     run_dir: Path
-    """The folder of its files."""
+    """The folder for its files."""
     account: Account | None = None
-    """The account that it runs as; None for the agent's own."""
+    """The account under which it runs, or None for the agent's own."""
 
 
 def passed_on(environ: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
-    """Pick variables by name; a pattern may end in a star.
+    """Pick variables by name; a pattern may end with a star.
 
     >>> passed_on({"LC_ALL": "C", "SECRET": "x", "HOME": "/root"}, ["HOME", "LC_*"])
     {'LC_ALL': 'C', 'HOME': '/root'}
@@ -81,7 +84,7 @@ def working_directory(placed: Placed, around: Surroundings, account: Account | N
 
 
 def job_environ(placed: Placed, around: Surroundings, share: Share) -> dict[str, str]:
-    """Return the base environment of a job's workers."""
+    """Return the base environment for a job's workers."""
     # Variables passed on from this agent may name its account, which is not the job's.
     own = {} if share.account is None else share.account.environ
     environ = {**around.environ, **own, **dict(placed.spec.env)}
@@ -96,10 +99,10 @@ async def make_launch(
     """Parse the submitted rdzvrun arguments, within this node's limits.
 
     The workers' output goes only to files, because a daemon has no console. `counted` is the number
-    of workers if the arguments ask for one per device; 0 if it is not known yet.
+    of workers if the arguments ask for one per device, or 0 if it is not known yet.
 
     Raises:
-        InvalidRequestError: the arguments cannot be launched; the message says why.
+        InvalidRequestError: the arguments cannot be launched; the message gives the reason.
     """
     environ = job_environ(placed, around, share)
     chdir = working_directory(placed, around, share.account)
@@ -144,7 +147,7 @@ def _lesser(one: int | None, other: int | None) -> int | None:
 
 
 def bare_launch(placed: Placed, around: Surroundings, share: Share, job: Job) -> Launch:
-    """Return a launch that suffices to supervise running workers, but not to start others."""
+    """Return a launch that is sufficient to supervise running workers, but not to start others."""
     return Launch(
         job,
         script="",
@@ -157,7 +160,7 @@ def bare_launch(placed: Placed, around: Surroundings, share: Share, job: Job) ->
 
 @contextlib.contextmanager
 def _usage_refused(args: Sequence[str]) -> Iterator[None]:
-    """Turn argparse's exit on a wrong command line into a refusal."""
+    """Turn argparse's exit on an invalid command line into a refusal."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):

@@ -1,9 +1,9 @@
-"""Reports when this node's workers of one job enter collectives, from torch's record of them.
+"""Reports when this node's workers in one job enter collectives, from torch's record of them.
 
-All workers are asked every few seconds, less often the longer their answers take. The number of
+All workers are queried every few seconds, or less often if their responses take long. The number of
 collectives reported for a process group hardly depends on how many there were: `chosen` selects the
-same ones on every node. A collective on GPUs is recorded when it is enqueued, which says nothing;
-it is reported only if torch measured how long it took (TORCH_NCCL_ENABLE_TIMING=1).
+same ones on every node. A collective on GPUs is recorded when it is enqueued, which says little, so
+it is reported only if torch measured its duration (TORCH_NCCL_ENABLE_TIMING=1).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.agent")
 
 LEAST_S, MOST_S = 1.0, 5.0
-"""The bounds of the pause between two reads."""
+"""The bounds for the pause between two reads."""
 PAUSE_PER_LOOK = 250
-"""The pause is this many times as long as the last read, within these bounds."""
+"""How many times longer than the last read the pause is, within these bounds."""
 PER_NODE_S = 0.002
-"""The shortest pause per node of a round, so that one job sends at most 500 reports a second."""
+"""The minimum pause per node of a round, so that one job sends at most 500 reports a second."""
 ASK_TIMEOUT_S = 3.0
 MOST, MOST_OF_ALL_RANKS = 64, 4_096
-"""The most collectives of one group in one report, and of all ranks of a group together."""
+"""The maximum number of one group's collectives in one report, and over all of a group's ranks."""
 LEAST = 4
 
 
 @struct(frozen=True)
 class RankArrivals:
-    """When one worker entered each of some collectives."""
+    """When one worker entered each of several collectives."""
 
     rank: int
     entered_us: tuple[int, ...]
@@ -45,12 +45,12 @@ class RankArrivals:
 
 @struct(frozen=True)
 class GroupArrivals:
-    """When this node's workers of one process group entered some of its collectives."""
+    """When this node's workers in one process group entered some of its collectives."""
 
     group: str
     per_second: float
     error_us: int | None
-    """The error of the times when compared with other nodes; None if unknown."""
+    """The error of the times when compared with other nodes, or None if unknown."""
     sequences: tuple[int, ...]
     ranks: tuple[RankArrivals, ...]
 
@@ -65,7 +65,7 @@ class ArrivalReport:
 
 
 class ArrivalWatch:
-    """Watches the workers of one job. Call `open_round` and `close_round` in each round."""
+    """Watches one job's workers. Call `open_round` and `close_round` in each round."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ArrivalWatch:
         say: Callable[[ArrivalReport], None],
         read_clock: Callable[[], Reading | None],
     ) -> None:
-        """Report with `say`; `read_clock` returns the present estimate of the server's clock."""
+        """Report with `say`; `read_clock` returns the current estimate of the server's clock."""
         self._rdzv_id = rdzv_id
         self._records = records
         self._say = say
@@ -84,13 +84,13 @@ class ArrivalWatch:
         self._watching: asyncio.Task[None] | None = None
 
     def open_round(self, assignment: Assignment) -> None:
-        """Start watching the workers of a round as they are started."""
+        """Start watching a round's workers as they are started."""
         self.close_round()
         if self._records.on and assignment.world_size > 1:
             self._watching = asyncio.get_running_loop().create_task(self._watch(assignment))
 
     def worker_started(self, local_rank: int, pid: int, file: str) -> None:
-        """Watch a worker with this progress file; empty if it has none."""
+        """Watch a worker with this progress file, which is empty if there is none."""
         if self._watching is not None and file:
             self._workers[local_rank] = pid, file
 
@@ -113,12 +113,12 @@ class ArrivalWatch:
             try:
                 await self._look(assignment)
             except Exception:
-                log.exception("%s: cannot report the collectives of its workers", self._rdzv_id)
+                log.exception("%s: cannot report its workers' collectives", self._rdzv_id)
                 return
             pause_s = min(max(PAUSE_PER_LOOK * (time.monotonic() - begun_s), LEAST_S), MOST_S)
 
     async def _look(self, assignment: Assignment) -> None:
-        # The answer improves the estimate for the next read.
+        # The response improves the estimate for the next read.
         clock = self._read_clock() if assignment.group_world_size > 1 else None
         local_ranks = sorted(self._workers)
         times = await asyncio.gather(*(self._times(*self._workers[n]) for n in local_ranks))

@@ -1,9 +1,10 @@
-"""Asks workers for the record of their collectives, which `worker_hook` makes available.
+"""Queries workers for the record of their collectives, which `worker_hook` makes available.
 
-Each worker's torch answers HTTP on a Unix socket beside its progress file. The folder belongs to
-the job's account, and is accessed with its rights; every request has a deadline, and answers are
-bounded. A stopped worker does not answer. A failed one may have left its record there. For an
-aborted worker, its last answer counts if by then it had waited long in a collective.
+Each worker's torch serves HTTP on a Unix socket in the same folder as its progress file. The folder
+belongs to the job's account, and is accessed with that account's rights; every request has a
+deadline, and responses are bounded. A stopped worker does not respond. A failed one may have left
+its record in the folder. For an aborted worker, its last response counts if by then it had been
+waiting long in a collective.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 HOOK = Path(__file__).parents[1] / "job_programs" / "worker_hook"
-"""The folder with the `sitecustomize` that makes workers answer."""
+"""The folder with the `sitecustomize` that makes workers respond."""
 KEPT_PATH = "RDZV_PYTHONPATH"
-"""The variable with the script's own PYTHONPATH."""
+"""The variable that holds the script's own PYTHONPATH."""
 
 MAX_NAMES = 64
-"""The most names in a worker's folder that are examined."""
+"""The maximum number of names examined in a worker's folder."""
 MAX_TRIED = 4
-"""The most sockets that are tried."""
+"""The maximum number of sockets tried."""
 MAX_BYTES = 32 << 20
-"""A larger answer is an error; torch's 2,000 entries are one megabyte."""
+"""The size limit for a response; torch's 2,000 entries take one megabyte."""
 MAX_WHY_BYTES = 300
 MAX_ERROR_BYTES = 4_000
 MAX_TOLD = 8
-"""The most reasons logged for one job."""
+"""The maximum number of reasons logged for one job."""
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
 """The names of torch's handlers for the record, newest first."""
 
 LONG_WAIT_MS = 10_000
-"""The last answer from a dead worker counts if the worker had waited this long in a collective:
-twice the longest pause between two requests, so it ended without leaving the collective.
+"""How long a dead worker must have waited in a collective for its last response to count. This is
+twice the longest pause between two requests, so the worker ended without leaving the collective.
 """
 
 _NAME = re.compile(r"collectives\.(\d+)\.([0-9a-f]{8}|why)")
@@ -69,7 +70,7 @@ OLDER = "its torch gives no record of collectives (2.13 does; an older one may n
 
 
 class NoRecordError(Exception):
-    """A worker's record is not available; the message says why."""
+    """A worker's record is not available; the message gives the reason."""
 
 
 def with_hook(environ: Mapping[str, str]) -> dict[str, str]:
@@ -85,17 +86,17 @@ class LeftRecord:
     """The record left by a failed worker."""
 
     error: str
-    """The error that ended it; empty if unknown."""
+    """The error that ended it, or an empty string if unknown."""
     record: FlightRecord
 
     @property
     def timed_out(self) -> bool:
-        """Whether its collective took longer than its timeout."""
+        """Whether its collective exceeded its timeout."""
         return any(words in self.error.lower() for words in ("timed out", "timeout"))
 
 
 class RecordReader:
-    """Reads the records of one job's workers, with the rights of their account."""
+    """Reads the records of one job's workers, with their account's rights."""
 
     def __init__(self, rdzv_id: str, *, on: bool, identity: Identity | None = None) -> None:
         """Read nothing unless `on`."""
@@ -104,16 +105,16 @@ class RecordReader:
         self._identity = identity
         self._told: set[str] = set()
         self._latest: dict[int, tuple[int, bytes]] = {}
-        """The time and content of each worker's last answer, by pid."""
+        """The time and content of each worker's last response, by pid."""
 
     async def read(
         self, file: str, pid: int, entries: int, timeout_s: float, *, begins: bool = False
     ) -> FlightRecord:
-        """Return the record of the worker with this progress file, with `entries` of each group.
+        """Return the record of the worker with this progress file, with `entries` per group.
 
         Raises:
-            NoRecordError: there is none, or it does not arrive in time. The reason is logged once,
-                unless a worker that only `begins` has none yet.
+            NoRecordError: there is no record, or it does not arrive in time. The reason is logged
+                once, unless the worker has only begun (`begins`) and has no record yet.
         """
         try:
             answer = await self._answer(file, pid, timeout_s)
@@ -124,7 +125,7 @@ class RecordReader:
                 raise
             if self.on and why not in self._told and len(self._told) < MAX_TOLD:
                 self._told.add(why)
-                log.info("%s: no record of the collectives of pid %d: %s", self._rdzv_id, pid, why)
+                log.info("%s: no record of collectives for pid %d: %s", self._rdzv_id, pid, why)
             raise
 
     async def times(self, file: str, pid: int, timeout_s: float) -> dict[str, GroupTimes]:
@@ -140,9 +141,9 @@ class RecordReader:
     def left(
         self, file: str, pid: int, entries: int = ENTRIES, *, gone: bool = True
     ) -> LeftRecord | None:
-        """Return the record that a worker left when it ended; None if there is none.
+        """Return the record that a worker left when it ended, or None if it left none.
 
-        If it is `gone` and left none, its last answer is used if that is still meaningful.
+        If it is `gone` and left none, its last response is used if that is still meaningful.
         """
         if not self.on or not file:
             return None
@@ -163,11 +164,11 @@ class RecordReader:
             if answer and read_record(answer, at_ns).waiting_ms >= LONG_WAIT_MS:
                 return LeftRecord("", read_record(answer, time.time_ns(), entries))
         except ValueError:
-            log.debug("cannot read the last answer from pid %d", pid)
+            log.debug("cannot read the last response from pid %d", pid)
         return None
 
     def forget(self) -> None:
-        """Drop the last answers: the round is over."""
+        """Drop the last responses, because the round is over."""
         self._latest.clear()
 
     async def _answer(self, file: str, pid: int, timeout_s: float) -> bytes:
@@ -193,7 +194,7 @@ def _read(reader: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 async def _ask_first(folder: Path, pid: int, identity: Identity | None) -> bytes:
-    """Return the first answer from a socket: the worker's own or, failing that, a descendant's."""
+    """Return the first response from a socket, the worker's own or else a descendant's."""
     with acting_as(identity):
         sockets, whys = _names(folder, pid)
     last: OSError | None = None
@@ -209,7 +210,7 @@ async def _ask_first(folder: Path, pid: int, identity: Identity | None) -> bytes
 
 
 def _names(folder: Path, pid: int) -> tuple[list[Path], list[Path]]:
-    """Return the sockets in a folder and the files with reasons, the worker's own first."""
+    """Return the folder's sockets and its files with reasons, the worker's own first."""
     found: dict[bool, list[tuple[bool, Path]]] = {True: [], False: []}
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry, _ in zip(entries, range(MAX_NAMES), strict=False):
@@ -228,7 +229,7 @@ def _why(path: Path) -> str:
 
 
 async def _post_each(path: Path, identity: Identity | None) -> bytes:
-    """Return the answer of the first handler that the torch behind a socket has."""
+    """Return the response from the first handler that the torch behind a socket has."""
     status = 0
     for handler in HANDLERS:
         status, body = await _post(path, f"/handler/{handler}", identity)
@@ -239,11 +240,11 @@ async def _post_each(path: Path, identity: Identity | None) -> bytes:
 
 
 async def _post(path: Path, target: str, identity: Identity | None) -> tuple[int, bytes]:
-    """Post an empty request; return the status and the body of the answer."""
+    """Post an empty request; return the response's status and body."""
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.setblocking(False)
-        # Connecting to a Unix socket succeeds or fails at once, even with a full queue.
+        # Connecting to a Unix socket succeeds or fails at once, even if its queue is full.
         with acting_as(identity):
             sock.connect(str(path))
         head = f"POST {target} HTTP/1.1\r\nHost: worker\r\nConnection: close\r\n"

@@ -1,8 +1,8 @@
 """Reads torch's record of a worker's collectives, and reduces it to the fields that are compared.
 
-Pure. The record is the JSON of torch's flight recorder: the latest collectives of all groups (2,000
-by default), and how far each group is. Sequence numbers start again when a group is created again
-under the same name; then only the newest group counts.
+This module is pure. The record is the JSON from torch's flight recorder: the latest collectives of
+all groups (2,000 by default), and how far each group is. Sequence numbers start again when a group
+is created again under the same name; in that case only the newest group counts.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rdzv.core.evidence.collectives import DEFAULT_GROUP, Collective, GroupRecor
 from rdzv.structs import struct
 
 ENTRIES = 64
-"""The most collectives of one group that a rank keeps."""
+"""The maximum number of one group's collectives that a rank keeps."""
 ENTRIES_OF_ALL_RANKS = 4_096
-"""How many all ranks of a group keep together; with very many ranks, each keeps only a few."""
+"""How many all of a group's ranks keep together. With very many ranks, each keeps only a few."""
 LEAST_ENTRIES = 4
 MAX_GROUPS = 32
 MAX_TEXT_CHARS = 120
@@ -51,7 +51,7 @@ _DECODER = msgspec.json.Decoder(_Trace, strict=False)
 
 @struct(frozen=True)
 class FlightRecord:
-    """The record of one worker."""
+    """One worker's record."""
 
     groups: tuple[GroupRecord, ...]
     completed: int
@@ -59,31 +59,32 @@ class FlightRecord:
 
     @property
     def waits(self) -> bool:
-        """Whether the worker waits in a collective."""
+        """Whether the worker is waiting in a collective."""
         return any(group.pending is not None for group in self.groups)
 
     @property
     def waiting_ms(self) -> int:
-        """How long it has waited in its oldest pending collective; 0 if it waits in none."""
+        """How long it has been waiting in its oldest pending collective; 0 if it is not waiting."""
         pending = (group.pending for group in self.groups)
         return max((one.age_ms for one in pending if one is not None), default=0)
 
 
 @struct(frozen=True)
 class GroupTimes:
-    """When one worker entered the collectives of one process group, by sequence number."""
+    """When one worker entered a process group's collectives, by sequence number."""
 
     at_us: Mapping[int, int]
-    """By this machine's monotonic clock, or relative to the collective's end, as a negative number.
+    """Times on this machine's monotonic clock, or relative to the collective's end, as negative
+    numbers.
     """
     recorded_us: Mapping[int, int]
-    """When each was recorded, by the monotonic clock."""
+    """When each collective was recorded, on the monotonic clock."""
     by_duration: bool = False
-    """Whether `at_us` is relative to the end, which all ranks of a collective share."""
+    """Whether `at_us` is relative to the end, which is common to all ranks in a collective."""
 
 
 def entries_for(world_size: int) -> int:
-    """Return how many collectives of one group each of `world_size` ranks keeps.
+    """Return how many of a group's collectives each of `world_size` ranks keeps.
 
     >>> entries_for(8), entries_for(256), entries_for(100_000)
     (64, 16, 4)
@@ -94,9 +95,9 @@ def entries_for(world_size: int) -> int:
 def read_record(
     text: bytes, now_ns: int, entries: int = ENTRIES, *, failed: bool = False
 ) -> FlightRecord:
-    """Read a record; of each group, keep the last `entries` and the first that is not done.
+    """Read a record, keeping the last `entries` of each group and the first that is not done.
 
-    `now_ns` is the present time of the clock of the entries' timestamps. With `failed`, the
+    `now_ns` is the current time on the clock used for the entries' timestamps. With `failed`, the
     worker's latest collective counts as not done, although torch may record its failure as its end.
 
     Raises:
@@ -112,10 +113,10 @@ def read_record(
 
 
 def read_times(text: bytes, clocks_apart_ns: int) -> dict[str, GroupTimes]:
-    """Read when a worker entered its collectives, for each process group.
+    """Read when a worker entered its collectives, by process group.
 
-    `clocks_apart_ns` is the difference between the clock of the timestamps and the monotonic one.
-    Collectives of NCCL are included only if they have ended and their durations are known.
+    `clocks_apart_ns` is the difference between the timestamps' clock and the monotonic one. NCCL
+    collectives are included only if they have ended and their durations are known.
 
     Raises:
         ValueError: the record is malformed.
@@ -191,9 +192,9 @@ def _collective(entry: _Entry, now_ns: int) -> Collective:
 
 
 def _done(entry: _Entry) -> bool:
-    """Return whether a collective is completed: gloo's stay `scheduled` until they are retired."""
+    """Return whether a collective is completed; gloo's stay `scheduled` until they are retired."""
     if entry.profiling_name.startswith("nccl:"):
-        # One that is retired but not completed has timed out.
+        # A collective that is retired but not completed has timed out.
         return entry.state == "completed"
     return entry.retired or entry.state == "completed"
 

@@ -1,7 +1,7 @@
-"""Reports the state of the GPUs that the workers of one job use, where NVML shows it.
+"""Reports the state of the GPUs that one job's workers use, if NVML shows it.
 
-The server shows it beside a worker that is slower than the others. NVML is queried every half
-minute, or less often if it is slow, in a thread of its own; a driver that hangs costs one thread.
+The server shows it next to any worker that is slower than the others. NVML is queried every half
+minute, or less often if it is slow, in a separate thread; a driver that hangs costs one thread.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.agent")
 
 FIRST_S, LEAST_S = 10.0, 30.0
-"""The wait before the first query, and the shortest pause between two queries."""
+"""The wait before the first query, and the minimum pause between queries."""
 PAUSE_PER_LOOK = 250
-"""The pause is this many times as long as the last query took, if that is longer."""
+"""How many times longer than the last query the pause is, unless the minimum is longer."""
 PER_NODE_S = 0.01
-"""The shortest pause per node of a round, so that one job sends at most 100 reports a second."""
+"""The minimum pause per node of a round, so that one job sends at most 100 reports a second."""
 WITHIN_S = 20.0
 """How long one query may take."""
 
 
 @struct(frozen=True)
 class RankGpu:
-    """The GPU of one worker."""
+    """One worker's GPU."""
 
     rank: int
     gpu: GpuState
@@ -49,7 +49,7 @@ class GpuReport:
 
 
 class GpuWatch:
-    """Watches the GPUs of one job. Call `open_round`, then `close_round`, for each round."""
+    """Watches one job's GPUs. Call `open_round`, then `close_round`, for each round."""
 
     def __init__(
         self,
@@ -70,18 +70,18 @@ class GpuWatch:
         self._watching: asyncio.Task[None] | None = None
 
     def open_round(self, assignment: Assignment) -> None:
-        """Begin to watch the workers of a round, as they are started."""
+        """Start watching a round's workers as they are started."""
         self.close_round()
         if self._visible not in HIDES_ALL and assignment.world_size > 1:
             self._watching = asyncio.get_running_loop().create_task(self._watch(assignment))
 
     def worker_started(self, local_rank: int, pid: int) -> None:
-        """Watch the GPU of a worker."""
+        """Watch a worker's GPU."""
         if self._watching is not None:
             self._pids[local_rank] = pid
 
     def worker_exited(self, local_rank: int) -> None:
-        """Stop watching the GPU of a worker."""
+        """Stop watching a worker's GPU."""
         self._pids.pop(local_rank, None)
 
     def close_round(self) -> None:
@@ -121,11 +121,11 @@ def _report(assignment: Assignment, found: Mapping[int, GpuState]) -> GpuReport:
 def by_worker(
     pids: Mapping[int, int], gpus: Sequence[UsedGpu], visible: str | None, local_world_size: int
 ) -> dict[int, GpuState]:
-    """Return the GPU of each worker by LOCAL_RANK; of several GPUs, the one slowed down most.
+    """Return each worker's GPU by LOCAL_RANK; if it uses several, the one slowed down most.
 
-    A worker uses the GPUs on which processes of its session compute; `pids` are the workers' own.
-    In a container NVML may report the host's pids. If none of them exists here, worker n is taken
-    to use the n-th `visible` GPU, provided that there are as many GPUs as workers.
+    A worker uses the GPUs on which processes in its session compute; `pids` are the workers' own.
+    In a container, NVML may report the host's pids. If none of these exists here, worker n is
+    assumed to use the n-th `visible` GPU, provided that there are as many GPUs as workers.
     """
     local_ranks = {pid: local_rank for local_rank, pid in pids.items()}
     found: dict[int, GpuState] = {}

@@ -1,10 +1,11 @@
 """Detects hung workers of one job on this node, for --hang-timeout.
 
 A worker is alive as long as it writes anything to the file named by RDZV_PROGRESS_FILE. If it has
-not written the file in this round, it is alive as long as it completes collectives, which its torch
-counts; it is asked for the number at long intervals. The watch also notes whether the process is in
-D state. Workers are checked at intervals, since inactivity causes no event. Hung workers are
-reported to the server, which stops them. `core/hang_decision` decides when a worker is hung.
+not written to the file in this round, it is alive as long as it completes collectives, which its
+torch counts; it is asked for the count at long intervals. The watch also records whether the
+process is in D state. Workers are checked at intervals, because inactivity causes no event. Hung
+workers are reported to the server, which stops them. `core/hang_decision` decides when a worker is
+hung.
 """
 
 from __future__ import annotations
@@ -37,20 +38,21 @@ log = logging.getLogger("rdzv.agent")
 
 LOOKS_PER_TIMEOUT = 10
 LOOK_MOST_MS, LOOK_LEAST_MS = 1_000, 50
-"""The bounds of the check interval: about a tenth of the time that workers may be silent."""
+"""The bounds for the check interval, which is about a tenth of the time that workers may be silent.
+"""
 ASK_LEAST_MS = 1_000
-"""The shortest interval at which workers are asked for their collectives, also about a tenth."""
+"""The minimum interval at which workers are asked about their collectives, also about a tenth."""
 BEGINS_MS = 120_000
 """How long after a worker's start a lack of collectives is not worth logging."""
 ASK_TIMEOUT_S = 3.0
-"""How long a worker's torch may take to answer."""
+"""How long a worker's torch may take to respond."""
 SAY_AGAIN_MS = 20_000
-"""The interval at which reports of workers that still hang are repeated: one may have been lost."""
+"""The interval at which reports of workers that still hang are repeated, in case one was lost."""
 
 
 @struct(frozen=True)
 class HungReport:
-    """All hung workers of a round on this node; empty once no worker hangs any more."""
+    """All hung workers of a round on this node; empty once no worker is hanging any more."""
 
     run: str
     round: int
@@ -64,14 +66,14 @@ class _Worker:
     activity: WorkerActivity
     hung: str = ""
     first: int | None = None
-    """How many collectives it had completed when it first answered."""
+    """How many collectives it had completed when it first responded."""
     completed: int | None = None
-    """The number in its last answer; None until it is known to complete any."""
+    """The number in its last response, or None until it is known to complete any collectives."""
     answered_ms: int = 0
 
 
 class HangWatch:
-    """Watches the workers of one job. Call `open_round` and `close_round` in each round."""
+    """Watches one job's workers. Call `open_round` and `close_round` in each round."""
 
     def __init__(
         self,
@@ -81,10 +83,10 @@ class HangWatch:
         records: RecordReader | None = None,
         identity: Identity | None = None,
     ) -> None:
-        """Report changes of the hung workers with `say`; without a timeout, watch no workers.
+        """Report changes in the set of hung workers with `say`; without a timeout, watch nothing.
 
-        Progress files are read with the rights of the workers' account. Without `records` no worker
-        is asked for its collectives.
+        Progress files are read with the rights of the workers' account. Without `records`, no
+        worker is asked about its collectives.
         """
         self._records = records
         self._asking: asyncio.Task[None] | None = None
@@ -101,7 +103,7 @@ class HangWatch:
         self._said_ms = 0
 
     def open_round(self, assignment: Assignment) -> None:
-        """Start watching the workers of a round as they are started."""
+        """Start watching a round's workers as they are started."""
         self.close_round()
         self._assignment = assignment
         if self._timeout is not None:
@@ -111,7 +113,7 @@ class HangWatch:
         """Watch with a learned limit, in this round and later ones, unless a timeout was given."""
         if self._timeout is None:
             log.info(
-                "%s: its workers use NCCL without torch's watchdog, so --hang-timeout=auto is used",
+                "%s: workers use NCCL without torch's watchdog; using --hang-timeout=auto",
                 self._rdzv_id,
             )
             self._timeout = HangTimeout()
@@ -119,19 +121,19 @@ class HangWatch:
                 self._begin_looking()
 
     def worker_started(self, local_rank: int, pid: int, file: str) -> None:
-        """Watch a worker that writes its progress to this file; empty if it has none."""
+        """Watch a worker that writes its progress to this file, which is empty if there is none."""
         if self._assignment is not None:
             self._workers[local_rank] = _Worker(pid, file, WorkerActivity())
 
     def worker_exited(self, local_rank: int) -> None:
-        """Stop watching a worker; one that was reported to hang hangs no more."""
+        """Stop watching a worker; if it was reported as hung, it no longer is."""
         worker = self._workers.pop(local_rank, None)
         if worker is not None and worker.hung:
             self._remember(worker)
             self._report()
 
     def close_round(self) -> None:
-        """Stop watching, because the workers are being stopped, or are gone."""
+        """Stop watching, because the workers are being stopped or are gone."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -143,7 +145,7 @@ class HangWatch:
         self._workers, self._assignment = {}, None
 
     def say_again(self) -> None:
-        """Report the hung workers to a server that may not know of them."""
+        """Report the hung workers to a server that may not know about them."""
         if self._hung():
             self._report()
 
@@ -167,7 +169,8 @@ class HangWatch:
         """Check all workers; report the hung ones if they changed or the last report is old."""
         assert self._timeout is not None
         now_ms = _now_ms()
-        # While this process was stopped it watched nothing, and maybe nothing else ran either.
+        # While this process was stopped it watched nothing, and perhaps nothing else was running,
+        # either.
         passed_ms = min(now_ms - self._looked_ms, 2 * self._look_every_ms)
         self._looked_ms = now_ms
         self._ask(now_ms)
@@ -195,7 +198,7 @@ class HangWatch:
         if report is not None or worker.completed is None:
             return Observation(report, state, switches)
         late_ms = 2 * self._ask_every_ms + int(ASK_TIMEOUT_S * 1000)
-        # A worker stopped by a signal completes nothing, and does not answer.
+        # A worker stopped by a signal completes nothing, and does not respond.
         known = state == STOPPED or _now_ms() - worker.answered_ms < late_ms
         return Observation(None, state, switches, worker.completed, self._ask_every_ms, known)
 
@@ -207,7 +210,7 @@ class HangWatch:
         return max((self._timeout.ms or AUTO_LEAST_MS) // LOOKS_PER_TIMEOUT, ASK_LEAST_MS)
 
     def _ask(self, now_ms: int) -> None:
-        """Ask workers without a progress file for their collectives, if that is due."""
+        """Ask workers without a progress file about their collectives, if this is due."""
         reader, due = self._records, now_ms - self._asked_ms >= self._ask_every_ms
         if reader is None or not reader.on or not due or self._asking is not None:
             return
@@ -220,7 +223,7 @@ class HangWatch:
         try:
             await asyncio.gather(*(_count(reader, worker) for worker in workers))
         except Exception:
-            log.exception("%s: cannot count the collectives of its workers", self._rdzv_id)
+            log.exception("%s: cannot count its workers' collectives", self._rdzv_id)
         finally:
             if asyncio.current_task() is self._asking:
                 self._asking = None
@@ -234,7 +237,7 @@ class HangWatch:
             log.warning("%s: RANK %d (pid %d) no longer hangs", *who)
 
     def _remember(self, worker: _Worker) -> None:
-        """Remember the silence of a worker that hung until now."""
+        """Remember how long a worker that hung until now was silent."""
         self._longest_ms = max(self._longest_ms, worker.activity.silent_ms)
 
     def _hung(self) -> Mapping[int, _Worker]:
@@ -261,8 +264,8 @@ class HangWatch:
 async def _count(reader: RecordReader, worker: _Worker) -> None:
     """Ask a worker how many collectives it has completed.
 
-    A worker that completes none, and waits in none, is not judged by their number: the script may
-    use collectives only at its start.
+    A worker that completes no collectives, and is not waiting in one, is not judged by their
+    number, because the script may use collectives only at its start.
     """
     try:
         begins = worker.activity.silent_ms < BEGINS_MS
@@ -278,7 +281,7 @@ async def _count(reader: RecordReader, worker: _Worker) -> None:
 
 
 def _last_report(file: str) -> tuple[int, ...] | None:
-    """Return values that change with each write to a file; None if there is none."""
+    """Return values that change with each write to a file, or None if there is no report."""
     with contextlib.suppress(OSError):
         if file and (found := Path(file).stat()).st_size:
             return found.st_ino, found.st_mtime_ns
@@ -286,7 +289,7 @@ def _last_report(file: str) -> tuple[int, ...] | None:
 
 
 def _switches(pid: int) -> int | None:
-    """Return the number of context switches of a process."""
+    """Return a process's number of context switches."""
     with contextlib.suppress(OSError, ValueError):
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
         found = [int(line.split()[1]) for line in lines if "ctxt_switches:" in line]

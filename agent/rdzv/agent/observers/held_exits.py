@@ -1,11 +1,11 @@
-"""Holds back the exit of a worker whose collective has failed, until all ranks have been asked.
+"""Holds back the exit of a worker whose collective has failed, until all ranks have been queried.
 
-A collective that times out fails on the ranks that have entered it; the rank that has not entered
-it is still running, and its stack shows what it does instead. So the timeout is reported as a hang:
-the server takes the stacks and the records of all ranks, and ends the round because of the rank
-that the others wait for. Meanwhile nothing is stopped here. If the server finds nothing, or is
-away, the exit is soon processed like any other. Peers lose their connections at the first exit, and
-hold back theirs, too, for a moment in which the server may ask.
+A collective that times out fails on the ranks that have entered it. The rank that has not entered
+it is still running, and its stack shows what it is doing instead. So the timeout is reported as a
+hang: the server takes the stacks and the records of all ranks, and ends the round because of the
+rank that the others are waiting for. In the meantime nothing is stopped here. If the server finds
+nothing, or is away, the exit is soon processed like any other. Peers lose their connections at the
+first exit, and also hold back theirs, for a moment in which the server may query them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from rdzv.core.evidence.hang_culprit import HungWorker
 log = logging.getLogger("rdzv.agent")
 
 HELD_S = 6.0
-"""How long an exit is held back for the server to find out which rank its collective waited for."""
+"""How long an exit is held back for the server to find out which rank its collective was waiting
+for.
+"""
 CUT_S = 1.0
-"""The same for a lost connection, unless the server asks meanwhile: it may follow from a timeout
-elsewhere, but most often follows from an exit.
+"""The same for a lost connection, unless the server asks in the meantime. The loss may result from
+a timeout elsewhere, but most often results from an exit.
 """
 
 
 class HeldExits:
-    """Holds back exits of one job. Call `open_round` and `close_round` in each round."""
+    """Holds back one job's exits. Call `open_round` and `close_round` in each round."""
 
     def __init__(
         self, rdzv_id: str, records: RecordReader, say: Callable[[HungReport], None]
@@ -45,26 +47,26 @@ class HeldExits:
         self._limit: asyncio.Timeout | None = None
 
     def open_round(self, assignment: Assignment) -> None:
-        """Start holding back exits of the workers of a round."""
+        """Start holding back exits of a round's workers."""
         self.close_round()
         if self._records.on and assignment.world_size > 1:
             self._assignment, self._over = assignment, asyncio.Event()
 
     def close_round(self) -> None:
-        """Process the exit that is held back, if any, and stop holding back exits."""
+        """Process the exit that is being held back, if any, and stop holding back exits."""
         self._assignment = None
         self._over.set()
 
     def note_asked(self) -> None:
-        """Note that the server takes the stacks of the round, so its verdict may follow."""
+        """Record that the server is taking the round's stacks, so that its verdict may follow."""
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time() + HELD_S)
 
     async def hold(self, local_rank: int, pid: int, file: str, *, timed_out: bool) -> None:
-        """Wait for the end of the round, for a bounded time, if a worker's collective has failed.
+        """If a worker's collective has failed, wait a limited time for the round to end.
 
-        `timed_out` says whether its final message reports a timeout. If it waited only for a
-        moment, its exit is not held back.
+        `timed_out` says whether the worker's final message reports a timeout. If the collective
+        waited only for a moment, the exit is not held back.
         """
         assignment = self._assignment
         if assignment is None:
@@ -86,7 +88,7 @@ class HeldExits:
             async with asyncio.timeout(HELD_S if timed_out else CUT_S) as self._limit:
                 await self._over.wait()
         except TimeoutError:
-            # The other workers' exits are of no more use than this one's.
+            # The other workers' exits are no more informative than this one's.
             self.close_round()
         finally:
             self._limit = None

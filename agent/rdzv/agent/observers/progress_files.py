@@ -3,10 +3,10 @@
 A worker may write its step, in decimal, at any time; `docs/progress.md` has the format. inotify
 signals changes, which are reported to the server at most once a second. Progress is for people:
 nothing waits for it, and an error with a file only causes a warning. It decides only one thing, at
-the end of a round: whether the round has made progress, beyond the highest step so far.
-`hang_watch` detects files that are no longer written, if that is requested.
+the end of a round: whether the round has progressed beyond the highest step so far. `hang_watch`
+detects files that are no longer being written, if that is requested.
 
-The files are in a temporary folder, whatever --log-dir is. A log folder may be on a network disk,
+The files are in a temporary folder, regardless of --log-dir. A log folder may be on a network disk,
 where a write would cost a worker milliseconds per step, and the agent could hang in a read.
 """
 
@@ -33,25 +33,24 @@ log = logging.getLogger("rdzv.agent")
 WINDOW_MS = 60_000
 """A rate covers the last minute, or the last step if that took longer."""
 INTERVAL_MS = 1_000
-"""The shortest interval between progress reports to the server."""
+"""The minimum interval between progress reports to the server."""
 INTERVAL_MS_PER_NODE = 2
-"""The same for each node of the round, so that one job's nodes send at most 500 reports a second.
-"""
+"""The same per node of the round, so that one job's nodes send at most 500 reports a second."""
 PREFIX = "rdzv_progress_"
 """The prefix of the temporary folders' names."""
 MAX_BYTES = 64
-"""A larger file does not contain a step."""
+"""The size limit for a file that contains a step."""
 MAX_STEP = 2**64 - 1
 MAX_REMOVED = 10_000
-"""The most files removed while everything else waits; each worker has a few."""
+"""The maximum number of files removed while everything else waits; each worker has a few."""
 
 # ---------------------------------------------------------------------- file content, and rates
 
 
 def read_step(content: bytes) -> int | None:
-    r"""Read a step: a decimal number, possibly surrounded by white space.
+    r"""Parse a step: a decimal number, possibly surrounded by white space.
 
-    Returns None for an empty file, as when it is about to be rewritten.
+    Returns None for an empty file, for example one that is about to be rewritten.
 
     >>> read_step(b"1204"), read_step(b"   1204\n"), read_step(b"\n")
     (1204, 1204, None)
@@ -72,13 +71,13 @@ def read_step(content: bytes) -> int | None:
 
 @struct(frozen=True)
 class Pace:
-    """The recent steps of one worker with their times: enough to compute its rate."""
+    """One worker's recent steps with their times: enough to compute its rate."""
 
     seen: tuple[tuple[int, int], ...] = ()
     """Pairs of time and step, oldest first: those in the window, and at least the last two."""
 
     def after(self, step: int, at_ms: int) -> Pace:
-        """Add a step; a lower one, as after a snapshot was loaded, restarts the record."""
+        """Add a step. A lower step, as after loading a snapshot, restarts the record."""
         if self.seen and step < self.seen[-1][1]:
             return Pace(((at_ms, step),))
         *earlier, last = (*self.seen, (at_ms, step))
@@ -87,7 +86,7 @@ class Pace:
 
     @property
     def step(self) -> int | None:
-        """The last step; None before the first."""
+        """The last step, or None before the first."""
         return self.seen[-1][1] if self.seen else None
 
     @property
@@ -106,7 +105,7 @@ class Pace:
 
 @struct(frozen=True)
 class RankProgress:
-    """The progress of one worker."""
+    """One worker's progress."""
 
     rank: int
     step: int
@@ -130,7 +129,7 @@ class Report:
 
 @dataclass(eq=False, slots=True)
 class _File:
-    """The watched file of one worker."""
+    """One worker's watched file."""
 
     path: Path
     rank: int
@@ -146,7 +145,7 @@ class _File:
         self.woken(self)
 
     def look(self, at_ms: int) -> bool:
-        """Read the file; return whether its step changed. The first bad content logs a warning."""
+        """Read the file and return whether its step changed; warn about invalid content once."""
         try:
             with acting_as(self.identity):
                 step = read_step(_content(self.path))
@@ -155,7 +154,8 @@ class _File:
         except (OSError, ValueError) as error:
             if not self.warned:
                 self.warned = True
-                log.warning("progress of RANK %d: %s: %s", self.rank, self.path, error)
+                text = "cannot read the progress of RANK %d from %s: %s"
+                log.warning(text, self.rank, self.path, error)
             return False
         if step is None or step == self.pace.step:
             return False
@@ -165,7 +165,7 @@ class _File:
 
 
 def _content(path: Path) -> bytes:
-    """Return the content of a file; empty if it is just being rewritten."""
+    """Return a file's content, or nothing if it is currently being rewritten."""
     fd = open_untrusted(path, os.O_RDONLY)
     try:
         first, again = (os.pread(fd, MAX_BYTES + 1, 0) for _ in range(2))
@@ -178,9 +178,10 @@ def _content(path: Path) -> bytes:
 class ProgressFiles:
     """The progress files of one job's workers on this node, and their content.
 
-    For each round, call `open_round` before the workers start and `close_round` when none takes
-    part any more. A kept worker continues with its file. `say` is called with the present progress
-    when it has changed, at most once a second, and by `say_again`. Call `close` at the end.
+    For each round, call `open_round` before the workers start and `close_round` when no worker
+    takes part any more. A kept worker continues with its file. `say` is called with the current
+    progress when it has changed, at most once a second, and by `say_again`. Call `close` at the
+    end.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class ProgressFiles:
         below: Path | None = None,
         identity: Identity | None = None,
     ) -> None:
-        """Report progress with `say`; the files are `below` a folder, or in the temporary one.
+        """Report progress with `say`; the files are `below` a folder, by default the temporary one.
 
         They belong to the workers' account, and are accessed with its rights.
         """
@@ -205,7 +206,7 @@ class ProgressFiles:
         self._looked_at_ms = 0
 
     def open_round(self, assignment: Assignment, local_world_size: int) -> None:
-        """Create and watch the files of a round's workers; if that fails, the workers get none."""
+        """Create and watch the files of a round's workers; on failure, they have no files."""
         self.close_round()
         try:
             if self._folder is None:
@@ -219,7 +220,8 @@ class ProgressFiles:
                         path.parent.mkdir(parents=True, exist_ok=True)
                         write_anew(path, b"")
         except OSError as error:
-            log.warning("no folder for progress files (%s); status shows no progress", error)
+            text = "cannot create progress files (%s); status will show no progress"
+            log.warning(text, error)
             return
         self._follow(assignment, paths)
 
@@ -233,7 +235,7 @@ class ProgressFiles:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the files; None before there are any."""
+        """The folder that contains the files, or None before there are any."""
         return self._folder
 
     @staticmethod
@@ -252,20 +254,20 @@ class ProgressFiles:
             self._watches.arm(file)
 
     def file(self, local_rank: int) -> str:
-        """Return the path of a worker's progress file in this round; empty if there is none."""
+        """Return the path of a worker's progress file in this round, or "" if there is none."""
         return str(self._files[local_rank].path) if self._files else ""
 
     def beside(self, name: str) -> Path | None:
-        """Return a path beside the workers' folders; None without a folder."""
+        """Return a path next to the workers' folders, or None if there is no folder."""
         return self._files[0].path.parents[1] / name if self._files else None
 
     def say_again(self) -> None:
-        """Report progress again to a server that may not know it."""
+        """Report progress again to a server that may not know about it."""
         if self._assignment is not None:
             self._report(self._assignment)
 
     def furthest(self) -> int | None:
-        """Return the highest step that any worker of the round reached; None if none was reported.
+        """Return the highest step that any worker in the round reached; None if unreported.
 
         The files are read once more for this.
         """
@@ -276,7 +278,7 @@ class ProgressFiles:
         return max(steps, default=None)
 
     def close_round(self) -> None:
-        """Forget the workers; those that are parked may still write to their files."""
+        """Forget the workers. Parked workers may still write to their files."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

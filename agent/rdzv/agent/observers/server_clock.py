@@ -1,8 +1,8 @@
-"""An estimate of the server's clock, from the answers to heartbeats.
+"""An estimate of the server's clock, based on the responses to heartbeats.
 
-The server received an answered heartbeat at some moment between its sending and its answer, so the
-error is half of that time. The best of the latest answers is used; its error grows with age, as
-clocks drift apart.
+The server received a heartbeat at some moment between its sending and the arrival of the response,
+so the error is half of that time. The best of the latest responses is used; its error grows with
+age, as clocks drift apart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ KEPT = 32
 DRIFT = 50e-6
 """How fast two clocks may drift apart; quartz is better than this."""
 ROUNDING_US = 500
-"""Half a millisecond: the server's clock counts milliseconds, so the middle of one is used."""
+"""Half a millisecond. The server's clock counts milliseconds, so the middle of one is used."""
 
 
 @struct(frozen=True)
@@ -23,7 +23,7 @@ class Reading:
     """How to convert this node's monotonic clock to the server's."""
 
     offset_us: int
-    """Added to a time of this node's clock."""
+    """The number to add to a time on this node's clock."""
     error_us: int
 
 
@@ -32,20 +32,20 @@ class ServerClock:
 
     def __init__(self) -> None:
         self._answers: deque[tuple[int, int, int]] = deque(maxlen=KEPT)
-        """For each answer: when it arrived, its offset and its error."""
+        """For each response, its time of arrival, offset and error."""
 
     def forget(self) -> None:
         """Drop the estimate, because the next stream may lead to another server."""
         self._answers.clear()
 
     def note(self, sent_ns: int, heard_ns: int, server_us: int) -> None:
-        """Record the server's time in an answer, and this node's monotonic times around it."""
+        """Record the server's time in a response, and this node's monotonic times around it."""
         middle_us = (sent_ns + heard_ns) // 2_000
         error_us = (heard_ns - sent_ns) // 2_000 + ROUNDING_US
         self._answers.append((heard_ns, server_us + ROUNDING_US - middle_us, error_us))
 
     def read(self, now_ns: int) -> Reading | None:
-        """Return the best reading; None before the first answer.
+        """Return the best reading, or None before the first response.
 
         >>> clock = ServerClock()
         >>> clock.note(1_000_000, 3_000_000, 9_000)

@@ -1,12 +1,13 @@
-"""Detects whether a round has changed the snapshot file: the file or folder that --snapshot names.
+"""Detects whether a round has changed the snapshot file, the file or folder named by --snapshot.
 
-It is examined before the first round, and when the workers of each round are gone: it has changed
+The path is examined before the first round, and when each round's workers are gone. It has changed
 if its newest time, its size or its number of files differs from the previous examination. Nodes do
-not compare their results: the path may be on a local disk of each node, and clocks of different
-nodes are never compared. It is enough that one node has seen a change.
+not compare their results, because the path may be on each node's local disk, and different nodes'
+clocks are never compared. It is enough that one node has seen a change.
 
-The path may be on a file server that does not answer. Each examination runs in a thread, and takes
-at most `TIMEOUT_S`. A path that cannot be read counts as changed: no job is given up for that.
+The path may be on a file server that does not respond. Each examination runs in a thread, and takes
+at most `TIMEOUT_S`. A path that cannot be read counts as changed, so that no job is given up for
+that reason.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ log = logging.getLogger("rdzv.agent")
 TIMEOUT_S = 5.0
 """How long a round's end, or the first round's start, waits for the file system."""
 MAX_ENTRIES = 20_000
-"""The most entries of a folder that are examined, starting with the top levels, which have the new
-files.
+"""The maximum number of a folder's entries examined, starting with the top levels, which have the
+new files.
 """
 
 
 @struct(frozen=True)
 class Sight:
-    """A summary of a path's content in three numbers; all 0 if there is nothing."""
+    """A summary of a path's content in three numbers, all 0 if the path does not exist."""
 
     newest_ns: int = 0
     entries: int = 0
@@ -48,7 +49,6 @@ def look(path: Path) -> Sight:
 
     Raises:
         OSError: it cannot be read.
-
     """
     try:
         first = path.stat()
@@ -59,7 +59,7 @@ def look(path: Path) -> Sight:
         return Sight(newest_ns, entries, first.st_size)
     folders = deque([str(path)])
     while folders and entries < MAX_ENTRIES:
-        # A file that disappears meanwhile is a change, which the next examination detects.
+        # A file that disappears in the meantime is a change, which the next examination detects.
         with contextlib.suppress(FileNotFoundError), os.scandir(folders.popleft()) as found:
             for entry in islice(found, MAX_ENTRIES - entries):
                 with contextlib.suppress(FileNotFoundError):
@@ -73,7 +73,7 @@ def look(path: Path) -> Sight:
 
 
 class SnapshotFileWatch:
-    """Watches the snapshot file of one job on this node; without a path, it does nothing."""
+    """Watches one job's snapshot file on this node; without a path, it does nothing."""
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class SnapshotFileWatch:
         look: Callable[[Path], Sight] = look,
         identity: Identity | None = None,
     ) -> None:
-        """Examine a path with the rights of its owner."""
+        """Examine a path with its owner's rights."""
         self._path = path
         self._identity = identity
         self._look = look
         self._aside = Aside(TIMEOUT_S)
         self._last: Sight | None = None
-        """The content when it was last examined; None if unknown."""
+        """The content when it was last examined, or None if unknown."""
         self._looked = False
         self._warned = False
 

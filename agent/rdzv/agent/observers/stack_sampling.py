@@ -1,9 +1,9 @@
-"""Samples the stacks of workers with py-spy, from outside, so that they need not cooperate.
+"""Samples workers' stacks with py-spy, from outside, so that the workers need not cooperate.
 
-py-spy reads the memory of another process, and stops it for some milliseconds to get a consistent
-state; a process that is not running is read without a stop. If py-spy is not permitted, or finds no
-Python, /proc still shows the state of the process and where it sleeps in the kernel, and a note
-explains why there is no more, and what would help.
+py-spy reads another process's memory, and stops the process for some milliseconds to get a
+consistent state; a process that is not running is read without being stopped. If py-spy is not
+permitted, or finds no Python, /proc still shows the process's state and where it sleeps in the
+kernel, and a note explains why no more is available, and what would help.
 """
 
 from __future__ import annotations
@@ -38,26 +38,30 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.agent")
 
 RECORD_TIMEOUT_S = 3.0
-"""How long torch may take to return the record of one worker; it takes some milliseconds."""
+"""How long torch may take to return one worker's record, which normally takes a few milliseconds.
+"""
 PY_SPY_TIMEOUT_S = 5.0
-"""How long py-spy may take for one worker; it takes about 20 ms."""
+"""How long py-spy may take for one worker, which normally takes about 20 ms."""
 ON_THE_WAY_S = 1.0
 """How much of the server's deadline is reserved for sending the stacks."""
 MAX_ASKED = 8
-"""The most concurrent requests for one job; the server has a lower limit of its own."""
+"""The maximum number of concurrent requests for one job. The server has a lower limit of its own.
+"""
 AT_ONCE = 4
-"""The most workers sampled at once: py-spy reads a worker's libraries, which costs CPU."""
+"""The maximum number of workers sampled at once, because py-spy uses CPU to read a worker's
+libraries.
+"""
 
 MAX_THREADS = 32
 MAX_FRAMES = 64
 MAX_BYTES = 64 * 1024
-"""The largest size of one worker's reported threads, not counting its main thread."""
+"""The maximum size of one worker's reported threads, not counting its main thread."""
 MAX_NAME_CHARS = 200
 MAX_FILE_CHARS = 300
 MAX_KERNEL_FRAMES = 16
 MAX_NOTE_CHARS = 500
 MAX_OUTPUT_BYTES = 8 << 20
-"""The largest output of py-spy for one worker; more is an error."""
+"""The maximum size of py-spy's output for one worker; more is an error."""
 
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
@@ -81,24 +85,26 @@ class Target:
     local_rank: int
     pid: int
     file: str = ""
-    """Its progress file, beside which its torch listens; empty if it has none."""
+    """Its progress file, in whose folder its torch listens; empty if there is none."""
 
 
 def find_py_spy() -> str | None:
-    """Return the path of py-spy, beside the agent's interpreter or on PATH; None if not found."""
+    """Return py-spy's path, next to the agent's interpreter or on PATH, or None if not found."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
 Say = Callable[[int, tuple[WorkerStack, ...], bool, str], Awaitable[None]]
-"""Sends stacks for a request; says whether they are the last, and why there are none."""
+"""Sends stacks for a request, with flags for whether they are the last, and the reason if there are
+none.
+"""
 
 
 class StackAnswers:
-    """Answers requests for the stacks of one job's workers on this node."""
+    """Handles requests for the stacks of one job's workers on this node."""
 
     def __init__(self, say: Say, records: RecordReader) -> None:
-        """Answer with `say`, which waits until there is room in the stream."""
+        """Send stacks with `say`, which waits until there is room in the stream."""
         self._say = say
         self._records = records
         self._tasks: set[asyncio.Task[None]] = set()
@@ -106,9 +112,9 @@ class StackAnswers:
     def answer(
         self, asked: StacksAsked, targets: Sequence[Target], why_none: str, world_size: int = 1
     ) -> None:
-        """Start to answer; `why_none` says why there is no worker to sample.
+        """Start handling a request; `why_none` says why there is no worker to sample.
 
-        The more workers the round has in all, the less of each worker's record is sent.
+        The more workers the round has in total, the less of each worker's record is sent.
         """
         if len(self._tasks) >= MAX_ASKED:
             targets, why_none = (), f"this node already answers {MAX_ASKED} requests for stacks"
@@ -119,7 +125,7 @@ class StackAnswers:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Stop answering."""
+        """Stop handling requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -134,7 +140,7 @@ class StackAnswers:
                 async for stack in stacks:
                     await self._say(asked.request, (stack,), False, "")
         except Exception as failure:
-            log.exception("cannot take the stacks of %s", asked.rdzv_id)
+            log.exception("cannot capture stacks of %s", asked.rdzv_id)
             error = f"a bug in its agent: {failure!r}"
         await self._say(asked.request, (), True, error)
 
@@ -161,7 +167,7 @@ class StackAnswers:
 
     async def _record(self, target: Target, entries: int) -> FlightRecord:
         if process_state(target.pid) == STOPPED:
-            # Otherwise the others would wait for an answer that cannot come.
+            # Otherwise the others would wait for a response that cannot come.
             raise NoRecordError("it is stopped by a signal, so it does not answer")
         left = self._records.left(target.file, target.pid, entries, gone=False)
         if left is not None:
@@ -169,20 +175,20 @@ class StackAnswers:
         return await self._records.read(target.file, target.pid, entries, RECORD_TIMEOUT_S)
 
     def _timeout_s(self, asked: StacksAsked) -> float:
-        """Return the time left for sampling, with a reserve for sending the answer."""
+        """Return the time left for sampling, with a reserve for sending the stacks."""
         return max(asked.timeout_ms / 1000 - ON_THE_WAY_S, ON_THE_WAY_S)
 
 
 With = Callable[[Target, Awaitable[WorkerStack | None]], Awaitable[WorkerStack | None]]
-"""Adds to a worker's stack other data, which is read while the stack is being sampled."""
+"""Adds other data to a worker's stack, read while the stack is being sampled."""
 
 
 async def take_all(
     targets: Sequence[Target], timeout_s: float, look: With | None = None
 ) -> AsyncGenerator[WorkerStack, None]:
-    """Yield the stack of each worker as soon as it is read; leave out those that have exited.
+    """Yield each worker's stack as soon as it is read, omitting workers that have exited.
 
-    A stack that cannot be read within `timeout_s` is replaced by a note.
+    A stack that cannot be read within `timeout_s` is replaced with a note.
     """
     py_spy, gate = find_py_spy(), asyncio.Semaphore(AT_ONCE)
     deadline_s = asyncio.get_running_loop().time() + timeout_s
@@ -214,7 +220,7 @@ async def _take(
 
 
 async def _look(py_spy: str | None, target: Target, timeout_s: float) -> WorkerStack | None:
-    """Sample one worker; None if it has exited."""
+    """Sample one worker; return None if it has exited."""
     state = process_state(target.pid)
     if state == "":
         return None
@@ -223,7 +229,7 @@ async def _look(py_spy: str | None, target: Target, timeout_s: float) -> WorkerS
         return _from_proc(target, note)
     if state == ZOMBIE:
         return _from_proc(target, "")
-    # A stopped process cannot be stopped again, nor can one in D state before it leaves it.
+    # A stopped process cannot be stopped again, nor can one in D state until it leaves that state.
     ways = (
         [("--nonblocking",)]
         if state in (STOPPED, "t", UNINTERRUPTIBLE)
@@ -242,29 +248,28 @@ async def _look(py_spy: str | None, target: Target, timeout_s: float) -> WorkerS
         found = _from_proc(target, "")
         if found is None:
             return None
-        # Where it sleeps in the kernel matters only if it cannot leave that sleep.
+        # The place where it sleeps in the kernel matters only if it cannot leave that sleep.
         kernel = found.kernel if found.state == UNINTERRUPTIBLE else ()
         return replace(found, threads=threads, kernel=kernel)
     return _from_proc(target, note)
 
 
 def _let_go(pid: int) -> None:
-    """Continue a worker that py-spy may have left stopped, because py-spy was killed.
+    """Continue a worker that py-spy may have left stopped when py-spy was killed.
 
-    The stop may not be visible yet: this also cancels a pending SIGSTOP.
+    The stop may not be visible yet; SIGCONT also cancels a pending SIGSTOP.
     """
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGCONT)
 
 
 async def _run(py_spy: str, pid: int, way: Sequence[str], timeout_s: float) -> bytes:
-    """Return the output of py-spy for a process.
+    """Return py-spy's output for a process.
 
     Raises:
         OSError: it cannot be started.
-        ValueError: it fails; the message says why.
+        ValueError: it fails; the message gives the reason.
         TimeoutError: it took too long, and was killed.
-
     """
     process = await start_spared(
         py_spy,
@@ -273,7 +278,7 @@ async def _run(py_spy: str, pid: int, way: Sequence[str], timeout_s: float) -> b
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "RUST_BACKTRACE": "0"},
-        # Ctrl-C is for the agent to handle.
+        # The agent itself handles Ctrl-C.
         start_new_session=True,
     )
     try:
@@ -291,7 +296,7 @@ async def _run(py_spy: str, pid: int, way: Sequence[str], timeout_s: float) -> b
 
 
 def _complaint(text: bytes) -> str:
-    r"""Summarise py-spy's error message in one line.
+    r"""Summarize py-spy's error message in one line.
 
     >>> _complaint(b"Error: No stacks\n\nCaused by:\n  0: Refused\n  1: EPERM\n\nStack backtrace:")
     'No stacks: Refused: EPERM'
@@ -332,7 +337,7 @@ def _ptrace_scope() -> int:
 
 
 def parse_dump(text: bytes, pid: int) -> tuple[Thread, ...]:
-    """Parse the output of `py-spy dump --json`: the main thread first; long stacks are cut.
+    """Parse the output of `py-spy dump --json`, main thread first; long stacks are truncated.
 
     Raises:
         ValueError: the output is something else, or has no thread.
@@ -348,7 +353,7 @@ def parse_dump(text: bytes, pid: int) -> tuple[Thread, ...]:
 
 
 def _main_thread(said: list[Any], pid: int) -> Any:
-    """Return Python's main thread; if none is marked as such, the first one."""
+    """Return Python's main thread, or the first thread if none is marked as such."""
     if not said:
         raise ValueError("py-spy finds no Python thread in it")
     by_id = (one for one in said if one.get("os_thread_id") == pid)
@@ -357,7 +362,7 @@ def _main_thread(said: list[Any], pid: int) -> Any:
 
 
 def _bounded(threads: Sequence[Thread]) -> tuple[Thread, ...]:
-    """Drop the threads beyond `MAX_BYTES`, but never the first."""
+    """Drop threads beyond `MAX_BYTES`, but never the first one."""
     room, kept = MAX_BYTES, list(threads[:1])
     for thread in threads[1:]:
         room -= sum(len(frame.name) + len(frame.file) + 16 for frame in thread.frames)
@@ -375,7 +380,7 @@ def _thread(said: Any, *, main: bool) -> Thread:
         )
         for frame in said["frames"][:MAX_FRAMES]
     )
-    # Python names no threads before `threading` is imported.
+    # Python does not name threads until `threading` is imported.
     name = str(said.get("thread_name") or ("MainThread" if main else ""))[:MAX_NAME_CHARS]
     return Thread(name, main, frames, bool(said.get("owns_gil")))
 
@@ -384,7 +389,7 @@ def _thread(said: Any, *, main: bool) -> Thread:
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process, as one letter of /proc/PID/stat; empty if it is gone."""
+    """Return a process's state, as one letter from /proc/PID/stat, or "" if it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         return text.rpartition(")")[2].split()[0]
@@ -393,7 +398,7 @@ def process_state(pid: int) -> str:
 
 
 def _from_proc(target: Target, note: str) -> WorkerStack | None:
-    """Return the publicly readable state of a process; None if it has exited."""
+    """Return a process's publicly readable state, or None if it has exited."""
     state = process_state(target.pid)
     if state == "":
         return None

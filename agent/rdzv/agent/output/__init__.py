@@ -1,1 +1,1 @@
-"""Output of workers: log files by round and rank, the console, and remote readers."""
+"""Workers' output: log files by round and rank, the console, and remote readers."""

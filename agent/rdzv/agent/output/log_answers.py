@@ -1,10 +1,10 @@
-"""Reads the workers' log files for readers that ask through the server.
+"""Reads the workers' log files for readers that request them through the server.
 
-Each request has a task, which reads the files of one round in turn, and with `follow` those of the
-next rounds. The request's *credit* limits what is sent, so a slow reader costs nothing here: the
-file is the buffer. Each job's files are read in a thread of their own, because a hanging file
-server must block neither the agent nor reading other jobs' files. The file names are those given to
-the workers at their start; a request never contributes to a name.
+Each request has a task, which reads one round's files in turn and, with `follow`, those of later
+rounds. The request's *credit* limits how much is sent, so a slow reader costs nothing here: the
+file is the buffer. Each job's files are read in a separate thread, because a hanging file server
+must not block the agent or the reading of other jobs' files. The file names are those given to the
+workers at their start; a request never contributes to a name.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from rdzv.agent.system.side_thread import settle
 from rdzv.structs import struct
 
 MAX_REQUESTS = 64
-"""The most concurrent requests; the server has a lower limit of its own."""
+"""The maximum number of concurrent requests. The server has a lower limit of its own."""
 PIECE_BYTES = 64 * 1024
-"""The most data in one piece."""
+"""The maximum amount of data in one piece."""
 PIECE_COST = 256
 """The credit that a piece costs in addition to its data, which also limits the number of small
-pieces. `rdzv.server.diagnosis.worker_logs` counts the same.
+pieces. `rdzv.server.diagnosis.worker_logs` uses the same cost.
 """
 TAIL_BYTES = 64 * 1024 * 1024
-"""How far back the start of the last lines is searched."""
+"""How far back to search for the start of the last lines."""
 ERROR_CHARS = 1_000
 
 _P = ParamSpec("_P")
@@ -46,7 +46,7 @@ _R = TypeVar("_R")
 
 @struct(frozen=True)
 class ReadRequest:
-    """The requested part of a job's logs; for the meaning of None see `rdzv.proto`."""
+    """The requested part of a job's logs. For the meaning of None, see `rdzv.proto`."""
 
     number: int
     rdzv_id: str
@@ -60,7 +60,7 @@ class ReadRequest:
     tail_bytes: int = 0
     tail_lines: int = 0
     positions: Mapping[tuple[int, bool], int] = field(default_factory=dict)
-    """Where to continue in the files of `round`, by LOCAL_RANK and whether it is stderr."""
+    """Where to continue in the files of `round`, by LOCAL_RANK and whether the file is stderr."""
 
 
 @struct(frozen=True)
@@ -82,13 +82,13 @@ Say = Callable[[Piece], Awaitable[None]]
 
 
 class LogAnswers:
-    """Answers the requests of one stream, for all jobs of a node."""
+    """Handles one stream's requests, for all of a node's jobs."""
 
     def __init__(self, say: Say) -> None:
         """Send pieces with `say`, which waits until there is room for one."""
         self._say = say
         self.past: Callable[[str], Written | None] = lambda _: None
-        """Finds the output of a job that has left this node; called in the thread."""
+        """Finds the output of a job that has left this node. Called in the reader thread."""
         self._written: dict[str, Written] = {}
         self._requests: dict[int, _Request] = {}
         self._watches: Watches | None = None
@@ -96,7 +96,7 @@ class LogAnswers:
         """The threads by job, because one job's files may be on a server that hangs."""
 
     def serve(self, rdzv_id: str, written: Written) -> None:
-        """Answer requests for a job from now on."""
+        """Handle requests for a job from now on."""
         self._written[rdzv_id] = written
 
     def forget(self, rdzv_id: str) -> None:
@@ -104,7 +104,7 @@ class LogAnswers:
         self._written.pop(rdzv_id, None)
 
     def read(self, request: ReadRequest) -> None:
-        """Start to answer a request."""
+        """Start handling a request."""
         self.cancel(request.number)
         written = self._written.get(request.rdzv_id)
         answer = _Request(request, written, self._reader(request.rdzv_id), self._say, self.past)
@@ -120,7 +120,7 @@ class LogAnswers:
             request.grant(credit)
 
     def cancel(self, number: int) -> None:
-        """Stop answering a request, without a closing message."""
+        """Abort the response to a request without sending a final message."""
         if (request := self._requests.pop(number, None)) is not None:
             request.task.cancel()
 
@@ -130,13 +130,13 @@ class LogAnswers:
             self.cancel(number)
 
     async def finish(self, within_s: float) -> None:
-        """Send the rest of the logs of ended jobs, as far as readers accept it in that time."""
+        """Send the rest of ended jobs' logs, as far as readers accept it within `within_s`."""
         tasks = [request.task for request in self._requests.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=within_s)
 
     def close(self) -> None:
-        """Stop answering all requests."""
+        """Abort the responses to all requests."""
         self.cancel_all()
         for reader in self._readers.values():
             reader.close()
@@ -153,7 +153,7 @@ class LogAnswers:
         return self._readers[rdzv_id]
 
     def _close_idle(self) -> None:
-        """End the threads of jobs without readers; a hanging thread stays for the next reader."""
+        """End the threads of jobs without readers, leaving a hanging thread for the next reader."""
         read = {request.rdzv_id for request in self._requests.values()}
         for rdzv_id in self._readers.keys() - read:
             if not self._readers[rdzv_id].busy:
@@ -161,7 +161,7 @@ class LogAnswers:
 
 
 class _Request:
-    """A request that is being answered."""
+    """A request that is being handled."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class _Request:
         say: Say,
         past: Callable[[str], Written | None],
     ) -> None:
-        """Answer from `written`; if the job is not here, or lacks that round, ask `past`."""
+        """Read from `written` or, if the job is not here or lacks that round, from `past`."""
         self.refusal = ""
         self.task: asyncio.Task[None]
         self.rdzv_id = wanted.rdzv_id
@@ -183,7 +183,7 @@ class _Request:
         self._say = say
         self._credit = wanted.credit
         self._news = asyncio.Event()
-        """Set when there may be work: new credit, or a change of a file or of the rounds."""
+        """Set when there may be work: new credit, or a change to a file or to the rounds."""
         self._told: set[str] = set()
 
     def begin(self, at_end: Callable[[], object]) -> None:
@@ -214,7 +214,7 @@ class _Request:
         await self._send(Piece(self._wanted.number, last=True, error=error[:ERROR_CHARS]))
 
     async def _look_back(self) -> str:
-        """Find an earlier run if one is requested; return why none can be found."""
+        """Find an earlier run if one is requested; return the reason if none can be found."""
         wanted = self._wanted
         earlier = (
             not wanted.follow and wanted.round is not None and not self._written.at(wanted.round)
@@ -228,14 +228,15 @@ class _Request:
         return "" if self._here else f"this node takes no part in {wanted.rdzv_id}"
 
     async def _read_rounds(self) -> str:
-        """Read the requested round, and with `follow` later ones; return why reading failed."""
+        """Read the requested round and, with `follow`, later ones; return the reason on failure."""
         wanted, written = self._wanted, self._written
         first = wanted.round if wanted.round is not None else written.last
         if not wanted.follow:
             found = None if first is None else written.at(first)
             return "" if found is None else await self._read_round(found, first=True)
         number, begun = first or 0, False
-        # This is sent even if there is nothing yet, so that the reader knows that the node answers.
+        # This is sent even if there is no data yet, so that the reader knows that the node
+        # responds.
         await self._send(Piece(wanted.number, number))
         while True:
             found = written.next(number)
@@ -250,7 +251,7 @@ class _Request:
                 await self._pause()
 
     async def _read_round(self, found: WrittenRound, *, first: bool) -> str:
-        """Send the requested part of a round; return why nothing at all can be sent."""
+        """Send the requested part of a round; return the reason if nothing at all can be sent."""
         files, nowhere = self._files(found)
         if not files and not nowhere:
             return ""
@@ -269,7 +270,7 @@ class _Request:
         return ""
 
     def _files(self, found: WrittenRound) -> tuple[list[_File], list[str]]:
-        """Return the requested files of a round, and the reasons why others are missing."""
+        """Return a round's requested files, and the reasons why others are missing."""
         wanted = self._wanted
         files: list[_File] = []
         without: dict[tuple[bool, Path | None], list[int]] = {}
@@ -292,7 +293,7 @@ class _Request:
     # ------------------------------------------------------------------ files
 
     async def _read_files(self, found: WrittenRound, files: Iterable[_File]) -> None:
-        """Send the files of a round to their end, which is final once the round is over."""
+        """Send a round's files to their end, which is final once the round is over."""
         left = dict.fromkeys(files)
         ready = dict(left)
         while left:
@@ -326,18 +327,18 @@ class _Request:
             elif final:
                 del left[file]
             elif file.watch is None:
-                # The file is read again, because a write in between did not notify.
+                # Read the file again, because a write in between did not trigger a notification.
                 await self._reader.run(self._reader.watches.arm, file)
                 ready[file] = None
 
     def _place(self, file: _File, first: bool) -> None:
-        """Determine where to begin in a file, and where to end if it is not followed."""
+        """Determine where to begin in a file and, if it is not followed, where to end."""
         wanted = self._wanted
         if file.round == wanted.round:
             file.offset = wanted.positions.get((file.local_rank, file.stderr), 0)
         with contextlib.suppress(
             OSError
-        ):  # Either the first read reports why, or the file is still missing.
+        ):  # Either the first read reports the reason, or the file does not exist yet.
             size = file.size()
             if not wanted.follow:
                 file.end = size
@@ -353,7 +354,7 @@ class _Request:
         self._news.clear()
 
     async def _room(self) -> int:
-        """Wait for credit; return the most data that a piece may carry."""
+        """Wait for credit; return the maximum amount of data that a piece may carry."""
         while self._credit <= PIECE_COST:
             await self._pause()
         return self._credit - PIECE_COST
@@ -377,7 +378,7 @@ class _Request:
         )
 
     async def _complain(self, found: WrittenRound, reason: str) -> None:
-        """Report once why a part is missing; the rest is sent."""
+        """Report once why a part is missing. The rest is still sent."""
         if reason not in self._told:
             self._told.add(reason)
             error = reason[:ERROR_CHARS]
@@ -385,7 +386,7 @@ class _Request:
 
 
 def _without_file(stderr: bool, path: Path | None, ranks: Iterable[int]) -> str:
-    """Explain why there is no file, and what helps."""
+    """Explain why there is no file, and how to get one."""
     who = f"RANK {', '.join(map(str, ranks))}: {'stderr' if stderr else 'stdout'}"
     if path is None:
         return (
@@ -407,7 +408,7 @@ class _File:
 
     path: Path
     identity: Identity | None
-    """The account with whose rights it is opened."""
+    """The account whose rights are used to open it."""
     round: int
     local_rank: int
     rank: int
@@ -416,7 +417,7 @@ class _File:
     """Called when the file may have changed."""
     offset: int = 0
     end: int | None = None
-    """The position at which to end; None if the file is followed."""
+    """The position at which to end, or None if the file is followed."""
     watch: int | None = None
     woken: bool = False
 
@@ -442,10 +443,10 @@ class _File:
 
 
 class _Opened:
-    """A file open for reading: a regular one, not reached by a link.
+    """A regular file that is open for reading and was not reached through a link.
 
     Its folders belong to the workers' account, which may replace them with links, so they are
-    accessed with the rights of that account.
+    accessed with that account's rights.
     """
 
     def __init__(self, path: Path, identity: Identity | None) -> None:
@@ -464,16 +465,16 @@ class _Opened:
 def tail(
     path: Path, size: int, tail_bytes: int, tail_lines: int, identity: Identity | None = None
 ) -> int:
-    """Return the offset of the last `tail_lines` lines or `tail_bytes` bytes, whichever is shorter.
+    """Return the offset of the last `tail_lines` lines or `tail_bytes` bytes, whichever is less.
 
-    0 sets no limit. At most `TAIL_BYTES` are searched for lines.
+    0 means no limit. At most `TAIL_BYTES` are searched for lines.
     """
     start = max(size - tail_bytes, 0) if tail_bytes else 0
     if not tail_lines:
         return start
     start = max(start, size - TAIL_BYTES)
     with _Opened(path, identity) as fd:
-        # A line end at the end of the file begins no further line.
+        # A line ending at the end of the file does not begin another line.
         end, found = size, -1 if size and os.pread(fd, 1, size - 1) == b"\n" else 0
         while end > start:
             begin = max(end - PIECE_BYTES, start)
@@ -491,13 +492,13 @@ def tail(
 
 
 class _Reader:
-    """A thread for reads, which may hang, and the watches for changes of its files."""
+    """A thread for reads, which may hang, and the watches for changes to its files."""
 
     def __init__(self, watches: Watches) -> None:
         self.watches = watches
         self.busy = False
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # A daemon thread, so that a read that hangs does not keep the agent from exiting.
+        # This is a daemon thread, so that a read that hangs does not keep the agent from exiting.
         threading.Thread(target=self._run, name="log reader", daemon=True).start()
 
     async def run(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:

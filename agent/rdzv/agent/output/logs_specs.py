@@ -1,7 +1,7 @@
-"""--logs-specs: a user-defined class decides where the workers of each round write.
+"""--logs-specs: a user-defined class determines where each round's workers write.
 
 torch calls it a LogsSpecs (`torch/distributed/elastic/multiprocessing/api.py`). It runs in a
-process with the job's interpreter for as long as the job does, and is asked once a round.
+process with the job's interpreter for as long as the job does, and is called once per round.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rdzv.agent.system.side_process import Message, SideProcess
 from rdzv.errors import InvalidRequestError
 
 REIFY_TIMEOUT_S = 60.0
-"""How long it may take to return the output paths of a round's workers."""
+"""How long it may take to return the output paths for a round's workers."""
 
 CLOSE_TIMEOUT_S = 2.0
 
 Environs = Mapping[int, Mapping[str, str]]
-"""By LOCAL_RANK: the variables that the agent adds to its own environment for the workers."""
+"""For each LOCAL_RANK, the variables that the agent adds to its own environment for the worker."""
 
 
 class LogsSpecs:
@@ -34,7 +34,7 @@ class LogsSpecs:
         self._local_world_size = local_world_size
         self._side: SideProcess | None = None
         self._round: int | None = None
-        """The round of the pending request; None if no answer is expected."""
+        """The round of the pending request, or None if no response is expected."""
         self._answer: asyncio.Future[RoundOutput] | None = None
 
     async def open(self, launch: Launch) -> None:
@@ -67,11 +67,10 @@ class LogsSpecs:
         await self._side.ready(option)
 
     async def reify(self, round_: int, environs: Environs) -> RoundOutput:
-        """Return the output paths of a round's workers. Another call drops a pending request.
+        """Return the output paths for a round's workers. Another call drops a pending request.
 
         Raises:
-            OSError: the class gives no usable answer.
-
+            OSError: the class returns no usable result.
         """
         answer: asyncio.Future[RoundOutput] = asyncio.get_running_loop().create_future()
         self._round, self._answer = round_, answer
@@ -85,7 +84,7 @@ class LogsSpecs:
             raise OSError(f"--logs-specs: {reason}") from None
 
     async def close(self) -> None:
-        """End the process; a pending request stays unanswered."""
+        """End the process. A pending request remains unanswered."""
         self._round = None
         if self._side is not None:
             side, self._side = self._side, None
@@ -103,7 +102,7 @@ class LogsSpecs:
             try:
                 output = _round_output(message, self._local_world_size)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
-                # The class is the user's code, and so is everything in its process.
+                # The class is the user's code, and so is everything else in its process.
                 self._fail(f"its answer is invalid: {error!r}")
                 return
             self._round = None
@@ -117,7 +116,10 @@ class LogsSpecs:
 
 
 def _streams(by_rank: Mapping[int, int], local_world_size: int) -> dict[int, int]:
-    """Encode a common value under -1, and differing ones per worker: torch's classes may care."""
+    """Encode a value shared by all workers under key -1, and differing values by worker.
+
+    torch's classes may depend on this distinction.
+    """
     values = set(by_rank.values())
     if len(values) == 1 and by_rank.keys() == set(range(local_world_size)):
         return {-1: values.pop()}
@@ -126,7 +128,7 @@ def _streams(by_rank: Mapping[int, int], local_world_size: int) -> dict[int, int
 
 def _round_output(told: Message, local_world_size: int) -> RoundOutput:
     workers = (_worker_output(told, str(n)) for n in range(local_world_size))
-    # A file without a name is not passed on.
+    # An empty file name is not passed on.
     filtered = {
         Stream.OUT: Path(told["filtered_stdout"] or os.devnull),
         Stream.ERR: Path(told["filtered_stderr"] or os.devnull),

@@ -5,8 +5,8 @@
     LOG_DIR/RDZV_ID-RUN/NODE_ID/round_3/0/{stdout.log,stderr.log,error.json}
     LOG_DIR/RDZV_ID-RUN/NODE_ID/attempt_1 -> round_3       (the latest round of restart 1)
 
-The agent never deletes these files. With LOG_DIR=/dev/null there are none. The files of a submitted
-job without its own LOG_DIR are in the agent's state directory; see `run_folders`.
+The agent never deletes these files. With LOG_DIR=/dev/null there are none. If a submitted job has
+no LOG_DIR of its own, its files are in the agent's state directory; see `run_folders`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class WorkerFiles:
-    """The files of one worker of one round."""
+    """One worker's files in one round."""
 
     stdout: Path
     stderr: Path
@@ -36,10 +36,10 @@ class WorkerFiles:
 
 @struct(frozen=True)
 class WorkerOutput:
-    """The output paths of one worker."""
+    """One worker's output paths."""
 
     stdout: Path | None
-    """Its log; None for the agent's own stdout."""
+    """Its log, or None for the agent's own stdout."""
     stderr: Path | None
     error: Path
     """The file in which it reports its failure."""
@@ -54,9 +54,9 @@ class RoundOutput:
     """The output paths of one round's workers."""
 
     workers: tuple[WorkerOutput, ...]
-    """By LOCAL_RANK."""
+    """The workers' paths, by LOCAL_RANK."""
     filtered: Mapping[Stream, Path]
-    """The files for the lines that --duplicate-stdout-filters and the like select."""
+    """The files for the lines selected by --duplicate-stdout-filters and related options."""
 
 
 @struct(frozen=True)
@@ -66,20 +66,20 @@ class WrittenRound:
     number: int
     rank_first: int
     workers: tuple[WorkerOutput, ...]
-    """By LOCAL_RANK."""
+    """The workers' paths, by LOCAL_RANK."""
     identity: Identity | None = None
-    """The account with whose rights they are read; None for this process's own rights."""
+    """The account whose rights are used to read them, or None for this process's own rights."""
 
 
 KEPT_ROUNDS = 256
-"""How many of the latest rounds' logs can be requested; older ones are only on disk."""
+"""How many of the latest rounds' logs can be requested. Older ones are only on disk."""
 
 
 class Written:
     """The output files of a job's workers on this node, round by round, for readers."""
 
     def __init__(self, identity: Identity | None = None) -> None:
-        """Begin without rounds; the workers run as this account."""
+        """Begin without any rounds; the workers run under this account."""
         self._identity = identity
         self._rounds: dict[int, WrittenRound] = {}
         self._live: int | None = None
@@ -90,7 +90,7 @@ class Written:
 
     @classmethod
     def before(cls, rounds: Iterable[WrittenRound]) -> Written:
-        """Return the output of an ended job; of two rounds with one number, the last counts."""
+        """Return the output of an ended job; if a round number is repeated, the last counts."""
         written = cls()
         written._rounds = {round_.number: round_ for round_ in rounds}
         written.ended = True
@@ -98,11 +98,11 @@ class Written:
 
     @property
     def last(self) -> int | None:
-        """The latest round; None before the first."""
+        """The latest round, or None before the first."""
         return max(self._rounds, default=None)
 
     def at(self, number: int) -> WrittenRound | None:
-        """Return a round that this node took part in, if it is still known."""
+        """Return a round in which this node took part, or None if it is no longer known."""
         return self._rounds.get(number)
 
     def next(self, number: int) -> WrittenRound | None:
@@ -111,11 +111,11 @@ class Written:
         return None if found is None else self._rounds[found]
 
     def is_over(self, number: int) -> bool:
-        """Return whether a round's workers write no more."""
+        """Return whether a round's workers have finished writing."""
         return number != self._live
 
     def begin(self, assignment: Assignment, output: RoundOutput) -> None:
-        """Note that workers are about to be started."""
+        """Record that workers are about to be started."""
         self._rounds[assignment.round] = WrittenRound(
             assignment.round, assignment.rank_first, output.workers, self._identity
         )
@@ -125,12 +125,12 @@ class Written:
         self._tell()
 
     def end_round(self) -> None:
-        """Note that the workers are gone."""
+        """Record that the workers are gone."""
         self._live = None
         self._tell()
 
     def end(self) -> None:
-        """Note that the job has ended on this node."""
+        """Record that the job has ended on this node."""
         self._live, self.ended = None, True
         self._tell()
 
@@ -140,7 +140,7 @@ class Written:
 
 
 class RunLogs:
-    """The log directory of one job on one node."""
+    """The log directory for one job on one node."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class RunLogs:
         run_dir: Path | None = None,
         identity: Identity | None = None,
     ) -> None:
-        """Use a folder of this run below `log_dir`, or `run_dir` itself if given.
+        """Use a folder for this run below `log_dir`, or `run_dir` itself if given.
 
         Folders are created with the rights of the workers' account.
         """
@@ -161,7 +161,7 @@ class RunLogs:
         self._node_id = node_id
 
     def open_round(self, assignment: Assignment, local_world_size: int) -> list[WorkerFiles]:
-        """Create the directories of a round's workers; return their files by LOCAL_RANK.
+        """Create the directories for a round's workers; return their files by LOCAL_RANK.
 
         Raises:
             OSError: a directory cannot be created.
@@ -173,7 +173,7 @@ class RunLogs:
         if self._base == NO_FILES:
             return [WorkerFiles(NO_FILES, NO_FILES, NO_FILES)] * local_world_size
         if self._base is None and self._run_dir is None:
-            # It is created only now, so that a node without a round leaves nothing behind.
+            # It is created only now, so that a node without any round leaves nothing behind.
             self._base = Path(tempfile.mkdtemp(prefix="rdzv_"))
         run_dir = self._run_dir
         if run_dir is None:
@@ -194,7 +194,7 @@ class RunLogs:
 
 
 def usual_output(files: Sequence[WorkerFiles], output: Output) -> RoundOutput:
-    """Send the workers' streams to these files, according to --redirects, --tee and the filter."""
+    """Route the workers' streams to these files, based on --redirects, --tee and the filter."""
     folder = files[0].stdout.parent.parent
     filtered = {
         Stream.OUT: folder / "filtered_stdout.log",

@@ -1,4 +1,4 @@
-"""The folders of submitted jobs on this node, with their workers' output until it is too old.
+"""The folders of submitted jobs on this node, which keep their workers' output until it is too old.
 
 ::
 
@@ -6,8 +6,8 @@
     STATE_DIR/runs/RDZV_ID/RUN/attempt_1 -> round_3
     STATE_DIR/runs/RDZV_ID/RUN/rounds.jsonl    a line for each round: its output paths
 
-So logs can be read after the job or the agent has ended. Names come from the server, and are
-escaped so that each is one folder below `runs`, whatever characters it has.
+They make it possible to read logs after the job or the agent has ended. Names come from the server,
+and are escaped so that each is a single folder below `runs`, whatever characters it contains.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("rdzv.agent")
 INDEX = "rounds.jsonl"
 _REMOVED = ".removed-"
 _MAX_INDEX_BYTES = 64 << 20
-"""A larger index was not written by an agent."""
+"""The size limit for an index. A larger one was not written by an agent."""
 
 
 def folder_name(name: str) -> str:
@@ -47,10 +47,10 @@ def folder_name(name: str) -> str:
 
 
 class RunFolder:
-    """The folder of one run on this node."""
+    """A run's folder on this node."""
 
     def __init__(self, path: Path, identity: Identity | None = None) -> None:
-        """Use an existing folder that belongs to this account; None for the agent's own."""
+        """Use an existing folder that belongs to this account, or to the agent's own if None."""
         self.path = path
         self._identity = identity
         self._noted: int | None = None
@@ -71,27 +71,30 @@ class RunFolder:
                 index.write(_as_line(found))
         except OSError as error:
             log.warning(
-                "logs of round %d cannot be found after the job's end: %s", found.number, error
+                "logs of round %d will not be available after the job: %s", found.number, error
             )
 
 
 class RunFolders:
-    """All run folders on this node. Methods that read or remove files may be called in a thread."""
+    """All run folders on this node.
+
+    Methods that read or remove files may be called in a thread.
+    """
 
     def __init__(self, state_dir: Path) -> None:
-        """Use the folder `runs` of a state directory."""
+        """Use the folder `runs` in a state directory."""
         self._base = state_dir / "runs"
         self._lock = threading.Lock()
         self._in_use: set[Path] = set()
 
     def folder(self, rdzv_id: str, run: str, identity: Identity | None = None) -> RunFolder:
-        """Return the folder of a run, without checking that it exists."""
+        """Return a run's folder, without checking that it exists."""
         return RunFolder(self._base / folder_name(rdzv_id) / folder_name(run), identity)
 
     def open(self, rdzv_id: str, run: str, identity: Identity | None = None) -> RunFolder:
-        """Create the folder of a run, which is in use until `release`.
+        """Create a run's folder, which is in use until `release`.
 
-        With an identity it belongs to that account, and no other account may read it.
+        With an identity, it belongs to that account, and no other account may read it.
 
         Raises:
             OSError: it cannot be created, or belongs to another account.
@@ -120,7 +123,7 @@ class RunFolders:
             raise PermissionError(None, f"it belongs to uid {owner}, not {identity.uid}", path)
 
     def release(self, folder: RunFolder) -> None:
-        """Mark a folder as no longer in use; an empty one is removed."""
+        """Mark a folder as no longer in use, and remove it if it is empty."""
         with self._lock:
             self._in_use.discard(folder.path)
             for path in (folder.path, folder.path.parent):
@@ -130,16 +133,16 @@ class RunFolders:
                     return
 
     def written(self, rdzv_id: str) -> Written | None:
-        """Return a job's output on this node, from all its runs; None if there is none."""
+        """Return a job's output on this node, from all its runs, or None if there is none."""
         found = [_read_index(run) for run in _folders_of(self._base / folder_name(rdzv_id))]
         oldest_first = sorted(found, key=lambda index: index.changed_s)
         rounds = [round_ for index in oldest_first for round_ in index.rounds]
         return Written.before(rounds[-KEPT_ROUNDS:]) if rounds else None
 
     def sweep(self, keep_s: float, keep_bytes: int, now_s: float) -> list[Path]:
-        """Remove the folders that are older than `keep_s`, then the oldest beyond `keep_bytes`.
+        """Remove the folders older than `keep_s`, then the oldest ones until `keep_bytes` suffice.
 
-        Folders in use stay, though they count. Returns the removed folders.
+        Folders in use are kept, but their size counts. Returns the removed folders.
         """
         self._finish_removals()
         found = sorted(self._found(now_s), key=lambda run: run[1].changed_s)
@@ -155,7 +158,7 @@ class RunFolders:
     def _found(self, now_s: float) -> Iterator[tuple[Path, Measure]]:
         for job in _folders_of(self._base):
             for run in _folders_of(job):
-                with contextlib.suppress(FileNotFoundError):  # The folder was just released.
+                with contextlib.suppress(FileNotFoundError):  # The folder has just been released.
                     yield run, measure(run, now_s, identity_of_owner(run, with_groups=False))
 
     def _remove(self, path: Path) -> bool:
@@ -175,7 +178,7 @@ class RunFolders:
         return True
 
     def _finish_removals(self) -> None:
-        """Complete the removals that an earlier agent left unfinished."""
+        """Complete the removals that a previous agent left unfinished."""
         for path in _folders_of(self._base, removed=True):
             _remove_tree(path)
 
@@ -195,7 +198,7 @@ def _remove_tree(path: Path) -> None:
     try:
         remove_tree(path, identity_of_owner(path, with_groups=False))
     except OSError as error:
-        log.warning("cannot remove everything in %s; retrying later: %s", path, error)
+        log.warning("cannot remove all of %s; will retry later: %s", path, error)
 
 
 # ---------------------------------------------------------------------- the index
@@ -218,7 +221,7 @@ class _Index:
 
 def _read_index(run: Path) -> _Index:
     try:
-        # The folder's owner is the account: the folder above is this agent's own.
+        # The folder's owner is the account, because the parent folder is this agent's own.
         identity = identity_of_owner(run)
         with acting_as(identity):
             fd = open_untrusted(run / INDEX, os.O_RDONLY)
@@ -232,7 +235,7 @@ def _read_index(run: Path) -> _Index:
 
 
 def _read_line(line: bytes, identity: Identity | None) -> WrittenRound | None:
-    """Parse a line; None for one truncated by the agent's death, or not written by an agent."""
+    """Parse a line; return None if it is truncated, or was not written by an agent."""
     try:
         found = json.loads(line)
         workers = tuple(

@@ -1,9 +1,9 @@
 """Copies lines from the workers' log files to the console, with a prefix.
 
-Workers write directly to files, so none of them ever waits for the agent or dies with it; this
+Workers write directly to files, so they never wait for the agent or die with it. This module
 follows the files, as `tail -f` does. **The file is the buffer**: for a line that is incomplete, or
 that the console does not accept, only its position in the file is kept. So an unread console costs
-neither memory nor time of the event loop, and a line of any length is copied in one go.
+neither memory nor event loop time, and a line of any length is copied in one go.
 
 ::
 
@@ -12,18 +12,18 @@ neither memory nor time of the event loop, and a line of any length is copied in
                                └──arm, at the──  in turn
                                   end of a file
 
-A watch fires once and is set again when a file has been read to its end: while a pump is busy or
-its console is blocked, writes of workers wake no thread. A pump's thread may block in a write; the
+A watch fires once, and is set again when a file has been read to its end. While a pump is busy or
+its console is blocked, workers' writes wake no thread. A pump's thread may block in a write; the
 event loop never does.
 
 The format is torchrun's (torch/distributed/elastic/multiprocessing/tail_log.py): the prefix, then
 the line. `\\n`, `\\r\\n` and `\\r` all end a line and are written as `\\n`, so each step of a
-progress bar is a line. The deliberate differences:
+progress bar is a line. There are three deliberate differences:
 
 * A line is copied when it is complete. torchrun copies the available data every 0.1 s and puts a
   prefix before each piece.
-* A last line without a line end gets one; torchrun continues the same line with the next output.
-* Bytes are passed on unchanged; torchrun decodes them and replaces those that are not UTF-8.
+* A last line without a line ending gets one. torchrun continues the line with the next output.
+* Bytes are passed on unchanged. torchrun decodes them and replaces those that are not UTF-8.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = ["Route", "Stream", "Tee", "line_prefix", "parse_filters", "parse_rank
 log = logging.getLogger("rdzv.agent")
 
 MAX_ENDED_ROUNDS = 8
-"""The most ended rounds whose output may still wait for a blocked console."""
+"""The maximum number of ended rounds whose output may still be waiting for a blocked console."""
 
 _CHUNK = 1 << 16
 
@@ -58,7 +58,7 @@ _Write = Callable[[bytes | bytearray], None]
 
 
 class Stream(IntEnum):
-    """A worker's output stream; the numbers are the bits of --redirects and --tee."""
+    """A worker's output stream. The numbers are the bits in --redirects and --tee."""
 
     OUT = 1
     ERR = 2
@@ -69,18 +69,18 @@ class Stream(IntEnum):
 
 @struct(frozen=True)
 class Route:
-    """The destination of one stream of one worker."""
+    """The destination of one worker's stream."""
 
     file: Path | None
-    """The log file; None if it goes directly to the agent's own stdout or stderr."""
+    """The log file, or None if the stream goes directly to the agent's own stdout or stderr."""
     followed: bool
     """Whether its lines are copied to the console, and to the filtered log if there is one."""
 
 
 def route(file: Path, *, redirect: bool, tee: bool, shown: bool) -> Route:
-    """Decide the destination of a stream that has a log file.
+    """Determine the destination of a stream that has a log file.
 
-    `shown` is whether --local-ranks-filter lets this worker's output on the console. The rules
+    `shown` is whether --local-ranks-filter allows this worker's output on the console. The rules
     are those of `DefaultLogsSpecs.reify` in torch/distributed/elastic/multiprocessing/api.py.
 
     >>> route(Path("stdout.log"), redirect=False, tee=True, shown=False)
@@ -94,10 +94,10 @@ def route(file: Path, *, redirect: bool, tee: bool, shown: bool) -> Route:
 
 
 def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> bytes:
-    """Return the prefix of a worker's lines.
+    """Return the prefix for a worker's lines.
 
-    `template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE; unknown variables in it are left as they
-    are (torch/distributed/elastic/agent/server/local_elastic_agent.py).
+    `template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE; unknown variables in it are left unchanged
+    (torch/distributed/elastic/agent/server/local_elastic_agent.py).
 
     >>> line_prefix(None, "default", rank=9, local_rank=1)
     b'[default1]:'
@@ -111,10 +111,10 @@ def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> 
 
 
 def parse_filters(text: str) -> tuple[str, ...]:
-    """Parse --duplicate-stdout-filters: strings; a line passes if it contains any of them.
+    """Parse --duplicate-stdout-filters, a list of strings, one of which a line must contain.
 
     As in torch/distributed/run.py, `,,` stands for a comma, and an empty string among others
-    matches every line; but no text means no filters, as its help promises.
+    matches every line. But empty text means no filters, as its help promises.
 
     >>> parse_filters("apple,x,,y"), parse_filters("apple,"), parse_filters("")
     (('apple', 'x,y'), ('apple', ''), ())
@@ -125,7 +125,7 @@ def parse_filters(text: str) -> tuple[str, ...]:
 
 
 def parse_ranks(text: str) -> frozenset[int] | None:
-    """Parse --local-ranks-filter: a comma-separated list of LOCAL_RANKs; None for all of them.
+    """Parse --local-ranks-filter, a comma-separated list of LOCAL_RANKs; None means all.
 
     >>> sorted(parse_ranks("0,2")), parse_ranks("")
     ([0, 2], None)
@@ -151,15 +151,16 @@ class Tee:
 
     For each round, call `duplicate` if filters are requested, `follow` for every file before its
     worker starts, and `unfollow` when the workers are gone. After all rounds, call `drain`, then
-    `close`. Lines of one file are copied complete, in order, and once; several workers' files take
+    `close`. Each file's lines are copied whole, in order, and once; several workers' files take
     turns. Only `drain` blocks.
 
-    A closed console ends only the copying to it. Create a `Tee` only if something is followed: it
-    holds two threads and an inotify instance, and each user may have only a few of those.
+    A closed console ends only the copying to that console. Create a `Tee` only if something is
+    followed: it holds two threads and an inotify instance, and each user may have only a few of
+    those.
     """
 
     def __init__(self, out: int = 1, err: int = 2) -> None:
-        """Copy to these descriptors, in the running event loop; the caller still owns them."""
+        """Copy to these descriptors, in the running event loop. The caller still owns them."""
         self._watches = Watches(asyncio.get_running_loop())
         self._consoles = {
             Stream.OUT: _Pump(_own_console(out), "stdout", self._watches),
@@ -169,10 +170,10 @@ class Tee:
         self._finishing: list[_Pump] = []
 
     def duplicate(self, stream: Stream, path: Path, filters: Sequence[str]) -> None:
-        """Also copy the lines of a stream that contain any of `filters` into a new file.
+        """Also copy a stream's lines that contain any of `filters` into a new file.
 
         This applies to files followed until the next `unfollow`. torchrun calls the new files
-        `filtered_stdout.log` and `filtered_stderr.log` and puts them beside the workers' folders;
+        `filtered_stdout.log` and `filtered_stderr.log`, and puts them next to the workers' folders;
         their lines have the same prefixes as the console's.
 
         Raises:
@@ -183,18 +184,18 @@ class Tee:
         self._filters[stream] = pump, tuple(map(os.fsencode, filters))
 
     def follow(self, path: Path, prefix: bytes, stream: Stream) -> None:
-        """Copy the lines of a file, from its beginning; it need not exist yet."""
+        """Copy a file's lines, from its beginning. The file need not exist yet."""
         self._consoles[stream].follow(_Tail(path, prefix))
         if stream in self._filters:
             pump, needles = self._filters[stream]
             pump.follow(_Tail(path, prefix, needles))
 
     def unfollow(self) -> None:
-        """Copy every file up to its present end, and forget it.
+        """Copy every file up to its current end, and forget it.
 
-        That happens in the background, and only for the last `MAX_ENDED_ROUNDS` rounds. Older
-        output that the console has not accepted by then is dropped with a warning, but is in the
-        files.
+        This happens in the background, and only for the last `MAX_ENDED_ROUNDS` rounds. Older
+        output that the console has not accepted by then is dropped with a warning, but remains in
+        the files.
         """
         for pump, _ in self._filters.values():
             pump.finish()
@@ -205,7 +206,7 @@ class Tee:
             pump.end_all()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Unfollow all files, and wait until they are copied; return whether that was in time."""
+        """Unfollow all files and wait until they are copied; return False on a timeout."""
         self.unfollow()
         waits = [asyncio.wrap_future(pump.drained()) for pump in self._pumps()]
         _, late = await asyncio.wait(waits, timeout=timeout_s)
@@ -224,7 +225,7 @@ class Tee:
 
 
 def _own_console(fd: int) -> int:
-    """Return our own descriptor of a console, or /dev/null if it was closed from the start."""
+    """Return our own descriptor for a console, or /dev/null if it was closed from the start."""
     try:
         return os.dup(fd)
     except OSError:
@@ -237,7 +238,7 @@ def _own_console(fd: int) -> int:
 class _Tail:
     """A file, and the position up to which its lines have been copied.
 
-    Between two reads the file is not held open, so any number of ended rounds may wait.
+    The file is not held open between reads, so any number of ended rounds may be waiting.
     """
 
     def __init__(self, path: Path, prefix: bytes, needles: tuple[bytes, ...] = ()) -> None:
@@ -245,14 +246,14 @@ class _Tail:
         self._prefix = prefix
         self._needles = needles
         self._line = 0  # The start of the first line that has not been copied.
-        self._scanned = 0  # The line has no end before this position.
+        self._scanned = 0  # The line does not end before this position.
         self._after_cr = False
 
     def copy_some(self, write: _Write, *, final: bool) -> bool:
         """Copy the lines that the next chunk completes; return False at the file's end.
 
-        At the end, a `final` call also copies a last line without a line end. A missing file counts
-        as ended; a truncated one is copied from its start.
+        At the end, a `final` call also copies a last line without a line ending. A missing file
+        counts as ended; a truncated one is copied from its start.
         """
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -275,7 +276,7 @@ class _Tail:
     def _copy_chunk(self, fd: int, chunk: bytes, write: _Write) -> None:
         lines = chunk.splitlines(keepends=True)  # Bytes are split at \n, \r\n and \r only.
         position = self._scanned
-        if self._after_cr and lines[0] == b"\n":  # The second half of a line end.
+        if self._after_cr and lines[0] == b"\n":  # The second half of a line ending.
             del lines[0]
             self._line = position = position + 1
         self._after_cr = chunk.endswith(b"\r")
@@ -297,7 +298,7 @@ class _Tail:
                 write(piece)
 
     def _copy_lines(self, lines: Iterable[bytes], write: _Write) -> None:
-        """Write whole lines at once: up to PIPE_BUF, no other output is interleaved."""
+        """Write whole lines in one call; up to PIPE_BUF, no other output is interleaved."""
         batch = bytearray()
         for line in lines:
             text = line.rstrip(b"\r\n")
@@ -310,7 +311,7 @@ class _Tail:
         write(batch)
 
     def _wants(self, pieces: Iterable[bytes]) -> bool:
-        """Return whether a line, given in pieces, contains a needle, or there are no needles."""
+        """Return whether a line, given in pieces, contains a needle; True without needles."""
         if not self._needles:
             return True
         overlap = max(map(len, self._needles)) - 1
@@ -336,11 +337,11 @@ class _AbortedError(Exception):
 
 
 class _ConsoleClosedError(Exception):
-    """The console accepts no more data."""
+    """The console no longer accepts data."""
 
 
 class _Sink:
-    """A descriptor for blocking writes, until told to abort."""
+    """A descriptor for writes that block until told to abort."""
 
     def __init__(self, fd: int) -> None:
         """Take over a descriptor."""
@@ -351,7 +352,7 @@ class _Sink:
         self._poll.register(self._abort, POLLIN)
 
     def write(self, data: bytes | bytearray) -> None:
-        """Write all data; the descriptor is shared, so others decide whether it blocks."""
+        """Write all data. The descriptor is shared, so others determine whether it blocks."""
         rest = memoryview(data)
         while rest:
             self._wait_for_room()
@@ -363,12 +364,12 @@ class _Sink:
                 raise _ConsoleClosedError(error.strerror) from error
 
     def _wait_for_room(self) -> None:
-        """Wait until a write of PIPE_BUF will probably not block."""
+        """Wait until a write of PIPE_BUF bytes is unlikely to block."""
         if any(fd == self._abort for fd, _ in self._poll.poll()):
             raise _AbortedError
 
     def abort(self) -> None:
-        """Make a waiting write, and every later one, fail."""
+        """Make a waiting write and all later ones fail."""
         os.eventfd_write(self._abort, 1)
 
     def close(self) -> None:
@@ -378,15 +379,17 @@ class _Sink:
 
 @dataclass(eq=False, slots=True)
 class _Source:
-    """A file that a pump copies from."""
+    """A file from which a pump copies."""
 
     tail: _Tail
     woken: Callable[[_Source], None]
     watch: int | None = None
     identity: None = None
-    """Always None: if there is a console, the workers run as this process's account."""
+    """Always None, because if there is a console, the workers run under this process's account."""
     ends: int = 0
-    """How many rounds have ended since its own began; once positive, the file no longer grows."""
+    """The number of rounds that have ended since its own began. Once positive, the file no longer
+    grows.
+    """
 
     @property
     def path(self) -> Path:
@@ -398,7 +401,7 @@ class _Source:
 
 @dataclass(slots=True)
 class _Work:
-    """State that a pump's thread and the event loop share, under a lock."""
+    """State shared by a pump's thread and the event loop, under a lock."""
 
     sources: dict[_Source, None] = field(default_factory=dict)
     ready: dict[_Source, None] = field(default_factory=dict)
@@ -410,7 +413,7 @@ class _Work:
 
 
 class _Pump:
-    """Copies the lines of any number of files to one descriptor, from a thread of its own."""
+    """Copies the lines of any number of files to one descriptor, in its own thread."""
 
     def __init__(self, fd: int, name: str, watches: Watches) -> None:
         """Take over a descriptor, which is closed when the pump ends."""
@@ -419,8 +422,8 @@ class _Pump:
         self._watches = watches
         self._work = _Work()
         self._changed = threading.Condition()
-        # A daemon thread, so that a write that hangs in a terminal does not keep the agent from
-        # exiting.
+        # This is a daemon thread, so that a write that hangs in a terminal does not keep the agent
+        # from exiting.
         threading.Thread(target=self._run, name=f"tee {name}", daemon=True).start()
 
     # ------------------------------------------------------------------ from the event loop
@@ -438,7 +441,7 @@ class _Pump:
         self._wake(source)
 
     def end_all(self) -> None:
-        """Copy all output up to now and forget the files; drop output that waits too long."""
+        """Copy all output up to now and forget the files, dropping output that waits too long."""
         with self._changed:
             if all(source.ends for source in self._work.sources):
                 return  # No round has ended since the last call.
@@ -453,7 +456,7 @@ class _Pump:
             self._changed.notify()
 
     def finish(self) -> None:
-        """End once all presently followed files have been copied."""
+        """End once all currently followed files have been copied."""
         with self._changed:
             self._work.finishing = True
             self._changed.notify()
@@ -467,7 +470,7 @@ class _Pump:
             self._changed.notify()
 
     def drained(self) -> Future[None]:
-        """Return a future that is done when no file is left to copy."""
+        """Return a future that completes when no files remain to be copied."""
         future: Future[None] = Future()
         with self._changed:
             self._work.waiters.append(future)
@@ -502,7 +505,7 @@ class _Pump:
             self._end()
 
     def _next(self) -> _Source | None:
-        """Wait for a source that may have new data; None when all work is done."""
+        """Wait for a source that may have new data; return None when all work is done."""
         work = self._work
         with self._changed:
             while not (work.ready or work.stopping or (work.finishing and not work.sources)):
@@ -513,14 +516,15 @@ class _Pump:
             del work.ready[source]
             dropped, work.dropped = work.dropped, 0
         if dropped:
-            text = "%s was too slow: the rest of %d ended log files is not copied to it"
+            text = "%s was too slow; not copying the rest of %d ended log files to it"
             log.warning(text, self._name, dropped)
         return source
 
     def _take_turn(self, source: _Source) -> None:
         """Copy one chunk of a file; at its end, wait for a change or drop the file.
 
-        After the watch is set the file is read again: a write in between caused no notification.
+        After the watch is set, the file is read again, because a write in between caused no
+        notification.
         """
         # This is determined before the read, which thus sees all earlier writes.
         final = source.ends > 0

@@ -1,10 +1,10 @@
-"""The accounts of this node that submitted jobs run as, and acting with their rights.
+"""This node's accounts under which submitted jobs run, and how to act with their rights.
 
-`[[user]]` in agent.toml maps the names of submitters to accounts; without any, jobs run as the
-agent itself. Only root can start processes as another account. No file of a job is opened or
-created, and no program of it run, with root's rights: processes are started by `started_as`, files
-are accessed inside `acting_as`. So links or pipes made by a job give it no access that its account
-does not have.
+`[[user]]` in agent.toml maps submitters' names to accounts; without any such entry, jobs run as the
+agent itself. Only root can start processes under another account. No file of a job is opened or
+created, and no program of a job is run, with root's rights: processes are started through
+`started_as`, and files are accessed inside `acting_as`. So links or pipes created by a job give it
+no access that its account does not have.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EVERYONE = "*"
 """Matches every submitter that no other entry names."""
 
 LEAST_UID = 1_000
-"""Lower uids are service accounts, which no submitter gets by name alone."""
+"""Lower uids are service accounts, which no submitter can use merely by having the same name."""
 
 UNLIMITED = "unlimited"
 
@@ -54,7 +54,7 @@ LIMITS = tuple(
 
 @struct(frozen=True)
 class Account:
-    """An account of this node that a job runs as."""
+    """An account on this node under which a job runs."""
 
     name: str
     home: str
@@ -75,12 +75,14 @@ class SubmitterRule:
     submitter: str
     """The submitter's name, or `EVERYONE`."""
     accounts: tuple[str, ...] = ()
-    """The first is the default; if empty, the account with the submitter's name is used."""
+    """The allowed accounts, with the default first. If empty, the account with the submitter's name
+    is used.
+    """
     umask: int = 0o022
     limits: tuple[tuple[str, int, int], ...] = ()
 
     def may_have(self, submitter: str) -> tuple[str, ...]:
-        """Return the accounts that this rule gives to a submitter."""
+        """Return the accounts that this rule allows a submitter to use."""
         return self.accounts or (submitter,)
 
 
@@ -93,13 +95,13 @@ class Accounts:
         find: Callable[[str], pwd.struct_passwd] = pwd.getpwnam,
         own_uid: int | None = None,
     ) -> None:
-        """Map submitters by `rules`; `find` looks an account up, on this machine by default."""
+        """Map submitters by `rules`; `find` looks up an account, on this machine by default."""
         self._rules = {rule.submitter: rule for rule in rules}
         self._find = find
         self._own_uid = os.geteuid() if own_uid is None else own_uid
 
     def account_for(self, submitter: str, wanted: str = "") -> Account | None:
-        """Return the account for a submitter's job; None for the agent's own account.
+        """Return the account for a submitter's job, or None for the agent's own account.
 
         `wanted` is the account that the job requests. May wait for a directory service.
 
@@ -169,12 +171,12 @@ class Accounts:
 
 
 def own_account() -> str:
-    """Return the name of the account that this process runs as."""
+    """Return the name of the account under which this process runs."""
     return name_of(os.geteuid())
 
 
 def name_of(uid: int) -> str:
-    """Return the name of an account; its number if it has none."""
+    """Return an account's name, or its number if it has no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -192,7 +194,6 @@ def parse_limits(table: Mapping[str, str]) -> tuple[tuple[str, int, int], ...]:
 
     Raises:
         InvalidRequestError: this system does not know a limit, or the value is invalid.
-
     """
     return tuple((name, *_parse_limit(name, text)) for name, text in table.items())
 
@@ -239,11 +240,12 @@ def parse_umask(text: str) -> int:
 
 @contextmanager
 def started_as(account: Account | None, chdir: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Yield arguments with which `subprocess`, in the body, starts a process as an account.
+    """Yield keyword arguments for `subprocess` to start a process under an account.
+
+    They are valid only inside the body.
 
     Raises:
         OSError: the account cannot enter the folder.
-
     """
     if account is None:
         yield {"cwd": chdir}
@@ -257,16 +259,17 @@ def started_as(account: Account | None, chdir: Path | None = None) -> Iterator[d
             stack.callback(os.close, folder)
             if not os.access(".", os.X_OK, dir_fd=folder, effective_ids=True):
                 raise PermissionError(None, f"{account.name} cannot enter it", str(chdir))
-        # It is named by its descriptor, because the path may lead elsewhere by the time root
-        # follows it.
+        # The folder is named by its descriptor, because the path may lead elsewhere by the time
+        # root follows it.
         yield {**how, "umask": identity.umask, "cwd": f"/proc/self/fd/{folder}"}
 
 
 def identity_of_owner(path: Path, *, with_groups: bool = True) -> Identity | None:
-    """Return the identity with which to access a folder's files; None for this process's own.
+    """Return the identity for accessing a folder's files, or None for this process's own.
 
-    `with_groups` asks a directory service, which may be slow; the account's own files do not need
-    its groups. The folder must lie in one of this agent's own, or its owner could be anybody.
+    `with_groups` queries a directory service, which may be slow; the account's own files do not
+    need its groups. The folder must be inside one of this agent's own folders, or its owner could
+    be anybody.
 
     Raises:
         OSError: it does not exist.
@@ -282,7 +285,7 @@ def identity_of_owner(path: Path, *, with_groups: bool = True) -> Identity | Non
 
 
 def open_untrusted(path: str | Path, flags: int, mode: int = 0o600) -> int:
-    """Open a regular file in a folder that others may write to; never blocks on a pipe.
+    """Open a regular file in a folder that others may write to. Never blocks on a pipe.
 
     Raises:
         OSError: it cannot be opened, or is a link, a pipe, a device or the like.
@@ -296,7 +299,7 @@ def open_untrusted(path: str | Path, flags: int, mode: int = 0o600) -> int:
 
 
 def write_anew(path: Path, content: bytes) -> None:
-    """Replace a file in a folder that others may write to; `OSError` if that fails."""
+    """Replace a file in a folder that others may write to; raises `OSError` if that fails."""
     fd = open_untrusted(path, os.O_WRONLY | os.O_CREAT, 0o666)
     with os.fdopen(fd, "wb") as file:
         file.truncate()

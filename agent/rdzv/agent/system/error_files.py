@@ -32,8 +32,8 @@ class WorkerError:
     message: str
     traceback: str
     age_ms: int
-    """The time since the failure, by the error file's timestamp; 0 if there is no timestamp, or no
-    clock to compare it with.
+    """The time since the failure, based on the error file's timestamp; 0 if there is no timestamp,
+    or no clock to compare it with.
     """
     timed_out: bool = False
     """Whether its final message says that a collective timed out."""
@@ -42,7 +42,7 @@ class WorkerError:
 def read_error(
     path: Path, signum: int | None, pid: int, identity: Identity | None = None
 ) -> WorkerError:
-    """Explain an exit by the worker's error file, or by its exit status if there is none.
+    """Explain an exit by the worker's error file or, if there is none, by its exit status.
 
     The file is read with its worker's rights, because it may be a link. Never raises: if the file
     cannot be read, the message says so. May hang if a file server does.
@@ -50,7 +50,7 @@ def read_error(
     if path == Path(os.devnull):
         return WorkerError(_without_error_file(signum, pid), "", 0)
     try:
-        # Reading a FIFO would block until some process writes into it.
+        # Reading a FIFO would block until some process writes to it.
         with acting_as(identity):
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(fd, "rb") as file:
@@ -76,10 +76,10 @@ def unread(error: Exception) -> WorkerError:
 
 
 def _touch(folder: Path) -> int | None:
-    """Return the time on the clock of a folder's file system; None if unknown.
+    """Return the time on the clock of a folder's file system, or None if unknown.
 
-    That may be a file server's clock, which is not this machine's. The folder of an error file
-    belongs to its worker, so it may be touched.
+    That clock may be a file server's instead of this machine's. An error file's folder belongs to
+    its worker, so it may be touched.
     """
     try:
         os.utime(folder)
@@ -133,7 +133,7 @@ def describe_exit(exit_code: int | None, signum: int | None) -> str:
 
 
 def signal_name(signum: int) -> str:
-    """Return the name of a signal.
+    """Return a signal's name.
 
     >>> signal_name(9)
     'SIGKILL'

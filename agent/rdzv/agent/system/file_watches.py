@@ -18,7 +18,7 @@ from rdzv.agent.system.accounts import Identity, acting_as
 log = logging.getLogger("rdzv.agent")
 
 _FALLBACK_POLL_S = 0.1
-"""The polling interval for files that cannot be watched; torchrun polls all of them."""
+"""The polling interval for files that cannot be watched. torchrun polls all of them."""
 
 _IN_MODIFY = 0x2
 _IN_ATTRIB = 0x4
@@ -30,33 +30,33 @@ _IN_ONESHOT = 0x80000000
 _EVENT = struct.Struct("iIII")
 _CHUNK = 1 << 16
 _POLLED = 0
-"""The watch number of a file that cannot be watched; inotify counts from 1."""
+"""The watch number for a file that cannot be watched; inotify counts from 1."""
 _CHANGED = _IN_MODIFY | _IN_ATTRIB | _IN_DELETE_SELF
-"""Written to, or replaced by another file, in which case the old one loses a link."""
+"""The file was written to, or replaced by another file, in which case the old file loses a link."""
 
 
 class Watched(Protocol):
     """A file's subscriber."""
 
     watch: int | None
-    """The active watch; None if there is none now."""
+    """The active watch, or None if there is none now."""
 
     @property
     def path(self) -> Path:
-        """The file; it need not exist yet."""
+        """The file, which need not exist yet."""
 
     @property
     def identity(self) -> Identity | None:
-        """The account with whose rights it is watched; None for this process's own."""
+        """The account whose rights are used to watch it, or None for this process's own."""
 
     def wake(self) -> None:
-        """Handle a possible change of the file. Called in the event loop."""
+        """Handle a possible change to the file. Called in the event loop."""
 
 
 class Watches:
     """Wakes each source once when its file changes, is replaced or appears.
 
-    Without inotify, or once it has reached a limit, they are woken at an interval.
+    Without inotify, or once a limit of inotify has been reached, sources are woken at an interval.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -66,20 +66,20 @@ class Watches:
         self._sources: dict[int, set[Watched]] = {}
         self._closed = False
         self._fires = 0
-        """How many watches have fired, possibly including one that is just being set."""
+        """The number of watches that have fired, possibly including one that is just being set."""
         self._fd: int | None = None
         try:
             self._fd = _inotify_init()
         except OSError as error:
-            text = "no inotify (%s); checking the workers' files every %g s instead"
+            text = "inotify is not available (%s); checking files every %g s instead"
             log.warning(text, error, _FALLBACK_POLL_S)
         else:
             loop.add_reader(self._fd, self._read)
 
     def arm(self, source: Watched) -> None:
-        """Wake a source at the next change of its file, or of its folder if the file is missing.
+        """Wake a source at the next change to its file, or to its folder if the file is missing.
 
-        Hangs if a file server does; other sources are still armed and woken.
+        Hangs if a file server does, but other sources are still armed and woken.
         """
         with self._lock:
             if self._closed:
@@ -109,7 +109,7 @@ class Watches:
             return _inotify_add_watch(fd, path, _CHANGED)
         folder = _inotify_add_watch(fd, path.parent, _IN_CREATE | _IN_MOVED_TO)
         with suppress(FileNotFoundError):
-            # The file may have appeared in between; its folder's watch would then fire without
+            # The file may have appeared in the meantime; its folder's watch would then fire without
             # effect.
             return _inotify_add_watch(fd, path, _CHANGED)
         return folder
@@ -151,7 +151,7 @@ class Watches:
         self._wake(woken)
 
     def _fired(self, data: bytes) -> list[int]:
-        """Return the watches that fired; all of them if events were lost."""
+        """Return the watches that fired, or all watches if events were lost."""
         fired, position = [], 0
         while position < len(data):
             watch, mask, _, length = _EVENT.unpack_from(data, position)

@@ -1,9 +1,9 @@
 """Folders with a job's files: measuring and removing them.
 
-A job may put anything there, so its files are accessed with the rights of its account. The walk
-does not recurse, hold a descriptor for each level, or build full paths, so any depth works; it
-follows no links, and enters no other file system. It stops after `MAX_NAMES` entries, so that no
-folder blocks the caller forever.
+A job may put anything in them, so their files are accessed with the rights of the job's account.
+The walk does not recurse, hold a descriptor for each level, or build full paths, so any depth
+works; it follows no links, and enters no other file system. It stops after `MAX_NAMES` entries, so
+that no folder can block the caller forever.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rdzv.agent.system.accounts import Identity, acting_as
 from rdzv.structs import struct
 
 MAX_NAMES = 2_000_000
-"""The most files and folders that are examined or removed in one call; the rest stays."""
+"""The maximum number of files and folders examined or removed in one call; the rest is left."""
 
 _PLACE = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -33,10 +33,10 @@ class Measure:
     changed_s: float = 0.0
 
     def plus(self, status: os.stat_result, now_s: float) -> Measure:
-        """Count a file or folder."""
+        """Return this measure with a file or folder added."""
         # A time in the future was set by hand; the change time (ctime) cannot be set.
         at = status.st_mtime if status.st_mtime <= now_s else status.st_ctime
-        # The size on disk; a file with holes may be longer.
+        # This is the size on disk; a file with holes may be longer.
         return Measure(self.size_bytes + status.st_blocks * 512, max(self.changed_s, at))
 
 
@@ -53,7 +53,7 @@ def measure(top: Path, now_s: float, identity: Identity | None = None) -> Measur
 
 
 def remove_tree(top: Path, identity: Identity | None = None, most: int = MAX_NAMES) -> None:
-    """Remove a folder, as far as its account can; the parent is this agent's or the account's.
+    """Remove a folder, as far as its account can; its parent is this agent's or the account's.
 
     A missing folder is not an error.
 
@@ -75,7 +75,7 @@ def remove_tree(top: Path, identity: Identity | None = None, most: int = MAX_NAM
 
 
 def _clear(top: int, most: int) -> OSError | None:
-    """Remove the content of an open folder; return the first reason why something is left."""
+    """Remove an open folder's content; return the first reason why anything is left."""
     first: OSError | None = None
     try:
         for folder, name, status in _walk(top, most, force=True):
@@ -94,7 +94,7 @@ def _clear(top: int, most: int) -> OSError | None:
 
 
 class _Place:
-    """The location of an account's folder; the parent folder is held open."""
+    """The location of an account's folder, whose parent folder is held open."""
 
     def __init__(self, top: Path, identity: Identity | None) -> None:
         self._top = top
@@ -103,8 +103,8 @@ class _Place:
     def __enter__(self) -> _Place:
         self._above = os.open(self._top.parent, _PLACE)
         try:
-            # In this process's own folders no other process replaces an entry, and the account need
-            # not be able to enter them.
+            # In this process's own folders, no other process replaces an entry, and the account
+            # need not be able to enter them.
             own = os.fstat(self._above).st_uid == os.geteuid()
             self._rights = None if own else self._identity
             with acting_as(self._rights):
@@ -140,7 +140,7 @@ def _enter(folder: int, name: str, status: os.stat_result, *, force: bool = Fals
 
 
 class _Level:
-    """A folder on the way down: its name, its identity, and its entries not yet examined."""
+    """A folder on the way down: its name, its identity, and the entries not yet examined."""
 
     def __init__(self, name: str, folder: int, most: int) -> None:
         self.name = name
@@ -156,10 +156,10 @@ def _walk(
     """Yield each entry below an open folder as folder, name and status, then close the folder.
 
     A folder follows its content. With `force`, folders that their account has made inaccessible are
-    opened, too. Folders that cannot be entered are still yielded.
+    also opened. Folders that cannot be entered are still yielded.
 
     Raises:
-        OSError: a folder was moved meanwhile.
+        OSError: a folder was moved in the meantime.
     """
     try:
         levels = [_Level("", folder, most)]
@@ -172,7 +172,7 @@ def _walk(
                     status = _status(folder, name)
                 except OSError:
                     continue
-                # A file system mounted there is not the job's.
+                # A file system mounted there does not belong to the job.
                 if stat.S_ISDIR(status.st_mode) and status.st_dev == level.status.st_dev:
                     with suppress(OSError):
                         inner = _enter(folder, name, status, force=force)

@@ -1,8 +1,8 @@
 """Imports gRPC without its fork handlers, before anything else imports it.
 
-Starting a program as another account forks this process, and gRPC's handlers then run in the child,
-with a copy of its threads' state: about one in a hundred such children died of SIGSEGV before it
-ran anything. No child of the agent uses gRPC, so none needs the handlers.
+Starting a program under another account forks this process, and gRPC's handlers then run in the
+child, with a copy of its threads' state. About one in a hundred such children died of SIGSEGV
+before it ran anything. No child of the agent uses gRPC, so none of them needs the handlers.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ _R = TypeVar("_R")
 
 
 class OwnedTasks:
-    """The tasks of one owner, which receives each exception at once; `close` ends them.
+    """One owner's tasks. The owner receives each exception at once; `close` ends the tasks.
 
-    For owners whose methods are called from callbacks of the event loop; a coroutine that waits for
-    its tasks should use an `asyncio.TaskGroup`.
+    Intended for owners whose methods are called from event loop callbacks; a coroutine that waits
+    for its tasks should use an `asyncio.TaskGroup`.
     """
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
@@ -33,7 +33,7 @@ class OwnedTasks:
             self._on_error(error)
 
     async def close(self) -> None:
-        """Cancel the tasks that are still running, and wait for their end."""
+        """Cancel the tasks that are still running, and wait for them to end."""
         running = tuple(self._running)
         for task in running:
             task.cancel()

@@ -19,15 +19,15 @@ from rdzv.errors import InvalidRequestError
 log = logging.getLogger("rdzv.agent")
 
 READY_TIMEOUT_S = 120.0
-"""How long it may take to get ready: importing torch from a cold network disk is slow."""
+"""How long it may take to get ready; importing torch from a cold network disk is slow."""
 
 MAX_UNSENT_BYTES = 1 << 20
-"""The most bytes that may wait for a process that does not read; more are refused."""
+"""The maximum number of bytes that may wait for a process that does not read; more are refused."""
 
 MAX_LINE_BYTES = 16 << 20
 
 REAP_TIMEOUT_S = 5.0
-"""How long its interpreter may take to exit after its work is done."""
+"""How long its interpreter may take to exit once its work is done."""
 
 _SCRIPT = Path(__file__).parents[1] / "job_programs" / "torch_side.py"
 
@@ -35,7 +35,7 @@ Message = dict[str, Any]
 
 
 class SideProcess(asyncio.Protocol):
-    """JSON lines to and from a process, whose end, at any time, is only an event.
+    """JSON lines to and from a process. Its end, which may come at any time, is just an event.
 
     Callbacks come from the event loop, one after another, and must not raise.
     """
@@ -69,7 +69,7 @@ class SideProcess(asyncio.Protocol):
     ) -> SideProcess:
         """Start `torch_side.py`; `options` select its task.
 
-        `environ`, `chdir` and `account` are the job's; by default this process's own.
+        `environ`, `chdir` and `account` are the job's; the defaults are this process's own.
 
         Raises:
             OSError: the interpreter cannot be started.
@@ -83,7 +83,7 @@ class SideProcess(asyncio.Protocol):
                         stdin=subprocess.DEVNULL,
                         env=environ,
                         pass_fds=[theirs.fileno()],
-                        # Ctrl-C is for the agent to handle.
+                        # The agent itself handles Ctrl-C.
                         start_new_session=True,
                         **how,
                     )
@@ -100,7 +100,7 @@ class SideProcess(asyncio.Protocol):
         """Wait until it is ready for its task; `what` is the option that requests the task.
 
         Raises:
-            InvalidRequestError: it cannot do the task; the message says why.
+            InvalidRequestError: it cannot do the task; the message gives the reason.
         """
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
@@ -131,7 +131,7 @@ class SideProcess(asyncio.Protocol):
         return True
 
     async def close(self, timeout_s: float) -> bool:
-        """Let it finish its work, then kill it; return whether it ended by itself."""
+        """Allow the process to finish its work, then kill it; return whether it ended by itself."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write_eof()
         await asyncio.wait([self._over], timeout=timeout_s)
@@ -146,7 +146,7 @@ class SideProcess(asyncio.Protocol):
         return in_time
 
     def _reap(self) -> bool:
-        """Wait for a process whose socket is closed; kill it if it does not end."""
+        """Wait for a process whose socket is closed, killing it if it does not end."""
         try:
             self._process.wait(REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -174,7 +174,7 @@ class SideProcess(asyncio.Protocol):
             except (ValueError, RecursionError):
                 message = None
             if not isinstance(message, dict):
-                log.warning("pid %d wrote %r", self._process.pid, line[:200])
+                log.warning("ignoring %r from pid %d", line[:200], self._process.pid)
                 continue
             if self._first.done():
                 self._on_message(message)
@@ -182,7 +182,7 @@ class SideProcess(asyncio.Protocol):
                 self._first.set_result(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Record that no more lines will come."""
+        """Record that no more lines will arrive."""
         if not self._first.done():
             self._first.set_result({"refused": "it ended before it was ready (see above)"})
         if not self._over.done():

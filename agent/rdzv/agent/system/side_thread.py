@@ -21,19 +21,19 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 ANSWER_WITHIN_S = 300.0
-"""How long a file server may take to return files that a job needs to start; then the job starts
-without this node. A restarted NFS server does not answer for a minute and a half.
+"""How long a file server may take to return files that a job needs to start; after that, the job
+starts without this node. An NFS server does not respond for a minute and a half after a restart.
 """
 
 LOG_WAIT_AFTER_S = 10.0
-"""After this time the log says what the agent is waiting for."""
+"""The time after which the log says what the agent is waiting for."""
 
 
 async def in_thread(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """Call a function in a thread of its own, and return its result.
+    """Call a function in its own thread, and return its result.
 
-    A caller that is cancelled meanwhile leaves the thread behind; it does not keep the process from
-    exiting, as one of `asyncio.to_thread` would.
+    A caller that is cancelled in the meantime leaves the thread behind. The thread does not keep
+    the process from exiting, as a thread of `asyncio.to_thread` would.
     """
     future: Future[_R] = Future()
     call = partial(function, *args, **kwargs)
@@ -49,20 +49,19 @@ async def in_time(
 
     Raises:
         TimeoutError: the function has not returned in time; its thread is left behind.
-
     """
     try:
         async with asyncio.timeout(within_s):
             return await in_thread(function, *args, **kwargs)
     except TimeoutError as error:
-        # The function may itself raise a TimeoutError, when a file server gives up.
+        # The function itself may raise a TimeoutError when a file server gives up.
         raise error if error.args else no_answer(within_s) from None
 
 
 @contextlib.contextmanager
 def log_long_wait(what: str) -> Iterator[None]:
-    """Log `what` the body is waiting for if that takes long; log nothing if `what` is empty."""
-    text = "%s: no answer from the file system for %g s; still waiting"
+    """If the body takes long, log `what` it is waiting for; log nothing if `what` is empty."""
+    text = "%s: the file system has not responded for %g s; still waiting"
     loop = asyncio.get_running_loop()
     timer = loop.call_later(LOG_WAIT_AFTER_S, log.warning, text, what, LOG_WAIT_AFTER_S)
     if not what:
@@ -74,16 +73,15 @@ def log_long_wait(what: str) -> Iterator[None]:
 
 
 def no_answer(within_s: float) -> TimeoutError:
-    """Return the error of a call that has not returned in time."""
+    """Return the error for a call that has not returned in time."""
     return TimeoutError(f"no answer within {within_s:g} s from its file system")
 
 
 def find_program(name: str) -> str:
-    """Return the path of a program. May hang.
+    """Return a program's path. May hang.
 
     Raises:
         OSError: it does not exist, or cannot be executed.
-
     """
     if (path := shutil.which(name)) is not None:
         return path
@@ -92,14 +90,14 @@ def find_program(name: str) -> str:
 
 
 class Aside:
-    """Calls of one kind: each in a thread, for a limited time.
+    """Calls of one kind, each made in a thread for a limited time.
 
-    While a call that exceeded its limit has not returned, others fail at once. So threads do not
-    pile up, and a job with many files on a hanging server waits for it only once.
+    While a call that exceeded its limit has not returned, other calls fail at once. So threads do
+    not pile up, and a job with many files on a hanging server waits for the server only once.
     """
 
     def __init__(self, within_s: float, what: str = "") -> None:
-        """Limit each call to `within_s`; name `what` it waits for in the log, if given."""
+        """Limit each call to `within_s`; if `what` is given, name it in the log on a long wait."""
         self._within_s = within_s
         self._what = what
         self._late: Future[Any] | None = None
@@ -131,7 +129,7 @@ class Aside:
         *args: _P.args,
         **kwargs: _P.kwargs,
     ) -> None:
-        """Call a function; `then` gets its result or exception, once, in the event loop.
+        """Call a function; pass its result or exception to `then`, once, in the event loop.
 
         `then` is never called from within this call. A late call counts as a TimeoutError.
         """
