@@ -2,7 +2,7 @@
 
 A command has three steps, each in its own module: `rdzv.client` sends the request and returns
 values, `as_text` (`as_text_nodes`) or `as_json` formats them as lines, and `__main__` prints the
-lines and chooses the exit code. `layout` handles widths and colours, and sanitizes external text.
+lines and chooses the exit code. `layout` handles widths and colors, and sanitizes external text.
 All terminal output passes through it, or is JSON or YAML (`as_yaml`).
 
 `job_request` and `job_file` parse jobs to submit, and `follow` follows them. `watch` receives the

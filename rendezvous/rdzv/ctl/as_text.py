@@ -116,7 +116,7 @@ def events(rdzv_id: str, history: Sequence[Event], page: Page) -> str:
 
 
 def event_lines(history: Sequence[Event], page: Page) -> str:
-    """Format events that more may follow.
+    """Format events as lines that others may follow.
 
     There is no header, and the columns are wide enough for any event name.
     """
@@ -534,7 +534,7 @@ def _failed_too(others: Sequence[WorkerFailure], page: Page, everything: bool) -
 
 
 def state_cell(state: str) -> Cell:
-    """Return a cell with a state in its usual colour."""
+    """Return a cell with a state in its usual color."""
     return Cell(state or _UNKNOWN, _STATE_STYLES.get(state, ""))
 
 

@@ -21,7 +21,7 @@ LISTED = 10
 """The maximum number of jobs, causes and nodes that a text lists."""
 
 COMEBACKS = ("workers", "times", "each", "time", "node-hours")
-"""The column titles of the table of how rounds began."""
+"""The column titles for the table that shows how rounds began."""
 
 _BAR = 24
 _HOUR_MS = 3_600_000

@@ -199,7 +199,7 @@ def _times(number: int) -> str:
 
 
 def _sentence(text: str) -> str:
-    """End a sentence with a full stop, unless it already ends with punctuation."""
+    """End a sentence with a period, unless it already ends with punctuation."""
     return text if not text or text[-1] in ".!?" else f"{text}."
 
 

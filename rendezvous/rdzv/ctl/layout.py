@@ -1,7 +1,7 @@
-"""Lays out lines for a terminal or a pipe: widths, colours, and sanitized text.
+"""Lays out lines for a terminal or a pipe: widths, colors, and sanitized text.
 
 All text is treated as hostile: a traceback may contain codes that retitle a terminal, clear it or
-type into it. A `Page`'s output has no control characters except for its own colours.
+type into it. A `Page`'s output has no control characters except for its own colors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHORTEST = 40
 
 @struct(frozen=True)
 class Cell:
-    """A piece of text and its style: the name of a colour, `bold`, `dim`, or empty."""
+    """A piece of text and its style: the name of a color, `bold`, `dim`, or empty."""
 
     text: str
     style: str = ""
@@ -61,7 +61,7 @@ class Page:
         return self._wrapped(value, name, indent)
 
     def block(self, text: str, indent: int, last: int | None = None) -> list[str]:
-        """Indent text without wrapping it; with `last`, keep only that many lines at the end."""
+        """Indent text without wrapping it, optionally keeping only its last `last` lines."""
         lines = text.splitlines()
         left_out = max(len(lines) - last, 0) if last is not None else 0
         note = Cell(f"... {left_out} lines before these are left out; --all shows them", "dim")
@@ -174,7 +174,7 @@ class Page:
 
 
 def page_for(stream: TextIO) -> Page:
-    """Return the page for a stream, as wide as its terminal, in colour unless NO_COLOR is set."""
+    """Return the page for a stream, as wide as its terminal, in color unless NO_COLOR is set."""
     terminal = stream.isatty()
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return Page(

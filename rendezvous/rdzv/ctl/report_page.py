@@ -25,11 +25,11 @@ COLOURS: Mapping[str, str] = {
     LedgerPhase.DETECTING: "#d1495b",
     LedgerPhase.STOPPING: "#e08a4a",
 }
-"""The colour of each phase, as on rdzvd's page."""
+"""The color of each phase, as on rdzvd's page."""
 
 _WIDTH, _BAND = 1_000, 46
 _LEAST_WIDTH = 0.2
-"""Intervals narrower than this are merged and drawn in the colour of the longest one."""
+"""Intervals narrower than this are merged and drawn in the color of the longest one."""
 _TICKS = 5
 _WORDS = ("cause", "node", "job", "workers")
 """The titles of columns that hold text; all others hold numbers."""

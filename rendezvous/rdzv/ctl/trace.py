@@ -19,7 +19,7 @@ from rdzv.view.spans import Phase, about, spans_of, went_wrong
 
 _JOB_TRACK = 0
 
-# The names of colours that both viewers know.
+# The names of colors that both viewers know.
 _LIVE, _FORMING, _STOPPING, _FAILED = "good", "yellow", "grey", "bad"
 
 # Events that are already shown as slices.

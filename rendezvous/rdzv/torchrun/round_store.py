@@ -1,6 +1,6 @@
 """A round's c10d store, where all its nodes' torch agents and workers meet.
 
-Behaviour of torch 2.13 that determines this design:
+Behavior of torch 2.13 that determines this design:
 
 * `master_listen_fd` takes over a socket that was already listening. So the port can be announced
   first, and a client that connects before the server is up is served later.

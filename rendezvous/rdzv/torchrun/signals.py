@@ -1,4 +1,4 @@
-"""Detects immediately the signals that end torchrun.
+"""Immediately detects the signals that end torchrun.
 
 torch's signal handler only raises an exception in the main thread, and the rendezvous handler is
 not called until the workers have been stopped (`torch/distributed/launcher/api.py`, `launch_agent`;
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 _END = 0
-"""Ends a watch; no signal has this number."""
+"""The value that ends a watch; no signal has this number."""
 
 _LEFT_WITHIN_S = 1.0
 """How long to wait for the thread of a watch that has ended."""

@@ -147,7 +147,7 @@ async def test_a_command_that_fails_is_started_again(
             assert (await notices.next())[0] == 7_000
     assert tries.read_text() == "x\n" * 4
     # The same notice is reported once.
-    assert caplog.text.count("`preemption.command` (sh) exited with 7; it is restarted") == 1
+    assert caplog.text.count("`preemption.command` (sh) exited with 7; restarting it") == 1
 
 
 async def test_a_command_that_can_not_be_started_is_tried_again(

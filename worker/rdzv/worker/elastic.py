@@ -1,4 +1,4 @@
-"""The decorator that has a training function called once in each round."""
+"""The decorator that calls a training function once in each round."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Image:
         return [*self.parameters.items(), *held]
 
     def mapped(self, make: Callable[[Tensor], Tensor]) -> Image:
-        """Return an image in which `make` has replaced each tensor, called in order."""
+        """Return an image with each tensor replaced by `make(tensor)`, called in order."""
         return Image(
             self.step,
             {name: make(one) for name, one in self.parameters.items()},

@@ -26,7 +26,7 @@ VERSION = "0.1.0"
 _CUT_AGAIN_MS = 20
 """How often to search a cut round for late connections."""
 _SEND_TIMEOUT_S = 10.0
-"""How long a runner may read nothing before it counts as gone."""
+"""How long the runner may stop reading before it counts as gone."""
 _ANSWER_TIMEOUT_S = 10.0
 _FDS_AT_ONCE = 200
 """Descriptors per message; the kernel passes at most 253."""

@@ -31,7 +31,7 @@ class Parts:
     """The modules, optimizers and objects that a script has added to a round."""
 
     def __init__(self, entries: Mapping[str, Any], rank: int, world_size: int) -> None:
-        """Take the entries before their first step. Raises `WorkerError` for a plain value."""
+        """Store the entries before their first step. Raises `WorkerError` for a plain value."""
         self.contents = Contents(entries)
         if self.contents.values:
             raise WorkerError(

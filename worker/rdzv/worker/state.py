@@ -30,7 +30,7 @@ class State:
     """
 
     def __init__(self, *, snapshot_every: int | None = None, **entries: Any) -> None:
-        """Take the entries. Raises `WorkerError` for an entry that a new round would break.
+        """Store the entries. Raises `WorkerError` for an entry that a new round would break.
 
         The state is saved in this node's memory every `snapshot_every` steps, as by `save`. If
         None, it is saved only when `save` is called.

@@ -39,7 +39,7 @@ class UsedGpu:
 
 
 def look_at_gpus() -> tuple[UsedGpu, ...]:
-    """Return the GPUs that respond, in NVML order, or nothing if NVML cannot be queried.
+    """Return the GPUs that respond, in NVML order, or an empty tuple if NVML cannot be queried.
 
     Makes about ten driver calls per GPU, and hangs if the driver does.
     """

@@ -42,7 +42,7 @@ START_WITHIN_S = 10.0
 KILL_TIMEOUT_S = 2.0
 
 Give = Callable[[int, str], None]
-"""Receives the milliseconds left, and the reason."""
+"""A callback that receives the milliseconds left and the reason."""
 
 
 @struct(frozen=True)

@@ -85,7 +85,7 @@ class _Held:
 
 @struct(frozen=True)
 class Occupancy:
-    """The numbers of this node's submitted jobs and GPUs, by state."""
+    """The number of this node's submitted jobs and GPUs in each state."""
 
     jobs: Mapping[str, int]
     gpus: Mapping[str, int]

@@ -1,6 +1,6 @@
 """One port for two protocols: the job's rendezvous, and its round's c10d store.
 
-torchrun's static back-end serves its store at the port that the command line names, so scripts
+torchrun's static backend serves its store at the port that the command line names, so scripts
 connect to it with `init_method="tcp://HOST:PORT"`. Here the rendezvous listens at that port. A
 connection's first bytes distinguish the two: a gRPC client sends the HTTP/2 preface, a store client
 a number. Each connection is relayed to its server; `env://` reaches the store directly.

@@ -26,7 +26,7 @@ log = logging.getLogger("rdzv.agent")
 LEAST_S, MOST_S = 1.0, 5.0
 """The bounds for the pause between two reads."""
 PAUSE_PER_LOOK = 250
-"""How many times longer than the last read the pause is, within these bounds."""
+"""The ratio of the pause to the duration of the last read, within these bounds."""
 PER_NODE_S = 0.002
 """The minimum pause per node of a round, so that one job sends at most 500 reports a second."""
 ASK_TIMEOUT_S = 3.0

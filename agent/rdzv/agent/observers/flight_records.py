@@ -17,7 +17,7 @@ from rdzv.structs import struct
 ENTRIES = 64
 """The maximum number of one group's collectives that a rank keeps."""
 ENTRIES_OF_ALL_RANKS = 4_096
-"""How many all of a group's ranks keep together. With very many ranks, each keeps only a few."""
+"""The maximum number that all of a group's ranks keep together. With many ranks, each keeps few."""
 LEAST_ENTRIES = 4
 MAX_GROUPS = 32
 MAX_TEXT_CHARS = 120

@@ -24,7 +24,7 @@ log = logging.getLogger("rdzv.agent")
 FIRST_S, LEAST_S = 10.0, 30.0
 """The wait before the first query, and the minimum pause between queries."""
 PAUSE_PER_LOOK = 250
-"""How many times longer than the last query the pause is, unless the minimum is longer."""
+"""The ratio of the pause to the duration of the last query, unless the minimum is longer."""
 PER_NODE_S = 0.01
 """The minimum pause per node of a round, so that one job sends at most 100 reports a second."""
 WITHIN_S = 20.0

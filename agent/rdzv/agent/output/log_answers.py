@@ -115,7 +115,7 @@ class LogAnswers:
         answer.task.add_done_callback(lambda _: self._close_idle())
 
     def grant(self, number: int, credit: int) -> None:
-        """Grant a request `credit` more credit."""
+        """Increase a request's credit by `credit`."""
         if (request := self._requests.get(number)) is not None:
             request.grant(credit)
 
@@ -430,7 +430,7 @@ class _File:
             return os.fstat(fd).st_size
 
     def read(self, limit: int) -> bytes:
-        """Return the next data, empty at the end. A truncated file is read from its start."""
+        """Return more data, or b"" at the end. A truncated file is reread from its start."""
         with _Opened(self.path, self.identity) as fd:
             if self.end is not None:
                 limit = min(limit, max(self.end - self.offset, 0))

@@ -140,7 +140,7 @@ class RunFolders:
         return Written.before(rounds[-KEPT_ROUNDS:]) if rounds else None
 
     def sweep(self, keep_s: float, keep_bytes: int, now_s: float) -> list[Path]:
-        """Remove the folders older than `keep_s`, then the oldest ones until `keep_bytes` suffice.
+        """Remove folders older than `keep_s`, then the oldest until at most `keep_bytes` remain.
 
         Folders in use are kept, but their size counts. Returns the removed folders.
         """
