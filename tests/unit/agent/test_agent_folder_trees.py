@@ -221,7 +221,7 @@ def test_what_can_not_be_removed_is_said_and_stops_nothing_else(
         age(path, 20)
     assert sorted(folders.sweep(14 * DAY, PLENTY, NOW)) == [stuck, good]
     assert not good.exists()
-    assert "; retrying later" in caplog.text
+    assert "; will retry later" in caplog.text
     (left,) = (shared / "runs").iterdir()
     (left / "roots" / "kept").unlink()
     folders.sweep(14 * DAY, PLENTY, NOW)
