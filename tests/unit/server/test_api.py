@@ -27,7 +27,7 @@ from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobState
 from rdzv.errors import RendezvousConnectionError
 from rdzv.server.driver import Driver
-from rdzv.server.http import feeds as feeds_module
+from rdzv.server.http import state_feeds as feeds_module
 from rdzv.server.http.listener import Serving, serving_http
 from rdzv.server.http.openapi import PREFIX, document, operations
 from rdzv.server.http.page_files import FOLDER, POLICY
