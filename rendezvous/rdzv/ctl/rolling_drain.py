@@ -152,7 +152,7 @@ def _drain_when_it_may(
         try:
             found = next(iter(client.nodes(node_id)), None)
             if found is None:
-                say("it is no longer known, and is skipped")
+                say("it is no longer known; skipping it")
                 return ()
             if found.drained_by_operator:
                 say("it is already drained")

@@ -215,7 +215,7 @@ def test_a_part_is_read_from_its_copy_if_nobody_else_has_it(
     assert any(torch.equal(one, torch.full((2, 4), 10.0 + step)) for _, one in image.tensors())
     said = capsys.readouterr().err
     assert f"resumed from the snapshot of step {step} in memory (copies of parts 1)" in said
-    assert ("step 3 in memory is damaged, and is not used" in said) == damaged
+    assert ("step 3 in memory is damaged, so it is ignored" in said) == damaged
 
 
 def test_a_copy_is_not_read_if_its_saver_is_there(runners: list[Runner]) -> None:
@@ -254,7 +254,7 @@ def test_a_damaged_snapshot_is_not_used_and_that_is_said(
     said = capsys.readouterr().err
     for rank, of in damaged:
         assert (
-            f"rank {rank}: the snapshot of step {of} in memory is damaged, and is not used" in said
+            f"rank {rank}: the snapshot of step {of} in memory is damaged, so it is ignored" in said
         )
     untouched = [bits(one) for one, of in zip(new, step, strict=True) if of is None]
     assert all(one == bits(sealing_of()) for one in untouched)
@@ -345,7 +345,7 @@ def test_saves_that_are_left_out_are_said_once(
     train(runners[0], 5)
     assert {what["step"] for _, what in runners[0].said if what} == {1, 2}
     said = capsys.readouterr().err
-    assert said.count("rank 0: saves are left out as long as both snapshots in memory are ") == 1
+    assert said.count("rank 0: skipping saves while both snapshots in memory are ") == 1
 
 
 @pytest.mark.parametrize("program", ["killed_writers.py", "killed_copies.py"])

@@ -116,7 +116,7 @@ def test_a_damaged_file_is_found_wherever_the_bit_is_and_the_step_before_is_used
         assert not new.is_sound(0)
     sealings, _ = new_processes(1)
     assert [one.step for one in sealings] == [2]
-    assert f"step 3 in {new.folder} is damaged, and is not used" in capsys.readouterr().err
+    assert f"step 3 in {new.folder} is damaged, so it is ignored" in capsys.readouterr().err
     assert old.is_sound(0)
     file.write_bytes(whole[:-1000])
     assert not new.is_sound(0)

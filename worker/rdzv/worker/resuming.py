@@ -298,7 +298,9 @@ class Resuming:
     def _is_sound(self, one: Found) -> bool:
         if one.is_sound():
             return True
-        self._say(f"the snapshot of step {one.header.step} {one.where} is damaged, and is not used")
+        self._say(
+            f"the snapshot of step {one.header.step} {one.where} is damaged, so it is ignored"
+        )
         one.give_up()
         return False
 

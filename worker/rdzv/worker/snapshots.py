@@ -344,8 +344,8 @@ class Snapshots:
         )
         if number is None:
             self._say(
-                "saves are left out as long as both snapshots in memory are needed: the newer is "
-                "not yet known to be whole on all nodes, or the older is being written to disk"
+                "skipping saves while both snapshots in memory are needed: the newer one is not "
+                "yet known to be whole on all nodes, or the older one is being written to disk"
             )
             return
         slot = held.slots[number]
