@@ -1,17 +1,18 @@
-"""The queue of submitted jobs, and the nodes that they get: a pure function of all jobs and nodes.
+"""The queue of submitted jobs and the nodes they get, as a pure function of all jobs and nodes.
 
-The rules, in the order in which they hold:
+These rules apply, in order of precedence:
 
-* Jobs are served by priority, and within one priority strictly first in, first out.
-* A job gets `min_nodes` at once or none: no node is hoarded for a job that cannot start.
+* Jobs are served by priority and, within a priority, strictly first in, first out.
+* A job gets `min_nodes` at once or no nodes at all, so nodes are never hoarded for a job that
+  cannot start.
 * A later job may start only on nodes that no earlier waiting job could use, so no job starves. A
   job could use a node if it has the job's labels and enough GPUs, busy or not. If too few such
-  nodes are known, the job could not use any, and keeps none back until there are more.
+  nodes are known, the job cannot use any, and reserves none until there are more.
 * After that, jobs grow to `max_nodes` on nodes that no job still waiting could use.
 * Nothing is taken from a running job.
 
 A waiting job always gets a reason. The choice of a node is made here and stored with its job; the
-node itself reports what it really has left.
+node itself reports what it actually has left.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class Host:
-    """A node that takes submitted jobs."""
+    """A node that accepts submitted jobs."""
 
     node_id: str
     resources: Resources
     taken: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """GPUs taken by each job that is placed on the node or held by it, by rdzv_id and run."""
     unusable: str = ""
-    """Why nothing may be placed on it now; empty if it is usable."""
+    """The reason why nothing may be placed on the node now, or empty if it is usable."""
     cordoned: bool = False
-    """Whether it is unusable until an operator changes that, or for an unknown time."""
+    """Whether the node is unusable until an operator changes that, or for an unknown period."""
 
     @property
     def gpus_free(self) -> int:
@@ -48,7 +49,7 @@ class Host:
 
     @property
     def places_free(self) -> int:
-        """The number of further jobs that the node takes."""
+        """The number of additional jobs that the node can take."""
         return max(self.resources.capacity - len(self.taken), 0)
 
 
@@ -63,25 +64,27 @@ class Demand:
     max_nodes: int
     at_ms: int
     here: frozenset[str] = frozenset()
-    """The nodes placed for it, and those that have joined of their own accord."""
+    """The nodes placed for the job, and those that have joined on their own."""
     idle: tuple[str, ...] = ()
-    """While a round runs: placed nodes that have no seat and stay, in the order of choice."""
+    """While a round is running, the placed nodes that have no seat and are staying, in the order of
+    choice."""
     going: frozenset[str] = frozenset()
-    """Nodes of `here` that are about to leave: replacements should come before they are gone."""
+    """The nodes in `here` that are about to leave; replacements should arrive before they are gone.
+    """
     declined: Mapping[str, str] = field(default_factory=dict)
-    """The nodes that could not run it, and why."""
+    """The nodes that could not run the job, with reasons."""
     may_grow: bool = True
     seated: bool = False
-    """Whether any node has a seat, and so may have workers."""
+    """Whether any node has a seat and may therefore have workers."""
 
     @property
     def staying(self) -> int:
-        """The number of its nodes that stay."""
+        """The number of the job's nodes that are staying."""
         return len(self.here) - len(self.going)
 
     @property
     def missing(self) -> int:
-        """The number of further nodes that the job needs to run at all."""
+        """The number of additional nodes that the job needs to run at all."""
         return max(self.min_nodes - self.staying, 0)
 
     @property
@@ -92,11 +95,11 @@ class Demand:
 
 @struct(frozen=True)
 class QueuedWait:
-    """Why a job has no nodes yet, or not enough of them."""
+    """The reason why a job has no nodes yet, or not enough of them."""
 
     reason: str
     jobs_before: int
-    """The number of waiting jobs served before it."""
+    """The number of waiting jobs served before this one."""
 
 
 @struct(frozen=True)
@@ -104,16 +107,16 @@ class Plan:
     """The decisions to make now, by rdzv_id."""
 
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Nodes that a job gets."""
+    """The nodes that each job gets."""
     surplus: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Nodes that a job no longer needs."""
+    """The nodes that each job no longer needs."""
     hopeless: Mapping[str, str] = field(default_factory=dict)
-    """Jobs that no node could run, and why."""
+    """The jobs that no node could run, with reasons."""
     waits: Mapping[str, QueuedWait] = field(default_factory=dict)
 
 
 def demand(state: State, now_ms: int, going: Collection[str] = ()) -> Demand | None:
-    """Return a job's demand; None if it was not submitted, has ended, or is being stopped.
+    """Return a job's demand, or None if it was not submitted, has ended, or is being stopped.
 
     `going` are the nodes that are about to leave all their jobs.
     """
@@ -122,7 +125,7 @@ def demand(state: State, now_ms: int, going: Collection[str] = ()) -> Demand | N
         return None
     round_ = membership.round
     runs = round_ is not None and round_.live
-    # The node behind a placeholder is usually among the placed ones.
+    # The node behind a placeholder is usually one of the placed nodes.
     others = [n for n in (*state.seats, *state.waiting, *state.stuck) if not is_placeholder(n)]
     all_reported = len(others) == len(state.seats) + len(state.waiting) + len(state.stuck)
     here = frozenset((*submission.placed, *others))
@@ -156,7 +159,7 @@ def _may_grow(state: State, now_ms: int) -> bool:
 
 
 def grows_at_ms(state: State) -> int | None:
-    """Return when time alone will let a running job have more nodes; None if it will not."""
+    """Return when a running job may get more nodes merely because time passes, or None if never."""
     round_, settings = state.membership.round, state.membership.settings
     if round_ is None or not round_.live or some_succeeded(state):
         return None
@@ -166,7 +169,7 @@ def grows_at_ms(state: State) -> int | None:
 
 
 _MOST_REASONS = 3
-"""The most reasons reported for a job that no node could run."""
+"""The maximum number of reasons reported for a job that no node could run."""
 
 
 def place_queued_jobs(
@@ -174,8 +177,8 @@ def place_queued_jobs(
 ) -> Plan:
     """Decide which queued jobs get which nodes now.
 
-    Until the server is `settled`, nodes may be missing only because they have not reconnected yet:
-    no job is given up or considered short of nodes.
+    Until the server is `settled`, nodes may be missing only because they have not reconnected yet,
+    so no job is given up or considered short of nodes.
     """
     work = _Plan(tuple(sorted(hosts, key=lambda host: host.node_id)), settled=settled)
     queue = sorted(demands, key=lambda job: (-job.spec.priority, job.at_ms, job.rdzv_id))
@@ -196,12 +199,12 @@ def place_queued_jobs(
 
 
 def _surplus(job: Demand) -> tuple[str, ...]:
-    """Name the seatless nodes that exceed the size to which an operator has scaled the job."""
+    """Return the nodes without a seat that exceed the size to which an operator scaled the job."""
     return job.idle[-(job.staying - job.max_nodes) :]
 
 
 class _Plan:
-    """A plan in the making."""
+    """A plan under construction."""
 
     def __init__(self, hosts: Sequence[Host], *, settled: bool) -> None:
         self.hosts = hosts
@@ -211,7 +214,7 @@ class _Plan:
         self._places_free = {host.node_id: host.places_free for host in hosts}
         self._gpus_free = {host.node_id: host.gpus_free for host in hosts}
         self._kept_for: dict[str, str] = {}
-        """By node_id: the first waiting job that could use the node."""
+        """The first waiting job that could use each node, by node_id."""
 
     def start(self, job: Demand) -> None:
         """Give a job all the nodes it needs to run, or reserve the nodes that it could use."""
@@ -233,7 +236,7 @@ class _Plan:
         return max(job.min_nodes - len(could), 0)
 
     def grow(self, job: Demand) -> None:
-        """Give leftover nodes to a job that can run, and replacements for nodes that leave it."""
+        """Give leftover nodes to a job that can run, and replace the nodes that are leaving it."""
         new = len(self.places.get(job.rdzv_id, ()))
         have = job.staying + new
         wanted = job.max_nodes - have
@@ -270,9 +273,9 @@ class _Plan:
             self._gpus_free[host.node_id] -= gpus_needed(job.spec, host.resources)
 
     def _nearest(self, job: Demand, ready: Sequence[Host]) -> list[Host]:
-        """Sort nodes by place: first near those that the job has, then where most are free.
+        """Sort nodes by location: first near the job's own nodes, then where most nodes are free.
 
-        Within one place, nodes already in use come first, so that whole nodes stay free.
+        Within a location, nodes already in use come first, so that whole nodes stay free.
         """
         chosen = {*job.here, *self.places.get(job.rdzv_id, ())}
         mine = Counter(h.resources.topology for h in self.hosts if h.node_id in chosen)
@@ -286,7 +289,7 @@ class _Plan:
         return sorted(ready, key=key)
 
     def _why_queued(self, job: Demand, fitting: Sequence[Host], ready: Sequence[Host]) -> str:
-        """Explain the wait of a job: "needs 2 nodes with gpu=h100, 1 is free (n3); n4 is away"."""
+        """Explain a job's wait: "needs 2 nodes with gpu=h100, 1 is free (n3); n4 is away"."""
         more = "more node" if job.here else "node"
         gone = f" once {listed(sorted(job.going))} {_has(job.going)} left" if job.going else ""
         text = f"queued: needs {counted(job.missing, more)}{_wanted(job.spec)}{gone}"
@@ -314,7 +317,7 @@ class _Plan:
         return text
 
     def _why_not(self, job: Demand, host: Host) -> str:
-        """Explain why a fitting node is not given to the job now; empty if the job has it."""
+        """Explain why a fitting node is not given to the job now; return "" if the job has it."""
         node_id = host.node_id
         if node_id in job.here:
             return ""
@@ -334,7 +337,7 @@ def _has(names: Collection[str]) -> str:
 
 
 def _hopeless(job: Demand, work: _Plan) -> str:
-    """Explain why a job will never run: too few nodes are left that could run it."""
+    """Explain why a job will never run because too few nodes could run it, or return ""."""
     if not job.declined or not job.missing or job.seated:
         return ""
     left = {host.node_id for host in work.hosts if not _misfit(job, host)} | job.here
@@ -351,7 +354,7 @@ def _hopeless(job: Demand, work: _Plan) -> str:
 
 
 def nearest_miss(spec: JobSpec, hosts: Iterable[Host]) -> str | None:
-    """Return what the best match lacks if no known node could ever take the job; else None."""
+    """Return what the best match lacks if no known node could ever take the job, or else None."""
     job = Demand("", "", spec, 1, 1, 0)
     ranked = sorted(hosts, key=lambda host: _distance(job, host))
     if not ranked or not _misfit(job, ranked[0]):
@@ -360,7 +363,7 @@ def nearest_miss(spec: JobSpec, hosts: Iterable[Host]) -> str | None:
 
 
 def _distance(job: Demand, host: Host) -> tuple[int, str]:
-    """Measure how far a node is from meeting the job's requirements, for sorting."""
+    """Return a sort key for how far a node is from meeting the job's requirements."""
     has = dict(host.resources.labels)
     lacks = sum(1 for name, value in job.spec.labels if has.get(name) != value)
     there = len(host.resources.gpus)
@@ -369,7 +372,7 @@ def _distance(job: Demand, host: Host) -> tuple[int, str]:
 
 
 def _misfit(job: Demand, host: Host) -> str:
-    """Explain why the node could never take the job; empty if it could."""
+    """Explain why the node could never take the job, or return "" if it could."""
     if (reason := job.declined.get(host.node_id)) is not None:
         return f"{host.node_id} could not run it ({reason})"
     has = dict(host.resources.labels)
@@ -385,7 +388,7 @@ def _misfit(job: Demand, host: Host) -> str:
 
 
 def _wanted(spec: JobSpec) -> str:
-    """Describe a job's requirements for each node: " with gpu=h100 and 8 GPUs"."""
+    """Describe a job's requirements for each node, such as " with gpu=h100 and 8 GPUs"."""
     wanted = [f"{name}={value}" for name, value in spec.labels]
     if spec.gpus_per_node:
         wanted.append(counted(spec.gpus_per_node, "GPU"))

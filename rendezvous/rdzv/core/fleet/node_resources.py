@@ -24,14 +24,15 @@ class Resources:
     gpus: tuple[Gpu, ...] = ()
     labels: tuple[tuple[str, str], ...] = ()
     capacity: int = 1
-    """How many jobs the node takes at once."""
+    """The number of jobs that the node takes at once."""
     topology: str = ""
-    """Label for the node's place in the network; a job's nodes come from one place if possible."""
+    """A label for the node's place in the network. A job's nodes come from one place if possible.
+    """
 
 
 @struct(frozen=True)
 class FailingCheck:
-    """A check that fails on a node, and what it has found."""
+    """A check that fails on a node, and its finding."""
 
     name: str
     reason: str

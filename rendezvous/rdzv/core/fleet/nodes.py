@@ -1,30 +1,31 @@
-"""The nodes across all jobs: streams, instances, incarnations and leases.
+"""Nodes across all jobs: their streams, instances, incarnations, and leases.
 
-A node is *connected* while its stream is open, *away* from the stream's end until its return or
-its deadline, and then *lost*. The rendezvous decides what that means for a job. The two kinds
-of agent differ in one thing: the workers of a foreground agent die with it, so it may be absent
-only for `reconnect_grace_ms`; a daemon's workers live on, so it may be absent for a lease.
+A node is *connected* while its stream is open, *away* from the end of the stream until its return
+or its deadline, and then *lost*. The rendezvous decides what this means for a job. The two kinds of
+agent differ in one respect. The workers of a foreground agent die with it, so it may be absent only
+for `reconnect_grace_ms`. A daemon's workers live on, so it may be absent for the length of a lease.
 
-Silence while the server could not receive proves nothing: after a take-over (`Expect`) or a pause
-of the server itself (`Pause`), no node is lost before `takeover_grace_ms` is over, or while
+Silence while the server could not receive proves nothing. After a takeover (`Expect`) or a pause of
+the server itself (`Pause`), no node is lost before `takeover_grace_ms` has passed, or while
 expected nodes are still coming back one after another, because thousands of them take a while. A
-node counts as back once it has answered the Welcome: one that gave up waiting for the Welcome of a
-busy server is still coming back. Silence from all nodes at once, if they are two or more, proves
-nothing either: more likely the server itself is cut off, and if all have died, no node is left to
-take their seats. So while no node at all is heard, leases stay valid for `takeover_grace_ms`.
+node counts as back once it has responded to the Welcome; a node that gave up waiting for a busy
+server's Welcome is still coming back. Nor does silence from all nodes at once prove anything, if
+there are at least two: the server itself is more likely to be cut off, and if all nodes have died,
+none is left to take their seats. So while no node at all is heard, leases remain valid for
+`takeover_grace_ms`.
 
-One node_id, one instance: a new one takes over only once the old one's stream has ended.
-A node may *fence* itself: it kills its own workers a fixed time after the server is last proven to
-have heard it, and the server relies on that. Its seats are kept until this has certainly happened,
-however its stream ended and whichever instance asks for its place. A paused machine cannot kill
-anything, so nothing is certain about its workers.
+Each node_id belongs to one instance at a time; a new one takes over only once the old one's stream
+has ended. A node may *fence* itself: it kills its own workers a fixed time after the server is last
+proven to have heard it, and the server relies on that. Its seats are kept until this has certainly
+happened, however its stream ended and whichever instance asks for its place. A paused machine
+cannot kill anything, so nothing is certain about its workers.
 
-A lease suits the number of nodes at the time, and grows with it: otherwise the first nodes would
-send the most heartbeats for as long as they stay. It never shrinks while a stream is open, because
-the node would have to send more often before the server could rely on it.
+A lease is chosen for the current number of nodes, and grows with that number. Otherwise the first
+nodes would send the most heartbeats for as long as they stay. It never shrinks while a stream is
+open, because the node would have to send more often before the server could rely on it.
 
-Incarnations number the instances; the leadership is their high half, so they never go back, even
-when a server starts without memory of its predecessor.
+Incarnations number the instances. The leadership is their high half, so they never decrease, even
+if a server starts without its predecessor's memory.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ from rdzv.structs import replace, struct
 _COUNTER_BITS = 32
 
 AMPLE_MS = 10_000
-"""Ample time for a heartbeat to be late: a long lease needs no more than two heartbeats."""
+"""Ample time for a heartbeat to be late; a long lease needs no more than two heartbeats."""
 
 ARRIVALS_QUIET_MS = 10_000
-"""If nodes come back less than this apart after a take-over, assume that the server is slow."""
+"""If nodes come back less than this far apart after a takeover, the server is assumed to be slow.
+"""
 ARRIVALS_GRACES = 4
 """This is assumed for at most this many times `takeover_grace_ms`."""
 
@@ -52,7 +54,7 @@ FENCE_MARGIN_MS = 1_000
 
 
 class AgentKind(StrEnum):
-    """The kind of an agent: only the workers of a foreground agent die with it."""
+    """The kind of an agent. Only a foreground agent's workers die with it."""
 
     FOREGROUND = "foreground"
     DAEMON = "daemon"
@@ -60,34 +62,34 @@ class AgentKind(StrEnum):
 
 @struct(frozen=True)
 class NodesTuning:
-    """The timings of the nodes core."""
+    """The timings used by the nodes core."""
 
     lease_ms: int = 5_000
-    """Lease of a node while there are at most `lease_nodes` of them."""
+    """The lease of a node when there are at most `lease_nodes` nodes."""
     lease_nodes: int = 1_000
     lease_max_ms: int = 30_000
-    """Lease of a node when there are `lease_nodes_max` or more."""
+    """The lease of a node when there are `lease_nodes_max` nodes or more."""
     lease_nodes_max: int = 10_000
     heartbeats_per_lease: int = 3
-    """Heartbeats of a node within a short lease; see `interval_for`."""
+    """The number of heartbeats that a node sends within a short lease; see `interval_for`."""
     reconnect_grace_ms: int = 250
     takeover_grace_ms: int = 30_000
     lease_grows_by: float = 1.5
     """A lease is replaced only once the suitable one is this many times as long, because every new
-    node changes the suitable length a little."""
+    node changes the suitable length slightly."""
 
     def lease_for(self, nodes: int) -> int:
-        """Return the lease, in ms, that suits this number of nodes.
+        """Return the lease, in ms, for the given number of nodes.
 
-        >>> [NodesTuning().lease_for(n) for n in (1, 1_000, 5_500, 20_000)]
-        [5000, 5000, 17500, 30000]
+        >>> [NodesTuning().lease_for(n) for n in (1, 1_000, 5_500, 20_000)] [5000, 5000, 17500,
+        30000]
         """
         above = min(max(nodes - self.lease_nodes, 0), self.lease_nodes_max - self.lease_nodes)
         span = max(self.lease_nodes_max - self.lease_nodes, 1)
         return self.lease_ms + (self.lease_max_ms - self.lease_ms) * above // span
 
     def interval_for(self, lease_ms: int) -> int:
-        """Return the heartbeat interval, in ms, of a node with this lease.
+        """Return the heartbeat interval, in ms, of a node with the given lease.
 
         A heartbeat that is `AMPLE_MS` late is still in time, so the long leases of many nodes need
         few heartbeats: ten thousand nodes send no more per second than one thousand do.
@@ -101,10 +103,10 @@ class NodesTuning:
     def quiet_for(self, lease_ms: int) -> int:
         """Return how long, in ms, all nodes with this lease may be silent before it is suspicious.
 
-        This time ends before the first of them would be given up.
+        This period ends before the first of them would be given up.
 
-        >>> [NodesTuning().quiet_for(lease_ms) for lease_ms in (5_000, 15_000, 30_000)]
-        [2500, 7500, 12000]
+        >>> [NodesTuning().quiet_for(lease_ms) for lease_ms in (5_000, 15_000, 30_000)] [2500, 7500,
+        12000]
         """
         return min(lease_ms // 2, (lease_ms - self.interval_for(lease_ms)) * 4 // 5)
 
@@ -115,35 +117,37 @@ class NodeRecord:
 
     node_id: str
     instance: str
-    """Empty while the node is only expected."""
+    """The id of the instance; empty while the node is only expected."""
     incarnation: int
     kind: AgentKind
     address: str
     pid: int
     stream: int | None
-    """Number of its open stream; None while it is away."""
+    """The number of the node's open stream, or None while the node is away."""
     since_ms: int
-    """When it connected, or went away."""
+    """The time at which the node connected or went away."""
     heard_ms: int
     lease_ms: int
     excused_until_ms: int = 0
-    """Its lease does not end before this, because all nodes are silent, or its relay is."""
+    """The time before which its lease does not end, because all nodes or its relay are silent."""
     fence_after_ms: int = 0
-    """Time after its last message by which it has killed its own workers; 0 if it does not."""
+    """The time after its last message by which it has killed its own workers, or 0 if it does not.
+    """
     until_ms: int = 0
-    """When it is given up, if it is away."""
+    """The time at which it is given up, if it is away."""
     firm: bool = False
     """Whether nothing may shorten the wait for it, for example because its absence was announced,
     or because it fences itself."""
     expected_instance: str = ""
-    """The instance behind the incarnation while the node is only expected; empty if not stored."""
+    """The instance behind the incarnation while the node is only expected, or empty if it was not
+    stored."""
     returns_until_ms: int = 0
-    """Until when it may still be coming back after a take-over; 0 once it has answered a Welcome.
-    """
+    """The time until which it may still be coming back after a takeover, or 0 once it has responded
+    to a Welcome."""
 
     @property
     def expires_at_ms(self) -> int:
-        """When the node is lost if it stays silent."""
+        """The time at which the node is lost if it stays silent."""
         if self.stream is None:
             return self.until_ms
         return max(self.heard_ms + self.lease_ms, self.excused_until_ms)
@@ -161,7 +165,7 @@ class Nodes:
     excused: bool = False
     """Whether any node has been excused since the last message from any node."""
     arrived_ms: int | None = None
-    """When a node that was coming back after a take-over last connected."""
+    """The last time that a node coming back after a takeover connected."""
 
 
 # ------------------------------------------------------------------ commands
@@ -169,7 +173,10 @@ class Nodes:
 
 @struct(frozen=True)
 class Connect:
-    """Open a stream. `incarnation` is the one that this instance was given before; 0 if none."""
+    """Open a stream.
+
+    `incarnation` is the one previously assigned to this instance, or 0 if none was.
+    """
 
     node_id: str
     instance: str
@@ -183,7 +190,7 @@ class Connect:
 
 @struct(frozen=True)
 class Hear:
-    """These nodes have sent something since the last `Hear`."""
+    """Record that these nodes have sent something since the last `Hear`."""
 
     node_ids: frozenset[str]
 
@@ -198,13 +205,13 @@ class Excuse:
 
 @struct(frozen=True)
 class Disconnect:
-    """A stream has ended. This changes nothing if a newer stream is open."""
+    """A stream has ended. This has no effect if a newer stream is open."""
 
     node_id: str
     stream: int
     unheard: bool = False
-    """The server could not receive at that moment: the stream was only an attempt to reach it, or
-    passed through a relay whose own call has ended."""
+    """Whether the server could not receive at that moment: the stream was only an attempt to reach
+    it, or passed through a relay whose own call has ended."""
 
 
 @struct(frozen=True)
@@ -218,10 +225,10 @@ class PlanAway:
 
 @struct(frozen=True)
 class Expect:
-    """After a take-over: this incarnation holds a seat, and has not been heard from yet.
+    """After a takeover, an incarnation holds a seat and has not been heard from yet.
 
-    `instance` is the id of its instance, which may not know the incarnation: the previous server
-    may have ended before sending it.
+    `instance` is the id of its instance, which may not know the incarnation, because the previous
+    server may have ended before sending it.
     """
 
     node_id: str
@@ -232,12 +239,12 @@ class Expect:
 
 @struct(frozen=True)
 class Pause:
-    """The server itself could not receive for a while."""
+    """The server itself was unable to receive for a while."""
 
 
 @struct(frozen=True)
 class Tick:
-    """Let time pass."""
+    """Advance the time."""
 
 
 NodesCommand = Connect | Hear | Excuse | Disconnect | PlanAway | Expect | Pause | Tick
@@ -248,14 +255,17 @@ NodesCommand = Connect | Hear | Excuse | Disconnect | PlanAway | Expect | Pause 
 
 @struct(frozen=True)
 class NodeConnected:
-    """A stream is open. `replaced` is the incarnation of another instance that had this node_id."""
+    """A stream is open.
+
+    `replaced` is another instance's incarnation that had this node_id, if any.
+    """
 
     node_id: str
     incarnation: int
     lease_ms: int
     replaced: int | None
     stale_stream: int | None
-    """An older stream with this node_id, whose end was not noticed; it must be closed."""
+    """An older stream with this node_id whose end was not noticed. It must be closed."""
 
 
 @struct(frozen=True)
@@ -269,7 +279,7 @@ class LeaseGrown:
 
 @struct(frozen=True)
 class NodeAway:
-    """A node's stream ended; it is given up at `until_ms`."""
+    """A node's stream has ended, and the node will be given up at `until_ms`."""
 
     node_id: str
     incarnation: int
@@ -301,12 +311,12 @@ class NodesTransition:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When the next tick is due; None if none is."""
+        """The time at which the next tick is due, or None if no tick is due."""
         return self.nodes.wake_at_ms
 
 
 def step(nodes: Nodes, command: NodesCommand, now_ms: int) -> NodesTransition:
-    """Apply one command. A refused command raises and leaves the state unchanged.
+    """Apply one command. A refused command raises an error and leaves the state unchanged.
 
     Raises:
         NodeSupersededError: the node_id is in use, or a newer incarnation has taken it over.
@@ -358,7 +368,7 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
         fence_after_ms=command.fence_after_ms,
     )
     if old is not None and same and _returns(old, now_ms):
-        # Until the node answers, it may be the Welcome that is late.
+        # Until the node responds, the Welcome itself may be what is late.
         record = replace(
             record,
             excused_until_ms=min(now_ms + nodes.tuning.takeover_grace_ms, old.returns_until_ms),
@@ -393,10 +403,10 @@ def check_fence(fence_after_ms: int, lease_ms: int) -> None:
 
 
 def _same_instance(old: NodeRecord, command: Connect, leadership: int) -> bool:
-    """Return whether the sender is the instance on record, or has replaced it since.
+    """Return whether the sender is the instance on record, or has since replaced it.
 
-    An instance that is only expected is identified by its id, or by the incarnation that a previous
-    server gave it.
+    An instance that is only expected is identified by its id, or by the incarnation assigned to it
+    by a previous server.
     """
     if command.instance == (old.instance or old.expected_instance):
         return True
@@ -404,7 +414,7 @@ def _same_instance(old: NodeRecord, command: Connect, leadership: int) -> bool:
 
 
 def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_ms: int) -> None:
-    """Refuse an instance that may not have this node_id now."""
+    """Refuse an instance that is not allowed to have this node_id now."""
     if old is None or _same_instance(old, command, nodes.leadership):
         return
     if 0 < command.incarnation < old.incarnation:
@@ -412,7 +422,7 @@ def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_
             f"node_id {command.node_id} was taken over by {_who(old)}; this instance is "
             "superseded and must stop its workers"
         )
-    # Not `expires_at_ms`: its silence is not excused while another instance asks for its place.
+    # Not `expires_at_ms`: silence is not excused while another instance asks for the node's place.
     if old.stream is not None and now_ms < old.heard_ms + old.lease_ms:
         age_s = (now_ms - old.since_ms) / 1000
         raise NodeSupersededError(
@@ -478,7 +488,7 @@ def _excuse(nodes: Nodes, command: Excuse, now_ms: int) -> NodesTransition:
 
 
 def _end_excuses(nodes: Nodes, now_ms: int) -> Nodes:
-    """After a message from any node, give excused nodes one more lease: theirs may follow."""
+    """After a message from any node, give excused nodes one more lease, as theirs may follow."""
     if not nodes.excused:
         return nodes
     nodes = replace(nodes, excused=False)
@@ -505,8 +515,8 @@ def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransiti
     if old.fence_after_ms:
         until_ms = max(until_ms, now_ms + old.fence_after_ms + FENCE_MARGIN_MS)
     firm = announced or old.fence_after_ms > 0
-    # If no node is heard now, or was until a moment ago, the end of a stream says nothing about the
-    # node: an unanswered ping has ended the stream, or an earlier end is noticed late.
+    # If no node is heard now, or none was until a moment ago, the end of a stream says nothing
+    # about the node: an unanswered ping ended the stream, or an earlier end was noticed late.
     excused_until_ms = old.excused_until_ms
     if command.unheard or _returns(old, now_ms) or _coming_back(nodes, now_ms):
         excused_until_ms = max(excused_until_ms, now_ms + nodes.tuning.takeover_grace_ms)
@@ -556,7 +566,7 @@ def _expect(nodes: Nodes, command: Expect, now_ms: int) -> NodesTransition:
 
 
 def _pause(nodes: Nodes, now_ms: int) -> NodesTransition:
-    """Renew every lease; nodes that are away get `takeover_grace_ms`."""
+    """Renew every lease, and give nodes that are away `takeover_grace_ms`."""
     grace_until_ms = now_ms + nodes.tuning.takeover_grace_ms
     records: dict[str, NodeRecord] = {}
     events: list[NodeAway] = []
@@ -589,9 +599,10 @@ def _tick(nodes: Nodes, now_ms: int) -> NodesTransition:
 
 
 def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
-    """Return the time until which silence from all nodes proves nothing; 0 if any is not silent."""
+    """Return the time until which silence from all nodes proves nothing; 0 if any was just heard."""
     tuning = nodes.tuning
-    # Usually one of the first few was heard just now, so there is no need to look at all of them.
+    # Usually one of the first few nodes was heard just now, so there is no need to check all of
+    # them.
     fresh_ms = now_ms - tuning.quiet_for(min(tuning.lease_ms, tuning.lease_max_ms))
     if any(r.heard_ms > fresh_ms and r.stream is not None for r in nodes.records.values()):
         return 0
@@ -605,7 +616,7 @@ def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
 
 
 def _excused(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
-    """Return, now excused, the nodes whose lease ran out while all other nodes were silent too."""
+    """Excuse and return the nodes whose lease expired while all other nodes were silent too."""
     silent = [
         record
         for record in nodes.records.values()
@@ -642,12 +653,12 @@ def _arriving(nodes: Nodes, now_ms: int) -> bool:
 
 
 def _returns(record: NodeRecord, now_ms: int) -> bool:
-    """Return whether a node may still be coming back after a take-over."""
+    """Return whether a node may still be coming back after a takeover."""
     return now_ms < record.returns_until_ms
 
 
 def _coming_back(nodes: Nodes, now_ms: int) -> bool:
-    """Return whether nodes are coming back now, and some are still missing."""
+    """Return whether nodes are coming back now and some are still missing."""
     return _arriving(nodes, now_ms) and any(
         _returns(record, now_ms) for record in nodes.records.values()
     )

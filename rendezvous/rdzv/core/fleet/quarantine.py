@@ -1,17 +1,16 @@
-"""Quarantines nodes on which workers keep failing: they get no submitted jobs for a while.
+"""Quarantines nodes on which workers keep failing, so they get no submitted jobs for a while.
 
 A *strike* is a round that ended through the fault of one node: the root cause was one of its
 workers, or its processes survived SIGKILL. After enough strikes within a window, the node is
-quarantined.
-Failures alone do not show whether the node or the job is broken. To keep a user's bug from emptying
-a cluster,
+quarantined. Failures alone do not show whether the node or the job is broken. To prevent a user's
+bug from emptying a cluster,
 
 * one run gets at most one node quarantined: if it keeps failing elsewhere, it is the job's fault;
 * only a limited number of nodes is quarantined at a time, and never the only one;
-* a failed connection is not a strike: the other end went away;
+* a failed connection is not a strike, because the other end went away;
 * only daemons are judged. Users who start rdzvrun on a node choose that node themselves.
 
-Pure: the record is a value, stored by its owner; `judge` returns the next one.
+This module is pure: the record is a value, stored by its owner, and `judge` returns the next one.
 """
 
 from __future__ import annotations
@@ -26,24 +25,25 @@ from rdzv.core.words import duration, listed
 from rdzv.structs import replace, struct
 
 MAX_STRIKES = 1_000
-"""Number of strikes remembered over all nodes; the oldest are forgotten first."""
+"""The number of strikes remembered across all nodes. The oldest are forgotten first."""
 MAX_BLAMED = 1_000
-"""Number of runs remembered because they got a node quarantined; the oldest are forgotten first."""
+"""The number of runs remembered because they got a node quarantined. The oldest are forgotten
+first."""
 REASON_CHARS = 200
-"""Length to which a failure's text is cut: a line or two of a terminal."""
+"""The length to which a failure's text is truncated, which is a line or two in a terminal."""
 
 
 @struct(frozen=True)
 class QuarantineTuning:
-    """When a node is quarantined, and for how long; the same for all nodes of one server."""
+    """When a node is quarantined, and for how long. The same for all nodes of one server."""
 
     failures: int = 3
-    """The number of strikes within the window after which a node is quarantined; 0 for never."""
+    """The number of strikes within the window after which a node is quarantined, or 0 for never."""
     window_ms: int = 3_600_000
     ttl_ms: int = 12 * 3_600_000
-    """How long a node is quarantined, unless an operator lifts it."""
+    """How long a node is quarantined, unless an operator lifts the quarantine."""
     max_nodes: int = 0
-    """The most nodes quarantined at a time; 0 stands for a quarter of the known daemons."""
+    """The maximum number of nodes quarantined at a time; 0 means a quarter of the known daemons."""
 
 
 @struct(frozen=True)
@@ -69,14 +69,14 @@ class Quarantined:
 
 @struct(frozen=True)
 class Record:
-    """Everything that is remembered; it is stored unchanged."""
+    """Everything that is remembered about strikes and quarantines; stored unchanged."""
 
     strikes: tuple[Strike, ...] = ()
-    """Oldest first."""
+    """The strikes, oldest first."""
     nodes: Mapping[str, Quarantined] = field(default_factory=dict)
-    """By node_id."""
+    """The quarantined nodes, by node_id."""
     blamed: tuple[tuple[str, int], ...] = ()
-    """Runs that got a node quarantined, and until when each is remembered."""
+    """Runs that got a node quarantined, with the time until which each is remembered."""
 
     def quarantined(self, now_ms: int) -> dict[str, Quarantined]:
         """Return the nodes that are quarantined now, by name."""
@@ -89,7 +89,7 @@ class Verdict:
 
     record: Record
     event: NodeQuarantined | NodeNotQuarantined | None = None
-    """The decision; None if none was needed."""
+    """The decision, or None if no decision was needed."""
 
 
 def strikes_in(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tuple[Strike, ...]:
@@ -119,14 +119,14 @@ def judge(
 ) -> Verdict:
     """Record a strike, and decide whether its node is quarantined for it.
 
-    A known strike changes nothing, so it may be repeated after a failed commit. `daemons` are the
-    nodes known now whose agent is a daemon.
+    A known strike has no effect, so it may be repeated after a failed commit. `daemons` are the
+    currently known nodes whose agent is a daemon.
     """
     node_id = strike.node_id
     if not tuning.failures or node_id not in daemons or _known(record, strike):
         return Verdict(record)
     if node_id in record.quarantined(now_ms):
-        # Jobs that still run there prove nothing new.
+        # Jobs still running there prove nothing new.
         return Verdict(record)
     kept = _pruned(record, tuning, now_ms)
     kept = replace(kept, strikes=(*kept.strikes, strike)[-MAX_STRIKES:])
@@ -148,7 +148,7 @@ def judge(
 
 
 def lift(record: Record, node_id: str) -> Record:
-    """Return the record without a node's quarantine and strikes, so that it is used again."""
+    """Return the record without a node's quarantine and strikes, so that the node is used again."""
     return replace(
         record,
         strikes=tuple(strike for strike in record.strikes if strike.node_id != node_id),
@@ -164,7 +164,7 @@ def _refusal(
     daemons: Collection[str],
     now_ms: int,
 ) -> str:
-    """Explain why a node that has reached the fault limit is not quarantined; empty if it is."""
+    """Explain why a node that has reached the fault limit is not quarantined, or return ""."""
     blamed = {run for run, _ in record.blamed}
     if sum(1 for one in mine if one.run not in blamed) < tuning.failures:
         return (

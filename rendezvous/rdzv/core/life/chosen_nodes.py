@@ -1,7 +1,7 @@
 """The nodes chosen for a submitted job, withdrawn from it, or unable to run it.
 
 The rendezvous treats a submitted run like any other, with three differences: the server chooses its
-nodes (`placement`), it waits in a queue while it has no nodes, and it never ends because nodes are
+nodes (`job_queue`), it waits in a queue while it has no nodes, and it never ends because nodes are
 missing but goes back to the queue.
 """
 
