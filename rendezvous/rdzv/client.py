@@ -69,7 +69,7 @@ parse_endpoints = endpoints.parse_endpoints
 _UINT32_MAX = 2**32 - 1
 
 WATCH_TIMEOUT_S = 60.0
-"""How long a watch that has lost its server looks for another one before raising an error."""
+"""The time for which a watch that has lost its server looks for another before raising an error."""
 WATCH_RETRY_S = 0.5
 
 SUBMIT_RETRY_S = 0.5
@@ -81,11 +81,11 @@ LOG_POSITIONS = 65_536
 """The maximum number of files in which a log reader can resume after its stream is interrupted."""
 
 DEFAULT_TIMEOUT_S = 5.0
-"""How long one call may take before the server is considered unreachable."""
+"""The time that one call may take before the server is considered unreachable."""
 
 TAKEOVER_S = 15.0
-"""How long to wait for a leader while servers stand by, which covers a dead leader's lease and
-etcd's own election."""
+"""The time to wait for a leader while servers stand by. It covers a dead leader's lease and etcd's
+own election."""
 TAKEOVER_RETRY_S = 0.25
 
 
@@ -121,8 +121,8 @@ class ControlClient:
         self._credentials = credentials
         self._channels: dict[Endpoint, tuple[Stamp, grpc.Channel]] = {}
         self.store_away: str | None = None
-        """Why the server could not write to its store when it last listed jobs or nodes, or None if
-        it could."""
+        """The reason why the server could not write to its store when it last listed jobs or nodes,
+        or None if it could."""
 
     @property
     def server(self) -> Endpoint:
@@ -451,7 +451,7 @@ class ControlClient:
         return node_of(self._call(lambda stub: stub.DrainNode, request))
 
     def undrain(self, node_id: str) -> Node:
-        """Lift the drain of a node, and allow submitted jobs on it again."""
+        """Lift a node's drain, and allow submitted jobs on it again."""
         request = pb.UndrainNodeRequest(node_id=_checked_name(node_id, "node"))
         return node_of(self._call(lambda stub: stub.UndrainNode, request))
 
@@ -508,7 +508,7 @@ class _Asking:
         self._servers = servers
         self._left = servers
         self._standing_by = False
-        """Whether one of the servers stands by, so that there is or will be a leader."""
+        """Whether one of the servers is standing by, so that there is or will be a leader."""
         self._until_s = time.monotonic() + takeover_s
 
     def goes_on(self, error: RendezvousError) -> bool:
@@ -527,7 +527,7 @@ class _Asking:
 
 
 class _Places:
-    """How far each node's logs have been read, so that a reader can resume from there."""
+    """The positions up to which each node's logs have been read, from which a reader can resume."""
 
     def __init__(self) -> None:
         self._rounds: dict[str, int] = {}

@@ -91,7 +91,7 @@ class Resume:
 
 @struct(frozen=True)
 class Fail:
-    """Report failed workers of `round`; the node has begun to stop the others."""
+    """Report failed workers of `round`; the node has already begun to stop its other workers."""
 
     node_id: str
     incarnation: int
@@ -112,7 +112,9 @@ class Succeed:
 
 @struct(frozen=True)
 class Leave:
-    """Leave the job. The node keeps its seat until it leaves again with the round in `left_round`.
+    """Leave the job.
+
+    The node keeps its seat until it leaves again with `left_round` set to the round.
 
     `run` is empty if the node leaves before it has learned which run it is in.
     """
@@ -181,7 +183,7 @@ class MarkLost:
     reason: str
     heard: bool = False
     silent_ms: int = 0
-    """How long the node was silent, if its stream was still open."""
+    """The time for which the node was silent, if its stream was still open."""
 
 
 @struct(frozen=True)
@@ -235,7 +237,7 @@ class Submit:
 
 @struct(frozen=True)
 class Place:
-    """Choose these nodes for a submitted run; each of them then joins it."""
+    """Choose these nodes for a submitted run, which each of them then joins."""
 
     run: str
     node_ids: tuple[str, ...]
@@ -266,7 +268,7 @@ class Bar:
 
 @struct(frozen=True)
 class Decline:
-    """A node that was chosen cannot run the job.
+    """A chosen node cannot run the job.
 
     It is not chosen again in this run, unless the obstacle is `passing`.
     """

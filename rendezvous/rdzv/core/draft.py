@@ -1,4 +1,4 @@
-"""The mutable state that command rules and state rules change during one step."""
+"""The mutable state changed by command rules and state rules during one step."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ class Draft:
         self.store(replace(self.membership, round=round_))
 
     def store_submission(self, submission: Submission) -> None:
-        """Replace the submission, if it has changed."""
+        """Replace the submission if it has changed."""
         if submission != self.membership.submission:
             self.store(replace(self.membership, submission=submission))

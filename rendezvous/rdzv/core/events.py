@@ -83,7 +83,7 @@ class NodeWentAway:
 
 @struct(frozen=True)
 class NodeCameBack:
-    """A node that was away is connected again."""
+    """A node that was away has reconnected."""
 
     node_id: str
     after_ms: int
@@ -98,7 +98,7 @@ class NodeLost:
     may_run: bool = False
     """Its workers may still be running, until the node reports otherwise."""
     silent_ms: int = 0
-    """How long it had been silent, or 0 if it sent messages until the end."""
+    """The time for which it had been silent, or 0 if it sent messages until the end."""
 
 
 @struct(frozen=True)
@@ -134,11 +134,11 @@ class RoundCompleted:
 
     round: Round
     enough_ms: int | None = None
-    """How long enough nodes had been ready, or None in rows written by older versions."""
+    """The time for which enough nodes had been ready, or None in rows written by older versions."""
     not_kept: tuple[NotKept, ...] = ()
     not_loaded: WhyNotLoaded | None = None
-    """Why no snapshots are loaded although nodes hold some, or None if some are loaded or none are
-    needed."""
+    """The reason why no snapshots are loaded although nodes hold some. None if some are loaded or
+    none are needed."""
 
 
 @struct(frozen=True)
@@ -164,7 +164,7 @@ class RoundEnded:
     round: int
     end: RoundEnd
     dead_ms: int = 0
-    """How long the workers had been dead, if the node was cut off and had killed them."""
+    """The time for which the workers had been dead, if the node was cut off and had killed them."""
 
 
 @struct(frozen=True)
@@ -235,7 +235,7 @@ class NodeNotQuarantined:
 
     node_id: str
     fault: str
-    """How often, and within what period, it was at fault, as text."""
+    """A description of how often, and within what period, the node was at fault."""
     reason: str
 
 
@@ -328,7 +328,7 @@ class WorkerStart(StrEnum):
     """The way in which a worker was started for a round."""
 
     KEPT = "kept"
-    """It is the same process as in the previous round."""
+    """The worker is the same process as in the previous round."""
     WARM = "warm"
     COLD = "cold"
 
@@ -361,7 +361,7 @@ class FirstCollectiveMade:
 
     round: int
     node_id: str
-    """The node that reported it first."""
+    """The node that was the first to report it."""
     age_ms: int
     """The time since it was entered, or 0 if the clocks cannot tell."""
 
@@ -401,7 +401,7 @@ class LastStepMade:
 
 @struct(frozen=True)
 class RunEnded:
-    """The run is closed and forms no more rounds."""
+    """The run has been closed and forms no more rounds."""
 
     run: str
     ended: Ended

@@ -78,7 +78,7 @@ class NodeView:
 
 @struct(frozen=True)
 class BudgetsView:
-    """The budgets of a run other than restarts, spent and allowed; None where there is no limit."""
+    """The budgets of a run other than restarts, spent and allowed, with None for no limit."""
 
     preemptions: int
     max_preemptions: int | None
@@ -104,7 +104,8 @@ class JobView:
     max_nodes: int
     world_size: int
     restarts: int | None
-    """None, like `max_restarts`, if the nodes' own agents count restarts and do not report them."""
+    """The number of restarts that count. None, like `max_restarts`, if the nodes' own agents count
+    restarts and do not report them."""
     max_restarts: int | None
     nodes: tuple[NodeView, ...]
     state_age_ms: int
@@ -125,15 +126,15 @@ class JobView:
     backend: str = "rdzv"
     """The rendezvous backend. This server only observes groups formed by other backends."""
     owner: str = ""
-    """As in `Membership`."""
+    """The job's owner, as in `Membership`."""
     has_secret: bool = False
     """Whether nodes must know a secret to join."""
     kept: int = 0
     """The number of kept workers in the last complete round."""
     source: int | None = None
-    """As in `Round`."""
+    """The RANK of the source, as in `Round`."""
     resume_step: int | None = None
-    """As in `Round`."""
+    """The step at which the round resumes, as in `Round`."""
 
 
 def job_state(state: State) -> JobState:
@@ -255,7 +256,7 @@ def _waits_for(state: State, due_ms: int) -> tuple[str, str]:
 
 
 def _backs_off(membership: Membership, now_ms: int) -> str:
-    """Describe the backoff of a crash loop, and the restart that it delays."""
+    """Describe a crash loop's backoff and the restart that it delays."""
     number, most = restarts_that_count(membership, now_ms), membership.settings.max_restarts
     waits = f"backs off {duration(backoff_ms(membership))} before restart {number} of {most}"
     return f"{waits}: {membership.spent.soon} rounds in a row failed soon"

@@ -108,7 +108,7 @@ def _presence_of(before: State, after: State, moved: Collection[str]) -> list[st
 
 
 def _presence(before: State, after: State) -> list[str]:
-    """Check that no node is in two places at once, and that every seat belongs to the round."""
+    """Check that no node is in two places at once and that every seat belongs to the round."""
     found = []
     seats, waiting, stuck = after.seats.keys(), after.waiting.keys(), after.stuck.keys()
     if seats & waiting or seats & stuck or waiting & stuck:
@@ -260,7 +260,7 @@ def _new_round(before: State, after: State) -> list[str]:
 
 
 def _kept_workers(round_: Round) -> list[str]:
-    """Check that kept workers belong to their nodes, and that the source is one of them."""
+    """Check that kept workers belong to their nodes and that the source is one of them."""
     found = []
     kept: set[int] = set()
     for participant in round_.participants:

@@ -99,7 +99,7 @@ class Settings:
     """Restarts older than this no longer count against `max_restarts`. 0 means that all restarts
     count."""
     scale_up_after_ms: int = 0
-    """With `ScaleUp.AFTER`, how long a round must have run before new nodes may end it."""
+    """The time that a round must have run before new nodes may end it, with `ScaleUp.AFTER`."""
     restart_backoff_ms: int = 1_000
     """The delay before the second consecutive restart after rounds that failed soon. It doubles
     with each further restart; 0 means no delay."""
@@ -122,19 +122,21 @@ class Tuning:
     gather_ms: int = 10_000
     """... or this long after the first one arrived."""
     reconnect_grace_ms: int = 250
-    """How long a seat is kept for a node whose stream has ended, once the round has ended."""
+    """The time for which a seat is kept for a node whose stream has ended, once the round has
+    ended."""
     takeover_grace_ms: int = 30_000
-    """For this long after it starts, the server does not give up silent nodes."""
+    """The time after its start for which the server does not give up silent nodes."""
     claims_quiet_ms: int = 5_000
-    """How long after an adopted round's last recovery report its unreported places are given up."""
+    """The time after an adopted round's last recovery report at which its unreported places are
+    given up."""
     stop_margin_ms: int = 20_000
     """The time that a node may take to stop its workers, in addition to its own `shutdown_timeout`.
     """
     flap_window_ms: int = 600_000
     """Losses within this period are counted together."""
     flap_hold_ms: int = 60_000
-    """How long a node that was lost twice may not end a running round; doubles with each further
-    loss."""
+    """The time for which a node that was lost twice may not end a running round. It doubles with
+    each further loss."""
     store_backoff_ms: int = 500
     """The delay before the next round after a store host failure; doubles with each consecutive
     failure."""
@@ -147,7 +149,7 @@ class Tuning:
 
 @struct(frozen=True)
 class Offer:
-    """One node's contribution to a job; it may differ from node to node."""
+    """A node's contribution to a job, which may differ from node to node."""
 
     address: str
     local_world_size: int = 1
@@ -156,7 +158,7 @@ class Offer:
     host_name: str = ""
     """A name at which other machines can reach this one, or empty if there is none."""
     machine: str = ""
-    """The machine (network namespace) of the node."""
+    """The node's machine (network namespace)."""
     store_port: int = 0
     can_host_store: bool = False
     shutdown_timeout_ms: int = 30_000
@@ -222,8 +224,8 @@ class Snapshot:
     bytes: int = 0
     digest: str = ""
     copy_of: int | None = None
-    """For a copy, the RANK on another node whose snapshot this is, kept for worker `local_rank` to
-    read. None for an original."""
+    """The RANK on another node of which this is a copy, kept for worker `local_rank` to read. None
+    for an original."""
 
 
 @struct(frozen=True)
@@ -248,7 +250,7 @@ class RecoveryReport:
     settings: Settings
     offer: Offer
     tally: Tally | None = None
-    """None if nothing was spent, or if the server did not report the tally."""
+    """The run's tally, or None if nothing was spent or the server did not report it."""
     kept: tuple[int, ...] = ()
     source: int | None = None
     resume_step: int | None = None
@@ -345,8 +347,8 @@ class Round:
     snapshot: SnapshotMark | None = None
     """The newest snapshots that were whole when the round was formed."""
     snapshot_loads: int = 0
-    """How many consecutive rounds, including this one, have loaded these snapshots, or 0 if this
-    one does not."""
+    """The number of consecutive rounds, including this one, that have loaded these snapshots. 0 if
+    this one does not."""
     origin: int = 0
     """The last round that began from the script's own checkpoint or from scratch. Snapshots of
     earlier lineages are never loaded."""
@@ -379,13 +381,13 @@ class Departure:
     """Whether its workers may still be running, because nothing proves that they are gone and the
     node has been silent since."""
     ends_after_ms: int = 0
-    """How long after the departure the runner will have killed those workers, if their agent is
-    dead."""
+    """The time after the departure by which the runner will have killed those workers, if their
+    agent is dead."""
 
 
 @struct(frozen=True)
 class Moved:
-    """The progress of a round's workers as reported by a node; empty if they reported none."""
+    """The progress of a round's workers as reported by a node, or empty if they reported none."""
 
     step: int | None = None
     """The highest step that any worker has reached."""
@@ -434,7 +436,8 @@ class JobSpec:
     priority: int = 0
     """Jobs with a higher priority are placed first."""
     gpus_per_node: int | None = None
-    """None for one GPU per worker on nodes with GPUs, and no GPUs on other nodes."""
+    """The number of GPUs per node. None gives each worker one GPU on nodes that have GPUs, and none
+    on others."""
     local_world_size: int = 0
     """Workers per node, or 0 if each node counts its GPUs and gives all of them to the job."""
     needs_gpu: bool = False
@@ -464,7 +467,8 @@ class Submission:
     placed: tuple[str, ...] = ()
     """The chosen nodes, joined or not, in the order in which they were chosen."""
     declined: tuple[Declined, ...] = ()
-    """Oldest first; bounded, because the job is given up when there are too many."""
+    """The nodes that declined, oldest first. Bounded, because the job is given up when there are
+    too many."""
 
 
 @struct(frozen=True)
@@ -473,7 +477,7 @@ class Membership:
 
     rdzv_id: str
     run: str
-    """Uid of the current or last run."""
+    """The uid of the current or last run."""
     run_number: int
     settings: Settings
     began_at_ms: int
@@ -494,15 +498,16 @@ class Membership:
     earlier: tuple[EndedRun, ...] = ()
     """The latest runs before this one, oldest first; bounded."""
     resumed_at_ms: int | None = None
-    """When a node reported this run to a server that did not know it, or None. Other nodes may
-    still be running it."""
+    """The time at which a node reported this run to a server that did not know it, or None. Other
+    nodes may still be running it."""
     scaled: tuple[int, int] | None = None
     """The bounds that an operator set for this run, which override those it was launched with."""
     stopping: str = ""
     """The reason why an operator is ending this run, or empty. The run closes once no seat of its
     round is held."""
     submission: Submission | None = None
-    """None if the server does not choose this run's nodes, in which case they join on their own."""
+    """The submission, or None if the server does not choose this run's nodes, which then join on
+    their own."""
     spent: Spent = Spent()
     owner: str = ""
     """The caller that began this job's first run. Empty if the server required no proof, or if
@@ -571,7 +576,7 @@ class Away:
 
     since_ms: int
     until_ms: int
-    """When the nodes core will give up the node; only shown to users."""
+    """The time at which the nodes core will give up the node. Only shown to users."""
     firm: bool
     """Whether nothing may shorten the wait, for example because the node announced its return."""
     may_run: bool = True
@@ -641,20 +646,20 @@ class State:
     regained: bool = False
     """Whether `min_nodes` were regained after a round, so that waiting nodes are gathered."""
     newest_ms: int = 0
-    """When the most recent node joined."""
+    """The time at which the most recent node joined."""
     back_ms: int | None = None
-    """When a participant most recently returned from being away."""
+    """The time at which a participant most recently returned from being away."""
     loopback_machine: str | None = None
     """The machine that all nodes must be on, if one of them may be reachable only from there."""
     reported_ms: int = 0
-    """When the last recovery report for an adopted round arrived."""
+    """The time at which the last recovery report for an adopted round arrived."""
     superseded: Mapping[str, Superseded] = field(default_factory=dict)
     """Workers, by node_id, that may still be running in a round replaced by an adopted later one.
     """
     stop_deadline_ms: int | None = None
-    """When participants that have not stopped are given up."""
+    """The time at which participants that have not stopped are given up."""
     last_leave: LeaveCause | None = None
-    """Why the last node to depart left voluntarily, or None if it was lost."""
+    """The reason why the last node to depart left voluntarily, or None if it was lost."""
     moved: Moved = UNMOVED
     """Progress in the ended round, as reported by nodes that have stopped. They report it again
     when they reconnect."""
@@ -678,7 +683,7 @@ class State:
 
     @property
     def placed(self) -> tuple[str, ...]:
-        """The nodes that the server has chosen for this job; empty if it was not submitted."""
+        """The nodes that the server has chosen for this job, or empty if it was not submitted."""
         submission = self.membership.submission
         return submission.placed if submission is not None else ()
 

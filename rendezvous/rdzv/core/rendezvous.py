@@ -96,7 +96,7 @@ class Transition:
     events: tuple[Event, ...] = ()
     wake_at_ms: int | None = None
     ignored: Ignored | None = None
-    """Why the command itself had no effect; state rules may still have applied."""
+    """The reason why the command itself had no effect. State rules may still have applied."""
 
 
 def step(state: State, command: Command, now_ms: int) -> Transition:
@@ -122,7 +122,7 @@ def step(state: State, command: Command, now_ms: int) -> Transition:
 
 
 def _apply(work: Draft, command: Command) -> Ignored | None:
-    """Apply the rule of a command, unless one of its conditions does not hold."""
+    """Apply a command's rule, unless one of its conditions does not hold."""
     rule = COMMAND_RULES[type(command)]
     for condition in rule.conditions:
         if (reason := condition(work.state, command)) is not None:
@@ -187,7 +187,7 @@ STATE_RULES: tuple[Callable[[Draft], bool], ...] = (
 
 
 def _wake_at_ms(state: State, now_ms: int) -> int | None:
-    """Return when a state rule may next apply without a command."""
+    """Return when a state rule may next apply without a command, or None."""
     membership = state.membership
     if not membership.run or membership.ended is not None:
         return None

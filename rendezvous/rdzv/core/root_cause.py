@@ -1,4 +1,4 @@
-"""Finds the failure that caused the other failures of a round."""
+"""Finds the failure that caused the other failures in a round."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CONNECTION_ERRORS = (
 
 
 def is_connection_error(failure: Failure) -> bool:
-    """Return whether a worker seems to have failed only because another one was gone."""
+    """Return whether a worker seems to have failed only because another worker was gone."""
     if failure.suspect:
         return True
     text = f"{failure.message}\n{failure.traceback}".lower()

@@ -102,14 +102,14 @@ class SharedMap(Mapping[_K, _V]):
         yield from self._added.items()
 
     def __getitem__(self, key: _K) -> _V:
-        """Return the value of a key."""
+        """Return the value for a key."""
         found = self.get(key, _NONE)
         if found is _NONE:
             raise KeyError(key)
         return cast("_V", found)
 
     def get(self, key: _K, default: Any = None) -> Any:
-        """Return the value of a key, or the default."""
+        """Return the value for a key, or the default."""
         if key in self._added:
             return self._added[key]
         found = self._over.get(key, _NONE)

@@ -30,7 +30,7 @@ MAX_SOLE_HOLDERS = 8
 
 
 class WhyNotLoaded(StrEnum):
-    """Why a round loads no snapshots although some exist and no kept worker has a state."""
+    """The reason why a round loads no snapshots although some exist and no kept worker has any."""
 
     NOT_WHOLE = "not whole"
     OUTDATED = "outdated"
@@ -171,11 +171,11 @@ class NodeLoss:
 
 @struct(frozen=True)
 class SnapshotsKnown:
-    """What is known about a job's snapshots: the newest whole ones, and those held by each node."""
+    """The state of a job's snapshots: the newest whole ones, and those held by each node."""
 
     whole: SnapshotMark | None = None
     whole_ms: int = 0
-    """When they became whole, as far as is known."""
+    """The time at which they became whole, as far as is known."""
     held: Mapping[str, NodeHolding] = field(default_factory=dict)
     node_loss: NodeLoss | None = None
     """The worst-case loss of a node, or None until nodes have reported that they hold all of
@@ -286,7 +286,7 @@ class BlockedSaves:
         """Ranks overwrite snapshots up to `announced`; with None, they save without waiting."""
         self._bound = announced
         self._newest: dict[str, list[SnapshotMark]] = {}
-        """For each node, the newest mark of each of its ranks that holds two marks."""
+        """The newest mark of each rank that holds two marks, by node."""
         self._free = set(node_ids)
         """The nodes with a rank that can save, and those that have reported nothing yet."""
 

@@ -62,7 +62,7 @@ def left(ms: int, waits_for: str | None = None) -> TimedText:
 
 
 def past(ms: int) -> TimedText:
-    """Format the time that has passed."""
+    """Format the time elapsed."""
     return _timed(max(ms, 0), grows=True, waits_for=None)
 
 

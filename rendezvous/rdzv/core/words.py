@@ -10,10 +10,10 @@ LISTED = 8
 
 
 def listed(names: Iterable[object]) -> str:
-    """List names in a sentence, at most `LISTED` of them.
+    """List at most `LISTED` names in a sentence.
 
-    >>> listed(["n1", "n2"]), listed(f"n{i}" for i in range(10))
-    ('n1, n2', 'n0, n1, n2, n3, n4, n5, n6, n7 and 2 more')
+    >>> listed(["n1", "n2"]), listed(f"n{i}" for i in range(10)) ('n1, n2', 'n0, n1, n2, n3, n4, n5,
+    n6, n7 and 2 more')
     """
     # Each of ten thousand nodes may get such a sentence, so read only the names that are listed.
     held = names if isinstance(names, Collection) else tuple(names)

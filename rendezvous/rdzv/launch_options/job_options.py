@@ -26,7 +26,8 @@ MAX_SHUTDOWN_S = 86_400
 BACKOFF_MS, BACKOFF_MAX_MS = 1_000, 60_000
 """The default first wait and longest wait between consecutive restarts."""
 MAX_FENCE_S = 3_600
-"""Longer than any lease; the server refuses values above its own lease."""
+"""The longest fence accepted here, which exceeds any lease. The server refuses values above its own
+lease."""
 
 MIN_SNAPSHOT_S = 1
 MAX_SNAPSHOT_GB = 1_000_000
@@ -374,7 +375,7 @@ def check_snapshot_dir(every_s: float, keep: int) -> None:
 
 
 def fence_after_ms(seconds: float | None) -> int:
-    """Convert how long workers continue without proof of contact; 0 means no limit."""
+    """Convert the time that workers continue without proof of contact; 0 means no limit."""
     if seconds is None:
         return 0
     if not 1 <= seconds <= MAX_FENCE_S:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class Cancellable(Protocol):
-    """A call scheduled for later."""
+    """A call scheduled for a later time."""
 
     def cancel(self) -> None:
         """Cancel the call. This has no effect once the call has been made."""
@@ -24,7 +24,7 @@ class Clock(Protocol):
     """The interface of a clock. Tests use one that they advance manually."""
 
     def now_ms(self) -> int:
-        """Return the current time in milliseconds; it never decreases."""
+        """Return the current time in milliseconds, which never decreases."""
         ...
 
     def call_at(self, at_ms: int, callback: Callable[[], None]) -> Cancellable:
@@ -50,7 +50,7 @@ class MonotonicClock:
 
 
 class Timer:
-    """A timer that can be rearmed; it passes its due time to the callback."""
+    """A timer that can be rearmed. It passes its due time to the callback."""
 
     def __init__(self, clock: Clock, callback: Callable[[int], None]) -> None:
         self._clock = clock
@@ -153,7 +153,7 @@ class LoopWatch:
 
 
 async def sleep_ms(clock: Clock, for_ms: int) -> None:
-    """Sleep for `for_ms` by the given clock."""
+    """Sleep for `for_ms` milliseconds according to the given clock."""
     woken = asyncio.Event()
     call = clock.call_at(clock.now_ms() + for_ms, woken.set)
     try:

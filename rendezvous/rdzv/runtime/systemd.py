@@ -42,7 +42,7 @@ def notify(*lines: str) -> bool:
 
 
 def reloading() -> str:
-    """Return the lines that announce a reload; READY=1 announces its end."""
+    """Return the lines that announce a reload, whose end is announced by READY=1."""
     return f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}"
 
 

@@ -10,7 +10,10 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """The tasks of one driver, in its task group. They must not raise: an error ends the server."""
+    """The tasks of one driver, in its task group.
+
+    They must not raise, as an error ends the server.
+    """
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self._group = group

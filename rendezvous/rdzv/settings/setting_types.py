@@ -41,7 +41,8 @@ class Rule(Struct, frozen=True):
     """The settings that the rule concerns. It is checked only if each of them is valid on its own.
     """
     broken: Callable[[Any], str]
-    """Takes the table, and returns the problem with its remedy, or an empty string."""
+    """A function that takes the table and returns the problem with its remedy, or an empty string.
+    """
 
 
 class Table(Struct, frozen=True, kw_only=True):

@@ -37,8 +37,8 @@ _EVERY_ROW = 2**31 - 1
 _MOST_READS = 10
 """The maximum number of attempts to read a job that keeps changing."""
 _MOST_LINE_BYTES = 64 * 1024 * 1024
-"""Far above the membership of the largest job. A file that is not a backup may not contain any line
-ends."""
+"""The maximum length of a line, far above the membership of the largest job. A file that is not a
+backup may not contain any line ends."""
 _ROWS_AT_ONCE = 100
 """The number of history rows restored in one commit, because some stores limit their transactions.
 """
@@ -64,7 +64,7 @@ class DocumentLine(msgspec.Struct, frozen=True, tag_field="kind", tag="document"
 
 
 class JobLine(msgspec.Struct, frozen=True, tag_field="kind", tag="job"):
-    """One job, as encoded by `codec`."""
+    """One job as encoded by `codec`."""
 
     rdzv_id: str
     stored: msgspec.Raw

@@ -19,11 +19,12 @@ OLDEST_FORMAT = 1
 """The oldest format that can still be read; fields added since then have defaults."""
 
 PACK_ABOVE_BYTES = 16 * 1024
-"""Smaller values remain JSON, because they fit anywhere and people can read them."""
+"""The size above which values are compressed. Smaller values remain JSON, because they fit anywhere
+and people can read them."""
 
 MAX_UNPACKED_BYTES = 64 * 1024 * 1024
-"""Far above the membership of the largest job, and low enough that damaged data cannot exhaust
-memory."""
+"""The maximum size after decompression: far above the membership of the largest job, and low enough
+that damaged data cannot exhaust memory."""
 
 _LEVEL = 3
 """Memberships are so repetitive that higher levels gain little and take much longer."""

@@ -33,7 +33,7 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.election")
 
 RESIGN_S = 1.0
-"""How long to try to revoke the lease before leaving it to expire."""
+"""The time for which to try to revoke the lease before leaving it to expire."""
 
 REPLICAS_PER_PAGE = 100
 
@@ -63,7 +63,7 @@ class Election:
         self._seen_revision = -1
         """... at this revision, or -1 if it was never seen."""
         self._news = _News()
-        """Notified whenever any of the above changes."""
+        """An object that is notified whenever any of the above changes."""
         self._last_loss = "this server has not led yet"
         self._outage = _Outage()
 

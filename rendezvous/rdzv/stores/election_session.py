@@ -19,7 +19,8 @@ from rdzv.stores.etcd_values import KeyValue
 from rdzv.stores.leader_key import Fence
 
 RENEWALS_PER_TTL = 6
-"""Enough to repeat a lost renewal with another member, even while etcd elects its own leader."""
+"""The number of renewals in each TTL, enough to repeat a lost one with another member even while
+etcd elects its own leader."""
 
 ANSWER_S = 0.5
 """The minimum time a member has to respond to a renewal before the next member is asked."""
@@ -32,7 +33,7 @@ WORDS_PER_TTL = 5
 short enough that another server need not wait long for its end."""
 
 READS_PER_WORD = 4
-"""How often a leader reads its key within the period for which its word holds."""
+"""The number of times a leader reads its key within the period for which its word holds."""
 
 LOOP_TTLS = 2
 """An event loop that has not turned for this many TTLs is hanging, and its lease is not renewed."""

@@ -118,14 +118,14 @@ class EtcdStore:
         revision: int,
         records: Sequence[Record] = (),
     ) -> int:
-        """Write a membership and its records in one commit; return the new revision.
+        """Write a membership and its records in one commit, and return the new revision.
 
         Raises:
-            DeposedError: this server is not the leader any more; nothing was written.
+            DeposedError: this server is no longer the leader; nothing was written.
             RevisionConflictError: the job has another revision; nothing was written.
             StoreRefusedError: nothing was written.
-            RendezvousConnectionError: perhaps it was written, or will be: the write may still be
-                under way when it is read back. Then either it or the next write is a conflict.
+            RendezvousConnectionError: the data may have been written, or may still be: the write
+                may be in progress when it is read back, so that it or the next write is a conflict.
 
         """
         fence = self._check_fence()

@@ -33,7 +33,7 @@ def first_line(file: Path, what: str = "etcd password file") -> str:
 
 @struct(frozen=True)
 class EtcdConfig:
-    """How to reach etcd, and where rdzv keeps its data there."""
+    """Connection settings for etcd, and the place where rdzv keeps its data in it."""
 
     endpoints: tuple[Endpoint, ...]
     prefix: str = "/rdzv"
@@ -47,8 +47,8 @@ class EtcdConfig:
     cert: Path | None = None
     key: Path | None = None
     ttl_s: int = 3
-    """How long a leader may be silent before its lease expires. etcd raises it to at least one and
-    a half times its own election timeout."""
+    """The time for which a leader may be silent before its lease expires. etcd raises it to at
+    least one and a half times its own election timeout."""
     timeout_ms: int = 3_000
     """The time limit of one call, including all repetitions."""
 

@@ -113,7 +113,7 @@ class MemoryStore:
         return self._leadership
 
     async def close(self) -> None:
-        """Refuse all later calls."""
+        """Make the store refuse all later calls."""
         self._closed = True
 
     def _record(self, records: Sequence[Record]) -> None:

@@ -66,10 +66,10 @@ class _Write:
 
 
 class Connection:
-    """The connection to one file, and its thread. Its `async` methods are for the event loop."""
+    """The connection to one file, and its thread. The `async` methods are for the event loop."""
 
     db: sqlite3.Connection
-    """Used only by the thread, inside `call` and `write`."""
+    """The SQLite connection, used only by the thread, inside `call` and `write`."""
     mark: Mark
     """The number of commits in the file. Set when the file is opened for writing."""
 
@@ -80,7 +80,7 @@ class Connection:
         """A description of the commits that the file has lost. Set only if it is opened read-only.
         """
         self.on_rollback: Callable[[], None] = lambda: None
-        """Called in the thread after a transaction has been rolled back."""
+        """A function that is called in the thread after a transaction has been rolled back."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sqlite")
         self._opened = ExitStack()
         """The connection and its files, used by the thread."""

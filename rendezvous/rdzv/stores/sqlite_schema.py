@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from rdzv.stores import sqlite_mark
 
 SCHEMA_VERSION = 3
-"""Stored in `PRAGMA user_version`. A newer version is refused."""
+"""The schema version, stored in `PRAGMA user_version`. A newer version is refused."""
 
 APPLICATION_ID = int.from_bytes(b"rdzv", "big")
-"""Stored in `PRAGMA application_id` since schema 2, to recognize files of other programs."""
+"""The application id, stored in `PRAGMA application_id` since schema 2 to recognize files of other
+programs."""
 
 DOCUMENTS_SINCE = 3
 """The schema version that added documents. A file opened read-only may be older."""

@@ -32,7 +32,7 @@ _REASONS = {
 
 
 Stamp = tuple[tuple[int, int, int], ...]
-"""Identifies the contents of files; changes whenever any of them changes."""
+"""A value that identifies the contents of files, and changes whenever any of them changes."""
 
 
 @struct(frozen=True)

@@ -54,7 +54,7 @@ class Credentials:
     """A client's credentials: its CA, and its certificate or token.
 
     Without a CA, connections are in plaintext. A token is sent only over TLS or to loopback, so
-    that nobody else can read it.
+    that others cannot read it.
     """
 
     ca: Path | None = None

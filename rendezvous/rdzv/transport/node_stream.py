@@ -141,7 +141,7 @@ class Rota:
 
 @struct(frozen=True)
 class Backoff:
-    """How long a node waits between attempts to open its stream."""
+    """The delays of a node between attempts to open its stream."""
 
     first_s: float = 0.1
     """The shortest wait, which doubles with each failed attempt."""

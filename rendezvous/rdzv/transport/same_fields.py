@@ -22,7 +22,8 @@ M = TypeVar("M", bound=Message)
 _Read = Callable[[Any], Any]
 
 _READERS: dict[tuple[type, type], tuple[tuple[str, _Read], ...]] = {}
-"""How to read each field, by target and source type. Computed only once, because lists are long."""
+"""The functions that read each field, by target and source type. Computed only once, because lists
+are long."""
 
 
 class _Type(NamedTuple):

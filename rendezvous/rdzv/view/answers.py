@@ -85,7 +85,7 @@ class NodeStatus:
 
 @struct(frozen=True)
 class NodeLoss:
-    """What would remain in memory if one node were lost now, in the worst case."""
+    """The snapshots that would remain in memory if one node were lost now, in the worst case."""
 
     step: int | None
     """The newest step that would be whole, or None if no step would be."""
@@ -105,7 +105,7 @@ class WholeSnapshot:
     step: int
     parts: int
     age_ms: int
-    """How long it has been whole, as far as this server knows."""
+    """The time for which it has been whole, as far as this server knows."""
     lost_steps: int | None = None
     """The number of steps that would be redone if all workers failed now, or None if unknown."""
     node_loss: NodeLoss | None = None
@@ -133,7 +133,7 @@ class Straggler:
 
     rank: int
     age_ms: int
-    """How long it has been slow."""
+    """The time for which it has been slow."""
     step_s: float | None = None
     """The time in seconds that it takes for a step."""
     median_s: float | None = None
@@ -147,7 +147,7 @@ class Straggler:
     wait_share: float | None = None
     """A lower bound on the share of time that the others spend waiting for it."""
     gpu: GpuState | None = None
-    """What NVML reports about its GPU, if anything."""
+    """The GPU's state as reported by NVML, if available."""
 
 
 @struct(frozen=True)
@@ -176,7 +176,7 @@ class DeclinedNode:
 
 @struct(frozen=True)
 class Submission:
-    """How a job was submitted, and its placement so far. `placed` lists the chosen nodes.
+    """A job's submission, and its placement so far. `placed` lists the chosen nodes.
 
     `jobs_before` is the number of jobs ahead of it in the queue, or None if it is not waiting.
     `env_names` lists the names of its environment variables; values are never sent. `gpus_per_node`
@@ -203,7 +203,7 @@ class Submission:
 
 @struct(frozen=True)
 class Budgets:
-    """How often a run's rounds ended for each cause, and the limits, with None for no limit.
+    """The number of a run's rounds that ended for each cause, and the limits (None for no limit).
 
     `restarts_in_vain` counts consecutive restarts that led neither beyond `furthest_step` nor to a
     new snapshot. After `no_progress_restarts` of them the job fails, unless that is 0.
@@ -326,7 +326,7 @@ class NodeJob:
     rdzv_id: str
     gpus: int
     state: str
-    """`placed`, `holding`, or the node's state within the job."""
+    """The node's state within the job, or `placed` or `holding`."""
 
 
 @struct(frozen=True)
@@ -367,7 +367,7 @@ class Node:
 
 @struct(frozen=True)
 class Server:
-    """One rdzvd. `leadership` is the number of the current leadership."""
+    """One rdzvd server. `leadership` is the number of the current leadership."""
 
     address: str
     leads: bool
@@ -376,13 +376,13 @@ class Server:
     version: str
     state_age_ms: int
     insecure: str | None = None
-    """Why anyone who can reach the server can do anything; known only for the server that responds.
-    """
+    """The reason why anyone who can reach the server can do anything. Known only for the server
+    that responds."""
     store_away: str | None = None
-    """Why the server cannot reach its store, since when, and what is delayed; known only for the
-    server that responds."""
+    """The reason why the server cannot reach its store, since when, and what is delayed. Known only
+    for the server that responds."""
     unix_ms: int | None = None
-    """The time on the server's clock; known only for the server that responds."""
+    """The time on the server's clock. Known only for the server that responds."""
 
 
 @struct(frozen=True)
@@ -468,7 +468,7 @@ class WorkerStack:
 
 @struct(frozen=True)
 class StackGroup:
-    """Workers that are at the same place in their code."""
+    """A group of workers that are at the same place in their code."""
 
     ranks: tuple[int, ...]
     where: str
@@ -501,7 +501,7 @@ class HangCause:
     waiting: tuple[int, ...]
     """The RANKs that are waiting in that collective."""
     waiting_ms: int
-    """How long they have been waiting."""
+    """The time for which they have been waiting."""
     sentence: str
     details: tuple[str, ...]
 

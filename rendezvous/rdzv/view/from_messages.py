@@ -76,7 +76,7 @@ def job_summary_of(job: pb.JobSummary) -> JobSummary:
 
 
 def log_lines_of(lines: pb.LogLines) -> LogLines:
-    """Decode a piece of a worker's log."""
+    """Decode a chunk of a worker's log."""
     return from_message(LogLines, lines)
 
 

@@ -35,7 +35,7 @@ class Worker:
 
 @struct(frozen=True)
 class Place:
-    """The place of one node in a round; its ranks start at `rank_first`."""
+    """The place of one node in a round. Its ranks start at `rank_first`."""
 
     node_id: str
     rank_first: int
@@ -89,7 +89,7 @@ class RoundCompleted:
     master_addr: str
     master_port: int
     enough_ms: int | None = None
-    """How long enough nodes had been ready, or None if unknown."""
+    """The time for which enough nodes had been ready, or None if unknown."""
     kept: int = 0
     source: int | None = None
     resume_step: int | None = None
@@ -136,7 +136,7 @@ class RoundSettled:
     root_cause: Worker | None
     """The worker at fault, or None if no worker failed."""
     cause_node_id: str = ""
-    """As in `RoundEnded`."""
+    """The node that the cause refers to, as in `RoundEnded`."""
     step: int | None = None
     """The highest step of the round, or None if no step was reported."""
 
@@ -165,7 +165,7 @@ class NodesWithdrawn:
 
 @struct(frozen=True)
 class RunEnded:
-    """The run is closed and forms no more rounds."""
+    """The run has been closed and forms no more rounds."""
 
     run: str
     result: Result

@@ -75,7 +75,7 @@ class Interval:
     from_unix_ms: int
     until_unix_ms: int
     phase: str
-    """One of `LedgerPhase`."""
+    """The phase, which is one of `LedgerPhase`."""
     cause: str
     """The cause to which lost time is attributed: the one that ended this round or the previous
     one. Empty if there is none."""
@@ -87,7 +87,8 @@ class Interval:
     node_ms: int
     """The sum of the times for which the job held each node."""
     way: str = ""
-    """How the round got its workers, as one of `Way`. Empty between rounds, or if unknown."""
+    """The way in which the round got its workers, as one of `Way`. Empty between rounds, or if
+    unknown."""
 
     @property
     def ms(self) -> int:
@@ -112,7 +113,7 @@ class Comeback:
     """The time until training resumed, summed over rounds that got their workers in one way."""
 
     way: str
-    """One of `Way`."""
+    """The way in which the rounds got their workers, as one of `Way`."""
     times: int
     ms: int
     node_ms: int
@@ -120,7 +121,7 @@ class Comeback:
 
 @struct(frozen=True)
 class Ledger:
-    """How one run has spent its time, until its end or until now."""
+    """The ledger of one run's time, until its end or until now."""
 
     run: str
     run_number: int | None
@@ -130,7 +131,7 @@ class Ledger:
     until_unix_ms: int
     wall_ms: int
     result: str
-    """How the run ended, or empty while it is open."""
+    """The way in which the run ended, or empty while it is open."""
     goodput: float | None
     """The share of time spent training, or None if no time has passed."""
     steps_reported: bool
@@ -253,11 +254,11 @@ class _Round:
     first: tuple[int, int] | None = None
     """The time and number of its first step."""
     collective_ms: int | None = None
-    """When its workers entered their first collective."""
+    """The time at which its workers entered their first collective."""
     redone_ms: int | None = None
     last_ms: int | None = None
     failed_ms: int | None = None
-    """When the earliest of its workers failed."""
+    """The time at which the earliest of its workers failed."""
     hung_ms: int | None = None
     """The time since which workers have been hanging."""
     lost_ms: dict[str, int] = field(default_factory=dict)
@@ -299,7 +300,7 @@ class Book:
     _queued: bool = False
     _called_ms: int | None = None
     _vacant_ms: int = 0
-    """When the run began or last lost a node."""
+    """The time at which the run began or last lost a node."""
     _gpus: int | None = None
     _present: set[str] = field(default_factory=set)
     _unnamed: int = 0
@@ -334,7 +335,7 @@ class Book:
         )
 
     def fold(self) -> None:
-        """Keep only the sums of the booked time, for a server that shows no intervals."""
+        """Keep only the sums of the booked time, for a server that does not show intervals."""
         (self.folded, self.folded_nodes), self.booked = self._sums(), []
 
     def sums(self, now_ms: int, state: str = "") -> tuple[dict[str, int], dict[str, int]]:

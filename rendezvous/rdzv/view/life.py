@@ -24,9 +24,9 @@ class Round:
 
     number: int
     since_ms: int
-    """When the previous round ended, or the run began."""
+    """The time at which the previous round ended or the run began."""
     at_ms: int
-    """When it was completed."""
+    """The time at which the round was completed."""
     nodes: tuple[str, ...] = ()
     more: int = 0
     """The number of participants whose names are unknown."""
@@ -37,13 +37,14 @@ class Round:
     cause: str = ""
     reason: str = ""
     settled_ms: int | None = None
-    """When all nodes had stopped."""
+    """The time at which all nodes had stopped."""
     charge: str = ""
     charge_reason: str = ""
     stopped_ms: dict[str, int] = field(default_factory=dict)
     """The time, by node, when the node had stopped its workers or was gone."""
     dead_ms: int = 0
-    """How long its workers had been dead when it ended, if a cut-off node had killed them."""
+    """The time for which its workers had been dead when it ended, if a cut-off node had killed
+    them."""
     kept: str = ""
     """A description of the kept workers, or empty if none could be kept."""
     started: str = ""

@@ -11,7 +11,7 @@ from typing import BinaryIO
 from rdzv.view.answers import LogLines
 
 LINE_BYTES = 64 * 1024
-"""Longer lines are split to bound the wait for the end of a line."""
+"""The length above which lines are split, to bound the wait for the end of a line."""
 
 _Source = tuple[str, int, int, bool]
 

@@ -10,7 +10,7 @@ from rdzv.view.ledger import Cost, Interval, Ledger, LedgerPhase, costs, summed
 
 @struct(frozen=True)
 class JobLine:
-    """How the runs of one job spent their time within a report."""
+    """A summary of how the runs of one job spent their time."""
 
     rdzv_id: str
     runs: int
@@ -21,7 +21,7 @@ class JobLine:
     """Whether every run has reported steps; if not, `goodput` is an upper bound."""
     node_ms: int
     lost_node_ms: int
-    """Node time without training."""
+    """The node time spent without training."""
     lost_gpu_ms: int | None
     """GPU time without training, or None if a run's number of GPUs is unknown."""
 
@@ -41,7 +41,7 @@ class Loss:
 
 @struct(frozen=True)
 class Report:
-    """How all jobs spent a period of time."""
+    """A summary of how all jobs spent a period of time."""
 
     from_unix_ms: int
     until_unix_ms: int

@@ -223,11 +223,11 @@ def _loaded(event: history.RoundCompleted) -> str:
 
 
 def started(event: events.WorkersStarted) -> str:
-    """Describe how a round got its workers, and why some of them are new or cold.
+    """Describe how a round got its workers and why some of them are new or cold.
 
-    >>> late = events.NewWorker(3, "n2", "warm", "it did not park in time")
-    >>> started(events.WorkersStarted(1, kept=5, warm=1, cold=0, new=(late,)))
-    '5 kept, 1 warm: RANK 3 on n2 is warm (it did not park in time)'
+    >>> late = events.NewWorker(3, "n2", "warm", "it did not park in time") >>>
+    started(events.WorkersStarted(1, kept=5, warm=1, cold=0, new=(late,))) '5 kept, 1 warm: RANK 3
+    on n2 is warm (it did not park in time)'
     """
     new = [f"RANK {one.rank} on {one.node_id} is {one.how} ({one.why})" for one in event.new]
     return ": ".join(part for part in (origins(event), "; ".join(new)) if part)

@@ -66,7 +66,7 @@ class GroupRecord:
     group: str
     description: str = ""
     entered: int = 0
-    """The sequence number of the last collective entered."""
+    """The sequence number of the last collective that the rank entered."""
     latest: tuple[Collective, ...] = ()
     """The latest collectives, oldest first; always includes the first one that is not done."""
 
@@ -110,7 +110,7 @@ class Cause:
     """The ranks that a round is waiting for, and why."""
 
     kind: str
-    """One of `KINDS`."""
+    """The kind of cause, which is one of `KINDS`."""
     ranks: tuple[int, ...]
     """The ranks that the others are waiting for, or empty if either side may be at fault."""
     group: str
@@ -120,7 +120,7 @@ class Cause:
     waiting_ms: int
     sentence: str
     details: tuple[str, ...] = ()
-    """A line for each group with waiting ranks."""
+    """One line for each group that has waiting ranks."""
 
 
 @struct(frozen=True)
@@ -210,7 +210,7 @@ def _wait(records: Mapping[int, GroupRecord], recorded: Iterable[int]) -> _Wait 
 
 
 def _mismatch(waits: Iterable[_Wait]) -> Cause | None:
-    """Find ranks that have entered another operation, or other sizes, than most."""
+    """Find ranks that have entered another operation or other sizes than most ranks."""
     for wait in waits:
         operations = _sides({rank: one.operation for rank, one in wait.entered.items()})
         if len(operations) > 1:

@@ -38,7 +38,7 @@ class GroupLook:
     """The times at which the ranks of one process group entered some of its collectives."""
 
     entered_us: Mapping[int, Mapping[int, int]]
-    """By sequence number, then by RANK."""
+    """The entry time of each rank, by sequence number and then by RANK."""
     per_second: float
     """The number of collectives that the group completes per second, including those not in this
     look."""

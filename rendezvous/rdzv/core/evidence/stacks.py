@@ -79,7 +79,7 @@ class WorkerStack:
     state: str = ""
     """The process state, as in /proc/PID/stat, or empty if it could not be read."""
     threads: tuple[Thread, ...] = ()
-    """The worker's threads; empty if Python's frames could not be read."""
+    """The worker's threads, or empty if Python's frames could not be read."""
     note: str = ""
     """The reason why part of the stack is missing, and how to fix it."""
     kernel: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class WorkerStack:
     """
     node_id: str = ""
     collectives: tuple[GroupRecord, ...] = ()
-    """The worker's record in each process group; empty if there is none."""
+    """The worker's record in each process group, or empty if there is none."""
     no_record: str = ""
     """The reason why there is no record of the worker's collectives."""
 
@@ -113,11 +113,11 @@ class WorkerStack:
 
 @struct(frozen=True)
 class Group:
-    """Workers that are at the same place in their code."""
+    """A group of workers that are at the same place in their code."""
 
     ranks: tuple[int, ...]
     where: str
-    """`in all_reduce at train.py:41`"""
+    """The place in the code, such as `in all_reduce at train.py:41`."""
     state: str = ""
     """The process state that prevents these workers from running, if any."""
     waits_for_others: bool = False

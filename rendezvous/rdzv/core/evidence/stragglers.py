@@ -55,7 +55,7 @@ class Straggler:
 
 @struct(frozen=True)
 class Pace:
-    """The known paces of one round's workers."""
+    """The known paces of the workers in one round."""
 
     slow_since_ms: Mapping[int, int] = field(default_factory=dict)
     """The time since which each slow worker has been slow, by RANK, including workers that do not

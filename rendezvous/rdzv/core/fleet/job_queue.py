@@ -36,7 +36,7 @@ class Host:
     node_id: str
     resources: Resources
     taken: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """GPUs taken by each job that is placed on the node or held by it, by rdzv_id and run."""
+    """The number of GPUs taken by each job placed on the node or held by it, by rdzv_id and run."""
     unusable: str = ""
     """The reason why nothing may be placed on the node now, or empty if it is usable."""
     cordoned: bool = False
@@ -44,7 +44,7 @@ class Host:
 
     @property
     def gpus_free(self) -> int:
-        """The number of the node's GPUs that no job has taken."""
+        """The number of the node's GPUs that are not taken by any job."""
         return max(len(self.resources.gpus) - sum(self.taken.values()), 0)
 
     @property
@@ -104,7 +104,7 @@ class QueuedWait:
 
 @struct(frozen=True)
 class Plan:
-    """The decisions to make now, by rdzv_id."""
+    """The decisions to be made now, by rdzv_id."""
 
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The nodes that each job gets."""

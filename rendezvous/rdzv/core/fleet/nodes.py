@@ -41,13 +41,13 @@ from rdzv.structs import replace, struct
 _COUNTER_BITS = 32
 
 AMPLE_MS = 10_000
-"""Ample time for a heartbeat to be late; a long lease needs no more than two heartbeats."""
+"""The delay of a heartbeat for which every lease leaves room; a long lease needs no more than two
+heartbeats."""
 
 ARRIVALS_QUIET_MS = 10_000
-"""If nodes come back less than this far apart after a takeover, the server is assumed to be slow.
-"""
+"""The server is assumed to be slow if nodes come back less than this far apart after a takeover."""
 ARRIVALS_GRACES = 4
-"""This is assumed for at most this many times `takeover_grace_ms`."""
+"""The maximum time for which this is assumed, as a multiple of `takeover_grace_ms`."""
 
 FENCE_MARGIN_MS = 1_000
 """A node must fence itself this long before it is given up, because killing takes a moment."""
@@ -117,7 +117,7 @@ class NodeRecord:
 
     node_id: str
     instance: str
-    """The id of the instance; empty while the node is only expected."""
+    """The id of the instance, or empty while the node is only expected."""
     incarnation: int
     kind: AgentKind
     address: str
@@ -296,7 +296,7 @@ class NodeLost:
     reason: str
     stream: int | None
     silent_ms: int = 0
-    """How long it had been silent."""
+    """The time for which the node had been silent."""
 
 
 NodesEvent = NodeConnected | LeaseGrown | NodeAway | NodeLost
@@ -599,7 +599,7 @@ def _tick(nodes: Nodes, now_ms: int) -> NodesTransition:
 
 
 def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
-    """Return the time until which silence from all nodes proves nothing; 0 if any was just heard."""
+    """Return the time until which the silence of all nodes is excused; 0 if not all are silent."""
     tuning = nodes.tuning
     # Usually one of the first few nodes was heard just now, so there is no need to check all of
     # them.
@@ -675,7 +675,7 @@ def _lost(record: NodeRecord, now_ms: int) -> NodeLost:
 
 
 def _put(nodes: Nodes, record: NodeRecord) -> Nodes:
-    """Store one record. The next tick may become earlier here; only a tick can make it later."""
+    """Store one record. This may make the next tick earlier; only a tick can make it later."""
     stored = replace(nodes, records=put(nodes.records, record.node_id, record))
     return _wake_by(stored, record.expires_at_ms)
 

@@ -35,13 +35,13 @@ REASON_CHARS = 200
 
 @struct(frozen=True)
 class QuarantineTuning:
-    """When a node is quarantined, and for how long. The same for all nodes of one server."""
+    """The conditions for and the length of a quarantine, which are the same for all nodes."""
 
     failures: int = 3
     """The number of strikes within the window after which a node is quarantined, or 0 for never."""
     window_ms: int = 3_600_000
     ttl_ms: int = 12 * 3_600_000
-    """How long a node is quarantined, unless an operator lifts the quarantine."""
+    """The length of a quarantine, unless an operator lifts it."""
     max_nodes: int = 0
     """The maximum number of nodes quarantined at a time; 0 means a quarter of the known daemons."""
 
@@ -60,7 +60,7 @@ class Strike:
 
 @struct(frozen=True)
 class Quarantined:
-    """A node's quarantine: until when nothing is placed on the node, and why."""
+    """A node's quarantine: the reason, and the time until which nothing is placed on the node."""
 
     at_ms: int
     until_ms: int
@@ -85,7 +85,7 @@ class Record:
 
 @struct(frozen=True)
 class Verdict:
-    """The result of a strike."""
+    """The outcome of a strike."""
 
     record: Record
     event: NodeQuarantined | NodeNotQuarantined | None = None

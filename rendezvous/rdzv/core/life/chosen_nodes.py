@@ -13,7 +13,7 @@ from rdzv.core.model import Declined, State, Submission
 from rdzv.structs import replace
 
 MAX_DECLINED = 16
-"""If this many nodes decline a job, the job itself is considered at fault."""
+"""The number of nodes that must decline a job before the job itself is considered at fault."""
 
 
 def place(submission: Submission, node_ids: Iterable[str]) -> Submission:

@@ -85,7 +85,7 @@ def from_holder(state: State, command: FromNode) -> Ignored | None:
 
 
 def from_seat(state: State, command: Fail | ReportStuck) -> Ignored | None:
-    """Require that the node has a seat in the latest round."""
+    """Require that the node have a seat in the latest round."""
     return None if command.node_id in state.seats else Ignored.NO_SEAT
 
 
@@ -97,7 +97,7 @@ def from_store_host(state: State, command: ReportStoreHost) -> Ignored | None:
 
 
 def of_submitted_run(state: State, _: object) -> Ignored | None:
-    """Require that the server chooses the nodes of this run."""
+    """Require that the server choose the nodes of this run."""
     return None if state.membership.submission is not None else Ignored.NOT_SUBMITTED
 
 

@@ -1,6 +1,7 @@
 """Failures of workers and of a round's store.
 
-The round ends (`round_end`), and its end is charged once everyone has stopped (`charging`).
+A failure ends the round (`round_end`), and the end is charged once all nodes have stopped
+(`charging`).
 """
 
 from __future__ import annotations

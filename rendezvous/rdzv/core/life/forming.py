@@ -1,4 +1,4 @@
-"""When a round completes, which nodes it seats, and when waiting nodes may end it."""
+"""The rules for when a round completes, which nodes it seats, and when waiting nodes end it."""
 
 from __future__ import annotations
 

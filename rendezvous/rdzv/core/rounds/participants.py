@@ -19,7 +19,7 @@ class Facts:
     """Facts derived from the participants of one round."""
 
     group_ranks: Mapping[str, int]
-    """GROUP_RANK of each node, by node_id."""
+    """The GROUP_RANK of each node, by node_id."""
     longest_shutdown_ms: int
     """The longest time that any participant gives its workers to stop."""
 

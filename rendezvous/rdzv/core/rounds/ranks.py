@@ -11,26 +11,25 @@ from rdzv.core.model import Participant, Waiting
 def assign_seats(
     prior: Sequence[Participant], candidates: Mapping[str, Waiting], max_nodes: int
 ) -> tuple[Participant, ...]:
-    """Seat at most `max_nodes` candidates, in GROUP_RANK order, and give them their ranks.
+    """Seat at most `max_nodes` candidates, in GROUP_RANK order, and assign their ranks.
 
-    Survivors of the previous round keep their GROUP_RANK. Lost seats, in GROUP_RANK order, each
-    take the best spare: same local world size, then same topology label, then longest waiting,
-    then node id. Unfilled seats close up; remaining room goes to the nodes that waited longest.
-    If there are more survivors than seats, the highest GROUP_RANKs go.
+    Survivors of the previous round keep their GROUP_RANK. Each lost seat, in GROUP_RANK order, goes
+    to the best spare: one with the same local world size, then the same topology label, then the
+    longest wait, then the lowest node id. Unfilled seats are closed up, and any remaining room goes
+    to the nodes that have waited longest. If there are more survivors than seats, those with the
+    highest GROUP_RANKs lose theirs.
 
-    Without a previous round, nodes are ordered by topology label, then node id. The result depends
-    on nothing else: two servers given the same round agree.
+    Without a previous round, nodes are ordered by topology label, then by node id. The result
+    depends on nothing else, so two servers given the same round agree.
 
-    RANKs are prefix sums of local world sizes, so they move only where sizes differ.
+    RANKs are prefix sums of local world sizes, so they change only where sizes differ.
 
-    >>> from rdzv.core.model import Offer
-    >>> def node(size, rack="", since=0): return Waiting(1, Offer("h", size, topology=rack), since)
-    >>> first = assign_seats((), {"n2": node(8), "n1": node(8), "n3": node(4)}, 3)
-    >>> [(p.node_id, p.rank_first) for p in first]
-    [('n1', 0), ('n2', 8), ('n3', 16)]
-    >>> again = assign_seats(first, {"n1": node(8), "n3": node(4), "n7": node(4), "n8": node(8)}, 3)
-    >>> [(p.node_id, p.rank_first) for p in again]
-    [('n1', 0), ('n8', 8), ('n3', 16)]
+    >>> from rdzv.core.model import Offer >>> def node(size, rack="", since=0): return Waiting(1,
+    Offer("h", size, topology=rack), since) >>> first = assign_seats((), {"n2": node(8), "n1":
+    node(8), "n3": node(4)}, 3) >>> [(p.node_id, p.rank_first) for p in first] [('n1', 0), ('n2',
+    8), ('n3', 16)] >>> again = assign_seats(first, {"n1": node(8), "n3": node(4), "n7": node(4),
+    "n8": node(8)}, 3) >>> [(p.node_id, p.rank_first) for p in again] [('n1', 0), ('n8', 8), ('n3',
+    16)]
     """
     seats: list[str | None] = [p.node_id if p.node_id in candidates else None for p in prior]
     survivors = [node_id for node_id in seats if node_id is not None]

@@ -72,7 +72,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def master_addr(participants: tuple[Participant, ...]) -> str:
-    """Choose the address at which all participants reach GROUP_RANK 0."""
+    """Choose the address at which all participants can reach GROUP_RANK 0."""
     offer = participants[0].offer
     elsewhere = any(p.offer.machine != offer.machine for p in participants)
     return offer.host_name if elsewhere and _is_loopback(offer.address) else offer.address
