@@ -104,8 +104,8 @@ class JobView:
     max_nodes: int
     world_size: int
     restarts: int | None
-    """The number of restarts that count. None, like `max_restarts`, if the nodes' own agents count
-    restarts and do not report them."""
+    """The number of spent restarts that still count. None, like `max_restarts`, if the nodes' own
+    agents count restarts and do not report them."""
     max_restarts: int | None
     nodes: tuple[NodeView, ...]
     state_age_ms: int

@@ -41,8 +41,7 @@ from rdzv.structs import replace, struct
 _COUNTER_BITS = 32
 
 AMPLE_MS = 10_000
-"""The delay of a heartbeat for which every lease leaves room; a long lease needs no more than two
-heartbeats."""
+"""An ample allowance for a late heartbeat; a long lease needs no more than two heartbeats."""
 
 ARRIVALS_QUIET_MS = 10_000
 """The server is assumed to be slow if nodes come back less than this far apart after a takeover."""
