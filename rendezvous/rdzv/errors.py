@@ -139,7 +139,7 @@ class RunStoppingError(RendezvousConnectionError):
 
 
 class NotLeaderError(RendezvousConnectionError):
-    """This server is on stand-by and has changed nothing. The caller asks the leader."""
+    """This server is standing by and has changed nothing. The caller asks the leader."""
 
     code = "NotLeaderError"
     definite = True

@@ -504,7 +504,7 @@ def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeSta
 
 
 def _final_state(state: State, node_id: str, ended: Ended) -> tuple[NodeState, int, str]:
-    """Return the state in which the last round's participant was when the run closed."""
+    """Return the state that a participant of the last round had when the run closed."""
     if ended.result is Result.SUCCEEDED:
         return NodeState.SUCCEEDED, ended.at_ms, ""
     for departure in reversed(state.membership.departures):

@@ -17,7 +17,7 @@ LAST_CALL = "last call"
 
 @struct(frozen=True)
 class TimeInText:
-    """A duration within a text: `length` characters starting at `at`."""
+    """A duration within a string: `length` characters starting at `at`."""
 
     at: int
     length: int
@@ -67,12 +67,12 @@ def past(ms: int) -> TimedText:
 
 
 def times_of(text: str) -> tuple[TimeInText, ...]:
-    """Return the times of a text, or an empty tuple for a plain string."""
+    """Return the times carried by a string, or an empty tuple for a plain one."""
     return text.times if isinstance(text, TimedText) else ()
 
 
 def later(text: str, times: Iterable[TimeInText], more_ms: int) -> TimedText:
-    """Return a text as it will read `more_ms` later.
+    """Return text as it will read `more_ms` later.
 
     >>> text = "n7 was lost " + past(12_000) + " ago; gives up in " + left(588_000) >>> later(text,
     text.times, 5_000) 'n7 was lost 17 s ago; gives up in 9 min 43 s'
@@ -86,7 +86,7 @@ def later(text: str, times: Iterable[TimeInText], more_ms: int) -> TimedText:
 
 
 def without_times(text: str, times: Iterable[TimeInText]) -> str:
-    """Return a text without its advancing durations, so that it changes only if other parts do.
+    """Return text without its advancing durations, so that it changes only if other parts do.
 
     >>> text = "gives up in " + left(588_000) + ", 2 s after n7"
     >>> without_times(text, text.times)

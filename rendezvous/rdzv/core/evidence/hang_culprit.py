@@ -51,7 +51,7 @@ class Verdict:
 
 
 def describe_hung(workers: Iterable[HungWorker]) -> str:
-    """Describe the hung workers in one line, giving the reason for the worker silent longest.
+    """Describe the hung workers in one line, with the reason for the one that was silent longest.
 
     >>> describe_hung([HungWorker(2, 0, 9, 61_000, "no progress for 61 s")]) 'RANK 2: no progress
     for 61 s'

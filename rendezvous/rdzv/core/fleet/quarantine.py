@@ -35,7 +35,7 @@ REASON_CHARS = 200
 
 @struct(frozen=True)
 class QuarantineTuning:
-    """The conditions for and the length of a quarantine, which are the same for all nodes."""
+    """The rules for when a node is quarantined and for how long; the same for all nodes."""
 
     failures: int = 3
     """The number of strikes within the window after which a node is quarantined, or 0 for never."""

@@ -158,7 +158,8 @@ def _adopt_round(work: Draft, round_: Round, tally: Tally | None) -> None:
             next_round=max(membership.next_round, round_.number + 1),
             restarts=restarts_known(membership, round_.restarts, tally, work.now_ms),
             spent=spent_known(membership, tally),
-            # An operator scaled a round that is outside the bounds; the new bounds are unknown.
+            # A round outside the bounds must have been scaled by an operator. The new bounds are
+            # unknown, so the known ones are widened to include the round.
             scaled=membership.scaled if bounds == membership.bounds else bounds,
         )
     )
