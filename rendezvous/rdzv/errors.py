@@ -207,6 +207,7 @@ SHOWN_CHARS = 80
 def short(value: str) -> str:
     """Shorten a value of any length for an error message.
 
-    >>> short("night"), len(short("x" * 10_000)), short("x" * 10_000)[-5:] ('night', 80, 'xx...')
+    >>> short("night"), len(short("x" * 10_000)), short("x" * 10_000)[-5:]
+    ('night', 80, 'xx...')
     """
     return value if len(value) <= SHOWN_CHARS else f"{value[: SHOWN_CHARS - 3]}..."

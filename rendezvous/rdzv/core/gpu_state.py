@@ -34,9 +34,10 @@ class GpuState:
 def described(gpu: GpuState) -> str:
     """Describe a GPU's clock, temperature and memory errors, as far as NVML reports them.
 
-    >>> described(GpuState("GPU-1", 600, 1980, ("hardware slowdown",), 3, 91)) 'runs at 600 of 1980
-    MHz (hardware slowdown), 91 °C, has 3 uncorrected errors of its memory' >>>
-    described(GpuState("GPU-1", 1980, 1980, (), 0)) 'runs at 1980 of 1980 MHz'
+    >>> described(GpuState("GPU-1", 600, 1980, ("hardware slowdown",), 3, 91))
+    'runs at 600 of 1980 MHz (hardware slowdown), 91 °C, has 3 uncorrected errors of its memory'
+    >>> described(GpuState("GPU-1", 1980, 1980, (), 0))
+    'runs at 1980 of 1980 MHz'
     """
     parts = []
     if gpu.clock_mhz is not None:

@@ -55,8 +55,8 @@ class TimedText(str):
 def left(ms: int, waits_for: str | None = None) -> TimedText:
     """Format the time remaining.
 
-    >>> ("gives up in " + left(588_000)).times (TimeInText(at=12, length=10, ms=588000, grows=False,
-    waits_for=None),)
+    >>> ("gives up in " + left(588_000)).times
+    (TimeInText(at=12, length=10, ms=588000, grows=False, waits_for=None),)
     """
     return _timed(max(ms, 0), grows=False, waits_for=waits_for)
 
@@ -74,8 +74,9 @@ def times_of(text: str) -> tuple[TimeInText, ...]:
 def later(text: str, times: Iterable[TimeInText], more_ms: int) -> TimedText:
     """Return text as it will read `more_ms` later.
 
-    >>> text = "n7 was lost " + past(12_000) + " ago; gives up in " + left(588_000) >>> later(text,
-    text.times, 5_000) 'n7 was lost 17 s ago; gives up in 9 min 43 s'
+    >>> text = "n7 was lost " + past(12_000) + " ago; gives up in " + left(588_000)
+    >>> later(text, text.times, 5_000)
+    'n7 was lost 17 s ago; gives up in 9 min 43 s'
     """
     read, end = TimedText(""), 0
     for time in _fitting(text, times):

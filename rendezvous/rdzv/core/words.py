@@ -12,8 +12,8 @@ LISTED = 8
 def listed(names: Iterable[object]) -> str:
     """List at most `LISTED` names in a sentence.
 
-    >>> listed(["n1", "n2"]), listed(f"n{i}" for i in range(10)) ('n1, n2', 'n0, n1, n2, n3, n4, n5,
-    n6, n7 and 2 more')
+    >>> listed(["n1", "n2"]), listed(f"n{i}" for i in range(10))
+    ('n1, n2', 'n0, n1, n2, n3, n4, n5, n6, n7 and 2 more')
     """
     # Each of ten thousand nodes may get such a sentence, so read only the names that are listed.
     held = names if isinstance(names, Collection) else tuple(names)
@@ -35,8 +35,8 @@ def counted(number: int, noun: str) -> str:
 def duration(ms: int) -> str:
     """Format a duration; negative durations count as zero.
 
-    >>> [duration(ms) for ms in (-5, 240, 1_500, 59_000, 125_000, 7_260_000, 180_000_000)] ['0.0 s',
-    '0.2 s', '1.5 s', '59 s', '2 min 5 s', '2 h 1 min', '2 d 2 h']
+    >>> [duration(ms) for ms in (-5, 240, 1_500, 59_000, 125_000, 7_260_000, 180_000_000)]
+    ['0.0 s', '0.2 s', '1.5 s', '59 s', '2 min 5 s', '2 h 1 min', '2 d 2 h']
     """
     ms = max(ms, 0)
     if ms < 10_000:
@@ -68,8 +68,8 @@ def size_text(size: int) -> str:
 def ranks_text(ranks: Iterable[int], most: int = 16) -> str:
     """Format RANKs as at most `most` ranges, followed by the number of RANKs left out.
 
-    >>> ranks_text([3, 0, 2, 4, 8]), ranks_text(range(0, 80, 2), most=3) ('0,2-4,8', '0,2,4 and 37
-    more')
+    >>> ranks_text([3, 0, 2, 4, 8]), ranks_text(range(0, 80, 2), most=3)
+    ('0,2-4,8', '0,2,4 and 37 more')
     """
     runs: list[list[int]] = []
     for rank in sorted(ranks):

@@ -168,8 +168,8 @@ def _flag_or_key(key: str, flag: str | None, conf: Mapping[str, str]) -> tuple[s
 def parse_backoff(given: str, text: str) -> tuple[int, int]:
     """Parse BASE or BASE:MAX in seconds into milliseconds; `given` names the option in errors.
 
-    >>> parse_backoff("", "2"), parse_backoff("", "0.5:10"), parse_backoff("", "90") ((2000, 60000),
-    (500, 10000), (90000, 90000))
+    >>> parse_backoff("", "2"), parse_backoff("", "0.5:10"), parse_backoff("", "90")
+    ((2000, 60000), (500, 10000), (90000, 90000))
     """
     base, colon, most = text.partition(":")
     base_ms = _seconds_ms(given, base, least_ms=0)
@@ -188,7 +188,8 @@ def _budget(option: str, value: int | None) -> int | None:
 def parse_nnodes(text: str) -> tuple[int, int]:
     """Parse N or MIN:MAX into the minimum and the maximum.
 
-    >>> parse_nnodes("2:4"), parse_nnodes("3") ((2, 4), (3, 3))
+    >>> parse_nnodes("2:4"), parse_nnodes("3")
+    ((2, 4), (3, 3))
     """
     parts = text.split(":")
     if len(parts) > 2 or not all(part.isdecimal() for part in parts):
@@ -210,7 +211,8 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 def parse_nproc(text: str) -> int:
     """Parse a number of workers, or return 0 for a word that makes each node count its own devices.
 
-    >>> parse_nproc("8"), parse_nproc("gpu") (8, 0)
+    >>> parse_nproc("8"), parse_nproc("gpu")
+    (8, 0)
     """
     if text in COUNTED_BY_NODE:
         return 0
@@ -226,7 +228,8 @@ def parse_nproc(text: str) -> int:
 def parse_conf(text: str) -> dict[str, str]:
     """Parse K=V,K=V, where any key is accepted.
 
-    >>> parse_conf("join_timeout = 5, reuse=false,") {'join_timeout': '5', 'reuse': 'false'}
+    >>> parse_conf("join_timeout = 5, reuse=false,")
+    {'join_timeout': '5', 'reuse': 'false'}
     """
     conf: dict[str, str] = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
@@ -279,8 +282,8 @@ def conf_bool(conf: Mapping[str, str], key: str, *, default: bool) -> bool:
 def parse_scale_up(text: str) -> tuple[ScaleUp, int]:
     """Parse when new nodes may end a running round, and how long it must have run first, in ms.
 
-    >>> parse_scale_up("on-restart"), parse_scale_up("after:600") ((<ScaleUp.ON_RESTART:
-    'on-restart'>, 0), (<ScaleUp.AFTER: 'after'>, 600000))
+    >>> parse_scale_up("on-restart"), parse_scale_up("after:600")
+    ((<ScaleUp.ON_RESTART: 'on-restart'>, 0), (<ScaleUp.AFTER: 'after'>, 600000))
     """
     given = f"--rdzv-conf: scale_up={text}"
     word, colon, seconds = text.partition(":")
@@ -323,7 +326,8 @@ def shutdown_timeout_ms(given: str, text: str) -> int:
 def keep_timeouts_ms(keep_s: float, park_s: float) -> tuple[int, int]:
     """Convert how long workers may take to park (0 keeps none) and how long they stay parked.
 
-    >>> keep_timeouts_ms(10, 600) (10000, 600000)
+    >>> keep_timeouts_ms(10, 600)
+    (10000, 600000)
     """
     for flag, seconds in (("--keep-timeout", keep_s), ("--park-timeout", park_s)):
         if not 0 <= seconds <= MAX_SHUTDOWN_S:
@@ -336,7 +340,8 @@ def keep_timeouts_ms(keep_s: float, park_s: float) -> tuple[int, int]:
 def snapshot_memory(gb: float | None) -> int | None:
     """Convert the memory limit for snapshots to bytes, or return None if it is not given.
 
-    >>> snapshot_memory(1.5), snapshot_memory(None) (1500000000, None)
+    >>> snapshot_memory(1.5), snapshot_memory(None)
+    (1500000000, None)
     """
     if gb is None:
         return None
@@ -391,8 +396,8 @@ def hang_timeout(text: str | None) -> HangTimeout | None:
 
     `auto` yields a timeout without a length; None means that hangs are not detected.
 
-    >>> hang_timeout("600"), hang_timeout("auto"), hang_timeout(None) (HangTimeout(ms=600000),
-    HangTimeout(ms=None), None)
+    >>> hang_timeout("600"), hang_timeout("auto"), hang_timeout(None)
+    (HangTimeout(ms=600000), HangTimeout(ms=None), None)
     """
     if text is None:
         return None
@@ -413,7 +418,8 @@ def hang_timeout(text: str | None) -> HangTimeout | None:
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:
     """Parse a comma-separated list of signal names.
 
-    >>> parse_signals("SIGTERM,SIGUSR1") (<Signals.SIGTERM: 15>, <Signals.SIGUSR1: 10>)
+    >>> parse_signals("SIGTERM,SIGUSR1")
+    (<Signals.SIGTERM: 15>, <Signals.SIGUSR1: 10>)
     """
     signals = []
     for name in filter(None, (part.strip() for part in text.split(","))):
@@ -429,7 +435,8 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
 def parse_notice_signal(text: str) -> signal.Signals | None:
     """Parse the signal that notifies workers, or return None if only the notice file is written.
 
-    >>> parse_notice_signal("SIGUSR1"), parse_notice_signal("none") (<Signals.SIGUSR1: 10>, None)
+    >>> parse_notice_signal("SIGUSR1"), parse_notice_signal("none")
+    (<Signals.SIGUSR1: 10>, None)
     """
     if text == "none":
         return None
@@ -444,8 +451,8 @@ def parse_notice_signal(text: str) -> signal.Signals | None:
 def parse_streams(option: str, text: str, local_world_size: int) -> dict[int, int]:
     """Parse a number from 0 to 3, or LOCAL_RANK:N,..., into numbers by LOCAL_RANK.
 
-    >>> parse_streams("--tee", "3", 2), parse_streams("--tee", "0:1,11:2", 12) ({0: 3, 1: 3}, {0: 1,
-    11: 2})
+    >>> parse_streams("--tee", "3", 2), parse_streams("--tee", "0:1,11:2", 12)
+    ({0: 3, 1: 3}, {0: 1, 11: 2})
     """
     if text in ("0", "1", "2", "3"):
         return dict.fromkeys(range(local_world_size), int(text))

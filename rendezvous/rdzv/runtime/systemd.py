@@ -118,9 +118,12 @@ def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:
 def unit_of(cgroups: str) -> tuple[str, bool]:
     """Return the service named in /proc/PID/cgroup, and whether it is a user service.
 
-    >>> unit_of("0::/system.slice/rdzv-agent.service/sub") ('rdzv-agent.service', False) >>>
-    unit_of("0::/user.slice/user-1.slice/user@1.service/app.slice/mine.service") ('mine.service',
-    True) >>> unit_of("0::/user.slice/user-1.slice/session-2.scope") ('', False)
+    >>> unit_of("0::/system.slice/rdzv-agent.service/sub")
+    ('rdzv-agent.service', False)
+    >>> unit_of("0::/user.slice/user-1.slice/user@1.service/app.slice/mine.service")
+    ('mine.service', True)
+    >>> unit_of("0::/user.slice/user-1.slice/session-2.scope")
+    ('', False)
     """
     for line in cgroups.splitlines():
         if re.match("0::|[0-9]+:name=systemd:", line):
@@ -133,8 +136,10 @@ def unit_of(cgroups: str) -> tuple[str, bool]:
 def job_of(unit: str, lines: Iterable[str]) -> str:
     """Return the type of a unit's job in the output of `list-jobs`, or "" if there is none.
 
-    >>> job_of("b.service", ["12 a.service stop waiting", "13 b.service restart running"]) 'restart'
-    >>> job_of("b.service", ["No jobs running."]) ''
+    >>> job_of("b.service", ["12 a.service stop waiting", "13 b.service restart running"])
+    'restart'
+    >>> job_of("b.service", ["No jobs running."])
+    ''
     """
     for line in lines:
         words = line.split()

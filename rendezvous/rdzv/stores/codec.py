@@ -67,7 +67,8 @@ def decode(data: bytes, where: str) -> Membership:
 def pack(data: bytes) -> bytes:
     """Return bytes from which `unpack` restores `data`, deflated if that makes them smaller.
 
-    >>> pack(b"{}"), len(pack(b"{" * 100_000)) < 1_000 (b'{}', True)
+    >>> pack(b"{}"), len(pack(b"{" * 100_000)) < 1_000
+    (b'{}', True)
     """
     if len(data) <= PACK_ABOVE_BYTES:
         return data

@@ -120,8 +120,8 @@ class EtcdConfig:
 def parse_endpoints(text: str) -> tuple[tuple[Endpoint, ...], bool]:
     """Parse `HOST:PORT,HOST:PORT`, with or without a scheme; also return whether it is https.
 
-    >>> parse_endpoints("https://a:1,https://[::1]") ((Endpoint(host='a', port=1),
-    Endpoint(host='::1', port=2379)), True)
+    >>> parse_endpoints("https://a:1,https://[::1]")
+    ((Endpoint(host='a', port=1), Endpoint(host='::1', port=2379)), True)
 
     Raises:
         InvalidRequestError: an endpoint is invalid or given twice, or schemes are mixed.

@@ -111,8 +111,10 @@ def lost(beside: Mark | None, inside: Mark | None) -> str:
 
     `beside` must be read before the file, because a server may be writing to both.
 
-    >>> lost(Mark("a", 7), Mark("a", 8)), lost(None, None) ('', '') >>> lost(Mark("a", 7), Mark("a",
-    3)) 'it has 3 commits, and 7 were stored'
+    >>> lost(Mark("a", 7), Mark("a", 8)), lost(None, None)
+    ('', '')
+    >>> lost(Mark("a", 7), Mark("a", 3))
+    'it has 3 commits, and 7 were stored'
     """
     if beside is None:
         return ""

@@ -48,7 +48,8 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
 
     Anything else is refused with an `InvalidRequestError` that names the value, reason and remedy.
 
-    >>> str(parse_endpoint("head-1")), str(parse_endpoint("[::1]:7")) ('head-1:29400', '[::1]:7')
+    >>> str(parse_endpoint("head-1")), str(parse_endpoint("[::1]:7"))
+    ('head-1:29400', '[::1]:7')
     """
     host, port = _host_and_port(text, least_port=1)
     return Endpoint(host, default_port if port is None else port)
@@ -128,8 +129,8 @@ class Listen:
     def parse(cls, text: str) -> Listen:
         """Parse HOST:PORT, where an IPv6 host is in brackets and port 0 means any free port.
 
-        >>> Listen.parse("127.0.0.1:29400"), str(Listen.parse("[::1]:0")) (Listen(host='127.0.0.1',
-        port=29400), '[::1]:0')
+        >>> Listen.parse("127.0.0.1:29400"), str(Listen.parse("[::1]:0"))
+        (Listen(host='127.0.0.1', port=29400), '[::1]:0')
         """
         host, port = _host_and_port(text, least_port=0)
         if port is None:

@@ -33,7 +33,8 @@ def sentence(event: Kept) -> str:
 def sentence_of(name: str, fields: Fields) -> str:
     """Describe an event by its name and fields. For an unknown name, list the fields.
 
-    >>> sentence_of("NodeSang", {"node_id": "n1", "verses": 3}) 'NodeSang: node_id n1, verses 3'
+    >>> sentence_of("NodeSang", {"node_id": "n1", "verses": 3})
+    'NodeSang: node_id n1, verses 3'
     """
     if (event := read(name, fields)) is not None:
         return sentence(event)
@@ -196,9 +197,9 @@ def kept(event: history.RoundCompleted) -> str:
 
     The result is empty if no worker could be kept and nothing is loaded.
 
-    >>> torn = history.NotKept("failed", 1, (3,)) >>> kept(history.RoundCompleted(1, 2, 4, (), "h",
-    1, None, 3, 0, 7, (torn,))) '; 3 of 4 workers kept, from step 7 of RANK 0; new: RANK 3 (failed
-    in the last round)'
+    >>> torn = history.NotKept("failed", 1, (3,))
+    >>> kept(history.RoundCompleted(1, 2, 4, (), "h", 1, None, 3, 0, 7, (torn,)))
+    '; 3 of 4 workers kept, from step 7 of RANK 0; new: RANK 3 (failed in the last round)'
     """
     text = ""
     if event.kept or event.not_kept:
@@ -225,9 +226,9 @@ def _loaded(event: history.RoundCompleted) -> str:
 def started(event: events.WorkersStarted) -> str:
     """Describe how a round got its workers and why some of them are new or cold.
 
-    >>> late = events.NewWorker(3, "n2", "warm", "it did not park in time") >>>
-    started(events.WorkersStarted(1, kept=5, warm=1, cold=0, new=(late,))) '5 kept, 1 warm: RANK 3
-    on n2 is warm (it did not park in time)'
+    >>> late = events.NewWorker(3, "n2", "warm", "it did not park in time")
+    >>> started(events.WorkersStarted(1, kept=5, warm=1, cold=0, new=(late,)))
+    '5 kept, 1 warm: RANK 3 on n2 is warm (it did not park in time)'
     """
     new = [f"RANK {one.rank} on {one.node_id} is {one.how} ({one.why})" for one in event.new]
     return ": ".join(part for part in (origins(event), "; ".join(new)) if part)

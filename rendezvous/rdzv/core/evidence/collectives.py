@@ -234,8 +234,8 @@ def _sides(of: Mapping[int, str]) -> list[tuple[str, list[int]]]:
 def _equal_sizes(operation: str) -> bool:
     """Return whether an operation requires the same sizes from all ranks.
 
-    >>> [_equal_sizes(one) for one in ("all_reduce", "all_gather", "all_to_all", "gather")] [True,
-    True, False, False]
+    >>> [_equal_sizes(one) for one in ("all_reduce", "all_gather", "all_to_all", "gather")]
+    [True, True, False, False]
     """
     return any(part in operation for part in _SAME_SIZES) or not any(
         part in operation for part in _OWN_SIZES
@@ -384,7 +384,8 @@ _PLURAL = {"has": "have", "is": "are", "waits": "wait"}
 def _ranks(ranks: Collection[int], verb: str) -> str:
     """Format ranks, followed by the matching form of a verb.
 
-    >>> _ranks([3], "wait"), _ranks([0, 1], "has") ('RANK 3 waits', 'RANK 0-1 have')
+    >>> _ranks([3], "wait"), _ranks([0, 1], "has")
+    ('RANK 3 waits', 'RANK 0-1 have')
     """
     one = {"wait": "waits"}.get(verb, verb)
     return f"RANK {ranks_text(ranks)} {one if len(ranks) == 1 else _PLURAL[one]}"

@@ -53,8 +53,8 @@ class Verdict:
 def describe_hung(workers: Iterable[HungWorker]) -> str:
     """Describe the hung workers in one line, with the reason for the one that was silent longest.
 
-    >>> describe_hung([HungWorker(2, 0, 9, 61_000, "no progress for 61 s")]) 'RANK 2: no progress
-    for 61 s'
+    >>> describe_hung([HungWorker(2, 0, 9, 61_000, "no progress for 61 s")])
+    'RANK 2: no progress for 61 s'
     """
     known = sorted(workers, key=lambda worker: -worker.silent_ms)
     return f"RANK {ranks_text(worker.rank for worker in known)}: {known[0].reason}"

@@ -74,7 +74,8 @@ def chosen(first: int, last: int, most: int) -> list[int]:
     moments still choose the same numbers. The numbers are spread out so that every position within
     a repeating training step is covered.
 
-    >>> chosen(1, 4, 8), chosen(1, 32, 8) ([1, 2, 3, 4], [2, 5, 10, 13, 18, 23, 26, 31])
+    >>> chosen(1, 4, 8), chosen(1, 32, 8)
+    ([1, 2, 3, 4], [2, 5, 10, 13, 18, 23, 26, 31])
     """
     level = ceil(log2(max((last - first + 1) / most, 1)))
     return [n for n in range(first, last + 1) if (n * SCATTER & 0xFFFFFFFF) >> (32 - level) == 0]
@@ -86,8 +87,8 @@ def pairs(entered_us: Mapping[int, Mapping[int, int]]) -> list[int]:
     Nodes look at different moments. At the edges of a look, and where one node had to choose fewer
     than another, a collective is therefore known for only some of the ranks.
 
-    >>> pairs({1: {0: 5}, 2: {0: 6, 1: 6}, 3: {0: 7, 1: 7}, 4: {0: 8, 1: 8}, 6: {0: 9, 1: 9}}) [2,
-    3]
+    >>> pairs({1: {0: 5}, 2: {0: 6, 1: 6}, 3: {0: 7, 1: 7}, 4: {0: 8, 1: 8}, 6: {0: 9, 1: 9}})
+    [2, 3]
     """
     all_ranks = max((entered.keys() for entered in entered_us.values()), key=len, default=())
     whole = {n for n, entered in entered_us.items() if entered.keys() == all_ranks}
@@ -155,7 +156,8 @@ def _behind(
 def _median_of_others(times: Sequence[int], own: int) -> int:
     """Return the median of sorted times without one of them, or the lower of two middle times.
 
-    >>> _median_of_others([1, 4], 4), _median_of_others([1, 4, 9], 1) (1, 4)
+    >>> _median_of_others([1, 4], 4), _median_of_others([1, 4, 9], 1)
+    (1, 4)
     """
     middle = (len(times) - 2) // 2
     return times[middle] if own > times[middle] else times[middle + 1]

@@ -37,7 +37,8 @@ def lags(words: Sequence[Word]) -> tuple[int, ...]:
 
     The result is 0 for a worker that may be level with it.
 
-    >>> lags([Word(100, 0, 13.0), Word(87, 1_000, 13.0), Word(60, 500, 13.0)]) (0, 0, 34)
+    >>> lags([Word(100, 0, 13.0), Word(87, 1_000, 13.0), Word(60, 500, 13.0)])
+    (0, 0, 34)
     """
     newest_ms = min((word.age_ms for word in words), default=0)
     moving = [word for word in words if not _silent(word, newest_ms)]

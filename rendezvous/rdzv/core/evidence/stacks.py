@@ -173,9 +173,9 @@ def key_of(stack: WorkerStack) -> Key:
 def where(stack: WorkerStack) -> str:
     """Describe a worker's position.
 
-    >>> main = Thread("MainThread", True, (Frame("load", "/home/ada/data.py", 7),)) >>>
-    where(WorkerStack(1, 1, 99, "S", (main,))), where(WorkerStack(1, 1, 99, "T", (main,))) ('in load
-    at data.py:7', 'stopped by a signal, in load at data.py:7')
+    >>> main = Thread("MainThread", True, (Frame("load", "/home/ada/data.py", 7),))
+    >>> where(WorkerStack(1, 1, 99, "S", (main,))), where(WorkerStack(1, 1, 99, "T", (main,)))
+    ('in load at data.py:7', 'stopped by a signal, in load at data.py:7')
     """
     place = stack.place
     if place:
@@ -241,9 +241,9 @@ def odd_one_out(found: Sequence[Group]) -> int | None:
 
     The first of these that exists is returned:
 
-    1. the only worker that cannot run: stopped, held by a debugger, in D state, or dead; 2. the
-    only worker outside any collective, if all others are in one; 3. the only worker in a group by
-    itself, if the others are in groups of at least two.
+    1. the only worker that cannot run: stopped, held by a debugger, in D state, or dead;
+    2. the only worker outside any collective, if all others are in one;
+    3. the only worker in a group by itself, if the others are in groups of at least two.
     """
     held = [rank for group in found if group.state for rank in group.ranks]
     if held:

@@ -34,8 +34,8 @@ class Drain:
     def describe(self, now_ms: int) -> str:
         """Describe the drain: its reason, and how soon the node leaves.
 
-        >>> Drain("kernel upgrade", due_ms=50_000, number=1).describe(now_ms=10_000) 'drained
-        (kernel upgrade), leaves in 40 s'
+        >>> Drain("kernel upgrade", due_ms=50_000, number=1).describe(now_ms=10_000)
+        'drained (kernel upgrade), leaves in 40 s'
         """
         what = "drained" if self.by_operator else "about to leave"
         why = f" ({self.reason})" if self.reason else ""
@@ -46,7 +46,7 @@ class Drain:
 def told(reason: str) -> str:
     """Return the reason given when a node drained by an operator leaves.
 
-    >>> told("by ada: new kernel"), told("new kernel") ('drained by ada: new kernel', 'drained: new
-    kernel')
+    >>> told("by ada: new kernel"), told("new kernel")
+    ('drained by ada: new kernel', 'drained: new kernel')
     """
     return f"drained{'' if reason.startswith('by ') else ':'} {reason}"

@@ -80,8 +80,8 @@ class NodesTuning:
     def lease_for(self, nodes: int) -> int:
         """Return the lease, in ms, for the given number of nodes.
 
-        >>> [NodesTuning().lease_for(n) for n in (1, 1_000, 5_500, 20_000)] [5000, 5000, 17500,
-        30000]
+        >>> [NodesTuning().lease_for(n) for n in (1, 1_000, 5_500, 20_000)]
+        [5000, 5000, 17500, 30000]
         """
         above = min(max(nodes - self.lease_nodes, 0), self.lease_nodes_max - self.lease_nodes)
         span = max(self.lease_nodes_max - self.lease_nodes, 1)
@@ -104,8 +104,8 @@ class NodesTuning:
 
         This period ends before the first of them would be given up.
 
-        >>> [NodesTuning().quiet_for(lease_ms) for lease_ms in (5_000, 15_000, 30_000)] [2500, 7500,
-        12000]
+        >>> [NodesTuning().quiet_for(lease_ms) for lease_ms in (5_000, 15_000, 30_000)]
+        [2500, 7500, 12000]
         """
         return min(lease_ms // 2, (lease_ms - self.interval_for(lease_ms)) * 4 // 5)
 

@@ -24,12 +24,14 @@ def assign_seats(
 
     RANKs are prefix sums of local world sizes, so they change only where sizes differ.
 
-    >>> from rdzv.core.model import Offer >>> def node(size, rack="", since=0): return Waiting(1,
-    Offer("h", size, topology=rack), since) >>> first = assign_seats((), {"n2": node(8), "n1":
-    node(8), "n3": node(4)}, 3) >>> [(p.node_id, p.rank_first) for p in first] [('n1', 0), ('n2',
-    8), ('n3', 16)] >>> again = assign_seats(first, {"n1": node(8), "n3": node(4), "n7": node(4),
-    "n8": node(8)}, 3) >>> [(p.node_id, p.rank_first) for p in again] [('n1', 0), ('n8', 8), ('n3',
-    16)]
+    >>> from rdzv.core.model import Offer
+    >>> def node(size, rack="", since=0): return Waiting(1, Offer("h", size, topology=rack), since)
+    >>> first = assign_seats((), {"n2": node(8), "n1": node(8), "n3": node(4)}, 3)
+    >>> [(p.node_id, p.rank_first) for p in first]
+    [('n1', 0), ('n2', 8), ('n3', 16)]
+    >>> again = assign_seats(first, {"n1": node(8), "n3": node(4), "n7": node(4), "n8": node(8)}, 3)
+    >>> [(p.node_id, p.rank_first) for p in again]
+    [('n1', 0), ('n8', 8), ('n3', 16)]
     """
     seats: list[str | None] = [p.node_id if p.node_id in candidates else None for p in prior]
     survivors = [node_id for node_id in seats if node_id is not None]
