@@ -208,7 +208,7 @@ class SnapshotMark:
     such round, the same step number refers to a different state."""
     step: int
     series: str
-    """A digest of the state's structure and of how it is divided."""
+    """A digest of the state's structure, how it is divided, and the round that saved it."""
     shards: int = 1
     world_size: int = 0
     """`shards` is the number of parts; `world_size` is the number of workers that shared them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rdzv.worker.link import Watermark
@@ -83,6 +85,11 @@ def test_what_is_being_written_to_disk_is_not_overwritten() -> None:
 def test_two_trainings_with_the_same_number_are_of_two_series() -> None:
     """A server that was restored from a backup begins a lineage with a number it had used."""
     assert at(3, 20).series == at(3, 20).series != at(3, 20, "m").series
+
+
+def test_a_step_that_another_round_saves_is_of_another_series() -> None:
+    """Kept workers may repeat it, and nodes that were left out hold the first results."""
+    assert replace(at(3, 20), round=4).series != replace(at(3, 20), round=3).series
 
 
 OLD, NEW, OTHER = Key(0, 20, "a", 2), Key(0, 30, "a", 2), Key(0, 30, "b", 2)

@@ -178,8 +178,11 @@ def sharded(rank: int) -> tuple[Sealing, Parts]:
     return sealing, parts
 
 
-def save_part(runner: Runner, rank: int, steps: int) -> None:
-    """Save a few steps of a sharded state; each fills a part with its number, and that of RANK."""
+def save_part(runner: Runner, rank: int, steps: int, *, redone_in: int | None = None) -> None:
+    """Save a few steps of a sharded state; each fills a part with its number, and that of RANK.
+
+    The last of them is repeated, with another result, in the round `redone_in`.
+    """
     sealing, parts = sharded(rank)
     sealing.begin_round(rank, 2, lambda: None)
     sealing.add(parts, holds_last=False)
@@ -191,6 +194,25 @@ def save_part(runner: Runner, rank: int, steps: int) -> None:
         sealing.commit()
         snapshots.committed()
         snapshots.finish()
+    if redone_in is not None:
+        sealing.step = steps - 1
+        snapshots.begin_round(round_of(redone_in, rank))
+        with torch.no_grad():
+            parts.contents.modules["part"].weight.fill_(-1)
+        sealing.commit()
+        snapshots.committed()
+        snapshots.finish()
+
+
+def test_parts_of_a_step_that_was_redone_are_not_put_beside_those_of_the_first_time(
+    runners: list[Runner],
+) -> None:
+    """Its node was left out of the round that repeated the step, and then came back."""
+    left_out, other = runners
+    save_part(left_out, 0, 3), save_part(other, 1, 3, redone_in=1)
+    sealings, found = resume(runners, number=3)
+    assert found == [True, True]
+    assert [one.step for one in sealings] == [2, 2]
 
 
 @pytest.mark.parametrize("damaged", [False, True])

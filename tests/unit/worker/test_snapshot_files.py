@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from test_resuming import Runner, bits, resume, sealing_of, train
 
 from rdzv.worker import snapshot_files, write_snapshots
-from rdzv.worker.snapshot_files import NotWrittenError, whole_steps
+from rdzv.worker.snapshot_files import NotWrittenError, StepWriter, whole_steps
+from rdzv.worker.snapshot_slot import Header
 
 pytestmark = pytest.mark.slow
 
@@ -160,3 +162,12 @@ def test_what_another_node_has_written_is_not_written_again(runner: Runner, fold
     before = step.part(0).stat()
     assert write(runner, folder, 3)
     assert step.part(0).stat() == before and whole_steps(folder) == [step]
+
+
+def test_a_step_that_another_round_repeats_is_written_to_a_folder_of_its_own(
+    tmp_path: Path,
+) -> None:
+    """A node may have written its part of the first time before that round ended."""
+    header = Header(3, 0, 0, 2, rank=0, world_size=2, state="s", part="p")
+    writers = [StepWriter(tmp_path, "run-1", replace(header, round=number)) for number in (0, 1)]
+    assert writers[0].folder != writers[1].folder

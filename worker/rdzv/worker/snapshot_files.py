@@ -1,6 +1,6 @@
 """Snapshots on disk: how they are written, found and read.
 
-    DIR/step-000000480.RUN.LINEAGE/  one step of a state
+    DIR/step-000000480.RUN.ROUND/    one step of a state
         part-00000-of-00002.pt       one file per part, made by torch.save: dicts and tensors
         manifest.json                written last; without it, the step is not whole
 
@@ -124,7 +124,7 @@ class StepWriter:
 
     def __init__(self, folder: Path, run: str, header: Header) -> None:
         """Prepare to write the step described by `header` to `folder`, which holds all steps."""
-        name = f"step-{header.step:09d}.{re.sub(r'[^A-Za-z0-9-]', '-', run)[:16]}.{header.lineage}"
+        name = f"step-{header.step:09d}.{re.sub(r'[^A-Za-z0-9-]', '-', run)[:16]}.{header.round}"
         self.all_steps, self.folder = folder, folder / name
         self._run, self._header = run, header
 

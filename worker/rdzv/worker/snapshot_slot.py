@@ -61,6 +61,12 @@ class Header:
 
     It is needed because a server restored from a backup may reuse a lineage's number.
     """
+    round: int = 0
+    """The round in which it was saved.
+
+    Kept workers of a later round may repeat the step with other results. A node that was left out
+    of that round still holds the first ones.
+    """
     tensors_bytes: int = 0
     head_bytes: int = 0
     digest: str = ""
@@ -69,7 +75,7 @@ class Header:
     def series(self) -> str:
         """An identifier shared by snapshots from different ranks that form a consistent set."""
         ranks = self.world_size if self.part else 0
-        text = f"{self.state}/{self.part}/{self.shards}/{ranks}/{self.nonce}"
+        text = f"{self.state}/{self.part}/{self.shards}/{ranks}/{self.nonce}/{self.round}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property

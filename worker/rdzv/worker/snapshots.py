@@ -301,6 +301,7 @@ class Snapshots:
             state=self._layout[0],
             part=self._layout[1],
             nonce=sealing.nonce,
+            round=round_.number,
         )
 
     def _start(self) -> None:
