@@ -61,7 +61,8 @@ def test_what_was_written_is_read_again() -> None:
     header = write(Slot(memory), what)
     slot = Slot(memory)
     assert slot.header() == header
-    assert replace(header, tensors_bytes=0, head_bytes=0, digest="") == HEADER
+    unwritten = replace(header, tensors_bytes=0, head_bytes=0, tensors_digest="", digest="")
+    assert unwritten == HEADER
     assert header.bytes <= SIZE and slot.is_sound(header)
     read = slot.read(header)
     assert same(read, what)

@@ -20,6 +20,7 @@ from .contents import (
 from .digest import digest
 from .errors import MismatchError, NoSourceError
 from .exchange import exchange
+from .staging import readers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,13 +135,16 @@ def heal(
     if not sealing.has_begun:
         # Fail now, rather than in the round that needs to send the state.
         _head(sealing)
-    offers, manifest = _exchange_offers(sealing, round_, store, "offer")
+    hashed = _digest(sealing) if sealing.has_begun and not sealing.torn else ""
+    offers, manifest = _exchange_offers(sealing, round_, store, "offer", hashed)
     resumed = None
     if not any(offer.kept for offer in offers):
+        # New ranks are compared now, with what they have loaded.
         sealing.lineage, sealing.nonce = round_.number, offers[0].nonce
         resumed = resuming()
-        if resumed.load(store):
-            offers, manifest = _exchange_offers(sealing, round_, store, "resumed")
+        is_behind = resumed.load(store) and not sealing.step
+        hashed = "" if is_behind else resumed.digest or _digest(sealing)
+        offers, manifest = _exchange_offers(sealing, round_, store, "resumed", hashed)
     source = elect(offers)
     compare_manifests(
         [offer.manifest for offer in offers], manifest, round_, lambda: store.get("manifest")
@@ -165,16 +169,21 @@ def heal(
     return Healed(source, step, round_.rank in to)
 
 
+def _digest(sealing: Sealing) -> str:
+    """Return a digest of all that is equal on all ranks at the same step; this reads all of it."""
+    return digest(sealing.contents.replicated(), readers())
+
+
 def _exchange_offers(
-    sealing: Sealing, round_: Round, store: Store, name: str
+    sealing: Sealing, round_: Round, store: Store, name: str, hashed: str
 ) -> tuple[list[Offer], list[list[str]]]:
-    """Publish this rank's offer, and wait for the offers of all other ranks."""
-    manifest, hashed = described(sealing.contents)
+    """Publish this rank's offer, with a digest of its state, and wait for those of all others."""
+    manifest, manifest_digest = described(sealing.contents)
     mine = Offer(
         # Like a new process, a rank that has never begun to train has nothing to offer.
         kept=sealing.has_begun,
-        digest="" if sealing.torn else digest(sealing.contents.replicated()),
-        manifest=hashed,
+        digest=hashed,
+        manifest=manifest_digest,
         lineage=sealing.lineage,
         nonce=sealing.nonce,
         **sealing.holds(),

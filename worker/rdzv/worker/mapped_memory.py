@@ -17,28 +17,66 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10
 _MAP_POPULATE = 0x8000
+_HUGE = 2 << 20
+_NONE = 0
 
 
 def mapped(fd: int, size: int) -> memoryview:
     """Map a file with all its pages. The mapping lasts until its last view is gone.
 
-    Takes about a second for each gigabyte that has no pages yet, and releases the GIL. The
-    descriptor can be closed afterwards. Raises `OSError` if there is no memory for the pages.
+    A file without pages gets huge pages, as far as the kernel has any: a later process maps these
+    in no time. Takes about a second for each gigabyte that has no pages yet, and releases the GIL.
+    The descriptor can be closed afterwards. Raises `OSError` if there is no memory for the pages.
     """
-    # Allocate all pages now: if memory runs out, a later write would raise SIGBUS.
-    os.posix_fallocate(fd, 0, size)
-    # mmap.mmap() would hold a descriptor, which forked children would inherit.
-    address = _libc.mmap(
-        None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_POPULATE, fd, 0
-    )
-    if address == _MAP_FAILED:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    has_pages = os.fstat(fd).st_blocks > 0
+    begin, address, length = _reserve(size)
+    try:
+        if not has_pages:
+            _map(fd, size, address)
+            _allocate_huge_pages(fd, size, address)
+        # Allocate all pages now: if memory runs out, a later write would raise SIGBUS.
+        os.posix_fallocate(fd, 0, size)
+        _map(fd, size, address, _MAP_POPULATE)
+    except OSError:
+        _libc.munmap(begin, length)
+        raise
     _libc.madvise(address, size, _MADV_DONTFORK)
     held = (ctypes.c_ubyte * size).from_address(address)
-    weakref.finalize(held, _unmap, os.getpid(), address, size).atexit = False
+    weakref.finalize(held, _unmap, os.getpid(), begin, length).atexit = False
     return memoryview(held).cast("B")
+
+
+def _reserve(size: int) -> tuple[int, int, int]:
+    """Reserve addresses; return the first, the first that a huge page may have, and their number.
+
+    Only a mapping that begins where a huge page may begin has huge pages.
+    """
+    length = size + _HUGE
+    begin = _libc.mmap(None, length, _NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    _refuse_failed(begin)
+    return begin, -(-begin // _HUGE) * _HUGE, length
+
+
+def _map(fd: int, size: int, address: int, flags: int = 0) -> None:
+    # mmap.mmap() would hold a descriptor, which forked children would inherit.
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    _refuse_failed(_libc.mmap(address, size, access, mmap.MAP_SHARED | _MAP_FIXED | flags, fd, 0))
+
+
+def _allocate_huge_pages(fd: int, size: int, address: int) -> None:
+    """Allocate huge pages for a file without pages, as far as the kernel has them."""
+    for at in range(0, size // _HUGE * _HUGE, _HUGE):
+        os.posix_fallocate(fd, at, 1)  # Those that hold no page at all are refused.
+    _libc.madvise(address, size // _HUGE * _HUGE, _MADV_COLLAPSE)
+
+
+def _refuse_failed(address: int) -> None:
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def use_huge_pages(address: int, size: int) -> None:

@@ -171,6 +171,8 @@ class Resuming:
         self._own: Mapping[str, Any] | None = None
         self.key: Key | None = None
         """The state that was loaded, or None if there was none."""
+        self.digest = ""
+        """Equal on all ranks that have loaded the same tensors; empty if there is no digest."""
         if held is not None:
             copies = held.find()
             found: list[tuple[Slot, Callable[[], None], bool]] = [
@@ -308,6 +310,8 @@ class Resuming:
         content, rank, world_size = one.read()
         if "state" in content.images:
             self._sealing.load(content.images["state"])
+            if list(content.images) == ["state"]:
+                self.digest = one.header.tensors_digest
         if "part" in content.images:
             place = Place(one.header.shard, one.header.shards)
             self._sealing.shards.hold(place, content.images["part"])

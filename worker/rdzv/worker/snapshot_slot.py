@@ -69,6 +69,8 @@ class Header:
     """
     tensors_bytes: int = 0
     head_bytes: int = 0
+    tensors_digest: str = ""
+    """Equal on all ranks that have saved the same tensors."""
     digest: str = ""
 
     @property
@@ -230,7 +232,10 @@ class Slot:
         begin = end - len(head)
         self._bytes[begin:end] = head
         sizes = replace(header, tensors_bytes=begin - TENSORS_AT, head_bytes=len(head))
-        written = replace(sizes, digest=self._digest(sizes))
+        tensors_digest = self._tensors_digest(sizes)
+        written = replace(
+            sizes, tensors_digest=tensors_digest, digest=self._digest(sizes, tensors_digest)
+        )
         said = json.dumps(asdict(written)).encode()
         self._bytes[_HEADER_AT : _HEADER_AT + len(said)] = said
         sealed = hashlib.blake2b(said, digest_size=32).digest()
@@ -241,7 +246,9 @@ class Slot:
 
     def is_sound(self, header: Header, threads: int = 1) -> bool:
         """Return whether the snapshot is undamaged, reading all of it once."""
-        return self.header() == header and self._digest(header, threads) == header.digest
+        if self.header() != header:
+            return False
+        return self._digest(header, self._tensors_digest(header, threads)) == header.digest
 
     def read(self, header: Header, *, in_place: bool = False) -> Content:
         """Return the snapshot, with parameters sharing the slot's memory.
@@ -291,10 +298,14 @@ class Slot:
             at += _aligned(size)
         return places
 
-    def _digest(self, header: Header, threads: int = 1) -> str:
+    def _tensors_digest(self, header: Header, threads: int = 1) -> str:
+        memory = self._memory[TENSORS_AT : TENSORS_AT + header.tensors_bytes]
+        return digest([("tensors", memory)], threads)
+
+    def _digest(self, header: Header, tensors_digest: str) -> str:
         begin = TENSORS_AT + header.tensors_bytes
         head = hashlib.blake2b(self._bytes[begin : begin + header.head_bytes], digest_size=16)
-        head.update(digest([("tensors", self._memory[TENSORS_AT:begin])], threads).encode())
+        head.update(tensors_digest.encode())
         return head.hexdigest()
 
 
