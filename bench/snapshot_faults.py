@@ -3,8 +3,9 @@
 * kills: writers get SIGKILL at random moments; what they leave is looked at (killed_writers.py of
   the tests). The same for processes that fetch a copy while its source is overwritten.
 * flips: one bit of the newest of two snapshots is flipped; a new process must go on from the older.
-* load: how fast a new process comes to a snapshot of `--gb`, mapped, verified and copied into the
-  model, with one CPU and with all; beside it a bare copy of as much memory by as many threads.
+* load: how fast new processes come to snapshots of `--gb` each, which one or two ranks of a node
+  load at once: with parameters only, which are there, and with Adam's state, which is not, and by
+  part; beside it a bare copy of as much memory by as many threads.
 """
 
 from __future__ import annotations
@@ -12,26 +13,31 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import multiprocessing
 import os
 import random
 import statistics
 import subprocess
 import sys
 import time
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
 
 import torch
-from measure import ROOT, load
-from snapshots import Memory
+from measure import ROOT
+from measure import load as conditions
+from snapshots import Memory, timed
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from rdzv.worker import staging
+from rdzv.worker import healing, staging
+from rdzv.worker.healing import heal
 from rdzv.worker.link import GivenSlots
-from rdzv.worker.resuming import Resuming
+from rdzv.worker.resuming import InMemory, Resuming
 from rdzv.worker.rounds import Round
 from rdzv.worker.sealing import Sealing
 from rdzv.worker.snapshot_slot import TENSORS_AT
-from rdzv.worker.snapshots import Snapshots
+from rdzv.worker.snapshots import HeldSlots, Snapshots
 
 SUPPORT = ROOT / "tests" / "support"
 SEAL_BYTES = 48
@@ -50,19 +56,19 @@ class Runner(Memory):
         return GivenSlots(self.size, [os.dup(fd) for fd in self.fds])
 
 
-def state_of(size: int, parameters: int) -> Sealing:
+def state_of(size: int, parameters: int, *, adam: bool = False) -> Sealing:
     """Make a state as a new process has it."""
     torch.manual_seed(1)
-    model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(parameters)])
-    return Sealing({"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)})
+    model = nn.ParameterList([nn.Parameter(torch.ones(size)) for _ in range(parameters)])
+    optimizer = (torch.optim.Adam if adam else torch.optim.SGD)(model.parameters(), 0.1)
+    return Sealing({"model": model, "optimizer": optimizer})
 
 
-def saved(runner: Runner, size: int, parameters: int, steps: int) -> None:
+def saved(runner: Runner, sealing: Sealing, steps: int) -> None:
     """Save some steps."""
-    sealing, round_ = state_of(size, parameters), Round(0, 0, 1, 0, 0, "")
     sealing.begin_round(0, 1, lambda: None)
     saving = Snapshots(sealing, runner, 1)  # type: ignore[arg-type]
-    saving.begin_round(round_)
+    saving.begin_round(Round(0, 0, 1, 0, 0, ""))
     for step in range(steps):
         with torch.no_grad():
             sealing.contents.modules["model"][0].fill_(step + 1)
@@ -71,22 +77,20 @@ def saved(runner: Runner, size: int, parameters: int, steps: int) -> None:
         saving.finish()
 
 
-def loaded(runner: Runner, size: int, parameters: int) -> tuple[Sealing, float]:
-    """Load as a new process does; return its state, and how long that took."""
-    sealing = state_of(size, parameters)
+def load(runner: Runner, sealing: Sealing) -> None:
+    """Heal as a new process does in a round of new processes."""
     held = Snapshots(sealing, runner, None).held  # type: ignore[arg-type]
-    begun = time.perf_counter()
-    Resuming(held, sealing, Round(1, 0, 1, 0, 0, "")).load(HashStore())
-    return sealing, time.perf_counter() - begun
+    round_ = Round(1, 0, 1, 0, 0, "")
+    heal(sealing, round_, HashStore(), None, lambda: Resuming(held, sealing, round_))
 
 
 def flip_bits(count: int, chance: random.Random) -> None:
     """Flip one bit after the other, anywhere in what belongs to the snapshot."""
     runner = Runner()
-    saved(runner, 1_000, 4, 3)
+    saved(runner, state_of(1_000, 4), 3)
     slots = [os.pread(fd, runner.size, 0) for fd in runner.fds]
     with contextlib.redirect_stderr(io.StringIO()):
-        newest, _ = loaded(runner, 1_000, 4)
+        load(runner, newest := state_of(1_000, 4))
     number = 0 if newest.step == 3 and _step_of(slots[0]) == 3 else 1
     header_bytes = int.from_bytes(slots[number][12:16], "big")
     content = len(slots[number].rstrip(b"\0")) - TENSORS_AT
@@ -101,7 +105,7 @@ def flip_bits(count: int, chance: random.Random) -> None:
         os.pwrite(runner.fds[number], changed, 0)
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors):
-            resumed, _ = loaded(runner, 1_000, 4)
+            load(runner, resumed := state_of(1_000, 4))
         assert resumed.step == 2, f"byte {at}: step {resumed.step} was loaded"
         assert resumed.contents.modules["model"][0][0].item() == 2.0
         assert "resumed from the snapshot of step 2 in memory" in errors.getvalue()
@@ -118,32 +122,78 @@ def _step_of(slot: bytes) -> int:
     return int(said.split(b'"step": ')[1].split(b",")[0])
 
 
-def measure_loads(gb: float, runs: int) -> None:
-    """Measure how fast a snapshot is loaded."""
-    parameters = 64
-    size = int(gb * 1e9 / 4 / parameters)
-    runner = Runner()
-    saved(runner, size, parameters, 2)
-    cpus = os.sched_getaffinity(0)
-    tensors = [torch.ones(size) for _ in range(parameters)]
-    places = [torch.zeros(size) for _ in range(parameters)]
-    for used in ({min(cpus)}, cpus):
-        os.sched_setaffinity(0, used)
-        times, bare = list[float](), list[float]()
+PARTS = {
+    "map": (HeldSlots, "find"),
+    "verify": (InMemory, "is_sound"),
+    "copy": (Resuming, "_read"),
+    "compare": (healing, "digest"),
+}
+"""The parts of a load: mapping memory, verifying digests, copying into the state's objects, and a
+digest of the result, by which ranks learn whether all have the same."""
+PARAMETERS = 64
+
+
+def measure_load(
+    gb: float, adam: bool, ranks: int, runs: int, barrier: Barrier, results: Queue[list[float]]
+) -> None:
+    """Load `runs` times at the same moments as the other ranks; send the times."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+    torch.set_num_threads(1)  # As rdzvrun sets it for several workers.
+    parts = {name: list[float]() for name in PARTS}
+    for name, (of, attribute) in PARTS.items():
+        setattr(of, attribute, timed(getattr(of, attribute), parts[name]))
+    runner, size = Runner(), int(gb * 1e9 / 4 / PARAMETERS / (3 if adam else 1))
+    state = state_of(size, PARAMETERS, adam=adam)
+    if adam:
+        for parameter in state.contents.modules["model"]:
+            parameter.grad = torch.ones(size)
+        state.contents.optimizers["optimizer"].step()
+    saved(runner, state, 2)
+    del state
+    copied = [torch.ones(size) for _ in range(PARAMETERS)]
+    places = [torch.zeros(size) for _ in range(PARAMETERS)]
+    for _ in range(runs):
+        state = state_of(size, PARAMETERS, adam=adam)
+        for times in parts.values():
+            times.clear()
+        barrier.wait()
+        begun = time.perf_counter()
         with contextlib.redirect_stderr(io.StringIO()):
-            for _ in range(runs):
-                times.append(loaded(runner, size, parameters)[1])
-                begun = time.perf_counter()
-                staging.copy_all(tensors, places, [], staging.copiers())
-                bare.append(time.perf_counter() - begun)
-        print(
-            f"load of {gb:g} GB, {len(used)} CPUs, n={runs}: median "
-            f"{gb / statistics.median(times):.1f} GB/s, best {gb / min(times):.1f} GB/s; a bare "
-            f"copy: median {gb / statistics.median(bare):.1f} GB/s, best {gb / min(bare):.1f} "
-            f"GB/s; a load takes {statistics.median(times) / statistics.median(bare):.1f} times "
-            f"as long (best: {min(times) / min(bare):.1f})",
-            flush=True,
-        )
+            load(runner, state)
+        taken = time.perf_counter() - begun
+        assert state.step == 2
+        del state
+        barrier.wait()
+        begun = time.perf_counter()
+        staging.copy_all(copied, places, [], staging.readers())
+        bare = (time.perf_counter() - begun) * (3 if adam else 1)
+        results.put([taken, bare, *(sum(times) / 1000 for times in parts.values())])
+
+
+def measure_loads(gb: float, ranks: int, runs: int, *, adam: bool) -> None:
+    """Measure how fast the ranks of a node load a snapshot of `gb` each."""
+    fork = multiprocessing.get_context("fork")
+    barrier, results = fork.Barrier(ranks), fork.Queue()
+    args = (gb, adam, ranks, runs, barrier, results)
+    processes = [fork.Process(target=measure_load, args=args) for _ in range(ranks)]
+    for process in processes:
+        process.start()
+    times = [results.get() for _ in range(ranks * runs)]
+    for process in processes:
+        process.join()
+    loads, bares = ([one[n] for one in times] for n in range(2))
+    parts = ", ".join(
+        f"{name} {statistics.median(one[2 + n] for one in times):.2f}"
+        for n, name in enumerate(PARTS)
+    )
+    node = gb * ranks
+    print(
+        f"{ranks} ranks of {gb:g} GB, {'Adam' if adam else 'parameters only'}, n={runs}: median "
+        f"{node / statistics.median(loads):.1f} GB/s a node, best {node / min(loads):.1f}; of "
+        f"{statistics.median(loads):.2f} s: {parts}; a bare copy: median "
+        f"{node / statistics.median(bares):.1f}, best {node / min(bares):.1f}",
+        flush=True,
+    )
 
 
 def kill(program: str, count: int) -> None:
@@ -162,10 +212,10 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--loads", type=int, default=10)
     args = parser.parse_args()
+    print(conditions(), flush=True)
+    for ranks, adam in ((1, False), (1, True), (2, False), (2, True)) if args.loads else ():
+        measure_loads(args.gb, ranks, args.loads, adam=adam)
     torch.set_num_threads(1)  # As rdzvrun sets it for several workers.
-    print(load(), flush=True)
-    if args.loads:
-        measure_loads(args.gb, args.loads)
     if args.flips:
         flip_bits(args.flips, random.Random(0))
     sys.stdout.flush()
@@ -175,7 +225,7 @@ def main() -> None:
     ):
         if count:
             kill(program, count)
-    print(load())
+    print(conditions())
 
 
 if __name__ == "__main__":
