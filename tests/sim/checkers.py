@@ -206,7 +206,7 @@ class Judge:
         with (
             patch.object(rendezvous, "step", watched_step),
             patch.object(nodes, "step", watched_nodes),
-            patch.object(placing, "plan", watched_plan),
+            patch.object(placing, job_queue.place_queued_jobs.__name__, watched_plan),
         ):
             yield
 
