@@ -666,7 +666,7 @@ MUTANTS = (
     ),
     Mutant(
         "snapshots: the watermark goes back",
-        "_apply_to_snapshots",
+        "machine._is_newer",
         "state.watermark is None or event.mark > state.watermark",
         "event.mark != state.watermark",
         by=SNAPSHOT_TESTS,

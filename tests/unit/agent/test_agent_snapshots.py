@@ -133,6 +133,19 @@ def test_workers_hear_which_newer_steps_are_given_up() -> None:
     assert node.hear(replace(whole(30), given_up=mark(60))) == []
 
 
+def test_workers_hear_once_which_steps_are_given_up() -> None:
+    """A server that has forgotten what it announced announces it again."""
+    node = running()
+    told = replace(whole(40), given_up=mark(60))
+    assert node.hear(told) == [AnnounceWatermark(mark(40), given_up=mark(60))]
+    assert node.hear(told, whole(40), replace(whole(40), given_up=mark(50))) == []
+    later = replace(whole(40), given_up=mark(70))
+    assert node.hear(later) == [AnnounceWatermark(mark(40), given_up=mark(70))]
+    # The next round gives up steps of its own, perhaps those that are redone.
+    node.hear(over(), events.WorkersGone(0), events.RoundCompleted(line(1, snapshot=mark(40))))
+    assert node.hear(told) == [AnnounceWatermark(mark(40), given_up=mark(60))]
+
+
 def test_a_round_brings_the_mark_that_it_begins_with() -> None:
     node, loads = Node(), line(snapshot=mark(40), snapshot_loads=1)
     told = node.hear(CONNECTED, JOINED, events.RoundCompleted(loads))

@@ -253,6 +253,7 @@ def _start(work: _Step, assignment: Assignment) -> None:
         resume_due_ms=work.now_ms + resume_ms(state.job),
         # This may go back: kept workers may redo the last step.
         watermark=assignment.snapshot,
+        given_up=None,
         ending_kept=False,
         failures=(),
         moved=UNMOVED,
@@ -632,13 +633,21 @@ def _apply_to_snapshots(work: _Step, event: SnapshotWatermark | CopiesWanted) ->
         # No newer mark is announced to the others before the copies are kept or given up.
         if state.phase in (Phase.RUNNING, Phase.SUCCEEDED):
             work.do(FetchCopies(event.mark, event.sources))
-    elif (
-        state.watermark is None
-        or event.mark > state.watermark
-        or (event.mark == state.watermark and event.given_up is not None)
-    ):
-        work.state = replace(state, watermark=event.mark)
+    elif _is_newer(event, state):
+        work.state = replace(state, watermark=event.mark, given_up=event.given_up)
         work.do(AnnounceWatermark(event.mark, event.whole_ms, event.given_up))
+
+
+def _is_newer(event: SnapshotWatermark, state: AgentState) -> bool:
+    """Return whether an announcement has a newer whole mark, or gives up newer snapshots.
+
+    A server that does not know what was announced in this round announces it again.
+    """
+    if state.watermark is None or event.mark > state.watermark:
+        return True
+    if event.mark < state.watermark or event.given_up is None:
+        return False
+    return state.given_up is None or event.given_up > state.given_up
 
 
 # ------------------------------------------------------------------ the end

@@ -247,6 +247,8 @@ class AgentState:
     """The copies that this node was last asked to keep and could not get."""
     watermark: SnapshotMark | None = None
     """The newest snapshots that the server has announced as whole, with the round or later."""
+    given_up: SnapshotMark | None = None
+    """The newest snapshots that the server has given up on in this round."""
     ending_kept: bool = False
     """Whether the runner was told to end the parked workers and has not confirmed their end yet."""
     failures: tuple[WorkerFailure, ...] = ()
