@@ -95,7 +95,7 @@ async def test_the_log_level_and_the_retention_change_at_once(tmp_path: Path) ->
         assert await names(server) == {"a", "b", "c"}
         # At the next check, a second later at most, only the newest is kept.
         await reload(server, file, text.replace("ended_jobs = 10", "ended_jobs = 1"))
-        await logged(server, "was forgotten", times=2)
+        await logged(server, "forgot job", times=2)
         assert await names(server) == {"c"}
         await reload(server, file, f'log_level = "debug"\nlog_format = "json"\n{text}')
         await logged(server, '"level": "')

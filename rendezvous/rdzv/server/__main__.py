@@ -1,4 +1,4 @@
-"""rdzvd: assembles configuration, store, driver and server, but decides nothing itself."""
+"""rdzvd: assembles configuration, store, driver and server, but makes no decisions itself."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ pre-shared key, which no client has, so TLS 1.2 is never negotiated. TLS 1.3 has
 """
 
 _GC_EVERY = (20_000, 10, 50)
-"""Thresholds of the cyclic garbage collector. An open stream consists of hundreds of objects; with
-Python's default of 700, a server with thousands of streams would rescan them all repeatedly while
-nodes connect."""
+"""Thresholds for the cyclic garbage collector. An open stream consists of hundreds of objects; with
+Python's default of 700, a server with thousands of streams would rescan all of them repeatedly
+while nodes connect."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,7 +54,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _SETTINGS = settings_of(RdzvdSettings)
 
 _LISTS = ("etcd_endpoints", "relay")
-"""Options with several values, separated by commas."""
+"""Options that take several comma-separated values."""
 
 
 def _flag(name: str, **more: Any) -> Callable[[F], F]:
@@ -75,7 +75,7 @@ def _flag(name: str, **more: Any) -> Callable[[F], F]:
 
 
 def _key(parameter: str) -> str:
-    """Return the key of the setting that an option sets: `etcd_ttl` sets `etcd.ttl`."""
+    """Return the key of the setting that an option sets, such as `etcd.ttl` for `etcd_ttl`."""
     dotted = parameter.replace("_", ".", 1)
     return dotted if dotted in _SETTINGS else parameter
 
@@ -151,16 +151,16 @@ def main(
     restore: Path | None,
     **given: Any,
 ) -> None:
-    """Run the rendezvous server: it decides rounds and ranks, and pushes them to the nodes.
+    """Run the rendezvous server, which decides rounds and ranks and pushes them to the nodes.
 
-    When it is ready it prints one line on stdout. SIGTERM or Ctrl-C ends it; workers run on, and it
-    continues from the stored state when it is started again. SIGHUP reloads the configuration; the
-    log lists what has changed and what needs a restart.
+    When it is ready, it prints one line to stdout. SIGTERM or Ctrl-C ends it; workers keep running,
+    and the server continues from its stored state when it is started again. SIGHUP reloads the
+    configuration; the log lists what has changed and what needs a restart.
 
-    Exit codes: 0 ended by a signal; 1 could not start or continue, or --check has found a problem;
-    2 usage or configuration.
+    Exit codes: 0 ended by a signal; 1 could not start or continue, or --check found a problem; 2
+    usage or configuration error.
     """
-    # This comes before any import of gRPC, which reads the variable only once.
+    # This must come before any import of gRPC, which reads the variable only once.
     if not _reaches_etcd_by_tls(file, given):
         os.environ.setdefault(_CIPHER_SUITES, _NO_TLS_1_2)
     from rdzv.errors import InvalidRequestError, RendezvousError
@@ -186,7 +186,7 @@ def main(
         return
     config = configuration.config
     log_to_stderr(config.log_level, config.log_format)
-    # Our own errors explain more than the log lines of gRPC's core.
+    # Our own errors say more than the log lines of gRPC's core.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         if check:
@@ -204,7 +204,7 @@ def _reaches_etcd_by_tls(file: Path | None, given: dict[str, Any]) -> bool:
     must run before gRPC is imported, and reading the whole configuration would import it.
     """
     said: Any = None
-    # Errors in the file are reported by the code that reads all of it.
+    # Errors in the file are reported later, by the code that reads all of it.
     with suppress(OSError, ValueError):
         said = tomllib.loads((file or DEFAULT_FILE).read_text(encoding="utf-8")).get("etcd")
     etcd = said if isinstance(said, dict) else {}
@@ -214,7 +214,7 @@ def _reaches_etcd_by_tls(file: Path | None, given: dict[str, Any]) -> bool:
 
 
 def _refuse_together(asked: dict[str, bool]) -> None:
-    """Refuse several options that each make rdzvd do something other than serve."""
+    """Refuse combinations of options that each make rdzvd do something other than serve."""
     wanted = [name for name, is_wanted in asked.items() if is_wanted]
     if len(wanted) > 1:
         raise click.UsageError(f"{' and '.join(wanted)} do not go together; give one of them")
@@ -223,7 +223,7 @@ def _refuse_together(asked: dict[str, bool]) -> None:
 def _given(options: dict[str, Any]) -> dict[str, object]:
     """Return the settings given on the command line, by key."""
     lists = {name: options[name].split(",") for name in _LISTS if options.get(name) is not None}
-    # A flag that is not given sets nothing: the file may set it.
+    # A flag that is not given sets nothing, so that the file may set it.
     return {_key(name): value for name, value in (options | lists).items() if value is not False}
 
 
@@ -265,8 +265,8 @@ def _tls(config: Config) -> Tls | None:
 
     if os.environ.get(_CIPHER_SUITES) != _NO_TLS_1_2:
         log.warning(
-            "clients may connect with TLS 1.2, because gRPC has one setting for them and for etcd, "
-            "and etcd may support nothing newer; if it supports TLS 1.3, set %s=%s",
+            "clients may connect with TLS 1.2, because gRPC has a single setting for clients and "
+            "etcd, and etcd may not support anything newer; if it supports TLS 1.3, set %s=%s",
             *(_CIPHER_SUITES, _NO_TLS_1_2),
         )
     return Tls(config.tls)
@@ -284,7 +284,7 @@ def _reload(configuration: Configuration, tls: Tls | None) -> None:
 
 
 async def _run_relay(config: Config, to: RelayTo, tls: Tls | None, stop: asyncio.Event) -> None:
-    """Carry nodes' streams to the server that leads."""
+    """Relay nodes' streams to the leading server."""
     from rdzv.server.stream_relay.running import relaying
 
     async with relaying(config, to, tls) as bound:
@@ -372,7 +372,7 @@ def _metrics(
 async def _gate(
     replica: Replica, clock: Clock, config: Config, metrics: Metrics | None
 ) -> AsyncIterator[Gate]:
-    """Yield the gate; keep the token issuer's keys, if any, current until the body ends."""
+    """Yield the gate, keeping any keys of the token issuer current until the body ends."""
     from rdzv.server.security.gate import Gate
 
     if config.oidc is None:
@@ -388,7 +388,7 @@ async def _gate(
 async def _meter(
     replica: Replica, metrics: Metrics | None, config: Config
 ) -> AsyncIterator[Meter | None]:
-    """Yield the observer of events: metrics, traces and notifications, whichever are configured."""
+    """Yield the observer of events: any configured metrics, traces and notifications."""
     from rdzv.server.telemetry.metrics_interface import Meters
 
     async with AsyncExitStack() as stack:
@@ -460,7 +460,7 @@ async def _stopped(stop: asyncio.Event) -> None:
 
 
 async def _check(config: Config) -> int:
-    """Check configuration and store, print the results, and return the exit code."""
+    """Check the configuration and the store, print the results, and return the exit code."""
     from rdzv.server.replication import offline
 
     found = await offline.check(config)

@@ -1,9 +1,9 @@
-"""The driver of a leading server: makes, starts and stops its parts, and publishes steps.
+"""The driver of a leading server: creates, starts and stops its parts, and publishes steps.
 
-It holds the state that the pure cores do not hold, and decides nothing. `Engine.submit` takes each
-command to a job through *decide, persist, publish*, and calls `Driver.publish` for the last. Nodes
-enter through `connections`, `recovery`, `commands` and `reports`, operators through `views`,
-`workers`, `operations` and `nodes`.
+It holds the state that the pure cores do not hold, and makes no decisions. `Engine.submit` takes
+each command to a job through *decide, persist, publish*, and calls `Driver.publish` for the last of
+these. Nodes enter through `connections`, `recovery`, `commands` and `reports`, operators through
+`views`, `workers`, `operations` and `nodes`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from rdzv.stores.base import Record, Store
 
 
 class Driver:
-    """Drives all jobs and nodes of one server. Use `running` to make one."""
+    """Drives all jobs and nodes of one server. Use `running` to create one."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Driver:
         new_uid: Callable[[], str],
         meter: Meter,
     ) -> None:
-        """Make the parts in order of their dependencies."""
+        """Create the parts in the order of their dependencies."""
         self._clock = clock
         self._config = config
         self._meter = meter
@@ -104,7 +104,7 @@ class Driver:
         self._make_entrances_of_operators()
 
     def _make_services(self) -> None:
-        """Make the parts that serve nodes and operators alike."""
+        """Create the parts that serve both nodes and operators."""
         clock, config, tasks = self._clock, self._config, self.tasks
         self.tokens = Tokens(
             self.store,
@@ -130,7 +130,7 @@ class Driver:
         self.scrape_targets = ScrapeTargets(config.limits.nodes)
 
     def _make_entrances_of_nodes(self) -> None:
-        """Make the entry points for nodes."""
+        """Create the entry points for nodes."""
         clock, limits = self._clock, self._config.limits
         self.connections = Connections(
             clock,
@@ -169,7 +169,7 @@ class Driver:
         )
 
     def _make_entrances_of_operators(self) -> None:
-        """Make the entry points for operators."""
+        """Create the entry points for operators."""
         clock = self._clock
         self.views = JobViews(
             self.engine,
@@ -210,13 +210,14 @@ class Driver:
     ) -> AsyncIterator[Driver]:
         """Take over the store, run until the body ends, and close every stream.
 
-        Events are counted by `meter`, if given. The store stays open: the caller owns it.
+        Events are counted by `meter`, if given. The store stays open, because the caller owns it.
         """
         with single_error():
             async with asyncio.TaskGroup() as group:
                 driver = cls(store, clock, config, Tasks(group), new_uid, meter or Meter())
                 try:
-                    # A failed start must be followed by `stop`: timers of loaded jobs may run.
+                    # A failed start must be followed by `stop`, because timers of loaded jobs may
+                    # be running.
                     await driver.start()
                     yield driver
                 finally:
@@ -225,10 +226,10 @@ class Driver:
     # ---------------------------------------------------------------- start and stop
 
     async def start(self) -> None:
-        """Take over the store, and load its contents.
+        """Take over the store and load its contents.
 
         Raises:
-            RendezvousError: the store is away, or its contents cannot be read.
+            RendezvousError: the store is unavailable, or its contents cannot be read.
 
         """
         self.leases.start(await self.store.take_over())
@@ -250,7 +251,7 @@ class Driver:
         self.watchers.stop()
         self._stop_timers()
         await self.tasks.finish(within_ms=self._config.timings.stop_grace_ms)
-        # Again, because a decision that has just finished may have armed a timer.
+        # Stop the timers again, because a decision that has just finished may have armed one.
         self._stop_timers()
         await self.history.flush()
         self._meter.forget_jobs()
@@ -261,12 +262,13 @@ class Driver:
         self.jobs.stop_timers()
 
     def close_streams(self, error: RendezvousError) -> None:
-        """End every stream with this error, and open no more. No node or job changes state."""
+        """End every stream with this error and open no more. No node or job changes state."""
         self.streams.close_all(error)
         self.diagnosis.close(error)
         self.watchers.close()
 
-    # ---------------------------------------------------------------- callbacks of parts made first
+    # ---------------------------------------------------------------- callbacks of parts created
+    # earlier
 
     def _renew_leases(self, late_ms: int) -> None:
         self.leases.renew(late_ms)
@@ -285,19 +287,19 @@ class Driver:
     # ---------------------------------------------------------------- publishing changes
 
     def publish(self, job: Job, news: News) -> None:
-        """Announce a stored step to nodes, watchers and the other parts, without waiting."""
+        """Announce a stored step to nodes, watchers and the other parts without waiting."""
         self.node_jobs.note_step(job, news)
         if news.before.membership.submission or news.after.membership.submission:
             self.scheduling.placer.wake()
         self.diagnosis.note_state(news.after)
         self.watchers.job_changed(job.rdzv_id)
         self.streams.announce(news)
-        # By now, the nodes that take part in a new round know of it, and can be asked for logs.
+        # By now, the nodes taking part in a new round know about it and can be asked for logs.
         self.diagnosis.logs.note_state(news.after)
         self.node_jobs.note_end(job, news)
 
     def _note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
-        """Log and record events that no step caused, and wake the job's watchers."""
+        """Log and record events that were not caused by a step, and wake the job's watchers."""
         self.history.note(rdzv_id, events)
         self.watchers.job_changed(rdzv_id)
 
@@ -314,12 +316,12 @@ class Driver:
 
     @property
     def leadership(self) -> int:
-        """This server's leadership number; every message carries it."""
+        """This server's leadership number, which every message carries."""
         return self.leases.leadership
 
     @property
     def trouble(self) -> str:
-        """Why nothing new can be decided now; empty if decisions are possible."""
+        """The reason why nothing new can be decided now; empty if decisions are possible."""
         return self.store.state.trouble
 
     def figures(self) -> Figures:
@@ -347,5 +349,5 @@ class Driver:
         )
 
     def agents(self) -> Mapping[str, str]:
-        """Return the addresses at which agents serve /metrics, by node_id; see `ScrapeTargets`."""
+        """Return the addresses at which agents serve /metrics, by node_id (see `ScrapeTargets`)."""
         return self.scrape_targets.listed(self._clock.now_ms())

@@ -1,6 +1,7 @@
-"""Values that the driver exchanges with nodes and operators: reports in, announcements out.
+"""Values that the driver exchanges with nodes and operators: incoming reports and announcements.
 
-`wire` converts them from and to protobuf; `announcements` decides which node gets which of them.
+`wire` converts them to and from protobuf; `announcements` decides which node receives which
+announcement.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class Hello:
-    """A node opens a stream. Its beliefs about its jobs follow, each as a `Belief`."""
+    """A node's request to open a stream. One `Belief` for each of its jobs follows."""
 
     node_id: str
     instance: str
@@ -39,15 +40,15 @@ class Hello:
     leadership: int
     incarnation: int
     fence_after_ms: int = 0
-    """After this time without an answer, the node kills its workers; 0 if it never does."""
+    """How long the node waits for an answer before killing its workers; 0 if it never does."""
     version: str = ""
     resources: Resources | None = None
-    """None if the node accepts no submitted jobs."""
+    """The node's resources, or None if it accepts no submitted jobs."""
     holdings: tuple[Holding, ...] = ()
     failing: tuple[FailingCheck, ...] = ()
-    """The node's health checks that fail."""
+    """The node's health checks that are failing."""
     metrics: str = ""
-    """Where its agent serves /metrics, as HOST:PORT; empty if other machines cannot reach it."""
+    """The HOST:PORT at which its agent serves /metrics; empty if other machines cannot reach it."""
     draining: Draining | None = None
     """Set if the node is about to leave all its jobs."""
     takes_several: bool = False
@@ -56,12 +57,12 @@ class Hello:
 
 @struct(frozen=True)
 class Draining:
-    """The node is about to leave all its jobs; with `own`, on its own initiative."""
+    """A node's report that it is about to leave all its jobs; with `own`, on its own initiative."""
 
     left_ms: int
     reason: str
     number: int
-    """The number of the drain that a server has ordered; 0 if no server has."""
+    """The number of the drain that a server has ordered, or 0 if no server has."""
     own: bool
 
 
@@ -83,14 +84,14 @@ class Holdings:
 
 @struct(frozen=True)
 class Belief:
-    """What a node believes about a job, and the commands that report it to the job's rendezvous."""
+    """A node's belief about a job, and the commands that report it to the job's rendezvous."""
 
     rdzv_id: str
     run: str
     round: int | None
-    """The last round that the node knows of."""
+    """The last round that the node knows about."""
     has_workers: bool
-    """Whether workers of that round may run on the node, or have succeeded there."""
+    """Whether workers of that round may be running on the node, or have succeeded there."""
     commands: tuple[Command, ...] = ()
 
 
@@ -103,12 +104,12 @@ class RankProgress:
     age_ms: int
     """How long ago the worker reported this step."""
     rate: float
-    """Recent steps per second; 0 if unknown."""
+    """Recent steps per second, or 0 if unknown."""
 
 
 @struct(frozen=True)
 class Progress:
-    """The progress of a node's workers in one round, as far as they have reported any."""
+    """The progress of a node's workers in one round, for workers that have reported any."""
 
     rdzv_id: str
     run: str
@@ -118,18 +119,18 @@ class Progress:
 
 @struct(frozen=True)
 class StartedWorker:
-    """How one worker was started for a round."""
+    """How a worker was started for a round."""
 
     local_rank: int
     how: str
-    """One of `WorkerStart`, or a value that only newer agents know."""
+    """A `WorkerStart`, or a value that only newer agents know."""
     why: str
-    """Why the worker was not kept or not started warm; empty if its node does not know."""
+    """Why the worker was not kept or not started warm; empty if its node does not know why."""
 
 
 @struct(frozen=True)
 class WorkersStarted:
-    """How a node's workers were started for a round."""
+    """A node's report of how its workers were started for a round."""
 
     rdzv_id: str
     run: str
@@ -139,31 +140,31 @@ class WorkersStarted:
 
 @struct(frozen=True)
 class SnapshotsHeld:
-    """All snapshots of a run's state that a node holds."""
+    """All the snapshots of a run's state that a node holds."""
 
     rdzv_id: str
     run: str
     snapshots: tuple[Snapshot, ...]
     carrier: CopyCarrier | None = None
-    """None if other nodes cannot fetch copies of these snapshots."""
+    """The carrier of the copies, or None if other nodes cannot fetch copies of these snapshots."""
     missing: MissingCopies | None = None
 
 
 @struct(frozen=True)
 class GroupArrivals:
-    """When a node's ranks entered some collectives of one process group."""
+    """When a node's ranks entered some of the collectives in one process group."""
 
     group: str
     per_second: float
     error_us: int | None
-    """The clock error relative to other nodes; None if their times cannot be compared."""
+    """The clock error relative to other nodes, or None if their times cannot be compared."""
     entered_us: Mapping[int, Mapping[int, int]]
-    """By sequence number, then by RANK."""
+    """The entry times in microseconds, by sequence number and then by RANK."""
 
 
 @struct(frozen=True)
 class Arrivals:
-    """When a node's workers in one round entered some of their latest collectives."""
+    """When a node's workers in one round entered some of their most recent collectives."""
 
     rdzv_id: str
     run: str
@@ -173,7 +174,7 @@ class Arrivals:
 
 @struct(frozen=True)
 class WorkerGpus:
-    """The GPUs of a node's workers in one round, by RANK, as far as NVML shows them."""
+    """The GPUs of a node's workers in one round, by RANK, where NVML shows them."""
 
     rdzv_id: str
     run: str
@@ -183,7 +184,7 @@ class WorkerGpus:
 
 @struct(frozen=True)
 class LogPiece:
-    """A piece of a worker's output. Without data, it only announces that `round` follows."""
+    """A piece of a worker's output. A piece without data only announces that `round` follows."""
 
     request: int
     round: int = 0
@@ -200,7 +201,7 @@ class LogPiece:
 
 @struct(frozen=True)
 class Hung:
-    """All workers of one round that hang on a node; empty once none hangs any longer."""
+    """All of a node's workers that hang in one round; empty once none of them hangs."""
 
     rdzv_id: str
     run: str
@@ -217,7 +218,7 @@ class Stacks:
     last: bool = False
     """Whether this is the last piece."""
     error: str = ""
-    """Why no stacks could be taken."""
+    """Why no stacks could be captured."""
 
 
 # ------------------------------------------------------------------ to nodes
@@ -225,7 +226,7 @@ class Stacks:
 
 @struct(frozen=True)
 class Welcome:
-    """The stream is open."""
+    """Confirms that the stream is open."""
 
     incarnation: int
     heartbeat_interval_ms: int
@@ -234,14 +235,14 @@ class Welcome:
 
 @struct(frozen=True)
 class Servers:
-    """The servers that stand by, in the order in which a node tries them."""
+    """The standby servers, in the order in which a node should try them."""
 
     addresses: tuple[str, ...]
 
 
 @struct(frozen=True)
 class Lease:
-    """The lease was extended."""
+    """Announces that the node's lease was extended."""
 
     heartbeat_interval_ms: int
     lease_ms: int
@@ -249,7 +250,7 @@ class Lease:
 
 @struct(frozen=True)
 class Heard:
-    """The heartbeat with this number was received."""
+    """Confirms that the heartbeat with this number was received."""
 
     number: int
     clock_us: int
@@ -258,7 +259,7 @@ class Heard:
 
 @struct(frozen=True)
 class Joined:
-    """The node is admitted to this run of the job."""
+    """Confirms that the node was admitted to this run of the job."""
 
     rdzv_id: str
     run: str
@@ -267,7 +268,7 @@ class Joined:
 
 @struct(frozen=True)
 class Assignment:
-    """A round is complete: this is the node's own assignment."""
+    """A node's own assignment in a completed round."""
 
     rdzv_id: str
     run: str
@@ -296,21 +297,21 @@ class Assignment:
 
 @struct(frozen=True)
 class SnapshotWatermark:
-    """The newest mark that is whole among the participants of the live round."""
+    """The newest mark that is whole among the live round's participants."""
 
     rdzv_id: str
     run: str
     mark: SnapshotMark
     whole_ms: int = 0
-    """When the mark became whole; nodes go by this, so that all write the same marks to disk."""
+    """When the mark became whole; nodes use this time so that all write the same marks to disk."""
     given_up: SnapshotMark | None = None
-    """No mark after `mark` up to this one can become whole: nodes may overwrite their snapshots of
-    them. None if there is no such mark."""
+    """Marks after `mark`, up to and including this one, can no longer become whole, so nodes may
+    overwrite their snapshots of them. None if there are no such marks."""
 
 
 @struct(frozen=True)
 class KeepCopies:
-    """The copies that a node is to keep of other nodes' snapshots."""
+    """The copies of other nodes' snapshots that a node is to keep."""
 
     rdzv_id: str
     run: str
@@ -320,19 +321,19 @@ class KeepCopies:
 
 @struct(frozen=True)
 class RoundOver:
-    """The round is over: the node stops its workers, or makes them park."""
+    """Announces that the round is over; the node stops its workers or makes them park."""
 
     rdzv_id: str
     run: str
     round: int
     end: RoundEnd
     culprits: tuple[int, ...] = ()
-    """LOCAL_RANKs of the node's workers that are not kept."""
+    """The LOCAL_RANKs of the node's workers that are not kept."""
 
 
 @struct(frozen=True)
 class Closed:
-    """The run is over and forms no more rounds."""
+    """Announces that the run is over and forms no more rounds."""
 
     rdzv_id: str
     run: str
@@ -341,7 +342,7 @@ class Closed:
 
 @struct(frozen=True)
 class Refused:
-    """The node's request was refused and has changed nothing."""
+    """Announces that the node's request was refused and has changed nothing."""
 
     rdzv_id: str
     code: str
@@ -350,7 +351,7 @@ class Refused:
 
 @struct(frozen=True)
 class Waiting:
-    """Why the node has no workers to run."""
+    """The reason why the node has no workers to run."""
 
     rdzv_id: str
     reason: str
@@ -358,7 +359,7 @@ class Waiting:
 
 @struct(frozen=True)
 class LogPosition:
-    """How far one worker's log has been read. `node_id` is not sent to the node itself."""
+    """How far a worker's log has been read. `node_id` is not sent to the node itself."""
 
     node_id: str
     round: int
@@ -369,7 +370,7 @@ class LogPosition:
 
 @struct(frozen=True)
 class ReadLog:
-    """A request for the output of the node's workers. `rdzv.proto` explains None."""
+    """A request for the output of the node's workers. See `rdzv.proto` for the meaning of None."""
 
     request: int
     rdzv_id: str
@@ -386,7 +387,7 @@ class ReadLog:
 
 @struct(frozen=True)
 class LogCredit:
-    """How many more bytes the node may send for a request; with `cancel`, it stops."""
+    """How many more bytes the node may send for a request; with `cancel`, the node stops."""
 
     request: int
     bytes: int
@@ -395,7 +396,7 @@ class LogCredit:
 
 @struct(frozen=True)
 class Placed:
-    """The server has placed a submitted job on the node."""
+    """Announces that the server has placed a submitted job on the node."""
 
     rdzv_id: str
     run: str
@@ -404,7 +405,7 @@ class Placed:
 
 @struct(frozen=True)
 class Withdrawn:
-    """The server has withdrawn a submitted job from the node."""
+    """Announces that the server has withdrawn a submitted job from the node."""
 
     rdzv_id: str
     run: str
@@ -413,7 +414,7 @@ class Withdrawn:
 
 @struct(frozen=True)
 class LookAgain:
-    """The node must run its health checks again: an operator has lifted its restrictions."""
+    """Tells the node to rerun its health checks because an operator has lifted its restrictions."""
 
 
 @struct(frozen=True)
@@ -429,9 +430,9 @@ class TakeStacks:
 
 @struct(frozen=True)
 class DrainNode:
-    """The node must leave all its jobs.
+    """Tells the node to leave all its jobs.
 
-    The message is repeated, with the time that is left, when the node reconnects.
+    The message is repeated with the remaining time when the node reconnects.
     """
 
     left_ms: int
@@ -441,7 +442,7 @@ class DrainNode:
 
 @struct(frozen=True)
 class UndrainNode:
-    """The node may stay."""
+    """Tells the node that it may stay."""
 
 
 Announcement = (
@@ -472,7 +473,7 @@ Announcement = (
 
 @struct(frozen=True)
 class LogsWanted:
-    """A selection of one job's logs. None means all RANKs, or the last round."""
+    """A selection of a job's logs. None means all RANKs, or the last round."""
 
     rank: int | None = None
     round: int | None = None
@@ -490,7 +491,7 @@ class LogsWanted:
 
 @struct(frozen=True)
 class LogLines:
-    """A piece of one worker's output, or a note on why something is missing."""
+    """A piece of a worker's output, or a note about why something is missing."""
 
     node_id: str
     run: str

@@ -171,7 +171,7 @@ async def test_what_joins_by_a_forgotten_name_is_a_new_job(
         assert not s.driver.jobs.ended
         assert (await finished(s)).round == 0
         assert (await s.driver.views.status("job-7")).run_number == 1
-    assert lines == ["INFO job job-7 was forgotten: an operator requested it"]
+    assert lines == ["INFO forgot job job-7: an operator requested it"]
 
 
 async def test_history_that_waits_for_a_commit_is_forgotten_too(store: DeletingStore) -> None:
@@ -352,8 +352,7 @@ async def test_at_a_start_what_is_too_old_goes(
     assert store.deleted == ["older", "old"]
     assert await store.history("old", 10) == ()
     assert lines == [
-        f"INFO job {name} was forgotten: it ended more than 30 days ago"
-        for name in ("older", "old")
+        f"INFO forgot job {name}: it ended more than 30 days ago" for name in ("older", "old")
     ]
 
 
@@ -436,7 +435,7 @@ async def test_while_the_store_is_away_it_waits_for_the_next_hour(
     store.before = StoreRefusedError("full")
     async with server(store, clock):
         await settle()
-        assert lines == ["WARNING ended jobs could not be forgotten: full; will retry"]
+        assert lines == ["WARNING could not forget ended jobs: full; will retry"]
         store.before = None
         await clock.pause(HOUR_MS)
         assert store.deleted == ["job-7", "job-8"]

@@ -1,5 +1,5 @@
-"""Decide, persist, publish: runs each job's commands one by one, and writes all records.
+"""Decide, persist, publish: runs each job's commands one at a time and writes every stored record.
 
-In: commands. Out: events and announcements, after the commit. It knows neither streams nor
-protobuf.
+In: commands. Out: events and announcements, after the commit. This package knows nothing of streams
+or protobuf.
 """

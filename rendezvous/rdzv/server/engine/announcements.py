@@ -1,7 +1,7 @@
-"""Computes the messages to nodes from states and events. All functions are pure.
+"""Computes the messages to send to nodes from states and events. All functions are pure.
 
-`after_step` serves the nodes connected when an event happens, `missed` a node that reconnects. A
-node may receive the same message twice, once from each.
+`after_step` serves nodes that are connected when an event happens; `missed` serves a node that
+reconnects. A node may receive the same message from both.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ cost n * n messages."""
 def after_step(
     before: State, after: State, events: Sequence[Event], now_ms: int
 ) -> Iterator[tuple[str, Announcement]]:
-    """Yield the messages that a transition causes, each with its node_id, in the order of events.
+    """Yield the messages that a transition causes, each with its node_id, in event order.
 
     The reasons sent to waiting nodes come last.
     """
     membership = after.membership
     ends = any(isinstance(event, RunEnded) for event in events)
-    # Only the end of a round concerns every node; other steps must not loop over all nodes.
+    # Only the end of a run concerns every node; other steps must not loop over all nodes.
     present = {*before.seats, *before.waiting, *before.stuck} if ends else set()
     for event in events:
         match event:
@@ -95,11 +95,11 @@ def after_step(
                 )
                 for node_id in awaited(before):
                     yield node_id, over_for
-                # A node that joins later in the same transition is in the next run.
+                # A node that joins later in the same transition belongs to the next run.
                 present = set()
             case NodeLeft() | NodeLost():
-                # The node may have started the job again meanwhile; it must learn that it has no
-                # placement.
+                # The node may have started the job again in the meantime; it must learn that it no
+                # longer has a placement.
                 gone = event.node_id in before.placed and event.node_id not in after.placed
                 if gone and membership.ended is None:
                     yield event.node_id, Withdrawn(membership.rdzv_id, membership.run, event.reason)
@@ -123,10 +123,10 @@ def placed(membership: Membership) -> Placed:
 
 
 def missed_placement(state: State, node_id: str, held: Collection[str]) -> Iterator[Announcement]:
-    """Yield messages for a returning node about a submitted job that it holds or should hold.
+    """Yield the messages for a returning node about a submitted job that it holds or should hold.
 
-    `held` are the runs of the job that the node holds. A node that is present in the job is not
-    withdrawn from its current run: `missed` has the messages about that.
+    `held` lists the runs of the job that the node holds. A node that is present in the job is not
+    withdrawn from its current run; `missed` covers that case.
     """
     membership = state.membership
     chosen = node_id in state.placed and membership.ended is None
@@ -136,7 +136,7 @@ def missed_placement(state: State, node_id: str, held: Collection[str]) -> Itera
         if run == membership.run and (chosen or state.present(node_id)):
             continue
         ended = ended_run(state, run)
-        # A server that has lost its data leaves jobs that it does not know alone.
+        # A server that has lost its data leaves jobs it does not know alone.
         if ended is not None or (membership.submission and run == membership.run):
             reason = (
                 f"the job has {ended.result}"
@@ -147,7 +147,7 @@ def missed_placement(state: State, node_id: str, held: Collection[str]) -> Itera
 
 
 def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Announcement]]:
-    """Yield the end of the older round for its seated nodes, when a later round is adopted."""
+    """Yield the end of the older round for its seated nodes when a later round is adopted."""
     membership, old = before.membership, before.membership.round
     if old is None:
         return
@@ -161,16 +161,16 @@ def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Announceme
 def concerns(state: State, node_id: str, incarnation: int, message: Announcement) -> bool:
     """Return whether a message is for this incarnation; only the seat's holder gets an assignment.
 
-    Otherwise a new incarnation that has just connected would start workers in its predecessor's
-    seat before it gets one of its own.
+    Otherwise a newly connected incarnation would start workers in its predecessor's seat before it
+    has a seat of its own.
     """
     return not isinstance(message, Assignment) or state.incarnation(node_id) == incarnation
 
 
 def missed_assignment(before: State, command: Join, now_ms: int) -> Assignment | RoundOver | None:
-    """Return the message that a seated node must have missed if it asks for a seat; else None.
+    """Return the message that a seated node must have missed if it asks for a seat, or None.
 
-    It is the node's assignment while the round is live, and `RoundOver` afterwards.
+    The message is the node's assignment while the round is live, and `RoundOver` afterwards.
     """
     seat, round_ = before.seats.get(command.node_id), before.membership.round
     if seat is None or seat.incarnation != command.incarnation or round_ is None:
@@ -185,7 +185,7 @@ def missed_assignment(before: State, command: Join, now_ms: int) -> Assignment |
 def assignments(
     membership: Membership, round_: Round, now_ms: int
 ) -> Iterator[tuple[str, Assignment]]:
-    """Yield the node_id and the assignment of each participant in a round."""
+    """Yield each participant's node_id and assignment in a round."""
     tally = tally_of(membership, now_ms)
     for group_rank, participant in enumerate(round_.participants):
         yield participant.node_id, _assignment(membership, round_, group_rank, tally)
@@ -202,7 +202,7 @@ def _assignment(
         group_rank=group_rank,
         group_world_size=len(round_.participants),
         rank_first=participant.rank_first,
-        # Not a sum over all participants: it would be computed again for each of them.
+        # Do not sum over all participants: the sum would be recomputed for each of them.
         world_size=last.rank_first + last.offer.local_world_size,
         role_rank_first=participant.role_rank_first,
         role_world_size=participant.role_world_size,
@@ -224,15 +224,15 @@ def _assignment(
 
 
 def waiting(state: State, node_id: str, now_ms: int) -> Waiting:
-    """Return the message that says why a waiting node has no workers."""
+    """Return the message that tells a waiting node why it has no workers."""
     return Waiting(state.membership.rdzv_id, str(waiting_reason(state, node_id, now_ms)))
 
 
 def missed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Announcement, ...]:
-    """Return the messages to send a returning node about a job, given what it believes.
+    """Return the messages to send to a returning node about a job, given what the node believes.
 
     Running workers are stopped only if their run or round is known to be over. A node with workers
-    of a run or round that this server does not know is sent nothing.
+    from a run or round that this server does not know is sent nothing.
     """
     ended = ended_run(state, belief.run)
     if ended is not None:
@@ -243,7 +243,8 @@ def missed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Ann
     current = seated and round_ is not None and round_.number == belief.round
     told: list[Announcement] = []
     if belief.has_workers and belief.round is not None and not current:
-        # True even if another instance has the seat: these workers belong to a round that is over.
+        # This holds even if another instance has the seat: these workers belong to a round that is
+        # over.
         told.append(_seat_given_up(state.membership, node_id, belief.round))
     if seated:
         told.append(_about_its_seat(state.membership, node_id, now_ms, _reported_rank(belief)))
@@ -258,12 +259,12 @@ def _reported_rank(belief: Belief) -> int | None:
 
 
 def may_be_adopted(state: State, belief: Belief) -> bool:
-    """Return whether the node reports a round that this server may not know."""
+    """Return whether the node reports a round that this server may not know about."""
     return belief.round is not None and adoptable(state, belief.run, belief.round)
 
 
 def unknown(state: State, belief: Belief) -> bool:
-    """Return whether the node runs workers of a job or round that this server does not know."""
+    """Return whether the node runs workers of a job or round that is unknown to this server."""
     membership = state.membership
     if not belief.has_workers:
         return False
@@ -287,8 +288,8 @@ def _about_its_seat(
 def _group_rank(
     participants: tuple[Participant, ...], node_id: str, reported_rank: int | None
 ) -> int:
-    # Each recovery report replaces a participant of the adopted round, so the table would be
-    # computed anew every time.
+    # Each recovery report replaces a participant of the adopted round, so the table would have to
+    # be recomputed every time.
     if reported_rank is not None and reported_rank < len(participants):
         reported = participants[reported_rank]
         if reported.node_id == node_id:
@@ -312,7 +313,7 @@ def _over(membership: Membership, round_: Round, end: RoundEnd, node_id: str) ->
 
 
 def _culprits(round_: Round | None) -> dict[str, tuple[int, ...]]:
-    """Return, by node_id, the LOCAL_RANKs of the workers whose own failure ended a round."""
+    """Return the LOCAL_RANKs of the workers whose own failure ended a round, by node_id."""
     found: dict[str, tuple[int, ...]] = {}
     for failure in round_.end.failures if round_ is not None and round_.end is not None else ():
         if not failure.suspect:

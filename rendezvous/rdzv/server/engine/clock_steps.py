@@ -1,8 +1,8 @@
-"""Records when a store's servers ran, so that no job is deleted because the clock was stepped.
+"""Records when a store's servers ran, so that a clock step does not cause jobs to be deleted.
 
-A job's age is known only by the clock, which may be a month ahead when a server starts. Servers
-therefore store the time regularly. If no time was stored for long, either no server ran or the
-clock was stepped. The two cannot be told apart, so such a *gap* does not count.
+A job's age can only be read from the clock, which may be a month ahead when a server starts.
+Servers therefore store the time regularly. If no time was stored for a long period, either no
+server ran or the clock was stepped. The two cannot be told apart, so such a *gap* does not count.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.jobs")
 
 GAP_MS = DAY_MS
-"""Two stored times that are further apart than this enclose a gap. The usual interval is far
+"""Stored times further apart than this have a gap between them. The usual interval is far
 shorter."""
 
 STEP_MS = 60_000
-"""If the clock is behind by more than this, it is logged."""
+"""A clock that is behind by more than this is logged."""
 
 MOST_GAPS = 16
 
 
 @struct(frozen=True)
 class TimeSeen:
-    """The stored value: the latest time, and the gaps before it, oldest first."""
+    """The stored value: the latest time and the preceding gaps, oldest first."""
 
     seen_ms: int = 0
     gaps: tuple[tuple[int, int], ...] = ()
 
     def noted(self, now_ms: int, *, at_start: bool = True) -> TimeSeen:
-        """Return the value with `now_ms` noted; with `at_start`, record and log a gap before it.
+        """Return the value updated to `now_ms`; with `at_start`, also record and log any gap.
 
         A clock that was stepped back is only logged. While a server runs, its clock is monotonic
         and therefore never stepped.
@@ -46,26 +46,27 @@ class TimeSeen:
             return TimeSeen(now_ms, self.gaps)
         if ahead_ms < 0:
             log.warning(
-                "the clock is %s behind the last time recorded in this store: it was stepped back; "
-                "times that lie ahead count as now",
+                "the clock is %s behind the last time recorded in this store, so it was stepped "
+                "back; times in the future are treated as now",
                 duration(-ahead_ms),
             )
             return TimeSeen(now_ms, self.gaps)
         log.warning(
-            "the clock is %s ahead of the last time recorded in this store: no server ran since, "
-            "or the clock was stepped; that time does not count for forgetting ended jobs",
+            "the clock is %s ahead of the last time recorded in this store: either no server ran "
+            "in between or the clock was stepped; that period does not count toward the age of "
+            "ended jobs",
             duration(ahead_ms),
         )
         return TimeSeen(now_ms, (*self.gaps, (self.seen_ms, now_ms))[-MOST_GAPS:])
 
     def counted_since(self, at_ms: int, now_ms: int) -> int:
-        """Return how long ago a time was, not counting the gaps; times in the future count as now.
+        """Return how long ago a time was, not counting gaps; a time in the future counts as now.
 
         >>> TimeSeen(90, ((20, 50), (40, 60))).counted_since(10, now_ms=90)
         40
         """
         counted_ms, reached_ms = 0, at_ms
-        # Gaps overlap if the clock was set back and then stepped ahead again.
+        # Gaps overlap if the clock was set back and then stepped forward again.
         for begin_ms, end_ms in sorted(self.gaps):
             counted_ms += max(min(begin_ms, now_ms) - reached_ms, 0)
             reached_ms = max(reached_ms, end_ms)

@@ -1,7 +1,7 @@
-"""Decide, persist, publish: in that order, and for each job one command after another.
+"""Decide, persist, publish: always in this order, and one command at a time for each job.
 
 Commands that arrive for a job during a commit are decided one after another and share the next
-commit, so a thousand nodes that send at once cost only a few commits.
+commit, so a thousand nodes sending at once cost only a few commits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("rdzv.jobs")
 AT_ONCE = 256
 """The maximum number of commands that are decided together and share a commit."""
 AT_ONCE_MS = 100
-"""The longest time spent deciding commands together; no other task runs meanwhile."""
+"""The maximum time spent deciding commands together; no other task runs during this time."""
 
 
 class Engine:
@@ -65,7 +65,7 @@ class Engine:
         self._judge = judge
         self._on_step = publish
         self._waiting: dict[str, deque[Asked]] = {}
-        """By rdzv_id: the commands still to be decided."""
+        """The commands still to be decided, by rdzv_id."""
         self.jobs = Jobs(
             store,
             clock,
@@ -79,10 +79,10 @@ class Engine:
         self.history = History(self.jobs, store, clock, tasks, meter, config.limits.pending_rows)
 
     async def submit(self, rdzv_id: str, command: Command, guard: Guard | None = None) -> State:
-        """Run one command to its end: decide, persist, publish — in that order.
+        """Run one command to completion: decide, persist, publish, in that order.
 
-        Returns the job's state after the command. `guard` checks the state before it, and nothing
-        changes the job in between. If the caller is cancelled, the command still runs to its end.
+        Returns the job's state after the command. `guard` checks the state before the command, and
+        nothing changes the job in between. If the caller is cancelled, the command still completes.
 
         Raises:
             RendezvousError: the command was refused and changed nothing. After a
@@ -106,12 +106,13 @@ class Engine:
             self._tasks.start(self._decide_asked(rdzv_id))
 
     async def _decide_asked(self, rdzv_id: str) -> None:
-        """Decide a job's waiting commands until none is left; others may claim it in between."""
+        """Decide a job's waiting commands until none remain, releasing the job between batches."""
         waiting = self._waiting[rdzv_id]
         try:
             while waiting:
                 await self._decide_next(rdzv_id, waiting)
-                # Only once per batch: if thousands of tasks are ready, each yield takes long.
+                # Yield only once per batch: with thousands of tasks ready, each yield takes a long
+                # time.
                 await asyncio.sleep(0)
         finally:
             del self._waiting[rdzv_id]
@@ -119,7 +120,7 @@ class Engine:
                 asked.outcome.cancel()
 
     async def _decide_next(self, rdzv_id: str, waiting: deque[Asked]) -> None:
-        """Decide the next waiting commands, persist them with one commit, and answer them."""
+        """Decide the next waiting commands, persist them in one commit, and answer them."""
         batch: list[Asked] = []
         try:
             async with self.jobs.claim(rdzv_id) as job:
@@ -130,7 +131,8 @@ class Engine:
                     await self._add_step_if_sound(job, batch[-1], steps)
                 await self._settle(job, steps)
         except RendezvousError as error:
-            # If the job could not be claimed, the batch is empty: answer the first in the queue.
+            # If the job could not be claimed, the batch is empty, so answer the first command in
+            # the queue.
             for asked in batch or [waiting.popleft()]:
                 if isinstance(error, RendezvousConnectionError) and asked.command != Tick():
                     self._store.state.waits(rdzv_id, asked.command)
@@ -140,20 +142,20 @@ class Engine:
                 asked.outcome.cancel()
 
     async def _add_step_if_sound(self, job: Job, asked: Asked, steps: list[Step]) -> None:
-        """Decide one more command; if it would break a guarantee, refuse this command alone."""
+        """Decide one more command; if it would break a guarantee, refuse only this command."""
         try:
             await self._add_step(job, asked, steps)
         except InvariantError as error:
             asked.answer(error)
 
     async def _add_step(self, job: Job, asked: Asked, steps: list[Step]) -> None:
-        """Decide one more command on top of `steps`, which are not yet stored, and add it to them.
+        """Decide one more command on top of `steps`, which are not stored yet, and append it.
 
         A refused command is answered at once and adds nothing.
 
         Raises:
-            InvariantError: this command would break a guarantee; the steps before it are stored.
-            RendezvousError: the job cannot be judged or stored; every command of the batch fails.
+            InvariantError: this command would break a guarantee; the earlier steps are stored.
+            RendezvousError: the job cannot be judged or stored; every command in the batch fails.
 
         """
         state = steps[-1].transition.state if steps else job.state
@@ -186,10 +188,10 @@ class Engine:
     async def steps(
         self, job: Job, choices: Sequence[Callable[[State], Command | None]]
     ) -> list[RendezvousError]:
-        """Run several commands with one commit, for a job that the caller has claimed.
+        """Run several commands in one commit, for a job that the caller has claimed.
 
-        Each choice receives the state after the commands before it, and returns the next command,
-        or None for no command. Returns the errors of refused commands.
+        Each choice receives the state after the preceding commands and returns the next command, or
+        None for no command. Returns the errors of refused commands.
 
         Raises:
             RendezvousError: nothing was done, or the outcome is unknown.
@@ -211,7 +213,7 @@ class Engine:
         """Refuse a step that breaks a guarantee, after storing the steps before it.
 
         Raises:
-            InvariantError: the step breaks a guarantee; the job was loaded again.
+            InvariantError: the step breaks a guarantee; the job has been reloaded.
 
         """
         broken = violations(before, step.transition.state, step.transition.events)
@@ -237,7 +239,7 @@ class Engine:
         except RendezvousError:
             raise
         except Exception as error:
-            # Values are immutable, so a failed step has changed nothing.
+            # Values are immutable, so a failed step has not changed anything.
             log.exception("job %s: %s failed", state.membership.rdzv_id, command)
             raise _bug(state.membership.rdzv_id, command, f"failed: {error!r}") from error
 
@@ -245,7 +247,7 @@ class Engine:
         what = f"would break {'; '.join(broken)}"
         log.error("job %s: %s %s", job.rdzv_id, command, what)
         await self.jobs.load(job)
-        # Retry after a delay; otherwise a tick that breaks a guarantee would loop without a pause.
+        # Retry after a delay; otherwise a tick that breaks a guarantee would loop without pause.
         job.timer.arm(self.jobs.retry_at_ms())
         return _bug(job.rdzv_id, command, what)
 
@@ -268,10 +270,10 @@ class Engine:
         job.pending = ()
 
     def _publish(self, job: Job, steps: Sequence[Step], *, stored: bool) -> None:
-        """Apply steps to the job's state in memory, one after another, and announce each.
+        """Apply steps to the job's state in memory, one after another, and announce each of them.
 
-        Never waits. `stored` says that the history of the steps was stored with them; otherwise it
-        waits for the next commit.
+        Never waits. `stored` means that the steps' history was stored with them; otherwise the
+        history waits for the next commit.
         """
         for step in steps:
             before, transition = job.state, step.transition
@@ -293,7 +295,7 @@ class Engine:
         if self._watch.late(due_ms):
             job.timer.arm_by(self._watch.settled_ms)
         else:
-            # No caller waits for the outcome; after an error, the job's timer is armed again.
+            # No caller waits for the outcome; after an error, the job's timer is rearmed.
             outcome: asyncio.Future[State | RendezvousError] = (
                 asyncio.get_running_loop().create_future()
             )
@@ -301,7 +303,7 @@ class Engine:
 
 
 def _aged(command: Command, deaf_ms: int) -> Command:
-    """Return the command with its ages reduced by `deaf_ms`: relative to the time of decision."""
+    """Return the command with its ages reduced by `deaf_ms`, to match the time of the decision."""
     if deaf_ms <= 0 or not isinstance(command, Fail | Join):
         return command
     failures = (replace(f, age_ms=max(f.age_ms - deaf_ms, 0)) for f in command.failures)

@@ -1,4 +1,4 @@
-"""Deletes ended jobs: on an operator's request, or when there are too many or they are too old."""
+"""Deletes ended jobs when an operator asks for it, or when they are too many or too old."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from rdzv.server.settings.config import DAY_MS, Config
 log = logging.getLogger("rdzv.jobs")
 
 TIME_SEEN = "time-seen"
-"""The name of the key-value record that says when servers of this store ran."""
+"""The name of the key-value record of when this store's servers ran."""
 
 
 class Forgetting:
-    """Deletes one server's ended jobs, with their history."""
+    """Deletes one server's ended jobs together with their history."""
 
     def __init__(
         self, jobs: Jobs, store: StoreAccess, clock: Clock, config: Config, tasks: Tasks
@@ -46,11 +46,11 @@ class Forgetting:
         self._config = config
         """Read at each use, because a reload may change the values."""
         self._time_noted = False
-        """Whether this server has stored the time since its start."""
+        """Whether this server has stored the time since it started."""
         self._timer = Timer(clock, lambda _: self.start_pruning())
 
     def stop(self) -> None:
-        """Schedule no more pruning."""
+        """Stop scheduling pruning."""
         self._timer.cancel()
 
     async def forget(self, rdzv_id: str) -> None:
@@ -60,7 +60,7 @@ class Forgetting:
 
         Raises:
             UnknownJobError: no node has ever joined the job.
-            InvalidRequestError: its run is open, or nodes are still in it; nothing was deleted.
+            InvalidRequestError: its run is open, or it still has nodes; nothing was deleted.
             RendezvousConnectionError: the job may have been deleted; retry.
 
         """
@@ -78,15 +78,15 @@ class Forgetting:
         return None
 
     async def _delete(self, job: Job, why: str) -> None:
-        """Delete a claimed job, whose run has ended, from the store, and reset it in memory."""
+        """Delete a claimed job whose run has ended from the store, and reset it in memory."""
         try:
             await self._jobs.write(job, self._store.delete(job.rdzv_id, job.revision))
         except RendezvousConnectionError as error:
             if not error.definite:
-                # The next claim finds out whether it was deleted.
+                # The next claim finds out whether the job was deleted.
                 job.loaded = None
             raise
-        log.info("job %s was forgotten: %s", job.rdzv_id, why)
+        log.info("forgot job %s: %s", job.rdzv_id, why)
         self._jobs.vacate(job)
 
     # ---------------------------------------------------------------- pruning
@@ -105,7 +105,7 @@ class Forgetting:
         try:
             seen = await self._note_time(now_ms)
         except RendezvousError as error:
-            log.warning("ended jobs could not be forgotten: %s; will retry", error)
+            log.warning("could not forget ended jobs: %s; will retry", error)
             return
         counted = {
             rdzv_id: now_ms - seen.counted_since(at_ms, now_ms)
@@ -115,18 +115,18 @@ class Forgetting:
             try:
                 async with self._jobs.claim(rdzv_id) as job:
                     ended = job.state.membership.ended
-                    # Another run of the job may have begun since, and even ended.
+                    # The job may have begun and even ended another run in the meantime.
                     same = ended is not None and ended.at_ms == ended_at_ms[rdzv_id]
                     if same and not job.state.anybody:
                         await self._delete(job, why)
             except (RendezvousConnectionError, LimitExceededError) as error:
-                log.warning("ended jobs could not be forgotten: %s; will retry", error)
+                log.warning("could not forget ended jobs: %s; will retry", error)
                 return
             except RendezvousError as error:
-                log.error("job %s cannot be forgotten: %s", rdzv_id, error)
+                log.error("cannot forget job %s: %s", rdzv_id, error)
 
     async def _note_time(self, now_ms: int) -> TimeSeen:
-        """Store the current time as one at which a server ran; return the stored value."""
+        """Store the current time as a time at which a server ran, and return the stored value."""
         await self._seen.load()
         seen = self._seen.value.noted(now_ms, at_start=not self._time_noted)
         await self._seen.swap(seen, msgspec.json.encode(seen))
@@ -139,7 +139,7 @@ def outlived(
 ) -> tuple[tuple[str, str], ...]:
     """Return the ended jobs to forget, each with the reason, in the order in which they ended.
 
-    These are jobs that ended more than `kept_ms` ago, and the oldest beyond the newest `most`.
+    These are jobs that ended more than `kept_ms` ago, and the oldest jobs in excess of `most`.
 
     >>> outlived({"a": 30, "b": 10, "c": 20}, now_ms=40, most=2, kept_ms=DAY_MS)
     (('b', '2 other jobs have ended since'),)
@@ -159,11 +159,11 @@ def outlived(
 
 
 def refuse_to_forget(state: State) -> None:
-    """Refuse to forget a job whose run has not ended, or that still has nodes.
+    """Refuse to forget a job whose run has not ended or that still has nodes.
 
     Raises:
         UnknownJobError: no node has ever joined the job.
-        InvalidRequestError: its run has not ended, or nodes are still in it.
+        InvalidRequestError: its run has not ended, or it still has nodes.
 
     """
     membership = state.membership

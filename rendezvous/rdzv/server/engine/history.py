@@ -1,4 +1,4 @@
-"""The history of jobs. Events are logged at once, and stored with the next commit."""
+"""Keeps the history of jobs. Events are logged at once and stored with the next commit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class History:
         meter: Meter,
         pending_rows: int,
     ) -> None:
-        """If more than `pending_rows` rows of a job wait, they get a commit of their own."""
+        """Commit a job's rows separately once more than `pending_rows` of them are waiting."""
         self._jobs = jobs
         self._store = store
         self._clock = clock
@@ -40,25 +40,25 @@ class History:
         self._pending_rows = pending_rows
 
     def rows(self, transition: Transition) -> tuple[Record, ...]:
-        """Return the rows that a transition adds."""
+        """Return the history rows that a transition adds."""
         membership = transition.state.membership
         now_ms = self._clock.now_ms()
         return event_lines.records(membership.rdzv_id, membership.run, transition.events, now_ms)
 
     def publish(self, rows: tuple[Record, ...], events: tuple[Event, ...]) -> None:
-        """Pass new rows of history on to the log and the metrics."""
+        """Pass new history rows on to the log and the metrics."""
         event_lines.publish(rows, events)
         self._meter.recorded(rows)
 
     def postpone(self, job: Job, rows: tuple[Record, ...]) -> None:
-        """Keep rows for the next commit; if too many wait, start a commit for them alone."""
+        """Keep rows for the next commit; if too many are waiting, commit them separately."""
         job.pending += rows
         if len(job.pending) > self._pending_rows:
             rows, job.pending = job.pending, ()
             self._tasks.start(self.append(rows))
 
     def note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
-        """Log events that no step has caused, and store them with the next commit.
+        """Log events that were not caused by a step, and store them with the next commit.
 
         Does nothing if the job is not loaded.
         """
@@ -71,26 +71,26 @@ class History:
             job.noted += 1
 
     def noted(self, rdzv_id: str) -> int:
-        """Return how often `note` has recorded events of a job; 0 if the job is not in memory."""
+        """Return how often `note` has recorded events for a job; 0 if the job is not in memory."""
         job = self._jobs.get(rdzv_id)
         return job.noted if job else 0
 
     async def append(self, rows: tuple[Record, ...]) -> None:
-        """Store rows in a commit of their own; if that fails, only the log has them."""
+        """Store rows in a separate commit; if that fails, they remain only in the log."""
         try:
             if rows:
                 await self._store.append(rows)
         except RendezvousError as error:
-            # The log has the rows anyway; a job never waits for its history.
+            # The log has the rows anyway, and a job never waits for its history.
             log.warning("lost %d rows of history: %s", len(rows), error)
 
     async def flush(self) -> None:
-        """Store all rows that still wait for a commit."""
+        """Store all rows that are still waiting for a commit."""
         jobs = self._jobs.in_memory.values()
         await self.append(tuple(row for job in jobs for row in job.pending))
 
     async def of(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
-        """Return a job's newest rows, oldest first, including those that wait for a commit.
+        """Return a job's newest rows, oldest first, including rows that are waiting for a commit.
 
         `rdzv_id` may also be a name that no job can have, under which rows were appended.
         """

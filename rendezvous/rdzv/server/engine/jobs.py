@@ -1,4 +1,4 @@
-"""The jobs of one server. All are in the store; live jobs are also in memory.
+"""The jobs of one server. All jobs are in the store; live jobs are also in memory.
 
 Only the holder of a claim changes a job. A commit whose outcome is unknown leaves its job in doubt:
 the next claim resolves the doubt, and nothing is announced before that. The durable half in memory
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Jobs:
-    """The jobs of one server."""
+    """All jobs of one server."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class Jobs:
     ) -> None:
         """Call `publish` with steps in doubt that turn out to be stored.
 
-        `on_load` receives each job that is loaded, `on_due` each job whose timer is due.
-        `is_waiting` returns whether a command waits for a job, which then stays in memory.
+        `on_load` receives each job that is loaded, and `on_due` each job whose timer is due.
+        `is_waiting` returns whether a command is waiting for a job, which then stays in memory.
         """
         self._store = store
         self._clock = clock
@@ -64,18 +64,18 @@ class Jobs:
         self._is_waiting = is_waiting
         self._jobs: dict[str, Job] = {}
         self.ended: dict[str, int] = {}
-        """When each ended job ended, by rdzv_id, so that no job is loaded just to find out."""
+        """When each ended job ended, by rdzv_id; avoids loading a job just to find out."""
 
     # ---------------------------------------------------------------- claiming and loading
 
     @asynccontextmanager
     async def claim(self, rdzv_id: str) -> AsyncIterator[Job]:
-        """Claim a job; yield it loaded and with no step in doubt.
+        """Claim a job, and yield it loaded and with no step in doubt.
 
-        Waits for other claims to end. At the end of the body, an idle job is dropped from memory.
+        Waits for other claims to end. When the body ends, an idle job is dropped from memory.
 
         Raises:
-            RendezvousConnectionError: the store is away.
+            RendezvousConnectionError: the store is unavailable.
             RendezvousStateError: the stored job cannot be read.
             LimitExceededError: too many jobs are in memory.
 
@@ -90,7 +90,7 @@ class Jobs:
                     await self._resolve(job, job.doubt)
                 yield job
         except (RendezvousConnectionError, InvariantError):
-            # If nothing else claims the job again, its timer does.
+            # If no caller claims the job again, its timer does.
             job.timer.arm_by(self.retry_at_ms())
             raise
         finally:
@@ -110,7 +110,7 @@ class Jobs:
         return job
 
     async def load(self, job: Job) -> None:
-        """Load a job from the store; a job that is not stored is one that no node has joined.
+        """Load a job from the store; if it is not stored, load it as a job that no node has joined.
 
         Steps in doubt are discarded, and `on_load` is called.
         """
@@ -128,9 +128,9 @@ class Jobs:
         self._on_load(job)
 
     async def _resolve(self, job: Job, steps: Sequence[Step]) -> None:
-        """Find out whether the commit of steps in doubt has happened.
+        """Find out whether the commit of the steps in doubt happened.
 
-        If it has, publish them; if another server has written the job, load it.
+        If it did, publish the steps; if another server has written the job, load it.
         """
         stored = await self._store.load(job.rdzv_id)
         revision = stored.revision if stored else 0
@@ -143,13 +143,13 @@ class Jobs:
             await self.load(job)
 
     def vacate(self, job: Job) -> None:
-        """Reset a claimed job, after its deletion, to a job that no node has ever joined."""
+        """Reset a claimed job after its deletion to a job that no node has ever joined."""
         job.loaded, job.revision = runs.vacant(job.rdzv_id, self._tuning), 0
         job.pending = ()
         self.note_end(job)
 
     async def write(self, job: Job, written: Awaitable[T]) -> T:
-        """Await a write of a job and return its result; on a conflict, reload the job.
+        """Await a write to a job and return its result; on a conflict, reload the job.
 
         Raises:
             StoreRefusedError: another server wrote the job first, and nothing was written; retry.
@@ -159,12 +159,12 @@ class Jobs:
         try:
             return await written
         except RevisionConflictError as error:
-            log.error("job %s was written by another server; reloading it", job.rdzv_id)
+            log.error("another server has written job %s; reloading it", job.rdzv_id)
             await self.load(job)
             raise StoreRefusedError(f"{error}; try again") from error
 
     def note_end(self, job: Job) -> None:
-        """Update `ended`: note when the job's run ended, or that it has not."""
+        """Update `ended` with the time when the job's run ended, or remove a job that has not."""
         if (ended := job.state.membership.ended) is None:
             self.ended.pop(job.rdzv_id, None)
         else:
@@ -177,7 +177,7 @@ class Jobs:
     # ---------------------------------------------------------------- reading
 
     def get(self, rdzv_id: str) -> Job | None:
-        """Return a job; None if it is not in memory."""
+        """Return a job, or None if it is not in memory."""
         return self._jobs.get(rdzv_id)
 
     @property
@@ -186,9 +186,9 @@ class Jobs:
         return self._jobs
 
     async def look(self, rdzv_id: str) -> State:
-        """Return a job's current state, without waiting for a commit in progress.
+        """Return a job's current state without waiting for a commit in progress.
 
-        A job that is not in memory is loaded, with the errors of `claim`.
+        A job that is not in memory is loaded first, which can raise the same errors as `claim`.
         """
         if (state := self.peek(rdzv_id)) is not None:
             return state
@@ -196,25 +196,25 @@ class Jobs:
             return job.state
 
     def peek(self, rdzv_id: str) -> State | None:
-        """Return a job's current state; None if the job is not in memory."""
+        """Return a job's current state, or None if the job is not in memory."""
         job = self._jobs.get(rdzv_id)
         return job.loaded if job else None
 
     @property
     def states(self) -> tuple[State, ...]:
-        """The current states of all jobs in memory, which include all jobs that have not ended."""
+        """The current states of all jobs in memory, including every job that has not ended."""
         return tuple(job.loaded for job in self._jobs.values() if job.loaded is not None)
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        """The jobs whose last commit may or may not have happened."""
+        """The rdzv_ids of jobs whose last commit may or may not have happened."""
         return tuple(job.rdzv_id for job in self._jobs.values() if job.doubt)
 
     async def load_all(self) -> None:
-        """Load every job that has not ended, and note when the others ended; skip unreadable jobs.
+        """Load every job that has not ended and record when the others ended; skip unreadable jobs.
 
         Raises:
-            RendezvousConnectionError: the store is away.
+            RendezvousConnectionError: the store is unavailable.
 
         """
         async for rdzv_id, stored in self._store.each():
@@ -230,7 +230,7 @@ class Jobs:
                 log.error("leaving job %s alone: %s", rdzv_id, error)
 
     async def each(self) -> AsyncGenerator[State, None]:
-        """Yield, one by one, the current state of every stored job that can be read."""
+        """Yield the current state of every readable stored job, one at a time."""
         async for rdzv_id, stored in self._store.each():
             try:
                 if (present := self.peek(rdzv_id)) is not None:

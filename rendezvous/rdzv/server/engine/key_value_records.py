@@ -1,4 +1,4 @@
-"""A key-value record of the store, whose stored value stays known even after a failed write."""
+"""A key-value record in the store whose stored value stays known even after a failed write."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ T = TypeVar("T")
 
 
 class KeyValueRecord(Generic[T]):
-    """A record: its value as last read or written, and the revision that the next write replaces.
+    """A record: the value as last read or written, and the revision that the next write replaces.
 
-    A writer holds a lock of its own from reading the value to the end of `swap`. After a failed
-    write, `value` is again the stored value:
+    A writer holds its own lock from reading the value to the end of `swap`. After a failed write,
+    `value` is the stored value again:
 
     * `RevisionConflictError`: another writer was first. The record is read again, and the caller
       retries.
     * `RendezvousConnectionError`: the new value may have been written. The record is read again.
-    * Any other error: nothing was written, and the known value is still right.
+    * Any other error: nothing was written, and the known value is still correct.
 
-    If reading the record again also fails, `known` reads it first, and the old revision keeps a
+    If reading the record again also fails, `known` reads it first, and the old revision prevents a
     write from overwriting it.
     """
 
     def __init__(self, store: StoreAccess, name: str, read: Callable[[bytes], T]) -> None:
-        """`read` decodes the stored bytes; a record that was never written reads as `{}`."""
+        """Use `read` to decode the stored bytes; a record that was never written reads as `{}`."""
         self._store = store
         self._name = name
         self._read = read
@@ -39,10 +39,10 @@ class KeyValueRecord(Generic[T]):
         self._sure = False
 
     async def load(self) -> None:
-        """Read the stored value, and its revision.
+        """Read the stored value and its revision.
 
         Raises:
-            RendezvousConnectionError: the store is away.
+            RendezvousConnectionError: the store is unavailable.
             RendezvousStateError: the stored value cannot be read.
 
         """
@@ -56,16 +56,16 @@ class KeyValueRecord(Generic[T]):
         self.value, self.revision, self._sure = value, revision, True
 
     async def known(self) -> T:
-        """Return the value; if it is unknown or in doubt, first `load` it, with the same errors."""
+        """Return the value; if it is unknown or in doubt, `load` it first, with the same errors."""
         if not self._sure:
             await self.load()
         return self.value
 
     async def swap(self, value: T, data: bytes) -> None:
-        """Store `data`, the encoding of `value`, and then update the known value.
+        """Store `data`, the encoded form of `value`, and then update the known value.
 
         Raises:
-            StoreRefusedError: another writer was first, or the store takes no writes; retry.
+            StoreRefusedError: another writer was first, or the store accepts no writes; retry.
             RendezvousConnectionError: the value may have been stored; retry.
             RendezvousError: the value was not stored.
 
@@ -82,7 +82,7 @@ class KeyValueRecord(Generic[T]):
 
 
 def unreadable(name: str, error: Exception) -> RendezvousStateError:
-    """Return the error for a record that cannot be decoded, with the remedy."""
+    """Return the error for a record that cannot be decoded, including the remedy."""
     return RendezvousStateError(
         f"the record {name} cannot be read: {error}; it was left untouched. Restore it from a "
         "backup"

@@ -1,6 +1,6 @@
-"""One server's calls to its store; each records whether the store has answered.
+"""One server's calls to its store. Each call records whether the store responded.
 
-The `Engine` in `decide_persist_publish` decides what is written, and when.
+The `Engine` in `decide_persist_publish` decides what is written and when.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class StoreAccess:
         retry_ms: int,
         on_change: Callable[[str | None], None],
     ) -> None:
-        """`on_change` is passed on to `StoreState`."""
+        """Pass `on_change` on to `StoreState`."""
         self._store = store
         self._clock = clock
         self._meter = meter
         self.state = StoreState(clock, retry_ms, on_change, lambda: tasks.start(self._probe()))
 
     async def _ask(self, answer: Awaitable[T], *, writes: bool = False) -> T:
-        """Await the store's answer, and record whether it came."""
+        """Await the store's answer, and record whether the store responded."""
         began_ms = self._clock.now_ms()
         try:
             result = await answer
@@ -55,7 +55,7 @@ class StoreAccess:
         return result
 
     async def _probe(self) -> None:
-        """Try a read; if the last write failed, try a write as well."""
+        """Try a read, and if the last write failed, a write as well."""
         with contextlib.suppress(RendezvousError):
             found = await self._ask(self._store.load_document(PROBE))
             if self.state.unwritable:
@@ -63,15 +63,16 @@ class StoreAccess:
                 await self.swap_document(PROBE, b"", revision)
 
     async def take_over(self) -> int:
-        """Become the leader: store a new leadership number, and return it."""
-        # Based on the clock, so that it never goes back when the store is lost or restored.
+        """Become the leader: store a new leadership number and return it."""
+        # The number is based on the clock, so that it never goes back if the store is lost or
+        # restored.
         at_least = self._clock.now_ms() // 1000
         return await self._ask(self._store.take_over(at_least), writes=True)
 
     # ---------------------------------------------------------------- jobs
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a stored job; None if it is not in the store."""
+        """Return a stored job, or None if it is not in the store."""
         return await self._ask(self._store.load(rdzv_id))
 
     async def each(self) -> AsyncGenerator[tuple[str, Read], None]:
@@ -84,34 +85,34 @@ class StoreAccess:
     async def compare_and_swap(
         self, rdzv_id: str, membership: Membership, revision: int, rows: Sequence[Record]
     ) -> int:
-        """Replace a job at this revision, and append rows of history; return the new revision."""
+        """Replace a job at this revision and append history rows; return the new revision."""
         swapped = self._store.compare_and_swap(rdzv_id, membership, revision, rows)
         return await self._ask(swapped, writes=True)
 
     async def delete(self, rdzv_id: str, revision: int) -> None:
-        """Delete a job at this revision, together with its history."""
+        """Delete a job at this revision together with its history."""
         await self._ask(self._store.delete(rdzv_id, revision), writes=True)
 
     async def append(self, rows: Sequence[Record]) -> None:
-        """Store rows of history in a commit of their own."""
+        """Store history rows in a separate commit."""
         await self._ask(self._store.append(rows), writes=True)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
-        """Return the newest `limit` rows of a name's stored history, oldest first."""
+        """Return the newest `limit` rows of the history stored under a name, oldest first."""
         return await self._ask(self._store.history(rdzv_id, limit))
 
     # ---------------------------------------------------------------- key-value records, and backup
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a key-value record and its revision; None if it was never written."""
+        """Return a key-value record and its revision, or None if it was never written."""
         return await self._ask(self._store.load_document(name))
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
-        """Replace a key-value record at this revision; return the new revision."""
+        """Replace a key-value record at this revision, and return the new revision."""
         return await self._ask(self._store.swap_document(name, data, revision), writes=True)
 
     async def backup(self, leadership: int) -> AsyncIterator[bytes]:
-        """Yield the contents of the store as the lines of a file that `rdzvd --restore` reads.
+        """Yield the store's contents as the lines of a backup file that `rdzvd --restore` reads.
 
         Raises:
             RendezvousError: the store cannot be read completely; discard the lines yielded so far.

@@ -1,4 +1,4 @@
-"""Tracks whether the store is available, why not if it is away, and which commands wait for it."""
+"""Tracks whether the store is available, why it is not, and which commands are waiting for it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from rdzv.runtime.clock import Clock, Timer
 log = logging.getLogger("rdzv.jobs")
 
 MOST_NAMED = 4
-"""The maximum number of waiting commands that one sentence names."""
+"""The maximum number of waiting commands named in one sentence."""
 FRESH_RETRIES = 3
-"""If a command is not repeated for this many retry intervals, its node is gone and it no longer
-waits."""
+"""If a command is not repeated within this many retry intervals, its node is gone and the command
+is no longer waiting."""
 
 
 class StoreState:
-    """The state of the store, derived from the outcomes of its calls."""
+    """The store's state, derived from the outcomes of calls to it."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class StoreState:
         on_change: Callable[[str | None], None],
         probe: Callable[[], object],
     ) -> None:
-        """`on_change` receives the job whose `trouble_of` has changed, or None for all jobs.
+        """Call `on_change` with the job whose `trouble_of` has changed, or with None for all jobs.
 
-        `probe` tries the store. It is called at intervals while the store is away and no waiting
-        command is retried.
+        `probe` tries the store. It is called at intervals while the store is unavailable and no
+        waiting command is being retried.
         """
         self._clock = clock
         self._fresh_ms = FRESH_RETRIES * retry_ms
@@ -62,33 +62,36 @@ class StoreState:
         self.unwritable = False
         """Whether a write has failed and none has succeeded since; reads do not count."""
         self._waiting: dict[str, dict[str, int]] = {}
-        """By rdzv_id: the waiting commands, in words, and when each was last tried."""
+        """The waiting commands in words, each with the time when it was last tried, by rdzv_id."""
 
     def failed(self, error: RendezvousError, began_ms: int, *, writes: bool) -> None:
-        """Record the failure of a call that began at `began_ms`; log only the first one."""
+        """Record the failure of a call that began at `began_ms`; log only the first failure."""
         self.unwritable |= writes
         known, self._why = self._why, str(error)
         if self._since_ms is None:
             self._since_ms = began_ms
-            log.error("the store is away: %s; workers run on, nothing new is decided", error)
+            log.error(
+                "the store is unavailable: %s; workers keep running, but nothing new is decided",
+                error,
+            )
             if not self._stopped:
                 self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
         if known != self._why:
             self._on_change(None)
 
     def answered(self, *, writes: bool) -> None:
-        """Record the success of a call; after a failed write, only a write counts."""
+        """Record a successful call; after a failed write, only a write counts."""
         self.unwritable &= not writes
         if self._since_ms is None or self.unwritable:
             return
-        log.warning("the store is back after %.1f s", self.away_ms / 1000)
+        log.warning("the store is available again after %.1f s", self.away_ms / 1000)
         self._since_ms, self._why = None, ""
         self._waiting.clear()
         self._timer.cancel()
         self._on_change(None)
 
     def waits(self, rdzv_id: str, command: Command) -> None:
-        """Note that a command could not be stored and is being retried."""
+        """Record that a command could not be stored and is being retried."""
         if words := _words(command):
             waiting = self._waiting.setdefault(rdzv_id, {})
             known = words in waiting
@@ -97,14 +100,14 @@ class StoreState:
                 self._on_change(rdzv_id)
 
     def decided(self, rdzv_id: str, command: Command) -> None:
-        """Note that a command is no longer waiting for the store."""
+        """Record that a command is no longer waiting for the store."""
         if (waiting := self._waiting.get(rdzv_id)) is not None:
             waiting.pop(_words(command), None)
             if not waiting:
                 del self._waiting[rdzv_id]
 
     def waiting(self, rdzv_id: str) -> tuple[str, ...]:
-        """Describe the commands of one job that wait for the store."""
+        """Describe one job's commands that are waiting for the store."""
         since_ms = self._clock.now_ms() - self._fresh_ms
         return tuple(
             words for words, at_ms in self._waiting.get(rdzv_id, {}).items() if at_ms >= since_ms
@@ -112,14 +115,14 @@ class StoreState:
 
     @property
     def away_ms(self) -> int:
-        """How long the store has been away; 0 while it is believed to be available."""
+        """How long the store has been unavailable, or 0 while it is believed to be available."""
         return 0 if self._since_ms is None else max(self._clock.now_ms() - self._since_ms, 1)
 
     @property
     def trouble(self) -> str:
-        """How long the store has been away, why, and which commands wait; empty if it is not away.
+        """Why the store is unavailable and for how long, for operators; empty if it is available.
 
-        One sentence for operators, about all jobs.
+        The sentence also names the waiting commands of all jobs.
         """
         waiting = [
             f"{words} ({rdzv_id})" for rdzv_id in self._waiting for words in self.waiting(rdzv_id)
@@ -127,11 +130,11 @@ class StoreState:
         return self._sentence(waiting)
 
     def trouble_of(self, rdzv_id: str) -> str:
-        """Return what `trouble` says, with the waiting commands of one job only."""
+        """Return the same sentence as `trouble`, but with only this job's waiting commands."""
         return self._sentence(self.waiting(rdzv_id))
 
     def stop(self) -> None:
-        """Stop probing the store; a call that fails later is only logged."""
+        """Stop probing the store; later failed calls are only logged."""
         self._stopped = True
         self._timer.cancel()
 
@@ -151,7 +154,7 @@ class StoreState:
         return text
 
     def _look(self) -> None:
-        """Drop commands that no longer wait; if none is left, probe the store."""
+        """Drop commands that are no longer waiting; if none remain, probe the store."""
         if self._since_ms is None:
             return
         self._timer.arm(self._clock.now_ms() + self._retry_ms)
@@ -162,7 +165,7 @@ class StoreState:
 
 
 def _words(command: Command) -> str:
-    """Describe a waiting command; return "" for a command whose caller does not wait."""
+    """Describe a waiting command, or return "" for a command whose caller does not wait."""
     match command:
         case Join():
             return f"{command.node_id} joins"

@@ -1,4 +1,4 @@
-"""Converts the server's own values to the answers that gRPC and HTTP share.
+"""Converts the server's own values to the answers shared by gRPC and HTTP.
 
 An unknown value is None in every answer.
 """
@@ -32,7 +32,7 @@ def job_status(
     starts: Mapping[str, Starts] | None = None,
     snapshots: SnapshotsKnown = NO_SNAPSHOTS,
 ) -> answers.JobStatus:
-    """Return the answer about one job, with what is known about its workers and snapshots."""
+    """Return the answer about a job, including what is known about its workers and snapshots."""
     starts = starts or {}
     told = sum(one.kept + one.warm + one.cold for one in starts.values())
     known = list(starts.values()) if told == view.world_size else []
@@ -122,7 +122,7 @@ def _submission(
 
 
 def job_summary(view: JobView, hangs: str) -> answers.JobSummary:
-    """Return the answer for one line of a list; `hangs` names the hanging workers, if any."""
+    """Return the answer for one line in a list; `hangs` names the hanging workers, if any."""
     return from_value(
         answers.JobSummary,
         view,
@@ -134,7 +134,7 @@ def job_summary(view: JobView, hangs: str) -> answers.JobSummary:
 
 
 def token(token: Token, now_ms: int) -> answers.Token:
-    """Return the answer for a token, without its secret."""
+    """Return the answer for a token without its secret."""
     expires_ms, used_ms = token.expires_ms, token.used_ms
     return answers.Token(
         id=token.id,
@@ -147,7 +147,7 @@ def token(token: Token, now_ms: int) -> answers.Token:
 
 
 def log_lines(lines: LogLines) -> answers.LogLines:
-    """Return the answer for a piece of a log, or for a note."""
+    """Return the answer for a piece of a log or for a note about it."""
     return from_value(answers.LogLines, lines)
 
 

@@ -1,4 +1,4 @@
-"""Changes to jobs that operators request: submit, stop, restart, scale, forget."""
+"""Changes to jobs that operators can request: submit, stop, restart, scale and forget."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("rdzv.driver")
 
 
 class JobOperations:
-    """Changes the jobs of one server."""
+    """Makes changes to one server's jobs."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class JobOperations:
         Raises:
             DeniedError: the job does not belong to the caller.
             JobExistsError: a run of the job has not ended.
-            InvalidRequestError: no known node could ever run it.
+            InvalidRequestError: no known node could ever run the job.
 
         """
 
@@ -63,7 +63,7 @@ class JobOperations:
         return await self._views.status(rdzv_id)
 
     async def obey(self, rdzv_id: str, command: Command) -> JobView:
-        """Stop, restart or scale a job as an operator asks, and return its new view.
+        """Stop, restart or scale a job as an operator requested, and return its new view.
 
         Raises:
             UnknownJobError: no such job is known.
@@ -74,12 +74,15 @@ class JobOperations:
         return self._views.of(await self._engine.submit(rdzv_id, command))
 
     async def forget(self, rdzv_id: str) -> None:
-        """Delete a job that has ended, with its history; see `Forgetting.forget`."""
+        """Delete a job that has ended together with its history; see `Forgetting.forget`."""
         await self._forgetting.forget(rdzv_id)
         try:
             await self._stack_archive.forget(rdzv_id)
         except RendezvousError as error:
             log.warning(
-                "keeping the stacks of %s until others take their place: %s", rdzv_id, error
+                "could not delete the stacks of %s, which are kept until newer ones replace them: "
+                "%s",
+                rdzv_id,
+                error,
             )
         self._watchers.job_changed(rdzv_id)

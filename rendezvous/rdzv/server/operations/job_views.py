@@ -1,4 +1,4 @@
-"""Jobs as operators see them: one job, all jobs, or one job whenever it changes."""
+"""Jobs as operators see them: a single job, all jobs, or a job each time it changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rdzv.structs import replace
 
 
 class JobViews:
-    """The jobs of one server, as operators see them."""
+    """One server's jobs as operators see them."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class JobViews:
         self._watchers = watchers
         self._most_watchers = most_watchers
         self.watching = 0
-        """The number of callers that watch a job."""
+        """The number of callers that are watching a job."""
 
     async def status(self, rdzv_id: str) -> JobView:
-        """Return the view of one job; raises what `state` raises."""
+        """Return the view of a job; raises the same errors as `state`."""
         return self.of(await self.state(rdzv_id))
 
     async def state(self, rdzv_id: str) -> State:
@@ -56,7 +56,7 @@ class JobViews:
 
         Raises:
             UnknownJobError: no such job is known.
-            RendezvousConnectionError: the job waits to be stored, or the store is away.
+            RendezvousConnectionError: the job is not stored yet, or the store is unavailable.
 
         """
         state = await self._jobs.look(rdzv_id)
@@ -74,7 +74,7 @@ class JobViews:
         rdzv_id, scheduling = state.membership.rdzv_id, self._scheduling
         wait, drains = scheduling.placer.queue_wait_of(rdzv_id), scheduling.drains.all()
         shown = view(state, self._clock.now_ms(), wait, drains)
-        # The view shows the stored state; the reason names commands that wait to be stored.
+        # The view shows the stored state; the reason names commands that are waiting to be stored.
         if state.membership.ended is None or self._store_state.waiting(rdzv_id):
             trouble = self._store_state.trouble_of(rdzv_id)
             shown = replace(shown, reason=f"{trouble}; " + shown.reason) if trouble else shown
@@ -85,7 +85,7 @@ class JobViews:
 
         Raises:
             UnknownJobError: no such job is known.
-            LimitExceededError: too many watchers.
+            LimitExceededError: there are too many watchers.
             RendezvousConnectionError: this server no longer serves.
 
         """
@@ -105,11 +105,11 @@ class JobViews:
             self.watching -= 1
 
     async def list(self) -> tuple[JobView, ...]:
-        """Return the views of all jobs that can be read."""
+        """Return the views of all readable jobs."""
         return tuple([view async for view in self.each()])
 
     async def each(self) -> AsyncGenerator[JobView, None]:
-        """Yield the views of all jobs that can be read, one by one."""
+        """Yield the views of all readable jobs, one at a time."""
         async with contextlib.aclosing(self._jobs.each()) as states:
             async for state in states:
                 # A job that was forgotten in the meantime is left out.
@@ -117,14 +117,14 @@ class JobViews:
                     yield self.of(state)
 
     def progress(self, rdzv_id: str) -> tuple[RankProgress, ...]:
-        """Return the progress of the workers in a job's live round, in order of RANK."""
+        """Return the progress of the workers in a job's live round, in RANK order."""
         state = self._jobs.peek(rdzv_id)
         return (
             self._diagnosis.progress.shown(state, self._clock.now_ms()) if state is not None else ()
         )
 
     def stragglers(self, rdzv_id: str) -> tuple[Straggler, ...]:
-        """Return the stragglers in a job's live round, in order of RANK."""
+        """Return the stragglers in a job's live round, in RANK order."""
         return self._diagnosis.stragglers.shown(rdzv_id)
 
     def starts(self, rdzv_id: str) -> Mapping[str, Starts]:
@@ -138,11 +138,11 @@ class JobViews:
         return self._diagnosis.snapshots.shown(state) if state is not None else SnapshotsKnown()
 
     def hangs(self, rdzv_id: str) -> str:
-        """Return a description of a job's workers that hang now; empty if none hangs."""
+        """Return a description of a job's currently hanging workers; empty if none hangs."""
         return self._diagnosis.hangs.shown(rdzv_id)
 
     def noted(self, rdzv_id: str) -> int:
-        """Return how many events of a job were recorded that no step has caused."""
+        """Return how many of a job's recorded events were not caused by a step."""
         return self._history.noted(rdzv_id)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:

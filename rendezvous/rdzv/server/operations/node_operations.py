@@ -1,4 +1,4 @@
-"""Changes to nodes that operators request: cordon, uncordon, drain, undrain."""
+"""Changes to nodes that operators can request: cordon, uncordon, drain and undrain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rdzv.view.answers import Node
 
 
 class NodeOperations:
-    """Changes one server's nodes. Each call returns the node's new view.
+    """Makes changes to one server's nodes. Each call returns the node's new view.
 
     Raises:
         UnknownNodeError: no such node is known.
@@ -42,9 +42,9 @@ class NodeOperations:
         return self._views.summary(node_id)
 
     async def uncordon(self, node_id: str) -> Node:
-        """Allow jobs on a node again: lift its cordon, drain and quarantine.
+        """Allow jobs on a node again by lifting its cordon, drain and quarantine.
 
-        A connected node is asked to run its health checks again.
+        A connected node is asked to rerun its health checks.
         """
         if not await self._scheduling.quarantine.lift(node_id):
             self._scheduling.cordons.check_known(node_id)
@@ -56,7 +56,7 @@ class NodeOperations:
     async def drain(
         self, node_id: str, deadline_ms: int, reason: str, *, keep_min: bool = False
     ) -> Node:
-        """Make a node leave all its jobs by the deadline, and place nothing more on it.
+        """Make a node leave all its jobs by the deadline, and place no more jobs on it.
 
         Raises:
             TooFewNodesError: with `keep_min`, one of its jobs would be left with too few nodes.

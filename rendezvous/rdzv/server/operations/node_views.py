@@ -1,4 +1,4 @@
-"""Nodes as operators see them, and their total capacity."""
+"""Nodes as operators see them, and the nodes' total capacity."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rdzv.view.answers import Node, NodeJob
 
 
 class NodeViews:
-    """The nodes of one server, as operators see them."""
+    """One server's nodes as operators see them."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class NodeViews:
         self._quarantine = scheduling.quarantine
 
     def room(self) -> Room:
-        """Count the nodes' resources for submitted jobs, and how many of them are free."""
+        """Count the nodes' resources for submitted jobs, and how many of these are free."""
         gpus, places = ({"free": 0, "taken": 0, "unusable": 0} for _ in range(2))
         hosts = self._hosts.all(self._jobs.states)
         for host in hosts:
@@ -57,7 +57,7 @@ class NodeViews:
         return Room(gpus, places, barred, self._count_drains(hosts))
 
     def _count_drains(self, hosts: Iterable[Host]) -> dict[str, int]:
-        """Count the draining nodes, and the drained ones (on which nothing is left)."""
+        """Count the draining nodes and the drained nodes, which have no jobs left."""
         found = {"draining": 0, "drained": 0}
         if drains := self._drains.all():
             busy = {host.node_id for host in hosts if host.taken}
@@ -67,12 +67,12 @@ class NodeViews:
         return found
 
     def summaries(self, node_ids: Collection[str] = ()) -> list[Node]:
-        """Return the views of all known, cordoned or quarantined nodes, or of these `node_ids`."""
+        """Return the views of all known, cordoned or quarantined nodes, or only of `node_ids`."""
         known = {*self._records(), *self._cordons.by_node, *self._quarantine.nodes}
         return self._show(sorted(known.intersection(node_ids) if node_ids else known))
 
     def summary(self, node_id: str) -> Node:
-        """Return one node's view, even if the node is no longer known."""
+        """Return a node's view, even if the node is no longer known."""
         (summary,) = self._show([node_id])
         return summary
 
@@ -144,12 +144,12 @@ class NodeViews:
 
 @lru_cache(maxsize=16_384)
 def _resources(has: Resources) -> answers.Resources:
-    """Return the answer for a node's resources; cached, because they seldom change."""
+    """Return the answer for a node's resources. It is cached, because resources seldom change."""
     return from_value(answers.Resources, has)
 
 
 def _memberships(state: State) -> Iterable[tuple[str, NodeJob]]:
-    """Yield each node that is in a job or chosen for it, with its part in the job."""
+    """Yield each node that is in a job or chosen for it, along with its part in the job."""
     rdzv_id = state.membership.rdzv_id
     ended = state.membership.round is not None and not state.membership.round.live
     for node_id in state.seats:
@@ -164,7 +164,7 @@ def _memberships(state: State) -> Iterable[tuple[str, NodeJob]]:
 
 
 def _with_gpus(jobs: Iterable[NodeJob], host: Host) -> list[NodeJob]:
-    """Add each job's number of GPUs, and ended jobs that still hold something on the node."""
+    """Add each job's GPU count, and ended jobs that still hold resources on the node."""
     gpus = {rdzv_id: number for (rdzv_id, _), number in host.taken.items()}
     shown = [replace(job, gpus=gpus.get(job.rdzv_id, 0)) for job in jobs]
     names = {job.rdzv_id for job in shown}

@@ -15,7 +15,7 @@ from rdzv.server.operations.job_views import JobViews
 
 
 class WorkerViews:
-    """The workers of one server's jobs, as operators see them."""
+    """The workers of one server's jobs as operators see them."""
 
     def __init__(self, views: JobViews, diagnosis: Diagnosis, watchers: Watchers) -> None:
         self._views = views
@@ -25,13 +25,13 @@ class WorkerViews:
         self._watchers = watchers
 
     async def read_logs(self, rdzv_id: str, wanted: LogsWanted) -> AsyncGenerator[LogLines, None]:
-        """Yield the output of a job's workers, as their nodes send it.
+        """Yield the output of a job's workers as their nodes send it.
 
         Raises:
             UnknownJobError: no such job is known.
             InvalidRequestError: the job has had no such round or no such RANK.
             RendezvousClosedError: the given run is not the last.
-            LimitExceededError: too many readers.
+            LimitExceededError: there are too many readers.
             RendezvousConnectionError: this server no longer serves.
 
         """
@@ -46,14 +46,14 @@ class WorkerViews:
             reader.close()
 
     async def stacks(self, rdzv_id: str, run: str, number: int | None, why: str) -> Report:
-        """Return a round's stacks, taken now or when the round hung; see `Control.TakeStacks`.
+        """Return a round's stacks, captured now or when the round hung; see `Control.TakeStacks`.
 
         Raises:
             UnknownJobError: no such job is known.
             RendezvousClosedError: the given run is not the last.
             InvalidRequestError: no round is live, and no stacks of that round were kept.
             LimitExceededError: too many collections are running.
-            RendezvousConnectionError: the store is away, or this server no longer serves.
+            RendezvousConnectionError: the store is unavailable, or this server no longer serves.
 
         """
         state = await self._views.state(rdzv_id)
@@ -76,7 +76,7 @@ class WorkerViews:
         Raises:
             UnknownJobError: no such job is known.
             InvalidRequestError: no stacks are kept, or none from this round.
-            RendezvousConnectionError: the store is away, or this server no longer serves.
+            RendezvousConnectionError: the store is unavailable, or this server no longer serves.
 
         """
         state = await self._views.state(rdzv_id)
@@ -93,7 +93,7 @@ class WorkerViews:
     async def _kept_stacks(
         self, state: State, number: int | None
     ) -> tuple[Report | None, Collection[int]]:
-        """Return the stacks of a round, or the latest ones, and the rounds that have any."""
+        """Return a round's stacks or the latest ones, and the numbers of rounds that have any."""
         rdzv_id, run = state.membership.rdzv_id, state.membership.run
         kept = await self._stack_archive.rounds(rdzv_id, run)
         wanted = number if number is not None else max(kept, default=None)

@@ -1,1 +1,1 @@
-"""One server among those that share a store: leader election, and work done without serving."""
+"""One of several servers that share a store: leader election, and tasks done without serving."""

@@ -1,9 +1,9 @@
-"""Watches the leader's process over a connection, so that its death is noticed at once.
+"""Watches the leader's process over a connection, so that its death is noticed immediately.
 
-The connection carries no data. Its end alone proves nothing, so the probe connects again. If a
-leader that was reached in this term now refuses connections, no process is listening, and the
-leader is deposed; this is safe even if that conclusion is wrong. If a leader's machine falls
-silent, nothing refuses connections, and the leader's lease decides.
+The connection carries no data. The end of the connection proves nothing by itself, so the probe
+connects again. If a leader that was reached in this term now refuses connections, no process is
+listening, and the leader is deposed; this is safe even if the conclusion is wrong. If a leader's
+machine falls silent, nothing refuses connections, and the leader's lease decides.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ log = logging.getLogger("rdzv.replica")
 
 CONNECT_S = 1.0
 RETRY_S = 0.25
-"""The pause before the next attempt to connect or to depose."""
+"""The pause before the next attempt to connect or to depose the leader."""
 READ_BYTES = 4096
 
 
 class LeaderProbe:
-    """Watches the leader, while another server leads."""
+    """Watches the leader while another server leads."""
 
     def __init__(self, election: Election, on_change: Callable[[], None]) -> None:
         """Call `on_change` whenever `suspect` changes."""
         self._election = election
         self._on_change = on_change
         self.suspect: Leader | None = None
-        """The leader, if its connection has ended and it has not accepted another yet."""
+        """The leader, if its connection has ended and it has not yet accepted another; otherwise
+        None."""
 
     async def run(self) -> None:
         """Watch until cancelled."""
         first = await self._election.changed(None)
         if first is not None and first.address == self._election.address:
-            # This process now has the leader's address, so the process that led there is gone.
+            # This process now has the leader's address, so the process that was leading there is
+            # gone.
             await self._depose(first)
         while True:
             leader = self._election.leader
@@ -57,7 +59,7 @@ class LeaderProbe:
             self._suspect(None)
 
     async def _watch(self, leader: Leader) -> None:
-        """Keep a connection to a leader; depose it if it refuses one after it has accepted one."""
+        """Keep a connection to a leader; depose the leader if it later refuses a connection."""
         try:
             endpoint = parse_endpoint(leader.address)
         except InvalidRequestError:
@@ -81,7 +83,7 @@ class LeaderProbe:
             await asyncio.sleep(RETRY_S)
 
     async def _depose(self, leader: Leader) -> None:
-        """Depose a leader, unless its term is over; retry while etcd is away."""
+        """Depose a leader unless its term is over; retry while etcd is unavailable."""
         while (now := self._election.leader) and now.since_unix_ms == leader.since_unix_ms:
             try:
                 done = await self._election.depose(now)

@@ -1,4 +1,4 @@
-"""Checks and restores rdzvd's store without serving: `--check` and `--restore`."""
+"""Checks and restores rdzvd's store without serving, for `--check` and `--restore`."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ ELECTION_TIMEOUT_S = 15.0
 
 @struct(frozen=True)
 class Found:
-    """The result of a check: lines for people about the contents, and the problems found."""
+    """The result of a check: human-readable lines about the contents, and the problems found."""
 
     lines: tuple[str, ...]
     problems: tuple[str, ...]
 
 
 async def check(config: Config) -> Found:
-    """Check a configuration's store without changing anything; return what was found.
+    """Check a configuration's store without changing anything, and return the findings.
 
     Raises:
         RendezvousError: the store cannot be opened, or holds no data that this rdzvd can read.
@@ -58,7 +58,7 @@ async def check(config: Config) -> Found:
         try:
             await _check_data(config, lines, problems)
         except StoreRefusedError as error:
-            # SQLite writes files even to read; on a full disk it reports only "disk I/O error".
+            # SQLite writes files even for reading; on a full disk it reports only "disk I/O error".
             if not problems:
                 raise
             lines.append(f"store: {config.data_dir} cannot be checked: {error}")
@@ -106,11 +106,12 @@ def _described(survey: Survey) -> Iterator[str]:
 
 
 def _without_room(directory: Path) -> Iterator[str]:
-    """Yield a problem if the data directory cannot be written to, for example on a full disk."""
+    """Yield a problem if the data directory cannot be written to, such as on a full disk."""
     try:
         try_room(directory)
     except (FileNotFoundError, PermissionError):
-        # The directory does not exist yet, or another account runs the check, which proves nothing.
+        # If the directory does not exist yet or another account runs the check, this proves
+        # nothing.
         return
     except OSError as error:
         yield f"{directory} cannot be written to: {error.strerror or error}; nothing can be stored"
@@ -133,7 +134,7 @@ async def _check_jobs(store: Store, config: Config, lines: list[str], problems: 
 
 
 def _flaws(rdzv_id: str, membership: Membership, config: Config) -> Iterator[str]:
-    """Yield, in words, the guarantees that a stored job breaks."""
+    """Yield a description of each guarantee that a stored job breaks."""
     if membership.rdzv_id != rdzv_id:
         yield f"it is stored under this name, but is named {membership.rdzv_id}"
     now_ms = round(time.time() * 1000)
@@ -144,12 +145,12 @@ def _flaws(rdzv_id: str, membership: Membership, config: Config) -> Iterator[str
 
 
 async def restore(config: Config, file: Path) -> str:
-    """Fill an empty store from a backup; return a sentence that says what was restored.
+    """Fill an empty store from a backup, and return a sentence that describes what was restored.
 
     The whole file is verified before anything is written.
 
     Raises:
-        RendezvousStateError: the file is truncated or changed, or not a backup for this rdzvd.
+        RendezvousStateError: the file is truncated or altered, or is not a backup for this rdzvd.
         InvalidRequestError: the file cannot be read, or the store is not empty or cannot be used.
 
     """
@@ -196,7 +197,7 @@ async def _to_write(config: Config) -> AsyncIterator[Store]:
         store: Store
         if config.etcd is not None:
             client = await stack.enter_async_context(EtcdClient.connected(config.etcd))
-            # A name without an address, so that no client connects to this short-lived leader.
+            # The name has no address, so that no client connects to this short-lived leader.
             name = f"rdzvd --restore (pid {os.getpid()} on {socket.gethostname()})"
             election = await stack.enter_async_context(Election.running(client, name))
             fence = await _elected(election, config.etcd)
@@ -213,7 +214,7 @@ async def _elected(election: Election, etcd: EtcdConfig) -> Fence:
     The wait is long enough for a dead leader's lease to expire.
 
     Raises:
-        InvalidRequestError: another server leads, or etcd has not answered.
+        InvalidRequestError: another server leads, or etcd has not responded.
 
     """
     try:

@@ -1,8 +1,8 @@
 """Tracks whether this rdzvd leads, and owns the driver while it does.
 
-A server alone on its store always leads. Of several that share an etcd, one leads and the others
-*stand by*: they refuse calls and name the leader. A leader that can no longer prove its leadership
-closes its streams at once, before another can lead, and stands by again.
+A server that does not share its store always leads. Among servers that share an etcd, one leads and
+the others *stand by*: they refuse calls and name the leader. A leader that can no longer prove its
+leadership closes its streams at once, before another can lead, and stands by again.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("rdzv.replica")
 
 LOOK_EVERY_S = 2.0
-"""The interval at which the list of servers is read."""
+"""How often the list of servers is read."""
 HEAD_START_S = 0.15
-"""How much longer each server waits to lead than the server before it, which nodes try first."""
+"""How much longer each server waits before trying to lead than the server before it in the
+order."""
 
 
 class Replica:
-    """Provides the driver to the services. Stands by until `lead` or `campaign` is called."""
+    """Provides the driver to the services. It stands by until `lead` or `campaign` is called."""
 
     def __init__(self, clock: Clock, store: str, version: str) -> None:
         self._clock = clock
@@ -69,7 +70,7 @@ class Replica:
     async def settled_driver(self, timeout_s: float) -> Driver:
         """Return the driver; while no server leads, first wait up to `timeout_s` for a leader.
 
-        This brings nodes that have lost a leader to the next one at once, without polling.
+        This brings nodes that have lost a leader to the next one immediately, without polling.
 
         Raises:
             NotLeaderError: this server does not lead; the error names the leader, if known.
@@ -85,7 +86,7 @@ class Replica:
 
     @property
     def proven(self) -> bool:
-        """Whether this server leads and can prove it at this moment."""
+        """Whether this server leads and can currently prove it."""
         leads = self._driver is not None
         return leads and (self._election is None or self._election.proven)
 
@@ -97,13 +98,13 @@ class Replica:
 
     @property
     def trouble(self) -> str:
-        """Why this server can decide nothing new at this moment; empty if it can."""
+        """The reason why this server can decide nothing new at the moment; empty if it can."""
         if self._driver is None or not self.proven:
             return str(self._not_leader())
         return self._driver.trouble
 
     def figures(self) -> Figures | None:
-        """Return this server's state for its metrics; None while it does not lead."""
+        """Return this server's state for its metrics, or None while it does not lead."""
         return self._driver.figures() if self._driver is not None and self.proven else None
 
     def agents(self) -> Mapping[str, str]:
@@ -121,15 +122,15 @@ class Replica:
         )
 
     async def servers(self) -> tuple[Server, ...]:
-        """Return a view of every rdzvd that shares this server's store, itself included.
+        """Return a view of every rdzvd that shares this server's store, including this one.
 
         Raises:
-            RendezvousConnectionError: etcd is away.
+            RendezvousConnectionError: etcd is unavailable.
 
         """
         age_ms = self._clock.now_ms() - self._since_ms
         store_away = (self._driver.trouble if self._driver is not None else "") or None
-        # Not `self._clock`, which ignores steps of the system's clock.
+        # Do not use `self._clock`, which ignores steps of the system's clock.
         now_unix_ms = round(time.time() * 1000)
         if self._election is None:
             leadership = (self._driver.leadership if self._driver else 0) or None
@@ -165,22 +166,22 @@ class Replica:
     # ---------------------------------------------------------------- leading
 
     def serve_as(self, address: str, tell: Callable[[bool], None], exposed: str = "") -> None:
-        """Set this server's address, and call `tell` with whether it leads, now and at each change.
+        """Set this server's address; call `tell` with whether it leads, now and at each change.
 
-        `exposed` says why any client may do anything here; empty if access is restricted.
+        `exposed` says why any client may do anything here; it is empty if access is restricted.
         """
         self._address, self._tell, self._exposed = address, tell, exposed
         tell(self._driver is not None)
 
     def lead(self, driver: Driver) -> None:
-        """Start to lead, with this driver."""
+        """Start leading with this driver."""
         self._driver, self._since_ms = driver, self._clock.now_ms()
         self._tell_order()
         self._tell(True)
         self._note_change()
 
     def stand_by(self, error: RendezvousError) -> None:
-        """Stop leading, if this server leads: close every stream with this error."""
+        """Stop leading, if this server leads, and close every stream with this error."""
         driver, self._driver = self._driver, None
         if driver is not None:
             self._since_ms = self._clock.now_ms()
@@ -223,7 +224,7 @@ class Replica:
             leader = await election.changed(leader)
 
     async def _keep_order(self, election: Election) -> None:
-        """Read the list of servers regularly, and send it to nodes for the next take-over."""
+        """Read the list of servers regularly, and send it to nodes for the next takeover."""
         while True:
             try:
                 found = await election.replicas()
@@ -241,7 +242,7 @@ class Replica:
             self._driver.connections.note_standing_by(others)
 
     def _head_start_s(self) -> float:
-        """Return how long this server waits for those before it in the order to take over."""
+        """Return how long to wait so that servers ahead of this one can take over first."""
         order = [one for one in self._order if one != self._last_leader]
         if self._address not in order:
             return 0.0
@@ -263,10 +264,10 @@ class Replica:
                 log.warning("this server leads (leadership %d)", driver.leadership)
                 self.lead(driver)
                 reason = await election.lost()
-                log.warning("this server no longer leads: %s", reason)
+                log.warning("this server is no longer the leader: %s", reason)
                 self.stand_by(self._not_leader())
         except RendezvousError as error:
-            log.error("this server could not lead: %s", error)
+            log.error("this server could not become the leader: %s", error)
             await election.resign()
             await sleep_ms(self._clock, config.timings.store_retry_ms)
         finally:

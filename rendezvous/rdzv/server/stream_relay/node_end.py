@@ -1,4 +1,4 @@
-"""Holds the server's messages to a node behind a relay until the node reads them."""
+"""Queues the server's messages to a node behind a relay until the node reads them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections import deque
 from rdzv.errors import LimitExceededError, RendezvousError
 
 NODE_BYTES = 8 << 20
-"""The maximum number of bytes that wait for one node."""
+"""The maximum number of bytes queued for one node."""
 
 
 class NodeEnd:
-    """A bounded queue of messages with one reader, the node's stream."""
+    """A bounded queue of messages with a single reader, the node's stream."""
 
     def __init__(self, limit: int) -> None:
-        """Hold at most `limit` messages."""
+        """Create a queue that holds at most `limit` messages."""
         self._limit = limit
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
         self._changed = asyncio.Event()
         self.ended = False
-        """Whether no message follows those that wait."""
+        """Whether no more messages will follow the queued ones."""
         self.error: RendezvousError | None = None
-        """Why the stream has ended; None if it ended normally."""
+        """The reason why the stream ended, or None if it ended normally."""
 
     def put(self, message: bytes) -> None:
         """Queue a message for the node.
@@ -43,13 +43,13 @@ class NodeEnd:
         self._changed.set()
 
     def end(self, error: RendezvousError | None) -> None:
-        """Let the stream end once the node has read the waiting messages; the first call counts."""
+        """End the stream once the node has read the queued messages; only the first call counts."""
         if not self.ended:
             self.ended, self.error = True, error
         self._changed.set()
 
     async def take(self) -> bytes | None:
-        """Wait for the next message and return it; return None at the end."""
+        """Wait for the next message and return it, or return None at the end of the stream."""
         while not self._waiting:
             if self.ended:
                 return None

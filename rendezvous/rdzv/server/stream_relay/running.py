@@ -1,4 +1,4 @@
-"""Runs a relay: its listener, and its call to the server."""
+"""Runs a relay, consisting of its listener and its call to the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rdzv.transport.endpoints import Listen
 
 @asynccontextmanager
 async def relaying(config: Config, to: RelayTo, tls: Tls | None) -> AsyncIterator[Listen]:
-    """Relay until the body ends; yield the listening address, with the port chosen for port 0.
+    """Relay until the body ends; yield the listening address, with the actual port for port 0.
 
     Raises:
         InvalidRequestError: the relay cannot listen on the address, or cannot use a TLS file.
@@ -36,7 +36,7 @@ async def relaying(config: Config, to: RelayTo, tls: Tls | None) -> AsyncIterato
     )
     server = grpc_server([], listener_options(config.limits, config.timings))
     service.register_with(server)
-    # SERVING means that the relay runs. If it cannot reach its server, it refuses streams.
+    # SERVING means that the relay is running. If it cannot reach its server, it refuses streams.
     health_servicer = health.aio.HealthServicer()
     await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

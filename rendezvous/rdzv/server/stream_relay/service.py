@@ -1,4 +1,4 @@
-"""The relay's gRPC services, which pass on nodes' streams and send operators to the server."""
+"""The relay's gRPC services, which pass on nodes' streams and refer operators to the server."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ LAST_WRITE_S = 1.0
 
 
 class RelayService:
-    """Passes on nodes' streams, as bytes."""
+    """Passes on nodes' streams as raw bytes."""
 
     def __init__(
         self, upstream: Upstream, config: Config, may_pass_tokens: Callable[[], bool]
     ) -> None:
-        """`may_pass_tokens` returns whether the connection to the server keeps tokens secret."""
+        """Pass tokens on only if `may_pass_tokens` says that the connection keeps them secret."""
         self._upstream = upstream
         self._limits = config.limits
         self._timings = config.timings
@@ -63,7 +63,7 @@ class RelayService:
                 await _write(context, node)
                 reading.cancel()
         finally:
-            # This runs even if the node has died, because gRPC then cancels the call.
+            # This also runs if the node has died, because gRPC then cancels the call.
             link.close(number)
         if node.error is not None:
             await end_call(context, node.error)
@@ -80,10 +80,10 @@ class RelayService:
         return first
 
     def _caller(self, context: Any) -> pb.RelayedCaller:
-        """Return the node's credentials, for the server to check.
+        """Return the node's credentials for the server to check.
 
         Raises:
-            UnauthenticatedError: the node has sent a token that may not be passed on.
+            UnauthenticatedError: the node has sent a token that must not be passed on.
 
         """
         header = authorization_header(context)
@@ -101,7 +101,7 @@ class RelayService:
         )
 
     async def send_to_server(self, request: object, context: Any) -> NoReturn:
-        """Refuse any other call, and name the server, so that the client calls it."""
+        """Refuse any other call, naming the server so that the client calls it instead."""
         server = str(self._upstream.server)
         await end_call(
             context,
@@ -114,7 +114,7 @@ class RelayService:
         raise AssertionError("the call has ended")
 
     def register_with(self, server: grpc.aio.Server) -> None:
-        """Register handlers for `Attach` and for all calls of operators."""
+        """Register handlers for `Attach` and for all of the operators' calls."""
         attach: Handler = grpc.stream_stream_rpc_method_handler(self.attach)
         _register(server, "Rendezvous", {"Attach": attach})
         control = pb.DESCRIPTOR.services_by_name["Control"]
@@ -131,12 +131,12 @@ class RelayService:
 
 
 def _register(server: grpc.aio.Server, service: str, handlers: dict[str, Handler]) -> None:
-    # Without serializers, messages stay bytes.
+    # Without serializers, messages remain bytes.
     server.add_registered_method_handlers(f"rdzv.v1.{service}", handlers)
 
 
 async def _read(first: bytes, context: Any, link: Link, number: int) -> None:
-    """Pass on the node's messages, one at a time, until it sends no more."""
+    """Pass on the node's messages one at a time until it sends no more."""
     message: Any = first
     while isinstance(message, bytes):
         await link.pass_on(number, message)

@@ -1,4 +1,4 @@
-"""The relay's one call to the leading server, opened again whenever it ends."""
+"""The relay's single call to the leading server, which is reopened whenever it ends."""
 
 from __future__ import annotations
 
@@ -36,19 +36,21 @@ from rdzv.v1 import rdzv_pb2_grpc
 from rdzv.version import VERSION
 
 ANSWER_S = 10.0
-"""How long a server may take to answer. Longer than a server holds calls while none leads."""
+"""How long a server may take to answer. Must exceed the time for which a server holds calls while
+there is no leader."""
 
 OPTIONS = (*STREAM_OPTIONS, ("grpc.http2.bdp_probe", 1))
-"""The messages to thousands of nodes arrive here at once, from further away than a node's own."""
+"""Channel options for the messages to thousands of nodes, which all arrive here and travel further
+than the messages to a single node."""
 
 BACKOFF = Backoff(max_s=1.0)
-"""Short, because relays are few, and thousands of nodes wait for each."""
+"""Kept short, because relays are few and thousands of nodes wait for each of them."""
 
 log = logging.getLogger("rdzv.relay")
 
 
 class Link:
-    """One call to one server. When it ends, so do the nodes' streams that it carries."""
+    """One call to one server. When the call ends, so do the nodes' streams that it carries."""
 
     def __init__(self) -> None:
         self._nodes: dict[int, NodeEnd] = {}
@@ -64,35 +66,35 @@ class Link:
     # ---------------------------------------------------------------- for a node
 
     def open(self, node: NodeEnd, caller: pb.RelayedCaller) -> int:
-        """Open a stream for a node; return the stream's number."""
+        """Open a stream for a node and return the stream's number."""
         number = next(self._numbers)
         self._nodes[number] = node
         self._outgoing.put_now(pb.FromNode(stream=number, opened=caller), caller.ByteSize())
         return number
 
     async def pass_on(self, number: int, message: bytes) -> None:
-        """Send a node's message; wait until it is written."""
+        """Send a node's message, and wait until it is written."""
         if number in self._nodes:
             await self._outgoing.put(pb.FromNode(stream=number, message=message), len(message))
 
     def finish(self, number: int) -> None:
-        """Report to the server that a node sends no more; the server may still send to the node."""
+        """Report that a node will send no more messages; the server may still send to the node."""
         if number in self._nodes:
             self._outgoing.put_now(pb.FromNode(stream=number, finished=pb.RelayedFinish()))
 
     def close(self, number: int) -> None:
-        """Remove a node's stream; report it as broken, unless the server has ended it."""
-        # After the end of the call, report nothing: the node has not ended its stream.
+        """Remove a node's stream, and report it as broken unless the server has ended it."""
+        # Report nothing once the call has ended: the node did not end its stream.
         if self._nodes.pop(number, None) is not None and not self._over:
             self._outgoing.put_now(pb.FromNode(stream=number, broken=pb.RelayedBreak()))
 
     # ---------------------------------------------------------------- for the call
 
     def take(self, frame: pb.ToNode) -> None:
-        """Pass on a frame from the server to its node."""
+        """Pass a frame from the server on to its node."""
         node = self._nodes.get(frame.stream)
         if node is None:
-            return  # The node has gone, and the server does not know yet.
+            return  # The node is gone, but the server does not know yet.
         if frame.HasField("ended"):
             del self._nodes[frame.stream]
             code = frame.ended.code
@@ -105,7 +107,7 @@ class Link:
             node.end(error)
 
     async def write_all(self, call: Any, beat_s: float) -> None:
-        """Write nodes' messages, and heartbeats after `beat_s` of silence, until the call ends."""
+        """Write nodes' messages until the call ends, with a heartbeat per `beat_s` of silence."""
 
         async def write(frames: list[pb.FromNode]) -> None:
             await call.write(pb.FromRelay(frames=frames))
@@ -113,10 +115,10 @@ class Link:
         try:
             await self._outgoing.write_all(write, beat_s)
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
-            return  # The task that reads the call learns why it has ended.
+            return  # The task that reads from the call finds out why the call ended.
 
     def end(self, error: RendezvousError) -> None:
-        """End the streams of all nodes with this error."""
+        """End all nodes' streams with this error."""
         self._over = True
         for node in self._nodes.values():
             node.end(error)
@@ -134,11 +136,11 @@ class Upstream:
 
     @property
     def server(self) -> Endpoint:
-        """The server that the relay calls now or tries next."""
+        """The server that the relay is calling now or will try next."""
         return self._attempts.present
 
     async def link(self, timeout_s: float) -> Link:
-        """Return the current call; if there is none, wait up to `timeout_s` for one.
+        """Return the current call, or wait up to `timeout_s` for one.
 
         Raises:
             RendezvousConnectionError: no call was opened in that time.
@@ -164,7 +166,7 @@ class Upstream:
                 error = await self._hold_unless_cancelled(endpoint)
                 wait_s = self._attempts.failed(error, loop.time())
                 if wait_s is None:
-                    continue  # The error named the leader; call it at once.
+                    continue  # The error named the leader, so call it at once.
                 if not self._said_lost:
                     self._said_lost = True
                     log.warning("the call to the server at %s failed: %s", endpoint, error)
@@ -182,7 +184,7 @@ class Upstream:
             self._linked.clear()
 
     async def _hold_unless_cancelled(self, endpoint: Endpoint) -> RendezvousError:
-        """Hold one call until it ends; return why it ended.
+        """Hold one call until it ends, and return why it ended.
 
         gRPC may report a cancelled task as a failed call, and a failed call as a cancelled task.
         """
@@ -195,7 +197,7 @@ class Upstream:
         return error
 
     async def _hold(self, endpoint: Endpoint) -> RendezvousError:
-        """Hold one call until it ends; return why it ended."""
+        """Hold one call until it ends, and return why it ended."""
         try:
             metadata = self._credentials.metadata(endpoint)
             channel = self._credentials.aio_channel(endpoint, OPTIONS)
@@ -239,7 +241,9 @@ class Upstream:
                     for frame in (await _read(call)).frames:
                         link.take(frame)
         finally:
-            log.info("the call to %s has ended, with the streams of %d nodes", endpoint, link.nodes)
+            log.info(
+                "the call to %s has ended, along with the streams of %d nodes", endpoint, link.nodes
+            )
             self._set(None, lost)
 
 
