@@ -437,7 +437,7 @@ async def test_a_stopped_server_loses_nobody_when_it_goes_on(tmp_path: Path) -> 
             seen = await status(server.address, "job-7")
             assert (seen.state, seen.round) == ("running", line.round)
             assert [n.state for n in seen.nodes] == ["seated"]
-        assert "held up" in server.stderr.read_text()
+        assert "was blocked for" in server.stderr.read_text()
 
 
 # ---------------------------------------------------------------- refusals at the door

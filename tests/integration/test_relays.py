@@ -33,7 +33,7 @@ def test_a_relay_dies_and_then_the_server(c: Cluster) -> None:
     training.wait_for_steps(20)
     relay.kill()
     # On a busy machine a node may have gone to the other one at once.
-    c.wait_for_log("the call has ended")
+    c.wait_for_log("its call has ended")
     training.wait_until_seated()
     training.check_undisturbed()
     c.kill_server()

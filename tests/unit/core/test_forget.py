@@ -87,7 +87,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "forgotten" in record.getMessage():
+            if any(word in record.getMessage() for word in ("forget", "forgot")):
                 seen.append(f"{record.levelname} {record.getMessage()}")
 
     caplog.set_level(logging.INFO, "rdzv.jobs")

@@ -994,7 +994,7 @@ async def test_a_pause_of_the_server_proves_nothing(caplog: pytest.LogCaptureFix
     async with server() as s:
         n1, n2 = await s.pair()
         await s.clock.pause(20_000)
-        assert "held up for" in caplog.text
+        assert "was blocked for" in caplog.text
         s.driver.connections.heard(n1)
         await s.clock.advance(4_000)
         s.driver.connections.heard(n2)
@@ -1115,7 +1115,7 @@ async def test_a_job_that_is_not_known_stops_no_worker(caplog: pytest.LogCapture
         resume = Resume("n1", stream.incarnation, "feed", 4)
         await s.driver.recovery.greet(stream, [Belief("job-9", "feed", 4, True, (resume,))])
         assert [type(message) for message in read(stream)] == [Welcome]
-        assert "n1 runs round 4 of run feed of job-9" in caplog.text
+        assert "n1 is running round 4 of job job-9, run feed" in caplog.text
 
 
 @pytest.mark.parametrize("incarnation", [0, 1])

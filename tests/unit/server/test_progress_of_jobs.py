@@ -206,7 +206,7 @@ async def test_what_is_said_before_the_beliefs_are_decided_waits_for_them(
         assert steps(s) == {0: 6}
         for _ in range(3):
             messages.take(pb.NodeMessage(progress=other))
-        assert caplog.text.count("n1: ignoring its report: progress of RANK 3") == 1
+        assert caplog.text.count("n1: ignoring an invalid report: progress of RANK 3") == 1
         assert steps(s) == {0: 6}
 
 

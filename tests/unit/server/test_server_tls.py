@@ -179,7 +179,7 @@ def test_a_key_that_others_can_read_and_an_end_that_is_near_are_warned_of(
     (files.folder / "server.key").chmod(0o640)
     Tls(files.server())
     said = [record.message for record in caplog.records]
-    assert "is readable by others than its owner (mode 0640); chmod 600 it" in said[0]
+    assert "is readable by users other than its owner (mode 0640); run chmod 600 on it" in said[0]
     assert "of h, valid until" in said[1]
 
 

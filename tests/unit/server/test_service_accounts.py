@@ -234,10 +234,10 @@ async def test_known_keys_go_on_while_the_issuer_is_away(
             await accounts.caller(issuer.token(key=issuer.keys[1]))
     lines = [record.getMessage() for record in caplog.records]
     assert [lines[0], lines[2]] == [
-        f"the keys of {issuer.url}: one",
-        f"the keys of {issuer.url}: one, three",
+        f"fetched the keys of {issuer.url}: one",
+        f"fetched the keys of {issuer.url}: one, three",
     ]
-    assert lines[1].startswith(f"the keys of {issuer.url} cannot be fetched: ")
+    assert lines[1].startswith(f"cannot fetch the keys of {issuer.url}: ")
     assert re.search("answers 503; known keys stay valid for (1 d|23 h)", lines[1])
 
 

@@ -89,7 +89,7 @@ async def test_a_node_speaks_of_its_own_workers_alone(caplog: pytest.LogCaptureF
         messages = NodeMessages(s.driver, n1, s.clock, Limits())
         said = pb.WorkerGpus(rdzv_id="job-7", run="run-1", ranks=[pb.RankGpu(rank=3)])
         messages.take(pb.NodeMessage(worker_gpus=said))
-        assert "n1: ignoring its report: a GPU of RANK 3" in caplog.text
+        assert "n1: ignoring an invalid report: a GPU of RANK 3" in caplog.text
 
 
 def test_what_a_node_says_is_bounded() -> None:

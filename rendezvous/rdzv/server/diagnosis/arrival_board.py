@@ -1,4 +1,4 @@
-"""Collects nodes' reports of when the workers of one round entered collectives."""
+"""Collects nodes' reports of when the workers in one round entered collectives."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from rdzv.core.evidence.lateness import LEAST_PAIRS, GroupLook, pairs
 from rdzv.server.messages import Arrivals, GroupArrivals
 
 MAX_GROUPS = 1_024
-"""The most process groups in one round; a large job has a few for each of its nodes."""
+"""The maximum number of process groups in one round; a large job has a few for each of its
+nodes."""
 MAX_KEPT = 512
-"""How many collectives of one group are kept, at most, until all nodes have reported them."""
+"""The maximum number of one group's collectives that are kept until all nodes have reported
+them."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """One process group."""
+    """The entries into one process group's collectives."""
 
     latest: dict[str, int] = field(default_factory=dict)
-    """By node_id: the latest collective that the node has reported."""
+    """The latest collective that each node has reported, by node_id."""
     entered_us: dict[int, dict[int, int]] = field(default_factory=dict)
     per_second: float = 0.0
     errors_us: dict[str, int | None] = field(default_factory=dict)
@@ -32,14 +34,14 @@ class _Group:
             del self.entered_us[sequence]
 
     def complete(self) -> int:
-        """Return how many collectives, each with its successor, all nodes have reported."""
+        """Return how many collectives all nodes have reported together with their successors."""
         upto = min(self.latest.values())
         return sum(n < upto for n in pairs(self.entered_us))
 
     def take(self) -> GroupLook:
         upto = min(self.latest.values())
         taken = {n: entered for n, entered in self.entered_us.items() if n <= upto}
-        # The last one is kept, to be compared with the next one later.
+        # The last one is kept, so that it can be compared with the next one later.
         self.entered_us = {n: entered for n, entered in self.entered_us.items() if n >= upto}
         errors_us = [one for one in self.errors_us.values() if one is not None]
         known = len(errors_us) == len(self.errors_us)
@@ -47,7 +49,7 @@ class _Group:
 
 
 class ArrivalBoard:
-    """The entries into collectives of one round that have not been compared yet."""
+    """A round's entries into collectives that have not been compared yet."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
@@ -59,7 +61,7 @@ class ArrivalBoard:
                 self._groups.setdefault(group.group, _Group()).note(node_id, group)
 
     def take(self) -> list[GroupLook]:
-        """Return and forget the entries that can be compared now; none while there are too few."""
+        """Remove and return the entries that can be compared now, or [] while there are too few."""
         if all(group.complete() < LEAST_PAIRS for group in self._groups.values()):
             return []
         return [group.take() for group in self._groups.values() if group.complete()]

@@ -1,4 +1,4 @@
-"""All observers of one server's jobs: progress, stragglers, hangs, logs, stacks."""
+"""All observers of one server's jobs: progress, stragglers, hangs, logs and stacks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rdzv.server.settings.config import Config
 
 
 class Diagnosis:
-    """The observers of one server. Only `hangs` ever changes a job."""
+    """One server's observers. Only `hangs` ever changes a job."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Diagnosis:
         send: Callable[[str, Announcement], bool],
         note: Callable[[str, tuple[Event, ...]], None],
     ) -> None:
-        """`send` sends a message to a node; `note` records events that no step has caused."""
+        """Use `send` to send messages to nodes and `note` to record events not caused by a step."""
         limits, timings = config.limits, config.timings
         self._clock = clock
         self.progress = ProgressBoard()
@@ -61,7 +61,7 @@ class Diagnosis:
         )
 
     def note_state(self, state: State) -> None:
-        """Note a job's new state: drop what was observed in a round that is over."""
+        """React to a job's new state by dropping everything observed in a round that is over."""
         self.progress.tidy(state)
         self.starts.tidy(state)
         self.snapshots.tidy(state)

@@ -1,7 +1,8 @@
-"""Keeps the progress that nodes report for their workers, in memory, for live rounds only.
+"""Keeps the progress that nodes report for their workers, in memory and for live rounds only.
 
-No decision depends on progress, so it is neither in the rendezvous core nor in the store; nodes
-report it again to a restarted server. At most one entry is kept per worker of a live round.
+No decision depends on progress, so it is kept neither in the rendezvous core nor in the store;
+nodes report it again to a restarted server. At most one entry is kept for each worker in a live
+round.
 """
 
 from __future__ import annotations
@@ -16,34 +17,34 @@ from rdzv.structs import replace
 
 @dataclass(slots=True)
 class _Job:
-    """The progress that the nodes of one round have reported."""
+    """The progress that the nodes in one round have reported."""
 
     run: str
     round: Round
     ranks: dict[str, range]
-    """By node_id: the RANKs of the node's workers."""
+    """The RANKs of each node's workers, by node_id."""
     said: dict[str, tuple[int, Progress]] = field(default_factory=dict)
-    """By node_id: when the node's latest report was received, and the report."""
+    """Each node's latest report and the time when it was received, by node_id."""
 
 
 class ProgressBoard:
-    """The latest reports of progress, by job and node."""
+    """The latest progress reports, by job and node."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
 
     @property
     def jobs(self) -> int:
-        """The number of jobs with progress."""
+        """The number of jobs for which progress is known."""
         return len(self._jobs)
 
     def note(
         self, state: State, node_id: str, incarnation: int, said: Progress, now_ms: int
     ) -> bool:
-        """Record a node's progress; return whether it was recorded.
+        """Record a node's progress, and return whether it was recorded.
 
-        A report about a round that is not live is too late or too early, and is ignored, as is one
-        from a node that has no seat in the round.
+        A report about a round that is not live comes too late or too early and is ignored. So is a
+        report from a node that has no seat in the round.
 
         Raises:
             InvalidRequestError: the report names a worker that the node does not have.
@@ -67,7 +68,7 @@ class ProgressBoard:
         return True
 
     def _job(self, state: State, round_: Round) -> _Job:
-        """Return the record of a job's live round; begin one if there is none."""
+        """Return the record for a job's live round, creating it if there is none."""
         rdzv_id = state.membership.rdzv_id
         job = self._jobs.get(rdzv_id)
         if job is None or not state.membership.is_live(job.run, job.round.number):
@@ -78,7 +79,7 @@ class ProgressBoard:
         return job
 
     def tidy(self, state: State) -> None:
-        """Drop the progress of a round that is over, and of nodes that no longer have a seat."""
+        """Drop the progress of a round that is over and of nodes that no longer have a seat."""
         rdzv_id = state.membership.rdzv_id
         if (job := self._jobs.get(rdzv_id)) is None:
             return
@@ -88,7 +89,7 @@ class ProgressBoard:
             job.said = {n: said for n, said in job.said.items() if n in state.seats}
 
     def shown(self, state: State, now_ms: int) -> tuple[RankProgress, ...]:
-        """Return the progress of a job's workers in its live round, in order of RANK."""
+        """Return the progress of a job's workers in its live round, in RANK order."""
         job = self._jobs.get(state.membership.rdzv_id)
         if job is None or not state.membership.is_live(job.run, job.round.number):
             return ()

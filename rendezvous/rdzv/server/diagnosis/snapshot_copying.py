@@ -1,7 +1,7 @@
-"""Has nodes keep copies of snapshots that would otherwise be lost with a topology or a machine.
+"""Makes nodes keep copies of snapshots that would otherwise be lost with a topology or machine.
 
-Marks are copied one at a time: a newer mark waits until the copies of the current one are kept, or
-given up by their keepers. Nodes without a copy carrier take no part.
+Marks are copied one at a time: a newer mark waits until the keepers of the current mark's copies
+have kept them or given them up. Nodes without a copy carrier do not take part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rdzv.server.messages import KeepCopies, SnapshotsHeld
 
 
 class Copying:
-    """The copies of one live round."""
+    """The copies of snapshots in one live round."""
 
     def __init__(self, rdzv_id: str, run: str, round_: Round) -> None:
         self._rdzv_id = rdzv_id
@@ -23,24 +23,26 @@ class Copying:
         self._participants = {one.node_id: one for one in round_.participants}
         self._carriers: dict[str, CopyCarrier] = {}
         self._can_do_more = False
-        """Whether a carrier is new or has changed since copying of the current mark began, so that
-        copies that were given up may succeed now."""
+        """Whether a carrier has appeared or changed since copying of the current mark began, so
+        that copies that were given up might succeed now."""
         self._orders: dict[str, tuple[CopySource, ...]] = {}
-        """By keeper: the sources of the copies of the current mark that it still has to make."""
+        """The sources of the copies that each keeper still has to make of the current mark, by
+        keeper."""
         self._keepers: dict[str, str] = {}
-        """By source node: the keeper of the copies of its snapshots of the current mark."""
+        """The node that keeps copies of each source node's snapshots of the current mark, by source
+        node."""
         self._given_up: dict[str, str] = {}
-        """By keeper: why it does not keep its copies of the current mark."""
+        """The reason why a keeper does not keep its copies of the current mark, by keeper."""
         self._sent: set[str] = set()
-        """The nodes that were sent their orders on their current streams."""
+        """The nodes that have been sent their orders on their current streams."""
         self._mark: SnapshotMark | None = None
-        """The mark whose copies are being made, or were made last."""
+        """The mark that is being copied or was copied last."""
         self.settled: SnapshotMark | None = None
-        """The newest whole mark of this round whose copies are kept or given up; None until there
-        is one."""
+        """The newest whole mark in this round whose copies have been kept or given up, or None if
+        there is none yet."""
 
     def note(self, node_id: str, said: SnapshotsHeld, held: HeldByNodes) -> None:
-        """Note what a node holds; go on to a newer mark if the current one is settled."""
+        """Record what a node holds, and move on to a newer mark if the current one is settled."""
         if said.carrier is None:
             self._carriers.pop(node_id, None)
         else:
@@ -68,11 +70,11 @@ class Copying:
                 yield keeper, KeepCopies(self._rdzv_id, self._run, self._mark, sources)
 
     def note_sent(self, keeper: str) -> None:
-        """Note that a keeper was sent its orders."""
+        """Record that a keeper has been sent its orders."""
         self._sent.add(keeper)
 
     def note_gone(self, node_id: str) -> None:
-        """Note that a node's stream has ended."""
+        """Record that a node's stream has ended."""
         self._sent.discard(node_id)
 
     def why_missing(self, node_id: str, mark: SnapshotMark) -> str:

@@ -1,11 +1,11 @@
-"""Tracks the snapshots that nodes of live rounds hold, and the newest step that is whole.
+"""Tracks the snapshots held by the nodes in live rounds, and the newest step that is whole.
 
-Everything is kept in memory: nodes repeat what they hold after a reconnect and with each join; the
-joins decide what the next round loads. When a newer mark has become whole, it is sent to the nodes:
-they keep their snapshots of it, and may overwrite older ones. If nodes keep copies for each other,
-the mark is sent only once its copies are kept or given up; until then, nodes overwrite neither the
-newer nor the older snapshots (`snapshot_copying`). If no rank can save any more, the newest mark
-held is given up, so that they go on.
+Everything is kept in memory: nodes repeat what they hold after a reconnect and with each join, and
+the joins decide what the next round loads. When a newer mark becomes whole, it is sent to the
+nodes, which keep their snapshots of it and may overwrite older ones. If nodes keep copies for each
+other, the mark is sent only once its copies have been kept or given up; until then, nodes overwrite
+neither the newer nor the older snapshots (`snapshot_copying`). If no rank can save any more, the
+newest mark held is given up, so that the ranks can continue.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class _Job:
     copying: Copying
     blocked: BlockedSaves
     whole_ms: int | None = None
-    """When the newest mark became whole; None if that was before the round."""
+    """When the newest mark became whole, or None if that was before the round."""
     given_up: SnapshotMark | None = None
     """The newest mark that was given up in this round."""
 
     @property
     def announced(self) -> SnapshotMark | None:
-        """The newest mark that the nodes were told of, by the round itself or in it."""
+        """The newest mark that was announced to the nodes, by the round itself or during it."""
         return self.copying.settled or self.round.snapshot
 
     def note_blocked(self, node_id: str, said: SnapshotsHeld) -> None:
-        """Give up the newest mark held if no rank can save, and no newer whole mark is copied."""
+        """Give up the newest mark held if no rank can save and no whole mark awaits its copies."""
         self.blocked.note(node_id, said.snapshots)
         if self.announced is not None:
             self.blocked.advance(self.announced)
@@ -56,7 +56,7 @@ class _Job:
             self.blocked.advance(mark)
 
     def node_loss(self) -> NodeLoss | None:
-        """Return what would remain after the loss of one node; None if that is not known."""
+        """Return what would remain after the loss of one node, or None if this is not known."""
         mark = self.held.whole
         names = None if mark is None else self.held.sole_holders(mark)
         if mark is None or names is None:
@@ -70,20 +70,21 @@ class SnapshotTracking:
     """The snapshots of one server's jobs."""
 
     def __init__(self, send: Callable[[str, Announcement], bool]) -> None:
-        """`send` sends a message to a node, and returns whether the node has a stream."""
+        """Use `send` to send messages to nodes; it returns whether the node has a stream."""
         self._send = send
         self._jobs: dict[str, _Job] = {}
         self._told: dict[str, dict[str, tuple[int, SnapshotMark, SnapshotMark | None]]] = {}
-        """By node_id and rdzv_id: the last round, mark and given-up mark that were sent on the
-        node's stream."""
+        """The round, mark and given-up mark that were last sent on each node's stream, by node_id
+        and rdzv_id."""
 
     def note(
         self, state: State, node_id: str, incarnation: int, said: SnapshotsHeld, now_ms: int
     ) -> bool:
-        """Note the snapshots that a participant holds; return whether they were noted.
+        """Record the snapshots that a participant holds, and return whether they were recorded.
 
-        A report is ignored if no round of its run is live, or if the node has no seat. If copying
-        of a newer whole mark is settled, or a mark is given up, it is sent to all participants.
+        A report is ignored if no round of its run is live or if the node has no seat. Once copying
+        of a newer whole mark is settled, or a mark is given up, the mark is sent to all
+        participants.
         """
         membership, seat = state.membership, state.seats.get(node_id)
         if membership.live_round is None or said.run != membership.run:
@@ -105,20 +106,20 @@ class SnapshotTracking:
         return True
 
     def note_gone(self, node_id: str) -> None:
-        """Forget what was sent on a node's stream, which has ended."""
+        """Forget what was sent on a node's stream, because the stream has ended."""
         self._told.pop(node_id, None)
         for job in self._jobs.values():
             job.copying.note_gone(node_id)
 
     def tidy(self, state: State) -> None:
-        """Forget what is known about a job's run if it is over."""
+        """Forget what is known about a job's run if the run is over."""
         membership = state.membership
         job = self._jobs.get(membership.rdzv_id)
         if job is not None and (membership.ended is not None or membership.run != job.run):
             del self._jobs[membership.rdzv_id]
 
     def shown(self, state: State) -> SnapshotsKnown:
-        """Return what is known about a job's snapshots; nothing once the job has ended."""
+        """Return what is known about a job's snapshots, which is nothing once the job has ended."""
         membership, round_ = state.membership, state.membership.round
         if round_ is None or membership.ended is not None:
             return SnapshotsKnown()
@@ -151,7 +152,7 @@ class SnapshotTracking:
         return job
 
     def _tell(self, node_id: str, rdzv_id: str, job: _Job) -> None:
-        """Send a node the newest mark settled or given up in this round, once."""
+        """Send a node the newest mark settled or given up in this round, unless already sent."""
         mark, given_up = job.announced, job.given_up
         if mark is None or (job.copying.settled is None and given_up is None):
             return

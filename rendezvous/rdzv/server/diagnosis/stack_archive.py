@@ -1,9 +1,9 @@
-"""Keeps the stacks of the latest hangs, across restarts of the server.
+"""Keeps the stacks of the latest hangs across restarts of the server.
 
-Each hang's stacks are one key-value record, in one of a fixed number of slots, so that the total is
-bounded. A job that has its share of the slots replaces its own oldest record; otherwise, if no slot
-is free, the oldest record of all jobs is replaced. Nothing depends on the records: one that cannot
-be read is logged and overwritten.
+The stacks of each hang form one key-value record in one of a fixed number of slots, so that the
+total size is bounded. A job that has used its share of the slots replaces its own oldest record;
+otherwise, if no slot is free, the oldest record of all jobs is replaced. Nothing depends on the
+records: a record that cannot be read is logged and overwritten.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.stacks")
 
 PLACES = tuple(f"stacks-{letter}" for letter in "abcdefghijklmnop")
-"""The names of the records, each at most `Limits.stack_bytes` plus the overhead of JSON."""
+"""The names of the records. Each record takes at most `Limits.stack_bytes` plus the JSON
+overhead."""
 PLACES_OF_JOB = 4
-"""The most records that one job may have."""
+"""The maximum number of records for one job."""
 
 
 class _Document(msgspec.Struct, frozen=True):
-    """The stacks stored in a slot; None if the slot is empty."""
+    """The stacks stored in a slot, or None if the slot is empty."""
 
     report: Report | None = None
 
 
 @struct(frozen=True)
 class _Place:
-    """A slot's description, without its stacks."""
+    """A description of a slot, without the stacks."""
 
     name: str
     rdzv_id: str = ""
-    """Empty if the slot is free."""
+    """The job whose stacks are in the slot; empty if the slot is free."""
     run: str = ""
     round: int = 0
     at_ms: int = 0
 
 
 class StackArchive:
-    """The stacks that one server keeps. They are read from the store on first use."""
+    """The stacks that a server keeps. They are read from the store on first use."""
 
     def __init__(self, store: StoreAccess) -> None:
         self._store = store
@@ -54,10 +55,10 @@ class StackArchive:
         self._lock = asyncio.Lock()
 
     async def keep(self, report: Report) -> None:
-        """Store stacks, replacing older ones if necessary; each round keeps only its latest.
+        """Store stacks, replacing older ones if necessary; each round keeps only its latest stacks.
 
         Raises:
-            RendezvousError: they were not stored.
+            RendezvousError: the stacks were not stored.
 
         """
         async with self._lock:
@@ -68,7 +69,7 @@ class StackArchive:
         """Return the rounds of a run whose stacks are kept.
 
         Raises:
-            RendezvousError: the store is away.
+            RendezvousError: the store is unavailable.
 
         """
         async with self._lock:
@@ -80,7 +81,7 @@ class StackArchive:
         """Return the stacks of a round, if any are kept.
 
         Raises:
-            RendezvousError: the store is away.
+            RendezvousError: the store is unavailable.
 
         """
         async with self._lock:
@@ -91,10 +92,10 @@ class StackArchive:
         return None
 
     async def forget(self, rdzv_id: str) -> None:
-        """Delete the stacks of a job.
+        """Delete a job's stacks.
 
         Raises:
-            RendezvousError: some of them may still be stored.
+            RendezvousError: some of the stacks may still be stored.
 
         """
         async with self._lock:
@@ -103,7 +104,7 @@ class StackArchive:
                     await self._write(place, None)
 
     async def _known(self) -> dict[str, _Place]:
-        """Return the descriptions of all slots, by name; read those that are not known."""
+        """Return the descriptions of all slots, by name, reading those that are not known yet."""
         return {name: await document.known() for name, document in self._documents.items()}
 
     async def _write(self, place: _Place, report: Report | None) -> None:
@@ -122,7 +123,7 @@ def _described(name: str, report: Report | None) -> _Place:
 
 
 def _encoded(report: Report | None) -> bytes:
-    """Encode a record; if the stacks do not fit, include only the first of them."""
+    """Encode a record; if the stacks do not fit, include only the first ones."""
     while True:
         data = msgspec.json.encode(_Document(report))
         if len(data) <= DOCUMENT_BYTES or report is None or not report.stacks:
@@ -136,15 +137,15 @@ def _decoded(name: str, data: bytes) -> Report | None:
     try:
         return msgspec.json.decode(data, type=_Document).report
     except msgspec.DecodeError as error:
-        log.warning("the record %s cannot be read (%s); it will be overwritten", name, error)
+        log.warning("cannot read the record %s (%s); it will be overwritten", name, error)
         return None
 
 
 def _place_for(report: Report, places: dict[str, _Place]) -> _Place:
     """Choose a slot for stacks.
 
-    The first of these that exists: the slot of the same round; the job's oldest slot, if the job
-    has its share; a free slot; the oldest slot of all jobs.
+    The slot is the first of these that exists: the slot of the same round; the job's oldest slot,
+    if the job has used its share; a free slot; the oldest slot of all jobs.
     """
     own = [place for place in places.values() if place.rdzv_id == report.rdzv_id]
     same = [p for p in own if (p.run, p.round) == (report.run, report.round)]

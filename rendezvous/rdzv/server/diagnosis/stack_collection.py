@@ -1,8 +1,8 @@
-"""Collects the stacks of all workers of a round from their nodes, and combines them.
+"""Collects the stacks of all workers in a round from their nodes and combines them.
 
 Each node is asked on the stream that it has opened (`TakeStacks`) and answers in pieces. A job may
-have 100,000 workers, so stacks are grouped as they arrive: one stack per group is always kept, and
-as many others as fit.
+have 100,000 workers, so stacks are grouped as they arrive: one stack per group is always kept,
+along with as many others as fit.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Send = Callable[[str, Announcement], bool]
 
 @dataclass(eq=False, slots=True)
 class _Taking:
-    """One collection of one round's stacks."""
+    """A collection of the stacks in one round."""
 
     waits_for: dict[str, Participant]
-    """By node_id: the nodes whose answers are incomplete."""
+    """The nodes whose answers are not complete yet, by node_id."""
     room: int
     """The number of bytes left for further stacks."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -52,12 +52,13 @@ class _Taking:
     silent: dict[str, SilentNode] = field(default_factory=dict)
 
     def add(self, stack: WorkerStack, most_groups: int) -> None:
-        """Add a worker's stack; if a worker sends two, the first counts."""
+        """Add a worker's stack; if a worker sends two, the first one counts."""
         if stack.rank in self.told:
             return
         key, said = key_of(stack), evidence(stack)
         if key not in self.ranks and len(self.ranks) >= most_groups:
-            # With this many different stacks, more groups would help nobody: the rest share one.
+            # With this many different stacks, more groups would not help anyone, so the rest share
+            # one.
             key = (stack.state, (("elsewhere", "", 0),), ())
             stack = _elsewhere(stack)
         self.told.add(stack.rank)
@@ -72,7 +73,7 @@ class _Taking:
             self.kept[stack.rank] = stack
 
     def end(self, node_id: str, why: str = "") -> None:
-        """Stop waiting for a node; `why` says why stacks are missing, empty if none are."""
+        """Stop waiting for a node; `why` says why stacks are missing, and is empty if none are."""
         node = self.waits_for.pop(node_id, None)
         if node is not None and why:
             size = node.offer.local_world_size
@@ -90,23 +91,23 @@ def _elsewhere(stack: WorkerStack) -> WorkerStack:
 
 
 def _size(stack: WorkerStack) -> int:
-    """Estimate the stored size of a stack."""
+    """Estimate the size of a stack when it is stored."""
     frames = (frame for thread in stack.threads for frame in thread.frames)
     recorded = sum(100 + 100 * len(record.latest) for record in stack.collectives)
     return 200 + len(stack.note) + recorded + sum(len(f.name) + len(f.file) + 40 for f in frames)
 
 
 class StackRelay:
-    """Runs the stack collections of one server."""
+    """Runs one server's stack collections."""
 
     def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
-        """`answer_ms` is how long nodes have to answer."""
+        """Give nodes `answer_ms` to answer."""
         self._clock = clock
         self._limits = limits
         self._answer_ms = answer_ms
         self._send = send
         self._takings: dict[int, _Taking] = {}
-        """By the number of the request, which is the same for all nodes."""
+        """The collections in progress, by request number, which is the same for all nodes."""
         self._numbers = itertools.count(1)
         self._closed = False
 
@@ -116,7 +117,7 @@ class StackRelay:
         return len(self._takings)
 
     async def take(self, state: State, reason: str, within_ms: int | None = None) -> Report:
-        """Collect the stacks of the live round's workers; wait at most `within_ms`, if given.
+        """Collect the stacks of the live round's workers, waiting at most `within_ms` if given.
 
         Raises:
             InvalidRequestError: no round is live.
@@ -158,7 +159,7 @@ class StackRelay:
         return _report(taking, membership.rdzv_id, membership.run, round_.number, at_ms, reason)
 
     def take_in(self, node_id: str, said: Stacks) -> None:
-        """Add stacks from a node; drop stacks that no collection waits for."""
+        """Add stacks from a node; drop stacks that no collection is waiting for."""
         taking = self._takings.get(said.request)
         node = taking.waits_for.get(node_id) if taking is not None else None
         if taking is None or node is None:
@@ -171,12 +172,12 @@ class StackRelay:
             taking.end(node_id, said.error)
 
     def note_gone(self, node_id: str) -> None:
-        """Note that a node's stream has ended."""
+        """Record that a node's stream has ended."""
         for taking in self._takings.values():
             taking.end(node_id, "its stream ended before it had answered")
 
     def close(self) -> None:
-        """End every wait with an error."""
+        """End all waits with an error."""
         self._closed = True
         for taking in self._takings.values():
             taking.done.set()

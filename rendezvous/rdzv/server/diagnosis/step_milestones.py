@@ -1,7 +1,7 @@
-"""Notes a round's milestones for the ledger: first collective; first, last and redone steps.
+"""Records a round's milestones for the ledger: first collective, and first, last and redone steps.
 
-Milestones are kept in memory, for live rounds only. A server that takes over notes the first
-collective and the first step again; the ledger counts only the first note of each in a round.
+Milestones are kept in memory and for live rounds only. A server that takes over records the first
+collective and the first step again; the ledger counts only the first record of each in a round.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OLDEST_COLLECTIVE_MS = 60_000
 
 @dataclass(slots=True)
 class _Round:
-    """The furthest step of one live round, and when it was made."""
+    """The furthest step in one live round, and when it was made."""
 
     run: str
     round: int
@@ -39,14 +39,14 @@ class StepMilestones:
     """The milestones of one server's jobs."""
 
     def __init__(self, tell: Callable[[str, tuple[Event, ...]], None]) -> None:
-        """`tell` records events that no command has caused."""
+        """Use `tell` to record events that were not caused by a command."""
         self._tell = tell
         self._rounds: dict[str, _Round] = {}
         self._collectives: dict[str, tuple[str, int]] = {}
-        """By rdzv_id: the run and round whose first collective was noted."""
+        """The run and round whose first collective was recorded, by rdzv_id."""
 
     def note(self, state: State, node_id: str, said: Progress, now_ms: int) -> None:
-        """Note a node's progress in the live round that it names."""
+        """Record a node's progress in the live round specified in its report."""
         if not said.ranks:
             return
         best = max(said.ranks, key=lambda one: one.step)
@@ -67,7 +67,7 @@ class StepMilestones:
             self._tell(said.rdzv_id, events)
 
     def note_collectives(self, state: State, node_id: str, said: Arrivals, now_ms: int) -> None:
-        """Note that a node's workers have entered collectives in the live round."""
+        """Record that a node's workers have entered collectives in the live round."""
         key = said.run, said.round
         if self._collectives.get(said.rdzv_id) == key or not state.membership.is_live(*key):
             return
@@ -76,7 +76,7 @@ class StepMilestones:
         self._tell(said.rdzv_id, (event,))
 
     def note_state(self, state: State, now_ms: int) -> None:
-        """Note a job's new state: if a round is over, note its last step."""
+        """React to a job's new state by recording the last step of a round that is over."""
         membership = state.membership
         noted = self._collectives.get(membership.rdzv_id)
         if noted is not None and not membership.is_live(*noted):
@@ -91,7 +91,7 @@ class StepMilestones:
 
 
 def _entered_ago_ms(said: Arrivals, now_ms: int) -> int:
-    """Return how long ago the first of these collectives was entered; 0 if unknown."""
+    """Return how long ago the first of these collectives was entered, or 0 if unknown."""
     ages_ms = [
         now_ms - entered_us // 1_000
         for group in said.groups
@@ -103,7 +103,7 @@ def _entered_ago_ms(said: Arrivals, now_ms: int) -> int:
 
 
 def _reached_ms(known: _Round, step: int, at_ms: int, furthest: int) -> int:
-    """Return when `furthest` was reached, assuming an even pace between two reports."""
+    """Return when `furthest` was reached, assuming a steady pace between two reports."""
     if step <= known.step or furthest <= known.step:
         return at_ms
     share = (furthest - known.step) / (step - known.step)

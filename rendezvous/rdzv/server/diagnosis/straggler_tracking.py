@@ -1,9 +1,9 @@
-"""Finds stragglers from nodes' reports of their workers' entries into collectives and progress.
+"""Finds stragglers from nodes' reports about progress and about workers' entries into collectives.
 
 Each straggler is shown with the state of its GPU according to NVML, if its node reports it.
 
-Everything is kept in memory, for live rounds only, and is shown to people: no decision depends on
-it. Workers that wait for each other in collectives all have the same rate, so rates count only
+Everything is kept in memory and for live rounds only, and is shown to people: no decision depends
+on it. Workers that wait for each other in collectives all have the same rate, so rates count only
 where collectives are not recorded.
 """
 
@@ -31,19 +31,19 @@ LOOK_LEAST_MS, LOOK_MOST_MS = 200, 5_000
 RECORDS_COUNT_MS = 120_000
 """Rates count again once no collectives could be compared for this long."""
 SILENT_MS, SILENT_STEPS = 60_000, 3
-"""A worker that has reported nothing for this long, and for this many of its steps, is silent
-rather than slow: its last rate no longer counts. Whether it hangs is judged elsewhere."""
+"""A worker that has reported nothing for this long, and for the time of this many steps, is silent
+rather than slow, so its last rate no longer counts. Whether it hangs is judged elsewhere."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """The workers of one round."""
+    """What is known about the workers in one round."""
 
     run: str
     round: int
     nodes: dict[int, str]
-    """The node_id of each RANK; computed only once, since hundreds of reports a second are checked
-    against it."""
+    """The node_id for each RANK. It is computed only once, because hundreds of reports per second
+    are checked against it."""
     looked_ms: int
     compared_ms: int
     """When collectives were last compared; initially, when the round was first seen."""
@@ -51,7 +51,7 @@ class _Job:
     board: ArrivalBoard = field(default_factory=ArrivalBoard)
     arrivals: Arrivals = field(default_factory=Arrivals)
     gpus: dict[str, Mapping[int, GpuState]] = field(default_factory=dict)
-    """The state of the workers' GPUs according to NVML, by node_id, then by RANK."""
+    """The state of the workers' GPUs according to NVML, by node_id and then by RANK."""
 
     @property
     def stragglers(self) -> dict[int, Straggler]:
@@ -64,10 +64,10 @@ class _Job:
 
 
 class Stragglers:
-    """The stragglers of one server's jobs."""
+    """The stragglers in one server's jobs."""
 
     def __init__(self, after_ms: int, tell: Callable[[str, tuple[Event, ...]], None]) -> None:
-        """Call `tell` when a worker has straggled for `after_ms`, and when it has caught up."""
+        """Call `tell` when a worker has straggled for `after_ms` and when it has caught up."""
         self._after_ms = after_ms
         self._tell = tell
         self._jobs: dict[str, _Job] = {}
@@ -77,7 +77,7 @@ class Stragglers:
 
     @property
     def jobs(self) -> int:
-        """The number of jobs that are tracked."""
+        """The number of jobs being tracked."""
         return len(self._jobs)
 
     def note(
@@ -101,7 +101,7 @@ class Stragglers:
     def note_arrivals(
         self, state: State, node_id: str, incarnation: int, said: messages.Arrivals, now_ms: int
     ) -> bool:
-        """Note when a node's workers entered collectives; compare all nodes' entries if it is time.
+        """Record when a node's workers entered collectives, and compare all nodes' entries if due.
 
         Return whether the stragglers have changed. A report about a round that is not live is
         ignored.
@@ -126,7 +126,7 @@ class Stragglers:
     def note_gpus(
         self, state: State, node_id: str, incarnation: int, said: messages.WorkerGpus, now_ms: int
     ) -> bool:
-        """Note the GPUs of a node's workers; return whether any of these workers straggles.
+        """Record the GPUs of a node's workers, and return whether any of these workers straggles.
 
         A report about a round that is not live is ignored.
 
@@ -148,7 +148,7 @@ class Stragglers:
         said: messages.Arrivals | messages.WorkerGpus,
         now_ms: int,
     ) -> _Job | None:
-        """Return the job that a node's report is about; None if it is not about the live round."""
+        """Return the job that a node's report is about, or None if it is not for the live round."""
         found, seat = self._job(state, now_ms), state.seats.get(node_id)
         if found is None or seat is None or seat.incarnation != incarnation:
             return None
@@ -156,7 +156,7 @@ class Stragglers:
         return job if (said.run, said.round) == (job.run, job.round) else None
 
     def _job(self, state: State, now_ms: int) -> tuple[_Job, Round] | None:
-        """Return what is known about a job's live round, and the round; None if none is live."""
+        """Return what is known about a job's live round, and the round itself, or None."""
         membership, round_ = state.membership, state.membership.round
         if round_ is None or not round_.live:
             return None
@@ -182,7 +182,7 @@ class Stragglers:
             del self._jobs[state.membership.rdzv_id]
 
     def shown(self, rdzv_id: str) -> tuple[Straggler, ...]:
-        """Return the stragglers of a job, in order of RANK."""
+        """Return a job's stragglers, in RANK order."""
         job = self._jobs.get(rdzv_id)
         return tuple(s for _, s in sorted(job.stragglers.items())) if job is not None else ()
 

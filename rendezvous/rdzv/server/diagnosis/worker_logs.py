@@ -1,12 +1,12 @@
-"""Passes workers' output on from their nodes to readers, through the server.
+"""Passes workers' output from their nodes to readers through the server.
 
 A *reader* asks each node that may have output (`ReadLog`), on the stream that the node has opened,
-and passes on the pieces that come back. Only pieces in transit are held, and they are bounded: a
-node sends no more than it has *credit* for, and gets new credit as the reader consumes the pieces.
-So a slow reader delays only itself.
+and passes on the pieces that come back. Only pieces in transit are held, and their number is
+bounded: a node sends no more than it has *credit* for, and receives new credit as the reader
+consumes the pieces. A slow reader therefore delays only itself.
 
 With `follow`, a node that has reconnected is asked to continue where it stopped, and nodes are
-asked when they join a round.
+asked for output when they join a round.
 """
 
 from __future__ import annotations
@@ -45,35 +45,37 @@ Send = Callable[[str, Announcement], bool]
 
 @dataclass(slots=True, eq=False)
 class _Ask:
-    """One reader's request to one node."""
+    """A reader's request to one node."""
 
     node_id: str
     request: int | None = None
-    """None while the reader waits for the node to connect, and after the node's last piece."""
+    """The request's number, or None while the reader waits for the node to connect and after the
+    node's last piece."""
     done: bool = False
     failed: bool = False
     """Whether the request has failed and must not be repeated."""
     credit: int = 0
     taken: int = 0
-    """Credit that has been used and not yet renewed."""
+    """The credit that has been used and not yet renewed."""
     deadline_ms: int | None = None
     """The deadline for the node's next message."""
     round: int | None = None
     """The round that is being read."""
     offsets: dict[tuple[int, bool], int] = field(default_factory=dict)
-    """Positions in that round's files, by LOCAL_RANK and whether the file is stderr."""
+    """The positions in that round's files, by LOCAL_RANK and whether the file is stderr."""
 
 
 class WorkerLogs:
-    """The readers of one server, and their requests."""
+    """One server's log readers and their requests."""
 
     def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
-        """`answer_ms` is how long a node may take to answer or, if it is away, to return."""
+        """Give a node `answer_ms` to answer or, if it is away, to return."""
         self.clock = clock
         self.limits = limits
         self.answer_ms = answer_ms
         self.expects_until_ms = clock.now_ms() + answer_ms
-        """The time until which nodes may be reconnecting to a server that has just started."""
+        """The time until which nodes may still be reconnecting to a server that has just
+        started."""
         self._send = send
         self._readers: dict[LogReader, None] = {}
         self._asks: dict[int, tuple[LogReader, _Ask]] = {}
@@ -81,16 +83,16 @@ class WorkerLogs:
 
     @property
     def statistics(self) -> tuple[int, int]:
-        """The number of readers, and of requests that nodes are answering now."""
+        """The number of readers, and the number of requests that nodes are currently answering."""
         return len(self._readers), len(self._asks)
 
     def open(self, state: State, wanted: LogsWanted) -> LogReader:
-        """Ask a job's nodes for logs; return the reader, which the caller must close.
+        """Ask a job's nodes for logs, and return the reader, which the caller must close.
 
         Raises:
             InvalidRequestError: the job has had no such round or no worker with that RANK.
             RendezvousClosedError: the given run has ended, and another has begun.
-            LimitExceededError: too many readers.
+            LimitExceededError: there are too many readers.
 
         """
         _check(state.membership, wanted)
@@ -104,24 +106,24 @@ class WorkerLogs:
         return reader
 
     def take(self, node_id: str, piece: LogPiece) -> None:
-        """Pass on a piece that a node has sent; drop it if it has no reader."""
+        """Pass on a piece that a node has sent, or drop it if no reader wants it."""
         reader, ask = self._asks.get(piece.request, (None, None))
         if reader is not None and ask is not None and ask.node_id == node_id:
             reader.take(ask, piece)
 
     def note_state(self, state: State) -> None:
-        """Update the readers of a changed job: a round may have completed, or the run ended."""
+        """Update the readers of a job that has changed, for example because a round completed."""
         for reader in self._readers:
             if reader.rdzv_id == state.membership.rdzv_id:
                 reader.note_state(state)
 
     def note_connected(self, node_id: str) -> None:
-        """Note that a node has opened a stream."""
+        """Record that a node has opened a stream."""
         for reader in self._readers:
             reader.note_connected(node_id)
 
     def note_gone(self, node_id: str) -> None:
-        """Note that a node's stream has ended."""
+        """Record that a node's stream has ended."""
         for reader in self._readers:
             reader.note_gone(node_id)
 
@@ -133,7 +135,7 @@ class WorkerLogs:
     # ---------------------------------------------------------------- for readers
 
     def ask(self, reader: LogReader, ask: _Ask, told: ReadLog) -> bool:
-        """Send a request to a node; return False if the node has no stream."""
+        """Send a request to a node, or return False if the node has no stream."""
         if not self._send(ask.node_id, told):
             return False
         ask.request = told.request
@@ -141,7 +143,7 @@ class WorkerLogs:
         return True
 
     def next_number(self) -> int:
-        """Return the number of a new request."""
+        """Return the number for a new request."""
         return next(self._numbers)
 
     def grant(self, ask: _Ask, credit: int) -> None:
@@ -150,7 +152,7 @@ class WorkerLogs:
             self._send(ask.node_id, LogCredit(ask.request, credit))
 
     def forget(self, ask: _Ask, *, cancel: bool) -> None:
-        """Stop waiting for the answer to a request; with `cancel`, have the node stop sending."""
+        """Stop waiting for the answer to a request; with `cancel`, make the node stop sending."""
         if ask.request is None:
             return
         del self._asks[ask.request]
@@ -164,7 +166,7 @@ class WorkerLogs:
 
 
 def _check(membership: Membership, wanted: LogsWanted) -> None:
-    """Refuse a request for logs that do not exist."""
+    """Raise an error for a request for logs that do not exist."""
     name, last = membership.rdzv_id, membership.round
     if wanted.run and wanted.run != membership.run:
         raise RendezvousClosedError(
@@ -193,7 +195,7 @@ def _no_rank(name: str, rank: int, round_: Round) -> str:
 
 
 class LogReader:
-    """Streams the output of some workers to one caller. Use `WorkerLogs.open` to make one."""
+    """Streams the output of some workers to one caller. Use `WorkerLogs.open` to create one."""
 
     def __init__(self, logs: WorkerLogs, state: State, wanted: LogsWanted) -> None:
         membership = state.membership
@@ -207,11 +209,13 @@ class LogReader:
         """The number of requests in progress."""
         self._came: deque[tuple[LogLines, _Ask, int]] = deque()
         self._notes: dict[str, str] = {}
-        """By node: the latest note not yet passed on; the empty name stands for the job."""
+        """The latest note that has not been passed on, by node; the empty name stands for the
+        job."""
         self._looked_at: int | None = None
-        """The last round checked for the wanted RANK; -1: there was none; None: not checked yet."""
+        """The last round checked for the wanted RANK; -1 if there was no round, None if not checked
+        yet."""
         self._anything = False
-        """Whether any wanted output has come, or a note on why a node sends none."""
+        """Whether any wanted output has arrived, or a note on why a node sends none."""
         self._error: RendezvousError | None = None
         self._news = asyncio.Event()
         self._timer = Timer(logs.clock, self._tick)
@@ -235,7 +239,7 @@ class LogReader:
     # ---------------------------------------------------------------- the caller's side
 
     async def next(self) -> LogLines | None:
-        """Return the next lines or note; None after the end.
+        """Return the next lines or note, or None after the end.
 
         Raises:
             InvalidRequestError: no node has the wanted output.
@@ -259,19 +263,19 @@ class LogReader:
             await self._news.wait()
 
     def _no_more(self) -> bool:
-        """Return whether no further node can contribute output."""
+        """Return whether no more nodes can contribute output."""
         useless = bool(self._asks) and all(ask.failed for ask in self._asks.values())
         return self._over or not self._wanted.follow or useless
 
     def close(self) -> None:
-        """Stop reading, and notify the nodes."""
+        """Stop reading and notify the nodes."""
         self._timer.cancel()
         self._logs.discard(self)
         for ask in self._asks.values():
             self._logs.forget(ask, cancel=True)
 
     def _give_back(self, ask: _Ask, cost: int) -> None:
-        """Renew a node's credit for what was consumed, once that is half of its credit."""
+        """Renew a node's credit for consumed output once half of its credit has been used."""
         ask.taken += cost
         if ask.request is not None and ask.taken >= self._credit // 2:
             self._logs.grant(ask, ask.taken)
@@ -290,7 +294,7 @@ class LogReader:
     # ---------------------------------------------------------------- called by WorkerLogs
 
     def take(self, ask: _Ask, piece: LogPiece) -> None:
-        """Take a piece from a node."""
+        """Accept a piece from a node."""
         cost = len(piece.data) + PIECE_COST
         if cost > ask.credit:
             self._end(ask, "it is sending more than was requested; the rest is dropped")
@@ -329,7 +333,7 @@ class LogReader:
         self._news.set()
 
     def note_state(self, state: State) -> None:
-        """Note the job's new state: ask nodes that have joined a round, or note the run's end."""
+        """React to the job's new state: ask nodes that have joined a round, or end with the run."""
         if not self._wanted.follow or self._over:
             return
         membership = state.membership
@@ -345,7 +349,7 @@ class LogReader:
             self._say_if_absent(state)
 
     def _say_if_absent(self, state: State) -> None:
-        """Notify the caller, once per round, if the wanted round or RANK does not exist yet."""
+        """Notify the caller once per round if the wanted round or RANK does not exist yet."""
         round_, wanted = state.membership.round, self._wanted
         number = -1 if round_ is None else round_.number
         if not wanted.follow or number == self._looked_at:
@@ -364,7 +368,7 @@ class LogReader:
         self._news.set()
 
     def _ask_in_round(self, node_id: str, number: int) -> None:
-        """Ask a node that has joined a round, for the first time or again after leaving."""
+        """Ask a node that has joined a round, either for the first time or after leaving."""
         ask = self._asks.get(node_id)
         if ask is None:
             self._ask(node_id, self._first, {}, expected=True)
@@ -437,7 +441,7 @@ class LogReader:
         return not self._over or self._logs.clock.now_ms() < self._logs.expects_until_ms
 
     def _expect(self, ask: _Ask) -> None:
-        """Set the deadline for an answer, a return, or, without `follow`, further output."""
+        """Set the deadline for an answer, a node's return or, without `follow`, more output."""
         owes = ask.request is None or (not self._wanted.follow and ask.credit > PIECE_COST)
         ask.deadline_ms = self._logs.clock.now_ms() + self._logs.answer_ms if owes else None
         if ask.deadline_ms is not None:
@@ -458,7 +462,7 @@ class LogReader:
                     f"to read logs; {self._where(ask)}",
                 )
             elif self._wanted.follow and not self._over:
-                # Reading continues if the node comes back.
+                # Reading continues if the node returns.
                 ask.deadline_ms = None
                 self._note(ask, self._absent(ask))
             else:
@@ -491,9 +495,9 @@ class LogReader:
 
 
 def _candidates(state: State, number: int, rank: int | None) -> list[str]:
-    """Return the nodes, except placeholders, that may have a round's output.
+    """Return the nodes, other than placeholders, that may have a round's output.
 
-    The participants of rounds before the last are unknown here; the nodes themselves know.
+    The participants in rounds before the last are unknown here; only the nodes themselves know.
     """
     last = state.membership.round
     if last is None or number > last.number:

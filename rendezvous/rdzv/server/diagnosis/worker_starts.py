@@ -1,6 +1,6 @@
-"""Records how the workers of each job's live round were started, as nodes report it.
+"""Records how the workers in each job's live round were started, as reported by the nodes.
 
-The record is kept in memory, for live rounds only; no decision depends on it. A node repeats its
+The record is kept in memory and for live rounds only; no decision depends on it. A node repeats its
 report after a reconnect.
 """
 
@@ -20,7 +20,7 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class Starts:
-    """How many workers were kept, started warm, and started cold."""
+    """The number of workers that were kept, started warm, and started cold."""
 
     kept: int
     warm: int
@@ -29,7 +29,7 @@ class Starts:
 
 @dataclass(slots=True)
 class _Job:
-    """The reports of one round, by node_id."""
+    """The reports in one round, by node_id."""
 
     run: str
     round: int
@@ -37,19 +37,19 @@ class _Job:
 
 
 class WorkerStarts:
-    """The reports about one server's jobs; at most one is kept for each node of a live round."""
+    """The reports about one server's jobs, with at most one for each node in a live round."""
 
     def __init__(self, tell: Callable[[str, tuple[Event, ...]], None]) -> None:
-        """`tell` receives an event once all nodes of a round have reported."""
+        """Call `tell` with an event once all nodes in a round have reported."""
         self._tell = tell
         self._jobs: dict[str, _Job] = {}
 
     def note(
         self, state: State, node_id: str, incarnation: int, said: messages.WorkersStarted
     ) -> bool:
-        """Note how a node's workers were started; return whether the report is new.
+        """Record how a node's workers were started, and return whether the report is new.
 
-        A report about a round that is not live is too late or too early, and is ignored.
+        A report about a round that is not live comes too late or too early and is ignored.
 
         Raises:
             InvalidRequestError: the report does not name exactly the workers that the node has.
@@ -79,7 +79,7 @@ class WorkerStarts:
             del self._jobs[state.membership.rdzv_id]
 
     def shown(self, state: State) -> Mapping[str, Starts]:
-        """Return how the workers of each node were started for the live round, as far as known."""
+        """Return how each node's workers were started for the live round, as far as known."""
         job = self._jobs.get(state.membership.rdzv_id)
         if job is None or not state.membership.is_live(job.run, job.round):
             return {}

@@ -38,14 +38,14 @@ Obeyed = Stop | Restart | Scale
 Wish = TypeVar("Wish", pb.StopJobRequest, pb.RestartJobRequest, pb.ScaleJobRequest)
 
 CHUNK_BYTES = 256 * 1024
-"""The maximum size of one message of a backup, far below gRPC's message limit."""
+"""The maximum size of one message in a backup, far below gRPC's message limit."""
 
 
 class ControlService(pb_grpc.ControlServicer):
     """Answers operators' calls.
 
-    A job hides an observed c10d job of the same name, except in lists. If a call raises an error
-    from `rdzv.errors`, the interceptor ends it with the status of that error.
+    A job hides an observed c10d job with the same name, except in lists. If a call raises an error
+    from `rdzv.errors`, the interceptor ends the call with that error's status.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class ControlService(pb_grpc.ControlServicer):
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: AnyContext
     ) -> pb.JobStatus:
-        """Return the status of one job."""
+        """Return the status of a job."""
         return self._status(await self._queries.view(request.rdzv_id))
 
     async def WatchJob(  # noqa: N802
         self, request: pb.GetStatusRequest, context: AnyContext
     ) -> AsyncIterator[pb.JobStatus]:
-        """Send the status of one job, at once and after each change."""
+        """Send the status of a job immediately and after each change."""
         rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
         async with aclosing(self._replica.driver.views.watch(rdzv_id)) as views:
             async for view in views:
@@ -74,7 +74,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListJobs(  # noqa: N802
         self, request: pb.ListJobsRequest, context: AnyContext
     ) -> pb.ListJobsResponse:
-        """Return every job, one line each."""
+        """Return all jobs, one line for each."""
         driver = self._replica.driver
         views = [view async for view in self._queries.views()]
         jobs = [outbound.job_summary(self._queries.summary_of(view)) for view in views]
@@ -109,7 +109,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def SubmitJob(  # noqa: N802
         self, request: pb.SubmitJobRequest, context: AnyContext
     ) -> pb.JobStatus:
-        """Begin a run whose nodes the server chooses."""
+        """Begin a run whose nodes are chosen by the server."""
         rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
         command = inbound_operators.submit_of(request, self._limits)
         caller = callers.present.get()
@@ -121,7 +121,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListNodes(  # noqa: N802
         self, request: pb.ListNodesRequest, context: AnyContext
     ) -> pb.ListNodesResponse:
-        """Return the named nodes, or every node if none is named."""
+        """Return the named nodes, or all nodes if none are named."""
         named = [bounds.node_id_of(node_id, self._limits) for node_id in request.node_ids]
         driver = self._replica.driver
         nodes = list(map(outbound.node, driver.node_views.summaries(named)))
@@ -194,7 +194,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def ReadLogs(  # noqa: N802
         self, request: pb.ReadLogsRequest, context: AnyContext
     ) -> AsyncIterator[pb.LogLines]:
-        """Send workers' output, as fast as the caller reads it."""
+        """Send workers' output as fast as the caller reads it."""
         try:
             rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
             wanted = inbound_operators.logs_wanted_of(request, self._limits)
@@ -207,7 +207,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def TakeStacks(  # noqa: N802
         self, request: pb.TakeStacksRequest, context: AnyContext
     ) -> pb.StackReport:
-        """Return the stacks of a round's workers, taken now or kept from when the round hung."""
+        """Return the stacks of a round's workers, captured now or kept from when the round hung."""
         try:
             rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
             run, number = inbound_operators.stacks_wanted_of(request, self._limits)
@@ -231,7 +231,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListServers(  # noqa: N802
         self, request: pb.ListServersRequest, context: AnyContext
     ) -> pb.ListServersResponse:
-        """Return every rdzvd that shares this server's store. Standby servers also answer."""
+        """Return every rdzvd that shares this server's store. Standby servers also respond."""
         servers = await self._replica.servers()
         return pb.ListServersResponse(servers=map(outbound.server, servers))
 
@@ -257,7 +257,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def RevokeTokens(  # noqa: N802
         self, request: pb.RevokeTokensRequest, context: AnyContext
     ) -> pb.ListTokensResponse:
-        """Revoke one token, or all tokens with one name; return the revoked tokens."""
+        """Revoke one token or all tokens with a given name, and return the revoked tokens."""
         revoked = await self._replica.driver.tokens.revoke(request.id_or_name)
         note_change(listed(f"token {token.id}" for token in revoked), "revoked")
         return self._tokens(revoked)
@@ -270,20 +270,20 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListAudit(  # noqa: N802
         self, request: pb.ListAuditRequest, context: AnyContext
     ) -> pb.ListEventsResponse:
-        """Return the newest rows of the audit history: which caller changed what."""
+        """Return the newest rows of the audit history, which shows which caller changed what."""
         limit = inbound_operators.history_limit(request.limit, self._limits)
         rows = await self._replica.driver.history.of(AUDIT, limit)
         return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
 
     async def _doing(self, rdzv_id: str, *, scales: bool = False) -> str:
-        """Describe, before a call changes it, a job's state or, with `scales`, its bounds."""
+        """Describe a job's state or, with `scales`, its bounds, before a call changes them."""
         state = await self._replica.driver.jobs.look(rdzv_id)
         if not state.membership.run:
             return "unknown"
         return _nnodes(*state.membership.bounds) if scales else job_state(state)
 
     def _use(self, node_id: str) -> str:
-        """Describe, before a call changes it, whether a node is in service."""
+        """Describe whether a node is in service, before a call changes this."""
         return next(map(_use_of, self._replica.driver.node_views.summaries([node_id])), "unknown")
 
     def _status(self, view: JobView) -> pb.JobStatus:
@@ -308,7 +308,7 @@ def _without_agents(rdzv_id: str) -> InvalidRequestError:
 
 
 async def in_chunks(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the lines joined and split into chunks of at most `CHUNK_BYTES`."""
+    """Yield the lines joined together and split into chunks of at most `CHUNK_BYTES`."""
     waiting = bytearray()
     async for line in lines:
         waiting += line

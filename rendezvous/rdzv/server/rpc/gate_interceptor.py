@@ -38,11 +38,12 @@ FIRST_MESSAGE_S = 1.0
 """How long a refused stream may take to send its first message."""
 
 _IN_DOUBT = (None, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Statuses of calls whose outcome is unknown; None if the call was cancelled or hit a bug."""
+"""The statuses of calls whose outcome is unknown; None means that the call was cancelled or hit a
+bug."""
 
 
 class Interceptor(grpc.aio.ServerInterceptor):
-    """Checks every gRPC call with the gate."""
+    """Checks every gRPC call against the gate."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -90,7 +91,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 except RendezvousError as error:
                     await end_call(context, error)
                 except DecodeError as error:
-                    # Only gRPC's own reflection service raises this.
+                    # Only gRPC's own reflection service raises this error.
                     await end_call(context, _unreadable(method, str(error)))
 
         return serve
@@ -151,7 +152,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
 @struct(frozen=True)
 class _Unreadable:
-    """A request that could not be decoded."""
+    """Stands in for a request that could not be decoded."""
 
     why: str
 
@@ -181,8 +182,8 @@ def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 async def end_stream_unheard(context: Any, error: RendezvousError) -> None:
     """End a stream without handling any of its messages; never returns.
 
-    The first message is awaited and dropped: a gRPC client that is still sending it when the
-    refusal arrives reports an INTERNAL error instead of the refusal.
+    The first message is awaited and dropped, because a gRPC client that is still sending it when
+    the refusal arrives would report an INTERNAL error instead of the refusal.
     """
     with suppress(TimeoutError, DecodeError, grpc.aio.BaseError):
         async with asyncio.timeout(FIRST_MESSAGE_S):
@@ -201,7 +202,7 @@ async def end_call(context: Any, error: RendezvousError) -> None:
 
 
 def authorization_header(context: Any) -> str | None:
-    """Return a call's `authorization` header; None if the call has none."""
+    """Return a call's `authorization` header, or None if the call has none."""
     for key, value in context.invocation_metadata() or ():
         if key == "authorization":
             return value if isinstance(value, str) else value.decode(errors="replace")
@@ -209,11 +210,11 @@ def authorization_header(context: Any) -> str | None:
 
 
 def certified_caller(context: Any) -> Caller | None:
-    """Return the caller that TLS has verified; None if it presented no certificate."""
+    """Return the caller that TLS has verified, or None if the caller presented no certificate."""
     pems = list(context.auth_context().get("x509_pem_cert", ()))
     return callers.certified(pems[0]) if pems else None
 
 
 def host_of(peer: str) -> str:
-    """Return the host in gRPC's name for a peer, such as `ipv4:10.0.0.5:4711`."""
+    """Return the host from gRPC's name for a peer, such as `ipv4:10.0.0.5:4711`."""
     return peer.partition(":")[2].rpartition(":")[0] or peer

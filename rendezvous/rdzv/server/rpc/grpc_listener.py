@@ -1,4 +1,4 @@
-"""Serves gRPC: the services, health and reflection, at the addresses of `--listen`."""
+"""Serves the gRPC services, health checks and reflection at the addresses given by `--listen`."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("rdzv.service")
 
 OTHER_FILES = 512
-"""The number of open files reserved for other uses: the store, the HTTP port, and more."""
+"""The number of open files reserved for other uses, such as the store and the HTTP port."""
 
 UNHEARD_S = 120
-"""How long a call may wait until this server takes it. Nodes give up earlier."""
+"""How long a call may wait until this server accepts it. Nodes give up earlier."""
 
 SERVICES = ("rdzv.v1.Rendezvous", "rdzv.v1.Control")
 
@@ -56,10 +56,10 @@ async def serving(
     *,
     reflection: bool = True,
 ) -> AsyncIterator[Listen]:
-    """Serve until the body ends; yield the listening address, with the port chosen for port 0.
+    """Serve until the body ends; yield the listening address, with the actual port for port 0.
 
-    At the end, every stream is closed with the advice to reconnect, and open calls get a moment to
-    finish. Without `reflection`, callers cannot list the services.
+    At the end, every stream is closed with the advice to reconnect, and open calls are given a
+    moment to finish. Without `reflection`, callers cannot list the services.
 
     Raises:
         InvalidRequestError: the server cannot listen on the address.
@@ -98,36 +98,38 @@ def listener_options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
     """Return the options for a gRPC server to which nodes connect."""
     connections = connections_at_once(limits)
     return [
-        # Otherwise two servers could share a port, and each would get some of the connections.
+        # Otherwise, two servers could share a port, and each would get some of the connections.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_metadata_size", limits.metadata_bytes),
-        # Both limits are the same: between the two, gRPC refuses at random.
+        # Both limits are the same, because gRPC refuses metadata between the two at random.
         ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
         ("grpc.max_concurrent_streams", limits.calls_per_connection),
         ("grpc.max_allowed_incoming_connections", connections),
         # All nodes may call at once after a restart. By default, gRPC cancels some calls if more
-        # than 1,000 wait, and each that has waited for 30 s, and their nodes begin again.
+        # than 1,000 are waiting, and any call that has waited for 30 s, and the nodes have to start
+        # over.
         ("grpc.server.max_pending_requests", connections),
         ("grpc.server.max_pending_requests_hard_limit", connections),
         ("grpc.server_max_unrequested_time_in_server", UNHEARD_S),
-        # Otherwise each read is followed by a ping, which measures how much may be on the way.
+        # Otherwise, each read is followed by a ping that measures how much data may be in flight.
         ("grpc.http2.bdp_probe", 0),
         handshake_timeouts.grpc_timeout_option(timings),
         ("grpc.max_connection_idle_ms", timings.idle_connection_ms),
         ("grpc.keepalive_time_ms", timings.ping_interval_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # A connection to a stopped peer is ended by this option, not by keepalive_timeout_ms.
+        # This option, not keepalive_timeout_ms, ends a connection to a stopped peer.
         ("grpc.http2.ping_timeout_ms", timings.ping_timeout_ms),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", timings.min_ping_interval_ms),
-        # After a pause, the server reads several pings at once, and strikes would end good streams.
+        # After a pause, the server reads several pings at once, and ping strikes would end healthy
+        # streams.
         ("grpc.http2.max_ping_strikes", 0),
     ]
 
 
 def connections_at_once(limits: Limits) -> int:
-    """Return how many connections to allow, so that enough open files are left for other uses."""
+    """Return how many connections to allow so that enough open files remain for other uses."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return limits.connections
@@ -136,7 +138,7 @@ def connections_at_once(limits: Limits) -> int:
 
 @asynccontextmanager
 async def insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[None]:
-    """Cancel the body if gRPC's server stops, so that the process does not run on, unreachable.
+    """Cancel the body if gRPC's server stops, so that the process does not run on unreachable.
 
     Raises:
         RendezvousStateError: gRPC's server has ended on its own.
@@ -157,7 +159,7 @@ async def insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[N
 
 
 def _enable_reflection(server: grpc.aio.Server) -> None:
-    # Imported only here, because the import takes time.
+    # Import this only here, because the import takes time.
     from grpc_reflection.v1alpha import reflection
 
     names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -168,7 +170,7 @@ def _enable_reflection(server: grpc.aio.Server) -> None:
 async def _telling_health(
     replica: Replica, servicer: health.aio.HealthServicer, address: str, exposed: str
 ) -> AsyncIterator[None]:
-    """Report to health checks that the server runs, and whether it leads, until the body ends."""
+    """Report to health checks, until the body ends, that the server runs and whether it leads."""
     changed = asyncio.Event()
     leading = False
 
@@ -195,7 +197,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def bind_all(server: grpc.aio.Server, config: Config, tls: Tls | None) -> Listen:
-    """Bind every configured address; return `listen`, with the port chosen for port 0.
+    """Bind every configured address, and return `listen` with the actual port for port 0.
 
     Raises:
         InvalidRequestError: the server cannot listen on an address.
@@ -205,7 +207,7 @@ def bind_all(server: grpc.aio.Server, config: Config, tls: Tls | None) -> Listen
     bound = replace(config.listen, port=_bind(server, config.listen, tls, asks=asks))
     if config.tls is not None and (listen := config.tls.token_listen) is not None:
         at_port = replace(listen, port=_bind(server, listen, tls, asks=False))
-        log.info("callers without a certificate connect to %s with a token", at_port)
+        log.info("callers without a certificate can connect to %s with a token", at_port)
     return bound
 
 
@@ -220,7 +222,7 @@ def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None, *, asks: boo
 
 
 def _why_not(listen: Listen) -> InvalidRequestError:
-    """Return the error for an address that gRPC cannot bind; gRPC reports no reason."""
+    """Return the error for an address that gRPC cannot bind; gRPC does not report a reason."""
     refused = OSError("gRPC refused it")
     try:
         infos = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)

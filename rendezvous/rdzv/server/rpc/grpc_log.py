@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 
 NO_TEXT = "Invalid encoding on"
-"""How gRPC's log line about metadata that is not text begins. The line has a traceback and quotes
-the value, which may be a damaged token. It is not needed: the call is refused, and the refusal is
-logged."""
+"""The beginning of gRPC's log line about metadata that is not text. The line contains a traceback
+and quotes the value, which may be a damaged token. It is not needed, because the call is refused
+and the refusal is logged."""
 
 
 def quiet_grpc() -> None:
-    """Keep gRPC from quoting callers' metadata in the log."""
+    """Prevent gRPC from quoting callers' metadata in the log."""
     logging.getLogger("grpc._cython.cygrpc").addFilter(_quotes_nobody)
 
 

@@ -1,4 +1,4 @@
-"""gRPC's server, changed to survive calls with any path.
+"""gRPC's server, modified to survive calls with arbitrary paths.
 
 HTTP/2 allows paths that are not UTF-8, and gRPC decodes the path before the caller is known.
 """
@@ -40,8 +40,8 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
     """A server whose loop survives a path that is not UTF-8.
 
     gRPC's loop decodes the path of a call to an unregistered method, and an error there shuts down
-    the whole server: with 1.85.1, a single frame is enough. The loop of 1.78.0 tolerates such a
-    path, and does not call the method below.
+    the whole server: in version 1.85.1, a single frame is enough. The loop in version 1.78.0
+    tolerates such a path and does not call the method below.
     """
 
     def _make_request_call_future(self, method: bytes | None) -> Any:
@@ -50,7 +50,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         return asyncio.get_running_loop().create_task(self._refuse_the_unknown())
 
     async def _refuse_the_unknown(self) -> NoReturn:
-        """Answer calls to unregistered methods, without reading their paths.
+        """Answer calls to unregistered methods without reading their paths.
 
         Ends when the server does, with an exception that gRPC's loop expects.
         """
@@ -65,7 +65,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
 
 
 class _NoMethods:
-    """A table without handlers, for gRPC."""
+    """A method table without handlers, passed to gRPC."""
 
     def resolve_handler(self, _: object) -> None:
         """Return None, so that gRPC answers UNIMPLEMENTED."""

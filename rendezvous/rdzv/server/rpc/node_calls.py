@@ -1,4 +1,4 @@
-"""The two kinds of call that carry a node's stream: the node's own, and a relay's."""
+"""The two kinds of calls that carry a node's stream: the node's own call and a relay's call."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class NodeCall(Protocol):
-    """The source of a node's messages, and the destination of the server's messages to it."""
+    """The source of a node's messages, and the destination of the server's messages to the node."""
 
     by_relay: bool
     """Whether a relay carries the stream."""
 
     @property
     def cut(self) -> bool:
-        """Whether the connection on the way was cut, which says nothing about the node itself."""
+        """Whether the connection was cut on the way, which says nothing about the node itself."""
 
     async def receive(self) -> pb.NodeMessage | None:
         """Wait for the node's next message; return None if its stream has ended for any reason.
@@ -35,11 +35,11 @@ class NodeCall(Protocol):
         """
 
     async def send(self, message: pb.ServerMessage) -> bool:
-        """Write a message to the node; return whether its stream is still open."""
+        """Write a message to the node, and return whether its stream is still open."""
 
 
 class DirectCall:
-    """A node's own call."""
+    """A stream carried by the node's own call."""
 
     cut = False
     by_relay = False
@@ -58,7 +58,7 @@ class DirectCall:
         return message if isinstance(message, pb.NodeMessage) else None
 
     async def send(self, message: pb.ServerMessage) -> bool:
-        """Write a message to the node; return whether its stream is still open."""
+        """Write a message to the node, and return whether its stream is still open."""
         try:
             await self._context.write(message)
         except grpc.aio.BaseError:
@@ -67,7 +67,7 @@ class DirectCall:
 
 
 class RelayedCall:
-    """A node's stream within the call of a relay."""
+    """A node's stream carried by a relay's call."""
 
     by_relay = True
 
@@ -76,13 +76,13 @@ class RelayedCall:
         self.cut = False
         """Whether the relay's call has ended."""
         self.node_id = ""
-        """The node_id in the node's Hello; empty until the Hello is read."""
+        """The node_id in the node's Hello; empty until the Hello has been read."""
         self._number = number
         self._outgoing = outgoing
         self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue(limit + 1)
 
     def put(self, data: bytes) -> None:
-        """Queue a message from the node, as the relay sent it.
+        """Queue a message from the node as sent by the relay.
 
         Raises:
             LimitExceededError: too many messages are queued.
@@ -96,12 +96,12 @@ class RelayedCall:
         self._incoming.put_nowait(data)
 
     def finish(self) -> None:
-        """Note that the node sends no more messages."""
+        """Record that the node will send no more messages."""
         if not self._incoming.full():
             self._incoming.put_nowait(None)
 
     async def receive(self) -> pb.NodeMessage | None:
-        """Wait for the node's next message; return None if the node sends no more."""
+        """Wait for the node's next message, or return None if the node sends no more."""
         data = await self._incoming.get()
         if data is None:
             return None
@@ -114,14 +114,14 @@ class RelayedCall:
         return message
 
     async def send(self, message: pb.ServerMessage) -> bool:
-        """Write a message to the node; return False once the relay's call has ended."""
+        """Write a message to the node, or return False once the relay's call has ended."""
         data = message.SerializeToString()
         await self._outgoing.put(pb.ToNode(stream=self._number, message=data), len(data))
         return not self.cut
 
 
 def no_hello(timeout_s: float) -> RendezvousConnectionError:
-    """Return the error for a stream without a hello; a node that was merely busy retries."""
+    """Return the error for a stream without a hello; a node that was merely busy will retry."""
     return RendezvousConnectionError(
         f"no hello within {timeout_s:g} s; send it as the first message of the stream"
     )

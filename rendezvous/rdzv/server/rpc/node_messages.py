@@ -1,4 +1,4 @@
-"""Handles the messages of one node's stream. It never sees gRPC, so the simulator uses it too."""
+"""Handles the messages on a node's stream. It knows nothing of gRPC; the simulator uses it too."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ from rdzv.v1 import rdzv_pb2 as pb
 Said = tuple[str, Command] | Holdings
 
 _SHOWN = 3
-"""The number of kinds of reports that are kept for a job until the node's beliefs are handled."""
+"""The number of kinds of reports that are kept for a job until the node's beliefs have been
+handled."""
 
 log = logging.getLogger("rdzv.service")
 
 
 class NodeMessages:
-    """The messages of one node after its hello.
+    """The messages that one node sends after its hello.
 
-    Commands and holdings wait in an inbox, and are handled in order; all other messages are handled
-    as they arrive. An invalid message is refused, or logged if it is only shown to people; the
+    Commands and holdings wait in an inbox and are handled in order; all other messages are handled
+    as they arrive. An invalid message is refused, or just logged if it is only shown to people; the
     stream stays open.
     """
 
@@ -51,19 +52,19 @@ class NodeMessages:
         self._limits = limits
         self._speaker = inbound_nodes.Speaker(stream.node_id, stream.incarnation)
         self._allowance = RateLimit(limits.commands_at_once, limits.commands_per_second)
-        # One place more than the limit, for the end.
+        # One place more than the limit, for the end marker.
         self._inbox: asyncio.Queue[Said | None] = asyncio.Queue(limits.inbox + 1)
         self._early: dict[tuple[type, str], Callable[[], None]] = {}
-        """By kind and rdzv_id: reports that arrived before the node's beliefs were handled. They
-        are noted after that."""
+        """The reports that arrived before the node's beliefs were handled, by kind and rdzv_id.
+        They are recorded after the beliefs."""
         self._early_hung: dict[str, Hung] = {}
-        """By rdzv_id: early reports of hung workers."""
+        """Early reports of hung workers, by rdzv_id."""
         self._warned = False
 
     # -------------------------------------------------------------- as they arrive
 
     def take(self, message: pb.NodeMessage) -> None:
-        """Take a message, which renews the lease at once, even while the store is away."""
+        """Take a message, which renews the lease at once, even while the store is unavailable."""
         self._driver.connections.heard(self._stream)
         try:
             self._dispatch(message)
@@ -71,7 +72,7 @@ class NodeMessages:
             self._refuse(inbound_nodes.job_named_in(message), error)
 
     def finish(self) -> None:
-        """Note that the node sends no more; call it once. `obey` ends after the last command."""
+        """Record that the node sends no more. Call it once; `obey` ends after the last command."""
         self._inbox.put_nowait(None)
 
     def _dispatch(self, message: pb.NodeMessage) -> None:
@@ -103,7 +104,7 @@ class NodeMessages:
                 self._queue(inbound_nodes.command_of(message, self._speaker, limits))
 
     def _take_shown(self, message: pb.NodeMessage) -> None:
-        """Handle a report that is not a command; an invalid one is logged, not refused."""
+        """Handle a report that is not a command; an invalid report is logged, not refused."""
         stream, reports, limits = self._stream, self._driver.reports, self._limits
         try:
             match message.WhichOneof("body"):
@@ -118,11 +119,11 @@ class NodeMessages:
                     self._show(held, reports.note_snapshots)
                 case "worker_gpus":
                     gpus = inbound_reports.gpus_of(message.worker_gpus, limits)
-                    if stream.greeted:  # An early report is dropped: agents repeat it.
+                    if stream.greeted:  # Early reports are dropped: agents repeat them.
                         reports.note_gpus(stream, gpus)
                 case _:
                     arrivals = inbound_reports.arrivals_of(message.arrivals, limits)
-                    if stream.greeted:  # Early arrivals are dropped: more follow in seconds.
+                    if stream.greeted:  # Early arrivals are dropped: more follow soon.
                         reports.note_arrivals(stream, arrivals)
         except InvalidRequestError as error:
             self._warn(error)
@@ -132,9 +133,9 @@ class NodeMessages:
         said: Progress | WorkersStarted | SnapshotsHeld,
         note: Callable[[Stream, Any], None],
     ) -> None:
-        """Note a report at once, so that it does not wait in the inbox while the store is away.
+        """Record a report at once, so that it does not wait while the store is unavailable.
 
-        A report that arrives before the node's beliefs are handled is noted after them.
+        A report that arrives before the node's beliefs have been handled is recorded after them.
         """
         key = type(said), said.rdzv_id
         if self._stream.greeted:
@@ -143,7 +144,7 @@ class NodeMessages:
             self._early[key] = partial(note, self._stream, said)
 
     def _take_hung(self, said: Hung) -> None:
-        """Note hung workers at once or, if the node's beliefs are not handled yet, after them."""
+        """Record hung workers at once or, if the node's beliefs are not handled yet, after them."""
         if self._stream.greeted:
             self._driver.reports.note_hung(self._stream, said)
         elif said.rdzv_id in self._early_hung or len(self._early_hung) < self._limits.beliefs:
@@ -171,12 +172,12 @@ class NodeMessages:
     def _warn(self, error: InvalidRequestError) -> None:
         if not self._warned:
             self._warned = True
-            log.warning("%s: ignoring its report: %s", self._stream.node_id, error)
+            log.warning("%s: ignoring an invalid report: %s", self._stream.node_id, error)
 
     # -------------------------------------------------------------- in order
 
     async def obey(self, beliefs: Sequence[pb.Belief]) -> None:
-        """Handle the node's beliefs, and then its queued messages in order, until `finish`."""
+        """Handle the node's beliefs, then its queued messages in order until `finish` is called."""
         stream = self._stream
         named = [inbound_nodes.job_named_in(message) for message in beliefs]
         await self._driver.recovery.greet(stream, self._beliefs(beliefs), named)

@@ -1,6 +1,6 @@
 """Queries about jobs, shared by gRPC and HTTP.
 
-An *observed* job uses torchrun's own rendezvous, at `--c10d`. A job hides an observed job of the
+An *observed* job uses torchrun's own rendezvous, at `--c10d`. A job hides an observed job with the
 same name, except in lists.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
 
 SLICE = 50
-"""The number of jobs or nodes converted before other tasks run; that takes a few milliseconds."""
+"""The number of jobs or nodes to convert before other tasks run, which takes a few milliseconds."""
 
 
 class Queries:
@@ -44,7 +44,7 @@ class Queries:
         self._facade = facade
 
     async def view(self, asked: str) -> JobView:
-        """Return the view of one job, or else of the observed job with this name.
+        """Return the view of a job, or else of the observed job with this name.
 
         Raises:
             UnknownJobError: no node has ever joined the job.
@@ -54,13 +54,13 @@ class Queries:
         try:
             return await self.replica.driver.views.status(bounds.rdzv_id_of(asked, self.limits))
         except (UnknownJobError, InvalidRequestError):
-            # Even a name that no job can have may be valid for torchrun's own rendezvous.
+            # Even a name that no job can have may be valid in torchrun's own rendezvous.
             if (watched := self.watched(asked)) is None:
                 raise
             return watched
 
     def watched(self, asked: str) -> JobView | None:
-        """Return the view of an observed job; None if there is none with this name."""
+        """Return the view of the observed job with this name, or None if there is none."""
         return self._facade.view(asked) if self._facade is not None else None
 
     @property
@@ -81,14 +81,14 @@ class Queries:
                 raise
 
     def status_of(self, view: JobView) -> answers.JobStatus:
-        """Return a job's status, given its view."""
+        """Return a job's status, computed from its view."""
         views = self.replica.driver.views
         rdzv_id, now_ms = view.rdzv_id, self.clock.now_ms()
         found = (views.progress(rdzv_id), views.stragglers(rdzv_id), views.starts(rdzv_id))
         return answer_values.job_status(view, now_ms, *found, snapshots=views.snapshots(rdzv_id))
 
     def summary_of(self, view: JobView) -> answers.JobSummary:
-        """Return a job's line in lists, given its view."""
+        """Return a job's line for lists, computed from its view."""
         return answer_values.job_summary(view, self.replica.driver.views.hangs(view.rdzv_id))
 
     async def views(self) -> AsyncGenerator[JobView, None]:
@@ -106,7 +106,7 @@ class Queries:
     async def history(self, asked: str, limit: int) -> tuple[Record, ...]:
         """Return a job's newest `limit` events, oldest first; an observed job has none.
 
-        Raises what `view` raises.
+        Raises the same errors as `view`.
         """
         try:
             return await self.replica.driver.views.history(
@@ -118,7 +118,7 @@ class Queries:
             return ()
 
     def why_no_logs(self, asked: str, error: RendezvousError) -> RendezvousError:
-        """Return `error` or, if the job is only observed, an error that says so."""
+        """Return `error` or, if the job is only observed, an error that explains this."""
         if self.watched(asked) is None:
             return error
         return InvalidRequestError(

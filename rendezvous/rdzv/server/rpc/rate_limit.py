@@ -1,4 +1,4 @@
-"""A rate limit that allows a burst, and after that a number of units per second."""
+"""A rate limit that allows a burst and then a fixed number of units per second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RateLimit:
         self._at_ms: int | None = None
 
     def take(self, now_ms: int) -> bool:
-        """Take one unit; return whether one was available."""
+        """Take one unit, and return whether one was available."""
         if self._at_ms is not None:
             self._left_ms = min(self._left_ms + now_ms - self._at_ms, self._most_ms)
         self._at_ms = now_ms

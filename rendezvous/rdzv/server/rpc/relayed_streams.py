@@ -1,8 +1,9 @@
-"""The streams of the nodes behind one relay, carried by the relay's one call.
+"""The streams of the nodes behind one relay, all carried by the relay's single call.
 
-Each stream is served like a node's own call: its caller is checked, and a `Conversation` holds it.
+Each stream is served like a node's own call: its caller is checked, and a `Conversation` serves it.
 If the relay's call ends or falls silent, that proves nothing about its nodes: they are away, and
-reconnect another way. A node itself has ended its stream only if the relay reports that.
+will reconnect another way. A node itself has ended its stream only if the relay reports that it
+has.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[pb.FromRelay, pb.ToRelay]
 
 BEATS = 5
-"""The number of heartbeats that a relay sends in the time after which it counts as silent."""
+"""The number of heartbeats that a relay sends within the time after which it counts as silent."""
 
 SILENT_MOST_MS = 10_000
 """How long a relay may be silent before its call is ended. A relay that is merely busy is not cut
-off earlier: all its nodes would reconnect at once, and make it busier. If its machine is gone, the
-nodes have noticed by this time."""
+off earlier, because all its nodes would reconnect at once and make it even busier. If its machine
+is gone, the nodes will have noticed by this time."""
 
 ATTACH = "/rdzv.v1.Rendezvous/Attach"
 
@@ -51,7 +52,7 @@ log = logging.getLogger("rdzv.service")
 
 
 class RelayedStreams:
-    """One relay's call, served with the driver that led when the call was opened."""
+    """A relay's call, served with the driver that led when the call was opened."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class RelayedStreams:
         clock: Clock,
         config: Config,
     ) -> None:
-        """`converse` serves one node's stream, and raises the error that ended it."""
+        """Use `converse` to serve a node's stream; it raises the error that ended the stream."""
         self._driver = driver
         self._gate = gate
         self._converse = converse
@@ -71,8 +72,8 @@ class RelayedStreams:
         self._relay = callers.present.get()
         lease_ms = config.nodes_tuning.lease_ms
         self._quiet_ms = config.nodes_tuning.quiet_for(lease_ms)
-        """If the relay is silent for this long, its nodes' silence proves nothing. No lease has
-        expired by then."""
+        """If the relay is silent for this long, its nodes' silence proves nothing. No lease can
+        have expired by then."""
         self._calls: dict[int, RelayedCall] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._outgoing = Batches[pb.ToNode]()
@@ -86,12 +87,12 @@ class RelayedStreams:
         """Serve the relay's nodes until either side ends the call.
 
         Raises:
-            RendezvousError: the reason why this server has ended the call.
+            RendezvousError: the reason why this server ended the call.
 
         """
         await self._greet(context)
         name = f"the relay at {host_of(context.peer())}, {self._relay}"
-        log.info("%s: the call is open", name)
+        log.info("%s: its call is open", name)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks_of_call = [
@@ -101,8 +102,10 @@ class RelayedStreams:
                 try:
                     end = await self._ended
                 finally:
-                    # This runs even if the relay has died, because gRPC then cancels the call.
-                    log.info("%s: the call has ended, with %d streams", name, len(self._calls))
+                    # This also runs if the relay has died, because gRPC then cancels the call.
+                    log.info(
+                        "%s: its call has ended, along with %d streams", name, len(self._calls)
+                    )
                     self._cut()
                     for task in tasks_of_call:
                         task.cancel()
@@ -169,7 +172,7 @@ class RelayedStreams:
             return
         call = self._calls.get(number)
         if call is None:
-            return  # This server has ended the stream, and the relay does not know yet.
+            return  # This server has ended the stream, but the relay does not know yet.
         match body:
             case "message":
                 try:
@@ -198,7 +201,7 @@ class RelayedStreams:
         self._serving[number] = tasks.create_task(self._serve(number, call, opened))
 
     async def _serve(self, number: int, call: RelayedCall, opened: pb.RelayedCaller) -> None:
-        """Serve one node until its stream ends, and send the relay the reason."""
+        """Serve one node until its stream ends, and report the reason to the relay."""
         error: RendezvousError | None = None
         try:
             caller = await self._checked_caller(opened)
@@ -206,8 +209,8 @@ class RelayedStreams:
         except RendezvousError as ended:
             error = ended
         except Exception:
-            # End this stream alone, as gRPC would end the node's own call.
-            log.exception("a relayed stream has ended because of an error in this server")
+            # End only this stream, as gRPC would end the node's own call.
+            log.exception("an error in this server has ended a relayed stream")
             error = RendezvousError("an error in this server has ended the stream; see its log")
         self._calls.pop(number, None)
         self._serving.pop(number, None)
@@ -220,7 +223,7 @@ class RelayedStreams:
 
         Raises:
             UnauthenticatedError: the caller's credentials are not valid.
-            DeniedError: the caller has no role for a node's stream.
+            DeniedError: the caller has no role that permits a node's stream.
 
         """
 
@@ -247,7 +250,7 @@ class RelayedStreams:
     def _look(self, due_ms: int) -> None:
         """Excuse the nodes of a silent relay, or end its call if it has been silent for too long.
 
-        After a pause of this server, first wait until all input is read.
+        After a pause of this server, wait until all input has been read.
         """
         watch, now_ms = self._driver.loop_watch, self._clock.now_ms()
         if watch.late(due_ms):

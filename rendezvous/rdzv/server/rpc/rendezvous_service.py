@@ -1,7 +1,7 @@
 """The Rendezvous service: one stream per node for all its jobs, either direct or through a relay.
 
 An error about one job is sent to the node on its stream, which stays open. An error that ends the
-stream is raised, and becomes the status of the call (see `gate_interceptor`).
+stream is raised and becomes the status of the call (see `gate_interceptor`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from rdzv.version import VERSION
 
 LAST_WRITE_S = 1.0
-"""How long a write in progress may take once its stream has ended."""
+"""How long a write in progress may take after its stream has ended."""
 
 log = logging.getLogger("rdzv.service")
 
 
 class RendezvousService(pb_grpc.RendezvousServicer):
-    """Serves one stream per node, for all the node's jobs."""
+    """Serves one stream per node, for all of the node's jobs."""
 
     def __init__(self, replica: Replica, clock: Clock, config: Config, gate: Gate) -> None:
         self._replica = replica
@@ -50,7 +50,7 @@ class RendezvousService(pb_grpc.RendezvousServicer):
         self._gate = gate
         self._version = VERSION
 
-    # The generated base class expects handlers that yield; these read and write concurrently.
+    # The generated base class expects handlers that yield, but these read and write concurrently.
     async def Attach(  # type: ignore[override]  # noqa: N802
         self,
         request_iterator: object,
@@ -86,7 +86,7 @@ class RendezvousService(pb_grpc.RendezvousServicer):
 
 
 class Conversation:
-    """One node's stream, served with the driver that led when the stream was opened."""
+    """A node's stream, served with the driver that led when the stream was opened."""
 
     def __init__(
         self, driver: Driver, replica: Replica, clock: Clock, config: Config, version: str
@@ -102,7 +102,7 @@ class Conversation:
         """Serve the node until either side ends the stream.
 
         Raises:
-            RendezvousError: the reason why this server has ended the stream.
+            RendezvousError: the reason why this server ended the stream.
 
         """
         message = await self._first_message(call)
@@ -113,10 +113,10 @@ class Conversation:
         except grpc.aio.BaseError:
             end = None
         finally:
-            # This runs even if the node has died, because gRPC then cancels the call.
+            # This also runs if the node has died, because gRPC then cancels the call.
             self._driver.connections.detach(stream, cut=call.cut)
         if end is not None:
-            log.info("the stream of %s is closed: %s", stream.node_id, end)
+            log.info("closed the stream of %s: %s", stream.node_id, end)
             raise end
 
     async def _first_message(self, call: NodeCall) -> pb.Hello:
@@ -156,9 +156,10 @@ class Conversation:
     async def _write(self, stream: Stream, call: NodeCall) -> None:
         """Write messages to a node until its stream ends.
 
-        A write in progress at the end gets `LAST_WRITE_S` to finish. If the first write were cut
-        short, the node would not learn why the stream ended: gRPC would not know whether that write
-        had sent the initial metadata, and would fail to send them again before the final status.
+        A write in progress at the end is given `LAST_WRITE_S` to finish. If the first write were
+        cut short, the node would not learn why the stream ended: gRPC would not know whether that
+        write had sent the initial metadata, and would fail to send it again before the final
+        status.
         """
         loop = asyncio.get_running_loop()
         with suppress(TimeoutError):
@@ -171,11 +172,11 @@ class Conversation:
         self, told: Sequence[Announcement], stream: Stream, call: NodeCall
     ) -> None:
         if not await self._replica.regain_word():
-            # Another server may lead by now, and may have sent a different state.
+            # Another server may be leading by now, and may have sent a different state.
             unproven = "this server cannot prove that it leads"
             stream.close(RendezvousConnectionError(unproven))
         if call.by_relay:
-            # A relayed node reaches another server through its relay, so it needs no list.
+            # A relayed node reaches another server through its relay, so it does not need the list.
             told = [one for one in told if not isinstance(one, Servers)]
         for together in [told] if stream.takes_several else [[one] for one in told]:
             if together and stream.open:

@@ -1,5 +1,5 @@
-"""The queue of submitted jobs and their placement; drains, cordons and quarantines of nodes.
+"""The queue of submitted jobs and their placement, and drains, cordons and quarantines of nodes.
 
-In: jobs, nodes and their holdings. Out: placements as commands to the engine. The rules are pure
+In: jobs, nodes and their holdings. Out: placements, as commands to the engine. The rules are pure
 functions in `rdzv.core.fleet.job_queue` and `rdzv.core.fleet.quarantine`.
 """

@@ -1,4 +1,4 @@
-"""The stored cordons and drains of nodes."""
+"""Stores the cordons and drains of nodes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from rdzv.server.engine.store_access import StoreAccess
 log = logging.getLogger("rdzv.scheduling")
 
 CORDONS = "cordons"
-"""The name of the key-value record for cordoned and drained nodes."""
+"""The name of the key-value record that stores cordoned and drained nodes."""
 
 
 class Cordon(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A node's cordon and its reason; a cordon with a deadline is a drain."""
+    """A node's cordon and the reason for it. A cordon with a deadline is a drain."""
 
     reason: str
     at_ms: int
     due_ms: int | None = None
-    """When workers that are still on the node are killed; None if they may continue."""
+    """When workers still on the node are killed, or None if they may continue."""
 
     @property
     def drain(self) -> Drain | None:
-        """The drain as announced to the node; None if the node is only cordoned."""
+        """The drain as announced to the node, or None if the node is only cordoned."""
         if self.due_ms is None:
             return None
         return Drain(self.reason, self.due_ms, max(self.at_ms, 2))
@@ -44,7 +44,7 @@ def _read_cordons(data: bytes) -> dict[str, Cordon]:
 class Cordons:
     """The cordons and drains of one server's nodes.
 
-    Operators order them; the store keeps them.
+    They are ordered by operators and kept in the store.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Cordons:
         records: Callable[[], Mapping[str, nodes.NodeRecord]],
         on_change: Callable[[Mapping[str, Cordon]], None],
     ) -> None:
-        """`lock` is held while cordons change, so that nothing is placed meanwhile.
+        """Hold `lock` while cordons change, so that nothing is placed in the meantime.
 
         `on_change` receives the previous cordons after every attempt to store new ones.
         """
@@ -69,7 +69,7 @@ class Cordons:
         """Read the stored cordons.
 
         Raises:
-            RendezvousConnectionError: the store is away.
+            RendezvousConnectionError: the store is unavailable.
             RendezvousStateError: the stored cordons cannot be read.
 
         """
@@ -81,14 +81,14 @@ class Cordons:
         return self._document.value
 
     def of(self, node_id: str) -> Cordon | None:
-        """Return a node's cordon; None if it has none."""
+        """Return a node's cordon, or None if it has none."""
         return self._document.value.get(node_id)
 
     def check_known(self, node_id: str) -> None:
-        """Refuse a node that is neither known nor cordoned.
+        """Raise an error if a node is neither known nor cordoned.
 
         Raises:
-            UnknownNodeError: the node is neither.
+            UnknownNodeError: the node is neither known nor cordoned.
 
         """
         if node_id not in self._records() and node_id not in self.by_node:
@@ -117,7 +117,7 @@ class Cordons:
         log.warning("node %s is cordoned: %s", node_id, reason or "no reason was given")
 
     async def lift(self, node_id: str) -> Cordon | None:
-        """Allow jobs on a node again; return the cordon that was lifted, if there was one.
+        """Allow jobs on a node again, and return the cordon that was lifted, if there was one.
 
         Raises:
             RendezvousError: the change was not stored; retry.
@@ -128,7 +128,7 @@ class Cordons:
         return known
 
     async def store(self, change: Callable[[dict[str, Cordon]], dict[str, Cordon]]) -> None:
-        """Store a change to the cordons, and only then put it into effect.
+        """Store a change to the cordons before putting it into effect.
 
         Raises:
             RendezvousError: the change was not stored; retry.
@@ -140,5 +140,5 @@ class Cordons:
             try:
                 await self._document.swap(changed, msgspec.json.encode(changed))
             finally:
-                # After a failure, the cordons were read again and may have changed.
+                # After a failure, the cordons have been read again and may be different.
                 self._on_change(before)

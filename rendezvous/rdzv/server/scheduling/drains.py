@@ -1,8 +1,8 @@
-"""Drains: a node leaves all its jobs by a deadline, which an operator or the node itself has set.
+"""Drains: a node leaves all its jobs by a deadline set by an operator or by the node itself.
 
 An operator's drain is stored with the cordons and announced to its node (`Drains.tell_changes`),
-which does the rest. A node's own drain (because it is preempted, or its agent ends) is kept only in
-memory: the node repeats it in every hello.
+which does the rest. A node's own drain (because it is being preempted, or its agent is ending) is
+kept only in memory, because the node repeats it in every hello.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ class Drains:
         cordons: Cordons,
         send: Callable[[str, Announcement], object],
     ) -> None:
-        """`send` sends a message to a node."""
+        """Use `send` to send a message to a node."""
         self._engine = engine
         self._clock = clock
         self._cordons = cordons
         self._send = send
         self._wishes: dict[str, Drain] = {}
-        """By node_id: the drain that the node itself has announced."""
+        """The drains that nodes have announced themselves, by node_id."""
 
     def of(self, node_id: str) -> Drain | None:
-        """Return a node's drain, or None; of two drains, the one with the earlier deadline."""
+        """Return a node's drain, or None; if it has two, the one with the earlier deadline."""
         cordon = self._cordons.of(node_id)
         both = [cordon and cordon.drain, self._wishes.get(node_id)]
         return min((one for one in both if one), key=lambda drain: drain.due_ms, default=None)
 
     def wishes(self, node_id: str) -> bool:
-        """Return whether a node itself has announced that it is leaving."""
+        """Return whether a node has itself announced that it is leaving."""
         return node_id in self._wishes
 
     def all(self) -> dict[str, Drain]:
-        """Return the drains of all nodes that are leaving, or have left, all their jobs."""
+        """Return the drains of all nodes that are leaving or have left all their jobs."""
         found = {node_id: self.of(node_id) for node_id in (*self._cordons.by_node, *self._wishes)}
         return {node_id: drain for node_id, drain in found.items() if drain is not None}
 
@@ -62,7 +62,7 @@ class Drains:
     async def drain(
         self, node_id: str, deadline_ms: int, reason: str, short: Callable[[str], str] | None = None
     ) -> None:
-        """Make a node leave all its jobs by the deadline, and place nothing more on it.
+        """Make a node leave all its jobs by the deadline, and place no more jobs on it.
 
         `short` returns which jobs would be left with too few nodes; without it, no job is checked.
 
@@ -77,7 +77,7 @@ class Drains:
         cordon = Cordon(reason, now_ms, now_ms + deadline_ms)
 
         def drained(cordons: dict[str, Cordon]) -> dict[str, Cordon]:
-            # The lock is held, so that no job is placed and no other node is drained in between.
+            # The lock is held, so no job is placed and no other node is drained in between.
             if short is not None and (why := short(node_id)):
                 raise TooFewNodesError(why)
             return {**cordons, node_id: cordon}
@@ -88,7 +88,7 @@ class Drains:
         self._record(NodeDrained(node_id, drain_words(reason), deadline_ms))
 
     async def lift(self, node_id: str) -> None:
-        """Lift a node's cordon or drain; do nothing if it has none.
+        """Lift a node's cordon or drain, if it has one.
 
         Raises:
             RendezvousError: the change was not stored; retry.
@@ -117,7 +117,7 @@ class Drains:
     # ---------------------------------------------------------------- by the node
 
     def owed(self, hello: Hello) -> Announcement | None:
-        """Return the announcement that a returning node needs about its drain; None if none."""
+        """Return the announcement that a returning node needs about its drain, or None."""
         cordon = self._cordons.of(hello.node_id)
         if cordon is not None and cordon.drain is not None:
             return self._told(cordon.drain)
@@ -125,13 +125,13 @@ class Drains:
         return UndrainNode() if lifted else None
 
     def note_hello(self, hello: Hello) -> None:
-        """Note whether a node says in its hello that it is leaving on its own initiative."""
+        """Record whether a node's hello says that it is leaving on its own initiative."""
         self._wishes.pop(hello.node_id, None)
         if hello.draining is not None and hello.draining.own:
             self._note_wish(hello.node_id, hello.draining)
 
     def note_draining(self, node_id: str, draining: Draining) -> None:
-        """Note that a node is about to leave all its jobs on its own initiative."""
+        """Record that a node is about to leave all its jobs on its own initiative."""
         self._note_wish(node_id, draining)
         log.warning("node %s is about to leave: %s", node_id, draining.reason)
         self._record(NodeDrained(node_id, draining.reason, draining.left_ms))
@@ -140,16 +140,16 @@ class Drains:
         self._wishes[node_id] = Drain(draining.reason, self._clock.now_ms() + draining.left_ms)
 
     def note_lost(self, node_id: str) -> None:
-        """Forget the drain that a lost node itself had announced."""
+        """Forget the drain that a lost node had announced itself."""
         self._wishes.pop(node_id, None)
 
     def _record(self, event: NodeDrained | NodeUndrained) -> None:
-        """Record the event in the history of every job that the node takes part in."""
+        """Record the event in the history of every job in which the node takes part."""
         for state in self._engine.jobs.states:
             if state.membership.ended is None and takes_part(state, event.node_id):
                 self._engine.history.note(state.membership.rdzv_id, (event,))
 
 
 def takes_part(state: State, node_id: str) -> bool:
-    """Return whether a node is in a job, or is chosen for it."""
+    """Return whether a node is in a job or chosen for it."""
     return state.present(node_id) or node_id in state.placed

@@ -1,4 +1,4 @@
-"""Nodes as placement sees them: their resources, how much is taken, and why one is unusable."""
+"""Nodes as placement sees them: their resources, how much is in use, and why any are unusable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rdzv.server.scheduling.quarantined_nodes import Quarantine
 
 
 class Hosts:
-    """The nodes of one server that take submitted jobs."""
+    """The nodes of one server that accept submitted jobs."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Hosts:
         self._quarantine = quarantine
 
     def all(self, states: Iterable[State]) -> list[Host]:
-        """Return all nodes that take submitted jobs, with what the jobs in `states` take there."""
+        """Return all nodes that accept submitted jobs, and what the jobs in `states` use there."""
         taken = self._taken(states)
         hosts, quarantined = [], self._quarantine.nodes
         for node_id, record in self._records().items():
@@ -41,14 +41,15 @@ class Hosts:
                 continue
             held = {(h.rdzv_id, h.run): h.gpus for h in known.holdings}
             has = taken.get(node_id, {}) | held
-            # Such a state may last for hours: no waiting job may reserve other nodes until it ends.
+            # Such a state may last for hours, so no waiting job may reserve other nodes until it
+            # ends.
             unfit = node_id in quarantined or bool(known.failing)
             cordoned = node_id in self._cordons.by_node or self._drains.wishes(node_id) or unfit
             hosts.append(Host(node_id, known.resources, has, self._unusable(record), cordoned))
         return hosts
 
     def _taken(self, states: Iterable[State]) -> dict[str, dict[tuple[str, str], int]]:
-        """Return, by node_id, how many GPUs each run placed on the node takes."""
+        """Return how many GPUs each run placed on a node uses, by node_id."""
         taken: dict[str, dict[tuple[str, str], int]] = {}
         for state in states:
             membership = state.membership
@@ -62,7 +63,7 @@ class Hosts:
         return taken
 
     def _unusable(self, record: nodes.NodeRecord) -> str:
-        """Return why nothing is placed on a node now; empty if it is usable."""
+        """Return why nothing can be placed on a node now; empty if the node is usable."""
         if (drain := self._drains.of(record.node_id)) is not None:
             what = "drained" if drain.by_operator else "about to leave"
             return what + (f" ({drain.reason})" if drain.reason else "")

@@ -1,9 +1,9 @@
-"""The quarantined nodes: `core/fleet/quarantine` judges strikes, and verdicts are stored here.
+"""Stores the quarantined nodes; `core/fleet/quarantine` judges the strikes.
 
-A strike is judged after its step is decided and before the step is stored, under the job's lock. So
-the job releases a node in the same step that settles its round, and no round forms with a node that
-was just quarantined. The verdict is stored first: if storing the step then fails, the step is
-retried, and by then the strike is known.
+A strike is judged after its step is decided and before the step is stored, under the job's lock.
+The job can therefore release a node in the same step that settles its round, and no round forms
+with a node that was just quarantined. The verdict is stored first: if storing the step then fails,
+the step is retried, and by then the strike is known.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rdzv.view.sentences import sentence
 log = logging.getLogger("rdzv.quarantine")
 
 QUARANTINE = "quarantine"
-"""The name of the key-value record for quarantined nodes and for strikes against others."""
+"""The name of the key-value record for quarantined nodes and for strikes against other nodes."""
 
 
 def _read(data: bytes) -> Record:
@@ -47,7 +47,7 @@ def _read(data: bytes) -> Record:
 
 
 class Quarantine:
-    """One server's quarantined nodes, and the strikes against all others."""
+    """One server's quarantined nodes, and the strikes against all other nodes."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class Quarantine:
         daemons: Callable[[], Collection[str]],
         on_change: Callable[[], None],
     ) -> None:
-        """`daemons` returns the known nodes that take submitted jobs.
+        """Call `on_change` when a node enters or leaves quarantine.
 
-        `on_change` is called when a node enters or leaves quarantine.
+        `daemons` returns the known nodes that accept submitted jobs.
         """
         self._clock = clock
         self._tuning = tuning
@@ -73,7 +73,7 @@ class Quarantine:
         """Read the stored quarantine.
 
         Raises:
-            RendezvousConnectionError: the store is away.
+            RendezvousConnectionError: the store is unavailable.
             RendezvousStateError: the stored quarantine cannot be read.
 
         """
@@ -90,7 +90,7 @@ class Quarantine:
 
     @property
     def nodes(self) -> Mapping[str, Quarantined]:
-        """The nodes that are quarantined now, by node_id."""
+        """The nodes that are currently quarantined, by node_id."""
         return self._record.quarantined(self._clock.now_ms())
 
     @property
@@ -103,9 +103,9 @@ class Quarantine:
     async def judge(
         self, before: State, transition: Transition
     ) -> tuple[Bar | None, tuple[Row, ...]]:
-        """Judge the strikes in a step that is decided but not yet stored.
+        """Judge the strikes in a step that has been decided but not yet stored.
 
-        Return the command that must precede the step (None unless the job must release a node), and
+        Return the command that must precede the step (None unless the job must release a node) and
         the rows for the job's history.
 
         Raises:
@@ -142,7 +142,7 @@ class Quarantine:
         return verdict
 
     async def lift(self, node_id: str) -> bool:
-        """Lift a node's quarantine; return whether it was quarantined.
+        """Lift a node's quarantine, and return whether the node was quarantined.
 
         Raises:
             RendezvousError: the change was not stored; retry.
@@ -165,11 +165,11 @@ class Quarantine:
         try:
             await self._document.swap(record, msgspec.json.encode(record))
         except RendezvousConnectionError:
-            # The record was read again and may have changed.
+            # The record has been read again and may be different.
             self._changed()
             raise
         except RendezvousError as error:
-            # Training must go on, so the verdict counts even though it is not stored.
+            # Training must continue, so the verdict counts even if it is not stored.
             log.error("cannot write the record %s: %s", QUARANTINE, error)
             self._document.value = record
 

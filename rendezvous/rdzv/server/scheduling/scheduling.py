@@ -1,4 +1,4 @@
-"""Assembles the parts of scheduling: nodes' reports and resources, restrictions, placement."""
+"""Assembles the parts of scheduling: nodes' reports and resources, restrictions, and placement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rdzv.server.settings.config import Config
 
 
 class Scheduling:
-    """Placement, and everything it depends on."""
+    """Placement and everything that it depends on."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Scheduling:
         send: Callable[[str, Announcement], object],
         on_quarantine: Callable[[], None],
     ) -> None:
-        """`on_quarantine` is called when a node enters or leaves quarantine."""
+        """Call `on_quarantine` when a node enters or leaves quarantine."""
         lock = asyncio.Lock()
         self._on_quarantine = on_quarantine
         self.known_nodes = KnownNodes(clock, on_change=self._wake)
@@ -65,10 +65,10 @@ class Scheduling:
         )
 
     async def start(self) -> None:
-        """Load the cordons, and start placing jobs; the quarantine must have been loaded.
+        """Load the cordons and start placing jobs; the quarantine must have been loaded before.
 
         Raises:
-            RendezvousConnectionError: the store is away.
+            RendezvousConnectionError: the store is unavailable.
             RendezvousStateError: the stored cordons cannot be read.
 
         """
@@ -94,20 +94,20 @@ class Scheduling:
     # ---------------------------------------------------------------- reports of nodes
 
     def note_hello(self, hello: Hello) -> None:
-        """Note a node's resources and holdings, and whether it is about to leave."""
+        """Record a node's resources and holdings, and whether it is about to leave."""
         self.drains.note_hello(hello)
         self.known_nodes.note_hello(hello)
 
     def note_health(self, node_id: str, failing: tuple[FailingCheck, ...]) -> None:
-        """Note which of a node's health checks fail now; the node is healthy if none does."""
+        """Record which of a node's health checks are failing; the node is healthy if none is."""
         self.known_nodes.note_health(node_id, failing)
 
     def note_holdings(self, node_id: str, holdings: tuple[Holding, ...]) -> None:
-        """Note the submitted jobs that a node holds now."""
+        """Record the submitted jobs that a node currently holds."""
         self.known_nodes.note_holdings(node_id, holdings)
 
     def note_draining(self, node_id: str, draining: Draining) -> None:
-        """Note that a known node leaves all its jobs on its own initiative; ignore other drains."""
+        """Record that a known node is leaving all its jobs by itself; ignore other drains."""
         if self.known_nodes.of(node_id) is not None and draining.own:
             self.drains.note_draining(node_id, draining)
             self.placer.wake()

@@ -1,9 +1,9 @@
 """The caller of a request, as proven by a client certificate or a token.
 
 A certificate's common name (CN) is the caller's name, and each organization (O) that names a role
-gives the caller that role. A token takes precedence over a certificate, which may be the machine's.
-A service account's token proves only a name; the configuration gives its roles. If the server
-requires no proof, every caller is `ANYBODY`.
+gives the caller that role. A token takes precedence over a certificate, which may belong to the
+machine. A service account's token proves only a name; its roles come from the configuration. If the
+server requires no proof, every caller is `ANYBODY`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rdzv.transport.certificates import read_certificate
 
 
 class Role(StrEnum):
-    """A caller's role; `roles` lists the calls that each role permits."""
+    """A caller's role. `roles` lists the calls that each role permits."""
 
     READ = "read"
     SUBMIT = "submit"
@@ -36,11 +36,11 @@ IMPLIED = {
     Role.RELAY: frozenset({Role.RELAY}),
     Role.ADMIN: frozenset(Role),
 }
-"""The roles that each role implies, itself included. A node's key lies on a machine that runs
-users' code, so its role permits only the node's own stream."""
+"""The roles that each role implies, including itself. A node's key is on a machine that runs users'
+code, so its role permits only the node's own stream."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,127}")
-"""Valid names of callers. They appear in logs and events, and as account names."""
+"""Matches valid caller names, which appear in logs and events and as account names."""
 
 
 _JWT = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*")
@@ -48,14 +48,14 @@ _JWT = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*")
 
 @struct(frozen=True)
 class Caller:
-    """A caller, with its roles and all roles that they imply."""
+    """A caller with its roles and all roles that they imply."""
 
     name: str
     roles: frozenset[Role]
     proof: str
-    """How the name is proven, such as by `certificate`, `token ID` or `service account NAME`."""
+    """How the name was proven, such as by `certificate`, `token ID` or `service account NAME`."""
     token: str = ""
-    """The id of the rdzvd token that the caller has sent; empty if it has sent none."""
+    """The id of the rdzvd token that the caller sent; empty if it sent none."""
 
     def has(self, roles: Iterable[Role]) -> bool:
         """Return whether the caller has one of these roles."""
@@ -68,7 +68,7 @@ class Caller:
 
     @property
     def shown(self) -> str:
-        """The caller's roles in words, without the roles that its other roles imply."""
+        """The caller's roles in words, omitting roles that are implied by others."""
         own = [
             role
             for role in Role
@@ -82,17 +82,17 @@ class Caller:
 
 
 ANYBODY = Caller("", IMPLIED[Role.ADMIN], "anybody")
-"""Any caller, at a server that requires no proof."""
+"""Any caller of a server that requires no proof."""
 
 NOBODY = Caller("", frozenset(), "nobody")
-"""A caller without proof, at a server that requires one."""
+"""A caller without proof, at a server that requires it."""
 
 present: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
-"""The caller whose call the current task serves."""
+"""The caller whose call is served by the current task."""
 
 
 def name_of(text: str) -> str:
-    """Return the name of a caller, if it is valid.
+    """Return a caller's name if it is valid.
 
     Raises:
         InvalidRequestError: no caller can have this name.
@@ -107,7 +107,7 @@ def name_of(text: str) -> str:
 
 
 def roles_of(names: Iterable[str]) -> tuple[Role, ...]:
-    """Return the roles with these names, each once.
+    """Return the roles with these names, without duplicates.
 
     Raises:
         InvalidRequestError: a role does not exist, or none was given.
@@ -132,9 +132,9 @@ def implied(roles: Iterable[Role]) -> frozenset[Role]:
 
 
 def relayed(name: str, roles: Iterable[str], relay: str) -> Caller:
-    """Return the caller whose certificate a relay has verified.
+    """Return the caller whose certificate was verified by a relay.
 
-    Of its roles, only `node` and `submit` count: a relay can bring in nodes, but never an admin.
+    Only its roles `node` and `submit` count: a relay can bring in nodes, but never an admin.
 
     Raises:
         UnauthenticatedError: no caller can have this name.
@@ -150,7 +150,7 @@ def relayed(name: str, roles: Iterable[str], relay: str) -> Caller:
 
 @functools.lru_cache(maxsize=4096)
 def certified(pem: bytes) -> Caller:
-    """Return the caller that this certificate names; TLS has verified the certificate.
+    """Return the caller named by this certificate, which TLS has already verified.
 
     Raises:
         UnauthenticatedError: the certificate cannot be read, or has no valid name.
@@ -167,13 +167,13 @@ def certified(pem: bytes) -> Caller:
             "letters, digits and . _ @ + -: the caller's name (`rdzvctl certs` makes such)"
         )
     known = {role.value: role for role in Role}
-    # Organizations that are not names of roles have no meaning here.
+    # Organizations that do not name a role have no meaning here.
     roles = [known[other] for other in certificate.organizations if other in known]
     return Caller(name, implied(roles), "certificate")
 
 
 def is_jwt(token: str) -> bool:
-    """Return whether a token may be a JWT: it has two dots, and rdzvd's own tokens have none."""
+    """Return whether a token may be a JWT, which has two dots; rdzvd's own tokens have none."""
     return _JWT.fullmatch(token) is not None
 
 

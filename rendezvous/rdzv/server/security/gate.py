@@ -1,7 +1,7 @@
 """Checks each call against the table of roles before it is served.
 
 `Gate` identifies the caller, refuses calls that `roles` does not permit, and records who changed
-what, both in the log and in a history under a name that no job can have. gRPC calls reach it
+what, both in the log and in a history under a name that no job can have. gRPC calls reach the gate
 through `rpc/gate_interceptor`, HTTP requests through `http/gate_middleware`.
 """
 
@@ -30,15 +30,15 @@ from rdzv.stores.base import Record
 log = logging.getLogger("rdzv.access")
 
 AUDIT = "@rdzvd"
-"""The name of the history of operators' changes. No job's name can begin with `@`."""
+"""The name of the history of operators' changes. No job name can begin with `@`."""
 
 LOG_EVERY_MS = 1_000
-"""The shortest time between log lines about refused calls, so that callers cannot fill the disk."""
+"""The minimum time between log lines about refused calls, so that callers cannot fill the disk."""
 
 
 @dataclass(slots=True)
 class Change:
-    """What the current call has changed, from which value to which; empty if nothing."""
+    """The change made by the current call, with the old and new values; empty if there is none."""
 
     text: str = ""
 
@@ -54,7 +54,7 @@ def begin_change() -> Change:
 
 
 def note_change(before: str, after: str) -> None:
-    """Put a change of a value into the audit record of the current call."""
+    """Add a value's change to the audit record of the current call."""
     text = f"from {before} to {after}" if before != after else f"{after} as before"
     _change.get(Change()).text = text
 
@@ -64,7 +64,7 @@ _VERBS = {
     "Relay": "relay streams of nodes",
     "ServerReflectionInfo": "ask which calls there are",
 }
-"""Plain words for the calls that are not named by a verb and its object."""
+"""Plain words for calls whose names do not consist of a verb and its object."""
 
 
 def verb_of(method: str) -> str:
@@ -78,7 +78,7 @@ def verb_of(method: str) -> str:
 
 
 class Leader(Protocol):
-    """The parts of a leading server that the gate depends on."""
+    """The parts of a leading server on which the gate depends."""
 
     tokens: Tokens
     jobs: Jobs
@@ -86,25 +86,25 @@ class Leader(Protocol):
 
 
 class Leadership(Protocol):
-    """Gives access to the leading server; raises `NotLeaderError` while this one does not lead."""
+    """Provides the leading server; raises `NotLeaderError` while this server does not lead."""
 
     @property
     def driver(self) -> Leader:
         """The leader, while this server leads."""
 
     async def settled_driver(self, timeout_s: float) -> Leader:
-        """Return the leader; if no server leads, wait up to `timeout_s` for one that does."""
+        """Return the leader; if no server leads, wait up to `timeout_s` for one."""
 
 
 class Accounts(Protocol):
     """Identifies callers by another system's tokens, as `service_accounts.ServiceAccounts` does."""
 
     async def caller(self, text: str) -> Caller:
-        """Return the caller that this token identifies."""
+        """Return the caller identified by this token."""
 
 
 class Gate:
-    """The gate of one server, which checks each call over gRPC and HTTP."""
+    """One server's gate, which checks every call over gRPC and HTTP."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Gate:
         meter: Meter | None = None,
         accounts: Accounts | None = None,
     ) -> None:
-        """`accounts` are the service accounts that are accepted, if any."""
+        """Accept the service accounts in `accounts`, if given."""
         self._leadership = leadership
         self._clock = clock
         self._config = config
@@ -124,11 +124,11 @@ class Gate:
         self._unlogged = 0
 
     async def caller(self, header: str | None, certified: Callable[[], Caller | None]) -> Caller:
-        """Identify the caller by its `authorization` header or, without one, by its certificate.
+        """Identify the caller by its `authorization` header or, if it has none, its certificate.
 
         Raises:
             UnauthenticatedError: the caller sent neither, or its token or certificate is invalid.
-            NotLeaderError: the caller sent a token, but only a server that leads knows tokens.
+            NotLeaderError: the caller sent a token, but only a leading server knows tokens.
             RendezvousConnectionError: the caller sent a service account's token whose key is
                 unknown and cannot be fetched now.
 
@@ -157,7 +157,7 @@ class Gate:
         return await self._accounts.caller(text)
 
     async def admit(self, caller: Caller, row: Row, what: str, rdzv_id: str | None) -> None:
-        """Refuse a call that this caller may not make; `rdzv_id` is its job, None if it has none.
+        """Refuse a call that this caller may not make; `rdzv_id` is the call's job, if any.
 
         Raises:
             DeniedError: the caller may not make this call, or not for this job.
@@ -169,7 +169,7 @@ class Gate:
         try:
             named = bounds.rdzv_id_of(rdzv_id, self._config.limits)
         except InvalidRequestError:
-            # No job can have this name; the call itself refuses it.
+            # No job can have this name, so the call itself will refuse it.
             return
         roles.refuse_others_job(caller, await self._leadership.driver.jobs.look(named), what)
 
@@ -181,13 +181,13 @@ class Gate:
             self._unlogged += 1
             return
         also = f" ({self._unlogged} more were refused since the last such line)"
-        log.warning("refused, from %s: %s%s", who, reason, also if self._unlogged else "")
+        log.warning("refused a call from %s: %s%s", who, reason, also if self._unlogged else "")
         self._logged_ms, self._unlogged = now_ms, 0
 
     async def audit(
         self, caller: Caller, verb: str, request: object, peer: str, change: str, end: str
     ) -> None:
-        """Record a change and its caller, with the values before and after."""
+        """Record a change and its caller, with the old and new values."""
         named = (getattr(request, key, "") for key in ("rdzv_id", "node_id", "name", "id_or_name"))
         target = next(filter(None, named), "")
         submitter = getattr(request, "submitted_by", "")
@@ -200,10 +200,10 @@ class Gate:
         try:
             await self._leadership.driver.history.append((row,))
         except RendezvousError as error:
-            # This server no longer leads, or the store is away; only the log has the change.
-            log.warning("not in the history, because %s: %s", error, text)
+            # This server no longer leads, or the store is unavailable; only the log has the change.
+            log.warning("change not recorded in the history: %s: %s", error, text)
 
 
 def signed(reason: str, caller: Caller) -> str:
-    """Return the reason that a caller gave, with the caller's name added if it is proven."""
+    """Return the reason given by a caller, with the caller's name appended if it is proven."""
     return f"{reason} [{caller}]" if caller.name else reason

@@ -1,4 +1,4 @@
-"""Limits how long TLS handshakes may take; connections that take longer are closed.
+"""Limits how long TLS handshakes may take, and closes connections that take longer.
 
 `timings.handshake` applies both to gRPC (TLS and the start of HTTP/2) and to HTTP over TLS. The
 number of open connections is limited by `limits.connections` and `limits.http_connections`.

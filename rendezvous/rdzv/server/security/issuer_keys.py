@@ -1,7 +1,7 @@
 """Fetches a token issuer's public keys, and keeps them while the issuer cannot be reached.
 
-One task fetches them, at most once every `RETRY_S`, however many calls arrive. A call that needs an
-unknown key waits for the next fetch, for at most `HOLD_S`.
+A single task fetches them at most once every `RETRY_S`, no matter how many calls arrive. A call
+that needs an unknown key waits for the next fetch, but no longer than `HOLD_S`.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ log = logging.getLogger("rdzv.access")
 DISCOVERY = "/.well-known/openid-configuration"
 
 RETRY_S = 10.0
-"""The shortest time between two fetches."""
+"""The minimum time between two fetches."""
 
 FETCH_WITHIN_S = 5.0
-"""How long a fetch may take; it makes two requests."""
+"""How long a fetch, which makes two requests, may take."""
 
 HOLD_S = 8.0
-"""How long a call waits for an unknown key: less than the 10 s that nodes wait for an answer."""
+"""How long a call waits for an unknown key. Less than the 10 s for which nodes wait for an
+answer."""
 
 MOST_WAITING = 256
 """How many calls may wait for a fetch at once."""
 
 MOST_BYTES = 256 * 1024
-"""The largest response that is accepted from the issuer."""
+"""The size of the largest response accepted from the issuer."""
 
 MOST_KEYS = 64
 
 ALGORITHMS = frozenset(
     f"{kind}{bits}" for kind in ("RS", "PS", "ES") for bits in ("256", "384", "512")
 ) | {"EdDSA"}
-"""The accepted signature algorithms, all asymmetric: a key that verifies cannot sign."""
+"""The accepted signature algorithms. All of them are asymmetric, so a key that verifies cannot
+sign."""
 
 Keys = Mapping[str, jwt.PyJWK]
 Fetch = Callable[[], Awaitable[Keys]]
@@ -58,7 +60,7 @@ class FetchError(Exception):
 
 
 class IssuerKeys:
-    """The keys of one issuer. Use `following` to make one and keep it current."""
+    """One issuer's keys. Use `following` to create an instance and keep it current."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class IssuerKeys:
         self._keys: Keys = {}
         self._fetched_s = 0.0
         self._trouble = "they have not been fetched yet"
-        """Why the last fetch failed; empty if it succeeded."""
+        """The reason why the last fetch failed; empty if it succeeded."""
         self._begun = self._done = 0
         self._changed = asyncio.Condition()
         self._wanted = asyncio.Event()
@@ -89,7 +91,7 @@ class IssuerKeys:
         Raises:
             UnauthenticatedError: the issuer has no such key.
             RendezvousConnectionError: the keys cannot be fetched; retry.
-            LimitExceededError: too many calls wait for unknown keys.
+            LimitExceededError: too many calls are waiting for unknown keys.
 
         """
         if (found := self._known(kid)) is not None:
@@ -127,7 +129,7 @@ class IssuerKeys:
         return self._keys.get(kid)
 
     async def follow(self) -> None:
-        """Fetch the keys when they are outdated or a call needs an unknown one, until cancelled."""
+        """Fetch the keys when they are outdated or a call needs an unknown key, until cancelled."""
         while True:
             self._wanted.clear()
             self._begun += 1
@@ -154,10 +156,10 @@ class IssuerKeys:
                     if self._keys
                     else "callers with a token from it are asked to retry"
                 )
-                log.warning("the keys of %s cannot be fetched: %s; %s", self._issuer, error, also)
+                log.warning("cannot fetch the keys of %s: %s; %s", self._issuer, error, also)
             return
         if former or keys.keys() != self._keys.keys():
-            log.info("the keys of %s: %s", self._issuer, ", ".join(keys))
+            log.info("fetched the keys of %s: %s", self._issuer, ", ".join(keys))
         self._keys, self._fetched_s, self._trouble = keys, self._now_s(), ""
 
 
@@ -185,7 +187,7 @@ async def fetch_keys(oidc: Oidc) -> Keys:
         if oidc.token_file is not None:
             token = oidc.token_file.read_text(encoding="ascii").strip()
             headers["Authorization"] = f"Bearer {token}"
-        # Read again for each fetch, because the CA may be renewed.
+        # Read the file for each fetch, because the CA may be renewed.
         trusted = ssl.create_default_context(cafile=oidc.ca)
         timeout = aiohttp.ClientTimeout(total=FETCH_WITHIN_S)
         async with (
@@ -232,7 +234,7 @@ async def _json(session: aiohttp.ClientSession, address: str) -> dict[str, objec
 
 
 def read_keys(document: Mapping[str, object]) -> Keys:
-    """Return, by `kid`, the keys of a JWK set that can verify signatures of `ALGORITHMS`.
+    """Return the keys in a JWK set that can verify signatures of `ALGORITHMS`, by `kid`.
 
     Raises:
         FetchError: there is no such key.
@@ -244,7 +246,7 @@ def read_keys(document: Mapping[str, object]) -> Keys:
         if not isinstance(one, dict) or one.get("use", "sig") != "sig":
             continue
         kid = one.get("kid")
-        # An unknown kind of key is no reason to refuse the others.
+        # An unknown kind of key is no reason to reject the others.
         with suppress(jwt.PyJWTError):
             key = jwt.PyJWK.from_dict(one)
             if isinstance(kid, str) and kid and key.algorithm_name in ALGORITHMS:

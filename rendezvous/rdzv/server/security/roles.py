@@ -1,4 +1,4 @@
-"""The table of roles: one row for every gRPC method, and one for every HTTP path.
+"""The table of roles: one row for every gRPC method and one for every HTTP path.
 
 `gate.Gate` enforces the table for both. A call without a row is refused.
 """
@@ -15,32 +15,32 @@ from rdzv.structs import struct
 
 
 class Whose(StrEnum):
-    """The jobs or nodes on which a caller other than an admin may use a call."""
+    """The jobs or nodes for which a caller other than an admin may use a call."""
 
     ANY = "any"
     OWN_JOB = "own job"
-    """A job that the caller owns, or one without an owner that has not begun or has ended."""
+    """A job that the caller owns, or a job without an owner that has not begun or has ended."""
     OWN_NODE = "own node"
-    """The node with the caller's name; for `submit`, the caller's own rdzvrun."""
+    """The node that has the caller's name; for `submit`, the caller's own rdzvrun."""
 
 
 @struct(frozen=True)
 class Row:
-    """The roles of which any permits a call, and the jobs or nodes on which it may be used."""
+    """The roles that permit a call (any one is enough), and the jobs or nodes it may be used on."""
 
     roles: frozenset[Role]
     whose: Whose = Whose.ANY
     changes: bool = False
-    """Whether the call is audited: it changes something, or stops workers for a moment."""
+    """Whether the call is audited because it changes something or stops workers for a moment."""
 
     @property
     def needed(self) -> str:
-        """The roles in words."""
+        """The required roles in words."""
         return " or ".join(role for role in Role if role in self.roles)
 
 
 OPEN = None
-"""The row of a call that needs neither a role nor a proof."""
+"""The row for a call that needs neither a role nor a proof."""
 
 _READ = Row(frozenset({Role.READ}))
 _LOOK_INSIDE = Row(frozenset({Role.SUBMIT}), Whose.OWN_JOB)
@@ -50,14 +50,14 @@ _ADMIN_CHANGES = Row(frozenset({Role.ADMIN}), changes=True)
 
 CALLS: dict[str, Row | None] = {
     "/rdzv.v1.Rendezvous/Attach": Row(frozenset({Role.NODE, Role.SUBMIT}), Whose.OWN_NODE),
-    # Each stream that a relay carries is checked again, as its node's call of Attach.
+    # Each stream that a relay carries is checked again, like its node's own call of Attach.
     "/rdzv.v1.Rendezvous/Relay": Row(frozenset({Role.RELAY})),
     "/rdzv.v1.Control/GetStatus": _READ,
     "/rdzv.v1.Control/WatchJob": _READ,
     "/rdzv.v1.Control/ListJobs": _READ,
     "/rdzv.v1.Control/ListEvents": _READ,
     "/rdzv.v1.Control/ForgetJob": _CHANGE_JOB,
-    # Output and stacks of workers belong to their user: they may contain data, paths, passwords.
+    # Workers' output and stacks belong to their user: they may contain data, paths and passwords.
     "/rdzv.v1.Control/ReadLogs": _LOOK_INSIDE,
     "/rdzv.v1.Control/TakeStacks": _CHANGE_JOB,
     "/rdzv.v1.Control/ListServers": _READ,
@@ -75,12 +75,12 @@ CALLS: dict[str, Row | None] = {
     "/rdzv.v1.Control/ListTokens": _ADMIN,
     "/rdzv.v1.Control/RevokeTokens": _ADMIN_CHANGES,
     "/rdzv.v1.Control/ListAudit": _ADMIN,
-    # Probes of kubelets and load balancers cannot authenticate.
+    # Probes by kubelets and load balancers cannot authenticate.
     "/grpc.health.v1.Health/Check": OPEN,
     "/grpc.health.v1.Health/Watch": OPEN,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _READ,
 }
-"""The rows for gRPC, by the method's full name."""
+"""The rows for gRPC methods, by full method name."""
 
 PATHS: dict[str, Row | None] = {
     "/healthz": OPEN,
@@ -105,8 +105,8 @@ PATHS: dict[str, Row | None] = {
     "/api/v1/stream": _READ,
     "/api/v1/openapi.json": _READ,
 }
-"""The rows for HTTP, by the route's path, with the method in front if it does more than read.
-`/web/` stands for all files below it."""
+"""The rows for HTTP, by the route's path, preceded by the method if it does more than read. `/web/`
+stands for all files below it."""
 
 
 def refuse_without_role(caller: Caller, row: Row, what: str) -> None:
@@ -129,7 +129,7 @@ def refuse_others_job(caller: Caller, state: State, what: str) -> None:
     A job that has not begun, or that has ended and has no owner, is open to every caller.
 
     Raises:
-        DeniedError: the caller is neither.
+        DeniedError: the caller is neither the owner nor an admin.
 
     """
     membership = state.membership
@@ -148,7 +148,7 @@ def refuse_stranger(caller: Caller, state: State, node_id: str) -> None:
     """Refuse a node that the caller may not bring into a job.
 
     A node's own agent may join jobs that the server has placed on it, and jobs that were not
-    submitted and have no owner. A submitter may bring nodes into jobs of its own.
+    submitted and have no owner. A submitter may bring nodes into its own jobs.
 
     Raises:
         DeniedError: the caller may not bring the node into this job.
@@ -169,16 +169,17 @@ def refuse_stranger(caller: Caller, state: State, node_id: str) -> None:
 
 
 def owner_by(caller: Caller) -> str:
-    """Return the owner of a job that this caller begins; empty if a node's agent begins it."""
+    """Return the owner of a job that this caller begins; empty if the caller is a node's agent."""
     return caller.name if Role.SUBMIT in caller.roles else ""
 
 
 def refuse_node(caller: Caller, node_id: str, *, foreground: bool, bound_to: str | None) -> None:
     """Refuse a hello for a node that the caller may not speak for.
 
-    A caller with the role `node` speaks for the node of its own name, and for each rdzvrun named
-    after it with a process id. One with the role `submit` speaks for rdzvruns of any name that no
-    other caller uses. `bound_to` is the caller that uses this node_id already, if any.
+    A caller with the role `node` may speak for the node with its own name, and for each rdzvrun
+    named after it with a process id. A caller with the role `submit` may speak for rdzvruns with
+    any name that no other caller uses. `bound_to` is the caller that already uses this node_id, if
+    any.
 
     Raises:
         DeniedError: the caller may not speak for this node.

@@ -1,8 +1,8 @@
 """Authenticates pods by the projected tokens of their Kubernetes service accounts.
 
 Such a token is a JWT that names the account, its namespace, the pod and, since Kubernetes 1.30, the
-pod's node. rdzvd never passes it on. The table `[[oidc.account]]` gives the caller its roles, and
-says which of these names becomes the caller's name.
+pod's node. rdzvd never passes it on. The `[[oidc.account]]` table gives the caller its roles, and
+specifies which of these names becomes the caller's name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rdzv.server.settings.config import Oidc, OidcAccount
 _SUBJECT = re.compile(r"system:serviceaccount:([a-z0-9-]{1,63}):([a-z0-9.-]{1,253})")
 
 _CLAIMS = ["iss", "sub", "aud", "exp"]
-"""The claims that a token must have."""
+"""The claims that a token must contain."""
 
 
 _UNREADABLE = (jwt.PyJWTError, ValueError, TypeError, RecursionError, OverflowError)
@@ -34,11 +34,11 @@ class KeySource(Protocol):
     """A source of the issuer's keys."""
 
     async def key(self, kid: str) -> jwt.PyJWK:
-        """Return a key; raises what `IssuerKeys.key` raises."""
+        """Return a key; raises the same errors as `IssuerKeys.key`."""
 
 
 class ServiceAccounts:
-    """The service accounts that one server accepts."""
+    """The service accounts accepted by one server."""
 
     def __init__(self, oidc: Oidc, keys: KeySource) -> None:
         self._oidc = oidc
@@ -46,13 +46,13 @@ class ServiceAccounts:
         self._accounts = {(one.namespace, one.name): one for one in oidc.accounts}
 
     async def caller(self, text: str) -> Caller:
-        """Return the caller that this token identifies. Errors never quote the token.
+        """Return the caller identified by this token. Errors never quote the token.
 
         Raises:
-            UnauthenticatedError: the token is invalid, or not for this server, or its account is
-                unknown.
+            UnauthenticatedError: the token is invalid or not meant for this server, or its account
+                is unknown.
             RendezvousConnectionError: the issuer's keys are unknown and cannot be fetched now.
-            LimitExceededError: too many callers wait for the issuer's keys.
+            LimitExceededError: too many callers are waiting for the issuer's keys.
 
         """
         try:
@@ -68,7 +68,7 @@ class ServiceAccounts:
                 f"the token is signed by {short(str(algorithm))!r}, which proves nothing here; "
                 f"accepted are {', '.join(sorted(ALGORITHMS))}"
             )
-        # Checked before the key is looked up: another issuer's keys are unknown here.
+        # Check this before looking up the key: another issuer's keys are unknown here.
         if claimed.get("iss") != self._oidc.issuer:
             raise UnauthenticatedError(
                 f"the token is of issuer {short(str(claimed.get('iss')))!r}, and this server "
@@ -94,12 +94,12 @@ class ServiceAccounts:
             )
             return claims
         except _UNREADABLE as error:
-            # The signature is checked first: any other error is about claims that are authentic.
+            # The signature is checked first, so any other error is about authentic claims.
             trouble = _in_words(error, jwt.decode(text, options={"verify_signature": False}), oidc)
             raise UnauthenticatedError(trouble) from error
 
     def _known(self, claims: Mapping[str, Any]) -> Caller:
-        """Return the caller that verified claims identify."""
+        """Return the caller identified by verified claims."""
         found = _SUBJECT.fullmatch(str(claims["sub"]))
         if found is None:
             raise UnauthenticatedError(
@@ -121,7 +121,7 @@ class ServiceAccounts:
 
 
 def _name(account: OidcAccount, namespace: str, name: str, claims: Mapping[str, Any]) -> str:
-    """Return the name of a caller with this account."""
+    """Return the name of a caller that uses this account."""
     if account.known_as != "node":
         return namespace if account.known_as == "namespace" else f"{name}@{namespace}"
     of_kubernetes = claims.get("kubernetes.io")
@@ -136,7 +136,7 @@ def _name(account: OidcAccount, namespace: str, name: str, claims: Mapping[str, 
 
 
 def _in_words(error: Exception, claims: Mapping[str, Any], oidc: Oidc) -> str:
-    """Return why a token is refused, with the expected and the actual value."""
+    """Return why a token was refused, with the expected and the actual value."""
     renewed = "kubelet renews a projected one by itself, and its file is read at each call"
     match error:
         case jwt.ExpiredSignatureError():
@@ -179,6 +179,6 @@ def _time(stamp: object) -> str:
 
 @asynccontextmanager
 async def proving(oidc: Oidc) -> AsyncIterator[ServiceAccounts]:
-    """Yield the accepted service accounts, and keep their issuer's keys current."""
+    """Yield the accepted service accounts, keeping their issuer's keys current."""
     async with following(oidc) as keys:
         yield ServiceAccounts(oidc, keys)

@@ -1,9 +1,9 @@
 """The server's certificate and key, and its clients' CA, reloaded when they change.
 
 The server checks whether the files have changed at each new connection and on SIGHUP. Open
-connections keep the old ones. If new files are unusable, the old ones stay in use, and the reason
-is logged. Only TLS 1.3 is allowed: the context enforces that for HTTP, and `rdzv.server.__main__`
-for gRPC.
+connections keep using the old files. If new files are unusable, the old ones stay in use and the
+reason is logged. Only TLS 1.3 is allowed: the context enforces this for HTTP, and
+`rdzv.server.__main__` enforces it for gRPC.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rdzv.transport.certificates import Certificate, Stamp, stamp_of
 EXPIRY_WARNING = timedelta(days=14)
 
 READS = 3
-"""How often to read files that keep changing before leaving them to the next connection."""
+"""How often to reread files that keep changing before leaving them to the next connection."""
 
 log = logging.getLogger("rdzv.server")
 
@@ -53,7 +53,7 @@ class Tls:
         """Read the files.
 
         Raises:
-            InvalidRequestError: a file is unusable; the message names it, the reason and the
+            InvalidRequestError: a file is unusable; the message names the file, the reason and the
                 remedy.
 
         """
@@ -70,7 +70,7 @@ class Tls:
 
     @property
     def shown(self) -> Certificate:
-        """The certificate in use."""
+        """The certificate currently in use."""
         return self._now.shown
 
     def expires(self) -> datetime:
@@ -83,7 +83,7 @@ class Tls:
         told = self._now
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
-            """Return the current files at a handshake, or None if this port has them already."""
+            """Return the current files for a handshake, or None if this port already has them."""
             nonlocal told
             with self._lock:
                 self._refresh()
@@ -92,7 +92,7 @@ class Tls:
                 told = self._now
                 return told.grpc
 
-        # Returning None is allowed, and means that nothing has changed.
+        # Returning None is allowed and means that nothing has changed.
         return grpc.dynamic_ssl_server_credentials(told.grpc, fetch, asks)  # type: ignore[arg-type]
 
     def refresh(self) -> None:
@@ -135,7 +135,7 @@ class Tls:
                 raise InvalidRequestError(
                     f"{error.filename or self._files.cert} cannot be read: {error.strerror}"
                 ) from error
-            # If the files have changed meanwhile, those checked may not be those read.
+            # If the files have changed in the meantime, those checked may not be those read.
             if stamp_of(self._files.paths) == stamp:
                 return loaded
         raise InvalidRequestError(
@@ -157,7 +157,8 @@ class Tls:
         # A key owned by another account, as in a Kubernetes secret, is read through its group.
         if key.st_mode & (0o077 if key.st_uid == os.geteuid() else 0o007):
             log.warning(
-                "TLS key %s is readable by others than its owner (mode %04o); chmod 600 it",
+                "TLS key %s is readable by users other than its owner (mode %04o); run chmod 600 "
+                "on it",
                 *(self._files.key, stat.S_IMODE(key.st_mode)),
             )
         if self._now.shown.not_after - datetime.now(UTC) < EXPIRY_WARNING:
@@ -175,9 +176,9 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
 
 @functools.cache
 def quiet_handshakes() -> None:
-    """Keep Python from printing a traceback when the server name in a TLS hello is not text.
+    """Prevent a traceback when the server name in a client's TLS hello is not text.
 
-    The handshake fails anyway. With an `sni_callback`, Python itself decodes the name, and reports
+    The handshake fails anyway. With an `sni_callback`, Python itself decodes the name and reports
     errors only to `sys.unraisablehook`.
     """
     former = sys.unraisablehook

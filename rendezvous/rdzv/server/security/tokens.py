@@ -1,8 +1,8 @@
 """Tokens for callers without a certificate. A server stores only their hashes.
 
-A token's text is `rdzv_ID_SECRET`. The id is not secret; it serves to list and revoke tokens. The
-secret has 256 random bits: it cannot be guessed, nor found from its plain hash. One name may have
-several valid tokens, so that a new token can be distributed before the old one is revoked.
+A token's text is `rdzv_ID_SECRET`. The id is not secret and is used to list and revoke tokens. The
+secret has 256 random bits, so it can neither be guessed nor found from its plain hash. A name may
+have several valid tokens, so that a new token can be distributed before the old one is revoked.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.tokens")
 
 TOKENS = "tokens"
-"""The name of the key-value record for all tokens."""
+"""The name of the key-value record that stores all tokens."""
 
 USE_STORED_EVERY_MS = 60 * MINUTE_MS
-"""How often, at most, a token's last use is stored; no call waits for that commit."""
+"""The minimum interval between stores of a token's last use; no call waits for that commit."""
 
 EXPIRED_KEPT_MS = 30 * DAY_MS
 """How long an expired token stays listed, so that people can see why it no longer works."""
@@ -51,7 +51,7 @@ _TEXT = re.compile(r"rdzv_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 
 @struct(frozen=True)
 class Token:
-    """A token as stored."""
+    """A token as it is stored."""
 
     id: str
     name: str
@@ -73,12 +73,12 @@ class _Document:
 
 
 def new_text() -> str:
-    """Make the text of a new token."""
+    """Generate the text of a new token."""
     return f"rdzv_{secrets.token_hex(4)}_{secrets.token_urlsafe(32)}"
 
 
 def _hash(text: str) -> str:
-    # HTTP headers may contain bytes that are not text; no token does.
+    # HTTP headers may contain bytes that are not text, but no token does.
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
 
 
@@ -142,11 +142,11 @@ class Tokens:
         self._storing_use = False
 
     async def start(self, admin_token: Path | None) -> None:
-        """Read the stored tokens; with `admin_token`, make sure that an admin's token exists.
+        """Read the stored tokens; with `admin_token`, make sure that an admin has a token.
 
         Raises:
             InvalidRequestError: tokens exist, but this server requires no authentication.
-            RendezvousConnectionError: the store is away.
+            RendezvousConnectionError: the store is unavailable.
             RendezvousStateError: the stored tokens cannot be read.
 
         """
@@ -164,15 +164,15 @@ class Tokens:
         return self._document.value
 
     def listed(self) -> tuple[Token, ...]:
-        """Return the stored tokens, the oldest first."""
+        """Return the stored tokens, oldest first."""
         return tuple(sorted(self._tokens.values(), key=lambda token: token.created_ms))
 
     def has(self, token_id: str) -> bool:
-        """Return whether a token with this id exists; revoked ones do not count."""
+        """Return whether a token with this id exists and has not been revoked."""
         return token_id in self._tokens
 
     def caller(self, text: str) -> Caller:
-        """Return the caller that a token's text identifies.
+        """Return the caller identified by a token's text.
 
         Raises:
             UnauthenticatedError: the token is unknown, was revoked, or has expired.
@@ -191,11 +191,11 @@ class Tokens:
     async def create(
         self, name: str, roles: Sequence[Role], expires_in_ms: int
     ) -> tuple[Token, str]:
-        """Make a token and return it with its text. If `expires_in_ms` is 0, it never expires.
+        """Create a token and return it with its text. If `expires_in_ms` is 0, it never expires.
 
         Raises:
-            InvalidRequestError: this server checks no tokens, so callers must not rely on one.
-            LimitExceededError: too many tokens.
+            InvalidRequestError: this server does not check tokens, so callers must not rely on one.
+            LimitExceededError: there are too many tokens.
             RendezvousError: the change was not stored; retry.
 
         """
@@ -209,7 +209,7 @@ class Tokens:
         return token, text
 
     async def ensure_admin(self, file: Path) -> None:
-        """Make the token in `file` an admin's, unless an admin has a valid token already.
+        """Make the token in `file` an admin's, unless an admin already has a valid token.
 
         Raises:
             InvalidRequestError: the file is unusable.
@@ -223,7 +223,7 @@ class Tokens:
         log.warning("token %s in %s is an admin's: there was no other", token.id, file)
 
     async def revoke(self, id_or_name: str) -> tuple[Token, ...]:
-        """Revoke one token by its id, or all tokens of one name; return the revoked tokens.
+        """Revoke one token by its id, or all tokens with a given name; return the revoked tokens.
 
         Raises:
             UnknownTokenError: there is no such token.
@@ -267,7 +267,7 @@ class Tokens:
             self._storing_use = False
 
     async def _write(self, tokens: dict[str, Token]) -> None:
-        """Store tokens, and only then use them. After a failure, the stored ones stay in use."""
+        """Store tokens before using them. After a failure, the stored ones stay in use."""
         data = msgspec.json.encode(_Document(tokens=tuple(tokens.values())))
         known = self._tokens
         await self._document.swap(tokens, data)
@@ -298,7 +298,7 @@ def decode(data: bytes) -> tuple[Token, ...]:
 
 
 def caller_by(tokens: dict[str, Token], text: str, now_ms: int) -> Caller:
-    """Return the caller whose token this is. Errors never quote it, as it may be nearly right.
+    """Return the caller that owns this token. Errors never quote it, as it may be nearly right.
 
     Raises:
         UnauthenticatedError: no valid token has this text.
@@ -306,7 +306,7 @@ def caller_by(tokens: dict[str, Token], text: str, now_ms: int) -> Caller:
     """
     found = _TEXT.fullmatch(text)
     token = tokens.get(found.group(1)) if found else None
-    # The whole text is always compared, so that the time taken does not reveal how much is right.
+    # Always compare the whole text, so that the time taken does not reveal how much of it is right.
     same = hmac.compare_digest(_hash(text), token.sha256 if token is not None else "")
     if token is None or not same:
         raise UnauthenticatedError(

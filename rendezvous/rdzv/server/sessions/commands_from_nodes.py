@@ -1,7 +1,7 @@
-"""Handles the commands that nodes send to their jobs: joins, failures, leaves.
+"""Handles the commands that nodes send to their jobs, such as joins, failures and leaves.
 
-While the store is away, each node's commands wait here in order: streams stay open, nothing new is
-decided, and workers keep running.
+While the store is unavailable, each node's commands wait here in order: streams stay open, nothing
+new is decided, and workers keep running.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("rdzv.driver")
 
 
 class NodeCommands:
-    """Submits nodes' commands, and sends refusals to the nodes."""
+    """Submits nodes' commands and sends refusals to the nodes."""
 
     def __init__(
         self, engine: Engine, node_jobs: NodeJobs, clock: Clock, limits: Limits, timings: Timings
@@ -47,7 +47,7 @@ class NodeCommands:
         self._timings = timings
 
     async def hear(self, stream: Stream, rdzv_id: str, command: Command) -> None:
-        """Submit a node's command; a refusal is sent to the node, never raised."""
+        """Submit a node's command; a refusal is sent to the node and never raised."""
         try:
             self._check_room_for(stream.node_id, rdzv_id, command)
             await self.insist(stream, rdzv_id, command)
@@ -56,7 +56,7 @@ class NodeCommands:
             await self.refuse(stream, belief, error)
 
     def _check_room_for(self, node_id: str, rdzv_id: str, command: Command) -> None:
-        """Refuse a join by a node that is in too many jobs: one hello has to name them all.
+        """Refuse a join by a node that is in too many jobs: a single hello must name them all.
 
         Raises:
             LimitExceededError: the node is in as many jobs as the limit allows.
@@ -70,7 +70,7 @@ class NodeCommands:
             )
 
     async def latest(self, stream: Stream, rdzv_id: str) -> State:
-        """Return a job's current state, after a tick; it may include later steps of other callers.
+        """Return a job's current state after a tick; it may include other callers' later steps.
 
         Waits and raises as `insist` does.
         """
@@ -78,10 +78,10 @@ class NodeCommands:
         return self._jobs.peek(rdzv_id) or state
 
     async def insist(self, stream: Stream, rdzv_id: str, command: Command) -> State:
-        """Submit a command until it is decided; return the job's state after it.
+        """Submit a command until it is decided, and return the job's resulting state.
 
-        While the store is away or the previous run is stopping, this retries, and the node is sent
-        the reason.
+        While the store is unavailable or the previous run is stopping, this retries, and the node
+        is sent the reason.
 
         Raises:
             RendezvousError: the command was refused.
@@ -109,7 +109,7 @@ class NodeCommands:
             await sleep_ms(self._clock, self._timings.store_retry_ms)
 
     async def insist_or_log(self, stream: Stream, rdzv_id: str, command: Command) -> None:
-        """Submit a command that follows from a report; log a refusal instead of raising it."""
+        """Submit a command that results from a report; log a refusal instead of raising it."""
         try:
             await self.insist(stream, rdzv_id, command)
         except RendezvousError as error:
@@ -118,10 +118,10 @@ class NodeCommands:
             )
 
     async def refuse(self, stream: Stream, belief: Belief, error: RendezvousError) -> None:
-        """Send a node a refusal or, if its run is over, how the run ended.
+        """Send a node a refusal or, if its run is over, the way the run ended.
 
-        A refusal with an error of this server's own makes a node reconnect. So if the node has
-        other jobs, it is sent the error as a reason to wait, and its stream stays open.
+        A refusal caused by an error in this server makes a node reconnect. If the node has other
+        jobs, it is therefore sent the error as a reason to wait, and its stream stays open.
         """
         try:
             await self._refuse_as_it_is(stream, belief, error)
@@ -155,11 +155,11 @@ class NodeCommands:
 
 
 def log_unknown(stream: Stream, belief: Belief) -> None:
-    """Log that a node runs a job that is unknown here; the node is not told to stop."""
+    """Log that a node runs a job unknown to this server; the node is not told to stop."""
     log.warning(
-        "%s runs round %s of run %s of %s, which this server does not know; leaving it alone",
+        "%s is running round %s of job %s, run %s, which is unknown here; leaving it alone",
         stream.node_id,
         belief.round,
-        belief.run or "(none)",
         belief.rdzv_id,
+        belief.run or "(none)",
     )

@@ -23,7 +23,7 @@ from rdzv.server.telemetry.scrape_targets import ScrapeTargets
 
 
 class Connections:
-    """Attaches nodes to one server, and detaches them."""
+    """Attaches nodes to one server and detaches them."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class Connections:
         self._targets = targets
         self._watchers = watchers
         self._callers: dict[str, str] = {}
-        """By node_id: the name of the caller that speaks for a known node."""
+        """The name of the caller that speaks for each known node, by node_id."""
         self._numbers = itertools.count(1)
         self._standing_by = Servers(())
 
     def attach(self, hello: Hello, caller: Caller = ANYBODY) -> Stream:
-        """Open a node's stream, whose first message is `Welcome`.
+        """Open a node's stream; the first message on it is `Welcome`.
 
         Raises:
             DeniedError: the caller may not speak for this node.
@@ -136,9 +136,9 @@ class Connections:
             )
 
     def detach(self, stream: Stream, *, cut: bool = False) -> None:
-        """Note that a stream has ended. Its node is away now, and lost if it stays away.
+        """Record that a stream has ended. Its node is now away, and is lost if it stays away.
 
-        `cut` says that a connection on the way was cut; the node did not end its stream.
+        `cut` means that a connection on the way was cut and the node did not end its stream.
         """
         stream.close()
         if self._streams.remove(stream):
@@ -151,16 +151,16 @@ class Connections:
             self._leases.disconnect(nodes.Disconnect(stream.node_id, stream.number, unheard))
 
     def heard(self, stream: Stream) -> None:
-        """Renew a node's lease, because it has sent a message."""
+        """Renew a node's lease because the node has sent a message."""
         self._meter.received()
         self._leases.hear(stream.node_id)
 
     def plan_away(self, stream: Stream, deadline_ms: int) -> None:
-        """Note that an agent goes away deliberately and plans to return within `deadline_ms`."""
+        """Record that an agent is going away on purpose and will return within `deadline_ms`."""
         self._leases.step(nodes.PlanAway(stream.node_id, stream.number, deadline_ms))
 
     def note_event(self, event: nodes.NodesEvent) -> None:
-        """Update streams, jobs, placement and diagnosis after an event of the nodes core."""
+        """Update streams, jobs, placement and diagnosis after an event from the nodes core."""
         match event:
             case nodes.NodeConnected():
                 self._streams.close(event.node_id, event.stale_stream, "a newer one is open")

@@ -1,4 +1,4 @@
-"""Nodes and their leases: the nodes core with its timers.
+"""Nodes and their leases: runs the nodes core and its timers.
 
 The core works in memory and never waits, so it needs no lock. A timer here notices expired leases
 (`Leases.expire`), and the core decides which nodes are lost. After a *pause* of the server itself,
@@ -19,7 +19,7 @@ log = logging.getLogger("rdzv.driver")
 
 
 class Leases:
-    """The nodes of one server, with their leases."""
+    """One server's nodes and their leases."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Leases:
         self._hear_timer = Timer(clock, lambda _: self._feed_heard())
 
     def start(self, leadership: int) -> None:
-        """Set this server's leadership number, which incarnations are based on."""
+        """Set this server's leadership number, on which incarnations are based."""
         self._nodes = replace(self._nodes, leadership=leadership)
 
     def stop(self) -> None:
@@ -50,7 +50,7 @@ class Leases:
 
     @property
     def leadership(self) -> int:
-        """This server's leadership number; every message carries it."""
+        """This server's leadership number, which every message carries."""
         return self._nodes.leadership
 
     @property
@@ -60,7 +60,7 @@ class Leases:
 
     @property
     def lease_ms(self) -> int:
-        """The lease that a node would get if it connected now."""
+        """The lease that a node would receive if it connected now."""
         return self._nodes.tuning.lease_for(len(self._nodes.records))
 
     def heartbeat_interval_ms(self, lease_ms: int) -> int:
@@ -68,22 +68,22 @@ class Leases:
         return self._nodes.tuning.interval_for(lease_ms)
 
     def hear(self, node_id: str) -> None:
-        """Renew the lease of a node that has sent a message, in a batch with others."""
+        """Renew the lease of a node that has sent a message, batched with other renewals."""
         self._heard.add(node_id)
         self._hear_timer.arm_by(self._clock.now_ms() + self._hear_every_ms)
 
     def excuse(self, node_ids: frozenset[str], for_ms: int) -> None:
-        """Do not give up these connected nodes for `for_ms`: the path to them is blocked."""
+        """Do not give up these connected nodes for `for_ms` because the path to them is blocked."""
         self.step(nodes.Excuse(node_ids, for_ms))
 
     def disconnect(self, command: nodes.Disconnect) -> None:
-        """Note the end of a stream, after renewing the lease for messages received on it."""
+        """Record the end of a stream, after renewing the lease for any messages received on it."""
         if command.node_id in self._heard:
             self._feed_heard()
         self.step(command)
 
     def step(self, command: nodes.NodesCommand) -> None:
-        """Apply a command to the nodes core, and pass on its events."""
+        """Apply a command to the nodes core and pass on the resulting events."""
         transition = nodes.step(self._nodes, command, self._clock.now_ms())
         self._nodes = transition.nodes
         self._timer.arm(transition.wake_at_ms)
@@ -91,7 +91,7 @@ class Leases:
             self._on_event(event)
 
     def expire(self, due_ms: int) -> None:
-        """Give up nodes with expired leases; after a pause, first wait until all input is read."""
+        """Give up nodes whose leases have expired; after a pause, wait until all input is read."""
         if self._watch.late(due_ms):
             self._timer.arm_by(self._watch.settled_ms)
             return
@@ -106,5 +106,5 @@ class Leases:
 
     def renew(self, late_ms: int) -> None:
         """Renew every lease, because silence while this server was paused proves nothing."""
-        log.warning("this server was held up for %.1f s; renewing leases", late_ms / 1000)
+        log.warning("this server was blocked for %.1f s; renewing all leases", late_ms / 1000)
         self.step(nodes.Pause())

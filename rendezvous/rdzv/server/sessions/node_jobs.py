@@ -1,7 +1,7 @@
 """Tracks which nodes are in which jobs, and updates the jobs when a node is away, back or lost.
 
-The command for an update is computed anew under the job's lock (`NodeJobs._mark_command`), so late
-or repeated updates do no harm.
+The command for an update is recomputed under the job's lock (`NodeJobs._mark_command`), so late or
+repeated updates do no harm.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rdzv.server.sessions.streams import Streams
 log = logging.getLogger("rdzv.driver")
 
 MARKED_AT_ONCE = 128
-"""The maximum number of a job's nodes that are marked together, with one commit. In a job of ten
+"""The maximum number of a job's nodes that are marked together in one commit. In a job of ten
 thousand nodes, each loss takes 0.12 ms."""
 
 
@@ -52,10 +52,10 @@ class NodeJobs:
         self._tasks = tasks
         self._retry_ms = retry_ms
         self._jobs_of: dict[str, set[str]] = {}
-        """By node_id: a superset of the jobs in which the node is present."""
+        """A superset of the jobs in which each node is present, by node_id."""
         self._to_mark: dict[str, dict[str, nodes.NodeLost | None]] = {}
-        """By rdzv_id, for jobs being updated: the nodes still to be marked, each with its loss if
-        it was lost."""
+        """The nodes still to be marked in each job being updated, by rdzv_id; a lost node is listed
+        with its loss."""
 
     @property
     def node_ids(self) -> Set[str]:
@@ -82,7 +82,7 @@ class NodeJobs:
                 del self._jobs_of[node_id]
 
     def note_step(self, job: Job, news: News) -> None:
-        """Record the nodes that joined a job, or were placed on it, in a step."""
+        """Record the nodes that joined a job or were placed on it in a step."""
         if isinstance(news.command, Join | Resume):
             self._note_present(job, news.command)
         for event in news.events:
@@ -101,7 +101,7 @@ class NodeJobs:
         self.add(job, command.node_id)
         stream = self._streams.of(command.node_id)
         if stream is None or stream.incarnation != command.incarnation:
-            # The node's stream ended while the command was being decided; nothing else reports
+            # The node's stream ended while the command was being decided, and nothing else reports
             # that to the job.
             self.mark_soon(command.node_id, [job.rdzv_id])
 
@@ -113,7 +113,7 @@ class NodeJobs:
         rdzv_ids: Iterable[str] | None = None,
         lost: nodes.NodeLost | None = None,
     ) -> None:
-        """Schedule an update about a node in the named jobs, or in all that it may be in."""
+        """Schedule an update about a node in the named jobs, or in all jobs that it may be in."""
         if rdzv_ids is None:
             rdzv_ids = tuple(self.jobs_of(node_id))
         for rdzv_id in rdzv_ids:
@@ -122,15 +122,15 @@ class NodeJobs:
                 self._to_mark[rdzv_id] = {node_id: lost}
                 self._tasks.start(self._mark_all(rdzv_id))
             else:
-                # The node's state is read when it is marked, so one entry is enough.
+                # The node's state is read when the node is marked, so one entry is enough.
                 to_mark[node_id] = lost or to_mark.get(node_id)
 
     async def _mark_all(self, rdzv_id: str) -> None:
-        """Mark a job's nodes as away, back or lost until none is left to mark."""
+        """Mark a job's nodes as away, back or lost until all of them have been marked."""
         to_mark = self._to_mark[rdzv_id]
         try:
             while to_mark and not self._streams.closed:
-                # Let other tasks run in between, however many nodes there are.
+                # Let other tasks run in between, no matter how many nodes there are.
                 await asyncio.sleep(0)
                 marked = {
                     n: to_mark.pop(n) for n in tuple(itertools.islice(to_mark, MARKED_AT_ONCE))
@@ -143,7 +143,7 @@ class NodeJobs:
             del self._to_mark[rdzv_id]
 
     async def _mark(self, rdzv_id: str, marked: Mapping[str, nodes.NodeLost | None]) -> bool:
-        """Update a job about these nodes with one commit; return False if that must be retried."""
+        """Update a job about these nodes in one commit; return False if it must be retried."""
         names = listed(marked)
         try:
             async with self._engine.jobs.claim(rdzv_id) as job:
@@ -164,7 +164,7 @@ class NodeJobs:
     def _mark_command(
         self, job: Job, node_id: str, lost: nodes.NodeLost | None, state: State
     ) -> Command | None:
-        """Return the command that updates a job in this state about a node, if one is needed."""
+        """Return the command, if one is needed, that updates a job in this state about a node."""
         held = state.incarnation(node_id)
         record = self._leases.records.get(node_id)
         if held is None and node_id in state.placed:
@@ -191,7 +191,7 @@ class NodeJobs:
         return MarkAway(node_id, held, record.until_ms, record.firm, may_run=outlives)
 
     def _mark_former(self, record: nodes.NodeRecord, held: int) -> Command | None:
-        """Return the command that gives up a former instance, once its successor was greeted."""
+        """Return the command that gives up a former instance once its successor was greeted."""
         stream = self._streams.of(record.node_id)
         if stream is not None and stream.greeted and stream.number == record.stream:
             reason = "a new instance of the node took its place"

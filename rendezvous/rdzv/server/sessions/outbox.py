@@ -1,7 +1,7 @@
-"""Messages waiting to be written to one node, several at a time.
+"""Queues messages to one node, so that several can be written at once.
 
-gRPC's work per message does not depend on the length, and is most of a node's cost to a server. So
-messages that are not urgent wait a moment, to be written together with others.
+gRPC's work per message does not depend on its length, and makes up most of a node's cost to a
+server. Messages that are not urgent therefore wait briefly, to be written together with others.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import asyncio
 from rdzv.server.messages import Announcement, Joined, Lease, Servers, Waiting, Welcome
 
 LINGER_S = 0.05
-"""The longest time that a message waits for others."""
+"""The maximum time for which a message waits for others."""
 
 AT_ONCE = 64
 """The maximum number of messages written at once."""
 
 _PATIENT = (Welcome, Servers, Joined, Lease, Waiting)
-"""Messages that may wait, because a node takes no urgent action on them."""
+"""Messages that may wait, because a node does not act on them urgently."""
 
 
 class Outbox:
-    """A bounded queue with one reader. Messages keep their order."""
+    """A bounded queue with a single reader. Messages keep their order."""
 
     def __init__(self, limit: int, *, lingers: bool) -> None:
-        """Hold at most `limit` messages. Without `lingers`, each is due at once."""
+        """Hold at most `limit` messages. Without `lingers`, every message is due at once."""
         self.limit = limit
         self._lingers = lingers
         self._waiting: list[Announcement] = []
@@ -33,7 +33,7 @@ class Outbox:
         self._closed = False
 
     def put(self, told: Announcement) -> bool:
-        """Add a message; return False if the queue is full."""
+        """Add a message, or return False if the queue is full."""
         if len(self._waiting) >= self.limit:
             return False
         self._waiting.append(told)
@@ -44,12 +44,12 @@ class Outbox:
         return True
 
     def close(self) -> None:
-        """Close the outbox: `take` returns no more messages and no longer waits."""
+        """Close the outbox: `take` no longer waits, and returns no more messages."""
         self._closed = True
         self._due.set()
 
     async def take(self) -> list[Announcement]:
-        """Wait until a message is due; return the waiting messages as `take_now` does.
+        """Wait until a message is due, and return the waiting messages as `take_now` does.
 
         Returns an empty list once the outbox is closed.
         """

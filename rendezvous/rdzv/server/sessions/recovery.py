@@ -1,7 +1,7 @@
-"""Reconciles the stored state with nodes' beliefs, after a start and after a reconnect.
+"""Reconciles the stored state with nodes' beliefs after a start and after each reconnect.
 
 A job that is loaded waits for the nodes that hold its seats (`on_load`). In its hello, a node sends
-its belief about each of its jobs. The job is updated from it, and the node is sent the messages
+its belief about each of its jobs. The belief updates the job, and the node is sent the messages
 that it has missed (`greet`).
 """
 
@@ -33,7 +33,7 @@ log = logging.getLogger("rdzv.driver")
 
 
 class Recovery:
-    """Reconciles the jobs and nodes of one server."""
+    """Reconciles one server's jobs and nodes."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Recovery:
     # ---------------------------------------------------------------- loading a job
 
     def on_load(self, job: Job) -> None:
-        """Expect the nodes with seats in a loaded job.
+        """Expect the nodes that have seats in a loaded job to return.
 
         After a reload, also send the job's state to its connected nodes.
         """
@@ -74,14 +74,14 @@ class Recovery:
             self._node_jobs.mark_soon(node_id, [job.rdzv_id])
         for node_id in (*job.state.placed, *unheard(job.state)):
             self._node_jobs.add(job, node_id)
-        # A job's barred nodes are not stored with it, so it gets the current ones.
+        # A job's barred nodes are not stored with it, so use the current ones.
         job.loaded = replace(job.state, barred=dict(self._scheduling.quarantine.bar.barred))
         for node_id in former:
             if stream := self._streams.of(node_id):
                 self._tell_anew(job.state, stream, now_ms)
 
     def _tell_anew(self, state: State, stream: Stream, now_ms: int) -> None:
-        """Send a connected node its part in a reloaded job, or ask for its beliefs again."""
+        """Send a connected node its part in a reloaded job, or ask for the node's beliefs again."""
         membership = state.membership
         if membership.ended is None and state.incarnation(stream.node_id) != stream.incarnation:
             # Waiting nodes and takeovers of seats are not stored, so the node must report again.
@@ -98,9 +98,9 @@ class Recovery:
     async def greet(
         self, stream: Stream, beliefs: Iterable[Belief], unread: Collection[str] = ()
     ) -> None:
-        """Handle a node's beliefs about its jobs, and send it the messages that it has missed.
+        """Handle a node's beliefs about its jobs, and send the node the messages it has missed.
 
-        The node leaves the jobs that it does not name, except for `unread`: jobs whose beliefs
+        The node leaves the jobs that it does not name, except for those in `unread`, whose beliefs
         could not be read. Former instances of the node are then given up.
         """
         believed = set(unread)
@@ -116,14 +116,14 @@ class Recovery:
     async def _hear_belief(self, stream: Stream, belief: Belief) -> Belief:
         """Handle a node's belief about one job.
 
-        Returns the belief; if its commands included a join, with the run that the node joined.
+        Returns the belief; if its commands included a join, it names the run that the node joined.
         """
         node_id, incarnation = stream.node_id, stream.incarnation
         joined = False
         try:
             state = await self._commands.latest(stream, belief.rdzv_id)
             if not belief.has_workers and may_run_on(state, node_id):
-                # Before the join, because the next run may be waiting for this alone.
+                # Do this before the join, because the next run may be waiting only for this.
                 state = await self._commands.insist(stream, belief.rdzv_id, MarkHeard(node_id))
             if (
                 ended_run(state, belief.run) is None
@@ -136,10 +136,11 @@ class Recovery:
         except RendezvousError as error:
             await self._commands.refuse(stream, belief, error)
             return belief
-        # A step of another caller may have been published since.
+        # Another caller's step may have been published in the meantime.
         state = self._jobs.peek(belief.rdzv_id) or state
         if joined and state.incarnation(node_id) == incarnation:
-            # Another run may have been adopted in place of the node's, and announced to the node.
+            # Another run may have been adopted in place of the node's run, and announced to the
+            # node.
             belief = replace(belief, run=state.membership.run)
         if announcements.unknown(state, belief):
             log_unknown(stream, belief)
@@ -160,7 +161,7 @@ class Recovery:
     async def _note_left(self, stream: Stream, believed: Collection[str]) -> None:
         """Remove a node from the jobs that its hello no longer names.
 
-        The node left them while it had no stream, so it could not report that.
+        The node left them while it had no stream, so it could not report that it had left.
         """
         node_id = stream.node_id
         for rdzv_id in sorted(self._node_jobs.jobs_of(node_id) - set(believed)):
@@ -175,7 +176,7 @@ class Recovery:
     async def _tell_placements(self, stream: Stream) -> None:
         """Send a returning node the submitted jobs that it must run or release."""
         node_id, held = stream.node_id, self._scheduling.known_nodes.held(stream.node_id)
-        # Visit only jobs with placements: beliefs cover the others, and thousands of nodes may
+        # Visit only jobs with placements: beliefs cover all others, and thousands of nodes may
         # return at once.
         placed = [
             rdzv_id
@@ -187,11 +188,11 @@ class Recovery:
                 state = await self._commands.latest(stream, rdzv_id)
             except RendezvousError as error:
                 log.warning(
-                    "cannot announce the placement of %s on %s: %s", node_id, rdzv_id, error
+                    "cannot announce to %s its placement in %s: %s", node_id, rdzv_id, error
                 )
                 continue
             if state.incarnation(node_id) not in (None, stream.incarnation):
-                # A former instance is in the job; it is about to be lost, with its placement.
+                # A former instance is in the job; it is about to be lost along with its placement.
                 continue
             for message in announcements.missed_placement(state, node_id, held.get(rdzv_id, ())):
                 stream.send(message)

@@ -1,7 +1,7 @@
-"""Handles nodes' reports other than commands: progress, hangs, health, holdings, drains.
+"""Handles nodes' reports other than commands: progress, hangs, health, holdings and drains.
 
-Requested logs and stacks arrive here as well. Reports on a stream that a newer one has replaced are
-ignored.
+Requested logs and stacks also arrive here. Reports on a stream that has been replaced by a newer
+one are ignored.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Reports:
         self._watchers = watchers
 
     def note_progress(self, stream: Stream, said: Progress) -> None:
-        """Note the progress of a node's workers, if the report is about the current round.
+        """Record the progress of a node's workers if the report is about the current round.
 
         Raises:
             InvalidRequestError: the report names a worker that the node does not have.
@@ -78,7 +78,7 @@ class Reports:
         self._watchers.job_progressed(said.rdzv_id)
 
     def note_started(self, stream: Stream, said: WorkersStarted) -> None:
-        """Note how a node's workers were started, if the report is about the current round.
+        """Record how a node's workers were started, if the report is about the current round.
 
         Raises:
             InvalidRequestError: the report does not name exactly the workers that the node has.
@@ -91,7 +91,7 @@ class Reports:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_snapshots(self, stream: Stream, said: SnapshotsHeld) -> None:
-        """Note which snapshots a node holds, if it takes part in the job's current round."""
+        """Record which snapshots a node holds if it takes part in the job's current round."""
         state, now_ms = self._jobs.peek(said.rdzv_id), self._clock.now_ms()
         if state is None or not self._streams.is_current(stream):
             return
@@ -100,7 +100,7 @@ class Reports:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_arrivals(self, stream: Stream, said: Arrivals) -> None:
-        """Note when a node's workers entered collectives, if the report is about the current round.
+        """Record when a node's workers entered collectives in the current round.
 
         Raises:
             InvalidRequestError: the report names a worker that the node does not have.
@@ -117,7 +117,7 @@ class Reports:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_gpus(self, stream: Stream, said: WorkerGpus) -> None:
-        """Note the GPUs of a node's workers, if the report is about the current round.
+        """Record the GPUs of a node's workers if the report is about the current round.
 
         Raises:
             InvalidRequestError: the report names a worker that the node does not have.
@@ -131,27 +131,27 @@ class Reports:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_hung(self, stream: Stream, said: Hung) -> None:
-        """Pass on a report that workers hang, or no longer hang, to `ReportedHangs.take_report`."""
+        """Pass on a report that workers hang or no longer hang; see `ReportedHangs`."""
         if self._streams.is_current(stream):
             self._diagnosis.hangs.take_report(stream.node_id, stream.incarnation, said)
 
     def note_health(self, stream: Stream, failing: tuple[FailingCheck, ...]) -> None:
-        """Note which of a node's health checks fail."""
+        """Record which of a node's health checks are failing."""
         if self._streams.is_current(stream):
             self._scheduling.note_health(stream.node_id, failing)
 
     def note_draining(self, stream: Stream, draining: Draining) -> None:
-        """Note that a node is draining, and wake the watchers of its jobs."""
+        """Record that a node is draining, and wake the watchers of its jobs."""
         if self._streams.is_current(stream):
             self._scheduling.note_draining(stream.node_id, draining)
             for rdzv_id in self._node_jobs.jobs_of(stream.node_id):
                 self._watchers.job_changed(rdzv_id)
 
     async def note_holdings(self, stream: Stream, holdings: tuple[Holding, ...]) -> None:
-        """Note which submitted jobs may still have processes on a node.
+        """Record which submitted jobs may still have processes on a node.
 
-        Await each call before the next, so that reports are noted in order. A job that the node has
-        released continues without it, even if the node's last command for it was lost.
+        Await each call before the next, so that reports are recorded in order. A job that the node
+        has released continues without it, even if the node's last command to the job was lost.
         """
         if not self._streams.is_current(stream):
             return
@@ -177,11 +177,11 @@ class Reports:
             await self._commands.insist_or_log(stream, rdzv_id, withdrawn)
 
     def take_log(self, stream: Stream, piece: LogPiece) -> None:
-        """Pass a piece of a log to its reader."""
+        """Pass a piece of a log on to its reader."""
         if self._streams.is_current(stream):
             self._diagnosis.logs.take(stream.node_id, piece)
 
     def take_stacks_in(self, stream: Stream, said: Stacks) -> None:
-        """Pass workers' stacks to the collection that waits for them."""
+        """Pass workers' stacks on to the collection that is waiting for them."""
         if self._streams.is_current(stream):
             self._diagnosis.stacks.take_in(stream.node_id, said)

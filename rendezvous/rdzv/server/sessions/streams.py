@@ -31,10 +31,10 @@ from rdzv.server.sessions.outbox import Outbox
 
 
 class Stream:
-    """One node's stream, with its outbox. Sending never blocks.
+    """One node's stream and its outbox. Sending never blocks.
 
     If the node reads too slowly, its stream is closed and nothing else is affected: the node
-    reconnects and is sent what it has missed.
+    reconnects and is sent the messages that it has missed.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Stream:
         self.incarnation = incarnation
         self.instance = instance
         self.caller = caller
-        """The caller that opened the stream; it is responsible for the node's messages."""
+        """The caller that opened the stream and is responsible for the node's messages."""
         self._on_send = on_send
         self.greeted = False
         """Whether all beliefs in the node's hello have been handled."""
@@ -68,14 +68,14 @@ class Stream:
 
     @property
     def open(self) -> bool:
-        """Whether the stream has not been closed."""
+        """Whether the stream is still open."""
         return not self._ended.done()
 
     def send(self, told: Announcement, *, again: bool = False) -> None:
-        """Queue a message; do nothing once the stream has ended.
+        """Queue a message, or do nothing if the stream has ended.
 
-        A message that only repeats the last one about its job is skipped, unless `again` is set. If
-        the outbox is full, the stream is closed.
+        A message that only repeats the previous one about its job is skipped unless `again` is set.
+        If the outbox is full, the stream is closed.
         """
         if not self.open or (self._repeats(told) and not again):
             return
@@ -90,7 +90,7 @@ class Stream:
             )
 
     def _repeats(self, told: Announcement) -> bool:
-        """Return whether a message only repeats the last one about the same job."""
+        """Return whether a message only repeats the previous one about the same job."""
         if isinstance(told, Joined | Closed | Refused):
             # The node drops messages about a round that arrive before it knows the run.
             self.forget(told.rdzv_id)
@@ -101,18 +101,18 @@ class Stream:
         return repeated
 
     def forget(self, rdzv_id: str) -> None:
-        """Forget the last message about a job, because the node is no longer in it."""
+        """Forget the last message about a job because the node is no longer in it."""
         self._last.pop(rdzv_id, None)
 
     def close(self, error: RendezvousError | None = None) -> None:
-        """End the stream, with an error for the node if given; only the first call counts."""
+        """End the stream, with an optional error for the node; only the first call counts."""
         if self.open:
             self._ended.set_result(error)
             self.outbox.close()
 
     @contextlib.contextmanager
     def calling_on_end(self, call: Callable[[], object]) -> Iterator[None]:
-        """Call `call` soon after the stream ends, if it ends within the body."""
+        """Call `call` soon after the stream ends, if it ends before the body does."""
         inside = True
         self._ended.add_done_callback(lambda _: inside and call())
         try:
@@ -121,7 +121,7 @@ class Stream:
             inside = False
 
     async def ended(self) -> RendezvousError | None:
-        """Wait until the stream ends; return the error that `close` was given, if any."""
+        """Wait until the stream ends, and return the error that was passed to `close`, if any."""
         return await asyncio.shield(self._ended)
 
 
@@ -134,7 +134,7 @@ class Streams:
         self._empty = asyncio.Event()
         self._empty.set()
         self.closed = False
-        """Whether all streams have been closed and no more may be opened."""
+        """Whether all streams have been closed and no more can be opened."""
 
     @property
     def open(self) -> Mapping[str, Stream]:
@@ -142,12 +142,12 @@ class Streams:
         return self._open
 
     def add(self, stream: Stream) -> None:
-        """Make this the stream that speaks for its node, replacing an older one."""
+        """Make this the stream that speaks for its node, replacing any older stream."""
         self._open[stream.node_id] = stream
         self._empty.clear()
 
     def remove(self, stream: Stream) -> bool:
-        """Remove a stream that has ended; return whether it was the one that spoke for its node."""
+        """Remove a stream that has ended, and return whether it was the node's current stream."""
         current = self.is_current(stream)
         if current:
             del self._open[stream.node_id]
@@ -156,15 +156,15 @@ class Streams:
         return current
 
     def of(self, node_id: str) -> Stream | None:
-        """Return the stream that speaks for a node; None if the node has no stream."""
+        """Return the stream that speaks for a node, or None if the node has no stream."""
         return self._open.get(node_id)
 
     def is_current(self, stream: Stream) -> bool:
-        """Return whether this stream speaks for its node; a replaced stream is ignored."""
+        """Return whether this stream speaks for its node; a stream that was replaced is ignored."""
         return self._open.get(stream.node_id) is stream
 
     async def wait_empty(self, timeout_s: float) -> None:
-        """Wait until no stream is open, but at most `timeout_s`."""
+        """Wait until no stream is open, or until `timeout_s` has passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
@@ -205,19 +205,19 @@ class Streams:
     # ---------------------------------------------------------------- closing
 
     def close(self, node_id: str, number: int | None, why: str) -> None:
-        """Close a node's stream, if it is the one with this number."""
+        """Close a node's stream if it is the one with this number."""
         stream = self._open.get(node_id)
         if stream is not None and stream.number == number:
             stream.close(RendezvousConnectionError(f"this stream of {node_id} is closed: {why}"))
 
     def close_opened_with(self, tokens: frozenset[str]) -> None:
-        """Close the streams that were opened with these tokens, which are now revoked."""
+        """Close the streams that were opened with these now revoked tokens."""
         for stream in self._open.values():
             if stream.caller.token in tokens:
                 stream.close(UnauthenticatedError("the token that opened this stream was revoked"))
 
     def close_all(self, error: RendezvousError) -> None:
-        """Close every stream with this error, and open no more; no node or job changes state."""
+        """Close every stream with this error and open no more; no node or job changes state."""
         self.closed = True
         for stream in self._open.values():
             stream.close(error)

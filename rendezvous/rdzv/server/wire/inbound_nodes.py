@@ -1,4 +1,4 @@
-"""Converts nodes' messages to values, bounded and validated."""
+"""Converts nodes' messages to bounded and validated values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _LEAVE_CAUSES: Mapping[int, LeaveCause] = {
 
 @struct(frozen=True)
 class Speaker:
-    """The node that sent a message, with the incarnation of its stream."""
+    """The node that sent a message, and the incarnation of its stream."""
 
     node_id: str
     incarnation: int
@@ -107,7 +107,7 @@ def _failure(message: pb.WorkerFailure, limits: Limits) -> FailureReport:
 def _kept(
     messages: Collection[pb.KeptWorker], local_world_size: int, limits: Limits
 ) -> tuple[KeptWorker, ...]:
-    """Read the parked workers that a node offers; return them in order of LOCAL_RANK."""
+    """Read the parked workers that a node offers, and return them in LOCAL_RANK order."""
     if len(messages) > local_world_size:
         raise bounds.refusal(
             "kept",
@@ -138,7 +138,7 @@ def _kept(
 
 
 def hello_of(message: pb.Hello, limits: Limits) -> Hello:
-    """Read a hello, except for its beliefs, which `belief_of` reads one by one."""
+    """Read a hello without its beliefs, which `belief_of` reads one at a time."""
     check_protocol(message.protocol_version)
     if len(message.beliefs) > limits.beliefs:
         raise bounds.refusal(
@@ -214,7 +214,7 @@ def holdings_of(message: pb.Holdings, limits: Limits) -> tuple[Holding, ...]:
 
 
 def _endpoint(what: str, text: str, limits: Limits) -> str:
-    """Read a HOST:PORT to which other machines can connect; return "" if none is given."""
+    """Read a HOST:PORT to which other machines can connect, or return "" if none is given."""
     if not text:
         return ""
     try:
@@ -228,7 +228,7 @@ def _endpoint(what: str, text: str, limits: Limits) -> str:
 
 
 def failing_of(message: pb.Health, limits: Limits) -> tuple[FailingCheck, ...]:
-    """Read a node's failing health checks. If there are too many, keep the first of them."""
+    """Read a node's failing health checks. If there are too many, keep only the first ones."""
     return tuple(
         FailingCheck(bounds.sentence(one.name, limits), bounds.sentence(one.reason, limits))
         for one in message.failing[: limits.failing_checks]
@@ -236,7 +236,7 @@ def failing_of(message: pb.Health, limits: Limits) -> tuple[FailingCheck, ...]:
 
 
 def check_protocol(version: int) -> None:
-    """Refuse a node whose protocol version this server does not support."""
+    """Raise an error for a node whose protocol version this server does not support."""
     if OLDEST_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
         return
     older = version < OLDEST_PROTOCOL_VERSION
@@ -250,9 +250,9 @@ def check_protocol(version: int) -> None:
 
 
 def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
-    """Read a node's belief about one job, with the commands that follow from it."""
+    """Read a node's belief about a job, and the commands that follow from it."""
     phase = message.phase
-    # Only a node that waits for a round reserves a port for its store.
+    # Only a node that is waiting for a round reserves a port for its store.
     least_port = 1 if phase == pb.Belief.JOINING else 0
     join = _join(message.join, speaker, limits, least_port)
     rdzv_id = bounds.rdzv_id_of(message.join.rdzv_id, limits)
@@ -271,7 +271,7 @@ def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
     if round_ is not None and message.store_host_failed:
         reason = bounds.sentence(message.store_host_failed, limits)
         failed = ReportStoreHost(speaker.node_id, speaker.incarnation, run, round_, reason)
-        # A new incarnation must first take its seat before it reports.
+        # A new incarnation must take its seat before it reports.
         store_host = (*resume, failed)
     if phase == pb.Belief.JOINING:
         join = replace(join, recovery=recovery)
@@ -299,7 +299,7 @@ _WITH_WORKERS = (pb.Belief.RUNNING, pb.Belief.STOPPING, pb.Belief.SUCCEEDED)
 def _recovery_report(
     assignment: pb.RoundCompleted, join: Join, limits: Limits
 ) -> RecoveryReport | None:
-    """Read the assignment that a node has received; None if no round can be rebuilt from it.
+    """Read a node's assignment, or return None if no round can be rebuilt from it.
 
     An unusable assignment does not invalidate the rest of the hello, because it may not be needed.
     """
@@ -349,7 +349,7 @@ def _checked_report(assignment: pb.RoundCompleted, join: Join, limits: Limits) -
 
 
 def command_of(message: pb.NodeMessage, speaker: Speaker, limits: Limits) -> tuple[str, Command]:
-    """Read a node's command to a job; return it with the job's rdzv_id."""
+    """Read a node's command to a job, and return it with the job's rdzv_id."""
     body = message.WhichOneof("body")
     match body:
         case "join":
@@ -382,7 +382,7 @@ def _job(message: _AboutJob, limits: Limits) -> str:
 
 
 def job_named_in(message: pb.NodeMessage | pb.Belief) -> str:
-    """Return the rdzv_id in a message that may be invalid, for the refusal; "" if it has none."""
+    """Return the rdzv_id in a possibly invalid message, for the refusal; "" if there is none."""
     if isinstance(message, pb.Belief):
         return message.join.rdzv_id
     body = message.WhichOneof("body")
@@ -414,9 +414,9 @@ def _join(message: pb.Join, speaker: Speaker, limits: Limits, least_port: int = 
 
 
 def _secret(message: pb.Join, limits: Limits) -> str:
-    """Read a job's secret; return a hash of it that is valid for this job only, "" for no secret.
+    """Read a job's secret, and return a hash valid for this job only, or "" for no secret.
 
-    Whoever can read the hash can try to guess the secret, so short secrets are refused.
+    Anyone who can read the hash can try to guess the secret, so short secrets are refused.
     """
     if not message.secret:
         return ""
@@ -469,7 +469,7 @@ def _decline(message: pb.Declined, speaker: Speaker, limits: Limits) -> Decline:
 
 
 def away_ms_of(message: pb.Away, limits: Limits) -> int:
-    """Read for how long, in ms, an agent plans to be away."""
+    """Read how long, in ms, an agent plans to be away."""
     return bounds.within("deadline_ms", message.deadline_ms, 1, limits.away_ms)
 
 
@@ -496,7 +496,7 @@ def log_piece_of(message: pb.LogPiece, limits: Limits) -> LogPiece:
 
 
 def hung_of(message: pb.Hung, limits: Limits) -> Hung:
-    """Read which workers of a node hang. The job checks whether the node has them."""
+    """Read which of a node's workers hang. The job checks whether the node has them."""
     if len(message.workers) > limits.local_world_size:
         most = f"at most {limits.local_world_size}"
         raise bounds.refusal("hung", len(message.workers), "are too many workers of one node", most)
@@ -521,7 +521,7 @@ def hung_of(message: pb.Hung, limits: Limits) -> Hung:
 
 
 def stacks_of(message: pb.Stacks, limits: Limits) -> Stacks:
-    """Read the stacks of some workers. Long texts and lists are cut."""
+    """Read the stacks of some workers. Long texts and lists are truncated."""
     if len(message.workers) > limits.stack_workers:
         most = f"send at most {limits.stack_workers} at once"
         raise bounds.refusal("stacks", len(message.workers), "are too many workers", most)

@@ -1,4 +1,4 @@
-"""Converts operators' requests to values, bounded and validated."""
+"""Converts operators' requests to bounded and validated values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def stacks_wanted_of(message: pb.TakeStacksRequest, limits: Limits) -> tuple[str, int | None]:
-    """Read the run and the round whose stacks are requested; a round of None means the last."""
+    """Read the run and round whose stacks are requested; a round of None means the last."""
     run = bounds.uid("run", message.run, limits, needed=False)
     return run, message.round if message.HasField("round") else None
 
 
 def logs_wanted_of(message: pb.ReadLogsRequest, limits: Limits) -> LogsWanted:
-    """Read which logs are requested: both streams if neither is named."""
+    """Read which logs are requested; if neither stream is named, both are."""
     if len(message.positions) > limits.log_positions:
         raise bounds.refusal(
             "positions",
@@ -55,7 +55,7 @@ def logs_wanted_of(message: pb.ReadLogsRequest, limits: Limits) -> LogsWanted:
 
 
 def submit_of(message: pb.SubmitJobRequest, limits: Limits) -> Submit:
-    """Read a submission."""
+    """Read a job submission."""
     settings = settings_of(message.settings, limits)
     if settings.max_restarts is None:
         raise bounds.refusal(
@@ -100,7 +100,7 @@ def _spec(message: pb.JobSpec, limits: Limits) -> JobSpec:
 
 
 def _env(messages: Sequence[pb.EnvironmentVariable], limits: Limits) -> tuple[tuple[str, str], ...]:
-    """Read an environment. Values are never shown, not even in a refusal."""
+    """Read an environment. Values are never shown, not even in an error."""
     if len(messages) > limits.env_variables:
         most = f"give at most {limits.env_variables}"
         raise bounds.refusal("env", len(messages), "are too many variables", most)
@@ -125,30 +125,30 @@ def _sized(what: str, texts: Iterable[str], most: int) -> None:
 
 
 def cordon_of(message: pb.CordonNodeRequest, limits: Limits) -> tuple[str, str]:
-    """Read the node to cordon, and the reason."""
+    """Read the node to cordon and the reason."""
     return bounds.node_id_of(message.node_id, limits), bounds.sentence(message.reason, limits)
 
 
 def drain_of(message: pb.DrainNodeRequest, limits: Limits) -> tuple[str, int, str]:
-    """Read the node to drain, the time allowed for that in ms, and the reason."""
+    """Read the node to drain, the time allowed for it in ms, and the reason."""
     deadline_ms = bounds.within("deadline_ms", message.deadline_ms, 0, limits.timeout_ms)
     reason = bounds.sentence(message.reason, limits) or "an operator asked for it"
     return bounds.node_id_of(message.node_id, limits), deadline_ms, reason
 
 
 def stop_of(message: pb.StopJobRequest, limits: Limits) -> Stop:
-    """Read which run to end, and why."""
+    """Read which run to end and why."""
     return Stop(bounds.uid("run", message.run, limits), _wish(message.reason, limits))
 
 
 def restart_of(message: pb.RestartJobRequest, limits: Limits) -> Restart:
-    """Read which round to end, and why."""
+    """Read which round to end and why."""
     run = bounds.uid("run", message.run, limits)
     return Restart(run, message.round, _wish(message.reason, limits))
 
 
 def scale_of(message: pb.ScaleJobRequest, limits: Limits) -> Scale:
-    """Read a run's new bounds, and the reason for the change."""
+    """Read a run's new bounds and the reason for the change."""
     run = bounds.uid("run", message.run, limits)
     return Scale(run, *nnodes_of(message, limits), _wish(message.reason, limits))
 
@@ -158,7 +158,7 @@ def _wish(reason: str, limits: Limits) -> str:
 
 
 def history_limit(asked: int, limits: Limits) -> int:
-    """Read how many rows of history are requested."""
+    """Read how many history rows are requested."""
     return bounds.within("limit", asked or limits.history_default, 1, limits.history_rows)
 
 
@@ -167,5 +167,5 @@ TOKEN_LIFE_MOST_MS = 3_650 * DAY_MS
 
 
 def token_life_of(message: pb.CreateTokenRequest, limits: Limits) -> int:
-    """Read how long, in ms, a token is valid; 0 if it never expires."""
+    """Read how long a token is valid, in ms, or 0 if it never expires."""
     return bounds.within("expires_in_ms", message.expires_in_ms, 0, TOKEN_LIFE_MOST_MS)

@@ -1,4 +1,4 @@
-"""Converts nodes' reports about their workers to values, bounded and validated."""
+"""Converts nodes' reports about their workers to bounded and validated values."""
 
 from __future__ import annotations
 

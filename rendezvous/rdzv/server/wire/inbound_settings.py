@@ -1,4 +1,4 @@
-"""Converts the settings and labels that nodes and operators send, bounded and validated."""
+"""Converts settings and labels from nodes and operators to bounded and validated values."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def settings_of(message: pb.Settings, limits: Limits) -> Settings:
 
 
 def _backoff_ms(message: pb.Settings, name: str, limits: Limits) -> int:
-    """Read a backoff time; return the server's default if it is not set."""
+    """Read a backoff time, or return the server's default if it is not set."""
     if not message.HasField(name):  # type: ignore[arg-type]
         return int(getattr(_DEFAULT, name))
     return bounds.within(name, getattr(message, name), 0, limits.timeout_ms)
 
 
 def _budget(message: pb.Settings, name: str, limits: Limits) -> int | None:
-    """Read how many rounds may end for one cause; None if there is no limit."""
+    """Read how many rounds may end for one cause, or return None if there is no limit."""
     if not message.HasField(name):  # type: ignore[arg-type]
         return None
     return bounds.within(name, getattr(message, name), 0, limits.restarts)
@@ -71,7 +71,7 @@ def _budget(message: pb.Settings, name: str, limits: Limits) -> int | None:
 def nnodes_of(
     message: pb.Settings | pb.ScaleJobRequest, limits: Limits, flag: str = ""
 ) -> tuple[int, int]:
-    """Read `min_nodes` and `max_nodes`. In a refusal, `flag` comes before their names."""
+    """Read `min_nodes` and `max_nodes`. In errors, `flag` precedes their names."""
     most = limits.nodes_per_job
     min_nodes = bounds.within(f"{flag}min_nodes", message.min_nodes, 1, most)
     max_nodes = bounds.within(f"{flag}max_nodes", message.max_nodes, 1, most)
@@ -82,7 +82,7 @@ def nnodes_of(
 
 
 def labels_of(messages: Sequence[pb.Label], limits: Limits) -> tuple[tuple[str, str], ...]:
-    """Read labels; return them sorted by name."""
+    """Read labels and return them sorted by name."""
     if len(messages) > limits.labels:
         raise bounds.refusal(
             "labels", len(messages), "are too many", f"give at most {limits.labels}"

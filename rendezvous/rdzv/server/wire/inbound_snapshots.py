@@ -1,4 +1,4 @@
-"""Converts messages about nodes' snapshots to values, bounded and validated."""
+"""Converts messages about nodes' snapshots to bounded and validated values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rdzv.v1 import rdzv_pb2 as pb
 
 
 def snapshots_held_of(message: pb.SnapshotsHeld, limits: Limits) -> SnapshotsHeld:
-    """Read a node's report of all the snapshots of a job that it holds."""
+    """Read a node's report of all the snapshots that it holds for a job."""
     return SnapshotsHeld(
         rdzv_id=bounds.rdzv_id_of(message.rdzv_id, limits),
         run=bounds.uid("run", message.run, limits),
@@ -27,7 +27,7 @@ def snapshots_held_of(message: pb.SnapshotsHeld, limits: Limits) -> SnapshotsHel
 def readable_snapshots(
     messages: Collection[pb.Snapshot], local_world_size: int, limits: Limits
 ) -> tuple[Snapshot, ...]:
-    """Read a joining node's snapshots; return () if any is invalid, as a join needs none."""
+    """Read a joining node's snapshots, or return () if any is invalid, as a join needs none."""
     try:
         return _snapshots(messages, local_world_size, limits)
     except InvalidRequestError:
@@ -48,7 +48,7 @@ def mark_of(message: pb.SnapshotMark, limits: Limits) -> SnapshotMark:
 def _snapshots(
     messages: Collection[pb.Snapshot], local_world_size: int, limits: Limits
 ) -> tuple[Snapshot, ...]:
-    """Read the snapshots of a job that a node holds."""
+    """Read the snapshots that a node holds for a job."""
     most = limits.snapshots_per_worker * local_world_size
     if len(messages) > most:
         raise bounds.refusal("snapshots", len(messages), "are too many", f"hold at most {most}")

@@ -60,14 +60,14 @@ _BODIES: Mapping[type, str] = {
     KeepCopies: "keep_copies",
     UndrainNode: "undrain",
 }
-"""By kind of announcement: its field in `ServerMessage`. Only kinds whose fields are those of their
-messages are here."""
+"""The `ServerMessage` field for each kind of announcement. Only kinds that have the same fields as
+their messages are listed."""
 
 
 def server_message(
     told: Sequence[Announcement], leadership: int, server_version: str, now_ms: int
 ) -> pb.ServerMessage:
-    """Convert one or more announcements to a node into one message."""
+    """Convert one or more announcements for a node into one message."""
     message = pb.ServerMessage(leadership=leadership)
     _write(message, told[0], server_version, now_ms)
     for other in told[1:]:
@@ -139,12 +139,12 @@ def _worker(failure: Failure, now_ms: int) -> pb.WorkerFailure:
 
 
 def log_lines(lines: LogLines) -> pb.LogLines:
-    """Convert a piece of a log, or a note about logs."""
+    """Convert a piece of a log or a note about it."""
     return to_message(pb.LogLines(), lines)
 
 
 def event_row(record: Record) -> pb.Event:
-    """Convert one row of history."""
+    """Convert one history row."""
     event = answers.event_in(record)
     return pb.Event(
         unix_ms=record.unix_ms,
@@ -158,7 +158,7 @@ def event_row(record: Record) -> pb.Event:
 
 def job_status(status: answers.JobStatus) -> pb.JobStatus:
     """Convert a job's status, as `rdzvctl status` shows it."""
-    # The reader computes `behind`.
+    # `behind` is computed by the reader.
     message = to_message(pb.JobStatus(), status, without={"last_failure", "behind"})
     if (last := status.last_failure) is not None:
         message.last_failure.failures.extend(
@@ -170,11 +170,11 @@ def job_status(status: answers.JobStatus) -> pb.JobStatus:
 
 
 _OF_NODE = frozenset({"node_id", "address"})
-"""The fields of a failure that identify its node; the other fields are about the worker."""
+"""The fields of a failure that identify its node. All other fields are about the worker."""
 
 
 def _failure(failure: answers.WorkerFailure, age_ms: int | None) -> pb.NodeFailure:
-    """Convert one failure; failures shown together have the same age."""
+    """Convert a failure; failures that are shown together have the same age."""
     message = pb.NodeFailure(node_id=failure.node_id, address=failure.address or "")
     to_message(message.failure, failure, without=_OF_NODE)
     message.failure.age_ms = age_ms or 0
@@ -182,7 +182,7 @@ def _failure(failure: answers.WorkerFailure, age_ms: int | None) -> pb.NodeFailu
 
 
 def job_summary(summary: answers.JobSummary) -> pb.JobSummary:
-    """Convert a job's line in `rdzvctl list`."""
+    """Convert a job's line for `rdzvctl list`."""
     return to_message(pb.JobSummary(), summary)
 
 
@@ -197,7 +197,7 @@ def server(shown: answers.Server) -> pb.Server:
 
 
 def token(shown: answers.Token) -> pb.Token:
-    """Convert a token, without its text."""
+    """Convert a token without its text."""
     return to_message(pb.Token(), shown)
 
 
