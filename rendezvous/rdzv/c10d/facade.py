@@ -1,8 +1,8 @@
-"""Serves torch's store from a separate process, and polls its contents once a second.
+"""Serves torch's store from a separate process and polls its contents once a second.
 
-The process dies with rdzvd. If it dies alone, it is restarted with an empty store: torch's
-clients do not reconnect, so their jobs end, but jobs launched later find a store. It is never
-killed for being slow, since that would end those jobs too.
+The process dies with rdzvd. If it dies alone, it is restarted with an empty store: torch's clients
+do not reconnect, so their jobs end, but jobs launched later will find a store. The process is never
+killed for being slow, because that would end those jobs too.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ NO_TORCH = 3
 """The process's exit code if torch cannot be imported."""
 
 READY_TIMEOUT_S = 120.0
-"""Importing torch takes a second or two; on a cold disk or a loaded machine, much longer."""
+"""Importing torch takes a second or two, but much longer on a cold disk or a loaded machine."""
 LOOK_EVERY_S = 1.0
-"""torch's store does not report changed keys, so it is polled; nothing else in rdzv polls."""
+"""torch's store does not report changed keys, so it is polled. Nothing else in rdzv polls."""
 SLOW_AFTER_S = 30.0
-"""An answer slower than this is logged, but still awaited."""
+"""An answer that takes longer than this is logged but still awaited."""
 RESTART_AFTER_S = (1.0, 30.0)
-"""The first and the longest wait before the process is restarted; it doubles each time."""
+"""The first and the longest wait before the process is restarted. The wait doubles each time."""
 STEADY_AFTER_S = 60.0
-"""After the process has lived this long, the wait is the first one again."""
+"""Once the process has lived this long, the next wait is the first one again."""
 END_TIMEOUT_S = 5.0
-"""How long the process may take to exit after its socket is closed; then it is killed."""
+"""How long the process may take to exit after its socket is closed before it is killed."""
 BACKLOG = 1_024
 MOST_ANSWER_BYTES = 64 * 1024 * 1024
 """Eight times the process's own limit."""
 LISTED_JOBS = 8
-"""The most jobs named in a log line."""
+"""The maximum number of jobs named in a log line."""
 WARNED_JOBS = 1_000
-"""How many unreadable jobs are remembered, to log each one only once."""
+"""How many unreadable jobs are remembered, so that each is logged only once."""
 LAST_WORDS = 4_096
 """How many bytes of the process's stderr are kept to explain its exit."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """A message from the child process; `store_server` describes them."""
+    """A message from the child process; see `store_server` for its fields."""
 
     ready: bool = False
     states: dict[str, str | None] = {}
@@ -67,11 +67,11 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class _EndedError(Exception):
-    """The process has ended, or sent an invalid message."""
+    """The process has ended or sent an invalid message."""
 
 
 class Facade:
-    """The served store and the observations of its jobs."""
+    """The store being served and the observations of its jobs."""
 
     def __init__(self, bound: Listen, python: str, clock: Clock) -> None:
         self.bound = bound
@@ -83,7 +83,7 @@ class Facade:
         self._complaint = ""
 
     def view(self, rdzv_id: str) -> JobView | None:
-        """Return the view of one job; None if there is no job of this name."""
+        """Return the view of one job, or None if there is no job with this name."""
         return self._watch.view(rdzv_id, self._clock.now_ms())
 
     def views(self) -> tuple[JobView, ...]:
@@ -115,9 +115,9 @@ class Facade:
                     server = await _StoreServer.start(listening_socket(self.bound), self._python)
                     break
                 except (RendezvousError, OSError) as error:
-                    log.error("c10d: %s; trying again in %g s", error, wait_s)
+                    log.error("c10d: %s; retrying in %g s", error, wait_s)
             log.warning(
-                "c10d: a new, empty store is served on %s by pid %d", self.bound, server.pid
+                "c10d: serving a new, empty store on %s from pid %d", self.bound, server.pid
             )
 
     def _lose_all(self, why: str) -> None:
@@ -144,11 +144,11 @@ class Facade:
             try:
                 closed = await self._take(answer)
             except Exception:
-                # The store is still served, and other jobs are still watched.
+                # The store is still being served, and other jobs are still being watched.
                 log.exception("c10d: a bug in rdzvd, please report it: lost one check")
 
     async def _take(self, answer: _Answer) -> tuple[str, ...]:
-        """Record an answer; return the jobs that are closed now."""
+        """Record an answer and return the jobs that are now closed."""
         # Decode in a thread: a large state takes a while, and the server must not stall.
         states, unreadable = await asyncio.to_thread(_decoded, answer.states)
         for rdzv_id, why in unreadable.items():
@@ -169,7 +169,7 @@ class Facade:
             asking.cancel()
 
     def _complain(self, complaint: str) -> None:
-        """Log a polling failure once, for as long as it lasts; an empty complaint ends it."""
+        """Log a polling failure once for as long as it lasts; an empty complaint ends it."""
         if complaint != self._complaint and complaint:
             log.warning("c10d: %s", complaint)
         self._complaint = complaint
@@ -177,7 +177,7 @@ class Facade:
     def _warn_of(self, rdzv_id: str, why: str) -> None:
         if rdzv_id not in self._warned and len(self._warned) < WARNED_JOBS:
             self._warned.add(rdzv_id)
-            log.warning("c10d: the state of job %a is not shown: %s", rdzv_id, why)
+            log.warning("c10d: cannot show the state of job %a: %s", rdzv_id, why)
 
 
 def _decoded(values: dict[str, str | None]) -> tuple[dict[str, State | None], dict[str, str]]:
@@ -218,7 +218,7 @@ class _StoreServer:
 
     @classmethod
     async def start(cls, listening: socket.socket, python: str) -> _StoreServer:
-        """Start the process on a listening socket, close our copy, and wait until it serves.
+        """Start the process on a listening socket, close our copy, and wait until it is serving.
 
         Raises:
             InvalidRequestError: the interpreter cannot be run, or has no torch.
@@ -265,10 +265,10 @@ class _StoreServer:
             raise RendezvousError(f"{python} did not serve torch's store: {answer}")
 
     async def ask(self, closed: tuple[str, ...]) -> _Answer:
-        """Ask for changes; `closed` jobs are not read again.
+        """Ask for changes; jobs in `closed` are not read again.
 
         Raises:
-            _EndedError: the process has ended, or sent an invalid message.
+            _EndedError: the process has ended or sent an invalid message.
 
         """
         question = msgspec.json.encode({"closed": closed})
@@ -292,7 +292,7 @@ class _StoreServer:
             raise _EndedError(self._how_it_ended() + (f": {words}" if words else "")) from None
 
     async def _end(self) -> None:
-        """Wait for the process to exit, normally at once; if it does not, kill it."""
+        """Wait for the process to exit, which is normally immediate, and kill it if it does not."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self._process.wait()
@@ -307,13 +307,13 @@ class _StoreServer:
         return f"was ended by signal {-code}"
 
     async def _listen(self) -> None:
-        """Collect the end of the process's stderr: torch's own warnings and errors."""
+        """Collect the end of the process's stderr, which has torch's own warnings and errors."""
         assert self._process.stderr is not None
         while chunk := await self._process.stderr.read(LAST_WORDS):
             self._said.extend(chunk)
 
     def last_words(self) -> str:
-        """Return the last line that the process wrote; empty if there is none."""
+        """Return the last line that the process wrote; empty if it wrote none."""
         lines = bytes(self._said).decode(errors="replace").splitlines()
         line = next((line for line in reversed(lines) if line.strip()), "")
         return "".join(char if char.isprintable() else " " for char in line)
@@ -330,8 +330,9 @@ class _StoreServer:
 async def _spawn(
     python: str, listening: socket.socket, control: socket.socket
 ) -> asyncio.subprocess.Process:
-    """Start the process, and pass copies of the two sockets to it."""
-    # Start it from the main thread: the kernel kills it when the thread that started it ends.
+    """Start the process and pass it copies of the two sockets."""
+    # Start it from the main thread, because the kernel kills it when the thread that started it
+    # ends.
     return await asyncio.create_subprocess_exec(
         python,
         str(SCRIPT),
@@ -362,7 +363,7 @@ def listening_socket(listen: Listen) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # `[::]` means every address of this machine, including IPv4.
+            # `[::]` means every address of this machine, including IPv4 addresses.
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         sock.bind(address)
         sock.listen(BACKLOG)
@@ -379,7 +380,8 @@ async def serving_c10d(
     """Serve torch's store at `listen` until the body ends; yield None if `listen` is None.
 
     Raises:
-        RendezvousError: the store cannot be served: no torch, no such interpreter, address in use.
+        RendezvousError: the store cannot be served, for example because torch or the interpreter
+            is missing or the address is in use.
 
     """
     if listen is None:
@@ -389,9 +391,9 @@ async def serving_c10d(
     bound = Listen(listen.host, listening.getsockname()[1])
     server = await _StoreServer.start(listening, python)
     facade = Facade(bound, python, clock)
-    log.info("c10d: torch's store is served on %s by pid %d", bound, server.pid)
+    log.info("c10d: serving torch's store on %s from pid %d", bound, server.pid)
     if not bound.loopback:
-        log.warning("insecure: anyone who can reach %s can run code on the nodes there", bound)
+        log.warning("insecure: anyone who can reach %s can run code on its jobs' nodes", bound)
     keeping = asyncio.create_task(facade.keep(server))
     try:
         yield facade

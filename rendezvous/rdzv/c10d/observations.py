@@ -1,11 +1,11 @@
 """Converts the state of torch's own rendezvous to the job views that `rdzvctl` shows.
 
 The nodes form the groups; this module only reports what they have written. Clocks are not compared:
-a node has sent a heartbeat if the stored one has changed since the last poll.
+a node has sent a heartbeat if its stored heartbeat has changed since the last poll.
 
-Theory: `closed` is final, and does not imply success. A round is complete or joining; the next one
+Theory: `closed` is final and does not imply success. A round is complete or joining; the next one
 begins when all participants have left it. A participant whose keep-alive has run out is dropped
-from the state by its peers, and nothing else happens: its job continues as if it were there.
+from the state by its peers, but nothing else happens: its job continues as if it were there.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from rdzv.core.words import counted, duration, listed
 BACKEND = "c10d"
 
 KEEP_ALIVE_MS = 15_000
-"""torch's default for keep_alive_interval times keep_alive_max_attempt; a job's own values are not
+"""torch's default for keep_alive_interval times keep_alive_max_attempt. A job's own values are not
 in its state."""
 GIVEN_UP_MS = 600_000
-"""A job whose nodes are all silent for this long counts as stopped, although it was not closed."""
+"""A job whose nodes are all silent for this long counts as stopped, even though it was not
+closed."""
 STALE_MS = 5_000
-"""The store is read once a second; views older than this are marked as stale."""
+"""The store is read once a second. Views older than this are marked as stale."""
 MOST_CLOSED = 1_000
-"""How many closed jobs are still shown; the store never deletes them."""
+"""How many closed jobs are still shown. The store never deletes them."""
 
 _CLOSED = "closed by its nodes; c10d does not tell how it ended"
 
@@ -48,7 +49,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Job:
-    """A job at the last poll."""
+    """A job's state at the last poll."""
 
     rdzv_id: str
     began_ms: int
@@ -60,7 +61,7 @@ class _Job:
 
 
 class Watch:
-    """The jobs of one store: takes the results of polls, and returns views."""
+    """The jobs in one store; accepts the results of polls and returns views."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
@@ -69,9 +70,9 @@ class Watch:
     def take(
         self, states: Mapping[str, State | None], gone: Iterable[str], now_ms: int
     ) -> tuple[str, ...]:
-        """Record one poll: the states that have changed, and the jobs that are gone.
+        """Record the result of one poll: the states that have changed and the jobs that are gone.
 
-        Returns the jobs that are closed now and will never change again.
+        Returns the jobs that are now closed and will never change again.
         """
         self._looked_ms = now_ms
         for rdzv_id in gone:
@@ -93,7 +94,7 @@ class Watch:
             del self._jobs[job.rdzv_id]
 
     def clear(self) -> tuple[str, ...]:
-        """Forget all jobs, because the store is lost; return those that were not closed."""
+        """Forget all jobs because the store is lost, and return those that were not closed."""
         lost = [job.rdzv_id for job in self._jobs.values() if not (job.state and job.state.closed)]
         self._jobs.clear()
         return tuple(lost)
@@ -103,7 +104,7 @@ class Watch:
         return tuple(self._view(self._jobs[rdzv_id], now_ms) for rdzv_id in sorted(self._jobs))
 
     def view(self, rdzv_id: str, now_ms: int) -> JobView | None:
-        """Return the view of one job; None if there is no job of this name."""
+        """Return the view of one job, or None if there is no job with this name."""
         job = self._jobs.get(rdzv_id)
         return self._view(job, now_ms) if job else None
 
@@ -190,7 +191,7 @@ def _may_change(job: _Job) -> bool:
 
 
 def _last_complete(state: State | None) -> int | None:
-    """Return the last complete round: the current one or, while it forms, the previous one."""
+    """Return the last complete round, which is the previous one while a new one forms."""
     if state is None:
         return None
     if state.complete:
@@ -199,7 +200,7 @@ def _last_complete(state: State | None) -> int | None:
 
 
 def _present(state: State) -> dict[Node, tuple[NodeState, int | None]]:
-    """Return the node state and GROUP_RANK of every node in a shared state."""
+    """Return the state and GROUP_RANK of every node in a shared state."""
     found: dict[Node, tuple[NodeState, int | None]] = {}
     for node in state.spare:
         found[node] = (NodeState.SPARE, None)
@@ -235,7 +236,7 @@ def _seen(
 
 
 def _dropped(seen: _Seen, state: State, now_ms: int) -> _Seen:
-    """Return a node that is no longer in the state as one that has left or is lost."""
+    """Mark a node that is no longer in the state as having left or as lost."""
     if seen.state in (NodeState.LOST, NodeState.LEFT):
         return seen
     silent_ms = now_ms - seen.heard_ms
@@ -246,7 +247,7 @@ def _dropped(seen: _Seen, state: State, now_ms: int) -> _Seen:
 
 
 def _order(node: Node, seen: _Seen) -> tuple[bool, int, str, Node]:
-    """Return the sort key: participants by GROUP_RANK, then the other nodes."""
+    """Return the sort key that puts participants first, by GROUP_RANK, and then other nodes."""
     return (seen.group_rank is None, seen.group_rank or 0, seen.state, node)
 
 

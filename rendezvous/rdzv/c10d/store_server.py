@@ -1,24 +1,24 @@
-"""The process that serves torch's store for the c10d facade, and reports its contents.
+"""The process that serves torch's store for the c10d facade and reports its contents.
 
     python store_server.py --fd N --control-fd M
 
-It is run by path, and needs torch but nothing of rdzv. It serves a TCPStore on the listening socket
-N and sends `{"ready": true}` on the socket M. Then, each time it is asked, it reports which jobs'
-states have changed; it does not interpret them.
+It is run by path, and needs torch but no other part of rdzv. It serves a TCPStore on the listening
+socket N and sends `{"ready": true}` on the socket M. Then, each time it is asked, it reports which
+jobs' states have changed, without interpreting them.
 
-Messages are JSON, preceded by their length in four bytes (big-endian). A request names the jobs not
-to read again: `{"closed": [...]}`. The answer has
+Messages are JSON, preceded by their length in four bytes (big-endian). A request names the jobs
+that should not be read again: `{"closed": [...]}`. The answer contains
 
         states    {rdzv_id: base64 as stored}, or null if it is too long or not text
         gone      jobs whose key was removed
         left_out  the number of jobs above the limit
 
-or `error`, if the store cannot be listed. An answer has a few megabytes at most; the rest follows
-in the next one.
+or `error`, if the store cannot be listed. An answer is at most a few megabytes long; the rest
+follows in the next one.
 
-It lives as long as its parent: it ends when the socket closes, is killed when the parent dies, and
-ignores the signals that a terminal or systemd sends to all processes of a service, since the parent
-decides. Exit code 3: torch is missing.
+The process lives as long as its parent: it ends when the socket closes, and is killed when the
+parent dies. It ignores the signals that a terminal or systemd sends to all processes of a service,
+because the parent decides. Exit code 3 means that torch is missing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TIMEOUT = timedelta(seconds=10)
 
 PREFIX = "torch.rendezvous."
 ROUNDS_OWN = re.compile(r"\.\d+/")
-"""Matches the keys that the agents of one round share; they hold no job's state."""
+"""Matches the keys that the agents in one round share, which do not hold a job's state."""
 
 MOST_JOBS = 10_000
 MOST_ID_CHARS = 1_024
@@ -57,7 +57,7 @@ LIST_ANYWAY_AFTER = 30
 
 
 def main() -> None:
-    """Serve until the parent is gone; if that is impossible, exit with one line of explanation."""
+    """Serve until the parent is gone; if serving fails, exit with a one-line explanation."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -96,7 +96,7 @@ def serve(fd: int) -> Any:
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
         OMP_NUM_THREADS="1",
     )
-    # Python puts a script's folder first; torch must not import modules from it.
+    # Python puts a script's directory first, but torch must not import modules from it.
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
 
@@ -104,7 +104,7 @@ def serve(fd: int) -> Any:
     host, port = reachable_at(fd)
     make = functools.partial(
         importlib.import_module("torch.distributed").TCPStore,
-        host,  # Where the store's own client connects; the socket decides where it listens.
+        host,  # The store's own client connects here; the socket decides where the store listens.
         port,
         is_master=True,
         wait_for_workers=False,
@@ -115,12 +115,12 @@ def serve(fd: int) -> Any:
     try:
         return make()
     except NotImplementedError:
-        # The default store of torch 2.4, libuv's, takes no listening socket.
+        # torch 2.4's default store, which uses libuv, does not accept a listening socket.
         return make(use_libuv=False)
 
 
 def prepare_for_many() -> None:
-    """Let this process hold a connection from each agent, without looking up their names in DNS.
+    """Allow this process to hold a connection from each agent without looking up names in DNS.
 
     The agent's store_host.py explains why.
     """
@@ -142,12 +142,12 @@ def reachable_at(fd: int) -> tuple[str, int]:
 
 
 class Looks:
-    """Reads the jobs' states, and remembers those sent, so that only changes are sent."""
+    """Reads the jobs' states, and remembers those already sent, so that only changes are sent."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
         self.told: dict[str, bytes] = {}
-        """A digest of the last reported state of each job."""
+        """A digest of each job's last reported state."""
         self.closed: set[str] = set()
         self.jobs: list[str] = []
         self.left_out = 0
@@ -155,18 +155,19 @@ class Looks:
         self.since_listed = 0
 
     def answer(self, closed: list[str]) -> dict[str, Any]:
-        """Read the states, and return the changes; `closed` jobs are not read again."""
+        """Read the states and return the changes; jobs in `closed` are not read again."""
         self.closed.update(closed)
         try:
             gone = self.list_jobs()
             states = self.look()
         except (RuntimeError, ValueError, AttributeError) as error:
-            # A key that is not UTF-8; a key deleted meanwhile; a torch without list_keys.
+            # Possible causes: a key that is not UTF-8, a key that was just deleted, a torch without
+            # list_keys.
             return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
         return {"states": states, "gone": gone, "left_out": self.left_out}
 
     def list_jobs(self) -> list[str]:
-        """Update the set of jobs; return those that are gone."""
+        """Update the set of jobs and return those that are gone."""
         self.since_listed += 1
         keys = self.store.num_keys()
         if keys == self.keys and self.since_listed < LIST_ANYWAY_AFTER:
@@ -189,7 +190,7 @@ class Looks:
         return gone
 
     def look(self) -> dict[str, str | None]:
-        """Return the changed states, as many as fit into one answer."""
+        """Return the changed states, or as many of them as fit into one answer."""
         changed: dict[str, str | None] = {}
         room = MOST_ANSWER_BYTES
         names = [name for name in self.jobs if name not in self.closed]
@@ -200,7 +201,7 @@ class Looks:
                 if value is None or digest is None or self.told.get(name) == digest:
                     continue
                 if len(value) > room:
-                    # It is first in the next answer.
+                    # This job comes first in the next answer.
                     self.jobs.remove(name)
                     self.jobs.insert(0, name)
                     return changed
@@ -210,7 +211,7 @@ class Looks:
         return changed
 
     def values(self, names: list[str]) -> list[bytes | None]:
-        """Return the stored values of jobs; None for a job deleted meanwhile."""
+        """Return the stored values of jobs, with None for each job deleted in the meantime."""
         keys = [PREFIX + name for name in names]
         # Getting a missing key would block until it exists.
         if self.store.check(keys):
@@ -219,7 +220,7 @@ class Looks:
 
 
 def text(value: bytes) -> str | None:
-    """Return a state as text; None if it is too long or not ASCII, as base64 is."""
+    """Return a state as text, or None if it is too long or not ASCII, as base64 would be."""
     if len(value) > MOST_STATE_BYTES:
         return None
     try:
@@ -235,7 +236,7 @@ def say(control: socket.socket, message: dict[str, Any]) -> None:
 
 
 def hear(control: socket.socket) -> dict[str, Any] | None:
-    """Receive one message; None if the parent is gone, or its message is invalid."""
+    """Receive one message, or return None if the parent is gone or its message is invalid."""
     header = receive(control, 4)
     if header is None or int.from_bytes(header, "big") > MOST_QUESTION_BYTES:
         return None
@@ -244,7 +245,7 @@ def hear(control: socket.socket) -> dict[str, Any] | None:
 
 
 def receive(control: socket.socket, count: int) -> bytes | None:
-    """Receive `count` bytes; None if the stream ends earlier."""
+    """Receive `count` bytes, or return None if the stream ends earlier."""
     parts = []
     while count:
         part = control.recv(min(count, 65_536))
@@ -256,7 +257,7 @@ def receive(control: socket.socket, count: int) -> bytes | None:
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies; exit if it is dead already."""
+    """Make the kernel kill this process when its parent dies; exit if it is already dead."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:

@@ -2,10 +2,10 @@
 
 `torch.distributed.elastic.rendezvous.dynamic_rendezvous` keeps `base64(pickle(_RendezvousState))`
 under one key for each job. Anyone who can reach the store can write that key, and unpickling can
-call any function. So our own virtual machine runs the pickle: it knows only the opcodes that Python
-writes for this one class, compares class names with five known ones, and builds values that are
-defined here. It imports and calls nothing by name, hashes no value before it has checked the type,
-and limits size, depth and counts. It refuses everything that is not exactly such a state.
+call any function. Our own virtual machine therefore runs the pickle: it knows only the opcodes that
+Python writes for this one class, compares class names with five known names, and builds values
+defined here. It imports and calls nothing by name, hashes no value before checking its type, and
+limits sizes, depth and counts. It refuses anything that is not exactly such a state.
 
 The machine parses the bytes itself: `pickletools.genops` takes twice as long (200 ms for 4,096
 nodes), and also parses opcodes that are refused here.
@@ -23,18 +23,18 @@ from rdzv.errors import RendezvousStateError
 from rdzv.structs import struct
 
 MOST_BYTES = 2 * 1024 * 1024
-"""The largest value in the store; 4,096 nodes take 508 KB."""
+"""The size of the largest value accepted from the store. The state of 4,096 nodes takes 508 KB."""
 MOST_NODES = 10_000
-"""The largest number of nodes in each part of a state."""
+"""The maximum number of nodes in each part of a state."""
 _MOST_MEMOS = 200_000
-"""The largest number of values that a pickle may refer back to; a node takes six."""
+"""The maximum number of values that a pickle may refer back to. A node takes six."""
 _DEEPEST = 10_000
-"""The largest stack; Python writes a dict or set in batches of a thousand items."""
+"""The maximum size of the stack. Python writes a dict or set in batches of a thousand items."""
 _LONGEST = 1_024
-"""The most bytes in one string; a host name has at most 255."""
+"""The maximum number of bytes in one string. A host name has at most 255."""
 
 _NO_STATE = b"Y2FuaW1hZGFt"
-"""Written by torch before the first state, since reading a missing key would block."""
+"""Written by torch before the first state, because reading a missing key would block."""
 
 
 @struct(frozen=True, order=True)
@@ -51,23 +51,24 @@ class Node:
 
 @struct(frozen=True)
 class State:
-    """The state that the nodes of one job share. Timestamps are kept as written."""
+    """The state shared by a job's nodes. Timestamps are kept as written."""
 
     round: int
     complete: bool
     closed: bool
     last_call: bool
-    """Enough nodes have joined; the round completes at a deadline by the nodes' own clocks."""
+    """Whether enough nodes have joined, so that the round completes at a deadline by the nodes' own
+    clocks."""
     participants: Mapping[Node, int]
-    """Participants with their GROUP_RANKs, which are valid once the round is complete."""
+    """The participants and their GROUP_RANKs, which are valid once the round is complete."""
     waiting: frozenset[Node]
     spare: frozenset[Node]
     heartbeats: Mapping[Node, bytes]
-    """The last heartbeat of each node, by its own clock; used only to detect a new one."""
+    """The last heartbeat of each node, by its own clock; used only to detect new heartbeats."""
 
 
 def decode(value: bytes) -> State | None:
-    """Read the value of a job's key; None if no node has written a state yet.
+    """Decode the value of a job's key; return None if no node has written a state yet.
 
     Raises:
         RendezvousStateError: the value is not such a state, or exceeds a limit.
@@ -88,7 +89,7 @@ def decode(value: bytes) -> State | None:
 
 
 class _Class(Enum):
-    """The classes of a state; the machine only compares their names."""
+    """The classes in a state; the machine only compares their names."""
 
     STATE = ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState")
     NODE = ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_NodeDesc")
@@ -104,7 +105,7 @@ _WITH_ARGUMENTS = (_Class.DATETIME, _Class.TIMEZONE, _Class.TIMEDELTA)
 
 @dataclass(slots=True, eq=False)
 class _Dict:
-    """A dict's items in order; keys are not hashed before their types are checked."""
+    """A dict's items in order; keys are not hashed before their types have been checked."""
 
     items: list[tuple[object, object]] = field(default_factory=list)
 
@@ -118,7 +119,7 @@ class _Set:
 
 @dataclass(slots=True, eq=False)
 class _Object:
-    """A placeholder for an instance: its class and its arguments."""
+    """A placeholder for an instance, with its class and arguments."""
 
     kind: _Class
     arguments: tuple[object, ...] = ()
@@ -126,7 +127,7 @@ class _Object:
 
 
 class _Machine:
-    """Runs one pickle of protocol 4 or 5, with the opcodes that a state needs."""
+    """Runs one pickle of protocol 4 or 5, using only the opcodes that a state needs."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -212,7 +213,7 @@ class _Machine:
         self._push(int.from_bytes(self._take(width), "little", signed=True))
 
     def _frame(self) -> None:
-        # The size of the next frame, for readers of a file; here all bytes are in memory.
+        # The size of the next frame, for readers of a file. Here, all bytes are in memory.
         self._take(8)
 
     # ---------------------------------------------------------------- the stack
@@ -280,7 +281,7 @@ class _Machine:
             raise self._refusal("the name of a class is not a text")
         known = _CLASSES.get((module, name))
         if known is None:
-            # Escaped for the log: it may have line ends or terminal control codes.
+            # Escaped for the log, because it may contain newlines or terminal control codes.
             raise self._refusal(f"{f'{module}.{name}'!a} has no place in it")
         self._push(known)
 
@@ -364,7 +365,7 @@ def _set(value: object) -> list[object]:
 
 
 def _integer(value: object) -> int:
-    # A bool is an int too, but torch never writes one where the other is expected.
+    # A bool is also an int, but torch never writes one where the other is expected.
     if type(value) is not int or not 0 <= value < 2**32:
         raise RendezvousStateError("a number from 0 to 4294967295 is expected")
     return value

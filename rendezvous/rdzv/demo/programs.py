@@ -1,4 +1,4 @@
-"""Runs the demo's processes, and collects their output."""
+"""Runs the demo's processes and collects their output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def command_of(module: str, *args: str) -> list[str]:
 
 
 def environment(python: str) -> dict[str, str]:
-    """Return the environment for the demo's programs: the caller's, without RDZV_* and PET_*."""
+    """Return the environment for the demo's programs: the caller's without RDZV_* and PET_*."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RDZV_", "PET_"))}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python}
 
@@ -40,7 +40,7 @@ class Line:
 
 @dataclass
 class Program:
-    """One process of the demo and its output."""
+    """One of the demo's processes and its output."""
 
     name: str
     process: subprocess.Popen[str]
@@ -52,7 +52,7 @@ class Program:
     def start(
         cls, name: str, command: Sequence[str], environ: dict[str, str], log: Path
     ) -> Program:
-        """Start a program in its own session; keep its output, and append it to `log`."""
+        """Start a program in its own session, keeping its output and also appending it to `log`."""
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -79,7 +79,7 @@ class Program:
                     self.written.notify_all()
 
     def find(self, pattern: re.Pattern[str], after_s: float) -> tuple[Line, re.Match[str]] | None:
-        """Return the first line written after `after_s` that matches, and its match."""
+        """Return the first line written after `after_s` that matches, along with its match."""
         for line in self.lines:
             if line.at_s > after_s and (match := pattern.search(line.text)):
                 return line, match
@@ -94,14 +94,14 @@ class Program:
         return [pid for pid in descendants(self.process.pid) if b"RANK" in environ_of(pid)]
 
     def kill_all(self) -> None:
-        """Kill the program and all it has started, before any of them can send a message."""
+        """Kill the program and everything it has started before any of them can send a message."""
         for pid in [self.process.pid, *descendants(self.process.pid)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._join()
 
     def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM to the program; kill it if it has not exited after `timeout_s`."""
+        """Send SIGTERM to the program, and kill it if it has not exited after `timeout_s`."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -113,7 +113,7 @@ class Program:
     def _join(self) -> None:
         self.process.wait()
         if self.reader is not None:
-            self.reader.join(5)  # A process outside the tree may hold the pipe open.
+            self.reader.join(5)  # A process outside the tree may be holding the pipe open.
 
 
 def descendants(pid: int) -> list[int]:
@@ -128,7 +128,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def environ_of(pid: int) -> dict[bytes, bytes]:
-    """Return the environment that a process was started with."""
+    """Return the environment with which a process was started."""
     with suppress(OSError):
         pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return dict(pair.split(b"=", 1) for pair in pairs if b"=" in pair)

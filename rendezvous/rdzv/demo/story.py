@@ -1,4 +1,4 @@
-"""The demo, step by step; each step checks that it has succeeded."""
+"""The demo, step by step. Each step checks that it has succeeded."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TRAINING = Path(__file__).with_name("training.py")
 DEADLINE_S = 300.0
 """The demo fails if it takes longer than this."""
 SILENT_S = 1.0
-"""After this time without a line, the demo prints what it is waiting for."""
+"""The demo prints what it is waiting for after this long without a line."""
 REMINDS_S = 5.0
-"""How often it repeats that line."""
+"""How often the demo repeats that line."""
 _EPOCH = re.compile(r"epoch (\d+) \| loss ([\d.]+) \| world_size (\d+)")
 _HAS_TORCH = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('torch') else 3)"
 
@@ -37,9 +37,9 @@ class DemoError(RendezvousError):
 
 
 def play(python: str, *, keep: bool) -> None:
-    """Run the demo, which trains with the interpreter `python`; raise if a step fails.
+    """Run the demo, which trains with the interpreter `python`; raise an error if a step fails.
 
-    With `keep`, its files stay, and the server and its page stay up until Ctrl-C.
+    With `keep`, its files are kept, and the server and its page stay up until Ctrl-C.
     """
     say = (
         f"rdzv {VERSION}: a training on this machine loses a worker, then a whole node, "
@@ -128,7 +128,7 @@ class Demo:
         self.say(f"watch it live: {self.http}/#/job/{JOB}")
 
     def start_node(self, name: str) -> None:
-        """Start one node, as a user would: an agent in the foreground."""
+        """Start one node as a user would, as an agent in the foreground."""
         launch = (f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={JOB}", f"--node-id={name}")
         group = ("--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--tee=3")
         logs = f"--log-dir={self.folder / 'logs'}"
@@ -141,14 +141,14 @@ class Demo:
         return Program.start(name, command, self.environ, self.folder / f"{name}.log")
 
     def do(self, deed: str, text: str) -> float:
-        """Print the next action; return the time. `deed` names the action for subclasses."""
+        """Print the next action and return the time. `deed` names the action for subclasses."""
         self.say(text)
         return time.monotonic()
 
     def await_training(
         self, world_size: int, restarts: int, after_s: float, what: str, cost: str = ""
     ) -> None:
-        """Wait until RANK 0 trains in a group of `world_size`, and check the server's status."""
+        """Wait until RANK 0 trains in a group of `world_size`, then check the server's status."""
         pattern = re.compile(rf"rank 0 of {world_size}: (resuming from .*|starting afresh)")
         awaited = f"{world_size} workers to import torch and connect"
         line, match = self.await_line(self.nodes["n1"], pattern, after_s, awaited)
@@ -165,7 +165,7 @@ class Demo:
         self.say(f"  rdzvctl: {status['state']}, {status['reason']}; {spent}")
 
     def await_epochs(self, count: int) -> None:
-        """Wait for `count` more epochs, and print the last one."""
+        """Wait for `count` more epochs and print the last one."""
         for _ in range(count):
             _, match = self.await_line(self.nodes["n1"], _EPOCH, time.monotonic(), "the next epoch")
         self.say(f"  epoch {match.group(1)}, loss {match.group(2)}")
@@ -188,7 +188,7 @@ class Demo:
             raise DemoError(f"expected success with 1 restart, but rdzvctl says {status}")
 
     def status(self) -> dict[str, object]:
-        """Return the job's status from rdzvctl, as an operator would get it."""
+        """Return the job's status from rdzvctl, as an operator would see it."""
         answer = json.loads(self.rdzvctl("status", JOB, "-o", "json"))
         assert isinstance(answer, dict)
         return answer
@@ -223,7 +223,7 @@ class Demo:
             time.sleep(0.1)
 
     def note_wait(self, what: str) -> None:
-        """Print what is awaited if nothing was printed for a while; raise after the deadline."""
+        """Print what is awaited after a while without output; raise an error after the deadline."""
         now_s = time.monotonic()
         if now_s > self.began_s + self.deadline_s:
             raise DemoError(
@@ -254,7 +254,7 @@ class Demo:
         over.wait()
 
     def stop(self) -> None:
-        """Stop all programs that the demo has started."""
+        """Stop all programs started by the demo."""
         for node in self.nodes.values():
             if node.process.poll() is None:
                 node.process.terminate()
@@ -266,7 +266,7 @@ class Demo:
 
 @contextmanager
 def _folder(keep: bool) -> Iterator[Path]:
-    """Yield a folder for the demo's files; keep it afterwards if the demo fails or with `keep`."""
+    """Yield a directory for the demo's files; keep it if the demo fails or `keep` is set."""
     path = Path(tempfile.mkdtemp(prefix="rdzv_demo_"))
     try:
         yield path

@@ -1,8 +1,8 @@
-"""The training of `rdzvctl demo`: small, on a CPU, and resumed from its snapshot.
+"""The training script for `rdzvctl demo`: small, running on the CPU, and resumed from its snapshot.
 
     rdzvrun --standalone --nproc-per-node=2 training.py --snapshot=/tmp/snapshot.pt
 
-It runs with the job's interpreter, so it needs torch but nothing of rdzv, and supports older
+It runs with the job's interpreter, so it needs torch but no part of rdzv, and supports older
 versions of Python than rdzv does.
 """
 
@@ -19,13 +19,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 16
-"""Optimizer steps per epoch."""
+"""The number of optimizer steps per epoch."""
 SAMPLES = 32
-"""Samples per worker and step."""
+"""The number of samples per worker and step."""
 
 
 def main() -> None:
-    """Train to the last epoch, from the snapshot if there is one."""
+    """Train until the last epoch, starting from the snapshot if there is one."""
     parser = argparse.ArgumentParser(description="Train a small model on CPUs.")
     parser.add_argument("--snapshot", required=True, help="resume from this file, and save to it")
     parser.add_argument("--epochs", type=int, default=10)
@@ -58,7 +58,7 @@ def train(snapshot: str, epochs: int, step_s: float) -> None:
     for epoch in range(first + 1, epochs + 1):
         total = 0.0
         for step in range(STEPS):
-            # Each rank and step has its own samples, and a redone step the same ones again.
+            # Each rank and step has its own samples, and a redone step uses the same ones again.
             torch.manual_seed(((epoch * STEPS) + step) * 4096 + rank)
             inputs = torch.randn(SAMPLES, 8)
             loss = nn.functional.mse_loss(parallel(inputs), teacher(inputs).detach())
@@ -81,13 +81,13 @@ def load(file: str) -> Any:
 
 
 def save(file: str, state: dict[str, Any]) -> None:
-    """Replace the snapshot; a crash here leaves the previous one."""
+    """Replace the snapshot; a crash during this leaves the previous one intact."""
     torch.save(state, f"{file}.new")
     os.replace(f"{file}.new", file)  # noqa: PTH105
 
 
 def report(step: int) -> None:
-    """Report the step to the launcher, so that `rdzvctl status` shows it."""
+    """Report the step to the launcher, so that `rdzvctl status` can show it."""
     if file := os.environ.get("RDZV_PROGRESS_FILE"):
         with open(file, "r+b", buffering=0) as out:  # noqa: PTH123
             out.write(b"%20d\n" % step)

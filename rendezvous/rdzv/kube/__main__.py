@@ -1,4 +1,4 @@
-"""rdzv-kube: the command line."""
+"""rdzv-kube: the command-line interface."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _file(*names: str, reason: str) -> Callable[[F], F]:
-    """Make a command-line option that takes a file path."""
+    """Create a command-line option that takes a file path."""
     return click.option(
         *names, type=click.Path(path_type=Path), metavar="FILE", default=None, help=reason
     )
@@ -103,16 +103,16 @@ def main(
     log_format: str,
     **files: Any,
 ) -> None:
-    """Drain nodes of rdzvd before Kubernetes takes them away.
+    """Drain rdzvd's nodes before Kubernetes removes them.
 
-    A node with one of the taints, and a pod that is about to be deleted, are drained: their workers
-    receive a notice, and have time to save. An unschedulable node is cordoned. Afterwards
-    rdzv-kube lifts its own drains and cordons, and no others. SIGTERM or Ctrl-C ends it; its drains
-    and cordons stay.
+    Nodes with one of the taints, and pods that are about to be deleted, are drained: their workers
+    receive a notice and have time to save their state. Unschedulable nodes are cordoned.
+    Afterwards, rdzv-kube lifts its own drains and cordons, but no others. SIGTERM or Ctrl-C ends
+    it; its drains and cordons stay.
 
-    It needs rdzv[kubernetes], and permission to get, list and watch nodes and pods.
+    It needs rdzv[kubernetes] and permission to get, list and watch nodes and pods.
 
-    Exit codes: 0 ended by a signal; 2 usage or configuration.
+    Exit codes: 0 ended by a signal; 2 usage or configuration error.
     """
     from rdzv.errors import RendezvousError
     from rdzv.runtime.log_format import complain
@@ -162,13 +162,13 @@ def _run(
         signal.signal(number, end)
     machines, pods = following_of(api, namespace, selector, changed.set)
     for following in (machines, pods):
-        # Daemon threads, because a watch may block for a minute and needs no cleanup.
+        # Use daemon threads, because a watch may block for a minute and needs no cleanup.
         threading.Thread(target=following.run, args=(stop,), daemon=True).start()
 
     def client() -> ControlClient:
         return ControlClient(endpoints, credentials=credentials)
 
-    log.info("following nodes and pods, for rdzvd at %s", server)
+    log.info("watching nodes and pods on behalf of rdzvd at %s", server)
     Reconciling(machines, pods, client, rules, changed).run(stop)
 
 

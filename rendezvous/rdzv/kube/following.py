@@ -1,4 +1,4 @@
-"""Keeps a cluster's objects of one kind current by list and watch, in its own thread.
+"""Keeps track of a cluster's objects of one kind by list and watch, in its own thread.
 
 A watch resumes at the resource version of the last event or bookmark; versions are opaque. All
 objects are listed again when the server no longer knows a version (410 Gone), and every `RELIST_S`
@@ -22,12 +22,12 @@ from rdzv.kube.objects import Json, Machine, Pod, key_of, machine_of, pod_of
 log = logging.getLogger("rdzv.kube")
 
 WATCH_S = 60
-"""The duration of a watch that is requested from the API server."""
+"""The duration of each watch, as requested from the API server."""
 
 CONNECT_S = 5.0
 SILENT_S = 75.0
-"""The longest silence on a connection. A watch ends sooner by itself, so a longer silence means
-that the connection is dead."""
+"""The longest silence tolerated on a connection. A watch ends by itself before that, so a longer
+silence means that the connection is dead."""
 
 RELIST_S = 300.0
 BACKOFF_S = (0.5, 30.0)
@@ -48,7 +48,7 @@ class AnswerError(Exception):
 
 
 class Following(Generic[Value]):
-    """The current objects of one kind. Calls `changed` from its thread after each change."""
+    """The current objects of one kind. Calls `changed` from its own thread after each change."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class Following(Generic[Value]):
         self._version = ""
         self._listed_s = 0.0
         self.trouble = "not listed yet"
-        """Why the objects may not be current; empty if they are."""
+        """The reason why the objects may not be current; empty if they are."""
 
     @property
     def objects(self) -> tuple[Value, ...] | None:
-        """The objects as last seen; None before the first list."""
+        """The objects as last seen, or None before the first list."""
         with self._lock:
             return None if self._objects is None else tuple(self._objects.values())
 
@@ -85,7 +85,7 @@ class Following(Generic[Value]):
                     self._list()
                 began_s = time.monotonic()
                 self._watch()
-                # Wait between watches if the server ends each of them at once.
+                # Wait between watches in case the server ends each of them at once.
                 if time.monotonic() - began_s > 1:
                     backoff_s = BACKOFF_S[0]
                     continue
@@ -146,7 +146,7 @@ class Following(Generic[Value]):
             for line in _lines(answer):
                 self._take(json.loads(line))
         except HTTPError as error:
-            # Expected: the next watch continues from here.
+            # This is expected, and the next watch continues from here.
             log.debug("the watch of %s was interrupted: %s", self._what, error)
         finally:
             answer.close()
@@ -196,7 +196,7 @@ class Following(Generic[Value]):
 
 
 def _lines(answer: Any) -> Iterator[bytes]:
-    """Yield the complete lines of a watch's response; drop an unterminated last line."""
+    """Yield the complete lines of a watch's response, dropping an unterminated last line."""
     left = b""
     for piece in answer.stream(amt=None, decode_content=False):
         *whole, left = (left + piece).split(b"\n")
@@ -219,7 +219,7 @@ def _in_words(error: Exception) -> str:
 
 
 def connected(kubeconfig: Path | None) -> Any:
-    """Return a Kubernetes client, configured from `kubeconfig` or, without one, for this pod.
+    """Return a Kubernetes client configured from `kubeconfig` or, without one, for this pod.
 
     Raises:
         InvalidRequestError: the client is not installed, or there is no such configuration.
@@ -240,7 +240,7 @@ def connected(kubeconfig: Path | None) -> Any:
         where = f"--kubeconfig {kubeconfig}" if kubeconfig else "outside a pod, give --kubeconfig"
         raise InvalidRequestError(f"{where}: {error}") from error
     configuration = client.Configuration.get_default_copy()
-    # `Following.run` retries instead, with a log line and backoff.
+    # `Following.run` does the retrying instead, with a log line and backoff.
     configuration.retries = False
     return client.CoreV1Api(client.ApiClient(configuration))
 
@@ -248,7 +248,7 @@ def connected(kubeconfig: Path | None) -> Any:
 def following_of(
     api: Any, namespace: str, selector: str, changed: Callable[[], None]
 ) -> tuple[Following[Machine], Following[Pod]]:
-    """Return the followers of a cluster's machines and of the pods that are nodes of rdzvd."""
+    """Return the followers for a cluster's machines and for the pods that are rdzvd's nodes."""
 
     def of_namespace(**options: Any) -> Any:
         return api.list_namespaced_pod(namespace, **options)

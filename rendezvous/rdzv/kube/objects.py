@@ -1,7 +1,7 @@
 """Parses Kubernetes nodes and pods from the API's JSON.
 
-A field that is missing or has the wrong type counts as unset: the API server validates its objects,
-and a watcher that stopped at an invalid one would protect no node.
+A field that is missing or has the wrong type is treated as unset: the API server validates its
+objects, and a watcher that stopped at an invalid object would protect no node.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rdzv.structs import struct
 Json = Mapping[str, Any]
 
 DISRUPTION = "DisruptionTarget"
-"""The condition of a pod that Kubernetes is about to delete, for example to evict or preempt it."""
+"""The condition on a pod that Kubernetes is about to delete, for example to evict or preempt it."""
 
 DEFAULT_GRACE_S = 30.0
 """The grace period of a pod that specifies none."""
@@ -23,7 +23,7 @@ DEFAULT_GRACE_S = 30.0
 
 @struct(frozen=True)
 class Taint:
-    """A taint of a node."""
+    """A taint on a Kubernetes node."""
 
     key: str
     effect: str = ""
@@ -43,19 +43,20 @@ class Machine:
 
 @struct(frozen=True)
 class Pod:
-    """A pod that is a node of rdzvd: an rdzvrun runs in it."""
+    """A pod that is one of rdzvd's nodes because an rdzvrun runs in it."""
 
     namespace: str
     name: str
     machine: str = ""
-    """The Kubernetes node that it runs on; empty until it is scheduled."""
+    """The Kubernetes node on which the pod runs; empty until it is scheduled."""
     grace_s: float = DEFAULT_GRACE_S
     killed_at_s: float | None = None
-    """When the pod is killed, as the API server's Unix time; None unless it is being deleted."""
+    """When the pod will be killed, as the API server's Unix time; None unless it is being
+    deleted."""
     disrupted: str = ""
-    """Why Kubernetes is about to delete it; empty if it is not."""
+    """Why Kubernetes is about to delete the pod; empty if it is not."""
     ended: bool = False
-    """Whether all of its containers have ended."""
+    """Whether all of the pod's containers have ended."""
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -68,17 +69,17 @@ class Cluster:
     machines: tuple[Machine, ...] = ()
     pods: tuple[Pod, ...] = ()
     current: bool = True
-    """Whether the state is up to date; if not, no drain or cordon is lifted."""
+    """Whether the state is up to date; if it is not, no drain or cordon is lifted."""
 
 
 def key_of(item: Json) -> str:
-    """Return the key of an object, NAMESPACE/NAME."""
+    """Return an object's key, NAMESPACE/NAME."""
     metadata = _table(item, "metadata")
     return f"{_text(metadata, 'namespace')}/{_text(metadata, 'name')}"
 
 
 def machine_of(item: Json) -> Machine:
-    """Parse a node."""
+    """Parse a Kubernetes node."""
     metadata, spec = _table(item, "metadata"), _table(item, "spec")
     return Machine(
         _text(metadata, "name"),
@@ -127,7 +128,7 @@ def _text(item: Json, key: str) -> str:
 
 
 def _unix_s(text: str) -> float | None:
-    """Parse a Kubernetes timestamp; None if it is empty or invalid.
+    """Parse a Kubernetes timestamp, or return None if it is empty or invalid.
 
     >>> _unix_s("2026-11-23T10:00:00Z"), _unix_s("")
     (1795428000.0, None)

@@ -1,6 +1,6 @@
-"""Decides which of rdzvd's nodes to drain and cordon, from the cluster and those nodes alone.
+"""Decides which of rdzvd's nodes to drain and cordon, based only on the cluster and those nodes.
 
-A node of rdzvd is either a machine (a DaemonSet's agent, named after the machine) or a pod
+One of rdzvd's nodes is either a machine (a DaemonSet's agent, named after the machine) or a pod
 (rdzvrun, named after the pod, or after the pod and its process id). Our own drains and cordons are
 those whose reason begins with `MARK`, so no state is kept between plans.
 """
@@ -18,17 +18,18 @@ MARK = "Kubernetes: "
 """The prefix of the reasons that rdzv-kube gives for its drains and cordons."""
 
 BEFORE = '; it was cordoned before: "'
-"""Precedes, in a drain's reason, the reason of the cordon by somebody else that it replaced."""
+"""The text in a drain's reason that precedes the reason of somebody else's cordon that it
+replaced."""
 
 LEAVING_TAINTS = (
     "node.kubernetes.io/out-of-service",
     "ToBeDeletedByClusterAutoscaler",
     "karpenter.sh/disrupted",
 )
-"""The taints that drain a machine, unless the command line names others."""
+"""The taints that cause a machine to be drained, unless the command line names others."""
 
 MARGIN_S = 5.0
-"""A drain ends this long before kubelet kills the pod: rdzvd gives workers 5 s between SIGTERM and
+"""How long before kubelet kills the pod a drain ends: rdzvd gives workers 5 s between SIGTERM and
 SIGKILL."""
 
 LEAST_S = 1.0
@@ -40,18 +41,18 @@ SOONER_S = 3.0
 
 @struct(frozen=True)
 class Rules:
-    """Which machines to drain, and how long their workers have."""
+    """The rules for which machines to drain and how much time their workers have."""
 
     taints: frozenset[str] = frozenset(LEAVING_TAINTS)
     conditions: frozenset[str] = frozenset()
-    """The condition types that drain a machine while they are true."""
+    """The condition types that cause a machine to be drained while they are true."""
     deadline_s: float = 300.0
-    """The deadline for workers of an agent; workers of a pod have the pod's grace period."""
+    """The deadline for an agent's workers; a pod's workers have the pod's grace period instead."""
 
 
 @struct(frozen=True)
 class Drain:
-    """Drain a node of rdzvd, or bring the deadline of a running drain forward."""
+    """A command to drain a node, or to bring forward the deadline of its running drain."""
 
     node_id: str
     deadline_s: float
@@ -60,7 +61,7 @@ class Drain:
 
 @struct(frozen=True)
 class Cordon:
-    """Stop placing submitted jobs on a node."""
+    """A command to stop placing submitted jobs on a node."""
 
     node_id: str
     reason: str
@@ -68,7 +69,7 @@ class Cordon:
 
 @struct(frozen=True)
 class Lift:
-    """Lift one of our drains or cordons."""
+    """A command to lift one of our drains or cordons."""
 
     node_id: str
 
@@ -86,7 +87,7 @@ class Plan:
 
 @struct(frozen=True)
 class _Wish:
-    """The desired state of a node: a drain, or a cordon if there is no deadline."""
+    """A node's desired state: a drain, or a cordon if there is no deadline."""
 
     reason: str
     deadline_s: float | None = None
@@ -95,8 +96,8 @@ class _Wish:
 def decide(cluster: Cluster, nodes: Sequence[Node], rules: Rules, now_s: float) -> Plan:
     """Return the commands that bring rdzvd's nodes to the state that the cluster requires.
 
-    A drain is never extended, and drains by others are left alone. Once the commands have taken
-    effect, the next plan is empty.
+    A drain is never extended, and other people's drains are left alone. Once the commands have
+    taken effect, the next plan is empty.
     """
     machines = {machine.name: machine for machine in cluster.machines}
     pods: dict[str, list[Pod]] = {}
@@ -117,14 +118,14 @@ def decide(cluster: Cluster, nodes: Sequence[Node], rules: Rules, now_s: float) 
 def _found(
     node: Node, machines: Mapping[str, Machine], pods: Mapping[str, Sequence[Pod]]
 ) -> list[Machine | Pod]:
-    """Return the machine or pod that is this node; several if they share a name."""
+    """Return the machine or pod that this node runs on; several if they share a name."""
     name = node.node_id
     found: list[Machine | Pod] = [*pods.get(name, ())]
     if name in machines:
         found.append(machines[name])
     if found or node.program != "rdzvrun":
         return found
-    # By default, rdzvrun's node id is its host name (the pod's name) and its process id.
+    # By default, rdzvrun's node id consists of its host name (the pod's name) and its process id.
     return [*pods.get(re.sub(r"-[0-9]+$", "", name), ())]
 
 
@@ -139,7 +140,7 @@ def _doubt(node: Node, found: Sequence[Machine | Pod]) -> str:
 def _wish_for(
     found: Machine | Pod, machines: Mapping[str, Machine], rules: Rules, now_s: float
 ) -> _Wish | None:
-    """Return the desired state of rdzvd's node on this machine or pod; None if it needs none."""
+    """Return the desired state of the node on this machine or pod, or None if there is none."""
     if isinstance(found, Machine):
         if why := _leaving(found, rules):
             return _Wish(f"{MARK}node {found.name} {why}", rules.deadline_s)
@@ -164,7 +165,7 @@ def _wish_for(
 
 
 def _leaving(machine: Machine, rules: Rules) -> str:
-    """Return why a machine is about to be removed; empty if it stays."""
+    """Return why a machine is about to be removed; empty if it is staying."""
     if machine.deleting:
         return "is being deleted"
     taints = sorted({taint.key for taint in machine.taints} & rules.taints)
@@ -200,7 +201,7 @@ def _commands(node: Node, wish: _Wish | None, *, lifts: bool) -> list[Command]:
 
 
 def _before(reason: str) -> str:
-    """Return the reason of the cordon that our drain replaced; empty if there was none.
+    """Return the reason for the cordon that our drain replaced; empty if there was none.
 
     >>> _before('Kubernetes: node a is being deleted; it was cordoned before: "by ada" [rdzv-kube]')
     'by ada'

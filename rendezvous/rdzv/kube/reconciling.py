@@ -1,7 +1,7 @@
 """The loop that keeps rdzvd's nodes in the state that the cluster requires.
 
-It plans after each change of the cluster, and every `EVERY_S`, so it catches up after rdzvd or the
-API server was down. Failures are retried with backoff.
+It plans after each change in the cluster and at least every `EVERY_S`, so it catches up after rdzvd
+or the API server was down. Failures are retried with backoff.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ log = logging.getLogger("rdzv.kube")
 
 EVERY_S = 5.0
 TOGETHER_S = 0.1
-"""How long to collect further changes after the first; draining a machine changes many pods."""
+"""How long to collect further changes after the first, because draining a machine changes many
+pods."""
 
 LONGEST_S = 30.0
 """The longest wait after consecutive failures."""
@@ -39,7 +40,7 @@ class Reconciling:
         rules: Rules,
         changed: threading.Event,
     ) -> None:
-        """`changed` is set when machines or pods have changed; `client` opens a client of rdzvd."""
+        """Wake up when `changed` is set by changes to machines or pods; `client` opens a client."""
         self._machines = machines
         self._pods = pods
         self._client = client
@@ -49,7 +50,7 @@ class Reconciling:
         self._said = frozenset[str]()
 
     def run(self, stop: threading.Event) -> None:
-        """Reconcile until `stop` is set; also set `changed`, which ends the current wait."""
+        """Reconcile until `stop` is set; to end the current wait, set `changed` as well."""
         while not stop.is_set():
             self._changed.clear()
             try:
@@ -67,10 +68,10 @@ class Reconciling:
     def once(self) -> None:
         """Make one plan from the cluster and rdzvd's nodes, and carry it out.
 
-        Do nothing before machines and pods have been listed.
+        Does nothing until machines and pods have been listed.
 
         Raises:
-            RendezvousError: rdzvd is unreachable or refuses; the next plan covers what is left.
+            RendezvousError: rdzvd is unreachable or refuses; the next plan covers what remains.
 
         """
         machines, pods = self._machines.objects, self._pods.objects
@@ -87,7 +88,7 @@ class Reconciling:
                 _do(client, command)
 
     def _say(self, text: str) -> None:
-        """Log a warning, unless it has been logged already and still holds."""
+        """Log a warning unless it has already been logged and still holds."""
         if text not in self._said:
             log.warning("%s", text)
         self._said |= {text}
@@ -99,12 +100,12 @@ def _do(client: ControlClient, command: Command) -> None:
         match command:
             case Drain(_, deadline_s, reason):
                 client.drain(name, round(deadline_s * 1000), reason)
-                log.warning("%s is drained within %.0f s: %s", name, deadline_s, reason)
+                log.warning("draining %s within %.0f s: %s", name, deadline_s, reason)
             case Cordon(_, reason):
                 client.cordon(name, reason)
-                log.info("%s is cordoned: %s", name, reason)
+                log.info("cordoned %s: %s", name, reason)
             case Lift():
                 client.undrain(name)
                 log.info("%s is no longer drained or cordoned", name)
     except UnknownNodeError:
-        log.info("%s has left meanwhile", name)
+        log.info("%s has left in the meantime", name)

@@ -267,7 +267,7 @@ async def test_a_process_that_answers_nonsense_is_replaced(
     script(config, f"serve({state}, {answer})", "hear()")
     async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()) as served:
         assert served is not None
-        await until_logged(caplog, "a new, empty store is served")
+        await until_logged(caplog, "serving a new, empty store")
         assert why in caplog.text
         assert "launch them again: a" in caplog.text
 
@@ -287,7 +287,7 @@ async def test_what_it_tells_is_shown_and_a_slow_answer_is_waited_for(
         assert served is not None
         await until_logged(caplog, "has not answered for")
         assert [view.rdzv_id for view in served.views()] == ["a"]
-        assert "the state of job 'b' is not shown" in caplog.text
+        assert "cannot show the state of job 'b'" in caplog.text
         assert "7 jobs in torch's store exceed the limit" in caplog.text
         assert "cannot be listed: no" in caplog.text
         go.touch()

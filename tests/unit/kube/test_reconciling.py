@@ -126,7 +126,7 @@ def test_a_node_that_has_left_meanwhile_holds_up_no_other(
         patched.setattr(rdzvd, "nodes", lambda: known)
         reconcile(rdzvd, Seen(gone("a"), gone("b"))).once()
     assert rdzvd.calls == ["drain b"]
-    assert "a has left meanwhile" in caplog.text
+    assert "a has left in the meantime" in caplog.text
 
 
 def test_a_doubt_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

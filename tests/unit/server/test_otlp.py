@@ -134,7 +134,7 @@ async def test_a_collector_that_hangs_holds_up_neither_the_server_nor_its_end(
         async with asyncio.timeout(100):
             await sender.close(within_ms=50)
         assert caplog.messages[-1] == (
-            f"dropped the last traces: {collector.url}/v1/traces does not accept them"
+            f"dropped the last traces because {collector.url}/v1/traces did not accept them"
         )
         # Its threads, which wait random times between attempts, must not outlive the test.
         collector.answers.set()

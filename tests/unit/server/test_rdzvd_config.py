@@ -366,7 +366,7 @@ def test_a_broken_file_changes_nothing(
     assert held.config.limits.jobs == 5
     (record,) = caplog.records
     assert record.levelname == "ERROR"
-    assert "did not reload the configuration, nothing was changed: " in record.getMessage()
+    assert "did not reload the configuration; nothing was changed: " in record.getMessage()
     file.write_text("limits.jobs = 7")
     assert reload(held)
     assert held.config.limits.jobs == 7

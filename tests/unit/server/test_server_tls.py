@@ -193,7 +193,7 @@ def test_a_key_that_only_its_group_lets_us_read_is_not_warned_of(
     assert not caplog.records
     (files.folder / "server.key").chmod(0o644)
     Tls(files.server())
-    assert "is readable by others" in caplog.messages[0]
+    assert "is readable by users other than its owner" in caplog.messages[0]
 
 
 def test_files_that_are_gone_leave_what_there_was(

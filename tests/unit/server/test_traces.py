@@ -140,7 +140,8 @@ async def test_a_past_that_can_not_be_read_costs_no_more_than_itself(
     await sent(rows[ended:], Traces(away, found.append))
     assert {"round 0", "round 1"} <= {span.key for span in found}
     assert said(caplog) == [
-        "job job-7: cannot read its earlier events, so its trace lacks them: the store is away"
+        "job job-7: cannot read its earlier events, which will be missing from its trace: "
+        "the store is away"
     ]
 
 
@@ -176,7 +177,7 @@ async def test_too_many_rows_at_once_are_dropped_and_counted(
     await traces.drain()
     told_of = [row for row in rows if row.name not in traces_module.SUMMED_UP]
     (line,) = said(caplog)
-    assert line == f"left {len(told_of) - 10} rows of history out of traces: too many at once"
+    assert line == f"dropped {len(told_of) - 10} history rows from the traces: too many at once"
 
 
 async def test_what_is_kept_of_a_run_does_not_grow_with_it() -> None:
@@ -205,7 +206,7 @@ async def test_a_fault_in_one_row_ends_no_server(caplog: pytest.LogCaptureFixtur
         traces.recorded(rows)
     assert "round 1" in {span.key for span in found}
     (line,) = said(caplog)
-    assert line.startswith("a bug in rdzvd, please report it: no trace of Record(")
+    assert line.startswith("a bug in rdzvd, please report it: could not trace Record(")
 
 
 async def test_spans_are_made_while_the_server_runs_and_what_is_left_at_its_end() -> None:

@@ -1,4 +1,4 @@
 """Everything served over HTTP: probes, /metrics, the JSON API with its feeds, and the live page.
 
-It changes no job and no node.
+Nothing here changes a job or a node.
 """

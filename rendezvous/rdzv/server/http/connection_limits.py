@@ -1,8 +1,8 @@
-"""Limits the connections of an HTTP server, and the time each may take to send its first request.
+"""Limits the number of HTTP connections, and how long each may take to send its first request.
 
 aiohttp accepts every connection, and waits for the first request without a time limit. Here, a
-connection over the limit, or without a request in time, is sent an error and closed. Other
-connections are not affected.
+connection that exceeds the limit, or that sends no request in time, is sent an error and closed.
+Other connections are not affected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_HEADER_BYTES = 32 * 1024
 
 
 class ConnectionLimits:
-    """Makes and counts the protocols for one server's connections."""
+    """Creates and counts the protocols for one server's connections."""
 
     def __init__(
         self, handlers: Callable[[], asyncio.Protocol], limits: Limits, timings: Timings
@@ -42,7 +42,7 @@ class ConnectionLimits:
         return _Connection(self)
 
     def enter(self, peer: str) -> str:
-        """Count a new connection and return ""; if it is over a limit, return the reason."""
+        """Count a new connection and return ""; if it exceeds a limit, return the reason."""
         most, most_of_peer = self._limits.http_connections, self._limits.http_connections_per_peer
         if self._inside.total() >= most:
             return f"this server has {most} connections; try again later"
@@ -64,12 +64,12 @@ class ConnectionLimits:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection. Its first request's headers are buffered; then a handler takes over."""
+    """One connection. The headers of its first request are buffered until a handler takes over."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._peer: str | None = None
-        """The address that the connection is counted under; None if it is not counted."""
+        """The address under which the connection is counted, or None if it is not counted."""
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._handler: asyncio.Protocol | None = None
@@ -108,7 +108,7 @@ class _Connection(asyncio.Protocol):
         self._received.clear()
 
     def refuse(self, status: int, why: str) -> None:
-        """Send the reason for the refusal, and close the connection."""
+        """Send the reason for the refusal and close the connection."""
         assert self._transport is not None
         self._stop_waiting()
         text = f"{why}\n".encode()
@@ -149,7 +149,7 @@ _PHRASES = {408: "Request Timeout", 503: "Service Unavailable"}
 
 
 class GuardedSite(web.BaseSite):
-    """A listener of an aiohttp application, with connection limits."""
+    """A listener for an aiohttp application, with connection limits."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class GuardedSite(web.BaseSite):
         timings: Timings,
         tls: ssl.SSLContext | None,
     ) -> None:
-        """Create the listener; `start` binds the address."""
+        """Create the listener without binding the address, which `start` does."""
         super().__init__(runner, ssl_context=tls)
         assert runner.server is not None
         self._limits = ConnectionLimits(runner.server, limits, timings)
@@ -168,7 +168,7 @@ class GuardedSite(web.BaseSite):
 
     @property
     def name(self) -> str:
-        """The URL of the listener."""
+        """The listener's URL."""
         scheme = "http" if self._ssl_context is None else "https"
         return f"{scheme}://{self._listen}"
 
@@ -185,6 +185,6 @@ class GuardedSite(web.BaseSite):
         )
 
     async def stop(self) -> None:
-        """Stop listening, and close connections that have sent no request yet."""
+        """Stop listening, and close connections that have not sent a request yet."""
         await super().stop()
         self._limits.close()

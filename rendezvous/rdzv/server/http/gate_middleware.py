@@ -15,13 +15,13 @@ from rdzv.server.security.gate import Gate
 
 
 def checking_roles(gate: Gate) -> Middleware:
-    """Return middleware that checks every request with `gate`, by the path of the route."""
+    """Return middleware that checks every request against `gate`, by the route's path."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         if resource is None:
-            # No route has this path, so the handler answers 404.
+            # There is no route with this path, so the handler answers 404.
             return await handler(request)
         path = resource.canonical
         what = f"{request.method} {path}"

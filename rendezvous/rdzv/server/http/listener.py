@@ -1,7 +1,7 @@
 """The HTTP listener: probes (/healthz, /readyz), /metrics, and /sd, which lists scrape targets.
 
 It also serves the JSON API (`api`) and the live page, which shows data from the API (`page_files`).
-/sd answers in the format of Prometheus' HTTP service discovery.
+/sd answers in the format of Prometheus's HTTP service discovery.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _log = http_log("rdzv.http", "rdzvctl and nodes connect to --listen, not to --ht
 
 @struct(frozen=True)
 class Serving:
-    """A running listener."""
+    """A running HTTP listener."""
 
     bound: Listen
-    """The listening address, with the port chosen for port 0."""
+    """The listening address, with the actual port for port 0."""
     feeds: Feeds
     """The feeds of the JSON API."""
 
@@ -124,7 +124,7 @@ def _metrics_of(metrics: Metrics) -> Handler:
             text = await metrics.text()
         except LimitExceededError as error:
             return web.Response(status=503, text=f"{error}\n")
-        # Compress in a thread even small pages, so that the event loop does not wait.
+        # Compress even small pages in a thread, so that the event loop does not wait.
         response = web.Response(
             body=text, headers={"Content-Type": CONTENT_TYPE}, zlib_executor_size=1024
         )
@@ -141,12 +141,12 @@ def _target(address: str, **labels: str) -> dict[str, object]:
 def _sd_of(replica: Replica, config: Config, listen: Listen) -> Handler:
     """Return a handler that lists this server and, if it leads, the agents that serve /metrics.
 
-    Each server lists itself: if one dies, it stays on Prometheus' list and its absence is noticed.
+    Each server lists itself: if it dies, it stays on Prometheus's list and its absence is noticed.
     """
 
     async def _sd(request: web.Request) -> web.Response:
         assert request.transport is not None, "a client that has asked is connected"
-        # `listen` may have port 0, or a host that clients cannot connect to.
+        # `listen` may have port 0, or a host to which clients cannot connect.
         host, port = request.transport.get_extra_info("sockname")[:2]
         if listen.unspecified and config.advertise is not None:
             host = config.advertise.host

@@ -1,4 +1,4 @@
-"""The operations of the HTTP API, their parameters, and its OpenAPI document.
+"""The HTTP API's operations, their parameters, and its OpenAPI document.
 
 `api` parses requests with the same parameters, and msgspec derives the schemas from the values that
 rdzvctl prints, so the document always matches the code. `docs/openapi.json` is this document with
@@ -27,7 +27,7 @@ Schema = dict[str, Any]
 
 @struct(frozen=True)
 class Number:
-    """An integer parameter. Without a default, it reads as None if it is not given."""
+    """An integer parameter. If it has no default, it is read as None when not given."""
 
     name: str
     text: str
@@ -39,7 +39,7 @@ class Number:
         """Return the number, or the default if the parameter is not given.
 
         Raises:
-            InvalidRequestError: the text is not a number, or is out of bounds.
+            InvalidRequestError: the text is not a number or is out of bounds.
 
         """
         if given is None:
@@ -71,7 +71,7 @@ class Flag:
     text: str
 
     def read(self, given: str | None) -> bool:
-        """Return the value, False if the parameter is not given.
+        """Return the value, or False if the parameter is not given.
 
         Raises:
             InvalidRequestError: the text is neither true nor false.
@@ -90,13 +90,13 @@ class Flag:
 
 @struct(frozen=True)
 class Name:
-    """A parameter that names a job; it may contain any characters, percent-encoded."""
+    """A parameter that names a job. It may contain any characters, percent-encoded."""
 
     name: str
     text: str
 
     def read(self, given: str | None) -> str | None:
-        """Return the name; None if the parameter is not given."""
+        """Return the name, or None if the parameter is not given."""
         return given
 
     @property
@@ -110,7 +110,7 @@ Parameter = Number | Flag | Name
 
 @struct(frozen=True)
 class Operation:
-    """One operation. `schema` is None if the answer is not JSON."""
+    """An operation of the API. `schema` is None if the answer is not JSON."""
 
     name: str
     path: str
@@ -120,9 +120,9 @@ class Operation:
     schema: str | None = None
     media_type: str = "application/json"
     of: str = ""
-    """The kind of object that the path names: job, node."""
+    """The kind of object that the path names, such as job or node."""
     refuses: tuple[int, ...] = ()
-    """The error statuses besides those that every operation may have."""
+    """The error statuses in addition to those that every operation may return."""
     method: str = "GET"
 
 
@@ -142,7 +142,7 @@ U32 = 2**32 - 1
 
 
 def operations(limits: Limits) -> tuple[Operation, ...]:
-    """Return all operations, with the bounds of their parameters."""
+    """Return all operations, including the bounds of their parameters."""
     limit = Number("limit", "At most this number of events, the newest.", 1, limits.history_rows)
     rank = Number("rank", "The worker with this RANK; all workers if not given.", 0, U32)
     round_ = Number("round", "The round; the last if not given.", 0, U32)
@@ -279,9 +279,9 @@ _STORE_AWAY: Schema = {
 
 
 def document(limits: Limits) -> Schema:
-    """Return the OpenAPI document, with these limits as bounds."""
+    """Return the OpenAPI document with these limits as bounds."""
     schemas = _values()
-    # A document on its own has a version; as a part of another document, it has none.
+    # A standalone document has a version; one that is part of another document does not.
     schemas["NodeRow"] = schemas["Node"]
     for name in ("JobStatus", "Node", "StackReport", "Report"):
         schemas[name] = _document(schemas[name]["properties"])
@@ -411,7 +411,7 @@ _STATES: Mapping[str, tuple[str, ...]] = {
 
 
 def _values() -> dict[str, Schema]:
-    """Return the schemas of the values in the answers, by name; all fields are required."""
+    """Return the schemas of the values in answers, by name; all fields are required."""
     _, schemas = msgspec.json.schema_components(_VALUES, ref_template=_REF)
     for name, schema in schemas.items():
         properties = {key: _plain(one) for key, one in schema["properties"].items()}
@@ -427,7 +427,7 @@ def _values() -> dict[str, Schema]:
 
 
 def _plain(schema: Schema) -> Schema:
-    """Return a schema without defaults, with "a type or null" as a list of two types."""
+    """Return a schema without defaults, and with "a type or null" as a list of two types."""
     match {key: value for key, value in schema.items() if key != "default"}:
         case {"anyOf": [{"type": kind, **more}, {"type": "null"}]} if not more:
             return {"type": [kind, "null"]}

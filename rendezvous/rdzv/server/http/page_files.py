@@ -1,8 +1,8 @@
-"""The live page: serves the files of `rdzv/web`, with headers that make data from nodes harmless.
+"""The live page: serves the files in `rdzv/web` with headers that make data from nodes harmless.
 
 The page gets its data from the API; its files are the same for every caller. Their content security
-policy lets a browser load nothing from elsewhere, run only the page's own scripts and, by trusted
-types, never turn text into a script: a job's name or a log line stays text.
+policy makes a browser load nothing from elsewhere, run only the page's own scripts and, through
+trusted types, never turn text into a script: a job's name or a log line remains text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TYPES = {
 }
 
 GRAFANA = b'<meta name="rdzv-grafana" content="%s">'
-"""The line of index.html that contains Grafana's URL."""
+"""The line in index.html that contains Grafana's URL."""
 
 POLICY = "; ".join(
     (
@@ -51,7 +51,7 @@ POLICY = "; ".join(
 
 
 def page_routes(grafana: str | None = None) -> list[web.RouteDef]:
-    """Return a route for each file of the page; `/` is index.html, which links to `grafana`."""
+    """Return a route for each of the page's files; `/` is index.html, which links to `grafana`."""
     routes = []
     for path in sorted(FOLDER.iterdir()):
         if path.suffix in TYPES:
@@ -68,7 +68,7 @@ def _file(data: bytes, content_type: str) -> Handler:
     tag = hashlib.sha256(data).hexdigest()[:16]
 
     async def serve(request: web.Request) -> web.Response:
-        # The browser revalidates each time, and gets no body if the file has not changed.
+        # The browser revalidates each time, and is sent no body if the file has not changed.
         known = any(one.value == tag for one in request.if_none_match or ())
         response = web.Response(
             status=304 if known else 200,
@@ -88,7 +88,7 @@ def _file(data: bytes, content_type: str) -> Handler:
 
 
 async def harmless_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Forbid browsers to guess types, to store answers, or to show them in another site's page.
+    """Forbid browsers to guess types, store answers, or show them in another site's page.
 
     Answers may be secret, and they change all the time.
     """
@@ -103,10 +103,10 @@ def refusing_strangers(listen: Listen) -> Middleware:
     """Return middleware that refuses requests from other sites' pages.
 
     On loopback, a request is refused if its Host header names another machine. If a site's name is
-    made to resolve to 127.0.0.1, a browser on this machine lets that site's page read this server,
-    but the requests still carry that name. Probes and metrics are exempt: they are for programs,
-    and reveal little. On any address, a POST is refused if its Origin header names another site;
-    programs send no such header.
+    made to resolve to 127.0.0.1, a browser on this machine lets that site's page read from this
+    server, but the requests still carry that name. Probes and metrics are exempt, because they are
+    for programs and reveal little. On any address, a POST is refused if its Origin header names
+    another site; programs do not send this header.
     """
 
     @web.middleware

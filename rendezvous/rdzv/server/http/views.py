@@ -1,6 +1,6 @@
-"""Computes the answers about jobs, nodes and servers that HTTP serves.
+"""Computes the answers about jobs, nodes and servers that are served over HTTP.
 
-They are the values that gRPC sends to rdzvctl, so the HTTP API and rdzvctl always agree.
+These are the same values that gRPC sends to rdzvctl, so the HTTP API and rdzvctl always agree.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from rdzv.view.reports import Report, Spent, ended_before, report, spent_by
 
 
 class Shown(Queries):
-    """All the answers that one server gives over HTTP."""
+    """All the answers that a server gives over HTTP."""
 
     @property
     def store_away(self) -> str | None:
-        """Why this server cannot store anything at this moment; None if it can."""
+        """The reason why this server cannot store anything at the moment, or None if it can."""
         return self.replica.driver.trouble or None
 
     async def status(self, asked: str) -> answers.JobStatus:
-        """Return the status of one job; raises what `Queries.view` raises."""
+        """Return the status of a job; raises the same errors as `Queries.view`."""
         return self.status_of(await self.view(asked))
 
     async def jobs(self) -> list[answers.JobSummary]:
-        """Return every job as one line, sorted by rdzv_id."""
+        """Return all jobs, one line for each, sorted by rdzv_id."""
         async with aclosing(self.views()) as views:
             found = [self.summary_of(view) async for view in views]
         return sorted(found, key=lambda job: job.rdzv_id)
@@ -63,7 +63,7 @@ class Shown(Queries):
     async def report(self, since_ms: int) -> Report:
         """Return a summary of how all jobs have spent the last `since_ms`.
 
-        Histories are read one after another; jobs that are forgotten meanwhile are left out.
+        Histories are read one at a time; jobs that are forgotten in the meantime are left out.
         """
         now_ms = self.clock.now_ms()
         from_ms, spent = now_ms - since_ms, list[Spent | None]()
@@ -86,13 +86,14 @@ class Shown(Queries):
         rdzv_id = bounds.rdzv_id_of(asked, self.limits)
         report = await self.replica.driver.workers.kept_stacks(rdzv_id, number)
         now_ms = self.clock.now_ms()
-        # The report may be a megabyte, and nodes must not wait while it is converted.
+        # The report may be as large as a megabyte, and nodes must not wait for its conversion.
         return await asyncio.to_thread(answer_values.stack_report, report, now_ms)
 
     async def new_stacks(self, asked: str) -> answers.StackReport:
-        """Take the stacks of a job's workers now, and return them.
+        """Capture and return the current stacks of a job's workers.
 
-        Raises what `WorkerViews.stacks` raises, and `InvalidRequestError` for an observed job.
+        Raises the same errors as `WorkerViews.stacks`, and `InvalidRequestError` for an observed
+        job.
         """
         rdzv_id = bounds.rdzv_id_of(asked, self.limits)
         if self.watched(asked) is not None:
@@ -102,7 +103,7 @@ class Shown(Queries):
         return await asyncio.to_thread(answer_values.stack_report, report, self.clock.now_ms())
 
     async def node_events(self, asked: str, limit: int) -> list[answers.NodeEvent]:
-        """Return the newest `limit` events about a node in all jobs' histories, oldest first."""
+        """Return the newest `limit` events about a node from all jobs' histories, oldest first."""
         node_id = bounds.node_id_of(asked, self.limits)
         found = list[answers.NodeEvent]()
         for job in await self.jobs():
@@ -112,11 +113,11 @@ class Shown(Queries):
         return sorted(found, key=lambda event: event.unix_ms)[-limit:]
 
     def nodes(self) -> list[answers.Node]:
-        """Return every node, sorted by node_id."""
+        """Return all nodes, sorted by node_id."""
         return self.replica.driver.node_views.summaries()
 
     async def node(self, asked: str) -> answers.Node:
-        """Return one node.
+        """Return one node's view.
 
         Raises:
             UnknownNodeError: no such node is connected, away, cordoned or quarantined.
@@ -132,11 +133,11 @@ class Shown(Queries):
         )
 
     async def servers(self) -> list[answers.Server]:
-        """Return every rdzvd that shares this server's store. Standby servers also answer."""
+        """Return every rdzvd that shares this server's store. Standby servers also respond."""
         return list(await self.replica.servers())
 
     async def logs(self, asked: str, wanted: LogsWanted) -> AsyncGenerator[answers.LogLines, None]:
-        """Yield the output of a job's workers; raises what `WorkerViews.read_logs` raises."""
+        """Yield the output of a job's workers, with the errors of `WorkerViews.read_logs`."""
         try:
             rdzv_id = bounds.rdzv_id_of(asked, self.limits)
             async with aclosing(self.replica.driver.workers.read_logs(rdzv_id, wanted)) as found:

@@ -1,1 +1,1 @@
-"""rdzvd's settings, as read from rdzvd.toml, and the limits and timings that they set."""
+"""rdzvd's settings, as read from rdzvd.toml, and the limits and timings that they determine."""

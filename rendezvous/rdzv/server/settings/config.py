@@ -1,4 +1,4 @@
-"""A running rdzvd's configuration: its limits and timings, and checks across settings."""
+"""The configuration of a running rdzvd: its limits, its timings, and checks across settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROTOCOL_VERSION = protocol.VERSION
 def oldest_protocol_version(ours: int) -> int:
     """Return the oldest protocol version that a server with version `ours` accepts.
 
-    That is the version before, so that servers can be upgraded before agents.
+    This is the previous version, so that servers can be upgraded before agents.
     """
     return max(ours - 1, 1)
 
@@ -46,23 +46,23 @@ MINUTE_MS = 60_000
 DAY_MS = 86_400_000
 
 
-# `server_settings` gives the reasons for, and the bounds of, all fields that settings set.
+# `server_settings` gives the reasons for all fields that can be set, and their bounds.
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds on what is accepted and kept, so that no caller can exhaust the server."""
 
-    # These are set by settings.
+    # These can be set.
     message_bytes: int = 4 * 1024 * 1024
-    """gRPC's default; a hello with 64 jobs is far smaller."""
+    """gRPC's default. A hello with 64 jobs is far smaller."""
     nodes_per_job: int = 10_000
     local_world_size: int = 4_096
     timeout_ms: int = 30 * DAY_MS
     away_ms: int = 60 * MINUTE_MS
     jobs: int = 10_000
     nodes: int = 20_000
-    """Twice the largest job."""
+    """Twice the size of the largest job."""
     beliefs: int = 256
     outbox: int = 1_024
     inbox: int = 1_024
@@ -75,114 +75,120 @@ class Limits:
     log_readers: int = 32
     log_buffer: int = 4 * 1024 * 1024
     log_window: int = 256 * 1024
-    """Four pieces, so that neither side waits."""
+    """Enough for four pieces, so that neither side waits."""
     history_rows: int = HISTORY_ROWS
     scrapes: int = 4
     http_requests: int = 32
     http_streams: int = 200
-    """Readers of the same stream share the cost of a change."""
+    """Readers of the same stream share the cost of each change."""
 
     # Bounds on what a caller may send.
     name_chars: int = 128
-    """rdzv_id and node_id: long enough for a pod's full name; they become names of folders."""
+    """For rdzv_id and node_id: long enough for a pod's full name. They become directory names."""
     uid_chars: int = 64
-    """instance and run: random ids; a UUID has 36 characters."""
+    """For instance and run, which are random ids. A UUID has 36 characters."""
     address_chars: int = 255
-    """The longest DNS name."""
+    """The length of the longest DNS name."""
     label_chars: int = 255
-    """role, topology, machine, versions."""
+    """For role, topology, machine and versions."""
     secret_chars_least: int = 16
-    """A job's secret: its hash is stored, and would reveal a short one."""
+    """The minimum length of a job's secret, whose stored hash would reveal a shorter one."""
     reason_chars: int = 1_000
-    """A sentence for people; longer ones are cut."""
+    """For a sentence for people. Longer ones are truncated."""
     traceback_chars: int = 16_384
-    """Tracebacks are stored with the job; longer ones lose their beginning."""
+    """For tracebacks, which are stored with the job. Longer ones lose their beginning."""
     args_bytes: int = 128 * 1024
-    """The arguments of a submitted job, which are stored with it and sent to each node."""
+    """For the arguments of a submitted job, which are stored with it and sent to each node."""
     env_bytes: int = 128 * 1024
-    """The environment of a submitted job, stored and sent likewise. Linux allows as much in one
-    variable."""
+    """For the environment of a submitted job, which is stored and sent in the same way. Linux
+    allows as much in a single variable."""
     env_variables: int = 1_000
-    """Variables in the environment of a submitted job."""
+    """The number of variables in a submitted job's environment."""
     labels: int = 64
-    """Labels that a node has, or that a job requires."""
+    """The number of labels that a node has or that a job requires."""
     gpus: int = 1_024
-    """GPUs of a node; machines have 8 or 16."""
+    """The number of GPUs in a node. Machines have 8 or 16."""
     capacity: int = 1_024
-    """Jobs that a node takes at once."""
+    """The number of jobs that a node accepts at once."""
     priority: int = 1_000_000
-    """The largest priority; the smallest is the same with a minus sign."""
+    """The largest priority. The smallest is its negative."""
     failing_checks: int = 16
-    """Failing checks that one node reports; one is enough to keep jobs off it."""
+    """The number of failing checks in a node's report. One is enough to keep jobs off the node."""
     failures: int = 64
-    """Failed workers in one report; the earliest are kept, as in the core."""
+    """The number of failed workers in a report. The earliest are kept, as in the core."""
     pids: int = 64
-    """Stuck processes in one report; the rest are dropped, as one is reason enough."""
+    """The number of stuck processes in a report. The rest are dropped, because one is reason
+    enough."""
     restarts: int = 1_000_000
-    """max_restarts: more than any job can spend."""
+    """For max_restarts: more than any job can spend."""
     steps: int = 1 << 53
-    """Steps that a parked worker has sealed; JSON readers do not read larger integers exactly."""
+    """The number of steps that a parked worker has sealed. JSON readers do not read larger integers
+    exactly."""
     shards: int = 1 << 20
-    """Parts of a sharded state."""
+    """The number of parts in a sharded state."""
     snapshots_per_worker: int = 8
-    """Snapshots that a node holds for each of its workers: two of its own, and copies of three
-    others'."""
+    """The number of snapshots that a node holds for each of its workers: two of the worker's own,
+    and copies for three others."""
 
     # Bounds on what is kept for callers.
     commands_at_once: int = 2_048
-    """The burst of commands that `commands_per_second` allows a node: far more than a hello has."""
+    """The burst of commands that `commands_per_second` allows a node, far more than a hello
+    contains."""
     calls_per_connection: int = 1_024
-    """Concurrent calls on one connection; further ones wait."""
+    """The number of concurrent calls on one connection. Further calls wait."""
     metadata_bytes: int = 8 * 1024
-    """The metadata of one call: a token and a trace context need far less."""
+    """The size of a call's metadata. A token and a trace context need far less."""
     log_window_least: int = 4 * 1024
-    """The smallest window of a node when many nodes share `log_buffer`."""
+    """The smallest window for a node when many nodes share `log_buffer`."""
     log_positions: int = 65_536
-    """Files in which one reader can resume after its stream was cut."""
+    """The number of files in which a reader can resume after its stream was cut."""
     log_piece_bytes: int = 64 * 1024
     """The size of one piece of a log."""
     stack_takings: int = 8
-    """Rounds whose stacks are being collected at once; each may use `stack_bytes` of memory."""
+    """The number of rounds whose stacks are being collected at once. Each may use `stack_bytes` of
+    memory."""
     stack_bytes: int = 384 * 1024
-    """Stacks kept from one round: well below the limit of a key-value record."""
+    """The size of the stacks kept from one round, well below the limit for a key-value record."""
     stack_groups: int = 256
-    """Groups of workers in one round, each with the same stack."""
+    """The number of groups of workers in one round, each with the same stack."""
     stack_threads: int = 64
-    """Threads kept per worker; others are cut."""
+    """The number of threads kept for each worker. Others are omitted."""
     stack_frames: int = 128
-    """Frames kept per thread; others are cut."""
+    """The number of frames kept for each thread. Others are omitted."""
     stack_workers: int = 256
-    """Workers in one message from a node, which sends them one by one."""
+    """The number of workers in one message from a node, which sends them one at a time."""
     arrivals: int = 1 << 17
-    """Times in one report of when a node's workers entered collectives."""
+    """The number of times in one report of when a node's workers entered collectives."""
     clock_reasons: int = 16
-    """Reasons for the clock of one GPU; NVML knows eleven."""
+    """The number of reasons for the clock speed of one GPU. NVML has eleven."""
     record_groups: int = 64
-    """Process groups per worker whose collectives are kept; others are cut."""
+    """The number of process groups per worker whose collectives are kept. Others are omitted."""
     record_entries: int = 64
-    """Collectives kept per process group; others are cut."""
+    """The number of collectives kept for each process group. Others are omitted."""
     history_default: int = 200
-    """Rows that ListEvents returns if the caller gives no number."""
+    """The number of rows that ListEvents returns if the caller does not specify one."""
     pending_rows: int = 256
-    """History rows that may wait for their job's next commit before they get one of their own."""
+    """The number of history rows that may wait for their job's next commit before getting their
+    own."""
     tokens: int = 2_000
-    """Callers' tokens; all of them are in one key-value record."""
+    """The number of callers' tokens, all of which are stored in one key-value record."""
     stream_frames: int = 512
-    """Events that may wait for a reader of the stream: a minute's worth in a busy fleet. Slower
-    readers are dropped."""
+    """The number of events that may be queued for a reader of the stream: a minute's worth in a
+    busy fleet. Slower readers are dropped."""
     stream_bytes: int = 8 * 1024 * 1024
-    """Bytes of events that may wait, over all readers: twice the initial state of 10,000 jobs."""
+    """The total size of the events queued for all readers: twice the initial state of 10,000
+    jobs."""
     http_log_bytes: int = 1024 * 1024
-    """Bytes of logs in one answer, over all RANKs, unless the logs are followed."""
+    """The size of the logs in one answer, over all RANKs, unless the logs are followed."""
     http_log_lines: int = 10_000
-    """The most lines of each file that can be requested in one answer."""
+    """The maximum number of lines from each file that can be requested in one answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The driver's own timings; the cores' timings are in `Tuning` and `NodesTuning`."""
+    """The driver's own timings. The cores' timings are in `Tuning` and `NodesTuning`."""
 
-    # These are set by settings.
+    # These can be set.
     hello_timeout_ms: int = 60_000
     handshake_ms: int = 10_000
     first_request_ms: int = 10_000
@@ -190,10 +196,11 @@ class Timings:
     deaf_after_ms: int = 500
     store_retry_ms: int = 1_000
     ended_kept_ms: int = 30 * DAY_MS
-    """No job timeout is longer, so no node can still be waiting to learn how its job ended."""
+    """At least as long as any job timeout, so no node can still be waiting to learn how its job
+    ended."""
     prune_every_ms: int = 60 * MINUTE_MS
     log_answer_ms: int = 10_000
-    """Longer than the default lease, 5 s."""
+    """Longer than the default lease of 5 s."""
     straggler_after_ms: int = 30_000
     """A worker's rate is averaged over the last minute."""
     stop_grace_ms: int = 500
@@ -202,39 +209,42 @@ class Timings:
     ended_job_ms: int = 5 * MINUTE_MS
 
     idle_connection_ms: int = 10 * MINUTE_MS
-    """How long a gRPC connection without a call is kept; clients connect again by themselves."""
+    """How long a gRPC connection without a call is kept. Clients reconnect by themselves."""
     hear_every_ms: int = 1_000
-    """How often heartbeats enter the nodes core, in batches; the shortest lease is 2 s."""
+    """How often heartbeats enter the nodes core, in batches. The shortest lease is 2 s."""
     show_progress_every_ms: int = 1_000
-    """How often a change of progress alone is shown to watchers; nodes report one every second."""
+    """How often changes that are only progress are shown to watchers. Nodes report progress every
+    second."""
     watch_every_ms: int = 250
-    """How often the event loop checks whether it was held up."""
+    """How often the event loop checks whether it was blocked."""
     settle_ms: int = 1_000
-    """After a pause of `deaf_after_ms`, pending messages are read before any deadline counts."""
+    """How long pending messages are read after a pause of `deaf_after_ms` before any deadline
+    counts."""
     place_quiet_ms: int = 20
-    """The delay between a change and placement, so that changes that come together are handled as
+    """The delay between a change and placement, so that changes that arrive together are handled as
     one."""
     stacks_answer_ms: int = 10_000
-    """How long nodes have to answer a request for stacks: py-spy needs about 20 ms per worker."""
+    """How long nodes have to answer a request for stacks. py-spy needs about 20 ms per worker."""
     hang_gather_ms: int = 2_000
-    """How long a round's other nodes have to report hanging workers as well: all nodes check within
-    one second of each other."""
+    """How long a round's other nodes have to report hanging workers too. All nodes check within one
+    second of each other."""
     min_ping_interval_ms: int = 300
-    """Clients may ping this often; gRPC disconnects faster ones with "Too many pings"."""
+    """The interval at which clients may send pings. gRPC disconnects faster clients with "Too many
+    pings"."""
     stream_beat_ms: int = 5_000
-    """How often the HTTP API's stream sends something, so that readers notice when it breaks."""
+    """How often the HTTP API's stream sends data, so that readers notice when it breaks."""
     stream_rest_ms: int = 250
     """How long changes are gathered before readers of the stream see them."""
     stream_write_ms: int = 20_000
-    """How long a reader of the stream may accept no data before it is dropped; pages reconnect."""
+    """How long a reader of the stream may accept no data before it is dropped. Pages reconnect."""
     log_answer_most_ms: int = 30_000
-    """How long one HTTP answer waits for logs in total, before it shows what has arrived."""
+    """How long one HTTP answer waits for logs in total before it shows what has arrived."""
     traces_close_ms: int = 2_000
     """How long a collector has to accept the last traces when the server stops."""
 
 
 def alter(held: Limits | Timings, name: str, value: int) -> None:
-    """Change one limit or timing on a reload, for all parts of a running server that hold it.
+    """Change a limit or timing on a reload, for all parts of a running server that hold it.
 
     The change takes effect only where the value is read at each use; `server_settings` marks such
     settings with `reload`.
@@ -284,10 +294,10 @@ _EXAMPLE = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 def default_data_dir() -> Path:
-    """Return the data folder that is used if no setting names one.
+    """Return the data directory that is used if no setting names one.
 
     This is systemd's `$STATE_DIRECTORY` if set, `/var/lib/rdzv` for root, and otherwise
-    `$XDG_STATE_HOME/rdzv`, by default `~/.local/state/rdzv`.
+    `$XDG_STATE_HOME/rdzv`, which defaults to `~/.local/state/rdzv`.
     """
     if state_directory := os.environ.get("STATE_DIRECTORY"):
         return Path(state_directory.split(":", maxsplit=1)[0])
@@ -304,11 +314,11 @@ class TlsFiles:
     cert: Path
     key: Path
     client_ca: Path | None = None
-    """The CA for callers' certificates; None if callers need no certificate."""
+    """The CA for callers' certificates, or None if callers need no certificate."""
     http_requires: bool = True
-    """Whether HTTP callers need a certificate as well, if there is a client CA."""
+    """Whether HTTP callers also need a certificate if there is a client CA."""
     token_listen: Listen | None = None
-    """Where gRPC is served to callers without a certificate; None if nowhere."""
+    """Where gRPC is served to callers without a certificate, or None if nowhere."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -316,10 +326,10 @@ class TlsFiles:
         return (self.cert, self.key, *((self.client_ca,) if self.client_ca else ()))
 
     def check(self) -> Certificate:
-        """Check the files, and return the server's certificate.
+        """Check the files and return the server's certificate.
 
         Raises:
-            InvalidRequestError: a file cannot be used; the message names it and the remedy.
+            InvalidRequestError: a file cannot be used; the message names the file and the remedy.
 
         """
         if self.client_ca is not None:
@@ -335,7 +345,7 @@ class TlsFiles:
 
 @struct(frozen=True)
 class OidcAccount:
-    """A service account (or all accounts of a namespace, if the name is empty) and its roles."""
+    """A service account (or all accounts in a namespace, if the name is empty) and its roles."""
 
     namespace: str
     name: str
@@ -352,7 +362,7 @@ class Oidc:
     audience: str
     accounts: tuple[OidcAccount, ...]
     ca: Path | None = None
-    """The CA of the issuer; None for the system's authorities."""
+    """The issuer's CA, or None to use the system's authorities."""
     token_file: Path | None = None
     """The token that rdzvd sends to the issuer."""
     leeway_s: float = 30
@@ -373,7 +383,8 @@ class Oidc:
             )
         if self.ca is not None:
             check_authorities(self.ca, "CA of the issuer")
-        # A missing token file may still appear before the keys are fetched; if not, it is logged.
+        # A missing token file may still appear before the keys are fetched; if it does not, that is
+        # logged.
 
 
 @struct(frozen=True)
@@ -381,14 +392,14 @@ class Notify:
     """The webhook to which notifications are posted."""
 
     url_file: Path
-    """The file with the webhook's address."""
+    """The file that contains the webhook's address."""
     style: str = "json"
     """The kind of webhook: json, slack or discord."""
     queued_after_ms: int = 600_000
-    """Report jobs that have waited in the queue for this long; 0 to report none."""
+    """Report jobs that have been queued for this long; 0 disables these reports."""
 
     def read_url(self) -> str:
-        """Return the address of the webhook, from its file.
+        """Return the webhook's address, which is read from its file.
 
         Raises:
             InvalidRequestError: the file cannot be read, or does not begin with an address.
@@ -399,7 +410,7 @@ class Notify:
         url = first_line(self.url_file, "`notify.url_file`")
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            # The address is not shown, because anyone who knows it may post there.
+            # Do not show the address, because anyone who knows it may be able to post there.
             raise InvalidRequestError(
                 f"`notify.url_file` {self.url_file}: its first line is not an http or https address"
             )
@@ -412,7 +423,7 @@ class RelayTo:
 
     servers: tuple[Endpoint, ...]
     ca: Path | None = None
-    """The CA of the servers; None if connections to them are not encrypted."""
+    """The servers' CA, or None if connections to them are not encrypted."""
     cert: Path | None = None
     key: Path | None = None
     token_file: Path | None = None
@@ -424,7 +435,7 @@ class RelayTo:
             InvalidRequestError: a file cannot be used.
 
         """
-        # This imports gRPC, which must not be imported before its environment is set.
+        # This imports gRPC, which must not be imported before its environment variables are set.
         from rdzv.transport.channels import Credentials
 
         found = Credentials(self.ca, self.cert, self.key, self.token_file)
@@ -434,37 +445,38 @@ class RelayTo:
 
 @struct(frozen=True)
 class Config:
-    """One rdzvd's configuration."""
+    """The configuration of one rdzvd."""
 
     listen: Listen
     data_dir: Path
     store: str = "sqlite"
     insecure: bool = False
     tls: TlsFiles | None = None
-    """How connections are encrypted; None if they are not encrypted."""
+    """How connections are encrypted, or None if they are not."""
     advertise: Listen | None = None
-    """Where nodes and operators reach this server, if that is not its listen address."""
+    """The address at which nodes and operators reach this server, if it is not the listen
+    address."""
     etcd: EtcdConfig | None = None
-    """The etcd cluster that several servers share; set only with the store `etcd`."""
+    """The etcd cluster that several servers share. Set only with the store `etcd`."""
     http: Listen | None = None
-    """Where the live page, /api, /metrics, /sd and the probes are served; None if nowhere."""
+    """Where the live page, /api, /metrics, /sd and the probes are served, or None if nowhere."""
     auth: bool = False
     """Whether every caller must authenticate."""
     oidc: Oidc | None = None
-    """The service accounts whose tokens are accepted; None if no such tokens are accepted."""
+    """The service accounts whose tokens are accepted, or None if no such tokens are accepted."""
     init_admin_token: Path | None = None
     """The file for the first admin's token, used while there is no other admin."""
     grafana: str | None = None
     otlp: str | None = None
-    """Where rounds are sent as traces, by OTLP over HTTP, or `env`; None if they are not sent."""
+    """Where rounds are sent as traces by OTLP over HTTP, or `env`; None if they are not sent."""
     notify: Notify | None = None
-    """Where notifications are posted; None if nowhere."""
+    """Where notifications are posted, or None if nowhere."""
     c10d: Listen | None = None
-    """Where torch's own store is served for torchrun's own rendezvous; None if nowhere."""
+    """Where torch's own store is served for torchrun's own rendezvous, or None if nowhere."""
     c10d_python: str = sys.executable
-    """The interpreter that runs torch's store; it needs torch."""
+    """The interpreter that runs torch's store and therefore needs torch."""
     relay: RelayTo | None = None
-    """The servers to relay to; None if this is a server itself."""
+    """The servers to relay to, or None if this is a server itself."""
     log_level: str = "info"
     log_format: str = "human"
     limits: Limits = field(default_factory=Limits)
@@ -474,11 +486,11 @@ class Config:
     quarantine: QuarantineTuning = field(default_factory=QuarantineTuning)
 
     def check(self) -> None:
-        """Refuse an unsafe configuration, and files that cannot be used.
+        """Refuse an unsafe configuration and files that cannot be used.
 
         Raises:
             InvalidRequestError: the configuration is unsafe, or a file is unusable; the message
-                has the remedy.
+                includes the remedy.
 
         """
         if not self.listen.loopback and not self.insecure and self.open:
@@ -522,7 +534,7 @@ class Config:
 
     @property
     def open(self) -> str:
-        """Why anyone may be able to do anything here; empty if callers are restricted."""
+        """Why anyone might be able to do anything here; empty if access is restricted."""
         if self.tls is None and self.auth:
             return "nothing here is encrypted, so anyone on the network path can steal a token"
         if self.tls is None:
@@ -533,7 +545,7 @@ class Config:
 
     @property
     def exposed(self) -> str:
-        """As `open`, but empty if only this machine can reach the server."""
+        """The same as `open`, but empty if only this machine can reach the server."""
         token_listen = None if self.tls is None else self.tls.token_listen
         reached = [listen for listen in (self.listen, self.http, token_listen) if listen]
         return "" if all(listen.loopback for listen in reached) else self.open

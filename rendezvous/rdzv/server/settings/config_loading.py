@@ -1,8 +1,8 @@
 """Builds rdzvd's `Config` from its settings, and reloads it.
 
-The file and the command line take the same settings; the command line wins. A reload changes the
-`Limits` and `Timings` that all parts of the server hold (`config.alter`), so the parts need not
-know about reloads.
+The file and the command line accept the same settings, and the command line takes precedence. A
+reload changes the `Limits` and `Timings` that all parts of the server hold (`config.alter`), so the
+parts do not need to know about reloads.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ DEFAULT_FILE = Path("/etc/rdzv/rdzvd.toml")
 
 
 def make_config(settings: RdzvdSettings) -> Config:
-    """Build the configuration that the server runs with, and check all of it.
+    """Build the configuration with which the server runs, and check all of it.
 
     Raises:
-        InvalidRequestError: a file that they name is unusable, or settings contradict each other.
+        InvalidRequestError: a file named in the settings is unusable, or settings contradict each
+            other.
 
     """
     auth, tls = settings.auth, settings.tls
@@ -152,13 +153,13 @@ def _etcd(settings: RdzvdSettings) -> EtcdConfig | None:
 
 
 class Configuration:
-    """One rdzvd's configuration, from its start through all reloads."""
+    """The configuration of one rdzvd, from its start through all reloads."""
 
     def __init__(self, file: Path | None, given: Mapping[str, object]) -> None:
         """Read the file; values `given` on the command line take precedence.
 
         Raises:
-            InvalidRequestError: the configuration has errors; all of them are listed.
+            InvalidRequestError: the configuration has errors, all of which are listed.
 
         """
         self._file = file or _default_file()
@@ -168,7 +169,7 @@ class Configuration:
 
     @property
     def source(self) -> str:
-        """Where the configuration comes from, for people."""
+        """Where the configuration comes from, in words."""
         given = any(value is not None for value in self._given.values())
         parts = [str(self._file)] if self._file else []
         parts += ["the command line"] if given else []
@@ -182,11 +183,11 @@ class Configuration:
         file = self._file or _default_file()
         try:
             wanted = load(RdzvdSettings, file, self._given)
-            # Files that the configuration names may be unusable as well.
+            # Files named in the configuration may be unusable, too.
             make_config(wanted.settings)
             change = compare(self.loaded, wanted)
         except InvalidRequestError as error:
-            log.error("did not reload the configuration, nothing was changed: %s", error)
+            log.error("did not reload the configuration; nothing was changed: %s", error)
             return False
         self._file, self.loaded = file, change.loaded
         for line in change.lines:

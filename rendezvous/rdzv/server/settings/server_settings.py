@@ -1,10 +1,10 @@
 """rdzvd's settings: everything that rdzvd.toml may contain, with bounds, defaults and reasons.
 
-A setting with `sets` gives its value to the fields of `Config` named there, and takes its default
+A setting with `sets` gives its value to the fields of `Config` named there and takes its default
 from them. A reload changes only values that are read at each use.
 """
 
-# The annotations are data, so they are not postponed.
+# The annotations are used as data, so their evaluation is not postponed.
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -51,12 +51,12 @@ def _etcd_endpoint(text: str) -> None:
     parse_endpoints(text)
 
 
-# Each setting reads as one paragraph: name, type, bounds, and the reason to change it.
+# Each setting reads as one paragraph: its name, type and bounds, and the reason to change it.
 # fmt: off
 
 
 class Tls(Table, frozen=True):
-    """How connections are encrypted, and who may connect."""
+    """How connections are encrypted and who may connect."""
 
     cert: Annotated[Path | None, setting(default_words="connections are not encrypted", reason="""
         The certificate that rdzvd presents, with any certificates between it and the CA (PEM). This
@@ -86,7 +86,7 @@ def _issuer(text: str) -> None:
 
 
 ROLES = ("read", "submit", "node", "relay", "admin")
-"""The values of `security.callers.Role`; a test compares the two."""
+"""The values of `security.callers.Role`. A test compares the two."""
 
 
 def _role(text: str) -> None:
@@ -111,7 +111,7 @@ def _account(settings: "OidcAccount") -> str:
 
 
 class OidcAccount(Table, frozen=True, kw_only=True):
-    """One Kubernetes service account, or all accounts of a namespace, and their roles."""
+    """One Kubernetes service account, or all accounts in a namespace, and their roles."""
 
     rules = (Rule(("roles", "known_as"), _account),)
 
@@ -129,7 +129,7 @@ class OidcAccount(Table, frozen=True, kw_only=True):
 
 
 class Oidc(Table, frozen=True):
-    """Callers that Kubernetes authenticates: pods with a token of their service account."""
+    """Callers that Kubernetes authenticates: pods with their service account's token."""
 
     issuer: Annotated[str | None, setting(
         unit="https URL", check=_issuer, default_words="none: such tokens are refused", reason="""
@@ -154,7 +154,7 @@ class Oidc(Table, frozen=True):
 
 
 class Etcd(Table, frozen=True):
-    """The etcd cluster that several rdzvd share."""
+    """The etcd cluster shared by several rdzvd servers."""
 
     endpoints: Annotated[tuple[str, ...], setting(
         unit="HOST:PORT", check=_etcd_endpoint, default_words="none", reason="""
@@ -184,7 +184,7 @@ def _server(text: str) -> None:
 
 
 class Upstream(Table, frozen=True):
-    """How a relay reaches the servers that `relay` names."""
+    """How a relay reaches the servers named in `relay`."""
 
     ca: Annotated[Path | None, setting(default_words="connections are not encrypted", reason="""
         The CA of the servers' certificates (PEM).""")] = None
@@ -197,7 +197,7 @@ class Upstream(Table, frozen=True):
 
 
 class Notify(Table, frozen=True):
-    """A webhook for notifications: a run has ended, a node is quarantined, a job waits too long."""
+    """A webhook notified when a run ends, a node is quarantined, or a job waits too long."""
 
     url_file: Annotated[Path | None, setting(default_words="no notifications", reason="""
         The webhook's address: the first line of this file. Anyone who knows it can post there, so
@@ -239,7 +239,7 @@ class Lease(Table, frozen=True):
 
 
 class Forming(Table, frozen=True):
-    """When rounds form."""
+    """When rounds are formed."""
 
     gather_quiet: Annotated[Duration, _sets(
         "tuning.gather_quiet_ms", ge=0, le=10 * MINUTE, reason="""
@@ -318,7 +318,7 @@ class Retention(Table, frozen=True):
 
 
 class LimitSettings(Table, frozen=True):
-    """Limits on what is accepted from callers, and on what is kept for them."""
+    """Limits on what is accepted from callers and on what is kept for them."""
 
     jobs: Annotated[int, _sets(
         "limits.jobs", ge=1, le=1_000_000, unit="jobs", reload=True, reason="""
@@ -425,7 +425,7 @@ class TimingSettings(Table, frozen=True):
 
 
 def _in_order(lower: str, upper: str) -> Rule:
-    """Return the rule that the setting `lower` must not be above the setting `upper`."""
+    """Return the rule that the setting `lower` must not exceed the setting `upper`."""
 
     def broken(settings: Table) -> str:
         known = settings_of(RdzvdSettings)
@@ -523,7 +523,8 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         _in_order("forming.store_backoff", "forming.store_backoff_longest"),
         _in_order("limits.nodes_per_job", "limits.nodes"),
         _in_order("limits.log_window", "limits.log_buffer"),
-        # No node may still wait for a job that is forgotten: it would start the job again.
+        # No node may still be waiting for a job that is forgotten, because it would start the job
+        # again.
         _in_order("limits.job_timeout", "retention.ended_for"),
         Rule(tuple(f"tls.{name}" for name in Tls.__struct_fields__), _tls_together),
         Rule(("oidc.issuer", "oidc.account", "tls.cert", "auth"), _oidc_together),

@@ -1,4 +1,4 @@
-"""Telemetry of rdzvd and its jobs: log lines, metrics, traces and notifications.
+"""Telemetry for rdzvd and its jobs: log lines, metrics, traces and notifications.
 
 In: events, and calls to a `Meter`. Out: log lines, the /metrics page, spans, and posts to a
 webhook. Nothing here changes a job.

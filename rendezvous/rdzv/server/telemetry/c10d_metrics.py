@@ -1,4 +1,4 @@
-"""Metrics of the jobs that rendezvous through torch's own store."""
+"""Metrics for the jobs that rendezvous through torch's own store."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rdzv.core.model import JobState, NodeState
 
 _LIVE = (JobState.JOINING, JobState.RUNNING)
 _HERE = (NodeState.SEATED, NodeState.WAITING, NodeState.SPARE, NodeState.LOST)
-"""The node states that are counted. Lost nodes count: losing one does not re-form the group."""
+"""The node states to count. Lost nodes count, because losing one does not re-form the group."""
 
 
 def c10d_metrics(views: Iterable[JobView]) -> Iterator[Metric]:
-    """Yield the metrics of those jobs that are joining or running."""
+    """Yield the metrics of the jobs that are joining or running."""
     live = [view for view in views if view.state in _LIVE]
     jobs = Tally(view.state for view in live)
     family = GaugeMetricFamily(

@@ -1,4 +1,4 @@
-"""Converts events to history rows and to log lines that have the same fields."""
+"""Converts events to history rows and to log lines with the same fields."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("rdzv.events")
 
 
 def records(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tuple[Record, ...]:
-    """Convert events to history rows; an event that names no run belongs to `run`."""
+    """Convert events to history rows; an event that names no run is assigned to `run`."""
     return tuple(
         Record(
             unix_ms=now_ms,
@@ -38,7 +38,7 @@ def records(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tup
 
 
 def publish(rows: Sequence[Record], events: Sequence[Event]) -> None:
-    """Write a log line for each event; `rows` are the events' rows, in the same order."""
+    """Write a log line for each event; `rows` contains the events' rows in the same order."""
     for row, event in zip(rows, events, strict=True):
         extra = {"rdzv_id": row.rdzv_id, "run": row.run, "event": row.name}
         log.log(_level(event), "%s: %s", row.rdzv_id, sentence(kept(event)), extra=extra)

@@ -1,4 +1,4 @@
-"""Totals of the jobs' ledgers for /metrics: how a server's jobs spend their time.
+"""Totals of the jobs' ledgers for /metrics, which show how a server's jobs spend their time.
 
 A job's time is counted over all its runs, from the moment this server learns of the job.
 """
@@ -16,7 +16,7 @@ from rdzv.view import history
 from rdzv.view.ledger import Book
 
 _NO_MATTER = frozenset({"NodeStopped", "NodeSucceeded"})
-"""Events of single nodes that do not affect how time is counted."""
+"""Events about single nodes that do not affect how time is counted."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class JobLedgers:
         self._jobs: dict[str, _Job] = {}
 
     def loaded(self, state: State, now_ms: int) -> None:
-        """Start counting a job that was loaded from the store, unless it is counted already."""
+        """Start counting a job that was loaded from the store, unless it is already counted."""
         membership = state.membership
         if membership.rdzv_id in self._jobs:
             return
@@ -64,9 +64,9 @@ class JobLedgers:
     def phases(
         self, rdzv_id: str, now_ms: int, state: State | None = None
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the milliseconds that a job, and its nodes, have spent in each phase.
+        """Return the milliseconds that a job and its nodes have spent in each phase.
 
-        Both are empty if the job is not counted.
+        Both mappings are empty if the job is not being counted.
         """
         job = self._jobs.get(rdzv_id)
         if job is None:
@@ -82,5 +82,5 @@ class JobLedgers:
         self._jobs.pop(rdzv_id, None)
 
     def clear(self) -> None:
-        """Forget all jobs, because this server no longer leads."""
+        """Forget all jobs because this server no longer leads."""
         self._jobs.clear()

@@ -1,7 +1,7 @@
 """The interface through which the driver reports to metrics.
 
-`Meter` itself counts nothing; `metrics.Metrics` does. So a server without /metrics loads no metrics
-library.
+`Meter` itself counts nothing; `metrics.Metrics` does. A server without /metrics therefore loads no
+metrics library.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class Room:
-    """The resources of all nodes for submitted jobs, and how many of them are free."""
+    """All nodes' resources for submitted jobs, and how many of these are free."""
 
     gpus: Mapping[str, int] = field(default_factory=dict)
-    """GPUs by state: free, taken, or unusable (on a node where nothing can be placed now)."""
+    """The number of GPUs by state: free, taken, or unusable (on a node where nothing can be placed
+    now)."""
     places: Mapping[str, int] = field(default_factory=dict)
-    """Places by the same states; a node has one for each submitted job that it can run at once."""
+    """The number of places by the same states; a node has one for each submitted job it can run at
+    once."""
     nodes_barred: Mapping[str, int] = field(default_factory=dict)
-    """The number of nodes barred from submitted jobs, by cause: cordoned, quarantined."""
+    """The number of nodes barred from submitted jobs, by cause: cordoned or quarantined."""
     drains: Mapping[str, int] = field(default_factory=dict)
-    """The number of nodes that leave all their jobs, by progress: draining, drained."""
+    """The number of nodes that are leaving all their jobs, by progress: draining or drained."""
 
 
 @struct(frozen=True)
 class Figures:
-    """The state of a leading server at one moment."""
+    """A leading server's state at one moment."""
 
     now_ms: int
     leadership: int
@@ -44,62 +46,62 @@ class Figures:
     nodes_away: int
     watchers: int
     store_away_ms: int
-    """How long the store has been away; 0 while it is available."""
+    """How long the store has been unavailable, or 0 while it is available."""
     states: tuple[State, ...]
-    """All jobs in memory; every job that has not ended is among them."""
+    """All jobs in memory, including every job that has not ended."""
     straggling: Callable[[State], Sequence[Straggler]] = lambda state: ()
-    """Returns the stragglers of a job."""
+    """Returns a job's stragglers."""
     snapshots: Callable[[State], SnapshotsKnown] = lambda state: SnapshotsKnown()
     """Returns what is known about a job's snapshots in memory."""
     progress: Callable[[State], Sequence[RankProgress]] = lambda state: ()
-    """Returns the progress of a job's workers, as far as reported."""
+    """Returns the progress of a job's workers, for those that have reported any."""
     lease_ms: int = 0
-    """The lease that a node gets if it connects now."""
+    """The lease that a node would receive if it connected now."""
     silence_ms: int = 0
-    """The longest silence of any node with a stream."""
+    """The longest current silence of any node that has a stream."""
     room: Callable[[], Room] = Room
-    """Returns the nodes' resources for submitted jobs; it has to look at every job and node."""
+    """Returns the nodes' resources for submitted jobs; this has to visit every job and node."""
 
 
 class Meter:
-    """Receives all events, from the code that writes log and history. No method waits."""
+    """Receives all events from the code that writes the log and the history. No method waits."""
 
     def loaded(self, state: State, now_ms: int) -> None:
-        """Note a job that was loaded from the store."""
+        """Record that a job was loaded from the store."""
 
     def count_step(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
-        """Note a step of a job that was stored, with its events."""
+        """Record a job's step that was stored, along with its events."""
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Note history rows when they are logged."""
+        """Record history rows when they are logged."""
 
     def forget_jobs(self) -> None:
-        """Note that this server no longer leads, so that its jobs are another server's."""
+        """Record that this server no longer leads, so its jobs now belong to another server."""
 
     def committing(self) -> AbstractContextManager[None]:
         """Time the commit in the body, unless it raises."""
         return nullcontext()
 
     def store_failed(self, *, writes: bool) -> None:
-        """Note a call that the store did not answer, or a write that it did not accept."""
+        """Record a call that the store did not answer or a write that it did not accept."""
 
     def loop_late(self, late_ms: int) -> None:
-        """Note by how much the event loop was late for a timer."""
+        """Record how late the event loop was for a timer."""
 
     def stream_opened(self) -> None:
-        """Note a stream that a node has opened."""
+        """Record that a node has opened a stream."""
 
     def node_lost(self) -> None:
-        """Note that a node was given up; this is called once for all its jobs."""
+        """Record that a node was given up; called once for all of its jobs."""
 
     def received(self) -> None:
-        """Note a message from a node."""
+        """Record a message received from a node."""
 
     def sent(self) -> None:
-        """Note a message that was put on a node's stream."""
+        """Record a message that was put on a node's stream."""
 
     def call_refused(self, code: str) -> None:
-        """Note a refused call, with the error code of the refusal."""
+        """Record a refused call with the error code of its refusal."""
 
 
 class Meters(Meter):
@@ -110,7 +112,7 @@ class Meters(Meter):
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Time the commit in each meter."""
+        """Time the commit in every meter."""
         with ExitStack() as stack:
             for meter in self.meters:
                 stack.enter_context(meter.committing())

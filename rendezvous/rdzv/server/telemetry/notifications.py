@@ -1,8 +1,8 @@
-"""Posts notifications to a webhook: a run has ended, a node is quarantined, a job waits too long.
+"""Posts notifications to a webhook when a run ends, a node is quarantined, or a job waits too long.
 
-Notifications are made from the same rows as the log and the history, and posted as JSON. No step
-waits for a post: notifications go into a bounded queue, and a task posts them one by one. A failed
-post is retried a few times, then dropped and logged.
+Notifications are created from the same rows as the log and the history, and are posted as JSON. No
+step waits for a post: notifications go into a bounded queue, and a task posts them one at a time. A
+failed post is retried a few times, then dropped and logged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rdzv.view.answers import event_in
 log = logging.getLogger("rdzv.notifications")
 
 WAITING = 200
-"""How many notifications may be queued; further ones are dropped."""
+"""How many notifications can be queued; any further ones are dropped."""
 
 WITHIN_S = 10.0
 """How long the webhook may take to answer."""
@@ -34,14 +34,14 @@ RETRY_AFTER_S = (1.0, 5.0, 30.0)
 """How long to wait before each retry of a failed post."""
 
 CLOSE_WITHIN_S = 2.0
-"""How long a stopping server continues to post."""
+"""How long a server that is stopping continues to post."""
 
 _REPORTED = ("RunEnded", "NodeQuarantined")
 
 
 @struct(frozen=True)
 class Notification:
-    """One notification; `text` is a sentence for people."""
+    """A notification; `text` is a sentence for people."""
 
     text: str
     event: str
@@ -75,10 +75,10 @@ Post = Callable[[Notification], Awaitable[None]]
 
 
 class Notifications(Meter):
-    """Makes notifications from history rows, and posts them. Use `notifying` to make one."""
+    """Creates notifications from history rows and posts them. Use `notifying` to create one."""
 
     def __init__(self, post: Post, queued_after_s: float) -> None:
-        """Report a job once it has waited in the queue for `queued_after_s`; 0 reports none."""
+        """Report a job once it has been queued for `queued_after_s`; 0 disables these reports."""
         self._post = post
         self._queued_after_s = queued_after_s
         self._waiting: deque[Notification] = deque()
@@ -93,7 +93,7 @@ class Notifications(Meter):
                 self._put(notification)
 
     def forget_jobs(self) -> None:
-        """Stop watching for jobs that wait too long: the server that leads now reports them."""
+        """Stop watching for jobs that wait too long, because another server now reports them."""
         for timer in self._queued.values():
             timer.cancel()
         self._queued.clear()
@@ -140,11 +140,11 @@ class Notifications(Meter):
 
     @property
     def queued(self) -> tuple[str, ...]:
-        """The jobs in the queue that will be reported if they wait too long."""
+        """The queued jobs that will be reported if they wait too long."""
         return tuple(self._queued)
 
     async def run(self) -> None:
-        """Post notifications as they come, until cancelled."""
+        """Post notifications as they arrive, until cancelled."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -160,7 +160,7 @@ class Notifications(Meter):
                 self._dropped = 0
 
     async def _deliver(self, notification: Notification) -> None:
-        """Post one notification, with retries; drop it if the last one fails."""
+        """Post one notification with retries, and drop it if the last retry fails."""
         for wait_s in (*RETRY_AFTER_S, None):
             try:
                 await self._post(notification)
@@ -178,7 +178,7 @@ async def notifying(notify: Notify) -> AsyncIterator[Notifications]:
     """Post notifications until the body ends, then queued ones for up to `CLOSE_WITHIN_S`.
 
     Raises:
-        InvalidRequestError: the address of the webhook cannot be read.
+        InvalidRequestError: the webhook's address cannot be read.
 
     """
     url, timeout = URL(notify.read_url()), aiohttp.ClientTimeout(total=WITHIN_S)
@@ -207,4 +207,6 @@ async def _finish(notifications: Notifications) -> None:
         async with asyncio.timeout(CLOSE_WITHIN_S):
             await notifications.drain()
     except TimeoutError:
-        log.warning("dropped the last notifications: the webhook did not accept them in time")
+        log.warning(
+            "dropped the last notifications because the webhook did not accept them in time"
+        )

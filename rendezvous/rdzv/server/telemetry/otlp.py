@@ -1,6 +1,6 @@
 """Sends spans to an OpenTelemetry collector by OTLP over HTTP, from the SDK's own thread.
 
-OTEL_* variables set further options: headers, certificates, timeouts, sampling, limits, resource
+OTEL_* variables set further options: headers, certificates, timeouts, sampling, limits and resource
 names. This module needs the extra `rdzv[otel]`, and is loaded only if traces are sent.
 """
 
@@ -48,12 +48,12 @@ class _Names(IdGenerator):
 
 
 def trace_id_of(span: TraceSpan) -> int:
-    """Return the id of a span's trace, which is the same for all spans of a run."""
+    """Return the id of a span's trace, which is the same for all spans in a run."""
     return _digest(16, span.rdzv_id, span.run)
 
 
 def span_id_of(span: TraceSpan, key: str) -> int:
-    """Return the id of the span with this key in the same trace."""
+    """Return the id of the span that has this key in the same trace."""
     return _digest(8, span.rdzv_id, span.run, key)
 
 
@@ -63,10 +63,10 @@ def _digest(size: int, *names: str) -> int:
 
 
 class OtlpSender:
-    """Queues spans, and sends them from a thread. Drops spans that are refused or too many."""
+    """Queues spans and sends them from a thread. Spans that are refused or too many are dropped."""
 
     def __init__(self, endpoint: str, version: str) -> None:
-        """Send to `endpoint` or, if that is `env`, to the address in OTEL_EXPORTER_OTLP_ENDPOINT.
+        """Send to `endpoint` or, if it is `env`, to the address in OTEL_EXPORTER_OTLP_ENDPOINT.
 
         Raises:
             InvalidRequestError: an OTEL_* variable is invalid.
@@ -92,7 +92,7 @@ class OtlpSender:
         self._tracer = self._provider.get_tracer("rdzv", version)
 
     def send(self, span: TraceSpan) -> None:
-        """Queue a span, without waiting."""
+        """Queue a span without waiting."""
         self._names.take(span)
         made = self._tracer.start_span(
             span.name,
@@ -107,7 +107,7 @@ class OtlpSender:
         made.end(_ns(span.until_ms))
 
     def _below(self, span: TraceSpan, key: str) -> Context:
-        """Return the context of the parent span (which is sent later), and whether to sample it."""
+        """Return the context of the parent span, which is sent later, and whether to sample it."""
         trace_id = trace_id_of(span)
         decision = self._provider.sampler.should_sample(None, trace_id, span.name).decision
         sampled = decision is Decision.RECORD_AND_SAMPLE
@@ -127,13 +127,14 @@ class OtlpSender:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(done.set)
 
-        # Not a thread of the executor: the interpreter would wait for it at exit.
+        # Do not use one of the executor's threads, because the interpreter would wait for it at
+        # exit.
         threading.Thread(target=shut_down, name="otlp-close", daemon=True).start()
         try:
             async with asyncio.timeout(within_ms / 1000):
                 await done.wait()
         except TimeoutError:
-            log.warning("dropped the last traces: %s does not accept them", self._to)
+            log.warning("dropped the last traces because %s did not accept them", self._to)
 
 
 def _ns(ms: int) -> int:

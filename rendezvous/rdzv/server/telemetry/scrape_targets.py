@@ -1,7 +1,7 @@
-"""The addresses at which agents report that they serve /metrics; /sd lists them.
+"""The addresses at which agents serve /metrics, as reported by the agents and listed by /sd.
 
 A lost node stays listed for a while: if it were removed at once, Prometheus would forget it, and no
-alert would report that it no longer answers.
+alert would report that it no longer responds.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 KEPT_MS = 3_600_000
-"""How long a lost node stays listed: time for an alert to fire, and for people to react."""
+"""How long a lost node stays listed: long enough for an alert to fire and for people to react."""
 
 
 class ScrapeTargets:
-    """The agents that serve /metrics, on known nodes and on recently lost ones."""
+    """The agents that serve /metrics on known nodes and on recently lost nodes."""
 
     def __init__(self, most: int) -> None:
-        """Keep the latest `most` lost nodes."""
+        """Keep the `most` most recently lost nodes."""
         self._most = most
         self._present: dict[str, str] = {}
         self._lost: dict[str, tuple[str, int]] = {}
-        """By node_id: the address and the time of the loss, in the order of losses."""
+        """The address of each lost node and the time when it was lost, by node_id, in order of
+        loss."""
 
     def note(self, node_id: str, address: str) -> None:
-        """Record the address of a node that has connected; an empty one removes the node."""
+        """Record the address of a node that has connected; an empty address removes the node."""
         self._lost.pop(node_id, None)
         self._present.pop(node_id, None)
         if address:
@@ -43,7 +44,7 @@ class ScrapeTargets:
             if now_ms - lost_ms < KEPT_MS:
                 break
             del self._lost[node_id]
-        # A node restarted under another name keeps its address: list it under its new name only.
+        # A node restarted under another name keeps its address, so list it only under its new name.
         taken = set(self._present.values())
         lost = {n: at for n, (at, _) in self._lost.items() if at not in taken}
         return {**lost, **self._present}

@@ -1,11 +1,12 @@
-"""Runs as traces: each run is a trace, each of its rounds a span, and each phase a child span.
+"""Converts runs to traces: each run is a trace, each round a span, and each phase a child span.
 
-Spans are made from the same rows as the log and the history, by the mapping that `rdzvctl trace`
-uses. A round is sent once all its nodes have stopped, and a run once it has ended.
+Spans are created from the same rows as the log and the history, using the same mapping as `rdzvctl
+trace`. A round is sent once all its nodes have stopped, and a run once it has ended.
 
-No step waits for this: rows go into a bounded queue, and a task takes them from there. The task
-keeps only the last round of each run. If this server has not seen a run from its beginning, the run
-is first read from history. Ids derive from names, so all servers' spans of a run form one trace.
+No step waits for this: rows go into a bounded queue, from which a task takes them. The task keeps
+only the last round of each run. If this server has not seen the beginning of a run, the run is
+first read from the history. Ids are derived from names, so all servers' spans of a run form a
+single trace.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from rdzv.view.spans import Span, about, spans_of, went_wrong
 log = logging.getLogger("rdzv.traces")
 
 ROWS = 10_000
-"""How many rows may be queued: more than the largest job makes in one round."""
+"""How many rows can be queued: more than the largest job produces in one round."""
 
 PAST = 500
-"""How many rows of history to read for a run that began before this server led."""
+"""How many history rows to read for a run that began before this server led."""
 
 HAPPENINGS = 100
-"""The most events of one kind shown for a round; the first are kept, as they include the cause."""
+"""The maximum number of events of one kind shown for a round. The first ones are kept, because they
+include the cause."""
 
 ENDED = 1_000
 """How many sent runs are remembered, so that late rows do not reopen them."""
@@ -44,14 +46,14 @@ SLICE = 100
 """How many rows are processed before other tasks run; this takes less than a millisecond."""
 
 SUMMED_UP = {"NodeStopped", "NodeSucceeded", "NodeAdopted"}
-"""Events that every node causes in every round; spans show the number of nodes instead."""
+"""Events that every node causes in every round. Spans show the number of nodes instead."""
 
 Attribute = str | int | Sequence[str]
 
 
 @struct(frozen=True)
 class TraceSpan:
-    """One span, ready to be sent."""
+    """A span that is ready to be sent."""
 
     rdzv_id: str
     run: str
@@ -69,7 +71,7 @@ class TraceSpan:
 
 
 Send = Callable[[TraceSpan], None]
-"""Accepts a span at once, or drops it; never waits."""
+"""Accepts or drops a span immediately; never waits."""
 
 ReadHistory = Callable[[str, int], Awaitable[Sequence[Record]]]
 
@@ -80,27 +82,28 @@ class _Tale:
 
     run: Run
     sent: int = -1
-    """The number of the last round that was sent, by this server or an earlier one."""
+    """The number of the last round sent, either by this server or by an earlier one."""
 
 
 class Traces(Meter):
-    """Makes spans from history rows. Use `tracing` to make one."""
+    """Creates spans from history rows. Use `tracing` to create one."""
 
     def __init__(self, history: ReadHistory, send: Send, most_rows: int = ROWS) -> None:
-        """`history` reads a job's past; `send` accepts spans; `most_rows` rows may be queued."""
+        """Read past rows with `history`, pass spans to `send`, and queue up to `most_rows` rows."""
         self._history = history
         self._send = send
         self._most_rows = most_rows
         self._rows: deque[Record | None] = deque()
-        """None marks the point at which all that is known about runs becomes outdated."""
+        """The queued rows. None marks the point at which everything known about runs becomes
+        outdated."""
         self._news = asyncio.Event()
         self._dropped = 0
         self._tales: dict[str, _Tale] = {}
-        """By rdzv_id: the run of each job, until it has ended."""
+        """The current run of each job, by rdzv_id, until the run has ended."""
         self._ended: dict[tuple[str, str], None] = {}
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Queue history rows; if too many come at once, drop the rest and log how many."""
+        """Queue history rows; if there are too many at once, drop the rest and log their number."""
         for row in rows:
             if not row.run or row.name in SUMMED_UP:
                 continue
@@ -111,7 +114,7 @@ class Traces(Meter):
         self._news.set()
 
     def forget_jobs(self) -> None:
-        """Note that this server no longer leads, and that another sends its jobs' spans."""
+        """Record that this server no longer leads, so another server sends its jobs' spans."""
         self._rows.append(None)
         self._news.set()
 
@@ -121,27 +124,27 @@ class Traces(Meter):
         return {rdzv_id: tale.run for rdzv_id, tale in self._tales.items()}
 
     async def run(self) -> None:
-        """Make spans from rows as they come, until cancelled."""
+        """Create spans from rows as they arrive, until cancelled."""
         while True:
             await self._news.wait()
             self._news.clear()
             await self.drain()
 
     async def drain(self) -> None:
-        """Make spans from all queued rows."""
+        """Create spans from all queued rows."""
         number = 0
         while self._rows:
             row = self._rows.popleft()
             try:
                 await self._take(row)
             except Exception:
-                # Traces must not bring down the server; the next row may succeed.
-                log.exception("a bug in rdzvd, please report it: no trace of %s", row)
+                # Traces must not bring down the server, and the next row may succeed.
+                log.exception("a bug in rdzvd, please report it: could not trace %s", row)
             number += 1
             if number % SLICE == 0:
                 await asyncio.sleep(0)
         if self._dropped:
-            log.warning("left %d rows of history out of traces: too many at once", self._dropped)
+            log.warning("dropped %d history rows from the traces: too many at once", self._dropped)
             self._dropped = 0
 
     async def _take(self, row: Record | None) -> None:
@@ -158,7 +161,7 @@ class Traces(Meter):
             self._tell(row.rdzv_id, tale)
 
     async def _begun(self, row: Record) -> _Tale:
-        """Return what history shows about a run before this row."""
+        """Return what the history shows about a run before this row."""
         tale = _Tale(Run(row.run, row.unix_ms))
         if row.name == "RunBegan":
             return tale
@@ -166,12 +169,12 @@ class Traces(Meter):
             past = [r for r in await self._history(row.rdzv_id, PAST) if r.run == row.run]
         except RendezvousError as error:
             log.warning(
-                "job %s: cannot read its earlier events, so its trace lacks them: %s",
+                "job %s: cannot read its earlier events, which will be missing from its trace: %s",
                 row.rdzv_id,
                 error,
             )
             return tale
-        # `row` and the rows after it are processed in their turn.
+        # `row` and the rows after it will be processed in turn.
         past = past[: past.index(row)] if row in past else past
         if past:
             tale.run.began_ms = past[0].unix_ms
@@ -186,7 +189,8 @@ class Traces(Meter):
     def _tell(self, rdzv_id: str, tale: _Tale) -> None:
         run = tale.run
         spans = tuple(trace_spans(rdzv_id, run, tale.sent))
-        # Recorded before sending: a failure must not be retried with each row that follows.
+        # Record this before sending, so that a failure is not retried with each of the following
+        # rows.
         tale.sent = _last(run)
         _tidy(tale)
         if run.ended_ms is not None:
@@ -208,7 +212,7 @@ def _last(run: Run) -> int:
 
 
 def _tidy(tale: _Tale) -> None:
-    """Drop everything about a run that the spans of the next round do not need."""
+    """Drop everything about a run that is not needed for the next round's spans."""
     run = tale.run
     del run.rounds[:-1]
     run.happenings.clear()
@@ -221,7 +225,7 @@ def _tidy(tale: _Tale) -> None:
 
 
 def trace_spans(rdzv_id: str, run: Run, sent: int = -1) -> Iterator[TraceSpan]:
-    """Yield the spans of all rounds after `sent`, and the run's own span if it has ended."""
+    """Yield the spans of all rounds after `sent`, and the run's own span if the run has ended."""
     until_ms = _latest_ms(run)
     spans = list(spans_of(run, until_ms))
     rounds = [r for r in run.rounds if r.number > sent]
@@ -288,7 +292,7 @@ def _round_spans(
 
 
 def _named(*groups: Mapping[str, Attribute]) -> dict[str, Attribute]:
-    """Give attributes their OpenTelemetry names; omit empty ones."""
+    """Give attributes their OpenTelemetry names, and omit empty ones."""
     return {
         f"rdzv.{name.replace(' ', '_')}": value
         for group in groups
@@ -317,7 +321,7 @@ def _latest_ms(run: Run) -> int:
 
 @asynccontextmanager
 async def tracing(history: ReadHistory, send: Send, most_rows: int = ROWS) -> AsyncIterator[Traces]:
-    """Make spans until the body ends, then from the rows that are still queued."""
+    """Create spans until the body ends, and then from the rows that are still queued."""
     traces = Traces(history, send, most_rows)
     async with asyncio.TaskGroup() as tasks:
         making = tasks.create_task(traces.run())
