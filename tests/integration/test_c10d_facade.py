@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 from rdzv.ctl import job_list
 from rdzv.structs import as_dict
 
-SERVED = re.compile(r"is (?:on|served on) (\S+?),? (?:served )?by pid (\d+)")
+SERVED = re.compile(r"serving (?:torch's|a new, empty) store on (\S+) \(pid (\d+)\)")
 PATIENCE_S = 120.0
 
 

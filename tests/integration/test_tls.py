@@ -171,7 +171,9 @@ def test_a_token_stands_in_for_a_certificate_where_that_is_allowed(
         *(c, files, "--store=memory", "--http=127.0.0.1:0", "--tls-http-client-auth=accept"),
         *("--tls-token-listen=127.0.0.1:0", f"--init-admin-token={token}", "--log-level=info"),
     )
-    found = re.search(r"callers without a certificate connect to 127\.0\.0\.1:(\d+)", c.server_log)
+    found = re.search(
+        r"callers without a certificate can connect to 127\.0\.0\.1:(\d+)", c.server_log
+    )
     assert found is not None, c.server_log
     at = Endpoint("127.0.0.1", int(found[1]))
     with ControlClient(at, 60, Credentials(files.ca, token_file=token)) as client:

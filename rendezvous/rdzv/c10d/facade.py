@@ -116,9 +116,7 @@ class Facade:
                     break
                 except (RendezvousError, OSError) as error:
                     log.error("c10d: %s; retrying in %g s", error, wait_s)
-            log.warning(
-                "c10d: serving a new, empty store on %s from pid %d", self.bound, server.pid
-            )
+            log.warning("c10d: serving a new, empty store on %s (pid %d)", self.bound, server.pid)
 
     def _lose_all(self, why: str) -> None:
         lost = self._watch.clear()
@@ -391,7 +389,7 @@ async def serving_c10d(
     bound = Listen(listen.host, listening.getsockname()[1])
     server = await _StoreServer.start(listening, python)
     facade = Facade(bound, python, clock)
-    log.info("c10d: serving torch's store on %s from pid %d", bound, server.pid)
+    log.info("c10d: serving torch's store on %s (pid %d)", bound, server.pid)
     if not bound.loopback:
         log.warning("insecure: anyone who can reach %s can run code on its jobs' nodes", bound)
     keeping = asyncio.create_task(facade.keep(server))

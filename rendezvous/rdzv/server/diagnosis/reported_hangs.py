@@ -1,9 +1,10 @@
 """Investigates hangs: waits for reports, stores all workers' stacks, and ends the round.
 
-A node reports that some of its workers hang (`Hung`), and repeats the report now and then. The
-first report in a round begins an *episode*. Since one hanging worker stalls all others, the other
-nodes will soon report hangs as well; then stacks are taken while the workers are still in place.
-The round ends with an ordinary worker failure, attributed to the worker that the others wait for.
+A node reports that some of its workers hang (`Hung`), and repeats the report periodically. The
+first report in a round begins an *episode*. Because one hanging worker stalls all others, the other
+nodes will soon report hangs too; then stacks are captured while the workers are still in place. The
+round ends with an ordinary worker failure, attributed to the worker that the others are waiting
+for.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from rdzv.server.messages import Hung
 log = logging.getLogger("rdzv.hangs")
 
 TIMED_OUT_MS = 3_000
-"""How long nodes may take to answer after a collective timed out: less than the time for which
+"""How long nodes may take to answer after a collective has timed out: less than the time for which
 their agents hold back reports of the exits."""
 HELD_BACK_MS = 10_000
-"""The longest time from the end of a worker that timed out to the end of its round."""
+"""The longest time between the end of a worker that timed out and the end of its round."""
 
 
 @dataclass(eq=False, slots=True)
 class _Episode:
-    """A round in which workers hang."""
+    """A round in which workers are hanging."""
 
     rdzv_id: str
     run: str
     round: int
     hung: dict[str, tuple[HungWorker, ...]] = field(default_factory=dict)
-    """By node_id: the workers that hang now."""
+    """The workers that are currently hanging, by node_id."""
     timed_out: bool = False
     """Whether any worker has ended because its collective timed out."""
     all_told: asyncio.Event = field(default_factory=asyncio.Event)
@@ -50,7 +51,7 @@ class _Episode:
 
 
 class ReportedHangs:
-    """The hangs of one server's jobs."""
+    """The hangs reported in one server's jobs."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class ReportedHangs:
         gather_ms: int,
         retry_ms: int,
     ) -> None:
-        """`tell` records events that no step of a job has caused."""
+        """Use `tell` to record events that were not caused by a step of a job."""
         self._clock = clock
         self._tasks = tasks
         self._stacks = stacks
@@ -78,9 +79,9 @@ class ReportedHangs:
         self._episodes: dict[str, _Episode] = {}
 
     def take_report(self, node_id: str, incarnation: int, said: Hung) -> None:
-        """Note a node's report of hanging workers.
+        """Record a node's report of hanging workers.
 
-        It is ignored if its round is not live, or if the node has no seat in it.
+        The report is ignored if its round is not live or if the node has no seat in it.
 
         Raises:
             InvalidRequestError: the report names a worker that the node does not have.
@@ -103,13 +104,13 @@ class ReportedHangs:
         self._note_node(episode, node_id, said, len(state.seats))
 
     def note_state(self, state: State) -> None:
-        """Note a job's new state: end its episode if the round is over."""
+        """React to a job's new state by ending its episode if the round is over."""
         episode = self._episodes.get(state.membership.rdzv_id)
         if episode is not None and _live_round(state, episode.run, episode.round) is None:
             self._end(episode)
 
     def shown(self, rdzv_id: str) -> str:
-        """Return a description of a job's workers that hang now; empty if none hangs."""
+        """Return a description of a job's currently hanging workers; empty if none hangs."""
         episode = self._episodes.get(rdzv_id)
         if episode is None or not episode.hung:
             return ""
@@ -117,11 +118,11 @@ class ReportedHangs:
 
     @property
     def episodes(self) -> int:
-        """The number of rounds in which workers hang."""
+        """The number of rounds in which workers are hanging."""
         return len(self._episodes)
 
     def close(self) -> None:
-        """End every episode; the nodes report their hangs again to the next server."""
+        """End every episode; the nodes will report their hangs again to the next server."""
         for episode in tuple(self._episodes.values()):
             self._end(episode)
 
@@ -148,7 +149,7 @@ class ReportedHangs:
                 hang = WorkersHang(episode.round, node_id, told, silent_ms)
                 self._tell(episode.rdzv_id, (hang,))
         episode.timed_out |= any(worker.timed_out for worker in said.workers)
-        # After a timeout, peers lose their connections to the ended workers, and end soon too.
+        # After a timeout, peers lose their connections to the ended workers and soon end as well.
         if episode.timed_out or len(episode.hung) >= nodes:
             episode.all_told.set()
 
@@ -160,13 +161,15 @@ class ReportedHangs:
         return state if _live_round(state, episode.run, episode.round) is not None else None
 
     async def _look_into(self, episode: _Episode) -> None:
-        """Run an episode to its end. This never raises, because an error would end the server."""
+        """Run an episode to completion. Never raises, because an error would end the server."""
         try:
             await self._gather(episode)
             report, why = await self._take(episode)
             await self._end_round(episode, report, why)
         except Exception:
-            log.exception("the hang in round %d of %s", episode.round, episode.rdzv_id)
+            log.exception(
+                "failed to investigate the hang in round %d of %s", episode.round, episode.rdzv_id
+            )
         finally:
             self._end(episode)
 
@@ -180,7 +183,7 @@ class ReportedHangs:
             timer.cancel()
 
     async def _take(self, episode: _Episode) -> tuple[Report | None, str]:
-        """Take and store the stacks; return the report, or None and why there is none."""
+        """Capture and store the stacks; return the report, or None and why there is none."""
         state = self._present(episode)
         if state is None or not episode.hung:
             return None, ""
@@ -191,20 +194,20 @@ class ReportedHangs:
                 state, f"{how}: {self.shown(episode.rdzv_id)}", within_ms
             )
         except RendezvousError as error:
-            log.warning("stacks of %s could not be taken: %s", episode.rdzv_id, error)
+            log.warning("could not capture stacks of %s: %s", episode.rdzv_id, error)
             return None, str(error)
         self._tell(episode.rdzv_id, (_taken(report),))
         try:
             await self._shelf.keep(report)
         except RendezvousError as error:
-            log.warning("stacks of %s could not be stored: %s", episode.rdzv_id, error)
+            log.warning("could not store stacks of %s: %s", episode.rdzv_id, error)
         return report, ""
 
     async def _end_round(self, episode: _Episode, report: Report | None, why: str) -> None:
-        """End the round, unless it is over or no worker hangs any longer.
+        """End the round, unless it is already over or no worker is hanging any more.
 
         After a timeout, this ends the round only if the records show a cause; otherwise the node's
-        own report of the failure will end it soon.
+        own report of the failure will soon end it.
         """
         if episode.timed_out and (report is None or report.cause is None):
             return
@@ -216,7 +219,8 @@ class ReportedHangs:
             try:
                 await self._submit(episode.rdzv_id, command)
             except RendezvousConnectionError:
-                # While the store is away nothing is decided, and a worker that recovers continues.
+                # While the store is unavailable, nothing is decided, and a worker that recovers
+                # continues.
                 await sleep_ms(self._clock, self._retry_ms)
                 continue
             return
@@ -230,7 +234,7 @@ def _taken(report: Report) -> StacksTaken:
 
 
 def _live_round(state: State | None, run: str, number: int) -> Round | None:
-    """Return round `number` of `run` if it is live, else None."""
+    """Return round `number` of `run` if it is live, otherwise None."""
     if state is None or not state.membership.is_live(run, number):
         return None
     return state.membership.live_round
@@ -252,7 +256,8 @@ def _failure(state: State, episode: _Episode, report: Report | None, why: str) -
     known = verdict(episode.hung, report, why)
     seats, node_id = state.seats, known.node_id
     if node_id not in seats:
-        # The node has left, with the worker that the others waited for: name one that hangs.
+        # The node has left along with the worker that the others waited for, so name one that
+        # hangs.
         node_id = next(iter(episode.hung))
     incarnation = seats[node_id].incarnation if node_id in seats else 0
     failure = FailureReport(

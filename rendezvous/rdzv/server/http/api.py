@@ -1,6 +1,6 @@
-"""The JSON API at /api/v1, which shows what rdzvctl shows. It changes no job and no node.
+"""The JSON API at /api/v1, which shows the same information as rdzvctl. It changes no job or node.
 
-`openapi` lists the operations. Each answer is a document as `rdzvctl -o json` prints it. An error
+`openapi` lists the operations. Each answer is a document as printed by `rdzvctl -o json`. An error
 is a document with the error's code and message, and has the matching HTTP status.
 """
 
@@ -49,13 +49,13 @@ STATUSES = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-"""The HTTP status for each gRPC status in the error table; 500 for all others."""
+"""The HTTP status for each gRPC status in the error table. All others map to 500."""
 
 BEAT = b": still here\n" + frame("beat", json.dumps({"version": as_json.VERSION}))
 
 
 class Api:
-    """The handlers of the API."""
+    """The API's request handlers."""
 
     def __init__(self, answers: Shown, feeds: Feeds, config: Config) -> None:
         self._answers = answers
@@ -188,7 +188,7 @@ class Api:
             return web.Response(text=await self._whole(texts))
 
     async def _whole(self, texts: AsyncIterator[str]) -> str:
-        """Return the whole text; beyond the limits on size and time, end it with a note."""
+        """Return the whole text, or truncate it with a note at the limits on size and time."""
         parts, size, most = list[str](), 0, self._limits.http_log_bytes
         try:
             async with asyncio.timeout(self._timings.log_answer_most_ms / 1000):
@@ -208,7 +208,7 @@ class Api:
     async def _log_stream(
         self, request: web.Request, texts: AsyncIterator[str]
     ) -> web.StreamResponse:
-        # A refusal comes at once and becomes the response; the first output may take hours.
+        # A refusal comes at once and becomes the response, while the first output may take hours.
         coming = asyncio.ensure_future(anext(texts, None))
         try:
             done, _ = await asyncio.wait([coming], timeout=self._timings.stream_rest_ms / 1000)
@@ -225,13 +225,13 @@ class Api:
             return response
         finally:
             coming.cancel()
-            # The generator can be closed only once it no longer runs. Its result is ignored.
+            # The generator can be closed only when it is no longer running. Its result is ignored.
             await asyncio.wait([coming])
             if not coming.cancelled():
                 coming.exception()
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        """Write to a reader; drop it if it accepts no data for too long.
+        """Write to a reader, and drop the reader if it accepts no data for too long.
 
         Raises:
             ConnectionResetError: the reader was dropped.
@@ -241,7 +241,7 @@ class Api:
             async with asyncio.timeout(self._timings.stream_write_ms / 1000):
                 await response.write(data)
         except TimeoutError:
-            log.info("dropping %s, which accepts no data", request.remote)
+            log.info("dropping reader %s, which does not accept data", request.remote)
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError("the reader accepts no data") from None
@@ -276,18 +276,18 @@ class Api:
 
 
 def _pattern(path: str) -> str:
-    """Return an OpenAPI path in aiohttp's syntax; names in it may contain braces."""
+    """Return an OpenAPI path in aiohttp's syntax, in which names may contain braces."""
     return path.replace("}", ":[^/]+}")
 
 
 def _named(request: web.Request) -> str:
-    """Return the name in a request's path, decoded."""
+    """Return the decoded name in a request's path."""
     (name,) = request.match_info.values()
     return name
 
 
 def _parameters(one: Operation, request: web.Request) -> dict[str, Any]:
-    """Return the operation's query parameters, by name; refuse unknown and repeated ones."""
+    """Return the operation's query parameters by name, refusing unknown and repeated ones."""
     known = {parameter.name: parameter for parameter in one.query}
     for name in request.query:
         if name not in known:
@@ -305,8 +305,8 @@ async def _texts(
 ) -> AsyncGenerator[str, None]:
     """Yield pieces of logs joined into whole lines, as rdzvctl prints them.
 
-    Each note is a line of its own. Other lines are left out unless they contain the text
-    `contains`, in upper or lower case.
+    Each note is a separate line. Other lines are omitted unless they contain the text `contains`,
+    ignoring case.
     """
     out = io.BytesIO()
     printer = Printer(out, prefixed=not one_rank, escaped=False, as_it_comes=False)
@@ -336,7 +336,7 @@ async def _texts(
 
 
 def _json(text: str, status: int = 200) -> web.Response:
-    # Compress in a thread even small texts, so that the event loop does not wait.
+    # Compress even small texts in a thread, so that the event loop does not wait.
     response = web.Response(
         text=text, status=status, content_type="application/json", zlib_executor_size=1024
     )
@@ -355,7 +355,7 @@ def _fields(code: str, message: str, leader: str | None = None) -> dict[str, obj
 
 
 def error_response(error: RendezvousError) -> web.Response:
-    """Return the response for an error from the table."""
+    """Return the response for an error in the error table."""
     status = STATUSES.get(error.grpc_status, 500)
     response = _json(json.dumps(_error_fields(error), indent=2), status)
     if status == 401:

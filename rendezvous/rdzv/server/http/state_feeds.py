@@ -1,11 +1,11 @@
-"""Pushes updates to followers of the HTTP API, about one job or about all jobs and nodes.
+"""Pushes updates to followers of the HTTP API, either about one job or about all jobs and nodes.
 
 All followers of one subject are *readers* of one *feed*, which looks up and encodes each change
-once. A feed runs while it has readers. Each reader first receives the whole state, between `begin`
-and `ready`, and then the changes.
+only once. A feed runs while it has readers. Each reader first receives the whole state, between
+`begin` and `ready`, and then the changes.
 
-A feed gathers changes for a moment, and rests nine times as long as it has worked, so it never
-takes more than a tenth of the event loop's time, however much changes. Each reader has a bounded
+A feed gathers changes for a moment and rests nine times as long as it has worked, so it never takes
+more than a tenth of the event loop's time, no matter how much changes. Each reader has a bounded
 queue. A reader that does not keep up is sent the reason and dropped.
 """
 
@@ -48,10 +48,10 @@ REST = 9
 """A feed rests this many times as long as it has worked."""
 
 EVENTS = 200
-"""The maximum number of events of a job's history that the job's feed shows."""
+"""The maximum number of events from a job's history shown in the job's feed."""
 
 WATCHED_EVERY_MS = 2_000
-"""The interval at which a feed polls observed jobs, whose changes are not announced."""
+"""How often a feed polls observed jobs, whose changes are not announced."""
 
 
 def frame(event: str, document: str) -> bytes:
@@ -67,7 +67,7 @@ BEGIN, READY = _marker("begin"), _marker("ready")
 
 
 class Reader:
-    """One reader of a feed, with a bounded queue."""
+    """A reader of a feed, with a bounded queue."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -78,11 +78,11 @@ class Reader:
 
     @property
     def ended(self) -> RendezvousError | None:
-        """The reason why the reader has ended; None while it is open."""
+        """The reason why the reader has ended, or None while it is open."""
         return self._end
 
     def put(self, frames: Iterable[bytes]) -> None:
-        """Queue frames without waiting; end the reader if too much is queued."""
+        """Queue frames without waiting, and end the reader if too much is queued."""
         if self._end is not None:
             return
         for one in frames:
@@ -99,14 +99,14 @@ class Reader:
         self._news.set()
 
     def end(self, error: RendezvousError) -> None:
-        """End the reader with this error, and drop queued frames; only the first call counts."""
+        """End the reader with this error and drop queued frames; only the first call counts."""
         if self._end is None:
             self._end = error
             self._frames.clear()
         self._news.set()
 
     async def next(self) -> bytes | None:
-        """Wait for the next frame and return it; return None once the reader has ended."""
+        """Wait for the next frame and return it, or return None once the reader has ended."""
         while not self._frames:
             if self._end is not None:
                 return None
@@ -118,7 +118,7 @@ class Reader:
 
 
 class Feed:
-    """The updates about one subject for all its readers. Made by `Feeds`."""
+    """The updates about one subject for all its readers. Created by `Feeds`."""
 
     def __init__(self, answers: Shown, timings: Timings) -> None:
         self._answers = answers
@@ -130,12 +130,12 @@ class Feed:
         self.task: asyncio.Task[None] | None = None
 
     def add(self, reader: Reader) -> None:
-        """Add a reader; it is sent the whole state first."""
+        """Add a reader, which will be sent the whole state first."""
         self._fresh.add(reader)
         self._woken.set()
 
     def discard(self, reader: Reader) -> bool:
-        """Remove a reader; return whether it was the last one."""
+        """Remove a reader, and return whether it was the last one."""
         self._fresh.discard(reader)
         self._readers.discard(reader)
         return not self._fresh and not self._readers
@@ -146,7 +146,7 @@ class Feed:
             reader.end(error)
 
     async def run(self) -> None:
-        """Send updates to all readers, until cancelled or until an error ends them all."""
+        """Send updates to all readers until cancelled, or until an error ends them all."""
         try:
             driver = self._answers.replica.driver
             with driver.watchers.followed_by(lambda rdzv_id: self._heard(driver, rdzv_id)):
@@ -161,7 +161,7 @@ class Feed:
         except RendezvousError as error:
             self.fail(error)
         except Exception:
-            # The readers reconnect; other feeds continue.
+            # The readers will reconnect; other feeds continue.
             log.exception("a bug in rdzvd, please report it: ending a stream of the HTTP API")
             self.fail(RendezvousConnectionError("a bug in rdzvd, see its log; connect again"))
 
@@ -173,7 +173,7 @@ class Feed:
         try:
             self._check(driver)
         except RendezvousConnectionError:
-            # No change will follow; wake `run`, which ends the readers.
+            # No more changes will follow; wake `run`, which ends the readers.
             self._woken.set()
         self._note(rdzv_id)
 
@@ -191,14 +191,14 @@ class Feed:
             looks_again.cancel()
 
     def _looks_again(self) -> bool:
-        """Return whether this feed must poll, because some changes are not announced."""
+        """Return whether this feed must poll because some changes are not announced."""
         return self._answers.watches
 
     def _note(self, rdzv_id: str | None) -> None:
         raise NotImplementedError
 
     async def _look(self, fresh: Collection[Reader]) -> None:
-        """Send the whole state to `fresh` readers, and changes to all others."""
+        """Send the whole state to `fresh` readers and changes to all others."""
         raise NotImplementedError
 
 
@@ -207,12 +207,12 @@ def _ageless_job(summary: answers.JobSummary) -> object:
 
 
 class FleetFeed(Feed):
-    """The feed of all jobs and all nodes, one line each."""
+    """The feed for all jobs and all nodes, with one line for each."""
 
     def __init__(self, answers: Shown, timings: Timings) -> None:
         super().__init__(answers, timings)
         self._jobs: dict[str, object] = {}
-        """Each job as last sent, without its ages."""
+        """Each job as last sent, without its ages, by rdzv_id."""
         self._nodes: dict[str, object] = {}
         self._watched: set[str] = set()
         self._changed: set[str] = set()
@@ -221,7 +221,7 @@ class FleetFeed(Feed):
     def _note(self, rdzv_id: str | None) -> None:
         if rdzv_id is not None:
             self._changed.add(rdzv_id)
-        # A step of a job may change the states of its nodes.
+        # A step in a job may change the states of its nodes.
         self._nodes_changed = True
         self._woken.set()
 
@@ -266,7 +266,8 @@ class FleetFeed(Feed):
             except RendezvousStateError as error:
                 log.error("not showing job %s: %s", rdzv_id, error)
             except RendezvousConnectionError:
-                # Retry: the store is away. If this server no longer leads, `run` finds out.
+                # Retry, because the store is unavailable. If this server no longer leads, `run`
+                # finds out.
                 self._changed.add(rdzv_id)
             if number % SLICE == 0:
                 await asyncio.sleep(0)
@@ -319,7 +320,7 @@ class FleetFeed(Feed):
 
 
 def _content(node: answers.Node, now_ms: int) -> object:
-    """Return a node's data with times in place of ages, which would change at each look."""
+    """Return a node's data with times in place of ages, which would change at every look."""
     cordoned_ms, quarantined_ms = node.cordon_age_ms, node.quarantine_age_ms
     left_ms = node.quarantine_left_ms
     return replace(
@@ -332,7 +333,7 @@ def _content(node: answers.Node, now_ms: int) -> object:
 
 
 class JobFeed(Feed):
-    """The feed of one job: everything that `rdzvctl status` shows, and the job's history."""
+    """The feed for one job: everything that `rdzvctl status` shows, and the job's history."""
 
     def __init__(self, answers: Shown, timings: Timings, rdzv_id: str) -> None:
         super().__init__(answers, timings)
@@ -345,7 +346,7 @@ class JobFeed(Feed):
         return self._answers.watched(self._rdzv_id) is not None
 
     def _note(self, rdzv_id: str | None) -> None:
-        # If a change of a node affects the job, the job's own rdzv_id is reported.
+        # If a change to a node affects the job, the job's own rdzv_id is reported.
         if rdzv_id == self._rdzv_id:
             self._woken.set()
 
@@ -369,7 +370,7 @@ class JobFeed(Feed):
 
 
 def _turn_of(view: JobView) -> object:
-    """Return a value that changes with every step that the history records."""
+    """Return a value that changes with every step recorded in the history."""
     nodes = tuple((node.node_id, node.state) for node in view.nodes)
     submission = view.submission
     placed = submission.placed if submission is not None else ()
@@ -388,7 +389,7 @@ def _parts(rows: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 
 class Feeds:
-    """All feeds of one server. Made by `running`."""
+    """All feeds of one server. Created by `running`."""
 
     def __init__(
         self, answers: Shown, limits: Limits, timings: Timings, tasks: asyncio.TaskGroup
@@ -398,9 +399,9 @@ class Feeds:
         self._limits = limits
         self._timings = timings
         self.by_rdzv_id: dict[str | None, Feed] = {}
-        """The feeds, by rdzv_id; the key None is for the feed of all jobs and nodes."""
+        """The feeds, by rdzv_id. The key None is for the feed of all jobs and nodes."""
         self.readers = 0
-        """The number of readers of all feeds."""
+        """The number of readers across all feeds."""
         self._closed = False
 
     @classmethod
@@ -429,7 +430,7 @@ class Feeds:
         Raises:
             UnknownJobError: no node has ever joined the job.
             LimitExceededError: there are too many readers.
-            RendezvousConnectionError: this server does not lead, or is stopping.
+            RendezvousConnectionError: this server does not lead or is stopping.
 
         """
         if self._closed:
@@ -472,7 +473,7 @@ class Feeds:
         return JobFeed(self._answers, self._timings, rdzv_id)
 
     def close(self) -> None:
-        """End all readers, because this server is stopping, and accept no more."""
+        """End all readers because this server is stopping, and accept no more."""
         self._closed = True
         for feed in self.by_rdzv_id.values():
             feed.fail(RendezvousConnectionError("this server is stopping; connect again"))

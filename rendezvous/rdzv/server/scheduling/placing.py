@@ -1,9 +1,9 @@
-"""Places submitted jobs: gets a plan from `core/fleet/job_queue`, and carries it out.
+"""Places submitted jobs: gets a plan from `core/fleet/job_queue` and carries it out.
 
-The plan depends on what each node reports about itself (`known_nodes`), whether it is connected,
-and what operators have ordered for it (`cordons`, `drains`). Each placement is a command to the
-job's rendezvous, and is decided, stored and announced like any other. So this module stores nothing
-itself, and a server that takes over continues from the stored jobs.
+The plan depends on what each node reports about itself (`known_nodes`), whether the node is
+connected, and what operators have ordered for it (`cordons`, `drains`). Each placement is a command
+to the job's rendezvous, and is decided, stored and announced like any other. This module therefore
+stores nothing itself, and a server that takes over continues from the stored jobs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger("rdzv.scheduling")
 
 
 class Placer:
-    """Places one server's submitted jobs, whenever a change may have made it possible."""
+    """Places one server's submitted jobs whenever a change may have made that possible."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Placer:
         retry_ms: int,
         settle_ms: int,
     ) -> None:
-        """`lock` is held while jobs are placed, so that no node is cordoned meanwhile.
+        """Hold `lock` while placing jobs, so that no node is cordoned in the meantime.
 
         For `settle_ms` after the start, nodes may still be reconnecting.
         """
@@ -78,7 +78,7 @@ class Placer:
         self.settled_at_ms = 0
         """The time until which nodes may still be reconnecting to this server."""
         self.stopped = False
-        """Whether `stop` was called."""
+        """Whether `stop` has been called."""
         self._timer = Timer(clock, self._look)
         self._waits: Mapping[str, QueuedWait] = {}
 
@@ -93,26 +93,26 @@ class Placer:
         self._timer.cancel()
 
     def wake(self) -> None:
-        """Arrange to place jobs soon, once for all changes that come together."""
+        """Schedule placement of jobs soon, once for all changes that arrive together."""
         if not self.stopped and (self._known or self._waits):
             self._timer.arm_by(self._clock.now_ms() + self._quiet_ms)
 
     def queue_wait_of(self, rdzv_id: str) -> QueuedWait | None:
-        """Return what a job waits for; None if it does not wait for nodes."""
+        """Return what a job is waiting for, or None if it is not waiting for nodes."""
         return self._waits.get(rdzv_id)
 
     def _look(self, due_ms: int) -> None:
         self._tasks.start(self.place())
 
     async def place(self) -> None:
-        """Decide which jobs get which nodes now; store and announce the decisions."""
+        """Decide which jobs get which nodes now, and store and announce the decisions."""
         async with self._lock:
             await self._bar()
             done: list[tuple[str, Command]] = []
             while not self.stopped and await self._resolved() and (commands := self._decide()):
                 if commands == done:
                     log.error(
-                        "a bug in rdzvd, please report it: placing changes nothing: %s", commands
+                        "a bug in rdzvd, please report it: placement changes nothing: %s", commands
                     )
                     return
                 for rdzv_id, command in commands:
@@ -125,7 +125,7 @@ class Placer:
                 done = commands
 
     async def _bar(self) -> None:
-        """Bar quarantined nodes from all jobs, before any job gets new nodes."""
+        """Bar quarantined nodes from all jobs before any job gets new nodes."""
         bar = self._quarantine.bar
         barred = dict(bar.barred)
         for state in self._jobs.states:
@@ -136,12 +136,14 @@ class Placer:
                 await self._engine.submit(membership.rdzv_id, bar)
             except RendezvousError as error:
                 log.warning(
-                    "cannot release nodes of job %s now, will retry: %s", membership.rdzv_id, error
+                    "cannot release nodes from job %s now, will retry: %s",
+                    membership.rdzv_id,
+                    error,
                 )
                 self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
 
     async def _resolved(self) -> bool:
-        """Resolve every commit in doubt, as it may have given nodes to a job.
+        """Resolve every commit in doubt, because it may have given nodes to a job.
 
         Return False if one cannot be resolved now; it will be retried.
         """
@@ -160,11 +162,11 @@ class Placer:
         return True
 
     def _decide(self) -> list[tuple[str, Command]]:
-        """Return the commands that are due now, and arm the timer for later ones."""
+        """Return the commands that are due now, and set the timer for later ones."""
         now_ms = self._clock.now_ms()
         states = [state for state in self._jobs.states if state.membership.submission is not None]
         if not states:
-            # Nothing waits for nodes: there is no need to look at thousands of them.
+            # No job is waiting for nodes, so there is no need to look at thousands of them.
             self._waits = {}
             return []
         going = self._drains.all()
@@ -180,7 +182,7 @@ class Placer:
         return [*_withdrawn_from(going, states), *_commands(decided, runs, lost)]
 
     def _arm(self, states: Iterable[State], now_ms: int) -> None:
-        """Set the timer for when the server has settled or a job may grow, whichever is first."""
+        """Set the timer for when the server settles or a job may grow, whichever comes first."""
         due = [grows_at_ms(state) for state in states if state.membership.ended is None]
         later = [at_ms for at_ms in (self.settled_at_ms, *due) if at_ms is not None]
         later = [at_ms for at_ms in later if now_ms < at_ms]
@@ -188,7 +190,7 @@ class Placer:
             self._timer.arm_by(min(later))
 
     def _vanished(self, states: Iterable[State]) -> dict[str, tuple[str, ...]]:
-        """Return, by job, the chosen nodes that have not joined and are no longer known."""
+        """Return the chosen nodes that have not joined and are no longer known, by job."""
         records = self._records()
         vanished = {
             state.membership.rdzv_id: tuple(n for n in awaited(state) if n not in records)
@@ -200,12 +202,12 @@ class Placer:
     # ---------------------------------------------------------------- what would be placed
 
     def check_placeable(self, spec: JobSpec) -> None:
-        """Refuse a job that no known node could ever take.
+        """Refuse a job that no known node could ever run.
 
         While nodes may still be reconnecting to a server that has just started, every job passes.
 
         Raises:
-            InvalidRequestError: no node could take it; the error names what the best match lacks.
+            InvalidRequestError: no node could run it; the error says what the best match lacks.
 
         """
         if self._clock.now_ms() < self.settled_at_ms:
@@ -218,7 +220,7 @@ class Placer:
             )
 
     def short_without(self, node_id: str) -> str:
-        """Return which jobs would have too few nodes without this one; empty if none would."""
+        """Return which jobs would have too few nodes without this one; empty if there are none."""
         states = [
             state
             for state in self._jobs.states
@@ -243,7 +245,7 @@ class Placer:
         return f"{have} that it needs, and {counted(free, 'other')} free for it"
 
     def _free_for(self, state: State, going: set[str]) -> int:
-        """Count the nodes that are about to join a submitted job, or that it could be placed on."""
+        """Count the nodes that are about to join a submitted job or on which it could be placed."""
         coming = [n for n in awaited(state) if n not in going]
         states = [s for s in self._jobs.states if s.membership.submission is not None]
         hosts = [
@@ -273,7 +275,7 @@ def _withdrawn_from(
 def _commands(
     decided: Plan, runs: Mapping[str, str], lost: Mapping[str, Collection[str]]
 ) -> list[tuple[str, Command]]:
-    """Convert a plan to commands; those that free nodes come first, as other jobs wait for them."""
+    """Convert a plan to commands. Those that free nodes come first, as other jobs wait for them."""
     commands: list[tuple[str, Command]] = []
     for rdzv_id, reason in decided.hopeless.items():
         commands.append((rdzv_id, GiveUp(runs[rdzv_id], reason)))

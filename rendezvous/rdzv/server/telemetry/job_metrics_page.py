@@ -1,7 +1,8 @@
-"""Writes the metrics of each job: its counters (`job_tallies`) and its current state.
+"""Writes the metrics for each job: its counters (`job_tallies`) and its current state.
 
-This module writes the text itself, without prometheus-client: there may be hundreds of thousands of
-lines, and nodes wait for the event loop meanwhile. A job takes a fraction of a millisecond.
+This module writes the text itself, without prometheus-client, because there may be hundreds of
+thousands of lines, during which nodes wait for the event loop. A job takes a fraction of a
+millisecond.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def node_states(state: State) -> Tally[NodeState]:
 def missing_nodes(state: State) -> int:
     """Return how many more nodes a job needs to complete a round.
 
-    The result is 0 while a round is live, and after the run has ended.
+    The result is 0 while a round is live and after the run has ended.
     """
     if job_state(state) not in (JobState.QUEUED, JobState.JOINING, JobState.STOPPING):
         return 0
@@ -60,7 +61,7 @@ def missing_nodes(state: State) -> int:
 
 
 def why_not_running(state: State) -> str:
-    """Return in a few words why no round is live; empty if one is, or if the run has ended.
+    """Return a few words on why no round is live; empty if one is or if the run has ended.
 
     For a full sentence about the same state, see `explain`.
     """
@@ -81,7 +82,7 @@ def why_not_running(state: State) -> str:
 
 
 def _flapping(state: State, now_ms: int) -> int:
-    """Count the nodes that were lost more than once recently."""
+    """Count the nodes that have recently been lost more than once."""
     newest = {departure.node_id: departure.at_ms for departure in state.membership.departures}
     since_ms = now_ms - state.tuning.flap_window_ms
     return sum(1 for node_id in holds(state) if newest[node_id] > since_ms)
@@ -200,7 +201,7 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
 
 
 class JobPage:
-    """The metrics of all jobs as text. Jobs are added one by one."""
+    """The metrics for all jobs as text. Jobs are added one at a time."""
 
     def __init__(self) -> None:
         self._lines: dict[str, list[str]] = {name: [] for name in JOB_METRICS}
@@ -235,7 +236,7 @@ class JobPage:
             self._add_progress(job, progress)
 
     def _add_budgets(self, job: str, membership: Membership) -> None:
-        """Add the job's budgets other than restarts: how much of each was spent, and its limit."""
+        """Add the job's budgets other than restarts, each with its limit and how much was spent."""
         spent, settings = membership.spent, membership.settings
         for name, value in (
             ("preemptions_spent", spent.preemptions),
@@ -249,7 +250,7 @@ class JobPage:
                 self._add(f"rdzv_job_{name}", job, value)
 
     def add_straggling(self, state: State, stragglers: Sequence[Straggler]) -> None:
-        """Add how many of a live job's workers straggle, and how long the others wait for one."""
+        """Add how many of a live job's workers straggle, and how long others wait for one."""
         job = _label("rdzv_id", state.membership.rdzv_id)
         self._add("rdzv_job_straggling_ranks", job, len(stragglers))
         most = max((one.wait_share or 0.0 for one in stragglers), default=0.0)
@@ -274,7 +275,7 @@ class JobPage:
             add("rdzv_job_snapshot_bytes", job, sum(one.bytes for one in held))
 
     def _add_progress(self, job: str, progress: Sequence[RankProgress]) -> None:
-        """Add extremes and median over a job's workers; one series per worker would be too many."""
+        """Add extremes and a median over a job's workers; a series for each would be too many."""
         add = self._add
         steps = sorted(one.step for one in progress)
         ages = [one.age_ms for one in progress]
@@ -297,7 +298,7 @@ class JobPage:
     def add_phases(
         self, rdzv_id: str, phases: Mapping[str, int], of_nodes: Mapping[str, int]
     ) -> None:
-        """Add how a job, and its nodes, have spent their time: milliseconds by phase."""
+        """Add the milliseconds that a job and its nodes have spent in each phase."""
         job, whole_ms = _label("rdzv_id", rdzv_id), sum(phases.values())
         for phase, ms in phases.items():
             self._add("rdzv_job_phase_seconds", f'{job},phase="{phase}"', ms / 1000)
@@ -335,7 +336,7 @@ class JobPage:
         self._lines[name].append(f"{name}{{{labels}}} {value}\n")
 
     def parts(self) -> Iterator[bytes]:
-        """Yield the text of each metric and free it: freeing all of them at once takes long."""
+        """Yield each metric's text and free it, because freeing all of them at once takes long."""
         for name, (kind, text) in JOB_METRICS.items():
             head = f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
             yield (head + "".join(self._lines.pop(name))).encode()

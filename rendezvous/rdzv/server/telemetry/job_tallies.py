@@ -1,4 +1,4 @@
-"""The counters of each job. `Metrics` counts, and `JobPage` writes the counters on the page."""
+"""The counters for each job. `Metrics` increments them, and `JobPage` writes them to the page."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ CHANGES = ("joined", "left", "lost", "replaced")
 """The kinds of change in a job's membership."""
 
 STOP, FORM = "stop", "form"
-"""The phases of a recovery: until the last node has stopped, and from then to the next round."""
+"""The phases of a recovery: until the last node has stopped, and from then until the next round."""
 
 
 @dataclass(slots=True)
 class Sum:
-    """The number of events of one kind, and their total duration."""
+    """The number of events of one kind and their total duration."""
 
     count: int = 0
     ms: int = 0
@@ -30,18 +30,19 @@ class Sum:
 
 @dataclass(slots=True)
 class JobTally:
-    """The counters of one run of a job, from the moment this server learned of it."""
+    """The counters for one run of a job, from the moment this server learned of it."""
 
     since_ms: int
     ended_ms: int | None = None
     final: JobState | None = None
-    """The state in which the run ended; None if it has not ended."""
+    """The state in which the run ended, or None if it has not ended."""
     running_ms: int = 0
-    """How long earlier rounds were live in total."""
+    """The total time for which earlier rounds were live."""
     running_since_ms: int | None = None
     round_ended_ms: int | None = None
     settled_ms: int | None = None
-    """When all nodes of the last round had stopped; None if they have not, or if unknown."""
+    """When all nodes in the last round had stopped; None if they have not, or if this is
+    unknown."""
     failures: int = 0
     restarts: int = 0
     completed: int = 0
@@ -52,7 +53,7 @@ class JobTally:
 
     @classmethod
     def of(cls, state: State, now_ms: int) -> JobTally:
-        """Return counters for a run that may have begun long ago; they start at zero."""
+        """Return counters that start at zero, for a run that may have begun long ago."""
         tally = cls(now_ms)
         round_ = state.membership.round
         if round_ is not None and round_.end is not None:
@@ -70,10 +71,10 @@ class JobTally:
             self.running_since_ms = None
 
     def running_until(self, now_ms: int) -> int:
-        """Return for how many milliseconds rounds were live, up to `now_ms`."""
+        """Return the number of milliseconds for which rounds were live, up to `now_ms`."""
         since_ms = now_ms if self.running_since_ms is None else self.running_since_ms
         return self.running_ms + max(now_ms - since_ms, 0)
 
     def elapsed_until(self, now_ms: int) -> int:
-        """Return for how many milliseconds the run was counted, up to `now_ms` or to its end."""
+        """Return how many milliseconds of the run were counted, up to `now_ms` or its end."""
         return max((now_ms if self.ended_ms is None else self.ended_ms) - self.since_ms, 0)

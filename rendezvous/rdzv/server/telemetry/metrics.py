@@ -1,8 +1,8 @@
-"""rdzvd's /metrics page; `docs/metrics.md` lists the metrics.
+"""rdzvd's /metrics page. `docs/metrics.md` lists the metrics.
 
 Counters and histograms are fed by the same events as the log and the history, so all three agree.
-They count from the start of this process: in a server that takes over, they start from zero. Gauges
-are computed from the current state at each scrape.
+They count from the start of this process, so they start from zero in a server that takes over.
+Gauges are computed from the current state at each scrape.
 
 The server's own metrics use prometheus-client. `job_metrics_page` writes the jobs' metrics, one
 slice of jobs at a time.
@@ -57,19 +57,19 @@ SLICE_JOBS = 50
 """How many jobs are written before other tasks run; this takes two or three milliseconds."""
 
 ENDED_JOBS = 1_000
-"""The largest number of ended jobs that /metrics shows."""
+"""The maximum number of ended jobs shown by /metrics."""
 
 KEPT, NEW = "kept", "new"
-"""Kinds of workers in a round: kept from the round before, or new."""
+"""The kinds of workers in a round: kept from the previous round, or new."""
 
 STARTS = tuple(WorkerStart)
-"""The ways in which workers are started for a round, as nodes report them."""
+"""The ways in which workers are started for a round, as reported by nodes."""
 
 FIRST, AGAIN = "first", "again"
-"""Kinds of formation: a run's first round, or a later one."""
+"""The kinds of formation: a run's first round, or a later one."""
 
 NO_CAUSE = "none"
-"""The cause that is counted for a hang if the records of collectives show none."""
+"""The cause counted for a hang if the records of collectives show none."""
 
 _LIVE_STATES = (JobState.QUEUED, JobState.JOINING, JobState.RUNNING, JobState.STOPPING)
 _RESULT_STATE = {result: JobState(result.value) for result in Result}
@@ -79,11 +79,11 @@ _COMMIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 _LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 SERVER, ROOM, JOBS, C10D, TLS = "server", "room", "jobs", "c10d", "tls"
-"""Groups of metrics that are computed at each scrape; if one fails, the others remain."""
+"""The groups of metrics that are computed at each scrape. If one fails, the others remain."""
 
 
 class Metrics(Meter, Collector):
-    """Counts one server's events over all its terms as leader, and shows them to Prometheus."""
+    """Counts one server's events over all its terms as leader, and exposes them to Prometheus."""
 
     def __init__(
         self,
@@ -94,10 +94,10 @@ class Metrics(Meter, Collector):
         c10d: Callable[[], Iterable[JobView]] | None = None,
         expires: Callable[[], datetime] | None = None,
     ) -> None:
-        """`look` returns the server's current figures, or None while it does not lead.
+        """Get the server's current figures from `look`, or None while the server does not lead.
 
         `c10d` returns the jobs in torch's own store; it is None if this server serves no such
-        store. `expires` returns the expiry of the server's certificate; it is None if it has no
+        store. `expires` returns when the server's certificate expires; it is None if there is no
         certificate.
         """
         self._look = look
@@ -109,10 +109,10 @@ class Metrics(Meter, Collector):
         self._scrapes = 0
         self._ended_ms = config.timings.ended_job_ms
         self.tallies: dict[str, JobTally] = {}
-        """Jobs that have not ended, by rdzv_id."""
+        """The tallies of jobs that have not ended, by rdzv_id."""
         self._ledgers = JobLedgers()
         self.ended: dict[str, JobTally] = {}
-        """Jobs that have ended, in the order in which they ended."""
+        """The tallies of jobs that have ended, in the order in which they ended."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self._count_events(self._registry)
@@ -126,7 +126,7 @@ class Metrics(Meter, Collector):
         about.labels(version, platform.python_version(), config.store).set(1)
 
     def add_process(self) -> None:
-        """Add the metrics of this process and its interpreter."""
+        """Add metrics for this process and its interpreter."""
         add_process(self._registry)
 
     def _count_events(self, registry: CollectorRegistry) -> None:
@@ -172,7 +172,7 @@ class Metrics(Meter, Collector):
             "Time after a round's end: until all have stopped, and from then to the next round.",
             ("phase",),
         )
-        # Every series starts at zero, because Prometheus misses the first increase of a new one.
+        # Every series starts at zero, because Prometheus misses the first increase of a new series.
         for metric, values in (
             (self._runs_ended, Result),
             (self._rounds_ended, Cause),
@@ -223,7 +223,7 @@ class Metrics(Meter, Collector):
     # ---------------------------------------------------------------- events
 
     def loaded(self, state: State, now_ms: int) -> None:
-        """Start counting a job that was loaded from the store, or continue its earlier counts."""
+        """Start counting a job that was loaded from the store, or resume its earlier counts."""
         membership = state.membership
         if not membership.run or membership.ended is not None:
             self.tallies.pop(membership.rdzv_id, None)
@@ -233,7 +233,7 @@ class Metrics(Meter, Collector):
         tally.follow(state, now_ms)
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Count what only history rows report: time by phase, starts of workers, and hangs."""
+        """Count what only history rows report: time by phase, worker starts, and hangs."""
         self._ledgers.recorded(rows)
         for row in rows:
             if row.name == "StacksTaken":
@@ -311,7 +311,7 @@ class Metrics(Meter, Collector):
     def _settle(self, tally: JobTally, event: RoundSettled, restarts: int, now_ms: int) -> None:
         tally.ended[event.cause] += 1
         if event.root_cause is not None and event.root_cause.suspect:
-            # No peer's failure was found, so the suspect's own counts.
+            # No peer's failure was found, so the suspect's own failure counts.
             tally.failures += 1
             self._failures.inc()
         self._rounds_ended.labels(event.cause).inc()
@@ -346,7 +346,7 @@ class Metrics(Meter, Collector):
             self._ledgers.drop(rdzv_id)
 
     def forget_jobs(self) -> None:
-        """Drop all jobs, because this server no longer leads."""
+        """Drop all jobs because this server no longer leads."""
         self.tallies.clear()
         self.ended.clear()
         self._ledgers.clear()
@@ -359,7 +359,7 @@ class Metrics(Meter, Collector):
         self._commits.observe(self._now_s() - began_s)
 
     def store_failed(self, *, writes: bool) -> None:
-        """Count a call that the store did not answer, or a write that it did not accept."""
+        """Count a call that the store did not answer or a write that it did not accept."""
         self._store_errors.labels("write" if writes else "read").inc()
 
     def call_refused(self, code: str) -> None:
@@ -367,7 +367,7 @@ class Metrics(Meter, Collector):
         self._calls_refused.labels(code).inc()
 
     def loop_late(self, late_ms: int) -> None:
-        """Record by how much the event loop was late for a timer."""
+        """Record how late the event loop was for a timer."""
         self._lag.observe(max(late_ms, 0) / 1000)
 
     def stream_opened(self) -> None:
@@ -375,7 +375,7 @@ class Metrics(Meter, Collector):
         self._streams_opened.inc()
 
     def node_lost(self) -> None:
-        """Count a node that was given up, once for all its jobs."""
+        """Count a node that was given up; called once for all of its jobs."""
         self._nodes_lost.inc()
 
     def received(self) -> None:
@@ -389,9 +389,9 @@ class Metrics(Meter, Collector):
     # ---------------------------------------------------------------- scrapes
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the server's own gauges; prometheus-client calls this.
+        """Yield the server's own gauges; called by prometheus-client.
 
-        If a part fails, its gauges are missing, and a metric reports the failure.
+        If a part fails, its gauges are missing and a metric reports the failure.
         """
         asked: dict[str, Collect] = {SERVER: self._collect_server, ROOM: self._collect_room}
         if (views := self._c10d) is not None:
@@ -444,7 +444,7 @@ class Metrics(Meter, Collector):
         )
 
     def _collect_room(self) -> Iterator[Metric]:
-        """Yield the gauges of the nodes' resources for submitted jobs."""
+        """Yield the gauges for the nodes' resources for submitted jobs."""
         figures = self._look()
         if figures is None:
             return
@@ -475,7 +475,7 @@ class Metrics(Meter, Collector):
         )
 
     async def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format; other tasks run in between.
+        """Return all metrics in Prometheus's text format; other tasks run in between.
 
         Raises:
             LimitExceededError: too many scrapes are in progress.
@@ -492,7 +492,7 @@ class Metrics(Meter, Collector):
             with self._parts.computing(JOBS):
                 async for part in self._job_parts():
                     parts.append(part)
-            # Generated after the jobs, because it reports whether they could be written.
+            # Generate this after the jobs, because it reports whether they could be written.
             return b"".join((prometheus_client.generate_latest(self._registry), *parts))
         finally:
             self._scrapes -= 1
@@ -524,12 +524,12 @@ class Metrics(Meter, Collector):
 
 
 def _known(states: Iterable[State]) -> Iterator[State]:
-    """Yield the jobs that have a run that has not ended."""
+    """Yield the jobs that have a run in progress."""
     return (s for s in states if s.membership.run and s.membership.ended is None)
 
 
 def _replaced(last: Round, round_: Round) -> int:
-    """Count the nodes of the last round whose places other nodes have taken in this one."""
+    """Count the nodes from the last round whose places other nodes have taken in this one."""
     before = {participant.node_id for participant in last.participants}
     after = {participant.node_id for participant in round_.participants}
     return min(len(before - after), len(after - before))
