@@ -257,7 +257,9 @@ def test_hostile_clients_disturb_nobody(c: Cluster) -> None:
     expected = [("a\x1b[2J/b c", "c10d"), ("good", "c10d")]
     c.wait_until("the jobs that can be read are shown", lambda: names(c) == expected)
     for rdzv_id in ("system", "system-inside", "deep", "text", "large", "counter"):
-        c.wait_until(f"{rdzv_id} is logged", lambda r=rdzv_id: f"job '{r}' is not" in c.server_log)
+        c.wait_until(
+            f"{rdzv_id} is logged", lambda r=rdzv_id: f"state of job '{r}':" in c.server_log
+        )
     odd = c.run("rdzvctl", "--server", c.endpoint, "status", "a\x1b[2J/b c")
     assert odd.returncode == 0
     assert "\x1b" not in odd.stdout + c.server_log
