@@ -101,7 +101,7 @@ class StackRelay:
     """Runs one server's stack collections."""
 
     def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
-        """Give nodes `answer_ms` to answer."""
+        """Allow nodes `answer_ms` to answer a request."""
         self._clock = clock
         self._limits = limits
         self._answer_ms = answer_ms

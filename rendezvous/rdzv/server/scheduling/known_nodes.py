@@ -21,7 +21,7 @@ class KnownNode:
     resources: Resources | None
     holdings: tuple[Holding, ...] = ()
     metrics: str = ""
-    """The address at which the node's agent serves /metrics; empty if it does not."""
+    """The address at which the node's agent serves /metrics; empty if it serves none."""
     failing: tuple[FailingCheck, ...] = ()
     failing_since_ms: int = 0
 

@@ -84,21 +84,21 @@ class Limits:
 
     # Bounds on what a caller may send.
     name_chars: int = 128
-    """For rdzv_id and node_id: long enough for a pod's full name. They become directory names."""
+    """The maximum length of rdzv_id and node_id, which become directory names. Fits any pod's name."""
     uid_chars: int = 64
-    """For instance and run, which are random ids. A UUID has 36 characters."""
+    """The maximum length of instance and run, which are random ids. A UUID has 36 characters."""
     address_chars: int = 255
     """The length of the longest DNS name."""
     label_chars: int = 255
-    """For role, topology, machine and versions."""
+    """The maximum length of role, topology, machine and versions."""
     secret_chars_least: int = 16
     """The minimum length of a job's secret, whose stored hash would reveal a shorter one."""
     reason_chars: int = 1_000
-    """For a sentence for people. Longer ones are truncated."""
+    """The maximum length of a sentence for people. Longer ones are truncated."""
     traceback_chars: int = 16_384
-    """For tracebacks, which are stored with the job. Longer ones lose their beginning."""
+    """The maximum length of a traceback stored with a job. Longer ones lose their beginning."""
     args_bytes: int = 128 * 1024
-    """For the arguments of a submitted job, which are stored with it and sent to each node."""
+    """The size of a submitted job's arguments, which are stored with it and sent to each node."""
     env_bytes: int = 128 * 1024
     """For the environment of a submitted job, which is stored and sent in the same way. Linux
     allows as much in a single variable."""
@@ -120,7 +120,7 @@ class Limits:
     """The number of stuck processes in a report. The rest are dropped, because one is reason
     enough."""
     restarts: int = 1_000_000
-    """For max_restarts: more than any job can spend."""
+    """The largest max_restarts, which is more than any job can spend."""
     steps: int = 1 << 53
     """The number of steps that a parked worker has sealed. JSON readers do not read larger integers
     exactly."""
@@ -158,7 +158,7 @@ class Limits:
     stack_workers: int = 256
     """The number of workers in one message from a node, which sends them one at a time."""
     arrivals: int = 1 << 17
-    """The number of times in one report of when a node's workers entered collectives."""
+    """The number of collective entry times in one report from a node."""
     clock_reasons: int = 16
     """The number of reasons for the clock speed of one GPU. NVML has eleven."""
     record_groups: int = 64

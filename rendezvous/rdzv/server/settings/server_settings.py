@@ -56,7 +56,7 @@ def _etcd_endpoint(text: str) -> None:
 
 
 class Tls(Table, frozen=True):
-    """How connections are encrypted and who may connect."""
+    """Settings for how connections are encrypted and who may connect."""
 
     cert: Annotated[Path | None, setting(default_words="connections are not encrypted", reason="""
         The certificate that rdzvd presents, with any certificates between it and the CA (PEM). This
@@ -211,7 +211,7 @@ class Notify(Table, frozen=True):
 
 
 class Lease(Table, frozen=True):
-    """How long nodes may be silent."""
+    """Settings for how long nodes may be silent."""
 
     duration: Annotated[Duration, _sets("nodes_tuning.lease_ms", ge=2, le=10 * MINUTE, reason="""
         How long a node may be silent before its seat is given away. Raise it on a network that
@@ -239,7 +239,7 @@ class Lease(Table, frozen=True):
 
 
 class Forming(Table, frozen=True):
-    """When rounds are formed."""
+    """Settings for when rounds are formed."""
 
     gather_quiet: Annotated[Duration, _sets(
         "tuning.gather_quiet_ms", ge=0, le=10 * MINUTE, reason="""
