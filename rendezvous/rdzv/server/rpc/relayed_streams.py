@@ -72,8 +72,8 @@ class RelayedStreams:
         self._relay = callers.present.get()
         lease_ms = config.nodes_tuning.lease_ms
         self._quiet_ms = config.nodes_tuning.quiet_for(lease_ms)
-        """How long the relay may be silent before its nodes' silence proves nothing. No lease can have
-        expired by then."""
+        """How long the relay may be silent before its nodes' silence proves nothing. No lease can
+        have expired by then."""
         self._calls: dict[int, RelayedCall] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._outgoing = Batches[pb.ToNode]()

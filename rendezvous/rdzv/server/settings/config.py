@@ -84,7 +84,8 @@ class Limits:
 
     # Bounds on what a caller may send.
     name_chars: int = 128
-    """The maximum length of rdzv_id and node_id, which become directory names. Fits any pod's name."""
+    """The maximum length of rdzv_id and node_id, which become directory names. Any pod's
+    name fits."""
     uid_chars: int = 64
     """The maximum length of instance and run, which are random ids. A UUID has 36 characters."""
     address_chars: int = 255
@@ -100,7 +101,7 @@ class Limits:
     args_bytes: int = 128 * 1024
     """The size of a submitted job's arguments, which are stored with it and sent to each node."""
     env_bytes: int = 128 * 1024
-    """For the environment of a submitted job, which is stored and sent in the same way. Linux
+    """The size of a submitted job's environment, which is stored and sent in the same way. Linux
     allows as much in a single variable."""
     env_variables: int = 1_000
     """The number of variables in a submitted job's environment."""
