@@ -671,7 +671,7 @@ class Agent:
 
     def preempt(self, left_ms: int) -> None:
         """Receive a notice that this node is about to be preempted."""
-        if self.drain.wish(left_ms, "preempted") and self.connection is not None:
+        if self.drain.note_wish(left_ms, "preempted") and self.connection is not None:
             self.connection.up(pb.NodeMessage(draining=encoding.draining(self.drain)))
 
     def _tell_notice(self, event: Event) -> None:
@@ -768,7 +768,7 @@ class Agent:
             elif message.HasField("drain"):
                 drain = message.drain
                 self.world.note(f"{self.instance} is drained: {drain.deadline_ms} ms")
-                self.drain.hear(drain.number, drain.deadline_ms, drain.reason)
+                self.drain.take_from_server(drain.number, drain.deadline_ms, drain.reason)
             elif message.HasField("undrain"):
                 self.drain.lift()
             elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:

@@ -154,7 +154,7 @@ MUTANTS = (
     ),
     Mutant(
         "a repeated drain has the deadline of another server's clock",
-        "NodeDrain.hear",
+        "NodeDrain.take_from_server",
         "        if self.told is None or self.told.number != number:",
         "        if True:",
         by="tests/unit/agent/test_agent_notice.py",
@@ -190,7 +190,7 @@ MUTANTS = (
     ),
     Mutant(
         "a lifted drain ends workers all the same",
-        "_lift_notice",
+        "_lift_drain_notice",
         "replace(notice, due_ms=None, forget_ms=forget_ms)",
         "replace(notice, forget_ms=forget_ms)",
         by=NOTICE_TESTS,
@@ -217,7 +217,7 @@ MUTANTS = (
     ),
     Mutant(
         "a later wish puts off an earlier one",
-        "wish",
+        "note_wish",
         "        if self.wished is not None and self.wished.due_ms <= wished.due_ms:",
         "        if False:",
         by=NOTICE_TESTS,

@@ -26,9 +26,9 @@ from rdzv.agent.node.submitted_launch import (
 )
 from rdzv.agent.observers.progress_files import ProgressFiles
 from rdzv.agent.observers.snapshot_file_watch import SnapshotFileWatch
-from rdzv.agent.output.log_answers import LogAnswers, Piece, ReadRequest
 from rdzv.agent.output.run_files import RoundOutput, RunLogs, WorkerOutput, Written
 from rdzv.agent.output.run_folders import INDEX, RunFolders
+from rdzv.agent.output.worker_log_reader import Piece, ReadRequest, WorkerLogReader
 from rdzv.agent.runner.linux import identity
 from rdzv.agent.server_link.placed_jobs import Placed
 from rdzv.agent.system.accounts import (
@@ -435,7 +435,7 @@ async def read_log(written: Written) -> list[Piece]:
         if piece.last:
             over.set()
 
-    reading = LogAnswers(say)
+    reading = WorkerLogReader(say)
     reading.serve("job-7", written)
     try:
         reading.read(ReadRequest(1, "job-7", 1 << 20, stderr=False))

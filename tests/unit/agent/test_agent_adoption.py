@@ -346,7 +346,7 @@ class Link:
 
     def __init__(self) -> None:
         self.said: list[pb.NodeMessage] = []
-        self.log_answers = SimpleNamespace(serve=lambda *_: None)
+        self.log_reader = SimpleNamespace(serve=lambda *_: None)
 
     def add(self, _: JobDriver) -> None:
         pass

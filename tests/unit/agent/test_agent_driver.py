@@ -69,7 +69,7 @@ class Link:
     def __init__(self) -> None:
         self.said: list[pb.NodeMessage] = []
         self.jobs: list[JobDriver] = []
-        self.log_answers = SimpleNamespace(serve=lambda *_: None)
+        self.log_reader = SimpleNamespace(serve=lambda *_: None)
 
     def add(self, job: JobDriver) -> None:
         self.jobs.append(job)

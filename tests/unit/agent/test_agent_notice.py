@@ -273,10 +273,10 @@ class Knows:
 
 def test_a_drain_keeps_its_deadline_however_often_it_is_repeated() -> None:
     node = Knows()
-    node.drain.hear(7, 60_000, WHY)
+    node.drain.take_from_server(7, 60_000, WHY)
     assert node.news() == [GIVEN]
     # As sent by a server whose clock is an hour ahead.
-    node.drain.hear(7, 0, WHY)
+    node.drain.take_from_server(7, 0, WHY)
     assert node.news() == []
     node.now_ms += 1_000
     assert node.drain.event() == events.NoticeGiven(59_000, WHY)
@@ -284,27 +284,27 @@ def test_a_drain_keeps_its_deadline_however_often_it_is_repeated() -> None:
 
 def test_another_drain_has_another_deadline() -> None:
     node = Knows()
-    node.drain.hear(7, 60_000, WHY)
-    node.drain.hear(8, 90_000, "longer")
+    node.drain.take_from_server(7, 60_000, WHY)
+    node.drain.take_from_server(8, 90_000, "longer")
     assert node.news()[1] == events.NoticeGiven(90_000, "longer")
 
 
 def test_of_a_drain_and_the_nodes_own_wish_the_earlier_counts() -> None:
     node = Knows()
-    assert node.drain.wish(30_000, "preempted")
-    node.drain.hear(7, 60_000, WHY)
+    assert node.drain.note_wish(30_000, "preempted")
+    node.drain.take_from_server(7, 60_000, WHY)
     assert node.news() == [events.NoticeGiven(30_000, "preempted")]
     node.drain.lift()
     assert node.news() == []
     assert node.drain.present is not None
     # A later notice does not extend the deadline.
-    assert not node.drain.wish(60_000, "preempted")
-    assert node.drain.wish(1_000, "SIGTERM")
+    assert not node.drain.note_wish(60_000, "preempted")
+    assert node.drain.note_wish(1_000, "SIGTERM")
 
 
 def test_a_drain_that_is_lifted_is_over() -> None:
     node = Knows()
-    node.drain.hear(7, 60_000, WHY)
+    node.drain.take_from_server(7, 60_000, WHY)
     node.drain.lift()
     assert node.news() == [GIVEN, LIFTED]
     assert node.drain.event() is None
@@ -323,7 +323,7 @@ def test_what_a_former_agent_was_told_is_lifted_or_said_anew() -> None:
             node.drain.lift()
             assert node.news() == [LIFTED]
         else:
-            node.drain.hear(7, 25_000, WHY)
+            node.drain.take_from_server(7, 25_000, WHY)
             assert node.news() == [events.NoticeGiven(25_000, WHY)]
 
 

@@ -141,7 +141,7 @@ class Node:
         self.declined: list[tuple[str, str, str]] = []
         self.removed: list[str] = []
         self.said: list[set[str]] = []
-        self.log_answers = Reading()
+        self.log_reader = Reading()
         self.ready, self.may_close = asyncio.Event(), asyncio.Event()
         self.former_are_gone = asyncio.Event()
         self.former_are_gone.set()
@@ -269,7 +269,7 @@ async def test_a_job_is_held_from_when_it_is_heard_of_until_nothing_is_left(node
     await node.until_free()
     assert node.runners == set()
     assert node.said[-1] == set()
-    assert (driver.closed, node.removed, node.log_answers.forgotten) == (1, ["job"], ["job"])
+    assert (driver.closed, node.removed, node.log_reader.forgotten) == (1, ["job"], ["job"])
     assert node.declined == []
 
 

@@ -141,7 +141,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "run_folders.RunFolders.release: path.rmdir",
         "run_folders._folders_of: entry.is_dir",
         "run_folders._folders_of: os.scandir",
-        "adoption_by_next_agent.NextAgent.close: self._path.unlink",
+        "agent_replacement.NextAgent.close: self._path.unlink",
         "descriptors.listen_at: listener.bind",
         "descriptors.short_path: os.open",
         "found_runner._connect: asyncio.get_running_loop().sock_connect",
@@ -212,7 +212,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "fates.FateRecorder.open: self._event_log.open",
         "worker_group.LocalWorkerGroup.prepare: self._logs_specs.open",
         # Of a job that is not here: it is empty.
-        "log_answers._Request.__init__: Written(), which is not told whose",
+        "worker_log_reader._Request.__init__: Written(), which is not told whose",
     ),
     "an abstract address is no file": (
         "torch_watch._Watch._report: sender.sendto",

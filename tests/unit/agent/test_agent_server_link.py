@@ -986,7 +986,7 @@ async def test_logs_are_sent_on_the_stream_as_far_as_there_is_credit(
     server: Server, tmp_path: Path
 ) -> None:
     link = link_to(server.endpoint)
-    link.log_answers.serve("job-7", written(tmp_path, "x" * 100_000))
+    link.log_reader.serve("job-7", written(tmp_path, "x" * 100_000))
     async with running(link):
         talk, _ = await server.greet()
         await talk.say(read_log=read_log(5, 64 * 1024))
@@ -1000,7 +1000,7 @@ async def test_logs_are_sent_on_the_stream_as_far_as_there_is_credit(
         await talk.say(read_log=pb.ReadLog(request=6, rdzv_id="job-8", credit=4_096))
         (refusal,) = [piece async for piece in pieces(talk, 6)]
         assert refusal.error == "this node takes no part in job-8"
-        link.log_answers.close()
+        link.log_reader.close()
 
 
 async def test_a_request_ends_with_its_stream_and_when_it_is_cancelled(
@@ -1008,7 +1008,7 @@ async def test_a_request_ends_with_its_stream_and_when_it_is_cancelled(
 ) -> None:
     log = written(tmp_path, "x")
     link = link_to(server.endpoint)
-    link.log_answers.serve("job-7", log)
+    link.log_reader.serve("job-7", log)
     async with running(link):
         talk, _ = await server.greet()
         for number in (5, 6):
@@ -1024,7 +1024,7 @@ async def test_a_request_ends_with_its_stream_and_when_it_is_cancelled(
         talk.end()
         await server.greet()
         assert not log.listeners
-        link.log_answers.close()
+        link.log_reader.close()
 
 
 @pytest.mark.slow
@@ -1034,7 +1034,7 @@ async def test_heartbeats_go_out_while_logs_are_sent_without_a_pause(
     """And they are answered, so that reading a log never leads to a fenced worker."""
     job = Job(fence_after_ms=FENCED_MS)
     link = link_to(server.endpoint, jobs=(job,))
-    link.log_answers.serve("job-7", written(tmp_path, ""))
+    link.log_reader.serve("job-7", written(tmp_path, ""))
     # A sparse file: it takes no room, and no slow heartbeat could reach its end.
     os.truncate(tmp_path / "stdout.log", 16 << 30)
     async with running(link):
@@ -1050,7 +1050,7 @@ async def test_heartbeats_go_out_while_logs_are_sent_without_a_pause(
             between += message.HasField("log_piece")
             heartbeats += message.HasField("heartbeat")
         assert between
-        link.log_answers.close()
+        link.log_reader.close()
 
 
 @pytest.mark.slow

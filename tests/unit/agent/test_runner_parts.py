@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from rdzv.agent.runner import zygote_process
-from rdzv.agent.runner.adoption_by_next_agent import NextAgent
 from rdzv.agent.runner.agent_link import AgentLink
+from rdzv.agent.runner.agent_replacement import NextAgent
 from rdzv.agent.runner.child_exits import Child, Children
 from rdzv.agent.runner.fence import Fence
 from rdzv.agent.runner.linux.boottime import Alarm

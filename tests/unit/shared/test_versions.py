@@ -19,7 +19,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.message import Message
 
-from rdzv.agent.output import log_answers
+from rdzv.agent.output import worker_log_reader
 from rdzv.agent.server_link import encoding as agent_wire
 from rdzv.client import LOG_POSITIONS
 from rdzv.errors import InvalidRequestError
@@ -168,8 +168,8 @@ def test_the_present_protocol_is_recorded_with_every_message() -> None:
 
 def test_agent_and_server_of_one_build_speak_the_same_protocol() -> None:
     assert AGENT_PROTOCOL_VERSION == config.PROTOCOL_VERSION
-    assert log_answers.PIECE_COST == worker_logs.PIECE_COST
-    assert LIMITS.log_piece_bytes == log_answers.PIECE_BYTES
+    assert worker_log_reader.PIECE_COST == worker_logs.PIECE_COST
+    assert LIMITS.log_piece_bytes == worker_log_reader.PIECE_BYTES
     assert LIMITS.log_positions == LOG_POSITIONS
 
 

@@ -160,7 +160,7 @@ class Daemon:
             link, resources, around, folders, runners, adoption, health, config.accounts
         )
         link.placements = placements
-        link.log_answers.past = folders.written
+        link.log_reader.past = folders.written
         return cls(path, config, link, placements, folders, set_log_level, adopted, health)
 
     @property
@@ -203,7 +203,7 @@ class Daemon:
                     await self._placements.hand_over(self._restart_within_ms)
                 else:
                     await self._placements.all_gone()
-                    await self._link.log_answers.finish(LOG_FINISH_TIMEOUT_S)
+                    await self._link.log_reader.finish(LOG_FINISH_TIMEOUT_S)
                 sweep.cancel()
                 superseded.cancel()
                 health.cancel()
@@ -212,7 +212,7 @@ class Daemon:
                 _, late = await asyncio.wait([talk], timeout=LINK_CLOSE_TIMEOUT_S)
                 for task in late:
                     task.cancel()
-        self._link.log_answers.close()
+        self._link.log_reader.close()
         if self._link.superseded is not None:
             raise self._link.superseded
 

@@ -196,9 +196,9 @@ def _apply(work: _Step, event: Event) -> None:
         case Withdrawn():
             _withdraw(work, event)
         case NoticeGiven():
-            _give_notice(work, event)
+            _give_drain_notice(work, event)
         case NoticeLifted():
-            _lift_notice(work)
+            _lift_drain_notice(work)
         case Ticked():
             pass
 
@@ -681,7 +681,7 @@ def _withdraw(work: _Step, event: Withdrawn) -> None:
         _leave(work, leaving, work.state.job.shutdown_timeout_ms, signum=None)
 
 
-def _give_notice(work: _Step, event: NoticeGiven) -> None:
+def _give_drain_notice(work: _Step, event: NoticeGiven) -> None:
     """Notify the workers, and wait until they exit; without workers the node leaves at once.
 
     Workers already notified get no second signal: only the deadline may change.
@@ -705,7 +705,7 @@ def _give_notice(work: _Step, event: NoticeGiven) -> None:
             work.do(NotifyWorkers(number, event.left_ms, event.reason, signum or None))
 
 
-def _lift_notice(work: _Step) -> None:
+def _lift_drain_notice(work: _Step) -> None:
     """Drop the deadline. Workers that still exit because of the notice have not failed."""
     state, notice = work.state, work.state.notice
     if notice is None or notice.due_ms is None or state.leaving is not None:

@@ -22,7 +22,7 @@ from rdzv.agent.handover.state_keeper import StateKeeper
 from rdzv.agent.job.context import JobContext
 from rdzv.agent.job.copies_of_snapshots import CopiesOfSnapshots
 from rdzv.agent.job.decisions import Decisions, now_ms
-from rdzv.agent.job.job_log import log_event
+from rdzv.agent.job.event_log_lines import log_event
 from rdzv.agent.job.reports import Belief, Reports
 from rdzv.agent.job.round import Round
 from rdzv.agent.job.runner_event_router import RunnerEventRouter
@@ -213,7 +213,7 @@ class JobDriver:
     def _serve_server(self) -> None:
         """Include this job in every Hello, and make its workers' logs readable."""
         self._link.add(self)
-        self._link.log_answers.serve(self.rdzv_id, self._context.workers.written)
+        self._link.log_reader.serve(self.rdzv_id, self._context.workers.written)
 
     async def get_ready(self, why_not: str = "") -> None:
         """After `resume`, get ready for the next rounds; `why_not` is set if that is impossible.

@@ -98,7 +98,7 @@ async def take_part(
                     await driver.prepare(endpoints[0])
                 return await _talk(link, drivers)
             finally:
-                link.log_answers.close()
+                link.log_reader.close()
                 for driver in drivers:
                     await driver.close()
 
@@ -133,7 +133,7 @@ async def _talk(link: ServerLink, drivers: Sequence[JobDriver]) -> list[NodeOutc
     async with asyncio.TaskGroup() as tasks:
         talk = tasks.create_task(link.run())
         outcomes = await asyncio.gather(*(driver.wait() for driver in drivers))
-        await link.log_answers.finish(LOG_FINISH_TIMEOUT_S)
+        await link.log_reader.finish(LOG_FINISH_TIMEOUT_S)
         link.close()
         _, late = await asyncio.wait([talk], timeout=LINK_CLOSE_TIMEOUT_S)
         for task in late:

@@ -487,7 +487,7 @@ class Placements:
             if bug is not None:
                 driver.say_failed(f"a bug in its rdzv-agent: {bug!r}")
             self._link.remove(driver)
-            self._link.log_answers.forget(held.name)
+            self._link.log_reader.forget(held.name)
         if bug is not None and not driver.joined:
             self._decline(held, f"a bug in its rdzv-agent: {bug!r}")
 

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from .adoption_by_next_agent import NextAgent
 from .agent_link import AgentLink
+from .agent_replacement import NextAgent
 from .channel import Channel
 from .child_exits import Children
 from .fence import Fence
@@ -170,7 +170,7 @@ class Runner:
     # ------------------------------------------------------------------ agents
 
     def _lose_agent(self, was_in_charge: bool) -> None:
-        self.next_agent.wait_for_one(was_in_charge=was_in_charge)
+        self.next_agent.wait_for_next_agent(was_in_charge=was_in_charge)
 
     def _stop_orphaned(self, grace_s: float) -> None:
         if self._workers.round is not None:

@@ -23,7 +23,7 @@ from rdzv.agent.observers.gpu_watch import GpuReport
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.observers.progress_files import Report
 from rdzv.agent.observers.stack_sampling import StacksAsked
-from rdzv.agent.output.log_answers import Piece, ReadRequest
+from rdzv.agent.output.worker_log_reader import Piece, ReadRequest
 from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.core.evidence.stacks import WorkerStack

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping
 
 from rdzv.agent.observers.stack_sampling import StacksAsked
-from rdzv.agent.output.log_answers import LogAnswers
+from rdzv.agent.output.worker_log_reader import WorkerLogReader
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.agent.server_link.placed_jobs import Key
@@ -26,7 +26,7 @@ class Inbox:
         placements: Callable[[], PlacementPort | None],
         declined: MutableMapping[Key, str],
         drain: NodeDrain,
-        log_answers: LogAnswers,
+        log_reader: WorkerLogReader,
         say: Callable[[pb.NodeMessage], None],
     ) -> None:
         """Deliver to these recipients, and use `say` to respond if a message's recipient is gone.
@@ -37,7 +37,7 @@ class Inbox:
         self._placements = placements
         self._declined = declined
         self._drain = drain
-        self._log_answers = log_answers
+        self._log_reader = log_reader
         self._say = say
 
     def take(self, message: pb.ServerMessage) -> None:
@@ -45,7 +45,7 @@ class Inbox:
         placements = self._placements()
         match message.WhichOneof("body"):
             case "read_log":
-                self._log_answers.read(encoding.read_request(message.read_log))
+                self._log_reader.read(encoding.read_request(message.read_log))
             case "log_credit":
                 self._note_credit(message.log_credit)
             case "take_stacks":
@@ -55,7 +55,7 @@ class Inbox:
                     placements.look_again()
             case "drain":
                 drain = message.drain
-                self._drain.hear(drain.number, drain.deadline_ms, drain.reason)
+                self._drain.take_from_server(drain.number, drain.deadline_ms, drain.reason)
             case "undrain":
                 self._drain.lift()
             case "placed" | "withdrawn":
@@ -65,9 +65,9 @@ class Inbox:
 
     def _note_credit(self, credit: pb.LogCredit) -> None:
         if credit.cancel:
-            self._log_answers.cancel(credit.request)
+            self._log_reader.cancel(credit.request)
         else:
-            self._log_answers.grant(credit.request, credit.bytes)
+            self._log_reader.grant(credit.request, credit.bytes)
 
     def _take_stacks(self, asked: StacksAsked) -> None:
         if (job := self._jobs.get(asked.rdzv_id)) is not None:

@@ -21,7 +21,7 @@ import grpc
 from rdzv.agent.agent_metrics_interface import Meter
 from rdzv.agent.core import events
 from rdzv.agent.observers.server_clock import ServerClock
-from rdzv.agent.output.log_answers import LogAnswers, Piece
+from rdzv.agent.output.worker_log_reader import Piece, WorkerLogReader
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.connection_log import ConnectionLog
 from rdzv.agent.server_link.fence_proofs import HEARTBEATS_PER_FENCE, FenceProofs
@@ -130,14 +130,14 @@ class ServerLink:
         self._closing = asyncio.Event()
         self._unanswered = 0
         """The number of streams without a Welcome since the last stream that had one."""
-        self.log_answers = LogAnswers(self._say_piece)
+        self.log_reader = WorkerLogReader(self._say_piece)
         self.drain = NodeDrain(_now_ms, self._tell_notice)
         self._inbox = Inbox(
             self._jobs,
             lambda: self.placements,
             self._declined,
             self.drain,
-            self.log_answers,
+            self.log_reader,
             self.say,
         )
         self.meter = Meter()
@@ -202,7 +202,7 @@ class ServerLink:
 
     def drain_node(self, left_ms: int, reason: str) -> None:
         """Make this node leave all its jobs within `left_ms`, and tell the server."""
-        if self.drain.wish(left_ms, reason):
+        if self.drain.note_wish(left_ms, reason):
             self.say(pb.NodeMessage(draining=encoding.draining(self.drain)))
 
     def _tell_notice(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
@@ -364,7 +364,7 @@ class ServerLink:
             self.meter.stream_ended(welcomed=self._lease_ms is not None, on_purpose=on_purpose)
             self._lease_ms = None
             self.outbox.forget()
-            self.log_answers.cancel_all()
+            self.log_reader.cancel_all()
             call.cancel()
 
     async def _first_answer(self, call: Call, endpoint: Endpoint) -> pb.ServerMessage | None:

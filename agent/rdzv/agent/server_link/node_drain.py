@@ -39,8 +39,8 @@ class NodeDrain:
         self.wished: Notice | None = None
         self.told: Notice | None = None
 
-    def wish(self, left_ms: int, reason: str) -> bool:
-        """Leave within `left_ms`, unless an earlier wish has an earlier deadline.
+    def note_wish(self, left_ms: int, reason: str) -> bool:
+        """Record the wish to leave within `left_ms`, unless an earlier one is due sooner.
 
         Returns whether the server must be told.
         """
@@ -50,7 +50,7 @@ class NodeDrain:
         self._change(wished, self.told)
         return True
 
-    def hear(self, number: int, left_ms: int, reason: str) -> None:
+    def take_from_server(self, number: int, left_ms: int, reason: str) -> None:
         """Accept a drain from the server. A drain that is already known keeps its deadline."""
         if self.told is None or self.told.number != number:
             self._change(self.wished, Notice(self._now_ms() + left_ms, reason, number))

@@ -98,7 +98,7 @@ class NextAgent:
         self._agent.in_charge, self._orphaned_until = True, None
         self._agent.repeat_unconfirmed()
 
-    def wait_for_one(self, *, was_in_charge: bool) -> None:
+    def wait_for_next_agent(self, *, was_in_charge: bool) -> None:
         """Start the clock, or shut down, because the agent is lost."""
         if self._listener is None:
             self._loop.shutting_down = True

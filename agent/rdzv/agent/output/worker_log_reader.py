@@ -81,7 +81,7 @@ class Piece:
 Say = Callable[[Piece], Awaitable[None]]
 
 
-class LogAnswers:
+class WorkerLogReader:
     """Handles one stream's requests, for all of a node's jobs."""
 
     def __init__(self, say: Say) -> None:

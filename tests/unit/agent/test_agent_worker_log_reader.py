@@ -13,9 +13,15 @@ import pytest
 
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import NO_FILES
-from rdzv.agent.output import log_answers
-from rdzv.agent.output.log_answers import PIECE_COST, LogAnswers, Piece, ReadRequest, tail
+from rdzv.agent.output import worker_log_reader
 from rdzv.agent.output.run_files import RoundOutput, WorkerOutput, Written
+from rdzv.agent.output.worker_log_reader import (
+    PIECE_COST,
+    Piece,
+    ReadRequest,
+    WorkerLogReader,
+    tail,
+)
 
 PATIENCE_S = 100.0
 PLENTY = 1 << 30
@@ -27,7 +33,7 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.written = Written()
-        self.reading = LogAnswers(self._say)
+        self.reading = WorkerLogReader(self._say)
         self.reading.serve("job-7", self.written)
         self.pieces: list[Piece] = []
         self._numbers = itertools.count(1)
@@ -187,7 +193,7 @@ async def test_what_is_written_while_it_is_read_is_not_waited_for(node: Node) ->
 
 @pytest.mark.parametrize("step", [1, 3, 64 * 1024])
 def test_the_tail_of_a_file(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_answers, "PIECE_BYTES", step)
+    monkeypatch.setattr(worker_log_reader, "PIECE_BYTES", step)
     path = tmp_path / "x.log"
     cases = {b"": [b""] * 3, b"\n\n\n": [b"\n", b"\n\n", b"\n\n\n"]}
     cases[b"one\ntwo\nthree\n"] = [b"three\n", b"two\nthree\n", b"one\ntwo\nthree\n"]
@@ -208,7 +214,7 @@ def test_the_tail_of_a_file(tmp_path: Path, step: int, monkeypatch: pytest.Monke
 async def test_a_tail_of_lines_is_not_looked_for_without_bound(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_answers, "TAIL_BYTES", 10)
+    monkeypatch.setattr(worker_log_reader, "TAIL_BYTES", 10)
     node.begin(0)
     node.write("x" * 100, 0)
     node.ask(rank=4, tail_lines=1)
@@ -291,7 +297,7 @@ async def test_nothing_is_looked_at_while_nothing_changes(
     await idle()
     looks: list[int] = []
     monkeypatch.setattr(
-        log_answers._File,
+        worker_log_reader._File,
         "read",
         lambda _, limit: looks.append(limit) or b"",  # type: ignore[func-returns-value]
     )
@@ -414,7 +420,7 @@ async def test_a_job_that_is_not_here_is_refused(node: Node) -> None:
 
 
 async def test_requests_are_bounded(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_answers, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(worker_log_reader, "MAX_REQUESTS", 2)
     node.begin(0)
     node.ask(follow=True)
     second = node.ask(follow=True)
