@@ -69,7 +69,7 @@ class SharedMap(Mapping[_K, _V]):
         self._size = size
 
     def put(self, key: _K, value: _V) -> SharedMap[_K, _V]:
-        """Return a map in which a key has the given value."""
+        """Return a copy of the map with the key set to a value."""
         over, added = self._over, self._added
         if key in added or key not in self:
             size = self._size + (key not in added)

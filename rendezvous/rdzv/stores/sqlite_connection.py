@@ -281,7 +281,7 @@ class Connection:
             log.warning("cannot write the commit count to a file next to %s: %s", self.path, error)
 
     def _rollback(self) -> None:
-        """Roll back. If that fails, it is tried again before the next transaction."""
+        """Roll back. If that fails, retry before the next transaction."""
         self.on_rollback()
         if self.db.in_transaction:
             try:

@@ -131,7 +131,7 @@ class Sealing:
         self._before_step = None
 
     def add(self, parts: Parts, *, holds_last: bool) -> None:
-        """Take over a sharded part of the state that is already at the state's step."""
+        """Adopt a sharded part of the state that is at the same step as the rest of it."""
         for optimizer in parts.contents.optimizers.values():
             optimizer.register_step_pre_hook(self._refuse_or_hold)
         self.shards.begin(parts, holds_last=holds_last)

@@ -492,7 +492,10 @@ def _stop(
     keep: bool = False,
     not_kept: tuple[int, ...] = (),
 ) -> None:
-    """Stop the workers, or `keep` those that can park; `WorkersGone` follows."""
+    """Stop the workers; if `keep` is set, those that can park are parked instead.
+
+    The runner answers with `WorkersGone`.
+    """
     state = work.state
     assert state.assignment is not None
     keep_ms = (state.job.keep_timeout_ms or None) if keep else None

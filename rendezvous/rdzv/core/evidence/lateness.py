@@ -60,7 +60,7 @@ class Arrival:
 
 @struct(frozen=True)
 class Arrivals:
-    """The latest looks at one round's workers, oldest first."""
+    """The most recent observations of one round's workers, oldest first."""
 
     looks: tuple[Mapping[int, Arrival], ...] = ()
     stragglers: Mapping[int, Straggler] = field(default_factory=dict)

@@ -88,7 +88,7 @@ class LeaderProbe:
             try:
                 done = await self._election.depose(now)
             except RendezvousConnectionError as error:
-                log.info("cannot depose the server at %s yet: %s", now.address, error)
+                log.info("cannot depose the leader at %s yet: %s", now.address, error)
                 await asyncio.sleep(RETRY_S)
                 continue
             if done:

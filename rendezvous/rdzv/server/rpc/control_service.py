@@ -276,7 +276,7 @@ class ControlService(pb_grpc.ControlServicer):
         return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
 
     async def _doing(self, rdzv_id: str, *, scales: bool = False) -> str:
-        """Describe a job's state or, with `scales`, its bounds, before a call changes them."""
+        """Describe a job before a call changes it: its state or, if `scales` is set, its bounds."""
         state = await self._replica.driver.jobs.look(rdzv_id)
         if not state.membership.run:
             return "unknown"

@@ -52,7 +52,7 @@ log = logging.getLogger("rdzv.service")
 
 
 class RelayedStreams:
-    """A relay's call, served with the driver that led when the call was opened."""
+    """A call from a relay, handled by the driver that was leading when the call was opened."""
 
     def __init__(
         self,
