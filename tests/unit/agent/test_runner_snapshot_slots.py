@@ -167,6 +167,34 @@ def test_memory_is_bounded(
         assert (told["type"], told["reason"]) == ("snapshot_refused", links[-1].refused[0])
 
 
+@pytest.mark.parametrize("has_spare", [True, False])
+def test_memory_that_holds_no_copy_is_freed_for_slots(story: Story, has_spare: bool) -> None:
+    class Copies:
+        """Copies of other nodes' snapshots, all of whose memory may be spare."""
+
+        held = 9 * MIB
+        spare = held if has_spare else 0
+
+        def free(self) -> bool:
+            freed, self.spare = self.spare, 0
+            self.held -= freed
+            return freed > 0
+
+        def reserved(self) -> int:
+            return self.held
+
+        def untouched(self) -> int:
+            return 0
+
+        def send_slots(self, *_: object) -> None: ...
+
+    story.free = None
+    story.slots.hold({"limit_bytes": 10 * MIB})
+    story.slots.copies = Copies()  # type: ignore[assignment]
+    assert bool(story.ask(0, 4 * MIB).refused) is not has_spare
+    story.slots.copies = None
+
+
 @pytest.mark.parametrize("call", ["memfd_create", "ftruncate"])
 def test_a_lack_of_descriptors_or_of_memory_is_said(
     story: Story, call: str, monkeypatch: pytest.MonkeyPatch

@@ -1,10 +1,14 @@
-"""The process that writes snapshots to disk: what the agent is told when it cannot start."""
+"""The process that writes snapshots to disk: what is told when it ends or fails to start."""
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from rdzv.agent.runner.snapshot_writers import SnapshotWriters
 
@@ -44,3 +48,30 @@ def test_a_writer_that_cannot_start_is_told_with_its_reason() -> None:
     assert told["reason"] == "Resource temporarily unavailable"
     assert runner.pinned == []
     assert not os.path.exists(f"/proc/self/fd/{runner.fds[0]}")  # noqa: PTH110
+
+
+@pytest.mark.parametrize(
+    ("code", "failure", "reason"),
+    [
+        (0, "", ""),
+        (1, "", "its writer ended with exit code 1; its stderr says why"),
+        (-1, "", "its writer ended with signal 1"),
+        (-9, "", "its writer ended with signal 9"),
+        (127, "no such account", "no such account"),
+    ],
+)
+def test_the_end_of_a_writer_is_told_with_its_reason(code: int, failure: str, reason: str) -> None:
+    ends: list[Callable[[Any, int], None]] = []
+
+    class Starting(Runner):
+        def start(self, _what: str, _program: Any, end: Any, **_: Any) -> None:  # type: ignore[override]
+            ends.append(end)
+
+    runner = Starting()
+    writers = SnapshotWriters(runner, runner, runner)  # type: ignore[arg-type]
+    writers.write(REQUEST)
+    assert (runner.told, len(runner.pinned)) == ([], 1)
+    (end,) = ends
+    end(SimpleNamespace(failure=failure), code)
+    assert [said["reason"] for said in runner.told] == [reason]
+    assert runner.pinned[-1] is None

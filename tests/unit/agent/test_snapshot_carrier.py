@@ -351,6 +351,17 @@ def test_a_peer_that_sends_too_slowly_is_given_up() -> None:
         peer.fetched(asked(size=SMALL), within_s=-1.0)
 
 
+@pytest.mark.parametrize("size", [SMALL - 1, SMALL + 1])
+def test_a_peer_that_sends_another_size_is_refused(size: int) -> None:
+    ours, theirs = socket.socketpair()
+    until = time.monotonic() + PATIENCE_S
+    with ours, theirs:
+        ours.sendall(carrier.LENGTH.pack(size))
+        ours.shutdown(socket.SHUT_WR)
+        with pytest.raises(carrier.CopyError, match=f"has {size} bytes, not {SMALL} as reported"):
+            carrier.fetch(theirs, asked(size=SMALL), memoryview(bytearray(SMALL)), b"k", until)
+
+
 def test_a_stranger_at_the_address_is_told_from_a_carrier() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:

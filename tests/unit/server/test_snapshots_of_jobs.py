@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rdzv.core.events import RoundCompleted
-from rdzv.core.model import Offer, Participant, Round, Snapshot, SnapshotMark
+from rdzv.core.model import Ended, Offer, Participant, Result, Round, Snapshot, SnapshotMark
 from rdzv.core.snapshots import NodeHolding, NodeLoss, SnapshotsKnown, SoleHolder, WhyNotLoaded
 from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
 from rdzv.server.messages import (
@@ -71,6 +71,18 @@ async def test_all_participants_hear_of_a_step_that_is_whole() -> None:
         s.driver.reports.note_snapshots(n1, holds(0, mark(40), mark(50)))
         assert heard(n1) == heard(n2) == whole_at(50)
         assert s.driver.views.snapshots("job-7").held["n1"] == NodeHolding(2, 2_000)
+
+
+async def test_nothing_is_known_of_a_job_that_has_ended() -> None:
+    async with server() as s:
+        await s.pair()
+        state = s.driver.jobs.peek("job-7")
+        assert state is not None and state.membership.round is not None
+        held = replace(state.membership, round=replace(state.membership.round, snapshot=mark(40)))
+        over = replace(held, ended=Ended(Result.SUCCEEDED, "all workers exited 0", 7))
+        tracking = SnapshotTracking(lambda _node, _said: True)
+        assert tracking.shown(replace(state, membership=held)).whole == mark(40)
+        assert tracking.shown(replace(state, membership=over)) == SnapshotsKnown()
 
 
 async def test_who_has_no_seat_and_other_runs_do_not_count() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rdzv.worker.link import Watermark
 from rdzv.worker.resuming import Key, newest_whole
 from rdzv.worker.snapshot_slot import Header
-from rdzv.worker.snapshots import slot_to_write
+from rdzv.worker.snapshots import HeldSlots, slot_to_write
 
 
 def at(lineage: int, step: int, nonce: str = "n") -> Header:
@@ -118,3 +118,41 @@ ALONE, LATER = Key(0, 40, "c", 1), Key(3, 10, "a", 2)
 )
 def test_the_newest_step_that_is_whole(found: list[tuple[Key, int]], newest: Key | None) -> None:
     assert newest_whole(found) == newest
+
+
+@pytest.mark.parametrize(
+    ("held", "left"),
+    [
+        ((at(0, 20), at(0, 30)), [at(0, 20), None]),
+        ((at(0, 10), at(0, 20)), [at(0, 10), at(0, 20)]),
+        ((at(0, 20, "another"), None), [None, None]),
+        # Other lineages' steps are not redone; the last is the one that was loaded.
+        ((at(1, 30), at(2, 30)), [at(1, 30), at(2, 30)]),
+        ((at(0, 40), at(0, 30)), [at(0, 40), None]),
+    ],
+)
+def test_snapshots_of_steps_that_are_redone_are_cleared(
+    held: tuple[Header | None, Header | None], left: list[Header | None]
+) -> None:
+    class Held:
+        """A slot of these two, or the link to the runner."""
+
+        def __init__(self, header: Header | None = None) -> None:
+            self.kept = header
+            self.cleared: list[int] = []
+
+        def header(self) -> Header | None:
+            return self.kept
+
+        def clear(self) -> None:
+            self.kept = None
+
+        def saved(self, number: int) -> None:
+            self.cleared.append(number)
+
+    link, slots = Held(), [Held(one) for one in held]
+    kept = HeldSlots(link)  # type: ignore[arg-type]
+    kept.slots, kept.base = slots, (0, 40)  # type: ignore[assignment]
+    kept.clear_after(0, "n", 20)
+    assert [one.kept for one in slots] == left
+    assert link.cleared == [n for n, one in enumerate(left) if one != held[n]]

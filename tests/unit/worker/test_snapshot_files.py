@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -131,6 +132,22 @@ def test_a_step_without_manifest_is_none(runner: Runner, folder: Path) -> None:
     (step.folder / "manifest.json").unlink()
     assert whole_steps(folder) == []
     assert [one.step for one in new_processes(1)[0]] == [None]
+
+
+def test_an_incomplete_step_is_removed_once_nobody_writes_to_it_any_more(
+    runner: Runner, folder: Path
+) -> None:
+    train(runner, 3)
+    write(runner, folder, 2)
+    (left,) = whole_steps(folder)
+    (left.folder / "manifest.json").unlink()
+    write(runner, folder, 3)
+    assert left.folder.exists(), "another node may be writing its part"
+    for part in left.folder.iterdir():
+        os.utime(part, (0, 0))
+    write(runner, folder, 3)
+    assert not left.folder.exists()
+    assert [one.header.step for one in whole_steps(folder)] == [3]
 
 
 def test_a_full_disk_leaves_what_is_there(
