@@ -1,4 +1,4 @@
-"""Import this before torch, and torch has no compiler, nor the modules that only it needs.
+"""Import this before torch, and torch has no compiler.
 
 Optimizers and DDP import it though they compile nothing, which takes longer than all the rest.
 """
@@ -21,7 +21,3 @@ class _NoCompiler(ModuleType):
 
 if "torch" not in sys.modules:  # As in a fork of a zygote, which has imported all of it.
     sys.modules["torch._dynamo"] = _NoCompiler("torch._dynamo")
-if __name__ == "no_compiler" and "torch" not in sys.modules:
-    # Used by operators on tensors with a shape and no values, and by random generators, so only a
-    # script that imports this does without.
-    sys.modules["torch._meta_registrations"] = ModuleType("torch._meta_registrations")

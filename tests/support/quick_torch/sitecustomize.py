@@ -3,6 +3,9 @@
 Nothing that torch creates during its import is garbage; without this, the collector searches all of
 it repeatedly, and twice more when the process ends. There are hundreds of such imports.
 
+A third of the import goes into operators on tensors that have a shape and no values, and into
+kernels in Triton, which need a GPU. These are put off until something is imported that needs them.
+
 If RDZV_TEST_NO_COMPILER names a file, that is run first: it takes the compiler from torch.
 
 A store host loads torch only for a client, and most of hundreds of rounds have none: their workers
@@ -14,7 +17,16 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
+
+PUT_OFF = ("torch._meta_registrations", "torch._native")
+NEEDS_THEM = (
+    "torch._decomp",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+)
 
 
 class _Torch:
@@ -42,9 +54,36 @@ class _Torch:
                     if collects:
                         gc.freeze()
                         gc.enable()
+                # Generators need this of all that was put off.
+                if set_metaclass := getattr(module._C, "_set_generator_metaclass", None):
+                    from torch._opaque_base import OpaqueBaseMeta
+
+                    set_metaclass(OpaqueBaseMeta)
 
             spec.loader.exec_module = run_uncollected
+            _put_off()
         return spec
+
+
+def _put_off() -> None:
+    """Leave some modules empty until one of those that need them is looked for."""
+    from importlib.machinery import PathFinder
+
+    find = PathFinder.find_spec
+    left: list[Callable[[], None]] = []
+
+    def find_later(name: str, path: Any = None, target: Any = None) -> Any:
+        spec = find(name, path, target)
+        if name in PUT_OFF and spec and spec.loader:
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: left.append(lambda: run(module))
+        elif name in NEEDS_THEM:
+            PathFinder.find_spec = find
+            for load in left:
+                load()
+        return spec
+
+    PathFinder.find_spec = find_later  # type: ignore[method-assign]
 
 
 def _wait_for_a_client(listen_fd: int, ready_fd: int) -> None:
