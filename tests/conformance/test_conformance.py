@@ -311,6 +311,7 @@ CASES: Sequence[Case] = [
         f"{EXAMPLE_DDP} meet.py tcp://localhost:@PORT",
         {"exit codes": [0], "stdout": ["hello sum=3"] * 2},
         own_port(2),
+        campaign=True,
     ),
     Case(
         "tcp:// of two nodes",
@@ -380,6 +381,7 @@ CASES: Sequence[Case] = [
         "CUDA_VISIBLE_DEVICES= --numa-binding=node --nproc-per-node=2 see.py",
         {},
         only(0, 2, 1, "without a GPU the workers are spread over the machine's nodes"),
+        campaign=True,
     ),
     Case(
         "torch.distributed.launch's own: one node",
@@ -395,12 +397,14 @@ CASES: Sequence[Case] = [
         own_port(4),
         launchers=LAUNCH,
         nodes=2,
+        campaign=True,
     ),
     Case(
         "examples: DDP and tensor parallelism",
         f"{EXAMPLE_DDP} train.py",
         {"exit codes": [1], "stdout": ["hello launched=True sum=3"] * 2},
         own_port(2),
+        campaign=True,
     ),
     Case(
         "examples: one node, a number of workers",
@@ -651,6 +655,7 @@ CASES: Sequence[Case] = [
         {"exit codes": [0, 0]},
         nodes=2,
         says_stdout="epoch 2 | loss 0.1665 | 2 workers",
+        campaign=True,
     ),
     Case(
         "tutorial: a small GPT",

@@ -174,7 +174,13 @@ CHILD = (
 )
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["with a sitecustomize", "without"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        pytest.param(True, id="with a sitecustomize"),
+        pytest.param(False, id="without", marks=pytest.mark.campaign),
+    ],
+)
 def test_a_script_sees_nothing_of_it(own: bool, tmp_path: Path) -> None:
     """Neither do its children, however they are started."""
     script, site = tmp_path / "script.py", tmp_path / "site"

@@ -14,7 +14,7 @@ SCRIPT = ROOT / "examples" / "train_kept_fsdp.py"
 EPOCH = 4
 """The steps of an epoch; a checkpoint is written at its end."""
 SLOW_S = 180
-"""Each of four processes imports torch."""
+"""Two zygotes and a store host import torch."""
 
 
 def start(c: Cluster, name: str) -> Node:
@@ -22,7 +22,8 @@ def start(c: Cluster, name: str) -> Node:
     where = os.pathsep.join([str(ROOT / "worker"), os.environ["PYTHONPATH"]])
     samples = f"--samples={EPOCH * 4 * 32}"
     args = ("--replicas=2", "--epochs=1000000", samples, f"--checkpoints={c.folder / 'saved'}")
-    options = ("--max-restarts=5", "--redirects=3")
+    # A node's zygote imports them once for all of its workers.
+    options = ("--max-restarts=5", "--redirects=3", "--warm=torch,torch.distributed.fsdp")
     how = {"worker": str(SCRIPT), "args": args, "nnodes": "2", "nproc": 2}
     return c.start_node(name, *options, **how, environ={"PYTHONPATH": where})  # type: ignore[arg-type]
 

@@ -127,7 +127,9 @@ def _undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Jo
     return finished
 
 
-@pytest.mark.parametrize("function", ["train", "train_sharded"])
+@pytest.mark.parametrize(
+    "function", ["train", pytest.param("train_sharded", marks=pytest.mark.campaign)]
+)
 def test_a_run_that_has_failed_goes_on_from_disk_in_a_new_one(
     tmp_path: Path, undisturbed: Callable[[str], Job], function: str
 ) -> None:
@@ -168,8 +170,8 @@ def stopped_in(step: int, round_: int = 0) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("function", "options"),
     [
-        ("train", ("--warm",)),
-        ("train_sharded", ("--warm",)),
+        ("train", ("--warm=torch",)),
+        ("train_sharded", ("--warm=torch,torch.distributed.fsdp",)),
         pytest.param("train", (), marks=pytest.mark.campaign),
         pytest.param("train_sharded", (), marks=pytest.mark.campaign),
     ],

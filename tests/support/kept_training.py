@@ -146,7 +146,14 @@ def train(
         model.register_comm_hook(None, _faulty_hook(faults, state, round_))
         say("begin", round=round_.number, step=state.step, rank=round_.rank, weights=weights(state))
         while state.step < steps:
-            loader = DataLoader(data, batch_sampler=state.sampler, num_workers=workers)
+            # As scripts do; by default a child of a fork server does not, and each imports torch.
+            context = "fork" if workers else None
+            loader = DataLoader(
+                data,
+                batch_sampler=state.sampler,
+                num_workers=workers,
+                multiprocessing_context=context,
+            )
             for indices, x, y in loader:
                 one_step(model, indices, x, y, round_)
                 if state.step >= steps:

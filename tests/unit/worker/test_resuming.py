@@ -297,6 +297,19 @@ def test_a_snapshot_of_another_state_is_refused_in_words(
     assert f"rank 0: cannot resume from the snapshot of step 3 in memory: {refused}" in said
 
 
+def test_parts_that_another_number_of_ranks_has_saved_are_refused_in_words(
+    runners: list[Runner], capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_part(runners[0], 0, 3), save_part(runners[1], 1, 3)
+    new, found = resume(runners[:1])
+    assert found == [False] and new[0].step is None
+    refused = (
+        "its 2 parts were saved by 2 ranks, but this round has 1: start 2, or load a checkpoint"
+    )
+    said = capsys.readouterr().err
+    assert f"rank 0: cannot resume from the snapshot of step 3 in memory: {refused}" in said
+
+
 @pytest.mark.parametrize(
     ("newest", "origin", "damaged", "step"),
     [
