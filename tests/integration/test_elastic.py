@@ -165,8 +165,12 @@ def test_below_min_nodes_the_job_waits_and_says_for_whom(c: Cluster) -> None:
 
 
 def test_join_timeout_ends_with_75_and_says_who_was_there(c: Cluster) -> None:
-    node = c.start_node("n1", "--rdzv-conf=join_timeout=1", nnodes="2")
-    assert node.wait() == 75
+    for seconds in (1, 4, 16, 64):
+        node = c.start_node("n1", f"--rdzv-conf=join_timeout={seconds}", nnodes="2")
+        assert node.wait() == 75
+        # The time counts from the start: on a busy machine it may end before the node has joined.
+        if "no rendezvous server answered within" not in node.text:
+            break
     assert "1 of 2:2 nodes; there: n1" in node.text
     assert c.status().state == "failed"
 
@@ -361,7 +365,7 @@ def test_the_job_goes_on_without_a_node_whose_runner_was_killed(c: Cluster) -> N
 @pytest.mark.parametrize(
     ("start", "restarts"),
     [
-        pytest.param("--warm", 2, id="warm"),
+        pytest.param("--warm=torch", 2, id="warm"),
         pytest.param("--warm", 20, id="warm, twenty", marks=pytest.mark.campaign),
         pytest.param("", 20, id="cold, twenty", marks=pytest.mark.campaign),
     ],

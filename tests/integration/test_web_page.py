@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from cluster import cluster
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Error, Page, expect, sync_playwright
 from ports import free_port
 from served import Served, served
 
@@ -85,7 +85,12 @@ class Open:
             lambda asked: asked.url.startswith(home) or heard("asks elsewhere", asked.url),
         )
         page.on("dialog", lambda dialog: heard("dialog", dialog.message))
-        page.goto(url)
+        try:
+            page.goto(url)
+        except Error as error:
+            if INTERRUPTED not in error.message:
+                raise
+            page.goto(url)
         if interrupted:
             page.reload()
         # Everything checked here has come over the stream, and the page was loaded once.
