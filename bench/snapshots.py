@@ -64,7 +64,7 @@ def train(gb: float, steps: int, step_ms: float, every: int | None) -> tuple[flo
     """Train; return the mean time of a step, and how long the optimizer has waited in each."""
     torch.manual_seed(1)
     size = int(gb * 1e9 / 4 / PARAMETERS)
-    model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(PARAMETERS)])
+    model = nn.ParameterList([nn.Parameter(torch.ones(size)) for _ in range(PARAMETERS)])
     sealing = Sealing({"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)})
     sealing.begin_round(0, 1, lambda: None)
     saving = Snapshots(sealing, Memory(), every)  # type: ignore[arg-type]

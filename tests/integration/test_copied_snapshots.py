@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import ssl
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import Cluster, Node, cluster_without_server
+from test_daemon import Daemons
 from tls_files import Files
 
+from rdzv.demo.programs import descendants
 from rdzv.view.answers import NodeLoss
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -96,7 +100,10 @@ class Training:
 @pytest.fixture(name="c")
 def _cluster(tmp_path: Path) -> Iterator[Cluster]:
     with cluster_without_server(tmp_path) as made:
-        yield made
+        try:
+            yield made
+        finally:
+            made.kill_adopted()
 
 
 def stopping(*steps: int) -> list[dict[str, Any]]:
@@ -212,3 +219,99 @@ def test_parts_are_not_loaded_by_another_number_of_workers_and_that_is_explained
     why = "they are parts of a state that another number of workers shared"
     assert f"snapshots in memory are not loaded: {why}" in " ".join(explained.split())
     assert training.nodes["n1"].wait() == 0
+
+
+class Daemon:
+    """An agent that is replaced, and its runner, which outlives it."""
+
+    def __init__(self, daemons: Daemons, name: str) -> None:
+        self._daemons, self.name = daemons, name
+        self._lines = f'gpus = "none"\ntopology = "{TOPOLOGY[name]}"\n'
+        self.agent = daemons.start(name, self._lines)
+
+    def end(self, number: int) -> None:
+        self.agent.process.send_signal(number)
+        self.agent.wait()
+
+    def start(self) -> None:
+        self.agent = self._daemons.launch(self.name, self._lines)
+
+    def adopts(self) -> None:
+        self._daemons.cluster.wait_for_text(self.agent, ADOPTED)
+
+    def lose(self) -> None:
+        """End all of the node's processes as if its machine had died, and start another agent."""
+        runner = int(self.agent.text.partition(ADOPTED)[2].partition(":")[0])
+        self.agent.kill_tree()
+        for pid in (runner, *descendants(runner)):
+            os.kill(pid, signal.SIGKILL)
+        self.start()
+
+
+ADOPTED = "job: adopted, with runner pid "
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("ending", [signal.SIGUSR2, signal.SIGKILL])
+def test_agents_replaced_amid_copies_do_not_stop_these(c: Cluster, ending: int) -> None:
+    """What their carriers had begun to copy is finished or begun again, and more is copied."""
+    config = c.folder / "rdzvd.toml"
+    # Within a lease, a runner waits for the next agent.
+    config.write_text('[lease]\nduration = "60 s"\nlongest = "60 s"\n')
+    c.start_server("--config", str(config))
+    daemons = Daemons(c)
+    script = c.folder / "train.py"
+    script.write_text(
+        f"import sys\nsys.path[:0] = {[str(SUPPORT), str(ROOT / 'worker')]}\n"
+        "import kept_training\n"
+        f"kept_training.train_sharded(100_000, faults={SLOWLY}, snapshot_every={EVERY})\n"
+    )
+    nodes = [Daemon(daemons, name) for name in TOPOLOGY]
+    options = ("--nnodes=2", "--nproc-per-node=1", "--max-restarts=5", "--keep-timeout=1")
+    daemons.submit("job", *options, str(script))
+
+    def survives() -> int:
+        """Return the step that would survive the loss of any one node."""
+        snapshot = c.status().snapshot
+        loss = None if snapshot is None else snapshot.node_loss
+        return 0 if loss is None or loss.step is None else loss.step
+
+    def logs() -> str:
+        """Return what can be read of the workers' output: not that of a lost node."""
+        return c.run("rdzvctl", f"--server={c.endpoint}", "logs", "job").stdout
+
+    def whole() -> int:
+        snapshot = c.status().snapshot
+        return 0 if snapshot is None else snapshot.step
+
+    daemons.until_state("job", "running")
+    c.wait_until("a step is copied", survives)
+    carriers = [pid for pid in c.marked() if CARRIER in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert len(carriers) == 2
+    for pid in carriers:
+        os.kill(pid, signal.SIGSTOP)
+    copied = survives()
+    c.wait_until("a newer step is whole, and not copied", lambda: whole() > survives())
+    for node in nodes:
+        node.end(ending)
+    for node in nodes:
+        node.start()
+    for node in nodes:
+        node.adopts()
+    # One that was complete before may have been reported since.
+    assert survives() >= copied
+    for pid in carriers:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    c.wait_until("newer steps are copied", lambda: survives() >= copied + 3 * EVERY)
+    status = c.status()
+    assert (status.round, status.restarts) == (0, 0)
+
+    held = survives()
+    nodes[1].lose()
+    said = "resumed from the snapshot of step "
+    c.wait_until("workers go on from a copy", lambda: said in logs())
+    resumed = logs().partition(said)[2].partition("\n")[0]
+    assert int(resumed.split()[0]) >= held
+    assert "in memory (copies of parts " in resumed
+    assert "is damaged" not in logs()

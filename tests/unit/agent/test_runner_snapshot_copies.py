@@ -211,6 +211,24 @@ def test_with_certificates_copies_are_encrypted_and_another_one_is_refused(
     assert two.said["missing"]["reason"] == "n1: it does not encrypt, and this node does"
 
 
+def test_a_copy_that_was_begun_for_one_agent_is_reported_to_the_next(
+    pair: tuple[Node, Node],
+) -> None:
+    one, two = pair
+    one.carry("secret"), two.carry("another")
+    one.save(40, 50)
+    os.kill(one.copies._carrier.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+    two.order(one, 40)
+    two.agent.hears_of_snapshots = two.agent.hears_of_copies = False  # It is gone.
+    os.kill(one.copies._carrier.pid, signal.SIGCONT)  # type: ignore[union-attr]
+    two.until(two.copies.held)
+    assert two.copied() == []
+    two.slots.hold({"limit_bytes": None, "copies": True})
+    assert two.copied() == [40] and two.read() == [bytes(snapshot(40))]
+    two.order(one, 50)
+    two.until(lambda: two.copied() == [50])
+
+
 def test_a_killed_carrier_is_said_and_may_be_started_again(pair: tuple[Node, Node]) -> None:
     one, two = pair
     one.carry("secret"), two.carry("another")
