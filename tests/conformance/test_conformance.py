@@ -333,7 +333,10 @@ CASES: Sequence[Case] = [
         f"--nnodes=1:2 {MEET} --node-rank=7 --master-addr=10.0.0.9 --local-addr=127.0.0.2 "
         "--rdzv-conf=is_host=true,last_call_timeout=1,timeout=9,nonsense=1 see.py",
         {"env RANK": ["0"], "env MASTER_ADDR": ["127.0.0.2"], "env TORCHELASTIC_RUN_ID": ["job"]},
-        says=("node_rank is only used for static", "unknown key nonsense; known: join_timeout"),
+        says=(
+            "node_rank is only used for static",
+            "unknown key nonsense; known keys: join_timeout",
+        ),
     ),
     Case(
         "too few nodes",

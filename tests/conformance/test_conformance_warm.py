@@ -22,7 +22,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 ALWAYS = ("a training with torch", "restarts", "another interpreter", "SIGTERM")
 
-COLD = {"logs specs of one's own": "starts cold: its NAMED_BY is "}
+COLD = {"logs specs of one's own": "will start cold: its NAMED_BY is "}
 """Cases whose workers cannot be forked, and why: a module may read the plug-in's variables."""
 
 ONLY_WARM = ("RDZV_WARM_WAIT", "TORCHINDUCTOR_CACHE_DIR")
@@ -83,4 +83,4 @@ def test_a_warm_worker_is_as_under_torchrun(
         return
     assert re.search("starts? cold", said) is None, said
     if found.ours["workers"] and "LOGLEVEL" not in case.line:
-        assert "workers can be warm: torch, torch._dynamo imported in " in said
+        assert "workers can be warm: the zygote imported torch, torch._dynamo in " in said

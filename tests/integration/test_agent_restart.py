@@ -202,7 +202,7 @@ def test_a_runner_that_is_killed_after_its_agent_leaves_nobody_behind(
         assert alive(stray)
         d.agents["n1"] = d.launch("n1")
     d.until("nobody is left", lambda: not alive(stray))
-    d.until("it is told", lambda: " of a dead runner" in d.agents["n1"].text)
+    d.until("it is told", lambda: " left by a dead runner" in d.agents["n1"].text)
 
 
 # ---------------------------------------------------------------------- another takes its place

@@ -206,7 +206,7 @@ def test_a_job_that_is_scaled_down_gives_its_node_back(d: Daemons) -> None:
 
     (left,) = d.until("one node is free", free)
     agent = next(node for node in d.cluster.nodes if node.name == left)
-    d.cluster.wait_for_text(agent, "job-1: withdrawn from this node: ")
+    d.cluster.wait_for_text(agent, "job-1: the server withdrew this job from this node: ")
     d.submit("job-2", *worker("exit=0"))
     d.until_state("job-2", "succeeded")
     d.cluster.finish()

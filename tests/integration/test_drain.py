@@ -175,7 +175,7 @@ def test_a_drained_rdzvrun_leaves_and_says_so(f: Floor) -> None:
     f.until("both run", lambda: len(c.all_reports()) >= 2)
     f.says("drain", "a", "--deadline=10m")
     assert nodes[0].wait() == 75
-    assert "notified its workers that this node leaves; they have" in nodes[0].text
+    assert "notified the workers that this node is leaving; they have" in nodes[0].text
     f.until(
         "the other goes on alone", lambda: c.status().round is not None and c.status().round > 0
     )
@@ -253,7 +253,7 @@ def test_a_second_signal_ends_the_wait(f: Floor) -> None:
     agents = [f.start("n1", 'gpus = "none"\ndrain_deadline = "1h"\n'), f.start("n2"), f.start("n3")]
     f.train("by=file", f"go={f.go}", flags=("--notice-signal=none",))
     agents[0].process.send_signal(signal.SIGTERM)
-    f.until("notified its workers", lambda: "notified its workers" in agents[0].text)
+    f.until("notified the workers", lambda: "notified the workers" in agents[0].text)
     agents[0].process.send_signal(signal.SIGTERM)
     assert agents[0].wait() == 0
     assert {r["step"] for r in f.rounds(1)} == {0}

@@ -62,7 +62,9 @@ def test_a_node_that_fails_again_and_again_is_quarantined_and_the_job_ends_well(
     events = ctl(d, "events", "job-1")
     assert "n2 is quarantined for 12 h 0 min: at fault 3 times within" in events
     agent = next(node for node in d.cluster.nodes if node.name == "n2")
-    d.cluster.wait_for_text(agent, "job-1: withdrawn from this node: quarantined: at fault 3 times")
+    d.cluster.wait_for_text(
+        agent, "job-1: the server withdrew this job from this node: quarantined: at fault 3 times"
+    )
 
     # The server remembers it, and commands that wait for the node are answered.
     d.cluster.kill_server()

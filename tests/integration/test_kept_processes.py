@@ -112,7 +112,7 @@ def test_a_worker_that_blocks_is_replaced_alone(c: Cluster) -> None:
     assert after[0] == before[0]
     assert after[1] != before[1]
     assert not alive(before[1])
-    c.wait_for_text(node, "is killed, not kept: it did not park in time")
+    c.wait_for_text(node, "instead of keeping it: it did not park in time")
 
 
 def test_a_worker_that_says_it_cannot_park_is_replaced_at_once(c: Cluster) -> None:
@@ -123,7 +123,7 @@ def test_a_worker_that_says_it_cannot_park_is_replaced_at_once(c: Cluster) -> No
     assert after[0] == before[0]
     assert after[1] != before[1]
     why = "it waits in graph.py:979 for an operation that gloo has lost"
-    c.wait_for_text(node, f"is killed, not kept: {why}")
+    c.wait_for_text(node, f"instead of keeping it: {why}")
     # Its end is no failure of its own.
     assert c.status().restarts == 1
 

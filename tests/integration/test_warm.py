@@ -865,7 +865,7 @@ def test_a_job_with_warm_workers_restarts_warm(tmp_path: Path) -> None:
                 f"args --rank={rank}",
                 "False True True",  # The zygote's own is a pipe.
             ]
-    assert ended.stderr.count("workers can be warm: tracing imported in ") == 1
+    assert ended.stderr.count("workers can be warm: the zygote imported tracing in ") == 1
     assert "cold" not in ended.stderr
 
 

@@ -427,9 +427,11 @@ def run_job(folder: Path, flags: Sequence[str], go_after: str) -> tuple[list[str
 
 @pytest.mark.usefixtures("restarts_as_by_default")
 def test_a_job_that_may_restart_restarts_warm_without_being_told_to(tmp_path: Path) -> None:
-    out, log = run_job(tmp_path, (), go_after="workers can be warm: torch, torch._dynamo imported")
+    out, log = run_job(
+        tmp_path, (), go_after="workers can be warm: the zygote imported torch, torch._dynamo in "
+    )
     assert out == [f"attempt {n} rank {rank} {n == 0}" for n in range(2) for rank in range(2)]
-    assert "workers start cold" not in log
+    assert "workers will start cold" not in log
 
 
 @pytest.mark.usefixtures("restarts_as_by_default")

@@ -647,7 +647,7 @@ async def test_workers_run_on_of_which_no_more_would_be_started_today(
     s.driver.resume(s.runner, state)  # type: ignore[arg-type]
     await s.driver.get_ready("its arguments are refused")
     assert (
-        "no further round can be started here; its workers keep running: its arguments"
+        "this node cannot start further rounds; its workers keep running: its arguments"
         in caplog.text
     )
     assert s.phase() == pb.Belief.RUNNING

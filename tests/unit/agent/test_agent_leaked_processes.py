@@ -45,7 +45,7 @@ def test_only_those_of_this_runner_are_killed(caplog: pytest.LogCaptureFixture) 
         assert (first.wait(), second.wait()) == (-9, -9)
         assert [process.poll() for process in others] == [None] * 4
         assert kill_leaked(mine) == 0
-    assert caplog.text.count("killed 2 processes of a dead runner") == 1
+    assert caplog.text.count("killed 2 processes left by a dead runner") == 1
 
 
 def test_whoever_asks_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_one_that_survives_is_waited_for_no_longer_than_it_may_take(
     monkeypatch.setattr(leaked_processes.signal, "pidfd_send_signal", lambda *_: None)
     with started(**{RUNNER: "c3"}) as process:
         assert kill_leaked("c3", timeout_s=0.1) == 1
-        assert f"1 process of a dead runner survived SIGKILL: pid {process.pid}" in caplog.text
+        assert f"1 process left by a dead runner survived SIGKILL: pid {process.pid}" in caplog.text
         assert "killed" not in caplog.text
 
 

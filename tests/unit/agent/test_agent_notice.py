@@ -360,4 +360,4 @@ def test_without_a_place_there_is_no_file_and_no_harm(
     gone_folder = NoticeFile(lambda name: tmp_path / "gone" / name)
     gone_folder.open_round()
     gone_folder.write(60_000, WHY)
-    assert "cannot write the notice to" in caplog.text
+    assert "cannot write the notice file" in caplog.text

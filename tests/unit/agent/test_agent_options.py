@@ -540,8 +540,8 @@ def test_unknown_settings_are_warned_of(caplog: pytest.LogCaptureFixture) -> Non
     assert found.job.settings.join_timeout_ms == 5_000
     (record,) = caplog.records
     assert record.getMessage() == (
-        "--rdzv-conf: unknown key timeot; known: join_timeout, last_call_timeout, scale_up, "
-        "restart_window, restart_backoff, reuse, failure_stop_timeout, server_timeout, "
+        "--rdzv-conf: ignoring unknown key timeot; known keys: join_timeout, last_call_timeout, "
+        "scale_up, restart_window, restart_backoff, reuse, failure_stop_timeout, server_timeout, "
         "etcd_prefix, protocol, cacert, cert, key, etcd_user, etcd_password_file, is_host"
     )
 

@@ -155,7 +155,7 @@ async def test_what_sigkill_does_not_end_is_named_and_waited_for_no_more(
     monkeypatch.setattr(agent_children, "kill_descendants", lambda spared: [7, 8])
     monkeypatch.setattr(agent_children, "_exited", no_wait)
     await agent_children.sweep_orphans(-1)
-    assert caplog.messages == ["processes of a dead runner survived SIGKILL: pid 7, 8"]
+    assert caplog.messages == ["processes left by a dead runner survived SIGKILL: pid 7, 8"]
 
 
 async def test_while_a_child_is_being_started_nobody_is_killed(

@@ -131,5 +131,5 @@ async def test_what_is_missing_is_logged_once(caplog: pytest.LogCaptureFixture) 
         await story.note(missing="n2: Connection refused")
     (record,) = caplog.records
     assert record.getMessage().endswith(
-        "this node keeps no copies of step 40: n2: Connection refused"
+        "this node could not get copies of step 40: n2: Connection refused"
     )

@@ -262,7 +262,7 @@ def test_a_carrier_that_sends_nonsense_is_killed(
     program = "import os, sys, time; os.write(int(sys.argv[-1]), b'\\xff' * 100); time.sleep(600)"
     two.carry("x", argv=[sys.executable, "-c", program])
     two.until(lambda: two.copies._carrier is None)
-    said = "no copies of snapshots are exchanged: the process that fetches them closed its socket"
+    said = "cannot exchange copies of snapshots: the process that fetches them closed its socket"
     assert capfd.readouterr().err == f"rdzv: {said}\n"
     two.order(one, 40)
     assert two.said["missing"]["reason"] == "the process that fetches them is not running"

@@ -75,7 +75,7 @@ async def serve(path: Path, config: Config, set_log_level: Callable[[str], None]
     with single_error(), systemd.watched(), _own_directories(config):
         daemon = await Daemon.start(path, config, set_log_level)
         node_id, listen = config.settings.node_id, config.settings.metrics_listen
-        log.info("this node, %s, takes submitted jobs: %s", node_id, daemon.describe())
+        log.info("node %s is ready to run submitted jobs: %s", node_id, daemon.describe())
         async with (
             metered(listen, daemon.link, daemon.placements),
             reporting_preemptions(config.preemption, daemon.link.drain_node),
@@ -136,7 +136,7 @@ class Daemon:
             if not adopted:
                 raise
             log.error(
-                "%s; until this agent is restarted, jobs get no GPU here; the previous "
+                "%s; new jobs get no GPUs on this node until the agent is restarted; the previous "
                 "agent's workers continue", error)  # fmt: skip
             resources = await in_thread(find, NONE)
         around = Surroundings(
@@ -324,7 +324,7 @@ class Daemon:
             systemd.notify("READY=1", "STATUS=the configuration has errors; see the log")
             return
         for line in change.lines or ("nothing in it has changed",):
-            log.info("configuration reloaded: %s", line)
+            log.info("reloaded the configuration: %s", line)
         self._config = replace(self._config, loaded=change.loaded)
         self._apply()
         systemd.notify("READY=1", f"STATUS={self.describe()}")
@@ -354,7 +354,7 @@ class Daemon:
                 log.exception("cannot remove old logs")
             else:
                 for path in removed:
-                    log.info("removed the old logs in %s", path)
+                    log.info("removed old logs in %s", path)
             await asyncio.sleep(SWEEP_EVERY_S)
 
 
@@ -415,7 +415,7 @@ def check_own(key: str, path: Path, *, strictly: bool) -> None:
             why = f"`{key}` = {str(path)!r} is not safe: everyone may write to {place}"
             if strictly:
                 raise InvalidRequestError(f"{why}; chmod o-w {place}, or give another")
-            log.warning("%s; chmod o-w %s, unless this agent is alone there", why, place)
+            log.warning("%s; run `chmod o-w %s`, unless only this agent can use it", why, place)
 
 
 def _share(memory: int | None, jobs: int) -> int | None:

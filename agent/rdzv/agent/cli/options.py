@@ -258,10 +258,10 @@ def _conf(text: str) -> dict[str, str]:
     conf = parse_conf(text)
     for key in conf:
         if key in declared_flags.TORCH_CONF_KEYS:
-            log.info("--rdzv-conf: %s configures torchrun's store, and has no effect here", key)
+            log.info("--rdzv-conf: %s configures torchrun's store and has no effect here", key)
     for key in unknown_keys(conf):
         known = ", ".join(declared_flags.CONF_KEYS)
-        log.warning("--rdzv-conf: unknown key %s; known: %s", key, known)
+        log.warning("--rdzv-conf: ignoring unknown key %s; known keys: %s", key, known)
     return conf
 
 

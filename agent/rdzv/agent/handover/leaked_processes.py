@@ -54,11 +54,11 @@ def kill_leaked(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
             raise unseen
         if not found and unseen is None:
             if killed:
-                log.warning("killed %s of a dead runner", counted(len(killed), "process"))
+                log.warning("killed %s left by a dead runner", counted(len(killed), "process"))
             break
         if late:
             log.error(
-                "%s of a dead runner survived SIGKILL: pid %s",
+                "%s left by a dead runner survived SIGKILL: pid %s",
                 counted(len(found), "process"),
                 ", ".join(map(str, found)),
             )

@@ -46,7 +46,7 @@ class CopiesOfSnapshots:
         if event.missing is not None and event.missing.reason not in self._logged:
             self._logged.add(event.missing.reason)
             log.warning(
-                "%s: this node keeps no copies of step %d: %s",
+                "%s: this node could not get copies of step %d: %s",
                 self._launch.job.rdzv_id, event.missing.mark.step, event.missing.reason,
             )  # fmt: skip
         sharded = any(one.mark.shards > 1 and one.copy_of is None for one in event.snapshots)

@@ -35,12 +35,12 @@ def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
                 log.warning(text, rdzv_id, *worker, how, event.message)
         case events.WorkersStuck():
             pids = ", ".join(str(pid) for pid in event.pids)
-            log.error("%s: processes survive SIGKILL: pid %s", rdzv_id, pids)
+            log.error("%s: processes have survived SIGKILL: pid %s", rdzv_id, pids)
         case events.Fenced():
             log.error(
-                "%s: fenced: the server was unreachable for %g s (--fence-after), so the "
-                "workers of round %d are killed before others can replace them; this node "
-                "joins again once the server answers",
+                "%s: fenced: the server was unreachable for %g s (--fence-after); killing the "
+                "workers of round %d before others can replace them; this node will rejoin "
+                "once the server responds",
                 rdzv_id,
                 state.job.fence_after_ms / 1000,
                 event.round,
@@ -54,11 +54,13 @@ def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
             text = "%s: leaving the job because this node is unhealthy: %s"
             log.warning(text, rdzv_id, event.reason)
         case events.Withdrawn():
-            log.warning("%s: withdrawn from this node: %s", rdzv_id, event.reason)
+            log.warning(
+                "%s: the server withdrew this job from this node: %s", rdzv_id, event.reason
+            )
         case events.NoticeGiven() if state.notice is None:
             _log_notice(event, state)
         case events.NoticeLifted() if state.notice is not None:
-            text = "%s: this node may stay; notified workers may still exit"
+            text = "%s: this node can stay after all; workers that were notified may still exit"
             log.warning(text, rdzv_id)
         case _:
             log.debug("%s", event)
@@ -69,7 +71,7 @@ def _log_notice(event: events.NoticeGiven, state: AgentState) -> None:
         log.warning("%s: leaving the job: %s", state.job.rdzv_id, event.reason)
         return
     log.warning(
-        "%s: notified its workers that this node leaves; they have %s to exit: %s",
+        "%s: notified the workers that this node is leaving; they have %s to exit: %s",
         state.job.rdzv_id,
         duration(event.left_ms),
         event.reason,

@@ -229,10 +229,13 @@ class JobDriver:
             except (InvalidRequestError, OSError) as error:
                 unready = str(error)
             except Exception as error:
-                log.exception("%s: cannot get ready because of a bug in rdzv-agent", self.rdzv_id)
+                log.exception(
+                    "%s: cannot prepare for further rounds because of a bug in rdzv-agent",
+                    self.rdzv_id,
+                )
                 unready = f"a bug in its rdzv-agent: {error!r}"
         if unready:
-            text = "%s: no further round can be started here; its workers keep running: %s"
+            text = "%s: this node cannot start further rounds; its workers keep running: %s"
             log.error(text, self.rdzv_id, unready)
         context.unready = unready
         context.ready.set()

@@ -51,7 +51,7 @@ class NoticeFile:
                 write_anew(new, line.encode())
                 new.replace(self._path)
         except OSError as error:
-            log.warning("cannot write the notice to %s: %s", self._path, error.strerror)
+            log.warning("cannot write the notice file %s: %s", self._path, error.strerror)
 
     def take_back(self) -> None:
         """Remove the notice, if there is one."""
@@ -60,4 +60,4 @@ class NoticeFile:
                 with acting_as(self._identity):
                     self._path.unlink(missing_ok=True)
             except OSError as error:
-                log.warning("cannot remove the notice in %s: %s", self._path, error.strerror)
+                log.warning("cannot remove the notice file %s: %s", self._path, error.strerror)

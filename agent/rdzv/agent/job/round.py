@@ -242,7 +242,7 @@ class Round:
 
     def worker_started(self, local_rank: int, pid: int) -> None:
         """Record and watch a worker that is now running."""
-        log.debug("local_rank %d is pid %d", local_rank, pid)
+        log.debug("started local_rank %d as pid %d", local_rank, pid)
         self._pids[local_rank] = pid
         self._context.fates.worker_started(local_rank, pid)
         self._context.observers.worker_started(local_rank, pid)

@@ -138,7 +138,7 @@ class RunnerEventRouter:
             case runner_link.ServeFailed():
                 pass  # The workers will end with this process; nothing else follows from it.
             case runner_link.RunnerRefused():
-                log.error("%s: its runner cannot continue: %s", self._rdzv_id, event.reason)
+                log.error("%s: the job's runner cannot continue: %s", self._rdzv_id, event.reason)
                 self._context.runner.kill()
 
     def _take_of_round(
@@ -179,7 +179,7 @@ class RunnerEventRouter:
                 mark = leaked_processes.mark_of(self._socket)
                 await in_time(SWEEP_WITHIN_S, leaked_processes.kill_leaked, mark)
         except OSError as error:
-            text = "%s: cannot search for processes left behind by its dead runner: %s"
+            text = "%s: cannot search for processes left behind by the job's dead runner: %s"
             log.error(text, self._rdzv_id, error)
             return False
         return True

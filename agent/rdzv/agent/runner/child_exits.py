@@ -250,7 +250,7 @@ class Children:
             if launch is not None and launch.slow_at is not None and now >= launch.slow_at:
                 launch.slow_at = None
                 write_line(
-                    f"{launch.name}, pid {child.pid}, has not started after "
+                    f"{launch.name} (pid {child.pid}) has not started after "
                     f"{START_SLOW_S:g} s; it is still at: "
                     f"{launch.doing or 'running the program'}"
                 )

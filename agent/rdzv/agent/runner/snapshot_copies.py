@@ -290,7 +290,7 @@ class SnapshotCopies:
         """Close the carrier's socket and kill the carrier. A fetch in progress has failed."""
         if self._channel is not None:
             if reason:
-                write_line(f"no copies of snapshots are exchanged: {reason}")
+                write_line(f"cannot exchange copies of snapshots: {reason}")
             self._loop.unwatch(self._channel.fileno())
             self._channel.close()
             self._channel = None

@@ -91,7 +91,7 @@ class StoreHosts:
         """Start these store hosts cold."""
         for start in starts:
             if isinstance(start, WarmStoreHost):
-                write_line(f"round {start.spec.round}: its store host starts cold: {reason}")
+                write_line(f"round {start.spec.round}: its store host will start cold: {reason}")
                 try:
                     if not self._loop.shutting_down:
                         self._start_cold(start.spec, start.listen_fd)

@@ -75,7 +75,7 @@ async def sweep_orphans(timeout_s: float = SWEEP_TIMEOUT_S) -> None:
                 return
         if late and left:
             pids = ", ".join(map(str, left))
-            log.error("processes of a dead runner survived SIGKILL: pid %s", pids)
+            log.error("processes left by a dead runner survived SIGKILL: pid %s", pids)
             return
         await (_exited(left[0], SWEEP_INTERVAL_S) if left else asyncio.sleep(_STARTING_RETRY_S))
 

@@ -216,7 +216,7 @@ class RunnerLink:
             async with asyncio.timeout(timeout_s):
                 await self._all_sent.wait()
         except TimeoutError:
-            log.warning("the runner, pid %d, did not read all requests", self.pid)
+            log.warning("the runner (pid %d) did not read all requests", self.pid)
         if not self._exited.is_set():
             self._loop.remove_writer(self._channel.fileno())
             self._channel.close()
@@ -515,7 +515,7 @@ class RunnerLink:
 
     def _give_up(self, reason: str) -> None:
         """Kill a malfunctioning runner. `RunnerExited` follows."""
-        log.error("killing the runner, pid %d: %s", self.pid, reason)
+        log.error("killing the runner (pid %d): %s", self.pid, reason)
         if self._process is not None:
             self._process.kill()
         elif self._pidfd is not None:

@@ -33,31 +33,31 @@ class RunnerLog:
             case RunnerRefused():
                 log.error("the runner refused a request: %s", event.reason)
             case ServeFailed():
-                text = "the runner, pid %d, cannot outlive this agent: %s"
+                text = "the runner (pid %d) cannot outlive this agent: %s"
                 log.warning(text, self._pid, event.reason)
             case WorkerNotKept():
-                text = "round %d: local_rank %d (pid %d) is killed, not kept: %s"
+                text = "round %d: killing local_rank %d (pid %d) instead of keeping it: %s"
                 log.warning(text, event.round, event.local_rank, event.pid, event.reason)
             case SnapshotRefused():
-                text = "local_rank %d saves no snapshots: %s"
+                text = "local_rank %d cannot save snapshots in memory: %s"
                 log.log(
                     self._level(event.reason, logging.WARNING), text, event.local_rank, event.reason
                 )
             case ZygoteReady():
                 log.info(
-                    "workers can be warm: %s imported in %.1f s, %d MiB, pid %d",
+                    "workers can be warm: the zygote imported %s in %.1f s (%d MiB, pid %d)",
                     ", ".join(event.modules),
                     event.seconds,
                     event.memory_kb >> 10,
                     event.pid,
                 )
             case ZygoteLost():
-                retry = "" if event.retry_s is None else "; another will be started"
-                text = "there is no zygote: %s; workers start cold%s"
+                retry = "" if event.retry_s is None else "; another zygote will be started"
+                text = "there is no zygote: %s; workers will start cold%s"
                 log.log(self._level(event.reason, logging.WARNING), text, event.reason, retry)
             case WorkersStartedCold():
                 ranks = ", ".join(map(str, event.local_ranks))
-                text = "round %d: workers start cold (local_rank %s): %s"
+                text = "round %d: workers will start cold (local_rank %s): %s"
                 level = self._level(f"cold: {event.reason}", logging.INFO)
                 log.log(level, text, event.round, ranks, event.reason)
 

@@ -31,7 +31,7 @@ class ConnectionLog:
         cause = _FIGURES.sub("", reason)
         if again and cause not in self._causes and len(self._causes) < CAUSES_MOST:
             self._causes.add(cause)
-            log.warning("%s; trying again until a server answers", reason)
+            log.warning("%s; retrying until a server responds", reason)
         else:
             log.debug("no stream to %s: %s", endpoint, reason)
 
@@ -42,8 +42,8 @@ class ConnectionLog:
         if (cause := _FIGURES.sub("", reason)) not in self._causes:
             self._causes.add(cause)
             log.warning(
-                "%s: it may be stopped or overloaded, or a firewall drops packets; "
-                "trying until a server answers",
+                "%s: the server may be stopped or overloaded, or a firewall may be dropping "
+                "packets; retrying until a server responds",
                 reason,
             )
 

@@ -65,7 +65,7 @@ class FenceProofs:
             self._unanswered.append((self._heartbeats, boottime_ms(), time.monotonic_ns()))
             silent_s = (boottime_ms() - self._unanswered[0][1]) / 1000
             if fence_s and silent_s > fence_s / (HEARTBEATS_PER_FENCE + 1):
-                log.warning("the server has not answered for %.1f s; connecting again", silent_s)
+                log.warning("the server has not responded for %.1f s; reconnecting", silent_s)
                 return True
         return False
 

@@ -81,7 +81,7 @@ class Inbox:
     ) -> None:
         if placements is None:
             rdzv_id = encoding.rdzv_id_of(message)
-            log.warning("the server placed %s on a node that takes no submitted jobs", rdzv_id)
+            log.warning("the server placed %s on this node, which takes no submitted jobs", rdzv_id)
         elif message.HasField("placed"):
             placements.placed(encoding.placed(message.placed))
         else:
@@ -96,7 +96,7 @@ class Inbox:
             # The seat was requested by a driver that is now gone, so it is given back here.
             self._say(encoding.gone(message.round_completed))
         elif job is None:
-            log.debug("received a message for a job that is not here: %s", message)
+            log.debug("received a message for a job that is not on this node: %s", message)
         elif message.HasField("waiting"):
             job.note(message.waiting.reason)
         else:

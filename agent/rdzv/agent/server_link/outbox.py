@@ -86,7 +86,7 @@ class Outbox:
         try:
             self._waiting.put_nowait(message)
         except asyncio.QueueFull:
-            log.warning("the server accepts messages too slowly; reopening the stream")
+            log.warning("the server is accepting messages too slowly; reopening the stream")
             self._waiting = None
             self.hang_up()
 

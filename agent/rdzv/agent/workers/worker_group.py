@@ -86,7 +86,7 @@ class LocalWorkerGroup:
 
     async def _prepare_zygote(self) -> None:
         if self._launch.warm and (why := await warm.check_warm(self._launch)):
-            log.warning("workers start cold: %s", why)
+            log.warning("workers will start cold: %s", why)
             return
         size = self._launch.job.local_world_size
         environ = self._environ(self._launch.environ, warm.ANY_ROUND, 0)
@@ -193,7 +193,7 @@ class LocalWorkerGroup:
             return worker
         if why := warm.why_cold(self.zygote, worker):
             if self._told_cold.get(worker.local_rank) != why:
-                log.info("local_rank %d starts cold: %s", worker.local_rank, why)
+                log.info("local_rank %d will start cold: %s", worker.local_rank, why)
             self._told_cold[worker.local_rank] = why
             return worker
         return replace(worker, zygote=self.zygote)
