@@ -1,8 +1,9 @@
-"""Detects hung workers: those that have reported progress, and then stop for too long.
+"""Detects hung workers, which have reported progress and then stopped for too long.
 
-A worker that never reports is judged by its completed collectives, if they are counted. Pure:
-`WorkerActivity` accumulates the observations of a worker and decides whether it hangs. Only time
-under observation counts, so a pause of the agent or the machine does not make a worker look silent.
+A worker that never reports is judged by its completed collectives, if they are counted. This code
+is pure: `WorkerActivity` accumulates the observations of a worker and decides whether it is hung.
+Only time under observation counts, so a pause of the agent or the machine does not make a worker
+look silent.
 """
 
 from __future__ import annotations
@@ -11,58 +12,69 @@ from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.structs import replace, struct
 
 AUTO_LEAST_MS = 60_000
-"""Lower bound of the learned timeout: a worker may pause for longer than it has so far."""
+"""The minimum learned timeout, because a worker may pause for longer than it has so far."""
 AUTO_INTERVALS = 50
-"""How many of a worker's latest intervals between reports are remembered."""
+"""The number of a worker's latest intervals between reports that are remembered."""
 AUTO_FACTOR = 20
 """The learned timeout is at least this many times the longest of these intervals."""
 AUTO_LONGEST_FACTOR = 2
-"""It is also at least this many times the longest pause ever seen on this node, in any round."""
+"""The learned timeout is also at least this many times the longest pause ever seen on this node, in
+any round.
+"""
 AUTO_LONGEST_MS = 30 * 60_000
-"""The most that the longest pause can raise it to: one long silence must not hide all later ones.
+"""The maximum to which the longest pause can raise the timeout, because one long silence must not
+hide all later ones.
 """
 
 START_COLLECTIVES = 16
-"""A worker that has completed fewer collectives is still starting: it imports, wraps or compiles.
+"""The number of completed collectives below which a worker is still starting: it may be importing,
+wrapping or compiling.
 """
 START_LEAST_MS = 60_000
-"""The least time that it gets for each of these, whatever the limit: a slow start is not a hang."""
+"""The minimum time that a starting worker gets for each collective, whatever the limit, because a
+slow start is not a hang.
+"""
 
 UNINTERRUPTIBLE, TRACED = "D", "t"
 
 
 @struct(frozen=True)
 class Observation:
-    """An observation of a worker at one moment."""
+    """An observation of a worker at a given moment."""
 
     report: tuple[int, ...] | None
-    """Identifies its last report, also if the step is unchanged; None if there was none."""
+    """Identifies the worker's last report, even if the step is unchanged; None if there was none.
+    """
     state: str
-    """The state of its process, as in /proc."""
+    """The state of the worker's process, as in /proc."""
     switches: int | None = None
-    """Its context switches so far; the number does not change while the process sleeps."""
+    """The number of context switches so far, which does not change while the process sleeps."""
     completed: int | None = None
-    """How many collectives it has completed; None if unknown. Used if there are no reports."""
+    """The number of completed collectives, or None if unknown. Used if there are no reports."""
     counted_every_ms: int = 0
-    """The interval at which they are counted; a pause may be that much shorter than it looks."""
+    """The interval at which collectives are counted. A pause may be that much shorter than it
+    looks.
+    """
     known: bool = True
     """Whether new activity would have been visible."""
 
 
 @struct(frozen=True)
 class WorkerActivity:
-    """The activity of one worker in one round, accumulated from observations."""
+    """A worker's activity in one round, accumulated from observations."""
 
     report: tuple[int, ...] | None = None
     silent_ms: int = 0
-    """Time since its last report, or its start."""
+    """The time since the worker's last report, or since its start."""
     intervals_ms: tuple[int, ...] = ()
-    """The intervals between its latest reports, oldest first; the first begins at its start."""
+    """The intervals between the latest reports, oldest first. The first one begins at the worker's
+    start.
+    """
     blocked_ms: int = 0
-    """How long it has been in the same uninterruptible sleep."""
+    """How long the worker has been in the same uninterruptible sleep."""
     switches: int | None = None
     completed: int | None = None
-    """How many collectives it had completed when they were last counted."""
+    """The number of completed collectives when they were last counted."""
 
     def after(self, look: Observation, passed_ms: int) -> WorkerActivity:
         """Return the activity with one more observation, `passed_ms` after the previous one."""
@@ -85,17 +97,17 @@ class WorkerActivity:
         return replace(seen, silent_ms=self.silent_ms) if look.state == TRACED else seen
 
     def _heard(self, pause_ms: int) -> WorkerActivity:
-        """Return the activity after new progress; the pause before it was at most `pause_ms`."""
+        """Return the activity after new progress, which followed a pause of at most `pause_ms`."""
         intervals = (*self.intervals_ms, pause_ms)[-AUTO_INTERVALS:]
         return replace(self, silent_ms=0, intervals_ms=intervals)
 
     @property
     def counts(self) -> bool:
-        """Whether its collectives count as progress, because it reports none itself."""
+        """Whether the worker's collectives count as progress, because it reports none itself."""
         return self.report is None and self.completed is not None
 
     def why_hung(self, timeout_ms: int) -> str:
-        """Explain why it hangs; empty if it does not.
+        """Return why the worker is hung, or an empty string if it is not.
 
         >>> WorkerActivity(report=(1,), silent_ms=61_500).why_hung(60_000)
         'no progress reported for 62 s, limit 60 s'
@@ -115,7 +127,7 @@ def timeout_ms(timeout: HangTimeout, activity: WorkerActivity, longest_ms: int) 
     """Return how long this worker may go without reporting progress.
 
     `longest_ms` is the longest pause between two reports ever seen on this node. It includes
-    silences that were taken for hangs, so that a false alarm does not soon recur.
+    silences that were mistaken for hangs, so that a false alarm does not soon recur.
     """
     if timeout.ms is not None:
         return timeout.ms

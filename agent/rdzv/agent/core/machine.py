@@ -1,7 +1,7 @@
 """One job on one node: turns events into commands.
 
-`step()` is pure. Its messages to the server need no answer: after a reconnect the node's `Belief`
-(the state itself) is sent in full, so a message lost with its stream does no harm.
+`step()` is pure. Its messages to the server need no response: after a reconnect, the node's
+`Belief` (the state itself) is sent in full, so losing a message along with its stream does no harm.
 """
 
 from __future__ import annotations
@@ -75,38 +75,41 @@ EXIT_SUCCESS = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_TRY_AGAIN = 75
-"""Exit code when a retry may succeed: no server, the join timed out, the job was placed elsewhere,
-the node was drained, or its runner was lost.
+"""The exit code if a retry may succeed: there was no server, the join timed out, the job was placed
+elsewhere, the node was drained, or its runner was lost.
 """
 EXIT_DENIED = 77
-"""Exit code when the caller lacks the permission, so a retry is useless: sysexits' EX_NOPERM."""
+"""The exit code if the caller lacks the permission, so a retry is useless: EX_NOPERM of sysexits.
+"""
 EXIT_NO_PROGRESS = 93
-"""Exit code when a retry is useless because the job kept failing without progress."""
+"""The exit code if a retry is useless because the job kept failing without progress."""
 
 _NEEDS_STORE = (Phase.RUNNING, Phase.SUCCEEDED)
-"""The phases in which the round may need its store, here or on other nodes."""
+"""The phases in which the round may need its store, on this node or on others."""
 
 _SAME_DEADLINE_MS = 1_000
-"""Deadlines closer than this count as equal: the message with a deadline takes time to arrive."""
+"""The difference below which deadlines count as equal, because a deadline's message takes time to
+arrive.
+"""
 
 _DONE_MS = 500
-"""How much later than this node's workers those of other nodes may exit if all have finished."""
+"""How much later than this node's workers other nodes' workers may exit if all have finished."""
 
 _RESUME_LEAST_MS = 600_000
-"""Minimum time for kept workers to wait, in a new round, for others to start."""
+"""The minimum time that kept workers wait in a new round for others to start."""
 
 _SIGTERM = 15
 
 _OVER_FOR_THIS_NODE = ("RendezvousClosedError", "NodeSupersededError")
-"""Refusals that end even running workers: they mean that the node has lost its place."""
+"""Refusals that end even running workers, because they mean that the node has lost its place."""
 
 _DENIED = ("DeniedError", "UnauthenticatedError")
-"""Refusals of the caller rather than the request."""
+"""Refusals of the caller rather than of the request."""
 
 
 @struct(frozen=True)
 class Transition:
-    """The next state, the commands in order, and the latest time of the next tick."""
+    """The next state, the commands in order, and the latest time for the next tick."""
 
     state: AgentState
     commands: tuple[Command, ...] = ()
@@ -114,16 +117,16 @@ class Transition:
 
 
 def begin(job: Job, now_ms: int, run: str = "") -> AgentState:
-    """Return the state of a node that is about to join a job, or only this `run` of it."""
+    """Return the state of a node that is about to join a job, or only this `run` of the job."""
     return AgentState(job, run=run, idle_since_ms=now_ms, disconnected_since_ms=now_ms)
 
 
 def step(state: AgentState, event: Event, now_ms: int) -> Transition:
     """Apply one event and decide what follows from it.
 
-    Guarantees: the workers of a round are started once, and only when every worker of earlier
-    rounds is gone or parked. Running workers are stopped only by their own failure, a signal to
-    this agent, or an explicit message of the server about this run and round. After the end, events
+    Guarantees: a round's workers are started once, and only when every worker of earlier rounds is
+    gone or parked. Running workers are stopped only because of their own failure, a signal to this
+    agent, or an explicit message from the server about this run and round. After the end, events
     have no effect.
     """
     work = _Step(state, now_ms)
@@ -135,7 +138,7 @@ def step(state: AgentState, event: Event, now_ms: int) -> Transition:
 
 @dataclass(slots=True)
 class _Step:
-    """One step under way: its state and its commands so far. Callers of `step` never see it."""
+    """A step in progress: its state and its commands so far. Never visible to callers of `step`."""
 
     state: AgentState
     now_ms: int
@@ -207,13 +210,13 @@ def _apply(work: _Step, event: Event) -> None:
 
 
 def _note_server_found(work: _Step) -> None:
-    """Repeat messages that the belief does not contain; an earlier stream may have lost them."""
+    """Repeat messages that the belief does not contain, as an earlier stream may have lost them."""
     state = work.state
     work.state = replace(state, disconnected_since_ms=None)
     if state.assignment is None:
         return
     if (state.snapshots or state.carrier) and state.phase is not Phase.JOINING:
-        # The join of a waiting node already contains them.
+        # A waiting node's join already contains them.
         work.do(_snapshots_held(state))
     if state.stuck_pids and not _is_empty(state):
         work.do(SayStuck(state.run, state.assignment.round, state.stuck_pids))
@@ -231,13 +234,13 @@ def _note_server_lost(work: _Step, event: ServerLost) -> None:
 
 
 def _start(work: _Step, assignment: Assignment) -> None:
-    """Start the workers of a new round; ignore a round that is stale or already known."""
+    """Start the workers of a new round, ignoring a round that is stale or already known."""
     state = work.state
     stale = state.left_round is not None and assignment.round <= state.left_round
     if state.phase is not Phase.JOINING or stale or (state.run and assignment.run != state.run):
         return
     if state.outcome is not None:
-        return  # It only waits for the parked workers to end.
+        return  # It is only waiting for the parked workers to end.
     parked = () if state.ending_kept else tuple(worker.local_rank for worker in state.kept)
     assignment = replace(assignment, kept=tuple(n for n in assignment.kept if n in parked))
     due_ms = work.now_ms + state.job.store_host_timeout_ms
@@ -251,7 +254,7 @@ def _start(work: _Step, assignment: Assignment) -> None:
         kept=(),
         resuming=tuple(one for one in state.kept if one.local_rank in assignment.kept),
         resume_due_ms=work.now_ms + resume_ms(state.job),
-        # This may go back: kept workers may redo the last step.
+        # This may go back, because kept workers may redo the last step.
         watermark=assignment.snapshot,
         given_up=None,
         ending_kept=False,
@@ -269,7 +272,7 @@ def _start(work: _Step, assignment: Assignment) -> None:
 
 
 def _end_round(work: _Step, event: RoundEnded) -> None:
-    """Stop the workers of the round, unless they have succeeded."""
+    """Stop the round's workers, unless they have succeeded."""
     if event.run != work.state.run:
         return
     if work.state.phase is Phase.JOINING:
@@ -279,7 +282,7 @@ def _end_round(work: _Step, event: RoundEnded) -> None:
     elif work.state.phase is Phase.RUNNING:
         job, notice = work.state.job, work.state.notice
         if notice is not None and notice.due_ms is not None:
-            # After the notice its workers may be saving; a broken collective does not prevent that.
+            # After the notice, workers may be saving, which a broken collective does not prevent.
             _leave(work, _leaving(notice), _notice_grace_ms(work), signum=None)
             return
         grace_ms = job.failure_stop_timeout_ms if event.broken else job.shutdown_timeout_ms
@@ -291,7 +294,7 @@ def _end_round(work: _Step, event: RoundEnded) -> None:
 
 
 def _give_back_seat(work: _Step, round_: int) -> None:
-    """Give back the seat in a round whose completion never arrived, so no worker was started."""
+    """Give back the seat in a round whose completion never arrived, so no workers were started."""
     state = work.state
     if state.left_round is None or state.left_round < round_:
         work.state = replace(state, left_round=round_, failures=(), moved=UNMOVED, fenced=False)
@@ -319,10 +322,10 @@ def _close(work: _Step, event: RunClosed) -> None:
 
 
 def _accept_refusal(work: _Step, event: Refused) -> None:
-    """Accept a refusal as final for a node that wants a place, because repeating changes nothing.
+    """Accept a refusal as final for a node that wants a place, as repeating changes nothing.
 
     Workers continue unless the refusal means that they have no place. Once they are gone, the node
-    asks again, and is refused then.
+    asks again and is then refused.
     """
     if work.state.phase is not Phase.JOINING and event.code not in _OVER_FOR_THIS_NODE:
         return
@@ -373,12 +376,12 @@ def _apply_to_workers(
 
 
 def _is_current(state: AgentState, round_: int) -> bool:
-    """Return whether this node has, or last had, workers of this round."""
+    """Return whether this node has, or most recently had, workers in this round."""
     return state.assignment is not None and state.assignment.round == round_
 
 
 def _is_empty(state: AgentState) -> bool:
-    """Return whether no worker is left on this node, parked or not."""
+    """Return whether no workers, parked or not, remain on this node."""
     return state.workers_gone and not state.kept and not state.ending_kept
 
 
@@ -396,9 +399,9 @@ def _note_exit(work: _Step, event: WorkerExited) -> None:
 
 
 def _note_failure(work: _Step, event: WorkerExited | WorkerSuspected) -> None:
-    """Record a worker that failed by itself; one that the agent stopped has not failed.
+    """Record a worker that failed by itself. A worker that the agent stopped has not failed.
 
-    A suspect may end the round before the exit that broke its collective is noticed. So an exit
+    A suspect may end the round before the exit that broke its collective is detected. So an exit
     still counts if nothing sent to the worker explains it; the join reports it before the server
     charges the end of the round.
     """
@@ -428,7 +431,7 @@ def _note_failure(work: _Step, event: WorkerExited | WorkerSuspected) -> None:
 
 
 def _note_suspect(work: _Step, event: WorkerSuspected) -> None:
-    """Record a broken collective, which may be a peer's fault; its worker parks by itself."""
+    """Record a broken collective, which may be a peer's fault. Its worker parks by itself."""
     state = work.state
     if event.local_rank not in state.alive:
         return
@@ -440,7 +443,7 @@ def _note_suspect(work: _Step, event: WorkerSuspected) -> None:
 
 
 def _note_fence(work: _Step, event: Fenced) -> None:
-    """Note that the runner is killing what is left of the round; `WorkersGone` follows.
+    """Record that the runner is killing what remains of the round. `WorkersGone` follows.
 
     This is not a worker failure. If all workers had succeeded, only leftover processes are killed.
     """
@@ -456,7 +459,7 @@ def _note_fence(work: _Step, event: Fenced) -> None:
 
 
 def rejoins_after_failure(state: AgentState, round_: int) -> bool:
-    """Return whether this node joins again once its failed workers are gone."""
+    """Return whether this node will join again once its failed workers are gone."""
     return (
         _is_current(state, round_)
         and bool(state.failures or state.stuck_pids)
@@ -467,7 +470,7 @@ def rejoins_after_failure(state: AgentState, round_: int) -> bool:
 
 
 def _note_unhealthy(work: _Step, event: Unhealthy) -> None:
-    """Make an unhealthy node leave instead of joining again; its failure still counts."""
+    """Make an unhealthy node leave instead of joining again. Its failure still counts."""
     if rejoins_after_failure(work.state, event.round):
         reason = f"unhealthy: {event.reason}"
         leaving = Leaving(LeaveCause.FAILED, reason, EXIT_TRY_AGAIN)
@@ -507,7 +510,7 @@ def _stop(
 
 
 def _fail_store_host(work: _Step, reason: str) -> None:
-    """Ask the server to end the round: without its store no worker can start or finish cleanly."""
+    """Ask the server to end the round, in which no worker can start or finish without a store."""
     state = work.state
     if state.phase in _NEEDS_STORE and not state.store_host_failed:
         assert state.assignment is not None
@@ -516,7 +519,7 @@ def _fail_store_host(work: _Step, reason: str) -> None:
 
 
 def _lose_runner(work: _Step, event: RunnerLost) -> None:
-    """Leave the job: the runner and its workers are gone. Other nodes may continue without them."""
+    """Leave the job, as the runner and its workers are gone. Other nodes may continue."""
     leaving = Leaving(LeaveCause.TIMEOUT, event.reason, EXIT_TRY_AGAIN)
     work.state = replace(
         work.state,
@@ -549,7 +552,7 @@ def _note_kept_exit(work: _Step, event: KeptExited) -> None:
 
 
 def _note_kept_gone(work: _Step) -> None:
-    """Continue without parked workers: they have ended as ordered, or the fence has killed them."""
+    """Continue without parked workers, which have ended as ordered or were killed by the fence."""
     state = work.state
     if not state.kept and not state.ending_kept:
         return
@@ -561,7 +564,7 @@ def _note_kept_gone(work: _Step) -> None:
 
 
 def _end_kept(work: _Step, charged: tuple[int, ...] = ()) -> None:
-    """End the parked workers; `KeptGone` follows."""
+    """End the parked workers. `KeptGone` follows."""
     state = work.state
     if not state.ending_kept:
         work.state = replace(state, ending_kept=True)
@@ -587,13 +590,13 @@ def _note_resumed(work: _Step, event: WorkerResumed) -> None:
 
 
 def _resume_due_ms(state: AgentState) -> int | None:
-    """Return when the kept workers of a running round must have continued; None if all have."""
+    """Return when the running round's kept workers must have continued, or None if all have."""
     waits = any(one.local_rank in state.alive for one in state.resuming)
     return state.resume_due_ms if waits and state.phase is Phase.RUNNING else None
 
 
 def _suspect_waiting(work: _Step) -> None:
-    """Treat a kept worker that has not continued as a suspect: it may be waiting for a peer."""
+    """Treat a kept worker that has not continued as a suspect, as it may be waiting for a peer."""
     state = work.state
     assert state.assignment is not None
     one = next(one for one in state.resuming if one.local_rank in state.alive)
@@ -607,7 +610,7 @@ def _suspect_waiting(work: _Step) -> None:
 
 
 def _note_snapshots(work: _Step, event: SnapshotsHeld) -> None:
-    """Report the snapshots held here; a node that waits for a round repeats its join instead."""
+    """Report the snapshots held here. A node waiting for a round repeats its join instead."""
     before = work.state
     work.state = state = replace(
         before, snapshots=event.snapshots, carrier=event.carrier, missing_copies=event.missing
@@ -657,12 +660,12 @@ def _is_newer(event: SnapshotWatermark, state: AgentState) -> bool:
 
 
 def _ends(state: AgentState) -> bool:
-    """Return whether the job is about to end for this node."""
+    """Return whether the job is about to end on this node."""
     return state.leaving is not None or state.outcome is not None
 
 
 def _leave_by_signal(work: _Step, event: Signalled) -> None:
-    """Leave in an orderly way; a second signal cuts the grace short."""
+    """Leave in an orderly way. A second signal cuts the grace period short."""
     if _ends(work.state):
         if not work.state.workers_gone:
             _stop(work, 0, event.signum)
@@ -677,7 +680,7 @@ def _leave_by_signal(work: _Step, event: Signalled) -> None:
 def _withdraw(work: _Step, event: Withdrawn) -> None:
     """Give the job back to the server, which may place it here again.
 
-    The leave is still announced, because this node's join may have crossed the withdrawal.
+    The leave is announced anyway, because this node's join may have crossed the withdrawal.
     """
     if event.run == work.state.run and work.state.outcome is None:
         leaving = Leaving(LeaveCause.SIGNAL, event.reason, EXIT_TRY_AGAIN)
@@ -685,9 +688,9 @@ def _withdraw(work: _Step, event: Withdrawn) -> None:
 
 
 def _give_drain_notice(work: _Step, event: NoticeGiven) -> None:
-    """Notify the workers, and wait until they exit; without workers the node leaves at once.
+    """Notify the workers and wait until they exit. A node without workers leaves at once.
 
-    Workers already notified get no second signal: only the deadline may change.
+    Workers that were already notified get no second signal; only the deadline may change.
     """
     state = work.state
     if state.leaving is not None or state.outcome is not None:
@@ -723,7 +726,7 @@ def _lift_drain_notice(work: _Step) -> None:
 
 
 def _follows_notice(work: _Step, event: WorkerExited | WorkerSuspected) -> bool:
-    """Return whether a worker exited or failed after it was notified that the node leaves."""
+    """Return whether a worker exited or failed after being notified that the node is leaving."""
     notice = work.state.notice
     return notice is not None and work.now_ms - event.age_ms >= notice.since_ms
 
@@ -755,7 +758,7 @@ def _notice_grace_ms(work: _Step) -> int:
 
 
 def _keep_notice(work: _Step) -> None:
-    """Do what is due because of the notice, if there is one."""
+    """Do whatever the notice, if there is one, requires by now."""
     state, notice = work.state, work.state.notice
     if notice is None:
         return
@@ -775,7 +778,7 @@ def _keep_notice(work: _Step) -> None:
 
 
 def _notice_due_ms(state: AgentState) -> int | None:
-    """Return when the notice next needs an action."""
+    """Return when the notice next requires an action."""
     notice = state.notice
     if notice is None or state.phase not in _NEEDS_STORE:
         return None
@@ -787,7 +790,7 @@ def _notice_due_ms(state: AgentState) -> int | None:
 
 
 def _end_late_workers(work: _Step, notice: Notice) -> None:
-    """End workers that have not exited in time, at once if they already got SIGTERM."""
+    """End workers that have not exited in time, at once if they have already received SIGTERM."""
     job = work.state.job
     told = job.notice_signum == _SIGTERM
     reason = f"{notice.reason}; its workers had not exited by the deadline"
@@ -796,7 +799,7 @@ def _end_late_workers(work: _Step, notice: Notice) -> None:
 
 
 def _leave(work: _Step, leaving: Leaving, grace_ms: int, signum: int | None) -> None:
-    """Announce the leave at once, so that other nodes need not wait; exit once workers are gone."""
+    """Announce the leave at once, so other nodes need not wait, and exit once workers are gone."""
     if work.state.leaving is not None:
         return
     had_workers = not work.state.workers_gone
@@ -811,9 +814,9 @@ def _leave(work: _Step, leaving: Leaving, grace_ms: int, signum: int | None) -> 
 
 
 def _finish(work: _Step, outcome: Outcome, charged: tuple[int, ...] = ()) -> None:
-    """Set the outcome and end any remaining workers; `charged` ones raise their exceptions."""
+    """Set the outcome and end any remaining workers; the `charged` ones raise their exceptions."""
     if work.state.leaving is not None and work.state.workers_gone:
-        return  # It has left, and only waits for its parked workers to end.
+        return  # It has left and is only waiting for its parked workers to end.
     if work.state.outcome is None:
         work.state = replace(work.state, outcome=outcome)
     if work.state.workers_gone:
@@ -823,7 +826,7 @@ def _finish(work: _Step, outcome: Outcome, charged: tuple[int, ...] = ()) -> Non
 
 
 def _conclude(work: _Step, charged: tuple[int, ...] = ()) -> None:
-    """Join again or exit, now that no worker takes part in a round.
+    """Join again or exit, now that no workers take part in a round.
 
     Before the node exits, its parked workers are ended.
     """
@@ -855,7 +858,7 @@ def _conclude(work: _Step, charged: tuple[int, ...] = ()) -> None:
 
 
 def rejoin(state: AgentState) -> SayJoin:
-    """Return the join request of a node whose workers take part in no round."""
+    """Return the join request of a node whose workers are not part of any round."""
     fenced = state.fenced and not state.failures
     kept = () if state.ending_kept else state.kept
     return SayJoin(state.run, state.left_round, state.failures, fenced, state.moved, kept)
@@ -887,7 +890,7 @@ def _check_deadlines(work: _Step) -> None:
 
 
 def _store_host_due_ms(state: AgentState) -> int | None:
-    """Return when a store host that is not ready yet counts as failed; None if none is needed."""
+    """Return when a store host that is not ready counts as failed, or None if none is needed."""
     return state.store_host_due_ms if state.phase in _NEEDS_STORE else None
 
 
@@ -897,14 +900,14 @@ def _server_due_ms(state: AgentState) -> int | None:
     if since_ms is None or not state.workers_gone or state.phase is Phase.ENDED:
         return None
     if _ends(state):
-        return None  # It only waits for the parked workers to end.
+        return None  # It is only waiting for the parked workers to end.
     if state.assignment is None:
         return since_ms + state.job.settings.join_timeout_ms
     return max(since_ms, state.idle_since_ms) + state.job.server_timeout_ms
 
 
 def _without_server(state: AgentState) -> Outcome:
-    """Return the outcome as this node's own workers show it: nothing else is known."""
+    """Return the outcome as indicated by this node's own workers, as nothing else is known."""
     if state.assignment is None:
         seconds = state.job.settings.join_timeout_ms / 1000
         text = f"no rendezvous server answered within {seconds:g} s: {state.disconnected_reason}"
@@ -914,7 +917,7 @@ def _without_server(state: AgentState) -> Outcome:
     text = f"no server for {seconds:g} s ({why}); judging by this node's own workers"
     if state.phase is Phase.SUCCEEDED:
         return Outcome(EXIT_SUCCESS, f"{text}: all exited 0")
-    # A suspect may have been hit by the death of a peer.
+    # A suspect may have been affected by a peer's death.
     own = [failure for failure in state.failures if not failure.suspect]
     if own:
         return Outcome(EXIT_FAILED, f"{text}: {own[0].message}")

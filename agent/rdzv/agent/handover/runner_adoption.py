@@ -36,27 +36,27 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.agent")
 
 KILL_WITHIN_S = 10.0
-"""How long finding and killing a dead runner's processes may take: the kernel may be slow."""
+"""How long it may take to find and kill a dead runner's processes, as the kernel may be slow."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @struct(frozen=True)
 class Instance:
-    """One instance of a node: its id, and the values that the server assigned to it."""
+    """An instance of a node, with its id and the values that the server assigned to it."""
 
     instance: str
     incarnation: int = 0
     leadership: int = 0
     lease_ms: int | None = None
-    """How much silence the server tolerates. Runners wait this long for an agent, even if the one
-    that adopted them dies before any server has answered it.
+    """How much silence the server tolerates. Runners wait this long for an agent, even if the agent
+    that adopted them dies before any server has responded to it.
     """
 
 
 @struct(frozen=True)
 class AdoptedRunner:
-    """An adopted runner, and the state that it kept."""
+    """An adopted runner and the state that it kept."""
 
     runner: FoundRunner
     placement: KeptPlacement
@@ -67,24 +67,24 @@ class RunnerAdoption:
     """Adopts the runners that the previous agent left, and leaves this one's to the next agent."""
 
     def __init__(self, runtime_dir: Path, node_id: str) -> None:
-        """Use a runtime directory whose lock the caller holds."""
+        """Use a runtime directory, whose lock the caller must hold."""
         self._file = runtime_dir / "instance.json"
         self._sockets = runtime_dir / "runners"
         self._node_id = node_id
         self.instance = Instance(uuid.uuid4().hex)
-        """The instance that this agent runs as; decided by `adopt_runners`."""
+        """The instance as which this agent runs, which is decided by `adopt_runners`."""
 
     def new_socket(self) -> Path:
         """Return a socket path for a new runner."""
         return self._sockets / f"{uuid.uuid4().hex}.sock"
 
     async def adopt_runners(self) -> list[AdoptedRunner]:
-        """Adopt every runner that can be adopted; if there is one, continue as its instance.
+        """Adopt every runner that can be adopted. If there is one, continue as its instance.
 
-        The others are left to their orphan timeout, and the reason is logged.
+        The other runners are left to their orphan timeout, and the reason is logged.
 
         Raises:
-            OSError: the directory cannot be written.
+            OSError: the directory cannot be written to.
         """
         self._sockets.mkdir(mode=0o700, exist_ok=True)
         former = self._read()
@@ -119,7 +119,7 @@ class RunnerAdoption:
     async def _meet(self, path: Path) -> FoundRunner | None:
         try:
             if (found := await FoundRunner.meet(path)) is None:
-                # A runner removes its own socket unless it was killed.
+                # A runner removes its own socket unless it is killed.
                 await in_time(KILL_WITHIN_S, kill_leaked, mark_of(path))
                 _remove(path)
             return found
@@ -157,7 +157,7 @@ class RunnerAdoption:
     # ------------------------------------------------------------------ the instance
 
     def _read(self) -> Instance | None:
-        """Return the previous agent's instance, if it dates from the present boot."""
+        """Return the previous agent's instance if it dates from the current boot, or None."""
         try:
             said = json.loads(self._file.read_bytes())
             if said["boot_id"] != _boot_id() or said["node_id"] != self._node_id:
@@ -174,7 +174,7 @@ class RunnerAdoption:
             return None
 
     def _write(self) -> None:
-        """Write the instance atomically, readable by this user only."""
+        """Write the instance atomically to a file that only this user can read."""
         text = json.dumps(
             {
                 "node_id": self._node_id,

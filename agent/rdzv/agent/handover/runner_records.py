@@ -16,11 +16,11 @@ from pathlib import Path
 log = logging.getLogger("rdzv.agent")
 
 TELL_EVERY_S = 10.0
-"""The interval of log lines about runners that are still running."""
+"""The interval between log lines about runners that are still running."""
 
 
 class RunnerRecords:
-    """The runners of this agent, recorded for the next one."""
+    """Records this agent's runners for the next agent."""
 
     def __init__(self, state_dir: Path, proc: Path = Path("/proc")) -> None:
         """Keep the records in the folder `runners` of a state directory."""
@@ -29,7 +29,7 @@ class RunnerRecords:
         self._own: set[int] = set()
 
     def note(self, pid: int) -> None:
-        """Record a runner: a new one before it starts any worker, or an adopted one."""
+        """Record a runner: a new one before it starts any workers, or an adopted one."""
         self._own.add(pid)
         try:
             self._folder.mkdir(exist_ok=True)
@@ -44,7 +44,7 @@ class RunnerRecords:
             (self._folder / str(pid)).unlink()
 
     async def former_gone(self) -> None:
-        """Wait until the previous agent's runners have ended, except adopted ones."""
+        """Wait until the previous agent's runners, except adopted ones, have ended."""
         for path in self._former():
             pid = int(path.name)
             while (process := self._open(path)) is not None:
@@ -60,12 +60,12 @@ class RunnerRecords:
         return [path for path in found if int(path.name) not in self._own]
 
     def _open(self, path: Path) -> int | None:
-        """Return a pidfd of the recorded process; None if it has ended."""
+        """Return a pidfd for the recorded process, or None if the process has ended."""
         try:
             process = os.pidfd_open(int(path.name))
         except OSError:
             return None
-        # It is checked only now, because another process may have reused the pid.
+        # Checked only now, because another process may have reused the pid.
         if self._is_it(path):
             return process
         os.close(process)
@@ -78,7 +78,7 @@ class RunnerRecords:
             return False
 
     def _started_at(self, pid: int) -> str:
-        """Return a process's start time since boot, with the boot's id."""
+        """Return a process's start time since boot, together with the boot's id."""
         # The command is in parentheses and may contain any character.
         fields = (self._proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         state, started = fields[0], fields[19]
@@ -89,7 +89,7 @@ class RunnerRecords:
 
 
 async def _exited(process: int, within_s: float) -> None:
-    """Wait up to a timeout for the end of a process; close its pidfd."""
+    """Wait for a process to end, for at most `within_s`, and close its pidfd."""
     loop, exited = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(process, exited.set)
     try:

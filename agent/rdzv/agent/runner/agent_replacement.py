@@ -1,19 +1,19 @@
-"""How an agent is replaced: the runner outlives it, and the next agent adopts it over a socket.
+"""How an agent is replaced: the runner outlives it and is adopted by the next agent.
 
 When the agent's end of the socket closes, everything is killed at once, unless the agent has asked
-the runner to *serve*. Then the runner listens on a socket, where a process of the same user may
-connect and *adopt* it:
+the runner to *serve*. In that case the runner listens on a socket, where a process of the same user
+may connect and *adopt* it:
 
     next agent  ── connects ──▶  hello {version, pid, round, last_round, workers, store_hosts,
                                         zygote, kept}
                 ── adopt ──▶     every event that no agent has confirmed, and then new ones
 
-`kept` holds the values, by name, that an agent needs to continue where its predecessor died; the
-runner does not interpret them. They outlive the agent exactly as the workers do. A value that was
-sent before a request is never lost if that request arrived. Only one agent is served at a time;
-another is sent `refused` {reason}. If no agent adopts the runner within `orphan_timeout_s`, it
-stops its workers, with `grace_s`, and ends. The clock runs until `adopt`: an agent that finds this
-runner too old or too new simply disconnects.
+`kept` holds the values, by name, that an agent needs to continue where its predecessor died. The
+runner does not interpret them, and they outlive the agent exactly as the workers do. A value that
+was sent before a request is never lost if that request arrived. Only one agent is served at a time;
+any other is sent `refused` {reason}. If no agent adopts the runner within `orphan_timeout_s`, it
+stops its workers, with `grace_s`, and ends. The clock keeps running until `adopt`: an agent that
+finds this runner too old or too new simply disconnects.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class NextAgent:
-    """The socket for the next agent, the values kept for it, and the wait for it."""
+    """The socket for the next agent, the values kept for it, and the wait for its arrival."""
 
     def __init__(
         self,
@@ -55,21 +55,21 @@ class NextAgent:
         hello: Callable[[], Mapping[str, object]],
         on_orphaned: Callable[[float], None],
     ) -> None:
-        """Take `hello`, which describes the runner, and `on_orphaned`, which gets the grace."""
+        """Use `hello` to describe the runner, and pass the grace period to `on_orphaned`."""
         self._loop = loop
         self._agent = agent
         self._hello = hello
         self._on_orphaned = on_orphaned
         self._path: Path | None = None
         self._listener: socket.socket | None = None
-        """None if this runner ends with its agent."""
+        """The socket for the next agent, or None if this runner ends with its agent."""
         self._orphan_timeout_s = self._grace_s = 0.0
         self._orphaned_until: float | None = None
-        """When everything ends if no agent has taken charge by then."""
+        """When everything ends unless an agent has taken charge by then."""
         self._accept_again_at: float | None = None
-        """When to listen again after a lack of descriptors."""
+        """When to listen again after running out of descriptors."""
         self.gave_up = False
-        """Whether no agent came in time, so that everything ends with the round."""
+        """Whether no agent came in time, in which case everything ends with the round."""
         self._kept: dict[str, str] = {}
 
     def serve(self, request: Mapping[str, object]) -> None:
@@ -94,12 +94,12 @@ class NextAgent:
         self._kept[read_field(request, "name", str)] = read_field(request, "value", str)
 
     def adopt(self) -> None:
-        """Handle `adopt`: take orders from the connected agent, and send it all events."""
+        """Handle `adopt`: take orders from the connected agent and send it all stored events."""
         self._agent.in_charge, self._orphaned_until = True, None
         self._agent.repeat_unconfirmed()
 
     def wait_for_next_agent(self, *, was_in_charge: bool) -> None:
-        """Start the clock, or shut down, because the agent is lost."""
+        """Start the clock, or shut down, because the agent has been lost."""
         if self._listener is None:
             self._loop.shutting_down = True
         elif was_in_charge and not self.gave_up:
@@ -118,7 +118,7 @@ class NextAgent:
             self._listen_again(now)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening for the next agent."""
         if self._listener is not None and self._listener.fileno() >= 0:
             self._accept_again_at = None
             self._loop.unwatch(self._listener.fileno())
@@ -128,20 +128,20 @@ class NextAgent:
                 self._path.unlink()
 
     def _accept(self) -> None:
-        """Send hello to a connecting agent, unless one is connected or it is another user's."""
+        """Send hello to a connecting agent, unless it is another user's or there already is one."""
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):  # The agent is gone again.
-                self._loop.unwatch(self._listener.fileno())  # It would be readable all the time.
+                self._loop.unwatch(self._listener.fileno())  # It would remain readable.
                 self._accept_again_at = time.monotonic() + PAUSE_S
             return
         pid, uid = peer_of(connection)
         if uid not in (0, os.geteuid()):
             connection.close()
             return
-        self._agent.read()  # The old agent's end of file may be waiting there, too.
+        self._agent.read()  # The old agent's end of file may also be waiting there.
         channel = Channel(connection)
         if self._agent.connected:
             reason = f"this runner, pid {os.getpid()}, already has an agent and refuses pid {pid}"
