@@ -922,7 +922,7 @@ def test_every_abbreviation_that_torchrun_takes_means_the_same() -> None:
     from rdzv.launch_options import declared_flags, flags
 
     theirs = {name: act.dest for act in get_args_parser()._actions for name in act.option_strings}
-    actions = flags.options(flags._parser({}, legacy=False))
+    actions = flags.options(flags.make_parser({}, legacy=False))
     own = {name for name in actions if name.startswith("--")} - theirs.keys()
     assert {name.replace("_", "-") for name in own} == declared_flags.OWN & {*actions}
     for name, dest in theirs.items():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from rdzv.c10d.facade import _Answer, _decoded
+from rdzv.c10d.facade import Answer, decode_states
 from rdzv.c10d.observations import Watch
 from rdzv.c10d.store_server import PREFIX, Looks
 from rdzv.ctl import as_text
@@ -146,18 +146,18 @@ def _take(steps: Input) -> None:
     for kind, data in steps:
         if kind == "answer":
             try:
-                _look(msgspec.json.decode(data, type=_Answer))
+                _look(msgspec.json.decode(data, type=Answer))
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
         else:
             values[PREFIX + kind.partition(":")[2]] = data
     said = json.dumps(Looks(_Store(values)).answer([])).encode()
-    _look(msgspec.json.decode(said, type=_Answer))
+    _look(msgspec.json.decode(said, type=Answer))
 
 
-def _look(answer: _Answer) -> None:
+def _look(answer: Answer) -> None:
     """Pass an answer to the facade, and show the result."""
-    states, unreadable = _decoded(answer.states)
+    states, unreadable = decode_states(answer.states)
     for why in unreadable.values():
         check_text("why a state is not shown", why)
     watch = Watch()

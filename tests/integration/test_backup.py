@@ -122,7 +122,7 @@ async def test_an_older_backup_does_not_make_leadership_go_back(tmp_path: Path) 
 def resealed(data: bytes) -> bytes:
     """Give a deliberately changed backup the trailer that it needs."""
     lines = data.splitlines(keepends=True)
-    tally = backup._Tally()
+    tally = backup.Tally()
     for line in lines[:-1]:
         tally.passed(backup.read_line(line, "file"), line)
     return b"".join([*lines[:-1], backup.written_line(tally.trailer())])

@@ -491,7 +491,7 @@ async def test_what_is_heard_late_of_an_earlier_leader_ends_no_term(config: Etcd
     async with leading(config) as (_, election, _):
         fence = await election.campaign()
         leader = election.leader
-        election._see(None, fence.create_revision - 1)
+        election.note_leader_key(None, fence.create_revision - 1)
         assert election.proven
         assert election.leader == leader
 

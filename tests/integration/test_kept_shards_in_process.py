@@ -50,7 +50,9 @@ def test_the_last_two_sealed_steps_are_held(
     def train(state: State) -> None:
         shards, seen = state._sealing.shards, {}
         state.add(**built())
-        shards._holds_last = holds_last  # Without a runner nothing is held.
+        assert shards.parts is not None
+        # Without a runner `state.add` holds nothing.
+        shards.begin(shards.parts, holds_last=holds_last)
         for step in (1, 2):
             one_step(state)
             state.commit()

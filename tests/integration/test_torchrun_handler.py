@@ -135,10 +135,10 @@ def test_since_when_there_is_no_server_does_not_move_while_there_is_none() -> No
     nobody = (Endpoint("127.0.0.1", 9),)
     stream = NodeStream(nobody, PLAIN, pb.Hello(), news, list, lambda message: None)
     first_s = stream.apart_since_s
-    stream._note_lost("refused", again=False)
+    stream.note_lost("refused", again=False)
     assert stream.apart_since_s == first_s
     stream.apart_since_s = None
-    stream._note_lost("it is gone", again=False)
+    stream.note_lost("it is gone", again=False)
     assert stream.apart_since_s is not None
 
 
@@ -580,8 +580,8 @@ def test_a_stream_that_is_welcomed_late_does_not_end_for_want_of_a_server(
             stream = None
             while stream is None or stream.apart_since_s is None:
                 stream = handler.talk.stream
-            with handler._news:
-                assert handler._news.wait_for(lambda: "refused" in stream.trouble, 60)
+            with handler.talk.news:
+                assert handler.talk.news.wait_for(lambda: "refused" in stream.trouble, 60)
             port()
             deadline_s = time.monotonic() + 20
             while stream.apart_since_s is not None and time.monotonic() < deadline_s:
@@ -873,7 +873,7 @@ def test_a_pipe_is_closed_only_when_its_watch_reads_from_it_no_more() -> None:
     try:
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1")
-            patched.setattr("rdzv.torchrun.signals._LEFT_WITHIN_S", 60)
+            patched.setattr("rdzv.torchrun.signals.LEFT_WITHIN_S", 60)
             first = watch_signals(on_signal)
             os.kill(os.getpid(), signal.SIGUSR1)
             assert busy.wait(60)
@@ -903,7 +903,7 @@ def test_a_watch_that_is_being_ended_in_another_thread_is_replaced() -> None:
     former_pipes = pipes()
     first = watch_signals(lambda _: None)
     with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(1) as other:
-        patched.setattr("rdzv.torchrun.signals._LEFT_WITHIN_S", 60)
+        patched.setattr("rdzv.torchrun.signals.LEFT_WITHIN_S", 60)
         patched.setattr(os, "write", write_late)
         ending = other.submit(first)
         assert begun.wait(60)
@@ -928,7 +928,7 @@ def test_a_watch_that_ends_in_another_thread_leaves_room_for_the_next() -> None:
     try:
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1")
-            patched.setattr("rdzv.torchrun.signals._LEFT_WITHIN_S", 60)
+            patched.setattr("rdzv.torchrun.signals.LEFT_WITHIN_S", 60)
             first = watch_signals(lambda _: None)
             with ThreadPoolExecutor(1) as other:
                 other.submit(first).result()

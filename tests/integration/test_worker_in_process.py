@@ -400,7 +400,7 @@ def test_a_short_timeout_does_not_limit_how_long_new_workers_take_to_start(
 def test_two_rounds_on_one_store_share_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch numbers its groups from 0 in each round: without prefixes they would meet."""
     base = dist.HashStore()
-    monkeypatch.setattr(RoundGroups, "_made_store", lambda *_: base)
+    monkeypatch.setattr(RoundGroups, "make_store", lambda *_: base)
     for number in (0, 1):
         groups = RoundGroups(round_of({"RDZV_ROUND": str(number)}), Options(), None)
         groups.open()
@@ -423,11 +423,11 @@ def test_a_worker_parks_in_order(monkeypatch: pytest.MonkeyPatch, nccl_log: list
     state = State(step=0)
     state.on_park(lambda round: nccl_log.append("on_park"))
     link: Any = Word()
-    monkeypatch.setattr(session, "_wait_for_devices", lambda: nccl_log.append("devices"))
+    monkeypatch.setattr(session, "wait_for_devices", lambda: nccl_log.append("devices"))
     made = session.Session(state, Options(), link)
     groups = RoundGroups(round_of({}), Options(), link)
-    groups.cut.add(groups._nccl)
-    made._park(session._Over(groups.round, groups, RoundOver()))
+    groups.cut.add(groups.nccl)
+    made.park(session.Over(groups.round, groups, RoundOver()))
     aborted = ["start", "abort second", "abort default", "end"]
     assert nccl_log == [*aborted, "devices", "on_park", "parked"]
 
@@ -479,4 +479,4 @@ def test_nccl_is_for_workers_with_gpus(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
-    assert groups._default_backend() == backend
+    assert groups.default_backend() == backend

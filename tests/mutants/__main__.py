@@ -166,7 +166,7 @@ def main() -> int:
         for _ in range(options.processes):
             copies.put(stack.enter_context(Copy.made()))
         verdicts = _run_all(
-            drawn, copies, _record(state, judges), BUILD / f"verdicts-{state}.jsonl"
+            drawn, copies, make_record(state, judges), BUILD / f"verdicts-{state}.jsonl"
         )
     return report(verdicts, f"seed {seed}, revision {_revision()}")
 
@@ -277,7 +277,7 @@ def _caged(root: Path) -> list[str]:
     ]
 
 
-def _record(state: str, judges: tuple[str, ...]) -> Record:
+def make_record(state: str, judges: tuple[str, ...]) -> Record:
     """Return which tests run which lines, recorded once for a state of the tree."""
     kept = BUILD / f"lines-{state}.json"
     if kept.exists():

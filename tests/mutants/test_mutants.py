@@ -149,7 +149,7 @@ def test_a_copy_in_which_no_test_runs_lets_nothing_survive(
     monkeypatch.setattr(tool.Copy, "made", lambda: contextlib.nullcontext(tool.Copy(tmp_path)))
     monkeypatch.setattr(tool.Copy, "pytest", lambda *_: (1, "No module named pytest"))
     with pytest.raises(SystemExit, match=r"do not run in the copy:\nNo module named pytest"):
-        tool._record("state", ())
+        tool.make_record("state", ())
 
 
 def test_every_equivalent_is_of_the_code_as_it_is_and_has_a_reason() -> None:

@@ -276,7 +276,7 @@ class Judge:
         That server may have read the higher one in what its successor has stored. Unlike here, it
         can send nothing to nodes any more.
         """
-        leadership = old.incarnation >> nodes._COUNTER_BITS
+        leadership = old.incarnation >> nodes.COUNTER_BITS
         if not server.leadership < leadership <= self.leadership:
             self.fail(f"fencing: the incarnation of {old.node_id} went back")
 
@@ -452,7 +452,7 @@ class Judge:
     def recorded(self, kept: MemoryStore, records: Sequence[Record]) -> None:
         """Nothing that happens once is in a job's history twice, whatever became of its commit."""
         for record in records:
-            rows = kept._history[record.rdzv_id]
+            rows = kept.records[record.rdzv_id]
             same = [
                 r for r in rows if (r.run, r.name, r.data) == (record.run, record.name, record.data)
             ]

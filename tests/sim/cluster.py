@@ -73,11 +73,11 @@ class Disk:
 
     def history(self, rdzv_id: str) -> tuple[Record, ...]:
         """Return the stored part of a job's history."""
-        return tuple(self.kept._history.get(rdzv_id, ()))
+        return tuple(self.kept.records.get(rdzv_id, ()))
 
     def document(self, name: str) -> bytes:
         """Return a key-value record as last written; empty if it never was."""
-        return self.kept._documents.get(name, (b"{}", 0))[0]
+        return self.kept.documents.get(name, (b"{}", 0))[0]
 
     def restore(self) -> None:
         """Go back to the last backup, if there is one."""
@@ -280,7 +280,7 @@ class Server:
         self.driver = WatchedDriver(self.store, self.process, config, tasks, world.new_uid, Meter())
         self.driver.world, self.driver.server = world, self
         watch = self.driver.loop_watch
-        watch._timer = self.process.looks = Looks(self.process, watch._every_ms, watch._look)
+        watch.timer = self.process.looks = Looks(self.process, watch.every_ms, watch.look)
         self.process.create_task(self._serve())
 
     async def _serve(self) -> None:

@@ -1248,7 +1248,7 @@ MUTANTS = (
     Mutant(
         "incarnations start anew with each server",
         "nodes._connect",
-        "    incarnation = (nodes.leadership << _COUNTER_BITS) + counter",
+        "    incarnation = (nodes.leadership << COUNTER_BITS) + counter",
         "    incarnation = counter",
     ),
     Mutant(
@@ -2027,7 +2027,7 @@ MUTANTS = (
     ),
     Mutant(
         "time in which nobody watched is silence",
-        "HangWatch._look",
+        "HangWatch.look",
         "min(now_ms - self._looked_ms, 2 * self._look_every_ms)",
         "now_ms - self._looked_ms",
         by="tests/unit/agent/test_agent_hangs.py",

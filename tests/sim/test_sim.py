@@ -82,7 +82,7 @@ def test_the_simulated_server_takes_all_that_nodes_say() -> None:
     """A refusal would end the node's part in its job, and so hide all that follows."""
     world, heard = World(4711, only=()), []
     with world.judge.watching():
-        world._begin()
+        world.begin()
         world.run(5_000)
         (agent, *_) = (one for one in world.agents if one.greeted)
         agent.take = lambda connection, message: heard.append(message)  # type: ignore[method-assign]

@@ -179,7 +179,7 @@ class World:
             Exception: any other error inside.
         """
         with self.judge.watching():
-            self._begin()
+            self.begin()
             for trouble in self.plan:
                 self.run(trouble.gap_ms)
                 self.count(f"trouble: {trouble.name}")
@@ -197,7 +197,7 @@ class World:
         if self.failure is not None:
             raise self.failure
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         self.servers[0].start()
         for name in self.specs:
             self.agenda.after(self.random.randint(0, 500), partial(self.start_node, name))

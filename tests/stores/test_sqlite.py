@@ -108,7 +108,7 @@ async def test_one_that_can_not_be_written_spoils_no_other(store: SqliteStore) -
 
 
 async def test_what_waits_is_bounded(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_connection, "_MOST_WAITING", 3)
+    monkeypatch.setattr(sqlite_connection, "MOST_WAITING", 3)
     # Nothing is written before this returns to the loop's thread.
     busy = asyncio.Event()
     loop = asyncio.get_running_loop()

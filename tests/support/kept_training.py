@@ -107,8 +107,8 @@ def stop_at(rank: int, operation: int) -> None:
 
 def die_while_healing(faults: list[dict[str, Any]]) -> None:
     """Send a few tensors at a time, and let the source die before one of these sends."""
-    healing._BUCKET_BYTES = 600
-    divided = healing._buckets
+    healing.BUCKET_BYTES = 600
+    divided = healing.buckets_of
 
     def buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         for number, bucket in enumerate(divided(tensors)):
@@ -119,7 +119,7 @@ def die_while_healing(faults: list[dict[str, Any]]) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
             yield bucket
 
-    healing._buckets = buckets
+    healing.buckets_of = buckets
 
 
 def train(

@@ -71,7 +71,7 @@ class Served:
         self._grafana = grafana
         self._streams: dict[str, Stream] = {}
         self._readers: list[asyncio.Task[None]] = []
-        self._stop = asyncio.Event()
+        self.stop = asyncio.Event()
 
     # ---------------------------------------------------------------- from any thread
 
@@ -162,7 +162,7 @@ class Served:
             self._listen = config.listen
             await self._turn_http(on=True)
             ready.set_result(None)
-            await self._stop.wait()
+            await self.stop.wait()
             await self._http.aclose()
             for task in (hearing, *self._readers):
                 task.cancel()
@@ -347,7 +347,7 @@ def served(facade: Any = None, grafana: str | None = None, **timings: int) -> It
             return serving
 
         async def end(serving: asyncio.Task[None]) -> None:
-            made._stop.set()
+            made.stop.set()
             await serving
 
         serving = made.do(begin())

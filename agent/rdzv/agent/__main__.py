@@ -95,7 +95,7 @@ def main(path: Path, check_config: bool, print_config: bool) -> NoReturn:
             )
             sys.exit(EXIT_SUCCESS)
         _set_up(config)
-        exit_code = asyncio.run(_run(path, config))
+        exit_code = asyncio.run(run_agent(path, config))
     except InvalidRequestError as error:
         _fail(error, EXIT_USAGE)
     except (RendezvousError, OSError) as error:
@@ -121,7 +121,13 @@ def _set_up(config: Config) -> None:
     os.close(nothing)
 
 
-async def _run(path: Path, config: Config) -> int:
+async def run_agent(path: Path, config: Config) -> int:
+    """Run this node's agent until it is told to end; return the exit code.
+
+    Raises:
+        InvalidRequestError: the configuration does not fit this machine.
+        NodeSupersededError: another agent has this node's id.
+    """
     if config.launches:
         return await _take_part(config)
     from rdzv.agent.app.daemon import serve

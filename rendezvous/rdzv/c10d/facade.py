@@ -56,7 +56,7 @@ LAST_WORDS = 4_096
 """How many bytes of the process's stderr are kept to explain its exit."""
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True):
     """A message from the child process; see `store_server` for its fields."""
 
     ready: bool = False
@@ -145,10 +145,10 @@ class Facade:
                 # The store is still being served, and other jobs are still being watched.
                 log.exception("c10d: a bug in rdzvd, please report it: lost one check")
 
-    async def _take(self, answer: _Answer) -> tuple[str, ...]:
+    async def _take(self, answer: Answer) -> tuple[str, ...]:
         """Record an answer and return the jobs that are now closed."""
         # Decode in a thread: a large state takes a while, and the server must not stall.
-        states, unreadable = await asyncio.to_thread(_decoded, answer.states)
+        states, unreadable = await asyncio.to_thread(decode_states, answer.states)
         for rdzv_id, why in unreadable.items():
             self._warn_of(rdzv_id, why)
         beyond = f"{answer.left_out} jobs in torch's store exceed the limit, and are not observed"
@@ -156,7 +156,7 @@ class Facade:
         gone = (*answer.gone, *unreadable)
         return self._watch.take(states, gone, self._clock.now_ms())
 
-    async def _ask(self, server: _StoreServer, closed: tuple[str, ...]) -> _Answer:
+    async def _ask(self, server: _StoreServer, closed: tuple[str, ...]) -> Answer:
         asking = asyncio.ensure_future(server.ask(closed))
         try:
             done, _ = await asyncio.wait([asking], timeout=SLOW_AFTER_S)
@@ -178,7 +178,7 @@ class Facade:
             log.warning("c10d: cannot show the state of job %a: %s", rdzv_id, why)
 
 
-def _decoded(values: dict[str, str | None]) -> tuple[dict[str, State | None], dict[str, str]]:
+def decode_states(values: dict[str, str | None]) -> tuple[dict[str, State | None], dict[str, str]]:
     """Decode states; return the readable ones, and why the others cannot be read."""
     states: dict[str, State | None] = {}
     unreadable: dict[str, str] = {}
@@ -262,7 +262,7 @@ class _StoreServer:
         if not answer.ready:
             raise RendezvousError(f"{python} did not serve torch's store: {answer}")
 
-    async def ask(self, closed: tuple[str, ...]) -> _Answer:
+    async def ask(self, closed: tuple[str, ...]) -> Answer:
         """Ask for changes; jobs in `closed` are not read again.
 
         Raises:
@@ -275,13 +275,13 @@ class _StoreServer:
             await self._writer.drain()
         return await self._hear()
 
-    async def _hear(self) -> _Answer:
+    async def _hear(self) -> Answer:
         try:
             length = int.from_bytes(await self._reader.readexactly(4), "big")
             if length > MOST_ANSWER_BYTES:
                 raise _EndedError(f"answered with {length} bytes")
             body = await self._reader.readexactly(length)
-            return msgspec.json.decode(body, type=_Answer)
+            return msgspec.json.decode(body, type=Answer)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _EndedError(f"sent an invalid answer: {error}") from error
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -30,7 +30,7 @@ CLOCKS_APART = timedelta(minutes=5)
 OF_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 """The names in every server's certificate, for clients on the same machine."""
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,63}")
+CALLER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,63}")
 """A valid holder name. It is also a file name, and a common name has at most 64 characters."""
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
@@ -132,7 +132,7 @@ class Authority:
         self, file: str, name: str, roles: Sequence[str], days: int, *, replace: bool
     ) -> Made:
         """Create the files for a caller with these roles, and return their paths."""
-        if not _NAME.fullmatch(name):
+        if not CALLER_NAME.fullmatch(name):
             raise InvalidRequestError(
                 f"name {name!r} cannot be used: give up to 64 letters, digits and . _ @ -, the "
                 "first a letter, a digit or _"

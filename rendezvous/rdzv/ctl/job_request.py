@@ -99,20 +99,20 @@ class Request:
 
 def wants_help(words: Sequence[str]) -> bool:
     """Return whether --help is among the flags; words after the flags belong to the script."""
-    given, _ = flags.split(words, flags.options(_parser()), _WHOLE)
+    given, _ = flags.split(words, flags.options(make_parser()), _WHOLE)
     return any(action.dest == "help" for one in given for action in one.actions)
 
 
 def help_text() -> str:
     """Return the command's help text."""
-    return _parser().format_help().rstrip()
+    return make_parser().format_help().rstrip()
 
 
 def option_names() -> list[str]:
     """List all accepted flags, for completion."""
     return sorted(
         name
-        for name, action in flags.options(_parser()).items()
+        for name, action in flags.options(make_parser()).items()
         if name.startswith("--") and "_" not in name and action.dest not in REFUSED
     )
 
@@ -123,7 +123,7 @@ def read(words: Sequence[str], caller: Caller) -> Request:
     Raises:
         InvalidRequestError: a value is not valid; the message names it, the reason, and a remedy.
     """
-    parser = _parser()
+    parser = make_parser()
     known = flags.options(parser)
     given, rest = flags.split(words, known, _WHOLE)
     for one in given:
@@ -203,7 +203,8 @@ class _Parser(argparse.ArgumentParser):
         raise InvalidRequestError(message)
 
 
-def _parser() -> _Parser:
+def make_parser() -> _Parser:
+    """Return the parser of the flags of `rdzvctl submit`."""
     parser = _Parser(
         prog="rdzvctl submit",
         usage="rdzvctl submit [rdzvrun's flags] [flags below] [--] script ...",

@@ -50,7 +50,9 @@ _LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 
 
 @struct(frozen=True)
-class _Seen:
+class SeenStatus:
+    """A job's status, and when it arrived."""
+
     status: JobStatus
     at_s: float
 
@@ -59,7 +61,7 @@ class _Seen:
         return live.later(self.status, round((time.monotonic() - self.at_s) * 1000))
 
 
-_News = SimpleQueue[_Seen | RendezvousError]
+_News = SimpleQueue[SeenStatus | RendezvousError]
 
 
 def _tries_again(error: RendezvousError) -> None:
@@ -80,7 +82,7 @@ def watching(
     def take_in() -> None:
         try:
             for status in client.watch(job, silent):
-                news.put(_Seen(status, time.monotonic()))
+                news.put(SeenStatus(status, time.monotonic()))
         except RendezvousError as error:
             news.put(error)
         except ValueError:
@@ -91,7 +93,7 @@ def watching(
     yield news
 
 
-def _next(news: _News, within_s: float | None) -> _Seen | None:
+def _next(news: _News, within_s: float | None) -> SeenStatus | None:
     """Return the newest update or raise its error; None if nothing arrives within `within_s`."""
     try:
         found = news.get(timeout=within_s)
@@ -104,7 +106,7 @@ def _next(news: _News, within_s: float | None) -> _Seen | None:
     return found
 
 
-def _newest(news: _News) -> _Seen:
+def _newest(news: _News) -> SeenStatus:
     seen = _next(news, None)
     assert seen is not None, "there is always an update without a deadline"
     return seen
@@ -173,7 +175,7 @@ def one_of_many(output: str, document: str) -> str:
     return f"---\n{as_yaml.document(document)}"
 
 
-def _live(client: ControlClient, job: str, news: _News) -> _Seen:
+def _live(client: ControlClient, job: str, news: _News) -> SeenStatus:
     """Keep the screen up to date until the job has ended; return its last status."""
     seen = _newest(news)
     whole_ms = live.whole_wait_ms(seen.status, None, None)
@@ -284,7 +286,7 @@ def wait(client: ControlClient, job: str, wait_s: float | None) -> tuple[str, in
     reports = StateReports(job)
     deadline_s = None if wait_s is None else time.monotonic() + wait_s
     with watching(client, job) as news:
-        last: _Seen | None = None
+        last: SeenStatus | None = None
         while True:
             left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
             seen = _next(news, left_s)

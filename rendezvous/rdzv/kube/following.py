@@ -65,7 +65,8 @@ class Following(Generic[Value]):
         self._options = {"label_selector": selector} if selector else {}
         self._lock = threading.Lock()
         self._objects: dict[str, Value] | None = None
-        self._version = ""
+        self.version = ""
+        """The resource version up to which changes have been received; empty before a list."""
         self._listed_s = 0.0
         self.trouble = "not listed yet"
         """The reason why the objects may not be current; empty if they are."""
@@ -81,7 +82,7 @@ class Following(Generic[Value]):
         backoff_s = BACKOFF_S[0]
         while not stop.is_set():
             try:
-                if not self._version or time.monotonic() - self._listed_s > RELIST_S:
+                if not self.version or time.monotonic() - self._listed_s > RELIST_S:
                     self._list()
                 began_s = time.monotonic()
                 self._watch()
@@ -91,10 +92,10 @@ class Following(Generic[Value]):
                     continue
             except GoneError:
                 log.info("the resource version has expired; listing all %s again", self._what)
-                self._version = ""
+                self.version = ""
             except Exception as error:  # The client's exceptions have no common base.
                 self._ill(_in_words(error))
-                self._version = "" if isinstance(error, AnswerError) else self._version
+                self.version = "" if isinstance(error, AnswerError) else self.version
             stop.wait(backoff_s * random.uniform(0.5, 1))
             backoff_s = min(backoff_s * 2, BACKOFF_S[1])
 
@@ -129,14 +130,14 @@ class Following(Generic[Value]):
             raise AnswerError("a list without a resource version")
         with self._lock:
             self._objects = found
-        self._version, self._listed_s = version, time.monotonic()
+        self.version, self._listed_s = version, time.monotonic()
         self._changed()
 
     def _watch(self) -> None:
         answer = self._asked(
             watch=True,
             allow_watch_bookmarks=True,
-            resource_version=self._version,
+            resource_version=self.version,
             timeout_seconds=WATCH_S,
         )
         self._well()
@@ -165,7 +166,7 @@ class Following(Generic[Value]):
         elif kind != "BOOKMARK":
             raise AnswerError(f"an event of type {short(str(kind))}")
         if isinstance(version, str) and version:
-            self._version = version
+            self.version = version
 
     def _put(self, key: str, value: Value | None) -> None:
         with self._lock:

@@ -32,7 +32,7 @@ def parse(
         SystemExit: wrong usage (2), or --help or --version (0).
 
     """
-    parser = _parser(environ, legacy=legacy)
+    parser = make_parser(environ, legacy=legacy)
     words = sys.argv[1:] if argv is None else argv
     try:
         return parser.parse_args(expand(words, options(parser)))
@@ -157,7 +157,8 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.ArgumentParser:
+def make_parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.ArgumentParser:
+    """Return the parser of rdzvrun's flags, with defaults from `environ`."""
     program = "python -m rdzv.agent.distributed_launch" if legacy else "rdzvrun"
     parser = argparse.ArgumentParser(
         prog=program,

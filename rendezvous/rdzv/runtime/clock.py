@@ -12,6 +12,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 
+def monotonic_ms() -> int:
+    """Return the monotonic time in milliseconds, from an arbitrary start."""
+    return time.monotonic_ns() // 1_000_000
+
+
 class Cancellable(Protocol):
     """A call scheduled for a later time."""
 
@@ -110,21 +115,22 @@ class LoopWatch:
         self._clock = clock
         self._on_pause = on_pause
         self._on_look = on_look
-        self._every_ms = every_ms
+        self.every_ms = every_ms
         self._deaf_after_ms = deaf_after_ms
         self._settle_ms = settle_ms
-        self._timer = Timer(clock, self._look)
+        self.timer = Timer(clock, self.look)
+        """Calls `look`, which sets it again."""
         self._listened_ms = 0
         self.settled_ms = 0
         """The time by which input that arrived during the last pause has been read."""
 
     def start(self) -> None:
         """Start watching the running event loop."""
-        self._timer.arm(self._clock.now_ms() + self._every_ms)
+        self.timer.arm(self._clock.now_ms() + self.every_ms)
 
     def stop(self) -> None:
         """Stop watching."""
-        self._timer.cancel()
+        self.timer.cancel()
 
     def late(self, due_ms: int) -> bool:
         """Return whether a timer that was due at `due_ms` must wait until `settled_ms`."""
@@ -141,12 +147,13 @@ class LoopWatch:
         After a pause, this time stands still until the input that arrived in the meantime has been
         read. A caller that uses it therefore does not act on a deadline that passed during a pause.
         """
-        due_ms = self._timer.due_ms
+        due_ms = self.timer.due_ms
         if due_ms is None or not self.late(due_ms):
             self._listened_ms = self._clock.now_ms()
         return self._listened_ms
 
-    def _look(self, due_ms: int) -> None:
+    def look(self, due_ms: int) -> None:
+        """Check for a pause since `due_ms`, and set the timer for the next check."""
         self._on_look(self._clock.now_ms() - due_ms)
         self.late(due_ms)
         self.start()

@@ -161,7 +161,7 @@ def main(
     usage or configuration error.
     """
     # This must come before any import of gRPC, which reads the variable only once.
-    if not _reaches_etcd_by_tls(file, given):
+    if not reaches_etcd_by_tls(file, given):
         os.environ.setdefault(_CIPHER_SUITES, _NO_TLS_1_2)
     from rdzv.errors import InvalidRequestError, RendezvousError
     from rdzv.runtime.log_format import complain, log_to_stderr
@@ -197,7 +197,7 @@ def main(
         sys.exit(1)
 
 
-def _reaches_etcd_by_tls(file: Path | None, given: dict[str, Any]) -> bool:
+def reaches_etcd_by_tls(file: Path | None, given: dict[str, Any]) -> bool:
     """Return whether etcd is reached over TLS.
 
     Connections to etcd use the same cipher suites, and many etcd servers speak only TLS 1.2. This

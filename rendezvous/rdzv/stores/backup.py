@@ -121,7 +121,7 @@ _line_decoder: msgspec.json.Decoder[_Line] = msgspec.json.Decoder(_Line)
 _any_decoder = msgspec.json.Decoder(_AnyLine)
 
 
-class _Tally:
+class Tally:
     """The trailer's counts, updated line by line."""
 
     def __init__(self) -> None:
@@ -131,6 +131,7 @@ class _Tally:
         self._documents = 0
 
     def passed(self, line: _Line, data: bytes) -> bytes:
+        """Count a line; return its data."""
         self._hash.update(data)
         self._jobs += isinstance(line, JobLine)
         self._events += isinstance(line, EventLine)
@@ -138,6 +139,7 @@ class _Tally:
         return data
 
     def trailer(self) -> Trailer:
+        """Return the trailer for the lines counted so far."""
         return Trailer(self._jobs, self._events, self._hash.hexdigest(), self._documents)
 
 
@@ -155,7 +157,7 @@ async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
         RendezvousStateError: a job cannot be read; a backup without it is refused.
 
     """
-    tally = _Tally()
+    tally = Tally()
     yield tally.passed(header, written_line(header))
     for name in await store.list_documents():
         if held := await store.load_document(name):
@@ -222,7 +224,7 @@ def verify(file: BinaryIO, name: str) -> Summary:
 
 def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
     """Yield the lines of a backup, checking their order, number and hash."""
-    tally = _Tally()
+    tally = Tally()
     seen: set[str] = set()
     documents: set[str] = set()
     job = ""
@@ -257,7 +259,7 @@ def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
         raise _refused(name, "there is data after its last line")
 
 
-def _header(file: BinaryIO, name: str, tally: _Tally) -> Header:
+def _header(file: BinaryIO, name: str, tally: Tally) -> Header:
     data = file.readline(_MOST_LINE_BYTES)
     try:
         found = _any_decoder.decode(data)

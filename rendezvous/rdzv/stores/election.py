@@ -153,7 +153,7 @@ class Election:
             (Put(self._key, value), Get(self._key)),
             (Get(self._key),),
         )
-        self._see(done.found[0], done.revision)
+        self.note_leader_key(done.found[0], done.revision)
         return done.succeeded
 
     async def campaign(self, head_start_s: Callable[[], float] = lambda: 0.0) -> Fence:
@@ -206,7 +206,7 @@ class Election:
             (Get(self._key),),
         )
         (held,) = done.found
-        self._see(held, done.revision)
+        self.note_leader_key(held, done.revision)
         # An earlier attempt that was cancelled or had an unknown outcome may have succeeded.
         if held is None or held.lease != session.lease:
             return None
@@ -313,20 +313,20 @@ class Election:
         every_s = min(1.0, self._client.config.ttl_s / 3)
         while True:
             try:
-                self._see(*await self._client.get(self._key))
+                self.note_leader_key(*await self._client.get(self._key))
                 self._outage.end()
                 changes = self._client.watch(self._key, self._seen_revision + 1, every_s)
                 async with aclosing(changes):
                     async for some in changes:
                         for change in some:
-                            self._see(change.kv, change.revision)
+                            self.note_leader_key(change.kv, change.revision)
             except RendezvousConnectionError as error:
                 # Compaction is not a failure, but the pause that follows a failure does no harm
                 # here.
                 self._outage.note(error)
                 await asyncio.sleep(RETRY_S)
 
-    def _see(self, held: KeyValue | None, revision: int) -> None:
+    def note_leader_key(self, held: KeyValue | None, revision: int) -> None:
         """Record the leader key as of a revision, unless a newer revision has been seen."""
         if revision <= self._seen_revision:
             return
@@ -341,7 +341,7 @@ class Election:
 
     def _note_read(self, held: KeyValue | None, revision: int) -> None:
         """Record a read of the leader key, which may have extended this leader's word."""
-        self._see(held, revision)
+        self.note_leader_key(held, revision)
         self._news.tell()
 
     async def _lift_deposals(self) -> None:
@@ -359,7 +359,7 @@ class Election:
                     (Delete(self._key), Get(self._key)),
                     (Get(self._key),),
                 )
-                self._see(done.found[0], done.revision)
+                self.note_leader_key(done.found[0], done.revision)
             except RendezvousConnectionError as error:
                 self._outage.note(error)
 

@@ -87,7 +87,8 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._turned_s = now_s()
         """The time when the event loop last turned."""
-        self._stopped = threading.Event()
+        self.stopped = threading.Event()
+        """Set when the session has ended; its threads wait for it."""
         self._leading = threading.Event()
         self._threads = [
             threading.Thread(target=self.renew_until_lost, name="lease", daemon=True),
@@ -131,7 +132,7 @@ class Session:
         if self.lost is None:
             self.lost = reason
             self.over.set()
-            self._stopped.set()
+            self.stopped.set()
             self._leading.set()
 
     # ---------------------------------------------------------------- in the threads
@@ -154,7 +155,7 @@ class Session:
         while True:
             wait_s = RETRY_S if trouble else self.sent_s + self.every_s - now_s()
             left_s = self.proven_until_s - now_s()
-            if self._stopped.wait(max(min(wait_s, left_s), 0)):
+            if self.stopped.wait(max(min(wait_s, left_s), 0)):
                 return
             sent_s = now_s()
             left_s = self.proven_until_s - sent_s
@@ -182,7 +183,7 @@ class Session:
     def _keep_word(self) -> None:
         """While this process leads, read its key often enough for its word to hold continuously."""
         self._leading.wait()
-        while not self._stopped.is_set():
+        while not self.stopped.is_set():
             sent_s = now_s()
             try:
                 held, revision = self._calls.get(self._key, self.word_s)
@@ -193,10 +194,10 @@ class Session:
                 if self.fence is not None and self.fence.matches(held):
                     self._read(sent_s)
                 self._tell(self._on_read, held, revision)
-            self._stopped.wait(max(sent_s + self.word_s / READS_PER_WORD - now_s(), 0))
+            self.stopped.wait(max(sent_s + self.word_s / READS_PER_WORD - now_s(), 0))
 
     def _tell(self, call: Callable[..., None], *given: object) -> None:
-        if not self._stopped.is_set():
+        if not self.stopped.is_set():
             self._loop.call_soon_threadsafe(call, *given)
 
 

@@ -24,9 +24,12 @@ class MemoryStore:
 
     def __init__(self, history_rows: int = HISTORY_ROWS) -> None:
         self._history_rows = history_rows
-        self._jobs: dict[str, tuple[bytes, int]] = {}
-        self._history: dict[str, deque[Record]] = {}
-        self._documents: dict[str, tuple[bytes, int]] = {}
+        self.jobs: dict[str, tuple[bytes, int]] = {}
+        """Each job's encoded membership and its revision."""
+        self.records: dict[str, deque[Record]] = {}
+        """Each job's history."""
+        self.documents: dict[str, tuple[bytes, int]] = {}
+        """Each document's content and revision."""
         self._leadership = 0
         self._closed = False
 
@@ -38,7 +41,7 @@ class MemoryStore:
     async def load(self, rdzv_id: str) -> Stored | None:
         """Return a job as last written, or None if it was never written."""
         self._check_open()
-        if (held := self._jobs.get(rdzv_id)) is None:
+        if (held := self.jobs.get(rdzv_id)) is None:
             return None
         data, revision = held
         return Stored(codec.decode(data, f"job {rdzv_id} in memory"), revision)
@@ -51,29 +54,29 @@ class MemoryStore:
         records: Sequence[Record] = (),
     ) -> int:
         """Write a membership and its records, and return the new revision."""
-        self._check_revision(f"job {rdzv_id}", self._jobs.get(rdzv_id), revision)
-        self._jobs[rdzv_id] = (codec.encode(membership), revision + 1)
+        self._check_revision(f"job {rdzv_id}", self.jobs.get(rdzv_id), revision)
+        self.jobs[rdzv_id] = (codec.encode(membership), revision + 1)
         self._record(records)
         return revision + 1
 
     async def delete(self, rdzv_id: str, revision: int) -> None:
         """Delete a job and its history."""
-        self._check_revision(f"job {rdzv_id}", self._jobs.get(rdzv_id), revision)
+        self._check_revision(f"job {rdzv_id}", self.jobs.get(rdzv_id), revision)
         if revision:
-            del self._jobs[rdzv_id]
-            self._history.pop(rdzv_id, None)
+            del self.jobs[rdzv_id]
+            self.records.pop(rdzv_id, None)
 
     async def list(self) -> tuple[str, ...]:
         """Return the rdzv_ids of all stored jobs, in order."""
         self._check_open()
-        return tuple(sorted(self._jobs))
+        return tuple(sorted(self.jobs))
 
     async def pages(self) -> AsyncGenerator[Page, None]:
         """Yield all stored jobs at once."""
         self._check_open()
         page = [
             (name, read(codec.decode, data, number, f"job {name} in memory"))
-            for name, (data, number) in sorted(self._jobs.items())
+            for name, (data, number) in sorted(self.jobs.items())
         ]
         if page:
             yield page
@@ -86,25 +89,25 @@ class MemoryStore:
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         """Return the newest records of a job, at most `limit`, oldest first."""
         self._check_open()
-        rows = tuple(self._history.get(rdzv_id, ()))
+        rows = tuple(self.records.get(rdzv_id, ()))
         return rows[max(len(rows) - limit, 0) :]
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
         """Return a document and its revision, or None if it was never written."""
         self._check_open()
-        return self._documents.get(name)
+        return self.documents.get(name)
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
         """Write a document and return its new revision."""
         check_document(name, data)
-        self._check_revision(f"document {name}", self._documents.get(name), revision)
-        self._documents[name] = (data, revision + 1)
+        self._check_revision(f"document {name}", self.documents.get(name), revision)
+        self.documents[name] = (data, revision + 1)
         return revision + 1
 
     async def list_documents(self) -> tuple[str, ...]:
         """Return the names of all documents, in order."""
         self._check_open()
-        return tuple(sorted(self._documents))
+        return tuple(sorted(self.documents))
 
     async def take_over(self, at_least: int = 0) -> int:
         """Return a leadership number above all those issued before, and at least `at_least`."""
@@ -118,7 +121,7 @@ class MemoryStore:
 
     def _record(self, records: Sequence[Record]) -> None:
         for record in records:
-            rows = self._history.setdefault(record.rdzv_id, deque(maxlen=self._history_rows))
+            rows = self.records.setdefault(record.rdzv_id, deque(maxlen=self._history_rows))
             rows.append(record)
 
     def _check_revision(self, what: str, held: tuple[bytes, int] | None, revision: int) -> None:

@@ -38,7 +38,7 @@ log = logging.getLogger("rdzv.stores")
 _MOST_AT_ONCE = 256
 """The maximum number of writes in one commit. More would not be faster, and the first write would
 have to wait for the last."""
-_MOST_WAITING = 65_536
+MOST_WAITING = 65_536
 """The maximum number of writes that may wait for a commit, which is far more than one per job."""
 
 T = TypeVar("T")
@@ -107,8 +107,8 @@ class Connection:
 
         """
         self._check_open()
-        if len(self._waiting) >= _MOST_WAITING:
-            raise StoreRefusedError(f"{self.path}: {_MOST_WAITING} writes wait already; try again")
+        if len(self._waiting) >= MOST_WAITING:
+            raise StoreRefusedError(f"{self.path}: {MOST_WAITING} writes wait already; try again")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
         self._waiting.append(_Write(apply, answer))

@@ -269,7 +269,7 @@ def _migrate(path: Path, version: int) -> None:
         for suffix in ("", _WAL, _JOURNAL):
             if beside(path, suffix).exists():
                 _copy(beside(path, suffix), beside(copy, suffix))
-        _fold(copy)
+        fold(copy)
         _copy(copy, beside(former, ".new"))
         with closing(connect(copy, "rw")) as db:
             sqlite_schema.migrate(db, version)
@@ -279,7 +279,7 @@ def _migrate(path: Path, version: int) -> None:
                 raise sqlite3.DatabaseError("; ".join(problems))
         # From here on the file changes, but not its content. The log, which would be wrong next to
         # the new file, is folded into the old one.
-        _fold(path)
+        fold(path)
         put(beside(former, ".new"), former)
         put(copy, path)
     except (sqlite3.Error, OSError) as error:
@@ -296,7 +296,7 @@ def _migrate(path: Path, version: int) -> None:
     )
 
 
-def _fold(path: Path) -> None:
+def fold(path: Path) -> None:
     """Move all committed data into the file itself, leaving no log next to it."""
     with closing(connect(path, "rw")) as db:
         busy, _, _ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()

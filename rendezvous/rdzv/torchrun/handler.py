@@ -126,9 +126,9 @@ class RdzvHandler(RendezvousHandler):
                 (`launch_agent` calls a method of the missing result).
         """
         while True:
-            self._join()
-            line = self._wait_for_round()
-            info = self._meet(line)
+            self.join()
+            line = self.wait_for_round()
+            info = self.meet_nodes(line)
             if info is not None:
                 # As in rdzvrun; torch's agent passes its own environment to the workers.
                 os.environ["RDZV_ROUND"] = str(line.round)
@@ -191,7 +191,7 @@ class RdzvHandler(RendezvousHandler):
 
     # ------------------------------------------------------------------ joining
 
-    def _join(self) -> None:
+    def join(self) -> None:
         """Report that this node has no workers, and ask for a place in the next round."""
         with self._news:
             if self.talk.hung_up or self._has_closed:
@@ -224,7 +224,8 @@ class RdzvHandler(RendezvousHandler):
             self._part.hear,
         )
 
-    def _wait_for_round(self) -> pb.RoundCompleted:
+    def wait_for_round(self) -> pb.RoundCompleted:
+        """Wait until a round is complete in which this node takes part; return its place there."""
         with self._news:
             while self._part.phase is Phase.JOINING:
                 self._raise_if_ended()
@@ -273,7 +274,7 @@ class RdzvHandler(RendezvousHandler):
 
     # ------------------------------------------------------------------ meeting
 
-    def _meet(self, line: pb.RoundCompleted) -> RendezvousInfo | None:
+    def meet_nodes(self, line: pb.RoundCompleted) -> RendezvousInfo | None:
         """Meet the other nodes in the round's store; return None if the round ends first."""
         talk = self.talk
         listening = talk.store_socket.take()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 _END = 0
 """The value that ends a watch; no signal has this number."""
 
-_LEFT_WITHIN_S = 1.0
+LEFT_WITHIN_S = 1.0
 """How long to wait for the thread of a watch that has ended."""
 
 _left: dict[int, tuple[int, threading.Thread]] = {}
@@ -101,7 +101,7 @@ def _close_left(write_end: int) -> None:
     """
     read_end, thread = _left.pop(write_end)
     _watched.remove(write_end)
-    thread.join(_LEFT_WITHIN_S)
+    thread.join(LEFT_WITHIN_S)
     if not thread.is_alive():
         os.close(write_end)
         os.close(read_end)

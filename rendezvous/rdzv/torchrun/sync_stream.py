@@ -106,10 +106,10 @@ class NodeStream:
             wait_s = self._attempts.failed(trouble, time.monotonic())
             if wait_s is None:
                 continue
-            self._note_lost(str(trouble), again=wait_s > 0)
+            self.note_lost(str(trouble), again=wait_s > 0)
             self._closing.wait(wait_s)
 
-    def _note_lost(self, trouble: str, *, again: bool) -> None:
+    def note_lost(self, trouble: str, *, again: bool) -> None:
         """Record that no stream is open; `again` means the immediate retry failed, too."""
         if again and not self._told_lost:
             self._told_lost = True

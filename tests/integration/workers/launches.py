@@ -285,7 +285,7 @@ def interrupted_while_it_waits(job: str) -> None:
         calls = [frame.f_code.co_name]
         while (frame := frame.f_back) is not None:
             calls.append(frame.f_code.co_name)
-        return calls[0] == "wait" and "_wait_for_round" in calls
+        return calls[0] == "wait" and "wait_for_round" in calls
 
     def send() -> None:
         wait_until(waits_for_a_round)
@@ -335,9 +335,9 @@ def dropped_while_it_has_not_met(job: str) -> None:
     """The other node of the round never comes to its store."""
     nodes = [handler(job, nodes="2", read_timeout="1") for _ in range(2)]
     for node in nodes:
-        node._meet = lambda line: None
-    in_threads(*(node._join for node in nodes))
-    in_threads(*(node._wait_for_round for node in nodes))
+        node.meet_nodes = lambda line: None
+    in_threads(*(node.join for node in nodes))
+    in_threads(*(node.wait_for_round for node in nodes))
     del nodes, node
 
 

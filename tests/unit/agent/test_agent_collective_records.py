@@ -6,6 +6,7 @@ Each request has a deadline. A small server answers in place of torch.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from rdzv.agent.core.model import Assignment
-from rdzv.agent.observers import collective_records, hang_watch
+from rdzv.agent.observers import collective_records
 from rdzv.agent.observers.collective_records import (
     HANDLERS,
     HOOK,
@@ -246,31 +247,27 @@ class Watch:
     def __init__(self, folder: Path) -> None:
         self.said: list[HungReport] = []
         self.file = folder / "progress"
-        self.watch = HangWatch("job-7", HangTimeout(10_000), self.said.append, reader())
+        clock_ms = itertools.count(0, 250)
+        # Together, the calls of the clock in one examination take about a second.
+        self.watch = HangWatch(
+            "job-7",
+            HangTimeout(10_000),
+            self.said.append,
+            reader(),
+            now_ms=lambda: next(clock_ms),
+        )
         self.watch.open_round(Assignment("r", 4, 0, 1, 0, 1, 0, 1, "h", 1, True, 0, 3))
         self.watch.worker_started(0, os.getpid(), str(self.file))
 
     async def look(self, times: int = 1) -> None:
         for _ in range(times):
-            self.watch._look()
-            if self.watch._asking is not None:
-                await self.watch._asking
+            others = asyncio.all_tasks()
+            self.watch.look()
+            await asyncio.gather(*(asyncio.all_tasks() - others))
 
     @property
     def reasons(self) -> list[str]:
         return [worker.reason for report in self.said for worker in report.workers]
-
-
-@pytest.fixture(autouse=True)
-def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One second passes between two examinations."""
-    at_ms = [0]
-
-    def now_ms() -> int:
-        at_ms[0] += 250
-        return at_ms[0]
-
-    monkeypatch.setattr(hang_watch, "_now_ms", now_ms)
 
 
 async def test_a_worker_that_completes_no_more_collectives_hangs(tmp_path: Path) -> None:

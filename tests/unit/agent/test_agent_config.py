@@ -287,7 +287,7 @@ async def test_a_daemon_that_can_not_go_on_asks_to_be_started_again(
 
     monkeypatch.setattr(daemon, "serve", serve)
     path = written(tmp_path, "")
-    assert await main._run(path, read_config(path)) == exit_code
+    assert await main.run_agent(path, read_config(path)) == exit_code
 
 
 async def test_a_configuration_that_does_not_fit_the_machine_is_refused(
@@ -296,7 +296,7 @@ async def test_a_configuration_that_does_not_fit_the_machine_is_refused(
     (tmp_path / "file").touch()
     path = written(tmp_path, f'state_dir = "{tmp_path / "file" / "state"}"')
     with pytest.raises(InvalidRequestError, match=r"cannot create `state_dir` = "):
-        await main._run(path, read_config(path))
+        await main.run_agent(path, read_config(path))
 
 
 # ------------------------------------------------------------------ --check-config

@@ -45,8 +45,12 @@ class Play:
         launch = Launch(job, "t.py", role="r0", python="/x/python", event_log=EventSink("h", "b"))
         self.now_ms = 0
         self.recorder = Recorder()
-        self.event_log = EventLog(launch, self.now_ms, lambda rank: Path(f"/e/{rank}"))
-        self.event_log._side = self.recorder  # type: ignore[assignment]
+        self.event_log = EventLog(
+            launch,
+            self.now_ms,
+            lambda rank: Path(f"/e/{rank}"),
+            self.recorder,  # type: ignore[arg-type]
+        )
         self.fates = FateRecorder(self.event_log, size, lambda: self.now_ms)
         self.state: AgentState = begin(job, 0)
         self.outcome: NodeOutcome | None = None
@@ -216,7 +220,7 @@ def test_a_round_that_ends_elsewhere_ends_the_workers_here(play: Play) -> None:
 def test_what_the_handler_does_not_take_is_counted_not_waited_for(play: Play) -> None:
     play.recorder.send = lambda event: False  # type: ignore[method-assign]
     play.run()
-    assert play.event_log._lost == 4
+    assert play.event_log.missed == 4
 
 
 def test_a_parked_worker_that_is_ended_with_the_job_has_its_exit() -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.output.run_folders import RunFolders
-from rdzv.agent.system import folder_trees
 from rdzv.agent.system.accounts import Identity
 from rdzv.agent.system.folder_trees import measure, remove_tree
 from tests.support.accounts import ADA, needs_root, own_folder, passable_folder
@@ -131,15 +130,15 @@ def test_a_folder_that_was_moved_while_it_is_looked_at_takes_nobody_elsewhere(
     (top / "a" / "b").mkdir(parents=True)
     outside.mkdir()
     (outside / "b").mkdir()
-    enter = folder_trees._enter
+    real_open = os.open
 
-    def move(folder: int, name: str, status: os.stat_result, *, force: bool = False) -> int:
-        inner = enter(folder, name, status, force=force)
-        if name == "b":
+    def move(path: str, flags: int, *mode: int, dir_fd: int | None = None) -> int:
+        opened = real_open(path, flags, *mode, dir_fd=dir_fd)
+        if path == "b":
             (top / "a" / "b").rename(outside / "moved")
-        return inner
+        return opened
 
-    monkeypatch.setattr(folder_trees, "_enter", move)
+    monkeypatch.setattr(os, "open", move)
     with pytest.raises(OSError, match="moved in the meantime"):
         remove_tree(top)
     assert sorted(path.name for path in outside.iterdir()) == ["b", "moved"]

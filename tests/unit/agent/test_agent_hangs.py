@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers import hang_watch
 from rdzv.agent.observers.hang_watch import HangWatch, HungReport
 from rdzv.core.evidence.hang_culprit import HangTimeout
+from rdzv.runtime.clock import monotonic_ms
 
 AUTO, FIXED = HangTimeout(None), HangTimeout(5_000)
 
@@ -156,35 +157,40 @@ def assignment(round_: int) -> Assignment:
     return Assignment("run-1", round_, 1, 2, 8, 16, 8, 16, "h", 1, True, 0, 3)
 
 
+class Clock:
+    """A clock that advances by half a second with each call, and by as much as the test says."""
+
+    def __init__(self) -> None:
+        self.at_ms = 0
+
+    def __call__(self) -> int:
+        self.at_ms += 500
+        return self.at_ms
+
+
 class Watch:
-    def __init__(self, folder: Path, timeout: HangTimeout | None, pid: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        timeout: HangTimeout | None,
+        pid: int,
+        now_ms: Callable[[], int] | None = None,
+    ) -> None:
         self.said: list[HungReport] = []
+        self.clock = Clock()
         self.file = folder / "progress"
         self.file.write_bytes(b"")
-        self.watch = HangWatch("job-7", timeout, self.said.append)
+        self.watch = HangWatch("job-7", timeout, self.said.append, now_ms=now_ms or self.clock)
         self.watch.open_round(assignment(4))
         self.watch.worker_started(1, pid, str(self.file))
 
     def look(self, times: int = 1) -> None:
         for _ in range(times):
-            self.watch._look()
+            self.watch.look()
 
     @property
     def reported(self) -> list[list[int]]:
         return [[worker.rank for worker in report.workers] for report in self.said]
-
-
-@pytest.fixture(name="clock")
-def _clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A clock that advances by one second with each call, and by as much as the test says."""
-    at_ms = [0]
-
-    def now_ms() -> int:
-        at_ms[0] += 500
-        return at_ms[0]
-
-    monkeypatch.setattr(hang_watch, "_now_ms", now_ms)
-    return at_ms
 
 
 @pytest.fixture(name="pid")
@@ -208,7 +214,7 @@ def _stopped() -> Iterator[int]:
 
 
 async def test_a_worker_that_falls_silent_is_told_once_and_again_after_a_while(
-    tmp_path: Path, clock: list[int], pid: int
+    tmp_path: Path, pid: int
 ) -> None:
     w = Watch(tmp_path, FIXED, pid)
     w.look(30)
@@ -224,15 +230,13 @@ async def test_a_worker_that_falls_silent_is_told_once_and_again_after_a_while(
     assert told.reason.startswith("no progress reported for ")
     w.watch.say_again()
     assert w.reported == [[9], [9]]
-    clock[0] += hang_watch.SAY_AGAIN_MS
+    w.clock.at_ms += hang_watch.SAY_AGAIN_MS
     w.look(1)
     assert w.reported == [[9]] * 3
     w.watch.close_round()
 
 
-async def test_the_same_step_once_more_is_a_sign_of_life(
-    tmp_path: Path, clock: list[int], pid: int
-) -> None:
+async def test_the_same_step_once_more_is_a_sign_of_life(tmp_path: Path, pid: int) -> None:
     """This tells an evaluation or a long save from a hang."""
     w = Watch(tmp_path, FIXED, pid)
     w.file.write_bytes(b"7\n")
@@ -250,7 +254,7 @@ async def test_the_same_step_once_more_is_a_sign_of_life(
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["in this round", "from the next one on"])
 async def test_workers_that_nothing_else_watches_are_watched_with_a_learned_limit(
-    tmp_path: Path, clock: list[int], pid: int, at_once: bool
+    tmp_path: Path, pid: int, at_once: bool
 ) -> None:
     w = Watch(tmp_path, None, pid)
     if at_once:
@@ -266,7 +270,7 @@ async def test_workers_that_nothing_else_watches_are_watched_with_a_learned_limi
     w.watch.close_round()
 
 
-async def test_a_timeout_that_was_given_stays(tmp_path: Path, clock: list[int], pid: int) -> None:
+async def test_a_timeout_that_was_given_stays(tmp_path: Path, pid: int) -> None:
     w = Watch(tmp_path, FIXED, pid)
     w.watch.watch_anyway()
     w.file.write_bytes(b"7\n")
@@ -275,21 +279,17 @@ async def test_a_timeout_that_was_given_stays(tmp_path: Path, clock: list[int], 
     w.watch.close_round()
 
 
-async def test_a_pause_of_the_agent_is_no_silence(
-    tmp_path: Path, clock: list[int], pid: int
-) -> None:
+async def test_a_pause_of_the_agent_is_no_silence(tmp_path: Path, pid: int) -> None:
     w = Watch(tmp_path, FIXED, pid)
     w.file.write_bytes(b"7\n")
     w.look(1)
-    clock[0] += 3_600_000
+    w.clock.at_ms += 3_600_000
     w.look(1)
     assert w.said == []
     w.watch.close_round()
 
 
-async def test_who_has_exited_or_is_being_stopped_is_not_watched(
-    tmp_path: Path, clock: list[int], pid: int
-) -> None:
+async def test_who_has_exited_or_is_being_stopped_is_not_watched(tmp_path: Path, pid: int) -> None:
     w = Watch(tmp_path, FIXED, pid)
     w.file.write_bytes(b"7\n")
     w.look(1)
@@ -300,9 +300,7 @@ async def test_who_has_exited_or_is_being_stopped_is_not_watched(
     assert w.said == []
 
 
-async def test_a_hung_worker_that_exits_hangs_no_more(
-    tmp_path: Path, clock: list[int], pid: int
-) -> None:
+async def test_a_hung_worker_that_exits_hangs_no_more(tmp_path: Path, pid: int) -> None:
     """Else its round would be ended for it: the end of a job may take longer than the limit."""
     w = Watch(tmp_path, FIXED, pid)
     w.file.write_bytes(b"7\n")
@@ -318,12 +316,12 @@ async def test_a_hung_worker_that_exits_hangs_no_more(
 
 async def test_without_a_timeout_nobody_is_watched(tmp_path: Path, pid: int) -> None:
     w = Watch(tmp_path, None, pid)
-    assert w.watch._timer is None
+    assert not w.watch.watching
     w.watch.close_round()
 
 
 async def test_a_silence_that_was_taken_for_a_hang_is_remembered_in_the_next_round(
-    tmp_path: Path, clock: list[int], pid: int
+    tmp_path: Path, pid: int
 ) -> None:
     """So a job whose evaluation takes longer than expected is not ended by it forever."""
     w = Watch(tmp_path, AUTO, pid)
@@ -343,7 +341,7 @@ async def test_a_silence_that_was_taken_for_a_hang_is_remembered_in_the_next_rou
 
 @pytest.mark.slow
 async def test_the_timer_looks_by_itself(tmp_path: Path, stopped: int) -> None:
-    w = Watch(tmp_path, HangTimeout(200), stopped)
+    w = Watch(tmp_path, HangTimeout(200), stopped, monotonic_ms)
     w.file.write_bytes(b"7\n")
     async with asyncio.timeout(100):
         while not w.said:  # noqa: ASYNC110

@@ -133,7 +133,7 @@ async def test_of_one_that_was_aborted_the_last_answer_counts_if_it_waited_for_l
     async def answer(folder: Path, pid: int, identity: object) -> bytes:
         return record(waited_s)
 
-    monkeypatch.setattr(collective_records, "_ask_first", answer)
+    monkeypatch.setattr(collective_records, "first_answer", answer)
     records, file = RecordReader("job", on=True), str(tmp_path / "progress")
     for seconds, known in ((2.0, False), (11.0, True)):
         waited_s = seconds

@@ -212,7 +212,7 @@ async def test_another_python_path_is_anothers_torch(monkeypatch: pytest.MonkeyP
         asked.append(args)
         return b"False", b""
 
-    monkeypatch.setattr(launch, "_ask", ask)
+    monkeypatch.setattr(launch, "ask_interpreter", ask)
     assert not await has_torch(sys.executable, {"PYTHONPATH": "/elsewhere"})
     assert len(asked) == 1
 

@@ -6,11 +6,13 @@ A scripted history has a golden file. The runner and the stream are fakes; their
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import re
 import shutil
 import subprocess
 import sys
+import weakref
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -241,13 +243,16 @@ def test_a_runner_that_dies_takes_its_workers_with_it() -> None:
 
 
 def test_a_job_that_is_gone_is_forgotten_and_its_counts_are_not() -> None:
-    n = Node()
+    n, jobs = Node(), list[weakref.ref[object]]()
     for round_ in range(3):
         job = n.metrics.job(local_world_size=1)
         job.decided(start(round_))
         job.closed()
         job.closed()
-    assert not n.metrics._jobs
+        jobs.append(weakref.ref(job))
+    del job
+    gc.collect()
+    assert [job() for job in jobs] == [None] * 3
     assert n.workers() == [0, 0, 0]
     assert n.values()["rdzv_agent_rounds_started_total"] == 3
 

@@ -450,7 +450,7 @@ async def test_gpus_that_cuda_does_not_show_are_not_bound_to_by_guess(
     async def shows_none(*_: object) -> tuple[tuple[str, ...], str]:
         return (), "the CUDA driver cannot be loaded (gone)"
 
-    monkeypatch.setattr(numa, "_ask_cuda", shows_none)
+    monkeypatch.setattr(numa, "ask_cuda", shows_none)
     folder = "bus/pci/devices/0000:e0:00.0"
     write_files(tmp_path, {f"{folder}/{name}": text for name, text in device.items()})
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
@@ -469,7 +469,7 @@ async def test_gpus_that_cuda_does_not_show_are_not_bound_to_by_guess(
 async def test_gpus_that_are_hidden_are_not_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str
 ) -> None:
-    monkeypatch.setattr(numa, "_ask_cuda", SimpleNamespace())
+    monkeypatch.setattr(numa, "ask_cuda", SimpleNamespace())
     WORKSTATION.write(tmp_path)
     environ = {"CUDA_VISIBLE_DEVICES": hidden}
     assert await visible_gpu_pci_addresses(environ, sysfs=tmp_path) == ()

@@ -7,7 +7,7 @@ import contextlib
 import doctest
 import logging
 import os
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,8 @@ from rdzv.agent.observers.progress_files import (
     read_step,
 )
 from rdzv.agent.system import file_watches
+from rdzv.agent.system.inotify import Inotify
+from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 
 DEADLINE_S = 100.0
@@ -114,10 +116,10 @@ def test_no_more_is_kept_than_the_window_has() -> None:
 class Desk:
     """Two workers' files, and the reports made of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_ms: Callable[[], int] = monotonic_ms) -> None:
         self.said: list[Report] = []
         self.new = asyncio.Event()
-        self.files = ProgressFiles(self.hear)
+        self.files = ProgressFiles(self.hear, now_ms=now_ms)
 
     def hear(self, report: Report) -> None:
         self.said.append(report)
@@ -205,22 +207,21 @@ async def test_a_file_may_be_replaced_and_be_written_anew(desk: Desk) -> None:
     assert (await desk.expect(r4=11, r5=5)).ranks[1].rate == 0
 
 
-async def test_what_is_said_again_is_the_last_word_and_its_age(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_said_again_is_the_last_word_and_its_age() -> None:
     now_ms = 1_000_000
-    monkeypatch.setattr(progress_files, "_now_ms", lambda: now_ms)
-    desk.files.open_round(line(), 2)
-    desk.files.say_again()
-    assert not desk.said
-    desk.path(0).write_text("5")
-    await desk.expect(r4=5)
-    for later_ms in (0, 1_234, 3_600_000):
-        desk.said.clear()
-        now_ms = 1_000_000 + later_ms
+    desk = Desk(lambda: now_ms)
+    with contextlib.closing(desk.files):
+        desk.files.open_round(line(), 2)
         desk.files.say_again()
-        (report,) = desk.said
-        assert report.ranks == (RankProgress(4, 5, later_ms, 0.0),)
+        assert not desk.said
+        desk.path(0).write_text("5")
+        await desk.expect(r4=5)
+        for later_ms in (0, 1_234, 3_600_000):
+            desk.said.clear()
+            now_ms = 1_000_000 + later_ms
+            desk.files.say_again()
+            (report,) = desk.said
+            assert report.ranks == (RankProgress(4, 5, later_ms, 0.0),)
 
 
 async def test_nothing_is_said_while_the_step_stays(desk: Desk) -> None:
@@ -303,9 +304,7 @@ async def test_however_often_it_is_written_it_is_said_once_in_a_while(
     nodes: int, least_ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first report is sent at once, all later ones when they are due."""
-    desk = Desk()
-    now_ms = 50_000
-    monkeypatch.setattr(progress_files, "_now_ms", lambda: now_ms)
+    desk = Desk(lambda: 50_000)
     delays: list[float] = []
     call_later = asyncio.get_running_loop().call_later
 
@@ -328,11 +327,11 @@ async def test_however_often_it_is_written_it_is_said_once_in_a_while(
 async def test_without_inotify_files_are_looked_at(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse() -> int:
+    def refuse() -> Inotify:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(file_watches, "_inotify_init", refuse)
-    monkeypatch.setattr(file_watches, "_FALLBACK_POLL_S", 0.001)
+    monkeypatch.setattr(file_watches, "Inotify", refuse)
+    monkeypatch.setattr(file_watches, "FALLBACK_POLL_S", 0.001)
     desk.files.open_round(line(), 1)
     for step in range(3):
         desk.path(0).write_text(str(step))

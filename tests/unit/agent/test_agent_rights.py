@@ -106,7 +106,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "runner.main: Path(f'/proc/self/task/{os.getpid()}/children').exists",
         "stack_sampling._kernel: Path(f'/proc/{pid}/stack').read_text",
         "stack_sampling._kernel: Path(f'/proc/{pid}/wchan').read_text",
-        "stack_sampling._ptrace_scope: _PTRACE_SCOPE.read_text",
+        "stack_sampling._ptrace_scope: PTRACE_SCOPE.read_text",
         "stack_sampling._why_not: os.stat",
         "stack_sampling.process_state: Path(f'/proc/{pid}/stat').read_text",
         "leaked_processes._kill_if_marked: Path(f'/proc/{pid}/environ').read_bytes",
@@ -181,7 +181,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     ),
     "only what has a console is teed: `Output.console` is false for submitted jobs": (
         "tee.Tee.duplicate: os.open",
-        "tee._Tail.copy_some: os.open",
+        "tailed_file.TailedFile.copy_some: os.open",
     ),
     "it is in the child that becomes a program, which `_prepare_child` has made the account": (
         "spawn._become_program: os.chdir",
@@ -196,6 +196,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "runner_link._start_runner: subprocess.Popen",
     ),
     "its caller acts as the account": (
+        "inotify.Inotify.add_watch: _libc.inotify_add_watch",
         "accounts.open_untrusted: os.open",
         "accounts.write_anew: open_untrusted",
         "agent_children.start_spared: asyncio.create_subprocess_exec",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +26,6 @@ from rdzv.agent.runner_link import (
     WorkersGone,
     agent_children,
 )
-from rdzv.agent.runner_link import runner_link as link_module
 
 PATIENCE_S = 100.0
 EXITED = {"round": 0, "local_rank": 0, "pid": 9, "exit_code": 1, "signal": None, "age_ms": 0}
@@ -95,10 +95,10 @@ async def test_a_store_host_that_can_not_be_asked_for_has_not_started(s: Story) 
 def test_a_runner_that_can_not_be_started_leaves_no_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(fd: int) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError("no memory")
 
-    monkeypatch.setattr(link_module, "_start_runner", fail)
+    monkeypatch.setattr(subprocess, "Popen", fail)
     before = sorted(Path("/proc/self/fd").iterdir())
     # It holds everything that is not closed.
     with pytest.raises(OSError, match="no memory") as failed:
@@ -106,8 +106,8 @@ def test_a_runner_that_can_not_be_started_leaves_no_descriptor(
     assert sorted(Path("/proc/self/fd").iterdir()) == before, failed
 
 
-async def no_wait(pid: int, within_s: float) -> None:
-    pass
+def no_process(pid: int) -> int:
+    raise ProcessLookupError
 
 
 async def test_what_a_dead_runner_has_left_is_killed_until_nothing_is_left(
@@ -115,7 +115,7 @@ async def test_what_a_dead_runner_has_left_is_killed_until_nothing_is_left(
 ) -> None:
     looks: list[list[int]] = [[7, 8], [8], []]
     monkeypatch.setattr(agent_children, "kill_descendants", lambda spared: looks.pop(0))
-    monkeypatch.setattr(agent_children, "_exited", no_wait)
+    monkeypatch.setattr(os, "pidfd_open", no_process)
     await agent_children.sweep_orphans()
     assert looks == []
     assert caplog.messages == []
@@ -153,7 +153,7 @@ async def test_what_sigkill_does_not_end_is_named_and_waited_for_no_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(agent_children, "kill_descendants", lambda spared: [7, 8])
-    monkeypatch.setattr(agent_children, "_exited", no_wait)
+    monkeypatch.setattr(os, "pidfd_open", no_process)
     await agent_children.sweep_orphans(-1)
     assert caplog.messages == ["processes left by a dead runner survived SIGKILL: pid 7, 8"]
 
@@ -161,19 +161,28 @@ async def test_what_sigkill_does_not_end_is_named_and_waited_for_no_more(
 async def test_while_a_child_is_being_started_nobody_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    killed = []
+    killed, loads = [], asyncio.Event()
     monkeypatch.setattr(
         agent_children, "kill_descendants", lambda spared: killed.append(spared) or []
     )
-    child = object()
-    agent_children._starting.add(child)
+    start = asyncio.create_subprocess_exec
+
+    async def start_late(*args: str, **how: Any) -> asyncio.subprocess.Process:
+        await loads.wait()
+        return await start(*args, **how)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_late)
+    starting = asyncio.create_task(agent_children.start_spared("sleep", "600"))
+    await asyncio.sleep(0)
     sweep = asyncio.create_task(agent_children.sweep_orphans())
     await asyncio.wait({sweep}, timeout=0.05)
     assert (killed, sweep.done()) == ([], False)
-    agent_children._starting.remove(child)
+    loads.set()
     async with asyncio.timeout(PATIENCE_S):
+        child = await starting
         await sweep
-    assert len(killed) == 1
+    await agent_children.end_spared(child)
+    assert [child.pid in spared for spared in killed] == [True]
 
 
 async def test_an_event_waits_until_the_one_before_was_handled(s: Story) -> None:

@@ -1245,7 +1245,12 @@ async def test_what_was_declined_without_a_stream_is_declined_when_there_is_one(
             "r2",
             5,
         )
-        assert link._declined == {}
+        talk.end(grpc.StatusCode.UNAVAILABLE)
+        talk, _ = await server.greet()
+        await talk.say(round_completed=pb.RoundCompleted(rdzv_id="gone", run="r3", round=6))
+        while (message := await talk.hear()) is not None and not message.HasField("leave"):
+            assert not message.HasField("declined")
+        assert message is not None
 
 
 async def test_a_job_that_has_left_is_not_believed_in_any_more(server: Server) -> None:

@@ -185,7 +185,7 @@ async def test_a_kernel_that_forbids_it_is_named_with_the_remedy(
 ) -> None:
     write(py_spy, '#!/bin/sh\necho "Error: Permission denied" >&2\nexit 1\n')
     write(tmp_path / "ptrace_scope", scope)
-    monkeypatch.setattr(stack_sampling, "_PTRACE_SCOPE", tmp_path / "ptrace_scope")
+    monkeypatch.setattr(stack_sampling, "PTRACE_SCOPE", tmp_path / "ptrace_scope")
     owner = os.getuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner or 4711)
     if owner == 0:

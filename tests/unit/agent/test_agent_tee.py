@@ -10,18 +10,24 @@ import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from select import PIPE_BUF
-from types import SimpleNamespace
 
 import pytest
 
+from rdzv.agent.cli.options import parse_launch
+from rdzv.agent.core.model import Assignment
 from rdzv.agent.output import tee as tee_module
+from rdzv.agent.output.tailed_file import TailedFile
 from rdzv.agent.output.tee import Stream, Tee, line_prefix, parse_filters, parse_ranks
-from rdzv.agent.system import file_watches as watches_module
+from rdzv.agent.system import file_watches
+from rdzv.agent.system.inotify import Inotify
 from rdzv.agent.workers.worker_group import DRAIN_TIMEOUT_S, LocalWorkerGroup
 from rdzv.errors import InvalidRequestError
 
 LONG_S = 10.0
 """For events that follow at once: a failing test waits this long."""
+
+
+LINE = Assignment("r", 4, 0, 1, 0, 1, 0, 1, "h", 1, True, 0, 3)
 
 
 class Console:
@@ -123,6 +129,12 @@ def open_descriptors() -> set[Path]:
     return set(Path("/proc/self/fd").iterdir())
 
 
+def inotify_watches() -> list[str]:
+    """Return the watches that this process has set, as the kernel lists them."""
+    infos = [path.read_text() for path in Path("/proc/self/fdinfo").iterdir() if path.exists()]
+    return [line for info in infos for line in info.splitlines() if line.startswith("inotify wd")]
+
+
 def append(path: Path, data: bytes) -> None:
     with path.open("ab") as file:
         file.write(data)
@@ -198,8 +210,8 @@ def test_lines_are_written_together_up_to_what_a_pipe_takes_at_once(
     """Sizes include prefix and line end; one byte more, and others' output could tear the line."""
     path, found = tmp_path / "log", list[int]()
     path.write_bytes(b"".join(b"x" * (size - len(b"a:\n")) + b"\n" for size in lines))
-    tail = tee_module._Tail(path, b"a:")
-    while tail.copy_some(lambda data: found.append(len(data)), final=True):
+    file = TailedFile(path, b"a:")
+    while file.copy_some(lambda data: found.append(len(data)), final=True):
         pass
     assert found == writes
 
@@ -213,16 +225,13 @@ async def test_nothing_gets_into_a_long_line(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 100])
-async def test_every_end_of_a_line_is_one_wherever_it_is_torn(
-    tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_end_of_a_line_is_one_wherever_it_is_torn(tmp_path: Path, step: int) -> None:
     r"""Universal newlines, as when torchrun reads the file as text: \n, \r\n, \r, no others."""
-    monkeypatch.setattr(tee_module, "_CHUNK", step)
     text = b"\r 10%\r 20%\r\n\n\r\r\nform\x0cfeed\x0bvt\x1cfs\xc2\x85nel\0nul\n\r"
     path, found = tmp_path / "log", bytearray()
     path.write_bytes(text)
-    tail = tee_module._Tail(path, b":")
-    while tail.copy_some(found.extend, final=True):
+    file = TailedFile(path, b":", chunk_bytes=step)
+    while file.copy_some(found.extend, final=True):
         pass
     universal = text.decode().replace("\r\n", "\n").replace("\r", "\n").encode()
     assert bytes(found) == b"".join(b":" + line + b"\n" for line in universal.split(b"\n")[:-1])
@@ -305,13 +314,14 @@ async def test_one_round_follows_another(desk: Desk) -> None:
 
 
 async def test_an_unfollowed_file_is_forgotten(desk: Desk) -> None:
+    before = inotify_watches()
     path = desk.follow("old")
     append(path, b"1\n")
     assert await desk.drain() == b"1\n"
     append(path, b"2\n")
     append(desk.follow("new"), b"3\n")
     assert await desk.drain() == b"1\n3\n"
-    assert not desk.tee._watches._sources
+    assert inotify_watches() == before
 
 
 async def test_an_end_with_nothing_followed_is_at_once(desk: Desk) -> None:
@@ -351,16 +361,21 @@ async def test_a_console_that_others_have_filled_meanwhile_is_tried_again(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had room when it was polled, and none when it was written to."""
-    filled = desk.out.fill()
-    os.set_blocking(desk.out.writer, False)
-    tries = threading.Semaphore(0)
-    monkeypatch.setattr(tee_module._Sink, "_wait_for_room", lambda _: tries.release())
+    tries, write = 0, os.write
+
+    def full_twice(fd: int, data: bytes) -> int:
+        nonlocal tries
+        if data == b"x\n":
+            tries += 1
+            if tries < 3:
+                raise BlockingIOError
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", full_twice)
     append(desk.folder / "out", b"x\n")
     desk.follow("out")
-    for _ in range(2):
-        assert tries.acquire(timeout=LONG_S)
-    await desk.out.read(filled)
     await desk.out.expect(b"x\n")
+    assert tries == 3
 
 
 async def test_the_file_is_the_buffer(desk: Desk) -> None:
@@ -390,8 +405,8 @@ async def test_the_file_is_the_buffer(desk: Desk) -> None:
 async def test_nobody_is_woken_for_what_a_blocked_console_does_not_take(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    woken: list[object] = []
-    monkeypatch.setattr(desk.tee._watches, "_wake", woken.append)
+    fired: list[object] = []
+    monkeypatch.setattr(Inotify, "read", lambda _: fired.append(1) or [])  # type: ignore[func-returns-value]
     filled = desk.out.fill()
     path = desk.folder / "log"
     append(path, b"x" * (1 << 17) + b"\n")
@@ -399,7 +414,7 @@ async def test_nobody_is_woken_for_what_a_blocked_console_does_not_take(
     for _ in range(100):
         append(path, b"more\n")
         await asyncio.sleep(0)
-    assert not woken
+    assert not fired
     await desk.out.read(filled)
 
 
@@ -412,7 +427,7 @@ async def test_a_console_that_takes_nothing_for_many_rounds_loses_the_oldest(
         # More than fits into one turn, so the file at hand is not finished either.
         append(desk.follow(f"{round_}"), b"%d\n" % round_ + b"x" * 70_000 + b"\n")
         desk.tee.unfollow()
-        assert len(desk.tee._consoles[Stream.OUT]._work.sources) <= rounds
+        assert desk.tee.pending(Stream.OUT) <= rounds
     await desk.out.read(filled)
     drained = asyncio.create_task(desk.tee.drain(LONG_S))
     found = b""
@@ -466,11 +481,11 @@ async def test_no_descriptor_is_left(tmp_path: Path) -> None:
 async def test_without_inotify_files_are_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse() -> int:
+    def refuse() -> Inotify:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(watches_module, "_inotify_init", refuse)
-    monkeypatch.setattr(watches_module, "_FALLBACK_POLL_S", 0.001)
+    monkeypatch.setattr(file_watches, "Inotify", refuse)
+    monkeypatch.setattr(file_watches, "FALLBACK_POLL_S", 0.001)
     console = Console()
     tee = Tee(console.writer, console.writer)
     tee.follow(tmp_path / "log", b"", Stream.OUT)
@@ -486,7 +501,7 @@ async def test_without_inotify_files_are_looked_at(
 async def test_what_can_not_be_watched_is_looked_at(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watches_module, "_FALLBACK_POLL_S", 0.001)
+    monkeypatch.setattr(file_watches, "FALLBACK_POLL_S", 0.001)
     path = desk.follow("folder/that/is/made/later")
     path.parent.mkdir(parents=True)
     append(path, b"x\n")
@@ -498,26 +513,19 @@ async def test_a_file_that_appears_while_its_watch_is_set_is_watched(
 ) -> None:
     """The file exists, empty, when its folder's watch is set up, which would then never fire."""
     path = desk.folder / "log"
-    add_watch = watches_module._inotify_add_watch
+    add_watch = Inotify.add_watch
 
-    def create_late(fd: int, watched: Path, mask: int) -> int:
+    def create_late(inotify: Inotify, watched: Path, mask: int) -> int:
         if watched == desk.folder:
             path.touch()
-        return add_watch(fd, watched, mask)
+        return add_watch(inotify, watched, mask)
 
-    monkeypatch.setattr(watches_module, "_inotify_add_watch", create_late)
+    monkeypatch.setattr(Inotify, "add_watch", create_late)
     desk.follow("log")
     append(desk.follow("other"), b"seen\n")
     await desk.out.expect(b"seen\n")
     append(path, b"x\n")
     await desk.out.expect(b"x\n")
-
-
-async def test_lost_events_wake_everybody(desk: Desk) -> None:
-    watches = desk.tee._watches
-    overflow = watches_module._EVENT.pack(-1, watches_module._IN_Q_OVERFLOW, 0, 0)
-    watches._sources.update({7: set(), 9: set()})
-    assert {7, 9} <= set(watches._fired(overflow))
 
 
 # ---------------------------------------------------------------------- filters
@@ -555,17 +563,14 @@ async def test_every_round_has_filtered_logs_of_its_own(desk: Desk) -> None:
     assert [(desk.folder / f"filtered_{n}").read_bytes() for n in (0, 1)] == [b"x 0\n", b"x 1\n"]
 
 
-def test_a_string_is_found_in_a_long_line_wherever_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tee_module, "_CHUNK", 4)
+def test_a_string_is_found_in_a_long_line_wherever_it_is(tmp_path: Path) -> None:
     path = tmp_path / "log"
     for place in range(12):
         line = b"." * place + b"needle" + b"." * (12 - place)
         path.write_bytes(b"..............\n" + line + b"\n")
         found = bytearray()
-        tail = tee_module._Tail(path, b":", (b"needle", b"n/a"))
-        while tail.copy_some(found.extend, final=True):
+        file = TailedFile(path, b":", (b"needle", b"n/a"), chunk_bytes=4)
+        while file.copy_some(found.extend, final=True):
             pass
         assert bytes(found) == b":" + line + b"\n"
 
@@ -596,13 +601,22 @@ def test_a_template_may_be_of_any_bytes() -> None:
     assert line_prefix("", "default", 3, 1) == b"[default1]:"
 
 
-async def test_the_end_of_a_worker_group_waits_for_what_is_still_to_be_shown() -> None:
-    group, done = LocalWorkerGroup.__new__(LocalWorkerGroup), []
+async def test_the_end_of_a_worker_group_waits_for_what_is_still_to_be_shown(
+    tmp_path: Path,
+) -> None:
+    done: list[str] = []
 
-    async def drain(within_s: float) -> None:
-        done.append(f"drained within {within_s:g} s")
+    class Shown(Tee):
+        async def drain(self, timeout_s: float) -> bool:
+            done.append(f"drained within {timeout_s:g} s")
+            return await super().drain(timeout_s)
 
-    group._logs_specs = None
-    group._tee = SimpleNamespace(drain=drain, close=lambda: done.append("closed"))  # type: ignore[assignment]
+        def close(self) -> None:
+            done.append("closed")
+            super().close()
+
+    made = parse_launch(["--tee=3", f"--log-dir={tmp_path}", __file__])[0]
+    group = LocalWorkerGroup(made, lambda _: "", console=Shown)
+    await group.open_round(LINE)
     await group.close()
     assert done == [f"drained within {DRAIN_TIMEOUT_S:g} s", "closed"]

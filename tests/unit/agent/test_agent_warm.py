@@ -125,7 +125,7 @@ def test_what_was_changed_in_the_zygotes_environment_is_changed_in_a_workers_too
         os.environb.update(
             {b"SAME": b"1", b"SET": b"9", b"OTHER": b"1", b"OWN": b"9", b"NEW": b"9"}
         )
-        zygote_module._change_environment(asked, given)
+        zygote_module.change_environment(asked, given)
         assert dict(os.environb) == {
             **{b"SAME": b"1", b"SET": b"9", b"OTHER": b"1"},
             **{b"OWN": b"2", b"RANK": b"3", b"NEW": b"9"},
@@ -243,19 +243,19 @@ def test_an_import_that_uses_a_device_is_refused(
     device: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, mapped = ({7: device}, set[str]()) if how == "opens" else ({}, {"/lib/c.so", device})
-    monkeypatch.setattr(zygote_module, "_open_fds", lambda: opened)
-    monkeypatch.setattr(zygote_module, "_mapped", lambda: mapped)
-    monkeypatch.setattr(zygote_module, "_threads", list)
-    monkeypatch.setattr(zygote_module, "_children", list)
+    monkeypatch.setattr(zygote_module, "open_fds", lambda: opened)
+    monkeypatch.setattr(zygote_module, "mapped_files", lambda: mapped)
+    monkeypatch.setattr(zygote_module, "thread_names", list)
+    monkeypatch.setattr(zygote_module, "child_pids", list)
     monkeypatch.setattr(zygote_module.sys, "_current_frames", dict)
     with pytest.raises(
         zygote_module.RefusedError, match=f"import plugin {how} a device, .*{device}"
     ):
-        zygote_module._check_forkable("plugin", 1, set())
+        zygote_module.check_forkable("plugin", 1, set())
 
 
 def test_mapped_files_are_found() -> None:
-    mapped = zygote_module._mapped()
+    mapped = zygote_module.mapped_files()
     assert str(Path(sys.executable).resolve()) in mapped
     assert not any(path.startswith("[") for path in mapped)
 
@@ -266,7 +266,7 @@ from rdzv.agent.job_programs import zygote
 zygote.CANARY_TIMEOUT_S = 0.2
 os.register_at_fork(after_in_child=lambda: time.sleep(99))
 try:
-    zygote._try_fork()
+    zygote.try_fork()
 except zygote.RefusedError as error:
     print(error)
 """

@@ -295,14 +295,19 @@ async def test_nothing_is_looked_at_while_nothing_changes(
     node.begin(0)
     node.ask(follow=True)
     await idle()
-    looks: list[int] = []
-    monkeypatch.setattr(
-        worker_log_reader._File,
-        "read",
-        lambda _, limit: looks.append(limit) or b"",  # type: ignore[func-returns-value]
-    )
+    opened: list[Path] = []
+    open_untrusted = worker_log_reader.open_untrusted
+
+    def counted(path: Path, flags: int) -> int:
+        opened.append(path)
+        return open_untrusted(path, flags)
+
+    monkeypatch.setattr(worker_log_reader, "open_untrusted", counted)
     await idle()
-    assert not looks
+    assert not opened
+    node.write("x", 0)
+    await node.until("x")
+    assert opened
 
 
 # ------------------------------------------------------------------ what cannot be read

@@ -12,7 +12,7 @@ import pytest
 
 from rdzv.agent.exit_causes import ExitedWorker, MemoryKills, explain_exit
 from rdzv.agent.exit_causes.core_dumps import find_core_dump
-from rdzv.agent.exit_causes.exit_messages import _explain_signal
+from rdzv.agent.exit_causes.exit_messages import explain_signal
 from rdzv.agent.exit_causes.last_words import KNOWN, explain_last_words
 from rdzv.agent.exit_causes.memory_kills import count_memory_kills, explain_memory_kill
 
@@ -272,5 +272,5 @@ def test_a_log_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_bus_error_is_not_blamed_on_an_shm_of_unknown_size(tmp_path: Path) -> None:
     worker = exited(tmp_path, signal.SIGBUS)
     # The kernel shows /proc without blocks, as it does a file system of unknown size.
-    assert "/dev/shm" not in _explain_signal(worker, Path("/proc"))
-    assert "/dev/shm" not in _explain_signal(worker, tmp_path / "nowhere")
+    assert "/dev/shm" not in explain_signal(worker, Path("/proc"))
+    assert "/dev/shm" not in explain_signal(worker, tmp_path / "nowhere")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +132,8 @@ def test_a_zygote_that_cannot_be_forked_is_tried_again(
         zygote = WarmForks(loop, children, agent).zygote
         zygote.spec = ZygoteSpec(("python", "train.py"), {}, None, ())
         before = open_fds()
-        for retry_s in (1.0, 2.0):
-            zygote._start()
+        for attempt, retry_s in ((zygote.begin, 1.0), (partial(zygote.do_due, math.inf), 2.0)):
+            attempt()
             about = {"reason": "cannot start 'python': no more processes", "retry_s": retry_s}
             assert said.pop() == ("zygote_lost", about)
         assert open_fds() == before

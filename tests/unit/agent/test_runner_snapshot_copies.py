@@ -217,10 +217,10 @@ def test_a_copy_that_was_begun_for_one_agent_is_reported_to_the_next(
     one, two = pair
     one.carry("secret"), two.carry("another")
     one.save(40, 50)
-    os.kill(one.copies._carrier.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+    os.kill(one.copies.carrier.pid, signal.SIGSTOP)  # type: ignore[union-attr]
     two.order(one, 40)
     two.agent.hears_of_snapshots = two.agent.hears_of_copies = False  # It is gone.
-    os.kill(one.copies._carrier.pid, signal.SIGCONT)  # type: ignore[union-attr]
+    os.kill(one.copies.carrier.pid, signal.SIGCONT)  # type: ignore[union-attr]
     two.until(two.copies.held)
     assert two.copied() == []
     two.slots.hold({"limit_bytes": None, "copies": True})
@@ -236,8 +236,9 @@ def test_a_killed_carrier_is_said_and_may_be_started_again(pair: tuple[Node, Nod
     two.order(one, 40)
     two.until(lambda: two.copied() == [40])
     # It stands still, as it may for lack of memory, and is killed.
-    (pid,) = [child.pid for child in [two.copies._carrier] if child is not None]
-    os.kill(one.copies._carrier.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+    assert one.copies.carrier is not None and two.copies.carrier is not None
+    pid, peer = two.copies.carrier.pid, one.copies.carrier.pid
+    os.kill(peer, signal.SIGSTOP)
     two.order(one, 50)
     os.kill(pid, signal.SIGKILL)
     two.until(lambda: two.said["carrier"] is None)
@@ -245,8 +246,8 @@ def test_a_killed_carrier_is_said_and_may_be_started_again(pair: tuple[Node, Nod
     assert two.copied() == [40] and two.read() == [bytes(snapshot(40))]
     two.order(one, 50)
     assert two.said["missing"]["reason"] == "the process that fetches them is not running"
-    os.kill(one.copies._carrier.pid, signal.SIGCONT)  # type: ignore[union-attr]
-    two.until(lambda: two.copies._carrier is None)
+    os.kill(peer, signal.SIGCONT)
+    two.until(lambda: two.copies.carrier is None)
     two.carry("a third")
     two.order(one, 50)
     two.until(lambda: two.copied() == [50])
@@ -261,7 +262,7 @@ def test_a_carrier_that_sends_nonsense_is_killed(
     one.save(40, 50)
     program = "import os, sys, time; os.write(int(sys.argv[-1]), b'\\xff' * 100); time.sleep(600)"
     two.carry("x", argv=[sys.executable, "-c", program])
-    two.until(lambda: two.copies._carrier is None)
+    two.until(lambda: two.copies.carrier is None)
     said = "cannot exchange copies of snapshots: the process that fetches them closed its socket"
     assert capfd.readouterr().err == f"rdzv: {said}\n"
     two.order(one, 40)

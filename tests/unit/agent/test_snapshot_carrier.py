@@ -236,10 +236,10 @@ class Peer:
         ours.settimeout(PATIENCE_S)
         self.socket.settimeout(PATIENCE_S)
         wrapped = ours if change is None else Changed(ours, change)
-        self.thread = threading.Thread(target=self._run, args=(sender, wrapped), daemon=True)
+        self.thread = threading.Thread(target=self.send, args=(sender, wrapped), daemon=True)
         self.thread.start()
 
-    def _run(self, sender: carrier.Sender, sock: Any) -> None:
+    def send(self, sender: carrier.Sender, sock: Any) -> None:
         try:
             sender.serve(sock)
         except (carrier.CopyError, OSError, ValueError):
@@ -333,7 +333,7 @@ def test_a_slot_that_is_overwritten_on_the_way_is_not_taken() -> None:
     sender.token = "secret"
     sender.slots[0] = [carrier.Memory(os.dup(fd), len(slot))]
     ours, theirs = socket.socketpair()
-    thread = threading.Thread(target=peer._run, args=(sender, Changed(ours, change)), daemon=True)
+    thread = threading.Thread(target=peer.send, args=(sender, Changed(ours, change)), daemon=True)
     thread.start()
     key = carrier.greet_sender(theirs, "secret")
     into = bytearray(SMALL)
@@ -410,13 +410,14 @@ def test_the_layout_is_that_of_the_worker() -> None:
     pytest.importorskip("torch")
     from rdzv.worker.snapshot_slot import TENSORS_AT, Content, Header, Slot
 
-    slot = Slot(bytearray(1 << 20))
+    memory = bytearray(1 << 20)
+    slot = Slot(memory)
     header = Header(40, 2, 1, 2, 1, 2, "s", "p")
     content = Content({}, {})
     slot.begin([])
     written = slot.seal(header, [], content.head())
-    found = carrier.read_header(slot._bytes)
+    found = carrier.read_header(memoryview(memory))
     assert found is not None and TENSORS_AT == carrier.CONTENT_AT
     assert (found["size"], found["digest"]) == (written.bytes, written.digest)
     slot.clear()
-    assert carrier.read_header(slot._bytes) is None
+    assert carrier.read_header(memoryview(memory)) is None

@@ -300,7 +300,7 @@ async def test_a_bug_in_a_look_costs_nobody_the_store(
     def broken(values: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(facade, "_decoded", broken)
+    monkeypatch.setattr(facade, "decode_states", broken)
     script(config, "say(b'{\"ready\": true}')", "while hear(): say(b'{}')")
     async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()):
         await until_logged(caplog, "please report it: lost one check")

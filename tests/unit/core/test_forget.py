@@ -140,7 +140,7 @@ async def test_ended_jobs_are_not_read_one_by_one(caplog: pytest.LogCaptureFixtu
         await stored(store, f"old-{number}", ended_at_ms=1_000)
     await stored(store, "open", None)
     await stored(store, "spoilt", None)
-    store._jobs["spoilt"] = (b"{", 1)
+    store.jobs["spoilt"] = (b"{", 1)
     async with server(store) as s:
         assert len(s.driver.jobs.ended) == 300
         assert store.reads == 1
@@ -388,7 +388,7 @@ async def test_a_job_that_can_not_be_read_is_left_alone(
 ) -> None:
     await stored(store, "bad", 0)
     await stored(store, "old", 0)
-    store._jobs["bad"] = (b"{}", 1)
+    store.jobs["bad"] = (b"{}", 1)
     async with server(store, clock):
         await settle()
     assert store.deleted == ["old"]

@@ -16,7 +16,7 @@ from stories import STORIES, told
 
 from rdzv.ctl import as_text_report, report_page
 from rdzv.ctl.__main__ import run
-from rdzv.ctl.commands.report import _servers_now_ms
+from rdzv.ctl.commands.report import servers_now_ms
 from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace
@@ -195,8 +195,8 @@ async def test_the_time_is_that_of_the_servers_clock() -> None:
     """The client's clock may be wrong by hours; the age of the run comes from the server."""
     story, rdzv_id = STORIES["recovers"]
     of = await told(story, rdzv_id)
-    assert _servers_now_ms(of.status, of.history, 0) == of.now_ms
-    assert _servers_now_ms(of.status, of.history[1:], 77) == 77
+    assert servers_now_ms(of.status, of.history, 0) == of.now_ms
+    assert servers_now_ms(of.status, of.history[1:], 77) == 77
 
 
 def test_a_run_that_is_not_kept_is_refused(job: str, capsys: pytest.CaptureFixture[str]) -> None:

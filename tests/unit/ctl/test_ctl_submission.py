@@ -272,7 +272,8 @@ def test_what_makes_no_sense_is_refused_with_the_remedy(words: str, message: str
 
 
 def test_every_flag_that_is_refused_is_there_to_be_refused() -> None:
-    known = {action.dest for action in job_request.flags.options(job_request._parser()).values()}
+    options = job_request.flags.options(job_request.make_parser())
+    known = {action.dest for action in options.values()}
     assert set(job_request.REFUSED) <= known
 
 

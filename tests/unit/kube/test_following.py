@@ -112,7 +112,7 @@ def test_a_watch_that_is_cut_goes_on_where_a_bookmark_said(api: StandIn, tmp_pat
             # Only other objects: bookmarks alone show the watch of nodes how far it is.
             api.put(pod(f"train-{number}"))
         until(lambda: len(seen.names()) == 3)
-        until(lambda: seen.machines._version == "104")
+        until(lambda: seen.machines.version == "104")
         api.cut()
         until(lambda: versions() == [None, "101", "104"])
         api.put(machine("m0", OUT))

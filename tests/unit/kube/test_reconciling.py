@@ -67,10 +67,15 @@ class Seen:
         self.trouble = ""
 
 
-def reconcile(rdzvd: Rdzvd, machines: Seen, changed: threading.Event | None = None) -> Reconciling:
+def reconcile(
+    rdzvd: Rdzvd,
+    machines: Seen,
+    changed: threading.Event | None = None,
+    pods: Seen | None = None,
+) -> Reconciling:
     return Reconciling(
         cast(Following[Machine], machines),
-        cast(Following[Pod], Seen()),
+        cast(Following[Pod], pods or Seen()),
         cast(Callable[[], ControlClient], lambda: rdzvd),
         Rules(),
         changed or threading.Event(),
@@ -132,8 +137,7 @@ def test_a_node_that_has_left_meanwhile_holds_up_no_other(
 def test_a_doubt_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     rdzvd = Rdzvd(node("train-0"))
     pods = Seen(Pod("team-a", "train-0"), Pod("team-b", "train-0"))
-    loop = reconcile(rdzvd, Seen())
-    loop._pods = cast(Following[Pod], pods)
+    loop = reconcile(rdzvd, Seen(), pods=pods)
     for _ in range(3):
         loop.once()
     assert caplog.text.count("train-0 may be any of") == 1

@@ -393,7 +393,7 @@ async def test_a_server_that_stands_by_names_the_one_that_leads() -> None:
             address = "10.0.0.9:29400"
 
     async with asked() as s:
-        s.replica._election = Election()  # type: ignore[assignment]
+        s.replica.election = Election()  # type: ignore[assignment]
         for path in ("/jobs", "/jobs/job-7", "/nodes", "/stream", "/jobs/job-7/logs"):
             error = await s.get(path, 503)
             assert (error["code"], error["leader"]) == ("NotLeaderError", "10.0.0.9:29400")
@@ -729,7 +729,7 @@ async def test_a_slow_reader_hears_of_it_and_holds_up_nobody() -> None:
         async with s.stream("?job=job-7") as slow:
             await slow.first()
             (feed,) = s.feeds.by_rdzv_id.values()
-            (reader,) = feed._readers
+            (reader,) = feed.readers
             # As if its connection took nothing: events that are put wait.
             reader.put([feeds_module.READY] * 5)
             error = await slow.until("end")

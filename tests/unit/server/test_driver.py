@@ -113,7 +113,7 @@ class FakeClock:
 
     def __init__(self) -> None:
         self.at_ms = 1_000_000
-        self._calls: list[tuple[int, int, Call]] = []
+        self.calls: list[tuple[int, int, Call]] = []
         self._order = itertools.count()
 
     def now_ms(self) -> int:
@@ -121,15 +121,15 @@ class FakeClock:
 
     def call_at(self, at_ms: int, callback: Callable[[], None]) -> Call:
         call = Call(callback)
-        heapq.heappush(self._calls, (at_ms, next(self._order), call))
+        heapq.heappush(self.calls, (at_ms, next(self._order), call))
         return call
 
     async def advance(self, for_ms: int) -> None:
         """Let time pass; each timer fires at its time."""
         end_ms = self.at_ms + for_ms
         await settle()
-        while self._calls and self._calls[0][0] <= end_ms:
-            at_ms, _, call = heapq.heappop(self._calls)
+        while self.calls and self.calls[0][0] <= end_ms:
+            at_ms, _, call = heapq.heappop(self.calls)
             self.at_ms = max(self.at_ms, at_ms)
             if not call.cancelled:
                 call.callback()
@@ -613,7 +613,7 @@ async def test_what_waits_for_the_store_is_forgotten_with_the_node_that_said_it(
             s.driver.connections.heard(n9)
             await s.clock.advance(1_000)
         assert "n9" not in s.driver.trouble
-        assert "job-9" not in s.driver.store.state._waiting
+        assert "job-9" not in s.driver.store.state.waiting_jobs
 
 
 async def test_a_store_that_nobody_writes_to_is_found_to_be_back() -> None:
@@ -816,14 +816,14 @@ async def test_a_job_that_can_not_be_read_leaves_the_others_alone(
     store = MemoryStore()
     async with server(store) as s:
         await s.pair()
-    store._jobs["bad"] = (b"?", 1)
+    store.jobs["bad"] = (b"?", 1)
     async with server(store) as s:
         assert await s.states() == {"n1": NodeState.AWAY, "n2": NodeState.AWAY}
         assert "leaving job bad alone" in caplog.text
         assert [view.rdzv_id for view in await s.driver.views.list()] == ["job-7"]
         with pytest.raises(RendezvousStateError, match="job bad"):
             await s.driver.views.status("bad")
-    assert store._jobs["bad"] == (b"?", 1)
+    assert store.jobs["bad"] == (b"?", 1)
 
 
 # ---------------------------------------------------------------- nodes
@@ -1375,7 +1375,7 @@ async def test_a_stream_keeps_nothing_of_jobs_that_are_over() -> None:
             assert (await s.driver.jobs.look(rdzv_id)).membership.ended is not None
             read(n1)
             read(n2)
-        assert not n1._last and not n2._last
+        assert not n1.last_announced and not n2.last_announced
         assert not s.driver.node_jobs.node_ids
 
 
@@ -1392,11 +1392,11 @@ async def test_a_start_that_fails_leaves_no_timer_behind() -> None:
         raise RendezvousConnectionError("the store has gone")
 
     store.pages = cut_short  # type: ignore[method-assign]
-    before = [call for _, _, call in clock._calls if not call.cancelled]
+    before = [call for _, _, call in clock.calls if not call.cancelled]
     with pytest.raises(RendezvousConnectionError, match="has gone"):
         async with server(store, clock):
             raise AssertionError("it cannot start")
-    assert [call for _, _, call in clock._calls if not call.cancelled] == before
+    assert [call for _, _, call in clock.calls if not call.cancelled] == before
 
 
 # ---------------------------------------------------------------- a stream that another followed

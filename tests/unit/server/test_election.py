@@ -55,7 +55,7 @@ def etcd(monkeypatch: pytest.MonkeyPatch) -> Etcd:
 
 def leading(etcd: Etcd, monkeypatch: pytest.MonkeyPatch, *, sent_s: float) -> Session:
     session = Session(etcd, b"/rdzv/leader", 1, TTL_S, sent_s)
-    monkeypatch.setattr(session._stopped, "wait", etcd.wait)
+    monkeypatch.setattr(session.stopped, "wait", etcd.wait)
     session.lead(Fence(b"/rdzv/leader", 1, 1), etcd.now_s)
     assert session.leads
     return session

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
-from rdzv.core.commands import Leave
+from rdzv.core.commands import Command, Fail, Leave
 from rdzv.core.evidence.collectives import Collective, GroupRecord
 from rdzv.core.evidence.hang_culprit import HungWorker, verdict
 from rdzv.core.evidence.stacks import EXITED, Frame, Report, Thread, WorkerStack, grouped
-from rdzv.core.model import Cause, Failure, LeaveCause, Membership, Result, Settings
+from rdzv.core.model import Cause, Failure, LeaveCause, Membership, Result, Settings, State
 from rdzv.core.root_cause import describe_failure, is_connection_error
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
+from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.messages import Hung, RoundOver, TakeStacks
 from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Timings
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.view.answers import event_in
@@ -301,26 +303,25 @@ async def test_what_is_said_of_another_round_or_by_another_changes_nothing() -> 
 async def test_a_store_that_is_away_is_waited_for_and_who_recovers_meanwhile_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store, clock = FlakyStore(), FakeClock()
+    store, clock, tries = FlakyStore(), FakeClock(), list[Command]()
+    submit = Engine.submit
+
+    async def counted(engine: Engine, rdzv_id: str, command: Command, *more: Any) -> State:
+        if isinstance(command, Fail):
+            tries.append(command)
+        return await submit(engine, rdzv_id, command, *more)
+
+    monkeypatch.setattr(Engine, "submit", counted)
     async with server(store, clock) as s:
         n1, n2 = await s.pair()
         hang(s, n1, 0)
         await clock.advance(GATHER_MS)
         store.away = RendezvousConnectionError("no disk")
-        tried = 0
-        submit = s.driver.diagnosis.hangs._submit
-
-        async def trying(*words: Any) -> None:
-            nonlocal tried
-            tried += 1
-            await submit(*words)
-
-        monkeypatch.setattr(s.driver.diagnosis.hangs, "_submit", trying)
         await say(s, n1, stack(0, line=7), stack(1))
         await say(s, n2, stack(2), stack(3))
         await clock.advance(5_000)
         assert await live(s)
-        assert tried == 1 + 5_000 // s.driver.diagnosis.hangs._retry_ms
+        assert len(tries) == 1 + 5_000 // Timings().store_retry_ms
         store.away = None
         await clock.advance(2_000)
         assert (await failure(s)).rank == 0

@@ -14,7 +14,6 @@ from rdzv.server.replication import leader_probe
 from rdzv.server.replication.leader_probe import LeaderProbe
 from rdzv.stores.leader_key import Leader
 from rdzv.structs import replace
-from rdzv.transport.endpoints import Endpoint
 
 DEADLINE_S = 60.0
 
@@ -141,18 +140,16 @@ async def test_one_that_was_never_reached_is_left_to_its_lease(
     process.stop_listening()
     election = FakeElection()
     refused: asyncio.Queue[None] = asyncio.Queue()
-    connect = leader_probe._connect
+    connect = asyncio.open_connection
 
-    async def counted(
-        endpoint: Endpoint,
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def counted(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
-            return await connect(endpoint)
+            return await connect(host, port)
         except ConnectionRefusedError:
             refused.put_nowait(None)
             raise
 
-    monkeypatch.setattr(leader_probe, "_connect", counted)
+    monkeypatch.setattr(asyncio, "open_connection", counted)
     async with probing(election):
         await election.become(process.leader)
         for _ in range(3):

@@ -327,5 +327,5 @@ def test_programs_read_all_of_it() -> None:
 
 def test_ages_are_counted_on_while_nothing_is_heard() -> None:
     job = status(pb.RankProgress(rank=3, step=7, age_ms=5))
-    seen = watch._Seen(job, at_s=-1e6)
+    seen = watch.SeenStatus(job, at_s=-1e6)
     assert seen.aged().progress[0].age_ms > 1e9

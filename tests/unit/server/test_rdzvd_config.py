@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from tls_files import Files
 
 from rdzv.errors import InvalidRequestError
-from rdzv.server.__main__ import _reaches_etcd_by_tls, main
+from rdzv.server.__main__ import main, reaches_etcd_by_tls
 from rdzv.server.settings import config_loading
 from rdzv.server.settings.config import Config, Limits, Timings
 from rdzv.server.settings.config_loading import Configuration, make_config
@@ -311,7 +311,7 @@ def test_etcd_by_tls_is_known_before_grpc_is_loaded(
     file: Path, text: str, given: dict[str, Any], by_tls: bool
 ) -> None:
     file.write_text(text)
-    assert _reaches_etcd_by_tls(file, given) is by_tls
+    assert reaches_etcd_by_tls(file, given) is by_tls
 
 
 # ------------------------------------------------------------------------------------ reloading

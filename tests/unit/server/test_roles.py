@@ -533,7 +533,7 @@ async def test_a_change_whose_caller_does_not_wait_for_it_is_written_down(
 ) -> None:
     async with guarded(monkeypatch) as server:
         await control(server, "ada", "SubmitJob", submission("job-7", "r1"))
-        store = server.driver.store._store
+        store = server.driver.store.store
         swap, append = store.compare_and_swap, store.append
         reached, gate, written = asyncio.Event(), asyncio.Event(), asyncio.Event()
 

@@ -189,7 +189,7 @@ def test_a_certificate_without_a_name_of_a_caller_is_nobodys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Other authorities create such certificates.
-    monkeypatch.setattr("rdzv.ctl.authority._NAME", re.compile(".*"))
+    monkeypatch.setattr("rdzv.ctl.authority.CALLER_NAME", re.compile(".*"))
     with pytest.raises(UnauthenticatedError, match="has the common name 'Ada Lovelace'"):
         callers.certified(certificate(tmp_path, "Ada Lovelace", "admin"))
 

@@ -16,7 +16,7 @@ from rdzv.errors import (
     RendezvousError,
     UnknownJobError,
 )
-from rdzv.server.diagnosis.worker_logs import PIECE_COST, _by_node
+from rdzv.server.diagnosis.worker_logs import PIECE_COST, by_node
 from rdzv.server.messages import (
     Assignment,
     LogCredit,
@@ -526,5 +526,5 @@ def test_of_what_was_read_of_several_rounds_the_latest_counts() -> None:
         return LogPosition("n1", round_, local_rank, False, offset)
 
     read = [at(2, 0, 20), at(3, 0, 30), at(2, 1, 21), at(3, 1, 31)]
-    assert _by_node(read) == {"n1": (3, {(0, False): 30, (1, False): 31})}
-    assert _by_node(read[:3]) == {"n1": (3, {(0, False): 30})}
+    assert by_node(read) == {"n1": (3, {(0, False): 30, (1, False): 31})}
+    assert by_node(read[:3]) == {"n1": (3, {(0, False): 30})}

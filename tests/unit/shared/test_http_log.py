@@ -16,7 +16,8 @@ def logged(error: Exception, caplog: pytest.LogCaptureFixture) -> logging.LogRec
     try:
         raise error
     except type(error):
-        listener._log.error("Error handling request from %s", "10.0.0.5", exc_info=sys.exc_info())
+        text = "Error handling request from %s"
+        listener.request_log.error(text, "10.0.0.5", exc_info=sys.exc_info())
     [record] = caplog.records
     return record
 

@@ -63,7 +63,7 @@ def runner() -> Iterator[tuple[Link, Runner]]:
         other = Runner(theirs)
         assert other.hear()["type"] == "hello"
         yield link, other
-    while link._order is None and not link.is_closed:
+    while not link.is_closed:
         link.wait_for_order()
     ours.close()
 

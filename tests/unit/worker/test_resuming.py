@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from rdzv.worker.contents import Contents
+from rdzv.worker import shards
 from rdzv.worker.link import GivenSlots, Watermark
 from rdzv.worker.resuming import Resuming
 from rdzv.worker.rounds import Round
@@ -171,11 +171,10 @@ def sharded(rank: int) -> tuple[Sealing, Parts]:
     """A state as a rank of two has it: all of one module, and a part of another."""
     torch.manual_seed(rank)
     sealing, part = sealing_of(), nn.Linear(4, 2)
-    parts = Parts.__new__(Parts)
-    parts.contents = Contents({"part": part})
-    parts._tensors, parts._buffers = parts.contents.outside(), []
-    parts.place = Place(rank, 2)
-    return sealing, parts
+    with pytest.MonkeyPatch.context() as patched:
+        # Sharding it would need a group of two processes.
+        patched.setattr(shards, "place_of", lambda *_: Place(rank, 2))
+        return sealing, Parts({"part": part}, rank, 2)
 
 
 def save_part(runner: Runner, rank: int, steps: int, *, redone_in: int | None = None) -> None:

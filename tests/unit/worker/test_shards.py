@@ -11,7 +11,7 @@ import pytest
 from rdzv.worker import NoSourceError
 from rdzv.worker.healing import Offer, elect
 from rdzv.worker.shard_healing import Claim, sources
-from rdzv.worker.shards import Place, _place_of
+from rdzv.worker.shards import Place, place_of
 
 
 def sharded(sizes: tuple[int, ...], coordinate: tuple[int, ...], placements: str) -> Any:
@@ -24,13 +24,13 @@ def sharded(sizes: tuple[int, ...], coordinate: tuple[int, ...], placements: str
 
 
 def test_ranks_that_are_replicas_have_the_same_part() -> None:
-    assert _place_of([sharded((4,), (3,), "S")], 3, 4) == Place(3, 4)
-    assert _place_of([sharded((2, 4), (1, 3), "RS")], 7, 8) == Place(3, 4)
-    assert _place_of([sharded((2, 4), (1, 3), "SS")], 7, 8) == Place(7, 8)
+    assert place_of([sharded((4,), (3,), "S")], 3, 4) == Place(3, 4)
+    assert place_of([sharded((2, 4), (1, 3), "RS")], 7, 8) == Place(3, 4)
+    assert place_of([sharded((2, 4), (1, 3), "SS")], 7, 8) == Place(7, 8)
     # Two meshes, or a mesh of only some ranks: it is unknown which ranks are replicas.
     two = [sharded((4,), (1,), "S"), sharded((2, 2), (0, 1), "RS")]
-    assert _place_of(two, 1, 4) == Place(1, 4)
-    assert _place_of([sharded((2,), (1,), "S")], 3, 4) == Place(3, 4)
+    assert place_of(two, 1, 4) == Place(1, 4)
+    assert place_of([sharded((2,), (1,), "S")], 3, 4) == Place(3, 4)
 
 
 def test_a_round_goes_on_from_the_newest_step_that_all_parts_have_sealed() -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 def test_all_is_copied_by_however_many_threads(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(staging, "CHUNK_BYTES", 64)
     tensors = [
         torch.randn(7, 33),
         torch.randn(6, 40).t(),

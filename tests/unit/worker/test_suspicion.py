@@ -89,7 +89,9 @@ def function(number: int, frame: object) -> None:
 @pytest.mark.parametrize(
     "handler", [function, Handler(), Handler().method, functools.partial(function)]
 )
-def test_what_a_signal_handler_raises_is_never_suspect(handler: signal._HANDLER) -> None:
+def test_what_a_signal_handler_raises_is_never_suspect(
+    handler: Callable[[int, object], None],
+) -> None:
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         error = caught(lambda: os.kill(os.getpid(), signal.SIGUSR1))

@@ -90,7 +90,7 @@ def test_connections_end_though_no_descriptors_are_left_to_hold_them(
     def duplicate(connection: socket.socket) -> socket.socket:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(tcp, "_duplicate", duplicate)
+    monkeypatch.setattr(tcp, "duplicate", duplicate)
     one, _ = connections
     held: dict[int, socket.socket] = {}
     assert not duplicates({one.address})
@@ -180,10 +180,10 @@ def test_a_fork_of_a_worker_lets_go_of_its_rounds_connections(
     number = one.ours.fileno()
     groups = RoundGroups.__new__(RoundGroups)
     session = Session.__new__(Session)
-    session._groups = groups
-    groups._gloo = None
+    session.groups = groups
+    groups.gloo = None
     drop_in_child_of(weakref.ref(session))
-    groups._gloo = GlooCut(Published(), {one.address})
+    groups.gloo = GlooCut(Published(), {one.address})
     drop_in_child_of(weakref.ref(session))
     assert os.readlink(f"/proc/self/fd/{number}") == "/dev/null"  # noqa: PTH115
     other.ours.sendall(b"x")

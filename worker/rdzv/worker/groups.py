@@ -48,8 +48,10 @@ class RoundGroups:
         self._options = options
         self._link = link
         self._published = Published()
-        self._gloo: GlooCut | None = None
-        self._nccl = NcclCut()
+        self.gloo: GlooCut | None = None
+        """What ends the collectives of gloo; None if no runner keeps this process."""
+        self.nccl = NcclCut()
+        """What ends the collectives of NCCL."""
         self._base_store: Any = None
         self._excepthook = sys.excepthook
         self.is_unwatched = False
@@ -67,10 +69,10 @@ class RoundGroups:
         if self._link is not None:
             _keep_nccl_quiet()
             self._link.begin(self.round.number, self.cut)
-        self._base_store = self._made_store()
+        self._base_store = self.make_store()
         # Group names start at 0 in every round, so two rounds must not share keys.
         self.store = PrefixStore(f"rdzv/{self.round.number}", self._base_store)
-        backend = self._options.backend or _default_backend()
+        backend = self._options.backend or default_backend()
         quiet = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0"
         self.is_unwatched = "nccl" in backend and quiet
         if self._options.timeout is not None and self._link is not None:
@@ -84,7 +86,7 @@ class RoundGroups:
             world_size=self.round.world_size,
             timeout=self._options.timeout,
         )
-        self.cut.add(self._nccl)
+        self.cut.add(self.nccl)
         self.hold_connections()
         self.cut.refuse()
 
@@ -103,8 +105,8 @@ class RoundGroups:
 
     def hold_connections(self) -> None:
         """Have the runner hold the connections made since the last call."""
-        if self._gloo is not None and self._link is not None and self._link.holds_connections:
-            self._gloo.hand_over(self._link.hold_open)
+        if self.gloo is not None and self._link is not None and self._link.holds_connections:
+            self.gloo.hand_over(self._link.hold_open)
 
     @property
     def connections(self) -> list[list[Any]]:
@@ -135,14 +137,15 @@ class RoundGroups:
         """Return weak references to all of the round's groups, including aborted ones."""
         import torch.distributed.distributed_c10d as c10d
 
-        return [*self._nccl.aborted, *(weakref.ref(group) for group in c10d._world.pg_map)]
+        return [*self.nccl.aborted, *(weakref.ref(group) for group in c10d._world.pg_map)]
 
     def drop_in_child(self) -> None:
         """Close a forked child's copies of the round's connections."""
-        if self._gloo is not None:
-            self._gloo.drop_in_child()
+        if self.gloo is not None:
+            self.gloo.drop_in_child()
 
-    def _made_store(self) -> Store:
+    def make_store(self) -> Store:
+        """Connect to the store at MASTER_ADDR; a single process without one has its own."""
         from torch._C._distributed_c10d import HashStore, TCPStore
         from torch.distributed.distributed_c10d import default_pg_timeout
 
@@ -155,8 +158,8 @@ class RoundGroups:
                 )
             return HashStore()
         if self._link is not None:
-            self._gloo = GlooCut(self._published, resolve(host, int(port)))
-            self.cut.add(self._gloo)
+            self.gloo = GlooCut(self._published, resolve(host, int(port)))
+            self.cut.add(self.gloo)
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = TCPStore(
             host,
@@ -256,7 +259,8 @@ def _check_torch() -> None:
         )
 
 
-def _default_backend() -> str:
+def default_backend() -> str:
+    """Return the backend of a group whose script names none: NCCL beside gloo on GPUs."""
     import torch
     import torch.distributed as dist
 

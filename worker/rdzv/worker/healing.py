@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .sealing import Sealing
 
 
-_BUCKET_BYTES = 32 << 20
+BUCKET_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -423,7 +423,7 @@ def broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
 
     known = [device.type for device in group._device_types]
     sends = dist.get_rank() == source
-    for bucket in _buckets(tensors):
+    for bucket in buckets_of(tensors):
         flat = torch.cat([one.reshape(-1) for one in bucket])
         wire = flat if flat.device.type in known else flat.to(known[0])
         dist.broadcast(wire, source, group=group)
@@ -433,14 +433,14 @@ def broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
                     one.copy_(came.view(one.shape))
 
 
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+def buckets_of(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     """Divide tensors, in order, into batches of one type and device, each to be sent at once."""
     bucket: list[Tensor] = []
     octets = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
         alike = not bucket or (tensor.dtype, tensor.device) == (bucket[0].dtype, bucket[0].device)
-        if bucket and (not alike or octets + size > _BUCKET_BYTES):
+        if bucket and (not alike or octets + size > BUCKET_BYTES):
             yield bucket
             bucket, octets = [], 0
         bucket.append(tensor)

@@ -39,7 +39,7 @@ class LostWait:
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             return ""
-        used, now_s = _cpu_ticks(), time.monotonic()
+        used, now_s = cpu_ticks(), time.monotonic()
         if used != self._used:
             self._used, self._since_s = used, now_s
         if now_s - self._since_s < LOST_AFTER_S:
@@ -51,7 +51,7 @@ class LostWait:
         return f"{file}:{frame.f_lineno}" if any(part in file for part in _WAITS_IN) else ""
 
 
-def _cpu_ticks() -> tuple[str, str]:
+def cpu_ticks() -> tuple[str, str]:
     """Return the main thread's CPU time in kernel ticks, usually of 10 ms each."""
     pid = os.getpid()
     stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text()

@@ -51,7 +51,7 @@ class _Returned:
 
 
 @dataclass
-class _Over:
+class Over:
     """A round in which this rank no longer takes part."""
 
     round: Round
@@ -82,7 +82,8 @@ class Session:
         self._link = link
         self.snapshots = Snapshots(state._sealing, link, state._snapshot_every)
         self._resuming: Resuming | None = None
-        self._groups: RoundGroups | None = None
+        self.groups: RoundGroups | None = None
+        """The groups of the latest round."""
         self._round: Round | None = None
         self._ended_between_steps = False
 
@@ -100,7 +101,7 @@ class Session:
             if isinstance(outcome, _Returned):
                 Session.has_returned = True
                 return outcome.value
-            order = self._park(outcome)
+            order = self.park(outcome)
             if isinstance(order, Release):
                 raise outcome.error from _RaisedInRoundError(outcome.text)
             if order is None:
@@ -115,12 +116,12 @@ class Session:
             self._ended_between_steps = between_steps
             assert self._round is not None
             raise RoundOver(leaving=self._round.leaving)
-        if self._groups is not None:
-            self._groups.hold_connections()  # The connections of groups that the script created.
+        if self.groups is not None:
+            self.groups.hold_connections()  # The connections of groups that the script created.
 
     def add(self, entries: Mapping[str, Any], *, hold_last: bool) -> None:
         """Load the state into the objects that the function has just built."""
-        round_, groups = self._round, self._groups
+        round_, groups = self._round, self.groups
         assert round_ is not None and groups is not None and groups.store is not None
         parts = Parts(entries, round_.rank, round_.world_size)
         try:
@@ -147,9 +148,9 @@ class Session:
                 "function that does both parts, and let the state decide which one is next"
             )
 
-    def _one_round(self, call: Callable[[Round], Any], go: Go | None) -> _Returned | _Over:
+    def _one_round(self, call: Callable[[Round], Any], go: Go | None) -> _Returned | Over:
         round_ = self._round = round_of(os.environ, kept=go is not None)
-        groups = self._groups = RoundGroups(round_, self._options, self._link)
+        groups = self.groups = RoundGroups(round_, self._options, self._link)
         object.__setattr__(self._state, "_session", self)
         try:
             self._begin(round_, groups, go)
@@ -158,11 +159,11 @@ class Session:
         except RoundOver as over:
             if self._link is None or not self._link.is_over():
                 raise
-            return _Over(round_, groups, over)
+            return Over(round_, groups, over)
         except Exception as error:
             if not self._ends_the_round(error):
                 raise
-            return _Over(round_, groups, error)
+            return Over(round_, groups, error)
         finally:
             object.__setattr__(self._state, "_session", None)
             self._sealing.end_round()
@@ -234,7 +235,7 @@ class Session:
         link.suspect(self._round.number, f"{type(error).__name__}: {error}", text)
         return True
 
-    def _park(self, over: _Over) -> Go | Release | None:
+    def park(self, over: Over) -> Go | Release | None:
         """Leave the round completely, report this to the runner, and wait for its order."""
         link = self._link
         assert link is not None
@@ -245,7 +246,7 @@ class Session:
         watched = over.groups.watch()
         over.groups.close()
         refuse_old_groups(watched, over.round.number)
-        _wait_for_devices()
+        wait_for_devices()
         for callback in self._state._on_park:
             callback(over.round)
         link.parked(over.round.number, over.groups.connections, **self._sealing.holds())
@@ -255,8 +256,8 @@ class Session:
 def drop_in_child(session: weakref.ref[Session]) -> None:
     """Close a forked child's copies of a session's connections."""
     found = session()
-    if found is not None and found._groups is not None:
-        found._groups.drop_in_child()
+    if found is not None and found.groups is not None:
+        found.groups.drop_in_child()
 
 
 def _enter(go: Go) -> None:
@@ -281,7 +282,8 @@ def _detach_traceback(error: BaseException) -> str:
     return text
 
 
-def _wait_for_devices() -> None:
+def wait_for_devices() -> None:
+    """Wait until the GPUs have done all that this process has enqueued."""
     import torch
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -42,7 +42,7 @@ class Parts:
         # parameters.
         self._tensors = self.contents.parameters() + self.contents.outside()
         self._buffers = self.contents.buffers()
-        self.place = _place_of(self._tensors, rank, world_size)
+        self.place = place_of(self._tensors, rank, world_size)
 
     def small(self) -> dict[str, Any]:
         """Copy the small values, which change outside optimizer steps."""
@@ -157,7 +157,7 @@ class Shards:
         self.parts, self._last, self.small = None, None, {}
 
 
-def _place_of(tensors: list[tuple[str, Tensor]], rank: int, world_size: int) -> Place:
+def place_of(tensors: list[tuple[str, Tensor]], rank: int, world_size: int) -> Place:
     """Return which part of the state a rank has. Ranks with the same part can heal each other.
 
     If all parameters are on one mesh that spans all ranks, the part is determined by the rank's

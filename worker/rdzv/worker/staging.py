@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 32 << 20
 _MOST_THREADS = 4
 _TINY_BYTES = 4 << 10
 _HUGE_BYTES = 4 << 20
@@ -93,11 +93,11 @@ def huge(tensor: Tensor) -> Tensor:
 def _pieces(one: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Divide a large contiguous CPU tensor into chunks; leave any other tensor whole."""
     is_plain = one.is_contiguous() and place.is_contiguous() and not place.is_cuda
-    if not is_plain or _bytes_of(one) <= _CHUNK_BYTES:
+    if not is_plain or _bytes_of(one) <= CHUNK_BYTES:
         return iter([(one, place)])
     import torch
 
-    count = _CHUNK_BYTES // one.element_size()
+    count = CHUNK_BYTES // one.element_size()
     return zip(torch.split(one.view(-1), count), torch.split(place.view(-1), count))
 
 
@@ -151,15 +151,15 @@ def _fetch(tensor: Tensor, place: Tensor, ready: Sequence[Any]) -> None:
     if tensor.device not in _streams:
         _streams[tensor.device] = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
     if not _pinned:
-        _pinned.append(torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True))
+        _pinned.append(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True))
     stream, (buffer,) = _streams[tensor.device], _pinned
     for event in ready:
         stream.wait_event(event)
     to = place.view(-1).view(torch.uint8)
     with torch.cuda.stream(stream):
         octets = tensor.contiguous().view(-1).view(torch.uint8)
-        for begin in range(0, octets.numel(), _CHUNK_BYTES):
-            part = octets[begin : begin + _CHUNK_BYTES]
+        for begin in range(0, octets.numel(), CHUNK_BYTES):
+            part = octets[begin : begin + CHUNK_BYTES]
             buffer[: part.numel()].copy_(part, non_blocking=True)
             stream.synchronize()
             to[begin : begin + part.numel()].copy_(buffer[: part.numel()])

@@ -23,7 +23,7 @@ def stop_reading(addresses: Collection[Address], held: dict[int, socket.socket])
         if inode in held:
             continue
         with contextlib.suppress(OSError):
-            held[inode] = _duplicate(connection)
+            held[inode] = duplicate(connection)
         with contextlib.suppress(OSError):  # It has ended on its own.
             connection.shutdown(socket.SHUT_RD)
 
@@ -50,7 +50,7 @@ def duplicates(
         inode = os.fstat(connection.fileno()).st_ino
         if inode not in but and inode not in found:
             with contextlib.suppress(OSError):
-                found[inode] = _duplicate(connection)
+                found[inode] = duplicate(connection)
     return found
 
 
@@ -99,7 +99,7 @@ def plain(address: tuple[object, ...]) -> Address:
     return host.partition("%")[0], int(str(address[1]))
 
 
-def _duplicate(connection: socket.socket) -> socket.socket:
+def duplicate(connection: socket.socket) -> socket.socket:
     """Return a duplicate without socket.dup(), which would make both sockets blocking."""
     return socket.socket(fileno=os.dup(connection.fileno()))
 

@@ -45,7 +45,7 @@ def explain_exit(worker: ExitedWorker) -> WorkerError:
     server does.
     """
     error = read_error(worker.error_file, worker.signal, worker.pid, worker.identity)
-    found = [_explain_signal(worker)]
+    found = [explain_signal(worker)]
     words = f"{error.message}\n{error.traceback}"
     if not (last_words := explain_last_words(words)):
         words = _tail(worker.stderr, worker.identity)
@@ -57,7 +57,8 @@ def explain_exit(worker: ExitedWorker) -> WorkerError:
     return replace(error, message=explained[:MAX_MESSAGE_CHARS], timed_out=timed_out)
 
 
-def _explain_signal(worker: ExitedWorker, shm: Path = SHM) -> str:
+def explain_signal(worker: ExitedWorker, shm: Path = SHM) -> str:
+    """Explain a worker's end by a signal: the kernel's kill, a full /dev/shm, a core dump."""
     if worker.signal is None:
         return ""
     if worker.signal == signal.SIGKILL:

@@ -262,7 +262,7 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
         RefusedError: a module cannot be imported or makes this process unsafe to fork.
     """
     since = time.monotonic()
-    fds = set(_open_fds())
+    fds = set(open_fds())
     threads = 1
     with _ScriptFolder(sys.argv[0]):
         for name in sorted(modules, key=lambda name: name not in BARE):
@@ -275,13 +275,13 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
             if name == "torch":
                 _torch_seed["fresh"] = sys.modules["torch"].initial_seed()
             if name in BARE:
-                threads = max(threads, len(_threads()))
-            _check_forkable(name, threads, fds)
+                threads = max(threads, len(thread_names()))
+            check_forkable(name, threads, fds)
         if "torch" in modules:
             with suppress(ImportError):
                 importlib.import_module(BESIDE_TORCH)
     importlib.invalidate_caches()  # Workers need not import what this imports.
-    _try_fork()
+    try_fork()
     gc.collect()
     # Otherwise each worker's collector would write to every shared page, and thereby copy it.
     gc.freeze()
@@ -293,25 +293,25 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _check_forkable(name: str, threads: int, fds: set[int]) -> None:
+def check_forkable(name: str, threads: int, fds: set[int]) -> None:
     """Refuse if importing `name` left behind anything that a fork would break or share."""
     if "threading" in sys.modules and len(sys._current_frames()) > 1:
         found = [thread.name for thread in sys.modules["threading"].enumerate()[1:]]
         raise RefusedError(f"import {name} starts Python threads ({', '.join(found)})")
-    found = _threads()
+    found = thread_names()
     if len(found) > threads:
         raise RefusedError(
             f"import {name} leaves {len(found)} threads ({', '.join(found)}), where the "
             f"bare import leaves {threads}; a fork has only the first"
         )
-    children = _children()
+    children = child_pids()
     if children:
         raise RefusedError(f"import {name} starts processes (pid {', '.join(children)})")
-    for fd, target in _open_fds().items():
+    for fd, target in open_fds().items():
         if fd not in fds and target.startswith(_UNSHARABLE):
             why = "a device, which no fork can use" if target.startswith(_DEVICES) else target
             raise RefusedError(f"import {name} opens {why} ({target}, fd {fd})")
-    for path in _mapped():
+    for path in mapped_files():
         if path.startswith(_DEVICES):
             raise RefusedError(f"import {name} maps a device, which no fork can use ({path})")
     torch = sys.modules.get("torch")
@@ -320,7 +320,7 @@ def _check_forkable(name: str, threads: int, fds: set[int]) -> None:
         raise RefusedError(f"import {name} initialises CUDA, which no fork can use")
 
 
-def _try_fork() -> None:
+def try_fork() -> None:
     """Fork once, and refuse if the fork cannot compute or start a thread, or if it hangs.
 
     Also refuse if a thread survives the fork. The threads of OpenBLAS, which numpy and torch start
@@ -346,7 +346,7 @@ def _try_fork() -> None:
     if complaint or status:
         raise RefusedError(f"a fork of it does not work: {complaint or 'it exits'}")
     until = time.monotonic() + _THREADS_END_WITHIN_S
-    while len(found := _threads()) > 1:
+    while len(found := thread_names()) > 1:
         if time.monotonic() > until:
             raise RefusedError(
                 f"the imports leave {len(found)} threads ({', '.join(found)}) that "
@@ -387,7 +387,7 @@ def _compute() -> str:
     return ""
 
 
-def _threads() -> list[str]:
+def thread_names() -> list[str]:
     """Return the names of all threads in this process."""
     names = []
     for task in Path("/proc/self/task").iterdir():
@@ -396,17 +396,18 @@ def _threads() -> list[str]:
     return names
 
 
-def _mapped() -> set[str]:
+def mapped_files() -> set[str]:
     """Return the paths of the files mapped into this process's memory."""
     lines = Path("/proc/self/maps").read_bytes().splitlines()
     return {os.fsdecode(line.split(maxsplit=5)[5]) for line in lines if b"/" in line}
 
 
-def _children() -> list[str]:
+def child_pids() -> list[str]:
+    """Return the pids of this process's children."""
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
-def _open_fds() -> dict[int, str]:
+def open_fds() -> dict[int, str]:
     """Return the open descriptors, each with the file behind it."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
@@ -617,7 +618,7 @@ def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
             os.sched_setaffinity(0, spec["cpus"])
         except OSError as error:
             raise StartError(f"cpus {spec['cpus']!r:.80}: {error.strerror}") from error
-    _change_environment(env, given)
+    change_environment(env, given)
     _renew_streams()
     importlib.invalidate_caches()
     _show_as([os.fsencode(word) for word in getattr(sys, "orig_argv", ())] or argv, env)
@@ -678,7 +679,7 @@ def _environment(env: Mapping[str, str]) -> dict[bytes, bytes]:
     return {_bytes(name): _bytes(value) for name, value in env.items()}
 
 
-def _change_environment(env: Mapping[bytes, bytes], given: Mapping[bytes, bytes]) -> None:
+def change_environment(env: Mapping[bytes, bytes], given: Mapping[bytes, bytes]) -> None:
     """Set a worker's environment, repeating the changes that were made to the zygote's.
 
     The interpreter, a wrapper, or a module on import may have set a variable. It would have done so

@@ -287,7 +287,9 @@ async def has_torch(
         "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
     )
     try:
-        answer, _ = await _ask(python, ("-c", question), environ, PROBE_TIMEOUT_S, account)
+        answer, _ = await ask_interpreter(
+            python, ("-c", question), environ, PROBE_TIMEOUT_S, account
+        )
     except (OSError, TimeoutError):
         return False
     return answer.strip() == b"True"
@@ -311,7 +313,7 @@ def _finds_torch() -> bool:
     return PathFinder.find_spec("torch", [part for part in path if part]) is not None
 
 
-async def _ask(
+async def ask_interpreter(
     python: str,
     args: Sequence[str],
     environ: Mapping[str, str] | None,
@@ -383,7 +385,9 @@ async def ask_count_devices(
     """Like `count_devices`, but without blocking the event loop."""
     try:
         question = ("-c", _COUNT, kind)
-        answer, complaint = await _ask(python, question, environ, COUNT_TIMEOUT_S, account)
+        answer, complaint = await ask_interpreter(
+            python, question, environ, COUNT_TIMEOUT_S, account
+        )
     except TimeoutError as error:
         raise _uncounted(kind, python, f"no answer within {COUNT_TIMEOUT_S:g} s") from error
     except OSError as error:

@@ -363,7 +363,7 @@ async def visible_gpu_pci_addresses(
     """
     if environ.get("CUDA_VISIBLE_DEVICES") in HIDES_ALL:
         return ()
-    shown, why = await _ask_cuda(environ, account, library, timeout_s)
+    shown, why = await ask_cuda(environ, account, library, timeout_s)
     unseen = () if shown else _gpus_on_pci(sysfs)
     if unseen:
         raise InvalidRequestError(
@@ -374,7 +374,7 @@ async def visible_gpu_pci_addresses(
     return shown
 
 
-async def _ask_cuda(
+async def ask_cuda(
     environ: Mapping[str, str], account: Account | None, library: str, timeout_s: float
 ) -> tuple[tuple[str, ...], str]:
     """Return the GPUs that CUDA shows, or the reason why it does not show any."""

@@ -178,7 +178,7 @@ class RecordReader:
             raise NoRecordError("there is no folder for its socket")
         try:
             async with asyncio.timeout(timeout_s):
-                return await _ask_first(Path(file).parent, pid, self._identity)
+                return await first_answer(Path(file).parent, pid, self._identity)
         except TimeoutError:
             raise NoRecordError("its torch does not answer in time") from None
         except OSError as error:
@@ -193,7 +193,7 @@ def _read(reader: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         raise NoRecordError(str(error)) from error
 
 
-async def _ask_first(folder: Path, pid: int, identity: Identity | None) -> bytes:
+async def first_answer(folder: Path, pid: int, identity: Identity | None) -> bytes:
     """Return the first response from a socket, the worker's own or else a descendant's."""
     with acting_as(identity):
         sockets, whys = _names(folder, pid)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from rdzv.agent.observers.stack_sampling import process_state
 from rdzv.agent.system.accounts import Identity, acting_as
 from rdzv.core.evidence.hang_culprit import HangTimeout, HungWorker
 from rdzv.core.evidence.stacks import STOPPED
+from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
@@ -82,6 +82,7 @@ class HangWatch:
         say: Callable[[HungReport], None],
         records: RecordReader | None = None,
         identity: Identity | None = None,
+        now_ms: Callable[[], int] = monotonic_ms,
     ) -> None:
         """Report changes in the set of hung workers with `say`; without a timeout, watch nothing.
 
@@ -95,6 +96,7 @@ class HangWatch:
         self._rdzv_id = rdzv_id
         self._timeout = timeout
         self._say = say
+        self._now_ms = now_ms
         self._assignment: Assignment | None = None
         self._workers: dict[int, _Worker] = {}
         self._longest_ms = 0
@@ -134,9 +136,7 @@ class HangWatch:
 
     def close_round(self) -> None:
         """Stop watching, because the workers are being stopped or are gone."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._disarm()
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
@@ -152,23 +152,37 @@ class HangWatch:
     # ------------------------------------------------------------------ checks
 
     @property
+    def watching(self) -> bool:
+        """Whether workers are checked at intervals: in a round, if there is a timeout."""
+        return self._timer is not None
+
+    @property
     def _look_every_ms(self) -> int:
         assert self._timeout is not None
         every_ms = (self._timeout.ms or LOOK_MOST_MS * LOOKS_PER_TIMEOUT) // LOOKS_PER_TIMEOUT
         return min(max(every_ms, LOOK_LEAST_MS), LOOK_MOST_MS)
 
     def _begin_looking(self) -> None:
-        self._looked_ms = _now_ms()
+        self._looked_ms = self._now_ms()
         self._arm()
 
     def _arm(self) -> None:
+        self._disarm()
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._look_every_ms / 1000, self._look)
+        self._timer = loop.call_later(self._look_every_ms / 1000, self.look)
 
-    def _look(self) -> None:
-        """Check all workers; report the hung ones if they changed or the last report is old."""
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def look(self) -> None:
+        """Check all workers; report the hung ones if they changed or the last report is old.
+
+        A timer does this at intervals; it may be called in between.
+        """
         assert self._timeout is not None
-        now_ms = _now_ms()
+        now_ms = self._now_ms()
         # While this process was stopped it watched nothing, and perhaps nothing else was running,
         # either.
         passed_ms = min(now_ms - self._looked_ms, 2 * self._look_every_ms)
@@ -199,7 +213,7 @@ class HangWatch:
             return Observation(report, state, switches)
         late_ms = 2 * self._ask_every_ms + int(ASK_TIMEOUT_S * 1000)
         # A worker stopped by a signal completes nothing, and does not respond.
-        known = state == STOPPED or _now_ms() - worker.answered_ms < late_ms
+        known = state == STOPPED or self._now_ms() - worker.answered_ms < late_ms
         return Observation(None, state, switches, worker.completed, self._ask_every_ms, known)
 
     # ------------------------------------------------------------------ counts of collectives
@@ -221,12 +235,30 @@ class HangWatch:
 
     async def _ask_all(self, reader: RecordReader, workers: Sequence[_Worker]) -> None:
         try:
-            await asyncio.gather(*(_count(reader, worker) for worker in workers))
+            await asyncio.gather(*(self._count(reader, worker) for worker in workers))
         except Exception:
             log.exception("%s: cannot count its workers' collectives", self._rdzv_id)
         finally:
             if asyncio.current_task() is self._asking:
                 self._asking = None
+
+    async def _count(self, reader: RecordReader, worker: _Worker) -> None:
+        """Ask a worker how many collectives it has completed.
+
+        A worker that completes no collectives, and is not waiting in one, is not judged by their
+        number, because the script may use collectives only at its start.
+        """
+        try:
+            begins = worker.activity.silent_ms < BEGINS_MS
+            record = await reader.read(
+                worker.file, worker.pid, LEAST_ENTRIES, ASK_TIMEOUT_S, begins=begins
+            )
+        except NoRecordError:
+            return
+        worker.answered_ms = self._now_ms()
+        worker.first = record.completed if worker.first is None else worker.first
+        if worker.completed is not None or record.waits or record.completed != worker.first:
+            worker.completed = record.completed
 
     def _tell(self, local_rank: int, worker: _Worker, hung: str) -> None:
         assert self._assignment is not None
@@ -247,7 +279,7 @@ class HangWatch:
         assignment = self._assignment
         if assignment is None:
             return
-        self._said_ms = _now_ms()
+        self._said_ms = self._now_ms()
         workers = tuple(
             HungWorker(
                 rank=assignment.rank_first + local_rank,
@@ -259,25 +291,6 @@ class HangWatch:
             for local_rank, worker in sorted(self._hung().items())
         )
         self._say(HungReport(assignment.run, assignment.round, workers))
-
-
-async def _count(reader: RecordReader, worker: _Worker) -> None:
-    """Ask a worker how many collectives it has completed.
-
-    A worker that completes no collectives, and is not waiting in one, is not judged by their
-    number, because the script may use collectives only at its start.
-    """
-    try:
-        begins = worker.activity.silent_ms < BEGINS_MS
-        record = await reader.read(
-            worker.file, worker.pid, LEAST_ENTRIES, ASK_TIMEOUT_S, begins=begins
-        )
-    except NoRecordError:
-        return
-    worker.answered_ms = _now_ms()
-    worker.first = record.completed if worker.first is None else worker.first
-    if worker.completed is not None or record.waits or record.completed != worker.first:
-        worker.completed = record.completed
 
 
 def _last_report(file: str) -> tuple[int, ...] | None:
@@ -295,7 +308,3 @@ def _switches(pid: int) -> int | None:
         found = [int(line.split()[1]) for line in lines if "ctxt_switches:" in line]
         return sum(found) if found else None
     return None
-
-
-def _now_ms() -> int:
-    return time.monotonic_ns() // 1_000_000

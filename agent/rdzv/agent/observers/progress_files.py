@@ -17,7 +17,6 @@ import contextlib
 import logging
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from rdzv.agent.core.model import Assignment
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted, write_anew
 from rdzv.agent.system.file_watches import Watches
 from rdzv.agent.system.folder_trees import remove_tree
+from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
@@ -189,12 +189,14 @@ class ProgressFiles:
         say: Callable[[Report], None],
         below: Path | None = None,
         identity: Identity | None = None,
+        now_ms: Callable[[], int] = monotonic_ms,
     ) -> None:
         """Report progress with `say`; the files are `below` a folder, by default the temporary one.
 
         They belong to the workers' account, and are accessed with its rights.
         """
         self._say = say
+        self._now_ms = now_ms
         self._identity = identity
         self._below = below
         self._folder: Path | None = None
@@ -271,7 +273,7 @@ class ProgressFiles:
 
         The files are read once more for this.
         """
-        now_ms = _now_ms()
+        now_ms = self._now_ms()
         for file in self._files:
             file.look(now_ms)
         steps = [file.furthest for file in self._files if file.furthest is not None]
@@ -311,12 +313,12 @@ class ProgressFiles:
         self._changed[file] = None
         if self._timer is None:
             pause_ms = max(INTERVAL_MS, INTERVAL_MS_PER_NODE * assignment.group_world_size)
-            delay_ms = max(self._looked_at_ms + pause_ms - _now_ms(), 0)
+            delay_ms = max(self._looked_at_ms + pause_ms - self._now_ms(), 0)
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(delay_ms / 1000, self._look, assignment)
 
     def _look(self, assignment: Assignment) -> None:
-        self._timer, self._looked_at_ms = None, _now_ms()
+        self._timer, self._looked_at_ms = None, self._now_ms()
         files, self._changed = tuple(self._changed), {}
         assert self._watches is not None
         for file in files:
@@ -326,7 +328,7 @@ class ProgressFiles:
             self._report(assignment)
 
     def _report(self, assignment: Assignment) -> None:
-        now_ms = _now_ms()
+        now_ms = self._now_ms()
         ranks = tuple(
             RankProgress(file.rank, file.pace.step, now_ms - file.pace.at_ms, file.pace.rate)
             for file in self._files
@@ -334,7 +336,3 @@ class ProgressFiles:
         )
         if ranks:
             self._say(Report(assignment.run, assignment.round, ranks))
-
-
-def _now_ms() -> int:
-    return time.monotonic_ns() // 1_000_000

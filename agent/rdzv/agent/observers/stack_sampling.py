@@ -63,7 +63,7 @@ MAX_NOTE_CHARS = 500
 MAX_OUTPUT_BYTES = 8 << 20
 """The maximum size of py-spy's output for one worker; more is an error."""
 
-_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 @struct(frozen=True)
@@ -328,7 +328,7 @@ def _why_not(pid: int, complaint: str) -> str:
 
 def _ptrace_scope() -> int:
     try:
-        return int(_PTRACE_SCOPE.read_text())
+        return int(PTRACE_SCOPE.read_text())
     except (OSError, ValueError):
         return 0
 

@@ -32,15 +32,15 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import chain
 from pathlib import Path
 from select import PIPE_BUF, POLLIN, POLLOUT, poll
 from string import Template
 
+from rdzv.agent.output.tailed_file import TailedFile
 from rdzv.agent.system.file_watches import Watches
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
@@ -51,10 +51,6 @@ log = logging.getLogger("rdzv.agent")
 
 MAX_ENDED_ROUNDS = 8
 """The maximum number of ended rounds whose output may still be waiting for a blocked console."""
-
-_CHUNK = 1 << 16
-
-_Write = Callable[[bytes | bytearray], None]
 
 
 class Stream(IntEnum):
@@ -185,10 +181,10 @@ class Tee:
 
     def follow(self, path: Path, prefix: bytes, stream: Stream) -> None:
         """Copy a file's lines, from its beginning. The file need not exist yet."""
-        self._consoles[stream].follow(_Tail(path, prefix))
+        self._consoles[stream].follow(TailedFile(path, prefix))
         if stream in self._filters:
             pump, needles = self._filters[stream]
-            pump.follow(_Tail(path, prefix, needles))
+            pump.follow(TailedFile(path, prefix, needles))
 
     def unfollow(self) -> None:
         """Copy every file up to its current end, and forget it.
@@ -204,6 +200,10 @@ class Tee:
         self._finishing = [pump for pump in self._finishing if not pump.is_over]
         for pump in self._pumps():
             pump.end_all()
+
+    def pending(self, stream: Stream) -> int:
+        """Return the number of files that are followed, or not yet copied to the console."""
+        return self._consoles[stream].pending
 
     async def drain(self, timeout_s: float) -> bool:
         """Unfollow all files and wait until they are copied; return False on a timeout."""
@@ -230,103 +230,6 @@ def _own_console(fd: int) -> int:
         return os.dup(fd)
     except OSError:
         return os.open(os.devnull, os.O_WRONLY)
-
-
-# ---------------------------------------------------------------------- reading
-
-
-class _Tail:
-    """A file, and the position up to which its lines have been copied.
-
-    The file is not held open between reads, so any number of ended rounds may be waiting.
-    """
-
-    def __init__(self, path: Path, prefix: bytes, needles: tuple[bytes, ...] = ()) -> None:
-        self.path = path
-        self._prefix = prefix
-        self._needles = needles
-        self._line = 0  # The start of the first line that has not been copied.
-        self._scanned = 0  # The line does not end before this position.
-        self._after_cr = False
-
-    def copy_some(self, write: _Write, *, final: bool) -> bool:
-        """Copy the lines that the next chunk completes; return False at the file's end.
-
-        At the end, a `final` call also copies a last line without a line ending. A missing file
-        counts as ended; a truncated one is copied from its start.
-        """
-        try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-        except FileNotFoundError:
-            return False
-        try:
-            chunk = os.pread(fd, _CHUNK, self._scanned)
-            if chunk:
-                self._copy_chunk(fd, chunk, write)
-            elif os.fstat(fd).st_size < self._scanned:
-                self._line, self._scanned, self._after_cr = 0, 0, False
-                return True
-            elif final and self._line < self._scanned:
-                self._copy_carried(fd, self._scanned, write)
-                self._line = self._scanned
-            return bool(chunk)
-        finally:
-            os.close(fd)
-
-    def _copy_chunk(self, fd: int, chunk: bytes, write: _Write) -> None:
-        lines = chunk.splitlines(keepends=True)  # Bytes are split at \n, \r\n and \r only.
-        position = self._scanned
-        if self._after_cr and lines[0] == b"\n":  # The second half of a line ending.
-            del lines[0]
-            self._line = position = position + 1
-        self._after_cr = chunk.endswith(b"\r")
-        self._scanned += len(chunk)
-        rest = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
-        if not lines:
-            return
-        if self._line < position:
-            self._copy_carried(fd, position + len(lines.pop(0).rstrip(b"\r\n")), write)
-        self._copy_lines(lines, write)
-        self._line = self._scanned - len(rest)
-
-    def _copy_carried(self, fd: int, end: int, write: _Write) -> None:
-        """Copy a line whose beginning was read by earlier calls."""
-        if end - self._line <= _CHUNK:
-            self._copy_lines(_pieces(fd, self._line, end), write)
-        elif self._wants(_pieces(fd, self._line, end)):
-            for piece in chain([self._prefix], _pieces(fd, self._line, end), [b"\n"]):
-                write(piece)
-
-    def _copy_lines(self, lines: Iterable[bytes], write: _Write) -> None:
-        """Write whole lines in one call; up to PIPE_BUF, no other output is interleaved."""
-        batch = bytearray()
-        for line in lines:
-            text = line.rstrip(b"\r\n")
-            if not self._wants([text]):
-                continue
-            if batch and len(batch) + len(self._prefix) + len(text) >= PIPE_BUF:
-                write(batch)
-                batch = bytearray()
-            batch += self._prefix + text + b"\n"
-        write(batch)
-
-    def _wants(self, pieces: Iterable[bytes]) -> bool:
-        """Return whether a line, given in pieces, contains a needle; True without needles."""
-        if not self._needles:
-            return True
-        overlap = max(map(len, self._needles)) - 1
-        seen = b""
-        for piece in chain(pieces, [b"\n"]):
-            seen += piece
-            if any(needle in seen for needle in self._needles):
-                return True
-            seen = seen[-overlap:] if overlap > 0 else b""
-        return False
-
-
-def _pieces(fd: int, start: int, end: int) -> Iterator[bytes]:
-    for position in range(start, end, _CHUNK):
-        yield os.pread(fd, min(_CHUNK, end - position), position)
 
 
 # ---------------------------------------------------------------------- writing
@@ -381,7 +284,7 @@ class _Sink:
 class _Source:
     """A file from which a pump copies."""
 
-    tail: _Tail
+    tail: TailedFile
     woken: Callable[[_Source], None]
     watch: int | None = None
     identity: None = None
@@ -432,7 +335,11 @@ class _Pump:
     def is_over(self) -> bool:
         return self._work.over
 
-    def follow(self, tail: _Tail) -> None:
+    @property
+    def pending(self) -> int:
+        return len(self._work.sources)
+
+    def follow(self, tail: TailedFile) -> None:
         """Copy a file until `end_all`."""
         source = _Source(tail, self._wake)
         with self._changed:

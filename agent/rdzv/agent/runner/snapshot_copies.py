@@ -80,7 +80,8 @@ class SnapshotCopies:
         """The copies for a newer mark, which are being fetched."""
         self._spare: list[int] = []
         """Memory that holds no copy and can be reused."""
-        self._carrier: Child | None = None
+        self.carrier: Child | None = None
+        """The process that exchanges copies; None if none is running."""
         self._channel: Channel | None = None
         self._port: int | None = None
         self._said: Mapping[str, str] = {}
@@ -150,7 +151,7 @@ class SnapshotCopies:
         identity, pem = read_identity(request), read_field(request, "pem", str)
         token = read_field(request, "token", str)
         self._said = {"token": token, "fingerprint": read_field(request, "fingerprint", str)}
-        if self._channel is None and self._carrier is not None:
+        if self._channel is None and self.carrier is not None:
             return  # It is being killed. The agent is notified once it is gone.
         if self._channel is None:
             try:
@@ -224,7 +225,7 @@ class SnapshotCopies:
                     identity=program.identity,
                 )
                 name = "the process that copies snapshots"
-                self._carrier = self._children.start(name, started, self._end, spared=True)
+                self.carrier = self._children.start(name, started, self._end, spared=True)
         except OSError:
             self._loop.unwatch(channel.fileno())
             channel.close()
@@ -281,8 +282,8 @@ class SnapshotCopies:
         self._slots.tell()
 
     def _end(self, child: Child, code: int) -> None:
-        if child is self._carrier:
-            self._carrier = None
+        if child is self.carrier:
+            self.carrier = None
             how = child.failure or (f"exit code {code}" if code >= 0 else f"signal {-code}")
             self._hang_up(f"the process that fetches them has ended: {how}")
 
@@ -294,10 +295,10 @@ class SnapshotCopies:
             self._loop.unwatch(self._channel.fileno())
             self._channel.close()
             self._channel = None
-        if self._carrier is not None:
+        if self.carrier is not None:
             # Otherwise it might still write to memory that another fetch reuses.
             with suppress(OSError):
-                self._carrier.kill()
+                self.carrier.kill()
         self._port = None
         mark = None if self._coming is None else self._coming.mark
         self._give_up_coming()

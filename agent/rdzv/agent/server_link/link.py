@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
@@ -38,6 +37,7 @@ from rdzv.errors import (
     RendezvousError,
     UnauthenticatedError,
 )
+from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import struct
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.transport.endpoints import Endpoint
@@ -131,7 +131,7 @@ class ServerLink:
         self._unanswered = 0
         """The number of streams without a Welcome since the last stream that had one."""
         self.log_reader = WorkerLogReader(self._say_piece)
-        self.drain = NodeDrain(_now_ms, self._tell_notice)
+        self.drain = NodeDrain(monotonic_ms, self._tell_notice)
         self._inbox = Inbox(
             self._jobs,
             lambda: self.placements,
@@ -500,10 +500,6 @@ class ServerLink:
             draining=encoding.draining(self.drain),
             takes_several=True,
         )
-
-
-def _now_ms() -> int:
-    return time.monotonic_ns() // 1_000_000
 
 
 async def _read(call: Call) -> pb.ServerMessage | None:

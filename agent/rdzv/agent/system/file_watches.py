@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
-import os
-import struct
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,24 +11,23 @@ from pathlib import Path
 from typing import Protocol
 
 from rdzv.agent.system.accounts import Identity, acting_as
+from rdzv.agent.system.inotify import (
+    IN_ATTRIB,
+    IN_CREATE,
+    IN_DELETE_SELF,
+    IN_MODIFY,
+    IN_MOVED_TO,
+    Inotify,
+)
 
 log = logging.getLogger("rdzv.agent")
 
-_FALLBACK_POLL_S = 0.1
+FALLBACK_POLL_S = 0.1
 """The polling interval for files that cannot be watched. torchrun polls all of them."""
 
-_IN_MODIFY = 0x2
-_IN_ATTRIB = 0x4
-_IN_MOVED_TO = 0x80
-_IN_CREATE = 0x100
-_IN_DELETE_SELF = 0x400
-_IN_Q_OVERFLOW = 0x4000
-_IN_ONESHOT = 0x80000000
-_EVENT = struct.Struct("iIII")
-_CHUNK = 1 << 16
 _POLLED = 0
 """The watch number for a file that cannot be watched; inotify counts from 1."""
-_CHANGED = _IN_MODIFY | _IN_ATTRIB | _IN_DELETE_SELF
+_CHANGED = IN_MODIFY | IN_ATTRIB | IN_DELETE_SELF
 """The file was written to, or replaced by another file, in which case the old file loses a link."""
 
 
@@ -67,14 +63,14 @@ class Watches:
         self._closed = False
         self._fires = 0
         """The number of watches that have fired, possibly including one that is just being set."""
-        self._fd: int | None = None
+        self._inotify: Inotify | None = None
         try:
-            self._fd = _inotify_init()
+            self._inotify = Inotify()
         except OSError as error:
             text = "inotify is not available (%s); checking files every %g s instead"
-            log.warning(text, error, _FALLBACK_POLL_S)
+            log.warning(text, error, FALLBACK_POLL_S)
         else:
-            loop.add_reader(self._fd, self._read)
+            loop.add_reader(self._inotify, self._read)
 
     def arm(self, source: Watched) -> None:
         """Wake a source at the next change to its file, or to its folder if the file is missing.
@@ -103,15 +99,15 @@ class Watches:
                 self._sources.setdefault(watch, set()).add(source)
 
     def _add(self, path: Path) -> int:
-        if (fd := self._fd) is None:
+        if (inotify := self._inotify) is None:
             raise OSError
         with suppress(FileNotFoundError):
-            return _inotify_add_watch(fd, path, _CHANGED)
-        folder = _inotify_add_watch(fd, path.parent, _IN_CREATE | _IN_MOVED_TO)
+            return inotify.add_watch(path, _CHANGED)
+        folder = inotify.add_watch(path.parent, IN_CREATE | IN_MOVED_TO)
         with suppress(FileNotFoundError):
             # The file may have appeared in the meantime; its folder's watch would then fire without
             # effect.
-            return _inotify_add_watch(fd, path, _CHANGED)
+            return inotify.add_watch(path, _CHANGED)
         return folder
 
     def disarm(self, source: Watched) -> None:
@@ -123,69 +119,33 @@ class Watches:
             self._sources[watch].discard(source)
             if not self._sources[watch]:
                 del self._sources[watch]
-                if self._fd is not None:
-                    _inotify_rm_watch(self._fd, watch)
+                if self._inotify is not None:
+                    self._inotify.remove_watch(watch)
 
     def close(self) -> None:
         """Stop all notifications."""
         with self._lock:
             self._closed = True
             self._sources.clear()
-            if self._fd is not None:
-                self._loop.remove_reader(self._fd)
-                os.close(self._fd)
-                self._fd = None
+            if self._inotify is not None:
+                self._loop.remove_reader(self._inotify)
+                self._inotify.close()
+                self._inotify = None
 
     def _wake_later(self, source: Watched) -> None:
-        self._loop.call_later(_FALLBACK_POLL_S, self._wake, [source])
+        self._loop.call_later(FALLBACK_POLL_S, self._wake, [source])
 
     def _read(self) -> None:
-        assert self._fd is not None
+        assert self._inotify is not None
         with self._lock:
             self._fires += 1
-            woken = [
-                source
-                for watch in self._fired(os.read(self._fd, _CHUNK))
-                for source in self._sources.pop(watch, ())
-            ]
+            fired = self._inotify.read()
+            if fired is None:  # Events were lost, so any file may have changed.
+                fired = list(self._sources)
+            woken = [source for watch in fired for source in self._sources.pop(watch, ())]
         self._wake(woken)
-
-    def _fired(self, data: bytes) -> list[int]:
-        """Return the watches that fired, or all watches if events were lost."""
-        fired, position = [], 0
-        while position < len(data):
-            watch, mask, _, length = _EVENT.unpack_from(data, position)
-            position += _EVENT.size + length
-            if mask & _IN_Q_OVERFLOW:
-                return list(self._sources)
-            fired.append(watch)
-        return fired
 
     def _wake(self, sources: Iterable[Watched]) -> None:
         for source in sources:
             source.watch = None
             source.wake()
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _inotify_init() -> int:
-    return _checked(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
-
-
-def _inotify_add_watch(fd: int, path: Path, mask: int) -> int:
-    """Add a watch that is removed after one event."""
-    encoded = ctypes.c_char_p(os.fsencode(path))
-    return _checked(_libc.inotify_add_watch(fd, encoded, ctypes.c_uint32(mask | _IN_ONESHOT)))
-
-
-def _inotify_rm_watch(fd: int, watch: int) -> None:
-    _libc.inotify_rm_watch(fd, watch)  # Fails if the watch has just fired.
-
-
-def _checked(result: int) -> int:
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return result

@@ -37,14 +37,22 @@ AT_HAND = ("console",)
 class EventLog:
     """Records a job's events. Does nothing unless a handler was requested."""
 
-    def __init__(self, launch: Launch, now_ms: int, error_file: Callable[[int], Path]) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        now_ms: int,
+        error_file: Callable[[int], Path],
+        handler: SideProcess | None = None,
+    ) -> None:
+        """Record the events of a launch; a `handler` that is given is running already."""
         self._launch = launch
         self._error_file = error_file
         self._began_ms = now_ms
         self._joining_since_ms = now_ms
         self._last: Assignment | None = None
-        self._side: SideProcess | None = None
-        self._lost = 0
+        self._side = handler
+        self.missed = 0
+        """How many events the handler did not receive."""
 
     async def open(self) -> None:
         """Start the handler's process.
@@ -82,8 +90,8 @@ class EventLog:
             timeout_s += START_TIMEOUT_S
         if not await side.close(timeout_s) and not refused:
             log.warning("the event handler had to be killed; it may have missed events")
-        if self._lost:
-            log.warning("the event handler has missed %d events", self._lost)
+        if self.missed:
+            log.warning("the event handler has missed %d events", self.missed)
 
     # ------------------------------------------------------------------ events
 
@@ -175,7 +183,7 @@ class EventLog:
             "exit_code": exit_code,
         }
         if not self._side.send(event):
-            self._lost += 1
+            self.missed += 1
 
     def _entry_point(self) -> str:
         launch = self._launch

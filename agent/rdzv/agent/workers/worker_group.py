@@ -44,10 +44,12 @@ class LocalWorkerGroup:
         launch: Launch,
         progress_file: Callable[[int], str],
         notice_file: Callable[[], str] = str,
+        console: Callable[[], Tee] = Tee,
     ) -> None:
         """Specify a launch's workers. `progress_file` returns the progress file for a LOCAL_RANK.
 
-        `notice_file` returns the notice file, which all workers share.
+        `notice_file` returns the notice file, which all workers share. `console` opens the console
+        when there is output to show for the first time.
         """
         self._launch = launch
         self._progress_file = progress_file
@@ -59,6 +61,7 @@ class LocalWorkerGroup:
         specs = launch.output.logs_specs
         self._logs_specs = LogsSpecs(launch.job.local_world_size) if specs else None
         self._files = Aside(ANSWER_WITHIN_S, f"{job.rdzv_id}: its script, program and logs")
+        self._open_console = console
         self._tee: Tee | None = None
         self.written = Written(launch.identity)
         self.zygote: ZygoteSpec | None = None
@@ -253,5 +256,5 @@ class LocalWorkerGroup:
 
     def _console(self) -> Tee:
         if self._tee is None:
-            self._tee = Tee()
+            self._tee = self._open_console()
         return self._tee

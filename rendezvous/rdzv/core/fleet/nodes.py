@@ -38,7 +38,7 @@ from rdzv.core.shared_map import put, put_all
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousConnectionError
 from rdzv.structs import replace, struct
 
-_COUNTER_BITS = 32
+COUNTER_BITS = 32
 
 AMPLE_MS = 10_000
 """An ample allowance for a late heartbeat; a long lease needs no more than two heartbeats."""
@@ -348,7 +348,7 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
     _refuse_usurper(nodes, old, command, now_ms)
     same = old is not None and _same_instance(old, command, nodes.leadership)
     counter = nodes.counter + (0 if same else 1)
-    incarnation = (nodes.leadership << _COUNTER_BITS) + counter
+    incarnation = (nodes.leadership << COUNTER_BITS) + counter
     if old is not None and same:
         incarnation = max(old.incarnation, command.incarnation)
     lease_ms = nodes.tuning.lease_for(len(nodes.records) + (0 if old else 1))
@@ -409,7 +409,7 @@ def _same_instance(old: NodeRecord, command: Connect, leadership: int) -> bool:
     """
     if command.instance == (old.instance or old.expected_instance):
         return True
-    return not old.instance and old.incarnation <= command.incarnation < leadership << _COUNTER_BITS
+    return not old.instance and old.incarnation <= command.incarnation < leadership << COUNTER_BITS
 
 
 def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_ms: int) -> None:

@@ -87,10 +87,10 @@ def _ledgers(client: ControlClient, job: str, now_ms: int) -> list[Ledger]:
 
     status = client.status(job)
     past = whole_history(client, job)
-    return ledgers_of(past, _servers_now_ms(status, past, now_ms), status.state)
+    return ledgers_of(past, servers_now_ms(status, past, now_ms), status.state)
 
 
-def _servers_now_ms(status: JobStatus, past: Sequence[Event], own_ms: int) -> int:
+def servers_now_ms(status: JobStatus, past: Sequence[Event], own_ms: int) -> int:
     """Return the time by the server's clock, or `own_ms` if the history does not show it."""
     for event in reversed(past):
         if event.name == "RunBegan" and event.run == status.run:

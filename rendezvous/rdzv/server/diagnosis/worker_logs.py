@@ -230,7 +230,7 @@ class LogReader:
             logs.limits.log_window,
             max(logs.limits.log_buffer // max(len(candidates), 1), logs.limits.log_window_least),
         )
-        positions = _by_node(wanted.positions)
+        positions = by_node(wanted.positions)
         for node_id in {**dict.fromkeys(candidates), **positions}:
             round_, offsets = positions.get(node_id, (None, {}))
             self._ask(node_id, round_, offsets, expected=wanted.follow or node_id in state.away)
@@ -514,7 +514,7 @@ def _candidates(state: State, number: int, rank: int | None) -> list[str]:
     ]
 
 
-def _by_node(
+def by_node(
     positions: Iterable[LogPosition],
 ) -> dict[str, tuple[int | None, dict[tuple[int, bool], int]]]:
     """Group positions by node; if a node has several rounds, only the latest counts."""

@@ -37,7 +37,7 @@ class StoreAccess:
         on_change: Callable[[str | None], None],
     ) -> None:
         """Pass `on_change` on to `StoreState`."""
-        self._store = store
+        self.store = store
         self._clock = clock
         self._meter = meter
         self.state = StoreState(clock, retry_ms, on_change, lambda: tasks.start(self._probe()))
@@ -57,7 +57,7 @@ class StoreAccess:
     async def _probe(self) -> None:
         """Try a read, and if the last write failed, a write as well."""
         with contextlib.suppress(RendezvousError):
-            found = await self._ask(self._store.load_document(PROBE))
+            found = await self._ask(self.store.load_document(PROBE))
             if self.state.unwritable:
                 revision = found[1] if found is not None else 0
                 await self.swap_document(PROBE, b"", revision)
@@ -67,17 +67,17 @@ class StoreAccess:
         # The number is based on the clock, so that it never goes back if the store is lost or
         # restored.
         at_least = self._clock.now_ms() // 1000
-        return await self._ask(self._store.take_over(at_least), writes=True)
+        return await self._ask(self.store.take_over(at_least), writes=True)
 
     # ---------------------------------------------------------------- jobs
 
     async def load(self, rdzv_id: str) -> Stored | None:
         """Return a stored job, or None if it is not in the store."""
-        return await self._ask(self._store.load(rdzv_id))
+        return await self._ask(self.store.load(rdzv_id))
 
     async def each(self) -> AsyncGenerator[tuple[str, Read], None]:
         """Yield the rdzv_id of every stored job, with the job or the error from reading it."""
-        async with aclosing(self._store.pages()) as pages:
+        async with aclosing(self.store.pages()) as pages:
             while (page := await self._ask(anext(pages, None))) is not None:
                 for found in page:
                     yield found
@@ -86,30 +86,30 @@ class StoreAccess:
         self, rdzv_id: str, membership: Membership, revision: int, rows: Sequence[Record]
     ) -> int:
         """Replace a job at this revision and append history rows; return the new revision."""
-        swapped = self._store.compare_and_swap(rdzv_id, membership, revision, rows)
+        swapped = self.store.compare_and_swap(rdzv_id, membership, revision, rows)
         return await self._ask(swapped, writes=True)
 
     async def delete(self, rdzv_id: str, revision: int) -> None:
         """Delete a job at this revision together with its history."""
-        await self._ask(self._store.delete(rdzv_id, revision), writes=True)
+        await self._ask(self.store.delete(rdzv_id, revision), writes=True)
 
     async def append(self, rows: Sequence[Record]) -> None:
         """Store history rows in a separate commit."""
-        await self._ask(self._store.append(rows), writes=True)
+        await self._ask(self.store.append(rows), writes=True)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         """Return the newest `limit` rows of the history stored under a name, oldest first."""
-        return await self._ask(self._store.history(rdzv_id, limit))
+        return await self._ask(self.store.history(rdzv_id, limit))
 
     # ---------------------------------------------------------------- key-value records, and backup
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
         """Return a key-value record and its revision, or None if it was never written."""
-        return await self._ask(self._store.load_document(name))
+        return await self._ask(self.store.load_document(name))
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
         """Replace a key-value record at this revision, and return the new revision."""
-        return await self._ask(self._store.swap_document(name, data, revision), writes=True)
+        return await self._ask(self.store.swap_document(name, data, revision), writes=True)
 
     async def backup(self, leadership: int) -> AsyncIterator[bytes]:
         """Yield the store's contents as the lines of a backup file that `rdzvd --restore` reads.
@@ -120,6 +120,6 @@ class StoreAccess:
         """
         from rdzv.stores import backup
 
-        header = backup.Header(self._store.place, leadership, self._clock.now_ms())
-        async for line in backup.lines(self._store, header):
+        header = backup.Header(self.store.place, leadership, self._clock.now_ms())
+        async for line in backup.lines(self.store, header):
             yield line

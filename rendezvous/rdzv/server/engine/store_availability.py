@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from rdzv.core.commands import (
     Command,
@@ -105,6 +105,11 @@ class StoreState:
             waiting.pop(_words(command), None)
             if not waiting:
                 del self._waiting[rdzv_id]
+
+    @property
+    def waiting_jobs(self) -> Collection[str]:
+        """The jobs with commands that wait for the store, by rdzv_id."""
+        return self._waiting.keys()
 
     def waiting(self, rdzv_id: str) -> tuple[str, ...]:
         """Describe one job's commands that are waiting for the store."""

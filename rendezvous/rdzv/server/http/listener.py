@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-_log = http_log("rdzv.http", "rdzvctl and nodes connect to --listen, not to --http")
+request_log = http_log("rdzv.http", "rdzvctl and nodes connect to --listen, not to --http")
 
 
 @struct(frozen=True)
@@ -87,7 +87,7 @@ async def serving_http(
         runner = web.AppRunner(
             app,
             access_log=None,
-            logger=_log,
+            logger=request_log,
             handler_cancellation=True,
             shutdown_timeout=config.timings.stop_grace_ms / 1000,
         )

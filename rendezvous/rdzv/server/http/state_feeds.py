@@ -123,7 +123,8 @@ class Feed:
     def __init__(self, answers: Shown, timings: Timings) -> None:
         self._answers = answers
         self._timings = timings
-        self._readers: set[Reader] = set()
+        self.readers: set[Reader] = set()
+        """Readers that have been sent the whole state."""
         self._fresh: set[Reader] = set()
         """Readers that have not been sent the whole state yet."""
         self._woken = asyncio.Event()
@@ -137,12 +138,12 @@ class Feed:
     def discard(self, reader: Reader) -> bool:
         """Remove a reader, and return whether it was the last one."""
         self._fresh.discard(reader)
-        self._readers.discard(reader)
-        return not self._fresh and not self._readers
+        self.readers.discard(reader)
+        return not self._fresh and not self.readers
 
     def fail(self, error: RendezvousError) -> None:
         """End all readers with this error."""
-        for reader in (*self._fresh, *self._readers):
+        for reader in (*self._fresh, *self.readers):
             reader.end(error)
 
     async def run(self) -> None:
@@ -155,7 +156,7 @@ class Feed:
                     self._woken.clear()
                     began_ms = self._answers.clock.now_ms()
                     fresh, self._fresh = self._fresh, set()
-                    self._readers |= fresh
+                    self.readers |= fresh
                     await self._look(fresh)
                     await self._rest(self._answers.clock.now_ms() - began_ms)
         except RendezvousError as error:
@@ -226,7 +227,7 @@ class FleetFeed(Feed):
         self._woken.set()
 
     async def _look(self, fresh: Collection[Reader]) -> None:
-        old = self._readers.difference(fresh)
+        old = self.readers.difference(fresh)
         for reader in fresh:
             reader.put([BEGIN])
         changed, self._changed = self._changed, set()
@@ -351,7 +352,7 @@ class JobFeed(Feed):
             self._woken.set()
 
     async def _look(self, fresh: Collection[Reader]) -> None:
-        old = self._readers.difference(fresh)
+        old = self.readers.difference(fresh)
         view = await self._answers.view(self._rdzv_id)
         status = self._answers.status_of(view)
         told = frame("job", as_json.status(status, indent=None))

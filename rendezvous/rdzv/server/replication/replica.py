@@ -43,7 +43,8 @@ class Replica:
         self._store = store
         self._version = version
         self._driver: Driver | None = None
-        self._election: Election | None = None
+        self.election: Election | None = None
+        """The election that this server takes part in; None for a store without one."""
         self._probe: LeaderProbe | None = None
         self._order: tuple[str, ...] = ()
         """The addresses of all servers, in the order in which they take over."""
@@ -88,13 +89,13 @@ class Replica:
     def proven(self) -> bool:
         """Whether this server leads and can currently prove it."""
         leads = self._driver is not None
-        return leads and (self._election is None or self._election.proven)
+        return leads and (self.election is None or self.election.proven)
 
     async def regain_word(self) -> bool:
         """Wait until this server may send to nodes or no longer leads; return whether it may."""
-        if self._driver is None or self._election is None:
+        if self._driver is None or self.election is None:
             return self._driver is not None
-        return await self._election.regain_word()
+        return await self.election.regain_word()
 
     @property
     def trouble(self) -> str:
@@ -112,7 +113,7 @@ class Replica:
         return self._driver.agents() if self._driver is not None and self.proven else {}
 
     def _not_leader(self) -> NotLeaderError:
-        leader = self._election.leader if self._election else None
+        leader = self.election.leader if self.election else None
         if self._probe is not None and leader == self._probe.suspect:
             leader = None
         if leader is None or leader.address == self._address:
@@ -132,7 +133,7 @@ class Replica:
         store_away = (self._driver.trouble if self._driver is not None else "") or None
         # Do not use `self._clock`, which ignores steps of the system's clock.
         now_unix_ms = round(time.time() * 1000)
-        if self._election is None:
+        if self.election is None:
             leadership = (self._driver.leadership if self._driver else 0) or None
             leads = self._driver is not None
             return (
@@ -143,9 +144,9 @@ class Replica:
                     unix_ms=now_unix_ms,
                 ),
             )
-        leader = self._election.leader
+        leader = self.election.leader
         views = []
-        for other in await self._election.replicas():
+        for other in await self.election.replicas():
             leads = leader is not None and leader.address == other.address
             since_ms = leader.since_unix_ms if leader and leads else other.started_unix_ms
             views.append(
@@ -201,7 +202,7 @@ class Replica:
         meter: Meter | None = None,
     ) -> None:
         """Lead whenever elected, until cancelled. `meter` counts across all terms."""
-        self._election = election
+        self.election = election
         self._probe = LeaderProbe(election, self._note_change)
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -61,7 +61,7 @@ class Stream:
         self.takes_several = takes_several
         """Whether the node can read several messages packed into one."""
         self.outbox = Outbox(limit, lingers=takes_several)
-        self._last: dict[str, Announcement] = {}
+        self.last_announced: dict[str, Announcement] = {}
         self._ended: asyncio.Future[RendezvousError | None] = (
             asyncio.get_running_loop().create_future()
         )
@@ -96,13 +96,13 @@ class Stream:
             self.forget(told.rdzv_id)
         if not isinstance(told, Assignment | RoundOver | Waiting):
             return False
-        repeated = self._last.get(told.rdzv_id) == told
-        self._last[told.rdzv_id] = told
+        repeated = self.last_announced.get(told.rdzv_id) == told
+        self.last_announced[told.rdzv_id] = told
         return repeated
 
     def forget(self, rdzv_id: str) -> None:
         """Forget the last message about a job because the node is no longer in it."""
-        self._last.pop(rdzv_id, None)
+        self.last_announced.pop(rdzv_id, None)
 
     def close(self, error: RendezvousError | None = None) -> None:
         """End the stream, with an optional error for the node; only the first call counts."""
