@@ -1263,7 +1263,7 @@ class Offer(google.protobuf.message.Message):
     topology: builtins.str
     """Label of the place in the network (rack, block, ...); nodes with the same label get adjacent ranks."""
     store_port: builtins.int
-    """Port of a listening socket that the node holds ready for the c10d store; 0 in the belief of a
+    """Port of a socket that the node holds ready for the c10d store; 0 in the belief of a
     node that has workers.
     """
     can_host_store: builtins.bool

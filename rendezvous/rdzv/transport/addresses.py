@@ -87,15 +87,34 @@ def listen_at(host: str, port: int) -> socket.socket:
     return socket.create_server(("0.0.0.0", port), backlog=BACKLOG)
 
 
-class StoreSocket:
-    """The listening socket that a node keeps ready for the c10d store of its next round.
+def _reserve(*, loopback_only: bool) -> socket.socket:
+    """Bind a free port without listening on it."""
+    dual_stack = not loopback_only and socket.has_dualstack_ipv6()
+    reserved = socket.socket(socket.AF_INET6 if dual_stack else socket.AF_INET)
+    try:
+        if dual_stack:
+            reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        everywhere = "::" if dual_stack else "0.0.0.0"
+        reserved.bind(("127.0.0.1" if loopback_only else everywhere, 0))
+    except OSError:
+        reserved.close()
+        raise
+    return reserved
 
-    Clients may connect as soon as the port is announced; the store host serves them once it is up.
-    A port is never offered twice, so no client of an old round can reach a newer store.
+
+class StoreSocket:
+    """The socket that a node keeps ready for the c10d store of its next round.
+
+    If it `listens`, clients may connect as soon as the port is announced, and the store host serves
+    them once it is up. Otherwise RANK 0 serves at the port once the socket is closed. Clients that
+    come earlier are refused and try again, whereas a connection to a listening socket would be
+    reset when that is closed. A port is never offered twice, so no client of an old round can reach
+    a newer store.
     """
 
-    def __init__(self, *, loopback_only: bool) -> None:
+    def __init__(self, *, loopback_only: bool, listens: bool = True) -> None:
         self._loopback_only = loopback_only
+        self._listens = listens
         self._socket: socket.socket | None = None
         self._offered: set[int] = set()
 
@@ -136,6 +155,8 @@ class StoreSocket:
                 held.close()
 
     def _bind(self) -> socket.socket:
+        if not self._listens:
+            return _reserve(loopback_only=self._loopback_only)
         return listen_at("127.0.0.1" if self._loopback_only else "", 0)
 
 

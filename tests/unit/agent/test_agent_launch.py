@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.core.model import Job
+from rdzv.agent.job.store_offer import StoreOffer
 from rdzv.agent.launch import launch
 from rdzv.agent.launch.launch import (
     Launch,
@@ -24,7 +25,7 @@ from rdzv.agent.launch.launch import (
     local_address,
 )
 from rdzv.client import Endpoint
-from rdzv.core.model import Settings
+from rdzv.core.model import Offer, Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace
 from rdzv.transport.addresses import StoreSocket, is_loopback, machine_id
@@ -117,6 +118,19 @@ def test_clients_can_connect_before_anyone_accepts(store: StoreSocket) -> None:
         served = stack.enter_context(taken).accept()[0]
         with served:
             assert served.recv(10) == b"0\n"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.1"])
+def test_where_rank_0_serves_the_store_an_early_client_is_refused_not_reset(address: str) -> None:
+    offer = StoreOffer(Offer(address, can_host_store=False))
+    port = offer.with_port().store_port
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=60)
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("127.0.0.1", port))
+    offer.release()
+    with socket.create_server(("127.0.0.1", port)):
+        socket.create_connection(("127.0.0.1", port), timeout=60).close()
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6")

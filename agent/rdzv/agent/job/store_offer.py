@@ -18,7 +18,7 @@ class StoreOffer:
         self.fixed = fixed
         """The part of the offer that stays the same between rounds, which is all but the port."""
         only_loopback = is_loopback(fixed.address) and not fixed.host_name
-        self._socket = StoreSocket(loopback_only=only_loopback)
+        self._socket = StoreSocket(loopback_only=only_loopback, listens=fixed.can_host_store)
 
     @classmethod
     async def make(cls, launch: Launch, endpoint: Endpoint) -> StoreOffer:
