@@ -87,7 +87,7 @@ def test_pods_call_with_the_tokens_that_kubelet_gives_them(
     issuer.away = True
     running.kill_server()
     running.start_server()
-    running.wait_for_log("cannot be fetched")
+    running.wait_for_log("cannot fetch the keys of")
     issuer.away = False
     running.wait_until("the node is back", lambda: ctl("status", JOB)[0] == 0)
 

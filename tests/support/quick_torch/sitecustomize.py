@@ -55,7 +55,9 @@ class _Torch:
                         gc.freeze()
                         gc.enable()
                 # Generators need this of all that was put off.
-                if set_metaclass := getattr(module._C, "_set_generator_metaclass", None):
+                if set_metaclass := getattr(
+                    getattr(module, "_C", None), "_set_generator_metaclass", None
+                ):
                     from torch._opaque_base import OpaqueBaseMeta
 
                     set_metaclass(OpaqueBaseMeta)

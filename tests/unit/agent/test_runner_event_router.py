@@ -62,4 +62,4 @@ async def test_the_end_of_a_killed_runner_is_told_once_its_processes_are_killed(
     await ended
     lost = RunnerLost("its runner was killed by SIGKILL, and its workers with it")
     assert happened == ["swept", "swept", lost]
-    assert "cannot search for processes left behind by its dead runner" in caplog.text
+    assert "cannot search for processes left behind by the job's dead runner" in caplog.text

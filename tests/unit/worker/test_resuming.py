@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from rdzv.worker import shards
+from rdzv.worker import healing, shards
 from rdzv.worker.link import GivenSlots, Watermark
 from rdzv.worker.resuming import Resuming
 from rdzv.worker.rounds import Round
@@ -165,6 +167,40 @@ def test_new_processes_come_to_the_last_step(runners: list[Runner]) -> None:
     assert [one.step for one in new] == [3, 3]
     assert [one.contents.values["step"] for one in new] == [3, 3]
     assert bits(new[0]) == bits(last[0]) != bits(sealing_of())
+
+
+def test_a_rank_without_a_snapshot_gets_what_another_has_loaded(
+    runners: list[Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when both workers are killed while only one has saved."""
+    from torch._C._distributed_c10d import HashStore
+
+    last = train(runners[0], 3)
+    store, sent, here = HashStore(), queue.Queue[list[torch.Tensor]](), threading.local()
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks: ranks)
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda group: None)
+
+    def broadcast(tensors: list[torch.Tensor], source: int, group: object) -> None:
+        if here.rank == source:
+            sent.put([one.clone() for one in tensors])
+        else:
+            for one, came in zip(tensors, sent.get(timeout=60), strict=True):
+                one.copy_(came)
+
+    monkeypatch.setattr(healing, "broadcast", broadcast)
+    sealings = [sealing_of(), sealing_of()]
+
+    def heal(rank: int) -> healing.Healed:
+        here.rank = rank
+        snapshots = Snapshots(sealings[rank], runners[rank], None)  # type: ignore[arg-type]
+        round_ = round_of(1, rank)
+        resuming = partial(Resuming, snapshots.held, sealings[rank], round_)
+        return healing.heal(sealings[rank], round_, store, None, resuming)
+
+    with ThreadPoolExecutor() as ranks:
+        healed = list(ranks.map(heal, range(2), timeout=60))
+    assert [(one.source, one.step, one.received) for one in healed] == [(0, 3, False), (0, 3, True)]
+    assert bits(sealings[1]) == bits(sealings[0]) == bits(last)
 
 
 def sharded(rank: int) -> tuple[Sealing, Parts]:

@@ -158,7 +158,9 @@ def heal(
     to = receivers(offers, source)
     _settle(sealing, offers, source, round_)
     if to:
-        _transfer(sealing, offers, source, to, round_, store)
+        # A digest of what was loaded says nothing about what is sent, which is in another order.
+        sent = "" if resumed and resumed.digest else hashed
+        _transfer(sealing, offers, source, to, round_, store, sent)
     sealing.step = step
     sealing.lineage, sealing.nonce = offers[source].lineage, offers[source].nonce
     if resumed is not None:
@@ -255,18 +257,23 @@ def _transfer(
     to: list[int],
     round_: Round,
     store: Store,
+    hashed: str,
 ) -> None:
-    """Send the source's state to the ranks that need it, over a separate group."""
+    """Send the source's state to the ranks that need it, over a separate group.
+
+    `hashed` is this rank's `_digest`, or empty if it is not known yet.
+    """
     import torch.distributed as dist
 
     # Every rank must call this, including those that are not in the group.
     group: Any = dist.new_group(sorted([source, *to]))
     if round_.rank == source:
-        send_head(_head(sealing), "head_bytes", source, group, store)
+        head = _head(sealing, hashed or _digest(sealing))
+        send_head(head, "head_bytes", source, group, store)
         broadcast([tensor.detach() for _, tensor in _sent(sealing)], source, group)
     elif round_.rank in to:
-        head = receive_head("head_bytes", source, group, store)
-        _receive(sealing, head, offers, source, round_, group)
+        received = receive_head("head_bytes", source, group, store)
+        _receive(sealing, received, offers, source, round_, group)
     if round_.rank in (source, *to):
         dist.destroy_process_group(group)
 
@@ -275,8 +282,8 @@ def _sent(sealing: Sealing) -> list[tuple[str, Tensor]]:
     return [*sealing.contents.replicated(), *sealing.contents.buffers()]
 
 
-def _head(sealing: Sealing) -> bytes:
-    """Pack everything except tensors, and describe the optimizer tensors to create."""
+def _head(sealing: Sealing, hashed: str = "") -> bytes:
+    """Pack everything except tensors, with a description and a digest of the tensors."""
     import torch
 
     contents = sealing.contents
@@ -290,6 +297,7 @@ def _head(sealing: Sealing) -> bytes:
     return packed(
         {
             "optimizer state": held,
+            "digest": hashed,
             "settings": {name: settings_of(one) for name, one in contents.optimizers.items()},
             "seed": torch.initial_seed(),
             **{f"object.{name}": one.state_dict() for name, one in contents.objects.items()},
@@ -346,7 +354,7 @@ def _receive(
         contents.values[name] = head[f"value.{name}"]
     if not mine.kept and offers[source].kept:
         rng.derive(head["seed"], round_.rank, step)
-    if digest(contents.replicated()) != offers[source].digest:
+    if _digest(sealing) != head["digest"]:
         raise NoSourceError(
             f"the state that rank {round_.rank} received is not the one that rank {source} offered"
         )
