@@ -89,7 +89,7 @@ def decode(value: bytes) -> State | None:
 
 
 class _Class(Enum):
-    """The classes in a state; the machine only compares their names."""
+    """The classes that occur in a pickled state. Only their names are compared."""
 
     STATE = ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState")
     NODE = ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_NodeDesc")

@@ -82,7 +82,7 @@ class MarkFile:
     """The mark next to a file, kept open for repeated writing."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        """Open the mark file until the stack is closed, creating it if needed.
+        """Open the mark file, creating it if needed, and keep it open until the stack is closed.
 
         Raises:
             OSError: it cannot be opened.

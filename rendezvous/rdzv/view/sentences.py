@@ -80,7 +80,7 @@ def _delay(one: events.RankStraggles | answers.Straggler) -> str:
 
 
 def _of_round(event: Kept) -> str:
-    """Describe an event of a run, its rounds or its workers, or return "" for a node's event."""
+    """Describe an event that concerns a run, a round or a worker. Returns "" for other events."""
     match event:
         case events.RunBegan():
             return f"run {event.run_number} ({event.run}) began: {event.reason}"

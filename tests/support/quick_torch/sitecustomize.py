@@ -55,9 +55,8 @@ class _Torch:
                         gc.freeze()
                         gc.enable()
                 # Generators need this of all that was put off.
-                if set_metaclass := getattr(
-                    getattr(module, "_C", None), "_set_generator_metaclass", None
-                ):
+                core = getattr(module, "_C", None)  # A test's stand-in for torch has none.
+                if set_metaclass := getattr(core, "_set_generator_metaclass", None):
                     from torch._opaque_base import OpaqueBaseMeta
 
                     set_metaclass(OpaqueBaseMeta)

@@ -53,7 +53,7 @@ REASONS: dict[str, dict[str, str]] = {
     "support/kept_workers.py": {"multiprocessing.current_process()._config": PYTHON},
     "support/quick_torch/sitecustomize.py": {
         "module._C": TORCH,
-        "module._C._set_generator_metaclass": TORCH,
+        "core._set_generator_metaclass": TORCH,
     },
     "unit/agent/test_agent_numa.py": {
         "count._obj": CTYPES,

@@ -552,7 +552,7 @@ def _note_kept_exit(work: _Step, event: KeptExited) -> None:
 
 
 def _note_kept_gone(work: _Step) -> None:
-    """Continue without parked workers, which have ended as ordered or were killed by the fence."""
+    """Continue without parked workers. They have exited on request, or the fence killed them."""
     state = work.state
     if not state.kept and not state.ending_kept:
         return

@@ -476,7 +476,7 @@ class ServerLink:
         return failure
 
     def hello(self) -> pb.Hello:
-        """Return the next stream's Hello, with everything that this node believes."""
+        """Return the next stream's Hello, with this node's beliefs about all its jobs."""
         beliefs = [belief for job in self._jobs.values() if (belief := job.belief()) is not None]
         placements = self.placements
         return pb.Hello(

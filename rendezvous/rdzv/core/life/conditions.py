@@ -58,7 +58,7 @@ def run_is_open(state: State, _: object) -> Ignored | None:
 
 
 def of_this_run(state: State, command: OfRound | OfSubmission) -> Ignored | None:
-    """Require that the command name the current run."""
+    """Ignore a command unless it names the current run."""
     return None if command.run == state.membership.run else Ignored.OTHER_RUN
 
 

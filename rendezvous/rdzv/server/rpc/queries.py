@@ -65,7 +65,7 @@ class Queries:
 
     @property
     def watches(self) -> bool:
-        """Whether there may be observed jobs."""
+        """Whether this server can have observed jobs."""
         return self._facade is not None
 
     def all_watched(self) -> tuple[JobView, ...]:

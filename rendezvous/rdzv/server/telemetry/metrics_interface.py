@@ -92,7 +92,7 @@ class Meter:
         """Record that a node has opened a stream."""
 
     def node_lost(self) -> None:
-        """Record that a node was given up; called once for all of its jobs."""
+        """Record that a node was lost. This is called once per node, not once per job."""
 
     def received(self) -> None:
         """Record a message received from a node."""
