@@ -23,6 +23,7 @@ from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.client import Endpoint
 from rdzv.core.model import Offer, Settings
+from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
@@ -53,7 +54,7 @@ class SimulatedNode:
         self.started_s: dict[int, float] = {}
         """By round: when this node was told to start its workers (`time.monotonic`)."""
         self._asked = False
-        self._state = begin(job, _now_ms())
+        self._state = begin(job, monotonic_ms())
         self._offer = Offer("127.0.0.1", machine="here", can_host_store=True)
         self._store_port = next(_store_ports)
         self._inbox: deque[events.Event] = deque()
@@ -98,7 +99,9 @@ class SimulatedNode:
         """Return the node's belief; None once the job has ended for this node."""
         if self._state.phase is Phase.ENDED:
             return None
-        return encoding.belief(self._state, self._current_offer(), _now_ms(), refuse_reuse=False)
+        return encoding.belief(
+            self._state, self._current_offer(), monotonic_ms(), refuse_reuse=False
+        )
 
     def ask_answer(self) -> None:
         """Send a heartbeat that the server answers."""
@@ -131,7 +134,7 @@ class SimulatedNode:
             self.connected_s = time.monotonic()
         elif isinstance(event, events.Joined):
             self.admitted.set()
-        transition = step(self._state, event, _now_ms())
+        transition = step(self._state, event, monotonic_ms())
         self._state = transition.state
         for command in transition.commands:
             self._do(command)
@@ -139,7 +142,7 @@ class SimulatedNode:
             self._timer.cancel()
             self._timer = None
         if transition.wake_at_ms is not None:
-            delay_s = max(transition.wake_at_ms - _now_ms(), 0) / 1000
+            delay_s = max(transition.wake_at_ms - monotonic_ms(), 0) / 1000
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(delay_s, self.post, events.Ticked())
 
@@ -147,7 +150,9 @@ class SimulatedNode:
         match command:
             case commands.SayJoin():
                 offer = self._current_offer()
-                join = encoding.join(command, self._state, offer, _now_ms(), refuse_reuse=False)
+                join = encoding.join(
+                    command, self._state, offer, monotonic_ms(), refuse_reuse=False
+                )
                 self.link.say(pb.NodeMessage(join=join))
             case commands.StartWorkers():
                 self._store_port = next(_store_ports)
@@ -158,7 +163,7 @@ class SimulatedNode:
             case commands.StopStoreHost() | commands.Exit():
                 pass
             case _:
-                self.link.say(encoding.report(command, self.rdzv_id, _now_ms()))
+                self.link.say(encoding.report(command, self.rdzv_id, monotonic_ms()))
 
     def _current_offer(self) -> Offer:
         if self._state.phase is not Phase.JOINING:
@@ -199,7 +204,3 @@ async def until(what: str, holds: Callable[[], bool], timeout_s: float) -> None:
         if time.monotonic() > end_s:
             raise TimeoutError(f"waited {timeout_s:g} s until {what}")
         await asyncio.sleep(0.005)
-
-
-def _now_ms() -> int:
-    return time.monotonic_ns() // 1_000_000

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import ParamSpec
 
 from rdzv.agent.core import Transition, events, step
 from rdzv.agent.core.model import AgentState
+from rdzv.runtime.clock import monotonic_ms
 
 _P = ParamSpec("_P")
 
@@ -56,7 +56,7 @@ class Decisions:
 
     def _decide(self, event: events.Event) -> None:
         before = self.state
-        transition = step(before, event, now_ms())
+        transition = step(before, event, monotonic_ms())
         self.state = transition.state
         self._act(event, before, transition)
         self._arm(transition.wake_at_ms)
@@ -64,7 +64,7 @@ class Decisions:
     def _arm(self, wake_at_ms: int | None) -> None:
         self.cancel_tick()
         if wake_at_ms is not None:
-            delay_s = max(wake_at_ms - now_ms(), 0) / 1000
+            delay_s = max(wake_at_ms - monotonic_ms(), 0) / 1000
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(delay_s, self.post, events.Ticked())
 
@@ -78,8 +78,3 @@ class Decisions:
         """Stop making decisions."""
         self.stopped = True
         self.cancel_tick()
-
-
-def now_ms() -> int:
-    """Return the current time on the agent core's clock."""
-    return time.monotonic_ns() // 1_000_000

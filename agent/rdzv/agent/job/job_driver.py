@@ -21,7 +21,7 @@ from rdzv.agent.handover.handover_state import Keeping, KeptState, KeptStop, kee
 from rdzv.agent.handover.state_keeper import StateKeeper
 from rdzv.agent.job.context import JobContext
 from rdzv.agent.job.copies_of_snapshots import CopiesOfSnapshots
-from rdzv.agent.job.decisions import Decisions, now_ms
+from rdzv.agent.job.decisions import Decisions
 from rdzv.agent.job.event_log_lines import log_event
 from rdzv.agent.job.reports import Belief, Reports
 from rdzv.agent.job.round import Round
@@ -40,6 +40,7 @@ from rdzv.agent.workers.fates import FateRecorder, NodeOutcome
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.core.model import Offer
 from rdzv.errors import InvalidRequestError
+from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Endpoint
 
@@ -87,16 +88,16 @@ class JobDriver:
         self._handed_over = False
         self._reports = Reports(launch, link)
         self._starts = WorkerStarts(
-            self.rdzv_id, self.local_world_size, now_ms, self._reports.started
+            self.rdzv_id, self.local_world_size, monotonic_ms, self._reports.started
         )
-        self._decisions = Decisions(begin(launch.job, now_ms(), run), self._act, self._fail)
+        self._decisions = Decisions(begin(launch.job, monotonic_ms(), run), self._act, self._fail)
         observers = WorkerObservers(launch, self._reports)
-        event_log = EventLog(launch, now_ms(), lambda n: self._context.round.outputs[n].error)
+        event_log = EventLog(launch, monotonic_ms(), lambda n: self._context.round.outputs[n].error)
         self._context = JobContext(
             launch,
             LocalWorkerGroup(launch, observers.progress.file, observers.notice.path),
             observers,
-            FateRecorder(event_log, launch.job.local_world_size, now_ms),
+            FateRecorder(event_log, launch.job.local_world_size, monotonic_ms),
             self._decisions,
             OwnedTasks(self._fail),
             keep=self._keep,
@@ -149,7 +150,7 @@ class JobDriver:
         """
         state, context = kept.state, self._context
         if state.disconnected_since_ms is None:
-            state = replace(state, disconnected_since_ms=now_ms())
+            state = replace(state, disconnected_since_ms=monotonic_ms())
         self._decisions.state, self._joined = state, kept.joined
         context.offer = StoreOffer(kept.offer)
         folder = None if kept.progress_folder is None else Path(kept.progress_folder)
@@ -192,8 +193,8 @@ class JobDriver:
             if stop is None or stop.round != assignment.round:
                 # The fence has ended the round. `WorkersGone` may have arrived, but the previous
                 # agent had no time to record it.
-                stop = KeptStop(assignment.round, 0, None, now_ms())
-            spent_ms = now_ms() - stop.at_ms
+                stop = KeptStop(assignment.round, 0, None, monotonic_ms())
+            spent_ms = monotonic_ms() - stop.at_ms
             left_ms = max(stop.grace_ms - spent_ms, 0)
             keep_ms = None if stop.keep_ms is None else max(stop.keep_ms - spent_ms, 0)
             stop_again = commands.StopWorkers(

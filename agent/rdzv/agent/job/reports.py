@@ -8,7 +8,6 @@ from typing import TypeAlias
 from rdzv.agent.core import commands
 from rdzv.agent.core.machine import EXIT_FAILED
 from rdzv.agent.core.model import AgentState, Leaving, StartReport
-from rdzv.agent.job.decisions import now_ms
 from rdzv.agent.job.snapshot_reports import SnapshotReports
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.arrival_watch import ArrivalReport
@@ -22,6 +21,7 @@ from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.model import LeaveCause, Offer
+from rdzv.runtime.clock import monotonic_ms
 from rdzv.v1 import rdzv_pb2 as pb
 
 Belief: TypeAlias = pb.Belief
@@ -46,20 +46,25 @@ class Reports:
         """Return what this node believes about the job."""
         launch = self._launch
         return encoding.belief(
-            state, offer, now_ms(), refuse_reuse=launch.refuse_reuse, secret=launch.secret
+            state, offer, monotonic_ms(), refuse_reuse=launch.refuse_reuse, secret=launch.secret
         )
 
     def join(self, say: commands.SayJoin, state: AgentState, offer: Offer) -> None:
         """Request a place in the next round."""
         launch = self._launch
         join = encoding.join(
-            say, state, offer, now_ms(), refuse_reuse=launch.refuse_reuse, secret=launch.secret
+            say,
+            state,
+            offer,
+            monotonic_ms(),
+            refuse_reuse=launch.refuse_reuse,
+            secret=launch.secret,
         )
         self._link.say(pb.NodeMessage(join=join))
 
     def report(self, command: encoding.Statement) -> None:
         """Send a report that the core has decided on."""
-        self._link.say(encoding.report(command, self._rdzv_id, now_ms()))
+        self._link.say(encoding.report(command, self._rdzv_id, monotonic_ms()))
 
     def start_failed(self, state: AgentState, reason: str) -> None:
         """Report that this node cannot continue and is leaving, and that it has no workers."""

@@ -22,13 +22,13 @@ from rdzv.agent.core.model import Assignment, KeptWorker, Phase
 from rdzv.agent.exit_causes import ExitedWorker, count_memory_kills, explain_exit
 from rdzv.agent.handover.handover_state import KeptState, KeptStop, kept_output
 from rdzv.agent.job.context import JobContext
-from rdzv.agent.job.decisions import now_ms
 from rdzv.agent.observers.stack_sampling import Target
 from rdzv.agent.output.run_files import WorkerOutput
 from rdzv.agent.runner.requests import KeepSpec, WorkerSpec
 from rdzv.agent.system.error_files import WorkerError, unread
 from rdzv.core.model import Moved
 from rdzv.errors import InvalidRequestError
+from rdzv.runtime.clock import monotonic_ms
 from rdzv.runtime.concurrency import single_error
 from rdzv.structs import replace
 
@@ -218,7 +218,7 @@ class Round:
             command.round,
             command.grace_ms,
             command.signum,
-            now_ms(),
+            monotonic_ms(),
             command.keep_ms,
             command.not_kept,
         )
@@ -255,7 +255,11 @@ class Round:
         If a collective failed in the worker, the exit is held back for a limited time to let the
         server ask all ranks for their stacks.
         """
-        heard_ms, output, launch = now_ms(), self.outputs[exited.local_rank], self._context.launch
+        heard_ms, output, launch = (
+            monotonic_ms(),
+            self.outputs[exited.local_rank],
+            self._context.launch,
+        )
         worker = ExitedWorker(
             exited.pid,
             exited.signal,
@@ -276,7 +280,7 @@ class Round:
             observers.progress.file(exited.local_rank),
             timed_out=error.timed_out,
         )
-        return replace(exited, age_ms=exited.age_ms + now_ms() - heard_ms), error
+        return replace(exited, age_ms=exited.age_ms + monotonic_ms() - heard_ms), error
 
     def worker_exited(self, exited: runner_link.WorkerExited, error: WorkerError) -> None:
         """Process an exit. `error` comes from the worker's error file if the worker failed."""

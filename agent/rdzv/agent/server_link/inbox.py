@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, MutableMapping
 
 from rdzv.agent.observers.stack_sampling import StacksAsked
@@ -12,6 +11,7 @@ from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.agent.server_link.placed_jobs import Key
 from rdzv.agent.server_link.ports import JobPort, PlacementPort
+from rdzv.runtime.clock import monotonic_ms
 from rdzv.v1 import rdzv_pb2 as pb
 
 log = logging.getLogger("rdzv.agent")
@@ -100,6 +100,6 @@ class Inbox:
         elif message.HasField("waiting"):
             job.note(message.waiting.reason)
         else:
-            event = encoding.event(message, time.monotonic_ns() // 1_000_000)
+            event = encoding.event(message, monotonic_ms())
             if event is not None:
                 job.post(event)
