@@ -77,29 +77,33 @@ def listen_at(host: str, port: int) -> socket.socket:
         OSError: the port is taken, or may not be bound.
 
     """
-    if is_loopback(host):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
-        )
-    return socket.create_server(("0.0.0.0", port), backlog=BACKLOG)
+    family, address = _bind_address(host, port)
+    return socket.create_server(
+        address, family=family, dualstack_ipv6=address[0] == "::", backlog=BACKLOG
+    )
 
 
-def _reserve(*, loopback_only: bool) -> socket.socket:
-    """Bind a free port without listening on it."""
-    dual_stack = not loopback_only and socket.has_dualstack_ipv6()
-    reserved = socket.socket(socket.AF_INET6 if dual_stack else socket.AF_INET)
+def _reserve_at(host: str, port: int) -> socket.socket:
+    """Bind like `listen_at`, without listening."""
+    family, address = _bind_address(host, port)
+    reserved = socket.socket(family)
     try:
-        if dual_stack:
+        if address[0] == "::":
             reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        everywhere = "::" if dual_stack else "0.0.0.0"
-        reserved.bind(("127.0.0.1" if loopback_only else everywhere, 0))
+        reserved.bind(address)
     except OSError:
         reserved.close()
         raise
     return reserved
+
+
+def _bind_address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    """Return `host` if it is loopback, or otherwise all addresses, of both families if possible."""
+    if is_loopback(host):
+        return socket.AF_INET6 if ":" in host else socket.AF_INET, (host, port)
+    if socket.has_dualstack_ipv6():
+        return socket.AF_INET6, ("::", port)
+    return socket.AF_INET, ("0.0.0.0", port)
 
 
 class StoreSocket:
@@ -113,8 +117,8 @@ class StoreSocket:
     """
 
     def __init__(self, *, loopback_only: bool, listens: bool = True) -> None:
-        self._loopback_only = loopback_only
-        self._listens = listens
+        self._host = "127.0.0.1" if loopback_only else ""
+        self._bind_at = listen_at if listens else _reserve_at
         self._socket: socket.socket | None = None
         self._offered: set[int] = set()
 
@@ -155,9 +159,7 @@ class StoreSocket:
                 held.close()
 
     def _bind(self) -> socket.socket:
-        if not self._listens:
-            return _reserve(loopback_only=self._loopback_only)
-        return listen_at("127.0.0.1" if self._loopback_only else "", 0)
+        return self._bind_at(self._host, 0)
 
 
 def _port_of(sock: socket.socket) -> int:
