@@ -50,7 +50,7 @@ JOB = "crowd"
 AT_ONCE = 64
 """How many nodes of a process connect at once; all of them would overload it."""
 ASKED_OF = 50
-"""Of so many nodes, one sends heartbeats that the server must answer."""
+"""One node in this many sends heartbeats that the server must answer."""
 FOREVER_MS = 3_600_000
 
 

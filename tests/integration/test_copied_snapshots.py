@@ -254,7 +254,7 @@ ADOPTED = "job: adopted, with runner pid "
 @pytest.mark.campaign
 @pytest.mark.parametrize("ending", [signal.SIGUSR2, signal.SIGKILL])
 def test_agents_replaced_amid_copies_do_not_stop_these(c: Cluster, ending: int) -> None:
-    """What their carriers had begun to copy is finished or begun again, and more is copied."""
+    """Carriers finish or restart the copies that they had begun, and go on to copy more."""
     config = c.folder / "rdzvd.toml"
     # Within a lease, a runner waits for the next agent.
     config.write_text('[lease]\nduration = "60 s"\nlongest = "60 s"\n')

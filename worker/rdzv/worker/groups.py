@@ -49,9 +49,9 @@ class RoundGroups:
         self._link = link
         self._published = Published()
         self.gloo: GlooCut | None = None
-        """What ends the collectives of gloo; None if no runner keeps this process."""
+        """Interrupts gloo's collectives. None if no runner keeps this process."""
         self.nccl = NcclCut()
-        """What ends the collectives of NCCL."""
+        """Interrupts NCCL's collectives."""
         self._base_store: Any = None
         self._excepthook = sys.excepthook
         self.is_unwatched = False

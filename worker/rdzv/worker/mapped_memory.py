@@ -21,15 +21,15 @@ _MADV_COLLAPSE = 25
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10
 _MAP_POPULATE = 0x8000
-_HUGE = 2 << 20
-_NONE = 0
+_HUGE_BYTES = 2 << 20
+_PROT_NONE = 0
 
 
 def mapped(fd: int, size: int) -> memoryview:
     """Map a file with all its pages. The mapping lasts until its last view is gone.
 
-    A file without pages gets huge pages, as far as the kernel has any: a later process maps these
-    in no time. Takes about a second for each gigabyte that has no pages yet, and releases the GIL.
+    A file without pages gets huge pages, as far as the kernel has any, so that later processes map
+    it quickly. Takes about a second for each gigabyte that has no pages yet, and releases the GIL.
     The descriptor can be closed afterwards. Raises `OSError` if there is no memory for the pages.
     """
     has_pages = os.fstat(fd).st_blocks > 0
@@ -51,14 +51,15 @@ def mapped(fd: int, size: int) -> memoryview:
 
 
 def _reserve(size: int) -> tuple[int, int, int]:
-    """Reserve addresses; return the first, the first that a huge page may have, and their number.
+    """Reserve addresses for a mapping of `size` bytes that begins at a huge page's boundary.
 
-    Only a mapping that begins where a huge page may begin has huge pages.
+    Returns the first reserved address, the address for the mapping, and the reserved length. A
+    mapping that begins elsewhere gets no huge pages.
     """
-    length = size + _HUGE
-    begin = _libc.mmap(None, length, _NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    length = size + _HUGE_BYTES
+    begin = _libc.mmap(None, length, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     _refuse_failed(begin)
-    return begin, -(-begin // _HUGE) * _HUGE, length
+    return begin, -(-begin // _HUGE_BYTES) * _HUGE_BYTES, length
 
 
 def _map(fd: int, size: int, address: int, flags: int = 0) -> None:
@@ -69,9 +70,9 @@ def _map(fd: int, size: int, address: int, flags: int = 0) -> None:
 
 def _allocate_huge_pages(fd: int, size: int, address: int) -> None:
     """Allocate huge pages for a file without pages, as far as the kernel has them."""
-    for at in range(0, size // _HUGE * _HUGE, _HUGE):
-        os.posix_fallocate(fd, at, 1)  # Those that hold no page at all are refused.
-    _libc.madvise(address, size // _HUGE * _HUGE, _MADV_COLLAPSE)
+    for at in range(0, size // _HUGE_BYTES * _HUGE_BYTES, _HUGE_BYTES):
+        os.posix_fallocate(fd, at, 1)  # The kernel collapses no range without a page.
+    _libc.madvise(address, size // _HUGE_BYTES * _HUGE_BYTES, _MADV_COLLAPSE)
 
 
 def _refuse_failed(address: int) -> None:

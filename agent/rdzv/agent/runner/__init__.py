@@ -9,8 +9,9 @@ decisions about jobs.
 
 How a worker is spawned: workers.py, spawn.py. How its exit is detected: child_exits.py. How it is
 killed: killing.py, fence.py. How it is kept between rounds: worker_links.py, parked_workers.py,
-kept_workers.py. What outlives it: snapshot_slots.py, snapshot_copies.py, held_connections.py. How
-an agent is replaced: agent_replacement.py. How forks of the zygote are used: warm_forks.py.
+kept_workers.py. Resources that outlive it: snapshot_slots.py, snapshot_copies.py,
+held_connections.py. How an agent is replaced: agent_replacement.py. How forks of the zygote are
+used: warm_forks.py.
 
 The runner never opens a job's paths or waits for an exec, because a hung file system would then
 block it, along with the fence and every stop. Each child opens its own files under its own account;

@@ -34,7 +34,7 @@ class Launch:
 
     def __init__(self, name: str, fd: int, on_run: Callable[[Child], None] | None) -> None:
         self.name = name
-        """What the child is going to be, in words for the user."""
+        """A description of the child for the user, such as the program that it will run."""
         self.fd = fd
         """The descriptor on which the child reports its steps. At end of file, the child is running
         its program or has exited.

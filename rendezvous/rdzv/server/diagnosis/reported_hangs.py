@@ -58,7 +58,7 @@ class ReportedHangs:
         clock: Clock,
         tasks: Tasks,
         stacks: StackRelay,
-        shelf: StackArchive,
+        stack_archive: StackArchive,
         *,
         peek: Callable[[str], State | None],
         submit: Callable[[str, Command], Awaitable[State]],
@@ -70,7 +70,7 @@ class ReportedHangs:
         self._clock = clock
         self._tasks = tasks
         self._stacks = stacks
-        self._shelf = shelf
+        self._stack_archive = stack_archive
         self._peek = peek
         self._submit = submit
         self._tell = tell
@@ -198,7 +198,7 @@ class ReportedHangs:
             return None, str(error)
         self._tell(episode.rdzv_id, (_taken(report),))
         try:
-            await self._shelf.keep(report)
+            await self._stack_archive.keep(report)
         except RendezvousError as error:
             log.warning("could not store stacks of %s: %s", episode.rdzv_id, error)
         return report, ""
