@@ -208,7 +208,7 @@ async def test_a_store_that_can_not_be_written_is_away_until_it_can(tmp_path: Pa
             set_file_limit(server.process, 0)
             try:
                 await n1.join("job-8", (1, 1))
-                server.log_until("the store is unavailable")
+                server.log_until("the store is away")
                 # Reads succeed meanwhile, and several retries of the write fail.
                 for _ in range(3):
                     assert (await status(server.address, "job-7")).state == "running"
@@ -223,5 +223,5 @@ async def test_a_store_that_can_not_be_written_is_away_until_it_can(tmp_path: Pa
         server.lines += server.process.stderr
         said = [line for line in server.lines if "the store is" in line]
         assert len(said) == 2, server.lines
-        assert "workers keep running, but nothing new is decided" in said[0]
-        assert "the store is available again after" in said[1]
+        assert "workers run on, nothing new is decided" in said[0]
+        assert "the store is back after" in said[1]

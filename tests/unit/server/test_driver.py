@@ -518,7 +518,7 @@ async def test_while_the_store_is_away_nothing_is_decided_and_no_stream_ends(
         assert "disk full" in waiting.reason
         assert n1.open
         assert n2.open
-        assert caplog.text.count("the store is unavailable") == 1
+        assert caplog.text.count("the store is away") == 1
         with pytest.raises(RendezvousConnectionError):
             await s.driver.engine.submit("job-7", join(n2))
 
@@ -526,7 +526,7 @@ async def test_while_the_store_is_away_nothing_is_decided_and_no_stream_ends(
         await s.clock.advance(2_000)
         await said
         assert [type(read(stream)[-1]) for stream in (n1, n2)] == [Assignment, Assignment]
-        assert "the store is available again" in caplog.text
+        assert "the store is back" in caplog.text
 
 
 async def test_after_a_doubtful_commit_that_has_happened_no_row_of_history_is_there_twice() -> None:

@@ -70,10 +70,7 @@ class StoreState:
         known, self._why = self._why, str(error)
         if self._since_ms is None:
             self._since_ms = began_ms
-            log.error(
-                "the store is unavailable: %s; workers keep running, but nothing new is decided",
-                error,
-            )
+            log.error("the store is away: %s; workers run on, nothing new is decided", error)
             if not self._stopped:
                 self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
         if known != self._why:
@@ -84,7 +81,7 @@ class StoreState:
         self.unwritable &= not writes
         if self._since_ms is None or self.unwritable:
             return
-        log.warning("the store is available again after %.1f s", self.away_ms / 1000)
+        log.warning("the store is back after %.1f s", self.away_ms / 1000)
         self._since_ms, self._why = None, ""
         self._waiting.clear()
         self._timer.cancel()
