@@ -94,6 +94,8 @@ class Connection:
         self.lost = False
         """Whether its relay has gone, and all that was under way."""
         self._reset = False
+        self._has_gap = False
+        """Whether messages to the server were lost, so none that was sent after them arrives."""
         self._last_ms = {UP: 0, DOWN: 0}
         self._stalled: dict[str, deque[Any]] = {UP: deque(), DOWN: deque()}
 
@@ -113,6 +115,7 @@ class Connection:
         """End it; if in order, messages under way still arrive."""
         if self.node_open:
             if not in_order:
+                self._has_gap = bool(self._stalled[UP])
                 self._stalled[UP].clear()
                 self._last_ms[UP] = -1
             self._carry(UP, End())
@@ -156,6 +159,8 @@ class Connection:
         agenda.after(at_ms - agenda.now_ms, lambda: self._arrive(direction, message))
 
     def _arrive(self, direction: str, message: Any) -> None:
+        if direction == UP and self._has_gap and not isinstance(message, End):
+            return
         stalled = self._stalled[direction]
         if (
             stalled

@@ -21,6 +21,8 @@ from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import Event
 from tests.sim.checkers import Judge, SafetyError
 from tests.sim.ledgers import with_steps
+from tests.sim.loop import Agenda
+from tests.sim.network import UP, End, Network
 from tests.sim.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +96,29 @@ def test_the_simulated_server_takes_all_that_nodes_say() -> None:
     refusals = [one.refused.message for one in heard if one.HasField("refused")]
     assert any("rdzv_id" in said for said in refusals), "an empty message names no job"
     assert not [said for said in refusals if "has no place here" in said]
+
+
+def test_a_broken_connection_delivers_nothing_after_a_lost_message() -> None:
+    """A server would refuse a message whose Hello was lost, which no real stream can deliver."""
+    heard: list[Any] = []
+    agenda = Agenda()
+    network = Network(agenda, Random(0))
+    network.latencies_ms = (10,)
+    node: Any = SimpleNamespace(name="n1")
+    server: Any = SimpleNamespace(number=0, accepting=True, process=None)
+    server.take = lambda connection, message: heard.append(message)
+    connection = network.connect(node, server)
+    assert connection is not None
+    network.cut("n1", 0, UP)
+    connection.up("hello")
+    agenda.run(5, lambda: None)
+    connection.up("join")
+    agenda.run(12, lambda: None)
+    connection.end_by_node(in_order=False)
+    agenda.run(20, lambda: None)
+    network.mend("n1", 0)
+    agenda.run(40, lambda: None)
+    assert heard == [End()]
 
 
 def test_no_step_is_made_up_for_a_run_that_has_not_begun() -> None:

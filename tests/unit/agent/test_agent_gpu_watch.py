@@ -137,6 +137,26 @@ async def test_a_driver_that_hangs_is_asked_once_and_what_was_known_is_taken_bac
     watching.close_round()
 
 
+async def test_an_nvml_that_fails_in_an_unknown_way_is_asked_nothing_more_and_that_is_logged(
+    said: asyncio.Queue[GpuReport], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Nvml):
+        def look(self) -> tuple[UsedGpu, ...]:
+            super().look()
+            raise RuntimeError("an error that nobody has seen before")
+
+    before = asyncio.all_tasks()
+    nvml = Failing()
+    watching = watch(nvml, said)
+    (looking,) = asyncio.all_tasks() - before
+    async with asyncio.timeout(60):
+        await looking
+    assert caplog.messages == ["job: cannot report the state of its GPUs"]
+    assert "an error that nobody has seen before" in caplog.text
+    assert (nvml.looks, said.empty()) == (1, True)
+    watching.close_round()
+
+
 @pytest.mark.parametrize("visible", ["", "-1"])
 async def test_a_job_without_gpus_asks_nothing(
     said: asyncio.Queue[GpuReport], visible: str

@@ -253,6 +253,22 @@ def test_a_killed_carrier_is_said_and_may_be_started_again(pair: tuple[Node, Nod
     two.until(lambda: two.copied() == [50])
 
 
+def test_what_a_carrier_does_not_read_for_a_while_reaches_it_later(
+    pair: tuple[Node, Node],
+) -> None:
+    one, two = pair
+    one.carry("secret"), two.carry("another")
+    one.save(40)
+    assert two.copies.carrier is not None
+    os.kill(two.copies.carrier.pid, signal.SIGSTOP)
+    for number in range(1000):  # More than the socket takes.
+        two.carry(f"{number:0>1000}")
+    two.order(one, 40)
+    os.kill(two.copies.carrier.pid, signal.SIGCONT)
+    two.until(two.copied)
+    assert two.read() == [bytes(snapshot(40))]
+
+
 def test_a_carrier_that_sends_nonsense_is_killed(
     pair: tuple[Node, Node], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import random
+import select
+import signal
 import socket
 import struct
 import subprocess
@@ -14,7 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +200,53 @@ def test_a_carrier_ends_with_its_runner_whoever_is_connected() -> None:
             assert one.process.wait(carrier.STALL_TIMEOUT_S / 2) == 0
     finally:
         one.close()
+
+
+STARTS = """
+import subprocess, sys
+child = subprocess.Popen(sys.argv[1:], pass_fds=[int(sys.argv[-1])])
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+"""Starts a program, prints its pid, and waits."""
+
+
+@pytest.mark.slow
+def test_a_carrier_dies_with_its_parent_though_its_socket_is_open() -> None:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(PATIENCE_S)
+    fd = theirs.fileno()
+    command = [sys.executable, "-c", STARTS, sys.executable, str(PROGRAM), "--fd", str(fd)]
+    with (
+        ours,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[fd]
+        ) as parent,
+    ):
+        theirs.close()
+        assert parent.stdout is not None
+        pidfd = os.pidfd_open(int(parent.stdout.readline()))
+        try:
+            assert ours.recv(4096)  # It listens.
+            parent.kill()
+            assert select.select([pidfd], [], [], PATIENCE_S)[0]
+        finally:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+
+
+def test_a_carrier_whose_parent_died_before_it_could_be_bound_to_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    library = SimpleNamespace(prctl=lambda *words: asked.append(words))
+    monkeypatch.setattr(carrier.ctypes, "CDLL", lambda _: library)
+    parents = iter((4711, 1))
+    monkeypatch.setattr(carrier.os, "getppid", lambda: next(parents))
+    with pytest.raises(SystemExit, match="its parent is gone"):
+        carrier.die_with_parent()
+    assert len(asked) == 1
 
 
 @pytest.mark.slow

@@ -19,11 +19,14 @@ from rdzv.errors import (
 )
 from rdzv.server.security.tls import Tls
 from rdzv.server.settings.config import Config, RelayTo, Timings
+from rdzv.server.stream_relay import upstream
 from rdzv.server.stream_relay.node_end import NODE_BYTES, NodeEnd
 from rdzv.server.stream_relay.running import relaying
-from rdzv.server.stream_relay.upstream import Link
+from rdzv.server.stream_relay.service import RelayService
+from rdzv.server.stream_relay.upstream import Link, Upstream
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.transport.endpoints import Listen, parse_endpoint
+from rdzv.transport.node_stream import Backoff
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
 from tests.support.tls_files import Files
@@ -132,6 +135,66 @@ async def test_a_relay_outlives_a_server_that_ends_while_it_writes() -> None:
     link.open(NodeEnd(1), pb.RelayedCaller())
     async with asyncio.timeout(LONG_S):
         await link.write_all(Broken(), LONG_S)
+
+
+async def test_a_server_that_cannot_be_reached_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "BACKOFF", Backoff(first_s=0.01, max_s=0.01))
+    nobody = Listen("127.0.0.1", free_port())
+    tried: list[float] = []
+    aio_channel = Credentials.aio_channel
+    monkeypatch.setattr(
+        Credentials, "aio_channel", lambda *words: (tried.append(0), aio_channel(*words))[1]
+    )
+    async with relay(nobody):
+        await until(lambda: len(tried) > 3)
+    said = [text for text in caplog.messages if "the call to the server at" in text]
+    assert len(said) == 1, caplog.text
+
+
+async def test_the_stream_of_a_node_that_is_gone_ends_at_its_first_write() -> None:
+    class Gone:
+        """A call that can be read, but not written."""
+
+        def __init__(self) -> None:
+            self.messages, self.writes = [b"hello"], 0
+
+        async def read(self) -> bytes:
+            if not self.messages:
+                await asyncio.get_running_loop().create_future()
+            return self.messages.pop()
+
+        async def write(self, message: bytes) -> None:
+            self.writes += 1
+            raise grpc.aio.UsageError("RPC already finished.")
+
+        def invocation_metadata(self) -> None: ...
+
+        def auth_context(self) -> dict[str, Any]:
+            return {}
+
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:4711"
+
+    class There:
+        """The way to a server that has sent two messages, and then has ended the stream."""
+
+        made = Link()
+
+        async def link(self, timeout_s: float) -> Link:
+            return self.made
+
+    there, gone = There(), Gone()
+    service = RelayService(cast(Upstream, there), Config(Listen("", 0), Path()), lambda: True)
+    attached = asyncio.create_task(service.attach(None, gone))
+    await until(lambda: there.made.nodes)
+    for frame in (pb.ToNode(stream=1, message=b"1"), pb.ToNode(stream=1, message=b"2")):
+        there.made.take(frame)
+    there.made.take(pb.ToNode(stream=1, ended=pb.RelayedEnd()))
+    async with asyncio.timeout(LONG_S):
+        await attached
+    assert (gone.writes, there.made.nodes) == (1, 0)
 
 
 async def test_without_a_server_a_stream_is_refused_after_a_while() -> None:

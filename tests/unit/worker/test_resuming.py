@@ -26,6 +26,7 @@ from rdzv.worker.sealing import Sealing
 from rdzv.worker.shards import Parts, Place
 from rdzv.worker.snapshot_slot import TENSORS_AT
 from rdzv.worker.snapshots import Snapshots
+from rdzv.worker.staging import copy_all
 
 pytestmark = pytest.mark.slow
 
@@ -405,6 +406,63 @@ def test_memory_that_the_kernel_refuses_is_said_and_training_goes_on(
     assert train(runners[0], 5).step == 5
     said = capsys.readouterr().err
     assert said == f"rdzv: rank 0: cannot save snapshots: cannot map their memory: {reason}\n"
+
+
+def saving(runner: Runner, width: int = 3) -> tuple[Sealing, Snapshots]:
+    """Train one step with memory for snapshots, of which none is saved yet."""
+    sealing = sealing_of(width)
+    sealing.begin_round(0, 2, lambda: None)
+    snapshots = Snapshots(sealing, runner, None)  # type: ignore[arg-type]
+    snapshots.begin_round(round_of(0, 0))
+    sealing.commit()
+    return sealing, snapshots
+
+
+def steps(runner: Runner) -> list[int]:
+    return [what["step"] for _, what in runner.said if what]
+
+
+def test_a_script_may_save_before_any_memory_was_asked_for(runners: list[Runner]) -> None:
+    _, snapshots = saving(runners[0])
+    assert snapshots.save()
+    snapshots.finish()
+    assert steps(runners[0]) == [1]
+
+
+def test_what_was_refused_is_not_asked_for_again_in_this_round(runners: list[Runner]) -> None:
+    runners[0].refuses = "no memory is free"
+    _, snapshots = saving(runners[0])
+    assert snapshots.save()
+    snapshots.finish()
+    assert not snapshots.save()
+    runners[0].refuses = ""
+    assert not snapshots.save()
+    snapshots.begin_round(round_of(1, 0))
+    assert snapshots.save()
+    snapshots.finish()
+    assert steps(runners[0]) == [1]
+
+
+def test_a_step_changes_nothing_until_the_one_before_is_copied(
+    runners: list[Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the snapshot would mix two steps."""
+    begun, stepped, early = threading.Event(), threading.Event(), []
+
+    def copy_slowly(*words: Any) -> None:
+        begun.set()
+        early.append(stepped.wait(0.5))
+        copy_all(*words)
+
+    monkeypatch.setattr("rdzv.worker.snapshots.copy_all", copy_slowly)
+    sealing, snapshots = saving(runners[0], width=1000)
+    snapshots.save()
+    assert begun.wait(60)
+    sealing.contents.modules["model"](torch.ones(2, 4)).sum().backward()
+    sealing.contents.optimizers["optimizer"].step()
+    stepped.set()
+    snapshots.finish()
+    assert early == [False]
 
 
 def test_saves_that_are_left_out_are_said_once(

@@ -138,9 +138,9 @@ class SnapshotCopies:
 
     def close(self) -> None:
         """Free all copies and end the carrier."""
-        close_fds(self._fds())
-        self._kept = self._coming = None
-        self._spare = []
+        self._give_up_kept()
+        self._give_up_coming()
+        self.free()
         self._hang_up("")
 
     # ------------------------------------------------------------------ the agent's requests
