@@ -1623,7 +1623,7 @@ MUTANTS = (
         "parked_workers.ParkedWorkers.end",
         "            self._ending[link].append(then)",
         "            then()",
-        by="tests/integration/test_parking.py",
+        by="tests/unit/agent/test_runner_parts.py",
     ),
     # ---------------------------------------------------------- operators
     Mutant(
@@ -1961,6 +1961,7 @@ MUTANTS = (
         "close_when_stopped",
         "    if work.now_ms < unheard_until_ms(work.state):",
         "    if False:",
+        by="tests/scenarios",
     ),
     Mutant(
         "a node that is heard again is waited for all the same",

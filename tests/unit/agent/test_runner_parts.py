@@ -219,6 +219,8 @@ class Parked:
     def __init__(self) -> None:
         self.local_rank, self.pid, self.is_open = 1, 4711, True
         self.child: Any = Child(4711, print, spared=False)
+        self.killed, self.kill_at = False, None
+        self.has_left, self.left = None, set[int]()
 
     def close(self) -> None:
         self.is_open = False
@@ -236,3 +238,25 @@ def test_the_link_of_a_parked_worker_is_closed_when_it_exits() -> None:
     assert not link.is_open
     assert parked.waiting() == []
     assert [(fields["local_rank"], fields["exit_code"]) for fields in told] == [(1, 3)]
+
+
+def test_a_replacement_starts_once_nothing_is_left_of_the_parked_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rdzv.agent.runner.parked_workers.signal_group", lambda pid, signum: None)
+    left: list[set[int]] = [{4712}, set()]
+    agent: Any = type("Agent", (), {"emit": lambda _, kind, **fields: None})()
+    children: Any = type("Children", (), {"kill_family": lambda _, find: left.pop(0)})()
+    parked, link = ParkedWorkers(children, agent), Parked()
+    typed: Any = link
+    replaced: list[bool] = []
+    parked.add(typed)
+    parked.end(typed, 5.0, then=lambda: replaced.append(True))
+    now = time.monotonic()
+    parked.do_due(now)
+    assert replaced == []
+    link.child.on_exit(link.child, 0)
+    parked.do_due(now)  # A process that it has started is left.
+    assert replaced == []
+    parked.do_due(now)
+    assert replaced == [True] and not parked
