@@ -1,12 +1,12 @@
-"""A part of the crowd of the scale benchmark: simulated nodes of one job, in one process.
+"""A part of a crowd: simulated nodes of one job, in one process (crowd_processes.py).
 
 Run by path as a child process, with the seconds that an act may take. It takes one act a line on
 stdin, and answers each with a JSON line on stdout; it ends with stdin. Times are by
 CLOCK_MONOTONIC, which all processes here share.
 
-* `{"act": "gather", "nodes": N, "numbers": [FIRST, END], "endpoint": "HOST:PORT", "tls": FOLDER}`:
-  these nodes of a job of N connect, each by a connection of its own, and all but number N - 1 join;
-  answered when all of those are admitted;
+* `{"act": "gather", "nodes": N, "numbers": [FIRST, END], "endpoints": ["HOST:PORT", ...],
+  "tls": FOLDER}`: these nodes of a job of N connect to one of the servers, each by a connection of
+  its own, and all but number N - 1 join; answered when all of those are admitted;
 * `{"act": "form"}`: the last one joins, where this part has it; answered when every node was told
   the round;
 * `{"act": "lose"}`: the stream of node 0 ends without a word, where this part has it; answered when
@@ -42,6 +42,7 @@ from rdzv.agent.core import events
 from rdzv.agent.core.model import Job
 from rdzv.client import parse_endpoint
 from rdzv.core.model import Settings
+from rdzv.runtime.concurrency import beside
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
@@ -113,8 +114,10 @@ class CountingStub:
 class Crowd:
     """The nodes of this process, and the commands for them."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, links: asyncio.TaskGroup) -> None:
+        """Each act may take `timeout_s`; `links` has the tasks of the nodes."""
         self._timeout_s = timeout_s
+        self._tasks = links
         self._nodes: list[SimulatedNode] = []
         self._links: dict[SimulatedNode, asyncio.Task[None]] = {}
         self._last: SimulatedNode | None = None
@@ -146,9 +149,13 @@ class Crowd:
         return {"began_s": began_s} | await self._told()
 
     async def _gather(self, asked: dict[str, Any]) -> None:
-        at, total = [parse_endpoint(asked["endpoint"])], asked["nodes"]
+        at, total = [parse_endpoint(one) for one in asked["endpoints"]], asked["nodes"]
         settings = Settings(
-            max(total - 1, 1), total, max_restarts=1_000, last_call_timeout_ms=FOREVER_MS
+            max(total - 1, 1),
+            total,
+            max_restarts=1_000,
+            restart_backoff_ms=0,
+            last_call_timeout_ms=FOREVER_MS,
         )
         credentials = credentials_in(asked["tls"])
         self._nodes = [
@@ -171,7 +178,7 @@ class Crowd:
 
     def _start(self, node: SimulatedNode) -> None:
         node.post(events.Ticked())
-        self._links[node] = asyncio.create_task(node.link.run())
+        self._links[node] = self._tasks.create_task(node.link.run())
 
     async def _lose(self) -> None:
         if self._nodes[0].node_id == _name(0):
@@ -183,23 +190,15 @@ class Crowd:
 
     async def _told(self) -> dict[str, Any]:
         nodes, round_ = self._nodes, self._round + 1
-        await self._all(
-            f"round {round_} runs on all nodes", lambda: all(n.round >= round_ for n in nodes)
-        )
+        await self._all(f"run round {round_}", lambda node: node.round >= round_)
         self._round = round_
         started_s = [node.started_s[node.round] for node in nodes]
         return {"first_s": min(started_s), "last_s": max(started_s)}
 
     async def _await(self, since_s: float) -> dict[str, Any]:
         nodes = self._nodes
-        asking = asyncio.create_task(self._ask_answers(since_s))
-        try:
-            await self._all("all are back", lambda: all(n.connected_s > since_s for n in nodes))
-        except TimeoutError as error:
-            back = sum(n.connected_s > since_s for n in nodes)
-            raise TimeoutError(f"{error}; {back} of {len(nodes)} are") from None
-        finally:
-            asking.cancel()
+        async with beside(self._ask_answers(since_s)):
+            await self._all("are back", lambda node: node.connected_s > since_s)
         return {
             "answer_s": max(node.slowest_answer_s for node in nodes),
             "began_s": since_s,
@@ -216,8 +215,17 @@ class Crowd:
                     node.ask_answer()
             await asyncio.sleep(1)
 
-    async def _all(self, what: str, holds: Callable[[], bool]) -> None:
-        await until(what, holds, self._timeout_s)
+    async def _all(self, do: str, holds: Callable[[SimulatedNode], bool]) -> None:
+        """Wait until something holds for all nodes."""
+        nodes = self._nodes
+        try:
+            await until(f"all nodes {do}", lambda: all(map(holds, nodes)), self._timeout_s)
+        except TimeoutError as error:
+            ends = ", ".join({node.outcome for node in nodes} - {""})
+            over = f"; the job has ended: {ends}" if ends else ""
+            raise TimeoutError(
+                f"{error}; {sum(map(holds, nodes))} of {len(nodes)} do{over}"
+            ) from None
 
 
 def _name(number: int) -> str:
@@ -238,20 +246,24 @@ async def main() -> None:
     logging.getLogger("rdzv.agent").setLevel(logging.CRITICAL)
     rdzv_pb2_grpc.RendezvousStub = CountingStub  # type: ignore[misc,assignment]
     timeout_s = float(sys.argv[1])
-    crowd = Crowd(timeout_s)
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        began_cpu_s = time.process_time()
-        try:
-            answer = await crowd.act(json.loads(line))
-        except TimeoutError as error:
-            answer = {"failed": str(error) or f"no end of {line.strip()} in {timeout_s:g} s"}
-        answer |= {"traffic": TRAFFIC.take(), "cpu_s": time.process_time() - began_cpu_s}
-        print(json.dumps(answer), flush=True)
+    asked = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(asked), sys.stdin
+    )
+    async with asyncio.TaskGroup() as links:
+        crowd = Crowd(timeout_s, links)
+        async for line in asked:
+            began_cpu_s = time.process_time()
+            try:
+                answer = await crowd.act(json.loads(line))
+            except TimeoutError as error:
+                act = line.decode().strip()
+                answer = {"failed": str(error) or f"no end of {act} in {timeout_s:g} s"}
+            answer |= {"traffic": TRAFFIC.take(), "cpu_s": time.process_time() - began_cpu_s}
+            print(json.dumps(answer), flush=True)
+        # Its streams end with it; ten thousand goodbyes would take longer than the measured act.
+        os._exit(0)
 
 
 if __name__ == "__main__":
-    try:
-        asyncio.run(main())
-    finally:
-        # Its streams end with it; ten thousand goodbyes would take longer than the measured act.
-        os._exit(0)
+    asyncio.run(main())

@@ -39,10 +39,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import math
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +49,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crowd_processes import CROWDS, TRAFFIC, Crowd, most_files
 from measure import (
     Json,
     Spread,
@@ -82,19 +81,13 @@ DEFAULT_NODES = 10_000
 """The most nodes of a job without settings."""
 MOST_NODES = 99_999
 """The most for which the names of nodes are in order."""
-CROWDS = 4
-"""Processes that the nodes are in."""
 STEADY_S = 10.0
 CALM_S = 6.0
 """Longer than a lease: any node to be given up is."""
 TIMEOUT_S = 120.0
-ANSWER_S = 20.0
-"""How much longer than for its act to wait for the answer of a part of the crowd."""
 PEER_TIMEOUT_S = 90.0
 PEER_PROCESSES = 2
-TRAFFIC = ("up", "down", "up_bytes", "down_bytes", "tries")
 ACTS = ("gather", "form", "fail", "fail-all", "lose", "start", "return")
-FILES_OF_A_PROCESS = 200
 LOST = " was lost: "
 """What the log of the server says of each node that is given up."""
 
@@ -141,50 +134,6 @@ def plainly(act: str, pid: int) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-class Crowd:
-    """All nodes, in several processes with separate descriptors. Created by `running`."""
-
-    def __init__(self, parts: Sequence[Asked], timeout_s: float) -> None:
-        self._parts = parts
-        self._timeout_s = timeout_s
-
-    @classmethod
-    @contextlib.contextmanager
-    def running(cls, timeout_s: float) -> Iterator[Crowd]:
-        """Start the processes, and end them with the body; each act may take `timeout_s`."""
-        arguments = HERE / "crowd.py", str(timeout_s)
-        with contextlib.ExitStack() as stack:
-            parts = [stack.enter_context(Asked.running(*arguments)) for _ in range(CROWDS)]
-            yield cls(parts, timeout_s)
-
-    def gather(self, nodes: int, endpoints: Sequence[str], tls: str) -> dict[str, Any]:
-        """Let all nodes but the last one join, each process at one of the endpoints."""
-        ends = [nodes * (part + 1) // CROWDS for part in range(CROWDS)]
-        shares = zip([0, *ends], ends, strict=False)
-        for part, numbers, at in zip(self._parts, shares, itertools.cycle(endpoints), strict=False):
-            part.tell(act="gather", nodes=nodes, numbers=numbers, endpoint=at, tls=tls)
-        return self._answer()
-
-    def ask(self, act: str, **how: object) -> dict[str, Any]:
-        """Let all parts do something at once; return their answers as one."""
-        for part in self._parts:
-            part.tell(act=act, **how)
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        answers = [part.answer(self._timeout_s + ANSWER_S) for part in self._parts]
-        together: dict[str, Any] = {
-            "cpu_s": sum(answer["cpu_s"] for answer in answers),
-            "traffic": {k: sum(answer["traffic"][k] for answer in answers) for k in TRAFFIC},
-            "disturbed": sum(answer.get("disturbed", 0) for answer in answers),
-            "answer_s": max(answer.get("answer_s", 0) for answer in answers),
-        }
-        if "last_s" in answers[0]:
-            began_s = min(answer["began_s"] for answer in answers)
-            together["took_s"] = max(answer["last_s"] for answer in answers) - began_s
-        return together
-
-
 class Trial:
     """One server and one crowd, with relays between if there are any."""
 
@@ -205,10 +154,10 @@ class Trial:
 
         """
         empty_bytes = resident_bytes(self._server.pid)
-        at = [str(one.endpoint) for one in self._relays or [self._server]]
+        at = [[str(one.endpoint)] for one in self._relays or [self._server]]
         crowd = self._crowd
         self._during = during
-        self._act("gather", lambda: crowd.gather(self._nodes, at, tls))
+        self._act("gather", lambda: crowd.gather(at, tls))
         self._act("form", lambda: crowd.ask("form"))
         if not only_return:
             self._act("fail", lambda: crowd.ask("fail", each=False))
@@ -299,7 +248,7 @@ def measure(
         try:
             for one in (server, *between):
                 one.start()
-            with Crowd.running(timeout_s) as crowd:
+            with Crowd.running(nodes, timeout_s) as crowd:
                 trial = Trial(nodes, server, between, crowd, samples)
                 trial.run(str(below) if tls else "", during, only_return=only_return)
         except (TimeoutError, RuntimeError) as error:
@@ -491,13 +440,6 @@ def say_peer(nodes: int, repetitions: int) -> None:
 # ------------------------------------------------------------------------------------ all of it
 
 
-def most_nodes() -> int:
-    """Let each process open as many files as allowed; return how many nodes that suffices for."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard - FILES_OF_A_PROCESS
-
-
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -531,7 +473,7 @@ def arguments() -> argparse.Namespace:
     chosen.repetitions = chosen.repetitions or (1 if chosen.quick or chosen.profile else 3)
     # A relay holds as many nodes as a process of the crowd.
     each = -(-max(chosen.nodes) // max(chosen.relays, 1))
-    if each > (most := most_nodes()):
+    if each > (most := most_files()):
         parser.error(
             f"{max(chosen.nodes)} nodes need {each} open files in one process, and {most} are "
             "allowed; raise the hard limit (ulimit -Hn), or give more --relays or fewer --nodes"

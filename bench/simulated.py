@@ -13,8 +13,7 @@ import os
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
 
 from rdzv.agent.core import begin, commands, events, step
 from rdzv.agent.core.model import Job, Phase
@@ -22,7 +21,7 @@ from rdzv.agent.runner.linux.boottime import boottime_ms
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.client import Endpoint
-from rdzv.core.model import Offer, Settings
+from rdzv.core.model import Offer
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 from rdzv.transport.channels import PLAIN, Credentials
@@ -33,7 +32,7 @@ _store_ports = itertools.cycle(range(20_000, 30_000))
 
 
 class SimulatedNode:
-    """One node of one job. Created by `simulated`."""
+    """One node of one job."""
 
     fence_after_ms = 0
 
@@ -169,28 +168,6 @@ class SimulatedNode:
         if self._state.phase is not Phase.JOINING:
             return self._offer
         return replace(self._offer, store_port=self._store_port)
-
-
-@asynccontextmanager
-async def simulated(
-    count: int, endpoints: Sequence[Endpoint], rdzv_id: str
-) -> AsyncIterator[list[SimulatedNode]]:
-    """Run this many nodes of one job, which needs all of them, until the body ends."""
-    settings = Settings(count, count, max_restarts=1_000_000, restart_backoff_ms=0)
-    names = [f"node-{number:03d}" for number in range(count)]
-    nodes = [SimulatedNode(n, endpoints, Job(rdzv_id, n, settings, 1)) for n in names]
-    tasks = [asyncio.create_task(node.link.run()) for node in nodes]
-    for node in nodes:
-        node.post(events.Ticked())
-    try:
-        yield nodes
-    finally:
-        for node, task in zip(nodes, tasks, strict=True):
-            node.close()
-            task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
 
 
 async def until(what: str, holds: Callable[[], bool], timeout_s: float) -> None:

@@ -11,14 +11,17 @@ Each repetition has two outages of the same kind. In the first nothing else happ
 In the second a worker is killed at the same moment as the server:
 
 * recovered: from the signal until every node has started the next round; the job stands still from
-  the one to the other. `cpu` is what the servers and the nodes' process used of the CPUs meanwhile:
-  where others use them too, it says how much of the time is ours.
+  the one to the other. `cpu` is what the servers and the nodes' processes used of the CPUs
+  meanwhile: where others use them too, it says how much of the time is ours.
+
+Nobody may have been given up over either of them: workers that stopped for it fail the repetition.
 
 Before each outage all streams have stood for long enough that nodes take it for the first of its
 kind: they look for a server at once, and then less and less often.
 
-Nodes are simulated, all in this process: real streams and decisions, no worker processes. Training
-itself goes on meanwhile and is not measured; tests/integration does that with real workers.
+Nodes are simulated, in processes of their own: real streams and decisions, no worker processes.
+Training itself goes on meanwhile and is not measured; tests/integration does that with real
+workers.
 
 The peer, in the same run: torchrun with its c10d back-end, two real nodes, and SIGKILL of the one
 torchrun that hosts the store. Its job does not come back, so there is no time to compare with: the
@@ -28,9 +31,7 @@ line says with which exit codes it is over.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import logging
 import os
 import signal
 import subprocess
@@ -41,21 +42,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from measure import Spread, emit, end_on_sigterm, load, say_conditions, span
+from crowd import JOB
+from crowd_processes import Crowd, most_files
+from measure import Spread, emit, end_on_sigterm, load, say_conditions, say_progress, span
 from processes import BIN, Rdzvd, cpu_s
-from simulated import SimulatedNode, simulated, until
 
 from rdzv.client import ControlClient, Endpoint
 from rdzv.errors import RendezvousError
 from rdzv.transport.node_stream import BACKOFF
 from rdzv.view.answers import Server
 
-JOB = "bench"
 CASES = ("sqlite", "memory", "etcd-killed", "etcd-stopped")
 NODES = (2, 50)
 TIMEOUT_S = 90.0
 POLL_S = 0.03
 """How often servers are asked, which costs them time that nodes wait for."""
+STATUS_S = 30.0
+"""How long the status of a job may take: that of ten thousand nodes is long."""
 
 
 class Servers:
@@ -82,7 +85,7 @@ class Servers:
 
     def seated(self) -> int:
         """Return how many nodes the leader sees seated."""
-        asked_once = ControlClient(self.endpoints, takeover_s=0)
+        asked_once = ControlClient(self.endpoints, timeout_s=STATUS_S, takeover_s=0)
         with contextlib.suppress(RendezvousError), asked_once as client:
             return [node.state for node in client.status(JOB).nodes].count("seated")
         return 0
@@ -114,107 +117,100 @@ class Times:
 class Outages:
     """Ends the leader of one case repeatedly."""
 
-    def __init__(self, servers: Servers, nodes: Sequence[SimulatedNode]) -> None:
+    def __init__(self, servers: Servers, crowd: Crowd, nodes: int, timeout_s: float) -> None:
+        """Each wait may take `timeout_s`."""
         self._servers = servers
+        self._crowd = crowd
         self._nodes = nodes
+        self._timeout_s = timeout_s
         self.times = Times()
 
-    async def repeat(self, times: int) -> None:
-        """Measure this many repetitions; a failed one is reported and not counted."""
-        await self._started(0)
-        await self._whole()
-        for _ in range(times):
-            try:
-                await self._quiet_outage()
-                await self._outage_with_failure()
-            except TimeoutError as error:
-                self.times.failed.append(str(error))
-                return
+    def repeat(self, times: int) -> None:
+        """Measure this many repetitions; a failed one is reported and is the last."""
+        try:
+            self._crowd.gather([[str(one) for one in self._servers.endpoints]], tls="")
+            self._crowd.ask("form")
+            self._all_seated()
+            for _ in range(times):
+                self._quiet_outage()
+                self._outage_with_failure()
+        except (TimeoutError, RuntimeError) as error:
+            self.times.failed.append(str(error))
 
-    async def _calm(self) -> Server:
+    def _calm(self) -> Server:
         """Wait until streams are old enough; return the leader."""
-        await asyncio.sleep(BACKOFF.steady_s + 0.5)
-        return await self._leader(0)
+        time.sleep(BACKOFF.steady_s + 0.5)
+        return self._leader(0)
 
-    async def _quiet_outage(self) -> None:
-        before = await self._calm()
-        began = time.monotonic()
+    def _quiet_outage(self) -> None:
+        before = self._calm()
+        began_s = time.monotonic()
         ended = self._servers.end_leader(before)
-        await self._next_leads(ended, before)
-        self.times.leads.append(time.monotonic() - began)
+        self._next_leads(ended, before)
+        self.times.leads.append(time.monotonic() - began_s)
         # Asking for the status of a thousand nodes would delay their return.
-        await until(
-            "all nodes are back",
-            lambda: all(node.connected_s > began for node in self._nodes),
-            TIMEOUT_S,
+        self._all_back(began_s)
+        self._all_seated()
+        self.times.seated.append(time.monotonic() - began_s)
+        self.times.decided.append(self._crowd.ask("fail", each=False)["took_s"])
+        self._whole(ended)
+        say_progress(
+            f"{self._nodes} nodes: leads {self.times.leads[-1]:.2f} s, "
+            f"seated {self.times.seated[-1]:.2f} s, decided {self.times.decided[-1]:.2f} s"
         )
-        await self._all_seated()
-        self.times.seated.append(time.monotonic() - began)
-        self.times.decided.append(await self._kill_worker())
-        await self._whole(ended)
 
-    async def _outage_with_failure(self) -> None:
-        before = await self._calm()
-        began, began_cpu = time.monotonic(), time.process_time()
+    def _outage_with_failure(self) -> None:
+        before = self._calm()
+        began_s = time.monotonic()
         ended = self._servers.end_leader(before)
+        self._crowd.tell("fail", each=False)
         others = self._servers.others(ended)
-        others_cpu = sum(cpu_s(each.pid) for each in others)
-        recovery = asyncio.create_task(self._kill_worker())
-        await self._next_leads(ended, before)
-        await recovery
-        self.times.recovered.append(self._last_start() - began)
-        self.times.nodes_cpu.append(time.process_time() - began_cpu)
+        others_cpu_s = sum(cpu_s(each.pid) for each in others)
+        self._next_leads(ended, before)
+        answer = self._crowd.answer()
+        self.times.recovered.append(answer["last_s"] - began_s)
+        self.times.nodes_cpu.append(answer["cpu_s"])
         # The one server of sqlite and memory has a new process.
-        served_cpu = sum(cpu_s(each.pid) for each in others or [ended])
-        self.times.servers_cpu.append(served_cpu - others_cpu)
-        await self._whole(ended)
+        served_cpu_s = sum(cpu_s(each.pid) for each in others or [ended])
+        self.times.servers_cpu.append(served_cpu_s - others_cpu_s)
+        self._whole(ended)
+        self._all_back(began_s)
+        say_progress(f"{self._nodes} nodes: recovered {self.times.recovered[-1]:.2f} s")
 
-    async def _next_leads(self, ended: Rdzvd, before: Server) -> None:
+    def _next_leads(self, ended: Rdzvd, before: Server) -> None:
         if len(self._servers.rdzvds) == 1:
-            await asyncio.to_thread(ended.gone)
-            await asyncio.to_thread(ended.start)
+            ended.gone()
+            ended.start()
         else:
-            await self._leader(before.leadership or 0)
+            self._leader(before.leadership or 0)
 
-    async def _leader(self, above: int) -> Server:
-        end = time.monotonic() + TIMEOUT_S
-        while (found := await asyncio.to_thread(self._servers.leader, above)) is None:
-            if time.monotonic() > end:
-                raise TimeoutError(f"waited {TIMEOUT_S:g} s until a server leads")
-            await asyncio.sleep(POLL_S)
+    def _leader(self, above: int) -> Server:
+        end_s = time.monotonic() + self._timeout_s
+        while (found := self._servers.leader(above)) is None:
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"waited {self._timeout_s:g} s until a server leads")
+            time.sleep(POLL_S)
         return found
 
-    async def _all_seated(self) -> None:
-        end = time.monotonic() + TIMEOUT_S
-        while (seated := await asyncio.to_thread(self._servers.seated)) < len(self._nodes):
-            if time.monotonic() > end:
-                raise TimeoutError(f"waited {TIMEOUT_S:g} s; {seated} nodes are seated")
-            await asyncio.sleep(POLL_S)
+    def _all_back(self, since_s: float) -> None:
+        """Wait until all nodes are back since then, with the workers that are to run."""
+        answer = self._crowd.ask("await", since_s=since_s)
+        if disturbed := answer["disturbed"]:
+            raise RuntimeError(f"workers of {disturbed} nodes have stopped for a server's end")
 
-    async def _kill_worker(self) -> float:
-        """Kill a worker of the middle node; return how long until all have the next round."""
-        round_ = self._nodes[0].round
-        began = time.monotonic()
-        self._nodes[len(self._nodes) // 2].kill_worker()
-        await self._started(round_ + 1)
-        return self._last_start() - began
+    def _all_seated(self) -> None:
+        end_s = time.monotonic() + self._timeout_s
+        while (seated := self._servers.seated()) < self._nodes:
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"waited {self._timeout_s:g} s; {seated} nodes are seated")
+            time.sleep(POLL_S)
 
-    async def _started(self, round_: int) -> None:
-        await until(
-            f"round {round_} runs on all nodes",
-            lambda: all(node.round == round_ for node in self._nodes),
-            TIMEOUT_S,
-        )
-
-    def _last_start(self) -> float:
-        return max(node.started_s[node.round] for node in self._nodes)
-
-    async def _whole(self, ended: Rdzvd | None = None) -> None:
+    def _whole(self, ended: Rdzvd) -> None:
         """Start the server that was ended again, beside those that took over; await all nodes."""
-        if ended is not None and len(self._servers.rdzvds) > 1:
-            await asyncio.to_thread(ended.gone)
-            await asyncio.to_thread(ended.start)
-        await self._all_seated()
+        if len(self._servers.rdzvds) > 1:
+            ended.gone()
+            ended.start()
+        self._all_seated()
 
 
 @contextmanager
@@ -241,15 +237,14 @@ def servers_of(case: str, directory: Path) -> Iterator[Servers]:
         yield Servers(rdzvds, number)
 
 
-async def measure_case(case: str, count: int, repetitions: int, directory: Path) -> None:
+def measure_case(
+    case: str, nodes: int, repetitions: int, timeout_s: float, directory: Path
+) -> None:
     """Print one case."""
-    with servers_of(case, directory) as servers:
-        async with simulated(count, servers.endpoints, JOB) as nodes:
-            outages = Outages(servers, nodes)
-            await outages.repeat(repetitions)
-            say_case(case, count, outages.times)
-            if ends := {node.outcome for node in nodes} - {""}:
-                raise RuntimeError(f"the job has ended: {'; '.join(sorted(ends))}")
+    with servers_of(case, directory) as servers, Crowd.running(nodes, timeout_s) as crowd:
+        outages = Outages(servers, crowd, nodes, timeout_s)
+        outages.repeat(repetitions)
+        say_case(case, nodes, outages.times)
 
 
 def say_case(case: str, nodes: int, times: Times) -> None:
@@ -362,6 +357,7 @@ def arguments() -> argparse.Namespace:
     add("--cases", default=",".join(CASES), help=f"with commas, of {', '.join(CASES)}")
     add("--nodes", default="", help=f"sizes of the job, with commas (default: {NODES})")
     add("--repetitions", type=int, default=0, help="for each case (default 5; --quick 2)")
+    add("--timeout", type=float, default=TIMEOUT_S, help="seconds for a wait (default: 90)")
     add("--no-peer", action="store_true", help="without torchrun")
     add("--directory", type=Path, help="where data is written, and removed again (default: /tmp)")
     chosen = parser.parse_args()
@@ -371,8 +367,15 @@ def arguments() -> argparse.Namespace:
         sizes = tuple(int(part) for part in chosen.nodes.split(",") if part)
     except ValueError:
         parser.error(f"--nodes {chosen.nodes} are no numbers; give, for example, 2,50")
-    if any(size < 1 for size in sizes) or chosen.repetitions < 0:
-        parser.error("--nodes and --repetitions are at least 1")
+    if any(size < 2 for size in sizes) or chosen.repetitions < 0:
+        parser.error("--nodes are at least 2, and --repetitions at least 1")
+    if max(sizes, default=0) > (most := most_files()):
+        parser.error(
+            f"--nodes {chosen.nodes}: a server needs a file for each, and {most} are allowed; "
+            "raise the hard limit (ulimit -Hn), or give fewer"
+        )
+    if chosen.timeout <= 0:
+        parser.error(f"--timeout {chosen.timeout:g}: give more than 0 seconds")
     chosen.nodes = sizes or (NODES[:1] if chosen.quick else NODES)
     chosen.repetitions = chosen.repetitions or (2 if chosen.quick else 5)
     return chosen
@@ -382,8 +385,6 @@ def main() -> None:
     """Measure, and leave nothing behind."""
     chosen = arguments()
     end_on_sigterm()
-    # The loss of a server is what is measured; fifty nodes need not log it.
-    logging.getLogger("rdzv.agent").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="rdzv-bench-", dir=chosen.directory) as temporary:
         directory = Path(temporary)
         say_conditions("takeover", directory)
@@ -391,7 +392,7 @@ def main() -> None:
             for case in chosen.cases.split(","):
                 below = directory / f"{case}-{nodes}"
                 below.mkdir()
-                asyncio.run(measure_case(case, nodes, chosen.repetitions, below))
+                measure_case(case, nodes, chosen.repetitions, chosen.timeout, below)
         if not chosen.no_peer:
             say_peer(min(chosen.repetitions, 3), directory)
 
