@@ -29,9 +29,11 @@ from rdzv.agent.server_link.link import FINAL_REFUSALS, Identity, ServerLink
 from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.client import Endpoint, parse_endpoint
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
+from rdzv.core.fleet.nodes import NodesTuning
 from rdzv.core.model import JobSpec, Result
 from rdzv.errors import ERROR_CODE_METADATA_KEY, ERRORS, LEADER_METADATA_KEY
 from rdzv.runtime.concurrency import beside
+from rdzv.server.settings.config import Timings
 from rdzv.structs import replace
 from rdzv.transport.node_stream import Backoff
 from rdzv.v1 import rdzv_pb2 as pb
@@ -764,6 +766,12 @@ async def test_a_server_with_thousands_of_nodes_may_take_longer_to_answer(
         events.ServerLost(f"no answer from {endpoint} within {timeout_s} s")
         for timeout_s in ("0.3", "0.6")
     ]
+
+
+def test_a_server_waits_for_a_hello_as_long_as_ten_thousand_nodes_wait_for_its_answer() -> None:
+    """It closed streams after 10 s whose hello it had not read yet, and their nodes began again."""
+    waits_s = server_link.welcome_timeout_s(NodesTuning().lease_max_ms, unanswered=0)
+    assert Timings().hello_timeout_ms / 1000 >= waits_s
 
 
 async def test_the_user_hears_that_a_server_is_silent_before_it_is_given_up(

@@ -58,7 +58,7 @@ log = logging.getLogger("rdzv.agent")
 WELCOME_TIMEOUT_S = 10.0
 """How long to wait for the Welcome on a first stream, with up to a thousand nodes."""
 WELCOME_TIMEOUT_MOST_S = 80.0
-"""The longest wait for a Welcome; see `ServerLink._welcome_timeout_s`."""
+"""The longest wait for a Welcome; see `welcome_timeout_s`."""
 SILENT_S = 5.0
 """How long to wait for a Welcome before logging that the server is not responding."""
 RENEWAL_MS = 5_000
@@ -216,18 +216,6 @@ class ServerLink:
         """How long the server tolerates this node's silence: the last lease or the default."""
         return self._last_lease_ms or NodesTuning().lease_ms
 
-    @property
-    def _welcome_timeout_s(self) -> float:
-        """How long to wait for the next Welcome.
-
-        This increases with the lease, and thus with the number of nodes that may reconnect at once.
-        It also doubles after each stream without a Welcome, because a busy server would otherwise
-        serve only nodes that have already given up on it. Pings detect a server that is gone.
-        """
-        over_s = max(self.tolerated_ms - NodesTuning().lease_ms, 0) / 1000
-        first_s = WELCOME_TIMEOUT_S + 2 * over_s
-        return min(first_s * 2.0 ** min(self._unanswered, 10), WELCOME_TIMEOUT_MOST_S)
-
     def say_away(self, deadline_ms: int) -> None:
         """Announce that this agent is exiting on purpose and will be replaced by the deadline."""
         self.say(pb.NodeMessage(away=pb.Away(deadline_ms=deadline_ms)))
@@ -339,7 +327,8 @@ class ServerLink:
         """Hold a stream from its Hello to its end. Returns why it ended."""
         self._proofs.begin_stream()
         fence_s = self._proofs.shortest_fence_s
-        timeout_s = min(self._welcome_timeout_s, fence_s or WELCOME_TIMEOUT_MOST_S)
+        patience_s = welcome_timeout_s(self.tolerated_ms, self._unanswered)
+        timeout_s = min(patience_s, fence_s or WELCOME_TIMEOUT_MOST_S)
         try:
             metadata = self._credentials.metadata(endpoint)
         except InvalidRequestError as error:
@@ -522,3 +511,16 @@ def _this_task_is_cancelled() -> bool:
     """Return whether this task was cancelled, rather than the call; both look alike to a reader."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def welcome_timeout_s(tolerated_ms: int, unanswered: int) -> float:
+    """Return how long to wait for the next Welcome, after `unanswered` streams without one.
+
+    The time increases with the tolerated silence, the lease, and thus with the number of nodes that
+    may reconnect at once. It doubles after each stream without a Welcome, because a busy server
+    would otherwise serve only nodes that have already given up on it. Pings detect a server that is
+    gone.
+    """
+    over_s = max(tolerated_ms - NodesTuning().lease_ms, 0) / 1000
+    first_s = WELCOME_TIMEOUT_S + 2 * over_s
+    return min(first_s * 2.0 ** min(unanswered, 10), WELCOME_TIMEOUT_MOST_S)
