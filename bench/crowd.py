@@ -1,8 +1,8 @@
 """A part of a crowd: simulated nodes of one job, in one process (crowd_processes.py).
 
-Run by path as a child process, with the seconds that an act may take. It takes one act a line on
-stdin, and answers each with a JSON line on stdout; it ends with stdin. Times are by
-CLOCK_MONOTONIC, which all processes here share.
+Run by path as a child process, with the seconds that an act may take, and its niceness. It takes
+one act a line on stdin, and answers each with a JSON line on stdout; it ends with stdin. Times are
+by CLOCK_MONOTONIC, which all processes here share.
 
 * `{"act": "gather", "nodes": N, "numbers": [FIRST, END], "endpoints": ["HOST:PORT", ...],
   "tls": FOLDER}`: these nodes of a job of N connect to one of the servers, each by a connection of
@@ -246,6 +246,7 @@ async def main() -> None:
     logging.getLogger("rdzv.agent").setLevel(logging.CRITICAL)
     rdzv_pb2_grpc.RendezvousStub = CountingStub  # type: ignore[misc,assignment]
     timeout_s = float(sys.argv[1])
+    os.nice(int(sys.argv[2]))
     asked = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(asked), sys.stdin

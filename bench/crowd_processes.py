@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ ANSWER_S = 20.0
 TRAFFIC = ("up", "down", "up_bytes", "down_bytes", "tries")
 FILES_OF_A_PROCESS = 200
 """Its open files beside those of nodes."""
+NICENESS = "10"
+"""Nodes have machines of their own: here, they leave the CPUs to the servers and to etcd."""
 
 HERE = Path(__file__).parent
 
@@ -34,7 +37,9 @@ class Crowd:
     @contextlib.contextmanager
     def running(cls, nodes: int, timeout_s: float) -> Iterator[Crowd]:
         """Start the processes, and end them with the body; each act may take `timeout_s`."""
-        arguments = HERE / "crowd.py", str(timeout_s)
+        # Otherwise gRPC logs the end of each connection to a server that is killed.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        arguments = HERE / "crowd.py", str(timeout_s), NICENESS
         with contextlib.ExitStack() as stack:
             # Each has two nodes at least, so one is left where one is lost.
             count = min(CROWDS, max(nodes // 2, 1))
