@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rdzv.agent.core import begin, commands, events, step
-from rdzv.agent.core.machine import rejoin
 from rdzv.agent.core.model import Assignment, Job, Outcome, Phase
+from rdzv.agent.core.stopping import rejoin
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.fence_proofs import HEARTBEATS_PER_FENCE

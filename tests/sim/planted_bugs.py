@@ -136,14 +136,14 @@ MUTANTS = (
     Mutant(
         "who exits because it was told to has failed",
         "_note_exit",
-        "    if state.phase is Phase.RUNNING and _follows_notice(work, event):",
-        "    if False and _follows_notice(work, event):",
+        "    if state.phase is Phase.RUNNING and follows_notice(work, event):",
+        "    if False and follows_notice(work, event):",
     ),
     Mutant(
         "a drained node takes part in the next round",
-        "machine._conclude",
-        "    if notice is not None and notice.due_ms is not None and not _ends(state):",
-        "    if False and notice is not None and not _ends(state):",
+        "stopping.conclude",
+        "    if notice is not None and notice.due_ms is not None and not state.is_ending:",
+        "    if False and notice is not None and not state.is_ending:",
         by="tests/unit/agent/test_agent_notice.py",
     ),
     Mutant(
@@ -176,28 +176,28 @@ MUTANTS = (
     # ---------------------------------------------------------- notice, and who leaves by it
     Mutant(
         "who has failed before its notice leaves by it",
-        "_follows_notice",
+        "follows_notice",
         "    return notice is not None and work.now_ms - event.age_ms >= notice.since_ms",
         "    return notice is not None",
         by=NOTICE_TESTS,
     ),
     Mutant(
         "workers outlive the deadline of their notice",
-        "_notice_grace_ms",
+        "notice_grace_ms",
         "    return max(min(grace_ms, notice.due_ms - work.now_ms), 0)",
         "    return grace_ms",
         by=NOTICE_TESTS,
     ),
     Mutant(
         "a lifted drain ends workers all the same",
-        "_lift_drain_notice",
+        "lift_drain_notice",
         "replace(notice, due_ms=None, forget_ms=forget_ms)",
         "replace(notice, forget_ms=forget_ms)",
         by=NOTICE_TESTS,
     ),
     Mutant(
         "who serves the store of those that still train leaves when it is done",
-        "_keep_notice",
+        "keep_notice",
         "        if work.now_ms >= notice.due_ms or not stays:",
         "        if True:",
         by=NOTICE_TESTS,
@@ -666,7 +666,7 @@ MUTANTS = (
     ),
     Mutant(
         "snapshots: the watermark goes back",
-        "machine._is_newer",
+        "snapshot_marks._is_newer",
         "state.watermark is None or event.mark > state.watermark",
         "event.mark != state.watermark",
         by=SNAPSHOT_TESTS,
@@ -685,7 +685,7 @@ MUTANTS = (
     ),
     Mutant(
         "copies: who has succeeded keeps none, and holds up every newer step",
-        "_apply_to_snapshots",
+        "apply_to_snapshots",
         "state.phase in (Phase.RUNNING, Phase.SUCCEEDED)",
         "state.phase is Phase.RUNNING",
         by=SNAPSHOT_TESTS,
@@ -1446,11 +1446,11 @@ MUTANTS = (
     ),
     Mutant(
         "a node joins again before its workers are gone",
-        "machine._stop",
+        "stopping.stop",
         "    work.do(StopWorkers(state.assignment.round, grace_ms, signum, keep_ms, kept_out))",
         "    work.do(StopWorkers(state.assignment.round, grace_ms, signum, keep_ms, kept_out))\n"
         "    if phase is Phase.STOPPING:\n"
-        "        _conclude(work)",
+        "        conclude(work)",
     ),
     Mutant(
         "the end of another round stops workers",
@@ -1461,27 +1461,27 @@ MUTANTS = (
     Mutant(
         "the end of another run stops workers",
         "machine._close",
-        "def _close(work: _Step, event: RunClosed) -> None:\n    if event.run != work.state.run:",
-        "def _close(work: _Step, event: RunClosed) -> None:\n    if False:",
+        "def _close(work: Draft, event: RunClosed) -> None:\n    if event.run != work.state.run:",
+        "def _close(work: Draft, event: RunClosed) -> None:\n    if False:",
         by="tests/unit/agent/test_agent_machine.py",
     ),
     Mutant(
         "a seat of which the node has not heard is kept",
         "_give_back_seat",
-        "            _end_kept(work)\n        work.do(rejoin(work.state))",
-        "            _end_kept(work)",
+        "            end_kept(work)\n        work.do(rejoin(work.state))",
+        "            end_kept(work)",
         by="tests/unit/agent/test_agent_machine.py",
     ),
     Mutant(
         "keeping: workers parked since before a round that the node has not heard of",
         "_give_back_seat",
-        "        if state.kept:\n            _end_kept(work)\n",
+        "        if state.kept:\n            end_kept(work)\n",
         "",
         by="tests/unit/agent/test_agent_parking.py",
     ),
     Mutant(
         "losing the server stops workers",
-        "_note_server_lost",
+        "note_server_lost",
         "    since_ms = work.state.disconnected_since_ms\n    work.state = replace(",
         "    since_ms = work.state.disconnected_since_ms\n"
         "    if work.state.phase is Phase.RUNNING:\n"
@@ -1531,7 +1531,7 @@ MUTANTS = (
     ),
     Mutant(
         "who has left does not say so",
-        "machine._conclude",
+        "stopping.conclude",
         "        work.do(SayLeave(state.run, state.leaving, round_))\n",
         "",
         by="tests/unit/agent/test_agent_machine.py",
@@ -1545,9 +1545,9 @@ MUTANTS = (
     ),
     Mutant(
         "a node exits beside its workers",
-        "machine._finish",
-        "    if work.state.workers_gone:\n        _conclude(work, charged)\n    elif",
-        "    if True:\n        _conclude(work, charged)\n    elif",
+        "stopping.finish",
+        "    if work.state.workers_gone:\n        conclude(work, charged)\n    elif",
+        "    if True:\n        conclude(work, charged)\n    elif",
     ),
     Mutant(
         "a success of the job is an error for who hears it",
@@ -1557,8 +1557,8 @@ MUTANTS = (
     ),
     Mutant(
         "a node exits beside its parked workers",
-        "machine._conclude",
-        "    if _ends(state) and not _is_empty(state):",
+        "stopping.conclude",
+        "    if state.is_ending and state.has_workers:",
         "    if False:",
         by="tests/unit/agent/test_agent_parking.py",
     ),

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from rdzv.agent.cli.backends import Meeting
 from rdzv.agent.cli.options import parse_launch
-from rdzv.agent.core.machine import EXIT_FAILED, EXIT_USAGE
+from rdzv.agent.core.exit_codes import EXIT_FAILED, EXIT_USAGE
 from rdzv.agent.launch.launch import Launch, check_startable
 from rdzv.agent.runner_link import StartedRunner
 from rdzv.agent.system.error_files import write_error

@@ -20,7 +20,7 @@ from rdzv.agent.core.commands import (
     StopStoreHost,
     StopWorkers,
 )
-from rdzv.agent.core.machine import Transition, rejoin
+from rdzv.agent.core.machine import Transition
 from rdzv.agent.core.model import (
     AgentState,
     Assignment,
@@ -30,6 +30,7 @@ from rdzv.agent.core.model import (
     Outcome,
     Phase,
 )
+from rdzv.agent.core.stopping import rejoin
 from rdzv.core.model import UNMOVED, Cause, LeaveCause, Moved, Result, Settings
 from rdzv.structs import replace
 

@@ -22,7 +22,7 @@ from rdzv.agent.core.commands import (
     StopWorkers,
     TakeBackNotice,
 )
-from rdzv.agent.core.machine import EXIT_TRY_AGAIN
+from rdzv.agent.core.exit_codes import EXIT_TRY_AGAIN
 from rdzv.agent.core.model import Leaving, Phase
 from rdzv.agent.job.notice_file import NoticeFile
 from rdzv.agent.server_link.node_drain import Event, NodeDrain

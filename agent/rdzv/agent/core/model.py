@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from enum import StrEnum
 
+from rdzv.agent.core.exit_codes import EXIT_TRY_AGAIN
 from rdzv.core.model import (
     UNMOVED,
     LeaveCause,
@@ -60,6 +61,11 @@ class Phase(StrEnum):
     SUCCEEDED = "succeeded"
     LEAVING = "leaving"
     ENDED = "ended"
+
+    @property
+    def needs_store(self) -> bool:
+        """Whether the round may need its store now, on this node or on others."""
+        return self in (Phase.RUNNING, Phase.SUCCEEDED)
 
 
 @struct(frozen=True)
@@ -204,6 +210,11 @@ class Notice:
     exited_ms: int | None = None
     """When the last worker exited, if all exited with 0."""
 
+    @property
+    def leaving(self) -> Leaving:
+        """How the node leaves because of this notice."""
+        return Leaving(LeaveCause.SIGNAL, self.reason, EXIT_TRY_AGAIN)
+
 
 @struct(frozen=True)
 class Outcome:
@@ -277,3 +288,13 @@ class AgentState:
     leaving: Leaving | None = None
     outcome: Outcome | None = None
     """Set once the job has ended on this node; the node exits when its workers are gone."""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the job is about to end on this node."""
+        return self.leaving is not None or self.outcome is not None
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether workers, parked or not, remain on this node."""
+        return not self.workers_gone or bool(self.kept) or self.ending_kept

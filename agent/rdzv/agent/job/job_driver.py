@@ -14,8 +14,8 @@ from pathlib import Path
 from rdzv.agent import runner_link
 from rdzv.agent.agent_metrics_interface import JobMeter
 from rdzv.agent.core import Transition, begin, commands, events
-from rdzv.agent.core.machine import rejoin
 from rdzv.agent.core.model import AgentState, Phase
+from rdzv.agent.core.stopping import rejoin
 from rdzv.agent.handover import leaked_processes
 from rdzv.agent.handover.handover_state import Keeping, KeptState, KeptStop, keep_output
 from rdzv.agent.handover.state_keeper import StateKeeper

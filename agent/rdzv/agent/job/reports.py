@@ -6,7 +6,7 @@ import time
 from typing import TypeAlias
 
 from rdzv.agent.core import commands
-from rdzv.agent.core.machine import EXIT_FAILED
+from rdzv.agent.core.exit_codes import EXIT_FAILED
 from rdzv.agent.core.model import AgentState, Leaving, StartReport
 from rdzv.agent.job.snapshot_reports import SnapshotReports
 from rdzv.agent.launch.launch import Launch

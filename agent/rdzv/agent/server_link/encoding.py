@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from rdzv.agent.core import commands, events
-from rdzv.agent.core.machine import rejoin
 from rdzv.agent.core.model import (
     AgentState,
     Assignment,
@@ -18,6 +17,7 @@ from rdzv.agent.core.model import (
     StartReport,
     WorkerFailure,
 )
+from rdzv.agent.core.stopping import rejoin
 from rdzv.agent.observers.arrival_watch import ArrivalReport
 from rdzv.agent.observers.gpu_watch import GpuReport
 from rdzv.agent.observers.hang_watch import HungReport

@@ -1,0 +1,109 @@
+"""How a node stops its workers, and what it does once they are gone: join again, or exit."""
+
+from __future__ import annotations
+
+from rdzv.agent.core.commands import EndKept, Exit, SayJoin, SayLeave, StopStoreHost, StopWorkers
+from rdzv.agent.core.draft import Draft
+from rdzv.agent.core.model import AgentState, Leaving, Outcome, Phase
+from rdzv.structs import replace
+
+
+def stop(
+    work: Draft,
+    grace_ms: int,
+    signum: int | None = None,
+    *,
+    keep: bool = False,
+    not_kept: tuple[int, ...] = (),
+) -> None:
+    """Stop the workers; if `keep` is set, those that can park are parked instead.
+
+    The runner answers with `WorkersGone`.
+    """
+    state = work.state
+    assert state.assignment is not None
+    keep_ms = (state.job.keep_timeout_ms or None) if keep else None
+    kept_out = not_kept if keep_ms is not None else ()
+    phase = Phase.LEAVING if state.phase is Phase.LEAVING else Phase.STOPPING
+    since_ms = work.now_ms if state.stopping_since_ms is None else state.stopping_since_ms
+    work.state = replace(state, phase=phase, stopping_since_ms=since_ms)
+    work.do(StopWorkers(state.assignment.round, grace_ms, signum, keep_ms, kept_out))
+
+
+def end_kept(work: Draft, charged: tuple[int, ...] = ()) -> None:
+    """End the parked workers. `KeptGone` follows."""
+    state = work.state
+    if not state.ending_kept:
+        work.state = replace(state, ending_kept=True)
+        work.do(EndKept(state.job.failure_stop_timeout_ms, charged))
+
+
+def leave(work: Draft, leaving: Leaving, grace_ms: int, signum: int | None) -> None:
+    """Announce the leave at once, so other nodes need not wait, and exit once workers are gone."""
+    if work.state.leaving is not None:
+        return
+    had_workers = not work.state.workers_gone
+    work.state = replace(work.state, leaving=leaving, phase=Phase.LEAVING)
+    if had_workers:
+        work.do(SayLeave(work.state.run, leaving, None))
+        stop(work, grace_ms, signum)
+        return
+    if work.state.has_workers:
+        work.do(SayLeave(work.state.run, leaving, None))
+    conclude(work)
+
+
+def finish(work: Draft, outcome: Outcome, charged: tuple[int, ...] = ()) -> None:
+    """Set the outcome and end any remaining workers; the `charged` ones raise their exceptions."""
+    if work.state.leaving is not None and work.state.workers_gone:
+        return  # It has left and is only waiting for its parked workers to end.
+    if work.state.outcome is None:
+        work.state = replace(work.state, outcome=outcome)
+    if work.state.workers_gone:
+        conclude(work, charged)
+    elif work.state.phase is Phase.RUNNING:
+        stop(work, work.state.job.shutdown_timeout_ms)
+
+
+def conclude(work: Draft, charged: tuple[int, ...] = ()) -> None:
+    """Join again or exit, now that no workers take part in a round.
+
+    Before the node exits, its parked workers are ended.
+    """
+    state = work.state
+    notice = state.notice
+    if notice is not None and notice.due_ms is not None and not state.is_ending:
+        state = work.state = replace(state, leaving=notice.leaving, phase=Phase.LEAVING)
+    if state.is_ending and state.has_workers:
+        end_kept(work, charged)
+        return
+    round_ = state.assignment.round if state.assignment else None
+    if round_ is not None:
+        work.do(StopStoreHost(round_))
+    if state.leaving is not None:
+        work.do(SayLeave(state.run, state.leaving, round_))
+        outcome = Outcome(state.leaving.exit_code, state.leaving.reason)
+        _exit(work, state.outcome or outcome)
+    elif state.outcome is not None:
+        _exit(work, state.outcome)
+    else:
+        work.state = replace(
+            state,
+            phase=Phase.JOINING,
+            left_round=round_,
+            store_host_due_ms=None,
+            notice=None,
+        )
+        work.do(rejoin(work.state))
+
+
+def rejoin(state: AgentState) -> SayJoin:
+    """Return the join request of a node whose workers are not part of any round."""
+    fenced = state.fenced and not state.failures
+    kept = () if state.ending_kept else state.kept
+    return SayJoin(state.run, state.left_round, state.failures, fenced, state.moved, kept)
+
+
+def _exit(work: Draft, outcome: Outcome) -> None:
+    work.state = replace(work.state, phase=Phase.ENDED, outcome=outcome)
+    work.do(Exit(outcome))
