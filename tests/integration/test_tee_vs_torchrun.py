@@ -13,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.output.tee import Stream, Tee, line_prefix, parse_filters, parse_ranks, route
+from rdzv.agent.output.console_tee import (
+    Stream,
+    Tee,
+    line_prefix,
+    parse_filters,
+    parse_ranks,
+    route,
+)
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -213,7 +220,7 @@ def test_the_cases_have_something_to_compare(torchruns: dict[str, Result]) -> No
 FLOOD = r"""
 import asyncio, os, resource, sys
 from pathlib import Path
-from rdzv.agent.output.tee import Stream, Tee
+from rdzv.agent.output.console_tee import Stream, Tee
 
 async def main():
     tee = Tee(1, 2)

@@ -24,9 +24,9 @@ from cluster import BIN, alive, cluster
 from rdzv.agent.core.model import Assignment, Job
 from rdzv.agent.launch.launch import EventSink, Launch, Output
 from rdzv.agent.output import logs_specs
+from rdzv.agent.output.console_tee import Stream, Tee
 from rdzv.agent.output.logs_specs import LogsSpecs
 from rdzv.agent.output.run_files import RoundOutput
-from rdzv.agent.output.tee import Stream, Tee
 from rdzv.agent.system import side_process
 from rdzv.agent.system.side_process import SideProcess
 from rdzv.agent.workers import event_log

@@ -10,7 +10,7 @@ CONNECTIONS = "rendezvous/rdzv/server/sessions/connections.py"
 NODE_COMMANDS = "rendezvous/rdzv/server/sessions/commands_from_nodes.py"
 NODE_JOBS = "rendezvous/rdzv/server/sessions/node_jobs.py"
 RECOVERY = "rendezvous/rdzv/server/sessions/recovery.py"
-REPORTS = "rendezvous/rdzv/server/sessions/reports.py"
+REPORTS = "rendezvous/rdzv/server/sessions/reports_from_nodes.py"
 QUARANTINE_TESTS = (
     "tests/unit/core/fleet/test_quarantine.py tests/unit/server/test_quarantine_of_jobs.py"
 )

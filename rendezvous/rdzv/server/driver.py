@@ -40,7 +40,7 @@ from rdzv.server.sessions.connections import Connections
 from rdzv.server.sessions.leases import Leases
 from rdzv.server.sessions.node_jobs import NodeJobs
 from rdzv.server.sessions.recovery import Recovery
-from rdzv.server.sessions.reports import Reports
+from rdzv.server.sessions.reports_from_nodes import Reports
 from rdzv.server.sessions.streams import Streams
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_interface import Figures, Meter

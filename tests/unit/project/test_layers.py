@@ -92,7 +92,7 @@ RULES = (
             "server/__main__.py",
             *("view/from_messages.py", "client.py", "transport/*.py"),
             # The agent's reports and node only pass on messages that its link has encoded.
-            *("agent/server_link/*.py", "agent/job/reports.py", "agent/node/node.py"),
+            *("agent/server_link/*.py", "agent/job/reports_to_server.py", "agent/node/node.py"),
             *("torchrun/*.py", "torchrun.py"),
             "v1/*.py",
         ),

@@ -23,7 +23,7 @@ from rdzv.agent.launch.launch import (
     count_devices,
 )
 from rdzv.agent.launch.numa import NumaBinding
-from rdzv.agent.output.tee import parse_filters, parse_ranks
+from rdzv.agent.output.console_tee import parse_filters, parse_ranks
 from rdzv.core.model import Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.launch_options import declared_flags, flags

@@ -23,7 +23,7 @@ from rdzv.agent.job.context import JobContext
 from rdzv.agent.job.copies_of_snapshots import CopiesOfSnapshots
 from rdzv.agent.job.decisions import Decisions
 from rdzv.agent.job.event_log_lines import log_event
-from rdzv.agent.job.reports import Belief, Reports
+from rdzv.agent.job.reports_to_server import Belief, Reports
 from rdzv.agent.job.round import Round
 from rdzv.agent.job.runner_event_router import RunnerEventRouter
 from rdzv.agent.job.snapshots_on_disk import SnapshotsOnDisk

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.job.notice_file import NoticeFile
-from rdzv.agent.job.reports import Reports
+from rdzv.agent.job.reports_to_server import Reports
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.arrival_watch import ArrivalWatch
 from rdzv.agent.observers.gpu_watch import GpuWatch

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rdzv.agent.launch.launch import NO_FILES, Launch
+from rdzv.agent.output.console_tee import Stream
 from rdzv.agent.output.run_files import RoundOutput, WorkerOutput
-from rdzv.agent.output.tee import Stream
 from rdzv.agent.system.side_process import Message, SideProcess
 from rdzv.errors import InvalidRequestError
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import NO_FILES, Output
-from rdzv.agent.output.tee import Stream, route
+from rdzv.agent.output.console_tee import Stream, route
 from rdzv.agent.system.accounts import Identity, acting_as
 from rdzv.structs import struct
 

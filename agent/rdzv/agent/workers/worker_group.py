@@ -12,6 +12,7 @@ from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch import numa
 from rdzv.agent.launch.launch import NO_FILES, Launch, check_startable
 from rdzv.agent.observers.collective_records import with_hook
+from rdzv.agent.output.console_tee import Stream, Tee, line_prefix
 from rdzv.agent.output.logs_specs import LogsSpecs
 from rdzv.agent.output.run_files import (
     RoundOutput,
@@ -21,7 +22,6 @@ from rdzv.agent.output.run_files import (
     Written,
     usual_output,
 )
-from rdzv.agent.output.tee import Stream, Tee, line_prefix
 from rdzv.agent.runner.requests import WorkerSpec, ZygoteSpec
 from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside
 from rdzv.agent.workers import warm

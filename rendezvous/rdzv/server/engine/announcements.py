@@ -1,4 +1,4 @@
-"""Computes the messages to send to nodes from states and events. All functions are pure.
+"""Decides what nodes are told: messages computed from states and events. Pure functions.
 
 `after_step` serves nodes that are connected when an event happens; `missed` serves a node that
 reconnects. A node may receive the same message from both.

@@ -15,9 +15,9 @@ import pytest
 
 from rdzv.agent.cli.options import parse_launch
 from rdzv.agent.core.model import Assignment
-from rdzv.agent.output import tee as tee_module
+from rdzv.agent.output import console_tee as tee_module
+from rdzv.agent.output.console_tee import Stream, Tee, line_prefix, parse_filters, parse_ranks
 from rdzv.agent.output.tailed_file import TailedFile
-from rdzv.agent.output.tee import Stream, Tee, line_prefix, parse_filters, parse_ranks
 from rdzv.agent.system import file_watches
 from rdzv.agent.system.inotify import Inotify
 from rdzv.agent.workers.worker_group import DRAIN_TIMEOUT_S, LocalWorkerGroup
