@@ -581,6 +581,14 @@ def test_a_signal_is_passed_on_to_the_workers_and_said_at_once(name: str) -> Non
     assert outcome_of(told) == Outcome(130, "its agent received SIGINT")
 
 
+def test_a_node_that_leaves_while_there_is_no_server_says_that_nobody_knows() -> None:
+    node = running()
+    node.hear(events.ServerLost("connection refused"), signalled(SIGINT))
+    text = outcome_of(node.hear(gone())).text
+    assert text.startswith("its agent received SIGINT; no server could be told")
+    assert "(connection refused)" in text
+
+
 def test_a_second_signal_cuts_the_grace_short() -> None:
     node = running()
     node.hear(signalled(SIGINT))

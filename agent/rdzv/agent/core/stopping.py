@@ -82,8 +82,7 @@ def conclude(work: Draft, charged: tuple[int, ...] = ()) -> None:
         work.do(StopStoreHost(round_))
     if state.leaving is not None:
         work.do(SayLeave(state.run, state.leaving, round_))
-        outcome = Outcome(state.leaving.exit_code, state.leaving.reason)
-        _exit(work, state.outcome or outcome)
+        _exit(work, state.outcome or _left(state, state.leaving))
     elif state.outcome is not None:
         _exit(work, state.outcome)
     else:
@@ -107,3 +106,14 @@ def rejoin(state: AgentState) -> SayJoin:
 def _exit(work: Draft, outcome: Outcome) -> None:
     work.state = replace(work.state, phase=Phase.ENDED, outcome=outcome)
     work.do(Exit(outcome))
+
+
+def _left(state: AgentState, leaving: Leaving) -> Outcome:
+    """Return the outcome of a node that has left, perhaps unheard by any server."""
+    reason = leaving.reason
+    if state.disconnected_since_ms is not None and state.assignment is not None:
+        reason += (
+            f"; no server could be told ({state.disconnected_reason}), so the job waits until one "
+            "notices that this node is gone"
+        )
+    return Outcome(leaving.exit_code, reason)
