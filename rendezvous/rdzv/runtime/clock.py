@@ -55,13 +55,17 @@ class MonotonicClock:
 
 
 class Timer:
-    """A timer that can be rearmed. It passes its due time to the callback."""
+    """A timer that can be rearmed. It passes the callback the time from which it counts as late.
+
+    This is its due time or, if that had passed when the timer was set, the time of the setting.
+    """
 
     def __init__(self, clock: Clock, callback: Callable[[int], None]) -> None:
         self._clock = clock
         self._callback = callback
         self._pending: Cancellable | None = None
         self._due_ms: int | None = None
+        self._set_ms = 0
 
     @property
     def due_ms(self) -> int | None:
@@ -74,7 +78,7 @@ class Timer:
             return
         self.cancel()
         if at_ms is not None:
-            self._due_ms = at_ms
+            self._due_ms, self._set_ms = at_ms, self._clock.now_ms()
             self._pending = self._clock.call_at(at_ms, self._fire)
 
     def arm_by(self, at_ms: int) -> None:
@@ -91,7 +95,7 @@ class Timer:
         due_ms = self._due_ms
         self._pending = self._due_ms = None
         if due_ms is not None:
-            self._callback(due_ms)
+            self._callback(max(due_ms, self._set_ms))
 
 
 class LoopWatch:

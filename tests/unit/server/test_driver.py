@@ -1003,6 +1003,22 @@ async def test_a_pause_of_the_server_proves_nothing(caplog: pytest.LogCaptureFix
         assert n2.open
 
 
+async def test_a_deadline_that_passed_in_a_pause_is_kept_while_steps_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each step sets the job's timer to the deadline again, which is no other pause."""
+    async with server() as s:
+        n1 = await s.connect("n1")
+        await s.join(n1, (1, 2))
+        await s.clock.pause(31_000)
+        for number in range(10):
+            offer = Offer("10.0.0.1", 2, machine="m1", store_port=5_000 + number)
+            await s.driver.commands.hear(n1, "job-7", join(n1, (1, 2), offer=offer))
+            await s.clock.pause(400)
+        assert caplog.text.count("was blocked for") == 1
+        assert any(isinstance(message, Assignment) for message in read(n1))
+
+
 async def test_an_attempt_to_connect_during_a_pause_is_no_return_and_no_departure() -> None:
     """The node gave up waiting for a Welcome, and retries a little later."""
     async with server() as s:
