@@ -6,8 +6,9 @@
     RUNTIME_DIR/runners/*.sock      the sockets of its runners
 
 The agent that holds the lock on the runtime directory knows that the previous one is gone. If it
-can adopt a runner, it continues as the same instance: the server sees a node that was away and is
-back, and nothing is re-formed. Otherwise it is a new instance, as after a reboot.
+can adopt a runner (the runner's half is `rdzv.agent.runner.agent_replacement`), it continues as the
+same instance: the server sees a node that was away and is back, and nothing is re-formed. Otherwise
+it is a new instance, as after a reboot.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class RunnerAdoption:
                 self._write()
             except OSError as error:
                 log.warning(
-                    "cannot write %s: %s; if this agent crashes, the next one will be another "
+                    "cannot write %s: %s; if this agent crashes, the next one must join as a new "
                     "instance", self._file, error)  # fmt: skip
 
     # ------------------------------------------------------------------ runners
@@ -126,7 +127,7 @@ class RunnerAdoption:
         except NotAdoptableError as error:
             self._tell_left(path, str(error))
         except OSError as error:
-            log.error("processes of the dead runner of %s may still run: %s", path, error)
+            log.error("cannot check for processes left by the dead runner of %s: %s", path, error)
         return None
 
     def _adopt(self, found: FoundRunner, former: Instance | None) -> AdoptedRunner | None:

@@ -2,7 +2,7 @@
 
 When the agent's end of the socket closes, everything is killed at once, unless the agent has asked
 the runner to *serve*. In that case the runner listens on a socket, where a process of the same user
-may connect and *adopt* it:
+may connect and *adopt* it (the agent's half is `rdzv.agent.handover.runner_adoption`):
 
     next agent  ── connects ──▶  hello {version, pid, round, last_round, workers, store_hosts,
                                         zygote, kept}

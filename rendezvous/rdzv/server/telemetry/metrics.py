@@ -115,8 +115,8 @@ class Metrics(Meter, Collector):
         """The tallies of jobs that have ended, in the order in which they ended."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-        self._count_events(self._registry)
-        self._count_server(self._registry)
+        self._add_event_counters(self._registry)
+        self._add_server_counters(self._registry)
         about = Gauge(
             "rdzv_build_info",
             "1; the labels describe this server.",
@@ -129,7 +129,7 @@ class Metrics(Meter, Collector):
         """Add metrics for this process and its interpreter."""
         add_process(self._registry)
 
-    def _count_events(self, registry: CollectorRegistry) -> None:
+    def _add_event_counters(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, registry=registry)
         seconds = partial(Histogram, buckets=_SECONDS, registry=registry)
         self._runs_ended = counter(
@@ -185,7 +185,7 @@ class Metrics(Meter, Collector):
         ):
             _begin(metric, values)
 
-    def _count_server(self, registry: CollectorRegistry) -> None:
+    def _add_server_counters(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, registry=registry)
         histogram = partial(Histogram, registry=registry)
         self._commits = histogram(
