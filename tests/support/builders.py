@@ -24,6 +24,7 @@ from rdzv.core.commands import (
 from rdzv.core.events import Event
 from rdzv.core.explain import job_state, view, waiting_reason
 from rdzv.core.invariants import violations
+from rdzv.core.life.leaving import any_seat_has_deadline, seats_with_deadline
 from rdzv.core.life.restoring import restore
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import (
@@ -286,6 +287,8 @@ def check_step(before: State, command: Command, transition: Transition, now_ms: 
     wake_at_ms = transition.wake_at_ms
     if wake_at_ms is not None and wake_at_ms <= now_ms:
         raise BrokenPromiseError(f"busy loop: wakes at {wake_at_ms}, and it is {now_ms}")
+    if any_seat_has_deadline(after) != any(seats_with_deadline(after)):
+        raise BrokenPromiseError(f"after {command} the seats with a deadline are miscounted")
     if transition.events and after == before:
         raise BrokenPromiseError(f"{command} changed nothing and said {transition.events}")
     if transition.ignored is not None:

@@ -62,13 +62,13 @@ from rdzv.core.life.forming import (
 )
 from rdzv.core.life.joining import join
 from rdzv.core.life.leaving import (
+    any_seat_has_deadline,
     away_seats_due,
     leave,
     mark_lost,
     release_away_seats,
     release_unstopped_seats,
     report_stuck,
-    seats_with_deadline,
     succeed,
 )
 from rdzv.core.life.operator_commands import restart, scale, stop
@@ -194,7 +194,7 @@ def _wake_at_ms(state: State, now_ms: int) -> int | None:
     due: list[int | None] = [due_ms for _, due_ms in away_seats_due(state)]
     if (unreported := unreported_seat_due(state)) is not None:
         due.append(unreported[1])
-    if state.stop_deadline_ms is not None and any(seats_with_deadline(state)):
+    if state.stop_deadline_ms is not None and any_seat_has_deadline(state):
         due.append(state.stop_deadline_ms)
     if membership.stopping and not state.seats:
         due.append(unheard_until_ms(state))

@@ -80,9 +80,22 @@ def a_server_takes_over_and_a_worker_has_failed(group: Group) -> None:
     assert group.round == 1
 
 
+def a_server_takes_over_and_no_node_returns(group: Group) -> None:
+    group.state = restore(group.state.membership, Tuning(), group.now_ms)
+    for name in group.names:
+        group.do(MarkLost(name, 1, "did not return"))
+    assert not group.state.seats
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "act", [all_fail, one_is_lost, a_server_takes_over_and_a_worker_has_failed]
+    "act",
+    [
+        all_fail,
+        one_is_lost,
+        a_server_takes_over_and_a_worker_has_failed,
+        a_server_takes_over_and_no_node_returns,
+    ],
 )
 def test_the_calls_of_a_step_do_not_grow_with_the_nodes(act: Callable[[Group], None]) -> None:
     def calls_for_each_node(nodes: int) -> float:

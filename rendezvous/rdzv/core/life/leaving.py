@@ -224,12 +224,23 @@ def away_seats_due(state: State) -> Iterable[tuple[str, int]]:
 def release_unstopped_seats(work: Draft) -> bool:
     """Give up a node that has not stopped its workers by the deadline."""
     deadline_ms = work.state.stop_deadline_ms
-    if deadline_ms is None or work.now_ms < deadline_ms:
+    if deadline_ms is None or work.now_ms < deadline_ms or not any_seat_has_deadline(work.state):
         return False
     for node_id in seats_with_deadline(work.state):
         give_up(work, node_id, "it did not stop its workers in time", stopped_late=True)
         return True
     return False
+
+
+def any_seat_has_deadline(state: State) -> bool:
+    """Return whether `seats_with_deadline` yields any, by counts, as each step asks for it.
+
+    After a takeover of the server, thousands of nodes may be away, and all may have been promised
+    more time.
+    """
+    stuck = sum(node_id in state.away for node_id in state.stuck)
+    promised = len(state.away) - state.hasty - state.unready - stuck
+    return len(state.seats) > promised
 
 
 def seats_with_deadline(state: State) -> Iterable[str]:
