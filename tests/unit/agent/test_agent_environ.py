@@ -155,3 +155,8 @@ def test_new_workers_are_told_which_snapshots_they_load(
     given: dict[str, Any], named: str | None
 ) -> None:
     assert environ(assignment=replace(LINE, **given)).get("RDZV_SNAPSHOT") == named
+
+
+def test_a_snapshot_of_the_worker_that_started_the_agent_is_not_handed_on() -> None:
+    found = environ({"RDZV_SNAPSHOT": "1:9:cafe", "RDZV_SNAPSHOT_ORIGIN": "1"})
+    assert found.keys().isdisjoint({"RDZV_SNAPSHOT", "RDZV_SNAPSHOT_ORIGIN"})

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 from rdzv.agent.core.model import Assignment
 
+_SNAPSHOT, _ORIGIN = "RDZV_SNAPSHOT", "RDZV_SNAPSHOT_ORIGIN"
+
 
 def worker_environ(
     base: Mapping[str, str],
@@ -26,7 +28,8 @@ def worker_environ(
 ) -> dict[str, str]:
     """Return the complete environment of one worker.
 
-    `base` is the agent's own environment. With `virtual_local_rank`, every worker is LOCAL_RANK 0
+    `base` is the agent's own environment; a snapshot that it names is not this job's, but that of
+    the worker that has started the agent. With `virtual_local_rank`, every worker is LOCAL_RANK 0
     and sees only the GPU that it would have picked. In addition to torchrun's variables, a worker
     gets RDZV_ROUND, which increases with every round of a job (TORCHELASTIC_RESTART_COUNT counts
     only failures); RDZV_PROGRESS_FILE, where it may report progress; and RDZV_NOTICE_FILE, which
@@ -34,7 +37,7 @@ def worker_environ(
     files. For the worker library, RDZV_SNAPSHOT names the snapshots that new workers load from
     memory, and RDZV_SNAPSHOT_ORIGIN names the oldest lineage that is not outdated.
     """
-    environ = dict(base)
+    environ = {name: base[name] for name in base if name not in (_SNAPSHOT, _ORIGIN)}
     environ.update(
         LOCAL_RANK=str(local_rank),
         RANK=str(assignment.rank_first + local_rank),
@@ -57,8 +60,8 @@ def worker_environ(
         RDZV_NOTICE_FILE=notice_file,
     )
     if (snapshot := _snapshot(assignment)) is not None:
-        environ["RDZV_SNAPSHOT"] = snapshot
-        environ["RDZV_SNAPSHOT_ORIGIN"] = str(assignment.origin)
+        environ[_SNAPSHOT] = snapshot
+        environ[_ORIGIN] = str(assignment.origin)
     environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if local_world_size > 1:
         environ.setdefault("OMP_NUM_THREADS", "1")
