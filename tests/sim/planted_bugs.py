@@ -1284,7 +1284,7 @@ MUTANTS = (
     Mutant(
         "after a take-over there is no grace",
         "nodes._expect",
-        "        until_ms=now_ms + nodes.tuning.takeover_grace_ms,\n        firm=True,",
+        "        until_ms=now_ms + grace_ms,\n        firm=True,",
         "        until_ms=now_ms + 1_000,\n        firm=True,",
     ),
     Mutant(

@@ -6,13 +6,13 @@ agent differ in one respect. The workers of a foreground agent die with it, so i
 for `reconnect_grace_ms`. A daemon's workers live on, so it may be absent for the length of a lease.
 
 Silence while the server could not receive proves nothing. After a takeover (`Expect`) or a pause of
-the server itself (`Pause`), no node is lost before `takeover_grace_ms` has passed, or while
-expected nodes are still coming back one after another, because thousands of them take a while. A
-node counts as back once it has responded to the Welcome; a node that gave up waiting for a busy
-server's Welcome is still coming back. Nor does silence from all nodes at once prove anything, if
-there are at least two: the server itself is more likely to be cut off, and if all nodes have died,
-none is left to take their seats. So while no node at all is heard, leases remain valid for
-`takeover_grace_ms`.
+the server itself (`Pause`), no node is lost before `takeover_grace_ms` has passed, or longer after
+a takeover with thousands of nodes (`takeover_grace_for`); nor while expected nodes are still coming
+back one after another, because that takes a while. A node counts as back once it has responded to
+the Welcome; a node that gave up waiting for a busy server's Welcome is still coming back. Nor does
+silence from all nodes at once prove anything, if there are at least two: the server itself is more
+likely to be cut off, and if all nodes have died, none is left to take their seats. So while no node
+at all is heard, leases remain valid for `takeover_grace_ms`.
 
 Each node_id belongs to one instance at a time; a new one takes over only once the old one's stream
 has ended. A node may *fence* itself: it kills its own workers a fixed time after the server is last
@@ -46,7 +46,7 @@ AMPLE_MS = 10_000
 ARRIVALS_QUIET_MS = 10_000
 """The server is assumed to be slow if nodes come back less than this far apart after a takeover."""
 ARRIVALS_GRACES = 4
-"""The maximum time for which this is assumed, as a multiple of `takeover_grace_ms`."""
+"""The maximum time for which this is assumed, as a multiple of `takeover_grace_for`."""
 
 FENCE_MARGIN_MS = 1_000
 """A node must fence itself this long before it is given up, because killing takes a moment."""
@@ -73,6 +73,8 @@ class NodesTuning:
     """The number of heartbeats that a node sends within a short lease; see `interval_for`."""
     reconnect_grace_ms: int = 250
     takeover_grace_ms: int = 30_000
+    return_ms: int = 5
+    """The time that each node's return may take if all nodes reconnect after a takeover."""
     lease_grows_by: float = 1.5
     """A lease is replaced only once the suitable one is this many times as long, because every new
     node changes the suitable length slightly."""
@@ -98,6 +100,14 @@ class NodesTuning:
         """
         often_ms = lease_ms // self.heartbeats_per_lease
         return max(often_ms, min(lease_ms - AMPLE_MS, lease_ms // 2))
+
+    def takeover_grace_for(self, nodes: int) -> int:
+        """Return how long, in ms, the given number of nodes may take until one is given up.
+
+        >>> [NodesTuning().takeover_grace_for(nodes) for nodes in (1, 6_000, 10_000)]
+        [30000, 30000, 50000]
+        """
+        return max(self.takeover_grace_ms, nodes * self.return_ms)
 
     def quiet_for(self, lease_ms: int) -> int:
         """Return how long, in ms, all nodes with this lease may be silent before it is suspicious.
@@ -234,6 +244,8 @@ class Expect:
     incarnation: int
     instance: str = ""
     fence_after_ms: int = 0
+    nodes: int = 1
+    """The number of nodes that are expected together with this one, including it."""
 
 
 @struct(frozen=True)
@@ -544,6 +556,7 @@ def _expect(nodes: Nodes, command: Expect, now_ms: int) -> NodesTransition:
     old = nodes.records.get(command.node_id)
     if old is not None and (old.instance or old.incarnation >= command.incarnation):
         return NodesTransition(nodes)
+    grace_ms = nodes.tuning.takeover_grace_for(command.nodes)
     record = NodeRecord(
         node_id=command.node_id,
         instance="",
@@ -556,10 +569,10 @@ def _expect(nodes: Nodes, command: Expect, now_ms: int) -> NodesTransition:
         heard_ms=now_ms,
         lease_ms=nodes.tuning.lease_ms,
         fence_after_ms=command.fence_after_ms,
-        until_ms=now_ms + nodes.tuning.takeover_grace_ms,
+        until_ms=now_ms + grace_ms,
         firm=True,
         expected_instance=command.instance,
-        returns_until_ms=now_ms + ARRIVALS_GRACES * nodes.tuning.takeover_grace_ms,
+        returns_until_ms=now_ms + ARRIVALS_GRACES * grace_ms,
     )
     return NodesTransition(_put(nodes, record))
 

@@ -70,7 +70,10 @@ class Recovery:
                 continue
             self._node_jobs.add(job, node_id)
             fence_ms = instance.fence_after_ms
-            self._leases.step(nodes.Expect(node_id, seat.incarnation, instance.id, fence_ms))
+            expected = nodes.Expect(
+                node_id, seat.incarnation, instance.id, fence_ms, nodes=len(job.state.seats)
+            )
+            self._leases.step(expected)
             self._node_jobs.mark_soon(node_id, [job.rdzv_id])
         for node_id in (*job.state.placed, *unheard(job.state)):
             self._node_jobs.add(job, node_id)

@@ -231,7 +231,8 @@ class Lease(Table, frozen=True):
     takeover_grace: Annotated[Duration, _sets(
         "tuning.takeover_grace_ms", "nodes_tuning.takeover_grace_ms", ge=5, le=HOUR, reason="""
         How long the server gives up no silent node after its start, a takeover or a pause. Nodes
-        try to reconnect at least every 5 s.""")]
+        try to reconnect at least every 5 s. After a start or a takeover with more than 6,000 nodes
+        it is longer: 5 ms for each.""")]
     reconnect_grace: Annotated[Duration, _sets(
         "tuning.reconnect_grace_ms", "nodes_tuning.reconnect_grace_ms", ge=0, le=MINUTE, reason="""
         How long the seat of an rdzvrun is kept after its stream ended: its workers die with it, so

@@ -302,6 +302,15 @@ def test_after_a_take_over_nobody_is_lost_for_takeover_grace() -> None:
     assert isinstance(lost, NodeLost) and lost.incarnation == 7
 
 
+def test_ten_thousand_nodes_have_longer_before_the_first_of_them_has_come_back() -> None:
+    fleet = Fleet()
+    fleet.do(Expect("n1", 7, nodes=10_000))
+    fleet.pass_until(49_999)
+    assert not fleet.lost
+    fleet.pass_until(50_000)
+    assert fleet.lost == ["n1"]
+
+
 def test_while_those_who_were_expected_still_come_back_nobody_is_lost() -> None:
     """Thousands that reconnect at once take longer than takeover_grace: the server is slow."""
     fleet = Fleet()
