@@ -130,7 +130,9 @@ def test_its_stream_is_by_tls(tmp_path: Path, trusts: str, trouble: str) -> None
         server.stop(None).wait()
 
 
-def test_since_when_there_is_no_server_does_not_move_while_there_is_none() -> None:
+def test_since_when_there_is_no_server_does_not_move_while_there_is_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     news = threading.Condition(threading.RLock())
     nobody = (Endpoint("127.0.0.1", 9),)
     stream = NodeStream(nobody, PLAIN, pb.Hello(), news, list, lambda message: None)
@@ -140,6 +142,10 @@ def test_since_when_there_is_no_server_does_not_move_while_there_is_none() -> No
     stream.apart_since_s = None
     stream.note_lost("it is gone", again=False)
     assert stream.apart_since_s is not None
+    assert not caplog.records  # Its successor may answer at once.
+    stream.note_lost("it is gone", again=True)
+    stream.note_lost("it is gone", again=True)
+    assert len(caplog.records) == 1
 
 
 def test_everything_in_rdzv_conf_has_its_effect() -> None:

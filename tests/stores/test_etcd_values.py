@@ -6,15 +6,17 @@ import random
 import zlib
 from pathlib import Path
 
+import grpc
 import pytest
 from etcd_cluster import openssl
 
 from rdzv.core.model import Membership, Offer, Participant, Round, Settings
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
-from rdzv.stores import codec, etcd
+from rdzv.stores import codec, etcd, etcd_errors
 from rdzv.stores.base import Record
 from rdzv.stores.etcd_client import MAX_REQUEST_BYTES, EtcdClient
 from rdzv.stores.etcd_config import EtcdConfig
+from rdzv.stores.etcd_errors import RefusedError
 from rdzv.stores.etcd_login import Login
 from rdzv.stores.etcd_wire import CHANNEL_OPTIONS
 from rdzv.structs import replace
@@ -49,6 +51,23 @@ def test_endpoints_that_can_not_be_used_are_named(endpoints: str, says: str) -> 
     with pytest.raises(InvalidRequestError) as refused:
         EtcdConfig.parse(endpoints)
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "says"),
+    [
+        ("UNAUTHENTICATED", "etcdserver: authentication failed, bad password", "or its password"),
+        ("FAILED_PRECONDITION", "etcdserver: authentication is not enabled", "leave out user and"),
+        ("PERMISSION_DENIED", "etcdserver: permission denied", "user 'ada' may not read it"),
+        ("UNIMPLEMENTED", "unknown service", "what listens there is no etcd v3"),
+        ("OUT_OF_RANGE", "etcdserver: mvcc: required revision", "etcdserver: mvcc: required"),
+    ],
+)
+def test_a_refusal_says_what_to_change(status: str, said: str, says: str) -> None:
+    config = replace(GOOD, user="ada", password="x")
+    mistake = etcd_errors.mistake(config, RefusedError("", grpc.StatusCode[status], said))
+    assert mistake.startswith(f"{config.place}: ")
+    assert says in mistake
 
 
 @pytest.mark.parametrize(

@@ -827,8 +827,8 @@ async def test_a_disk_without_room_is_named_whether_there_is_data_or_not(
     config = Config(Listen("127.0.0.1", 0), tmp_path)
     assert (await offline.check(config)).problems == ()
 
-    def full(**_: object) -> typing.NoReturn:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full(**_: object) -> typing.IO[bytes]:
+        return Path("/dev/full").open("wb")
 
     def no_notes(path: Path, mode: str) -> sqlite3.Connection:
         raise sqlite3.OperationalError("disk I/O error")

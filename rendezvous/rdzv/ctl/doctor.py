@@ -209,9 +209,7 @@ def _judge_clock(address: str, ahead_ms: float, took_ms: float) -> Finding:
 # ---------------------------------------------------------------------- the nodes
 
 
-def check_nodes(
-    nodes: Sequence[Node], reach: Callable[[str, int], str] | None = None
-) -> Iterator[Finding]:
+def check_nodes(nodes: Sequence[Node], reach: Callable[[str, int], str]) -> Iterator[Finding]:
     """Check the nodes that the server knows; `reach` tries a port and returns any error."""
     if not nodes:
         yield _warning(
@@ -230,7 +228,7 @@ def check_nodes(
         versions = listed(dict.fromkeys(f"{n.node_id} ({n.agent_version})" for n in old))
         yield _warning("version", f"different from this rdzvctl's {VERSION}: {versions}")
     for node in nodes:
-        if reach is not None and node.metrics and node.state == "connected":
+        if node.metrics and node.state == "connected":
             host, _, port = node.metrics.rpartition(":")
             if error := reach(host.strip("[]"), int(port)):
                 text = f"{node.metrics} cannot be reached from here: {error}"

@@ -25,6 +25,7 @@ from rdzv.agent.output.run_files import RoundOutput, WorkerOutput, Written
 from rdzv.agent.runner.linux.boottime import boottime_ms
 from rdzv.agent.server_link import encoding, fence_proofs, outbox
 from rdzv.agent.server_link import link as server_link
+from rdzv.agent.server_link.fence_proofs import FenceProofs
 from rdzv.agent.server_link.link import FINAL_REFUSALS, Identity, ServerLink
 from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.client import Endpoint, parse_endpoint
@@ -434,6 +435,14 @@ async def test_without_a_fence_no_answer_is_asked_for(server: Server) -> None:
         talk, hello = await server.greet(interval_ms=100)
         assert hello.fence_after_ms == 0
         assert [await talk.heartbeat() for _ in range(2)] == [0, 0]
+
+
+def test_without_a_fence_no_silence_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are also asked for to learn the server's clock."""
+    monkeypatch.setattr(fence_proofs, "boottime_ms", itertools.count(0, 60_000).__next__)
+    proofs = FenceProofs({"job-7": Job()})
+    asking = pb.NodeMessage(heartbeat=pb.Heartbeat(number=1))
+    assert [proofs.note_sent(asking) for _ in range(3)] == [False] * 3
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -252,6 +253,27 @@ def test_an_import_that_uses_a_device_is_refused(
         zygote_module.RefusedError, match=f"import plugin {how} a device, .*{device}"
     ):
         zygote_module.check_forkable("plugin", 1, set())
+
+
+def test_a_torch_that_computes_wrong_sums_in_a_fork_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Ones:
+        T = None
+
+        def __matmul__(self, _: object) -> Ones:
+            return self
+
+        def sum(self) -> SimpleNamespace:
+            return SimpleNamespace(item=lambda: 7)
+
+    threads: list[int] = []
+    torch = SimpleNamespace(
+        get_num_threads=lambda: 1, set_num_threads=threads.append, ones=lambda *_: Ones()
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    assert zygote_module._compute() == "torch computes a wrong sum"
+    assert threads == [2]
 
 
 def test_mapped_files_are_found() -> None:

@@ -23,7 +23,7 @@ from rdzv.agent.runner.child_exits import Children
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.requests import RequestError
 from rdzv.agent.runner.snapshot_copies import SnapshotCopies
-from rdzv.agent.runner.snapshot_slots import SavedSnapshot, SnapshotSlots
+from rdzv.agent.runner.snapshot_slots import MAX_SLOT_BYTES, SavedSnapshot, SnapshotSlots
 from tests.unit.agent.test_runner_snapshot_slots import MIB, Agent, Link
 from tests.unit.agent.test_snapshot_carrier import SIZE, asked, snapshot
 
@@ -313,14 +313,30 @@ def test_an_older_agent_hears_nothing_of_copies(pair: tuple[Node, Node]) -> None
     assert two.said == {"type": "snapshots_held", "snapshots": []}
 
 
+def wanted(size: int) -> dict[str, Any]:
+    """Return a source with one snapshot of this size, all the rest of which is in order."""
+    text = dict.fromkeys(("node_id", "address", "token", "fingerprint"), "x")
+    mark = {"lineage": 1, "step": 40, "series": "a", "shards": 1, "world_size": 2}
+    snapshot = {"local_rank": 0, "copy_of": 1, "shard": 0, "mark": mark, "bytes": size}
+    return {**text, "port": 1, "snapshots": [{**snapshot, "digest": ""}]}
+
+
 @pytest.mark.parametrize(
-    "request_", [{}, {"mark": {}, "sources": []}, {"mark": {}, "sources": [{"node_id": 1}]}]
+    ("sources", "reason"),
+    [
+        (None, "sources"),
+        ([], "sources: expected 1 to"),
+        ([{"node_id": 1}], "node_id"),
+        (["n1"], "sources: expected objects, got 'n1'"),
+        ([wanted(0)], "bytes: expected 1 to .* got 0"),
+        ([wanted(MAX_SLOT_BYTES + 1)], "bytes: expected 1 to"),
+    ],
 )
 def test_a_request_that_makes_no_sense_is_refused(
-    pair: tuple[Node, Node], request_: dict[str, Any]
+    pair: tuple[Node, Node], sources: object, reason: str
 ) -> None:
-    with pytest.raises(RequestError):
-        pair[0].copies.fetch(request_)
+    with pytest.raises(RequestError, match=reason):
+        pair[0].copies.fetch({"mark": {}, "sources": sources})
 
 
 def test_links_offer_copies_to_workers_that_know_them(pair: tuple[Node, Node]) -> None:

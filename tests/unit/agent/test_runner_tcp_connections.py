@@ -54,6 +54,14 @@ def test_an_address_of_ipv4_in_ipv6_is_the_same(stack: ExitStack) -> None:
     client = connected(stack, socket.AF_INET, "127.0.0.1")
     port = client.getpeername()[1]
     assert live(("::ffff:127.0.0.1", port)) == ("127.0.0.1", port)
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("there is no IPv6 here")
+    both = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    stack.enter_context(both)
+    visitor = stack.enter_context(socket.create_connection(("127.0.0.1", both.getsockname()[1])))
+    accepted = stack.enter_context(both.accept()[0])
+    assert accepted.getpeername()[0] == "::ffff:127.0.0.1"
+    assert live(visitor.getsockname()) == visitor.getsockname()
 
 
 def test_another_process_is_looked_at_and_one_that_is_gone_is_an_error() -> None:

@@ -539,6 +539,11 @@ def test_the_invariants_see_every_broken_promise() -> None:
     assert "durability: run uid" in broken(state, replace(membership, run="another"))
     spent = replace(state, membership=replace(membership, restarts=(1,)))
     assert broken(spent, membership) == ["durability: a spent restart was forgotten"]
+    later = replace(membership, restarts=(2,))
+    assert broken(spent, later) == ["durability: a spent restart was forgotten"]
+    assert violations(state, replace(state, hasty=1)) == [
+        "presence: the nodes whose grace a round's end shortens are miscounted"
+    ]
     twice = replace(state, waiting={"n1": next(iter(job_with("n1").state.waiting.values()))})
     assert "presence: a node has two places at once" in violations(state, twice)
     unseated = replace(state, seats={"n1": state.seats["n1"]})

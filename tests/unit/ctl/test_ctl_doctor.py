@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_control import FakeControl, serving
@@ -162,7 +164,7 @@ def test_nodes_are_judged_by_what_the_server_knows() -> None:
     assert any(text.endswith("n4 (0.0.1)") for text in texts)
     assert texts[-1] == "node n5: [::1]:9 cannot be reached from here: no route"
     assert tried == [("::1", 9)]
-    assert [f.verdict for f in doctor.check_nodes(())] == [WARNING]
+    assert [f.verdict for f in doctor.check_nodes((), reach)] == [WARNING]
 
 
 # ---------------------------------------------------------------------- two machines
@@ -229,6 +231,24 @@ def test_a_problem_is_exit_code_1_and_warnings_are_not(
         said = capsys.readouterr().out
     assert "/opt/python" in said
     assert code == (1 if "problem" in said else 0)
+
+
+@pytest.mark.parametrize(
+    ("of_server", "reached"),
+    [
+        ([Finding("server", OK, ""), Finding("clock", WARNING, "")], True),
+        ([Finding("server", PROBLEM, "")], False),
+    ],
+    ids=["its clock is wrong", "it does not answer"],
+)
+def test_a_server_is_asked_for_its_nodes_if_it_answers(
+    of_server: list[Finding], reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "check_machine", lambda _: ())
+    monkeypatch.setattr(doctor, "check_server", lambda _: of_server)
+    client: Any = SimpleNamespace(nodes=lambda: (NODE,))
+    findings = list(doctor.examine(client, Credentials(), "python", with_nodes=True))
+    assert any(finding.check == "nodes" for finding in findings) is reached
 
 
 @pytest.mark.parametrize("words", [["--reach", "n1"], ["--listen", "1", "--reach", "n1:1"]])

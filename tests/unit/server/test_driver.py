@@ -63,6 +63,7 @@ from rdzv.runtime.clock import Timer
 from rdzv.server.driver import Driver
 from rdzv.server.engine import announcements as told
 from rdzv.server.engine import decide_persist_publish as engine_module
+from rdzv.server.engine.store_availability import StoreState
 from rdzv.server.messages import (
     Announcement,
     Assignment,
@@ -747,6 +748,24 @@ async def test_who_has_become_another_before_its_join_is_stored_is_lost() -> Non
         assert names[-2:] == ["NodeJoined", "NodeLost"]
 
 
+def test_each_new_reason_for_which_the_store_is_away_is_shown() -> None:
+    shown: list[str | None] = []
+    state = StoreState(FakeClock(), 1_000, shown.append, lambda: None)
+    for why in ("no answer", "no answer", "it has no leader"):
+        state.failed(RendezvousConnectionError(why), 0, writes=False)
+    assert shown == [None, None]
+
+
+async def test_what_is_written_to_try_the_store_may_be_there_from_an_earlier_time() -> None:
+    async with server() as s:
+        await s.clock.advance(5_000)
+        for _ in range(2):
+            store = s.driver.store.state
+            store.failed(RendezvousConnectionError("no answer"), s.clock.now_ms(), writes=True)
+            await s.clock.advance(5_000)
+            assert not store.unwritable
+
+
 async def test_after_a_conflict_the_job_is_read_anew_and_who_is_not_in_it_says_hello_again() -> (
     None
 ):
@@ -772,6 +791,8 @@ async def test_a_reload_disturbs_no_running_worker(monkeypatch: pytest.MonkeyPat
         with pytest.raises(InvariantError, match=r"a bug in rdzvd.*Leave.*barrier: broken"):
             leave = Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "bye")
             await s.driver.engine.submit("job-7", leave)
+        timer = s.driver.jobs.in_memory["job-7"].timer
+        assert timer.due_ms == s.driver.jobs.retry_at_ms() > s.clock.now_ms()
         monkeypatch.undo()
         for _ in range(60):
             s.driver.connections.heard(n1)

@@ -26,6 +26,8 @@ class FakeElection:
         self.leader: Leader | None = None
         self.deposed: list[Leader] = []
         self.refusals: list[RendezvousConnectionError] = []
+        self.is_late = False
+        """Whether another server has changed the term, which is not seen here yet."""
         self._news = asyncio.Condition()
 
     async def become(self, leader: Leader | None) -> None:
@@ -42,6 +44,9 @@ class FakeElection:
         if self.refusals:
             raise self.refusals.pop()
         self.deposed.append(leader)
+        if self.is_late:
+            await asyncio.sleep(0)
+            return False
         await self.become(None)
         return True
 
@@ -116,6 +121,24 @@ async def test_one_whose_connection_ends_and_that_refuses_another_is_deposed(
         assert await suspects.get() == process.leader
         # No longer: another may lead.
         assert await suspects.get() is None
+        assert election.deposed == [process.leader]
+
+
+async def test_one_whose_term_another_server_has_changed_is_not_deposed_again(
+    process: Process,
+) -> None:
+    election = FakeElection()
+    election.is_late = True
+    async with probing(election) as suspects:
+        await election.become(process.leader)
+        connection = await process.accepted.get()
+        process.stop_listening()
+        connection.transport.abort()
+        assert await suspects.get() == process.leader
+        while not election.deposed:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
         assert election.deposed == [process.leader]
 
 

@@ -216,7 +216,10 @@ async def test_it_ends_with_its_time() -> None:
         await fails(s, n2, [n1])
         await live(s, 59_000, n1, n2)
         assert (await s.driver.views.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
-        await live(s, 2_000, n1, n2)
+        changes: list[str | None] = []
+        with s.driver.watchers.followed_by(changes.append):
+            await live(s, 2_000, n1, n2)
+        assert None in changes  # The list of nodes is shown anew.
         assert not await quarantined(s)
         assert (await s.driver.views.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
 

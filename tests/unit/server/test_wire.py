@@ -818,6 +818,12 @@ def test_status_carries_every_field_of_the_view() -> None:
         assert getattr(status.budgets, name) == getattr(VIEW.budgets, name)
 
 
+def test_a_line_counts_the_nodes_that_are_there_and_have_a_rank() -> None:
+    lost = replace(NODE, node_id="n2", state=NodeState.LOST)
+    without = replace(NODE, node_id="n3", state=NodeState.STOPPING, group_rank=None)
+    assert sent_line(replace(VIEW, nodes=(NODE, lost, without))).nodes == 1
+
+
 def test_a_budget_that_is_none_is_not_told() -> None:
     assert VIEW.budgets is not None
     open_ = replace(VIEW.budgets, max_preemptions=None, max_store_failures=None, furthest_step=None)

@@ -286,10 +286,11 @@ def _reset(connection: socket.socket) -> None:
             "a word that gRPC has not said before",
             "a word that gRPC has not said before",
         ),
+        (None, "no details given"),
     ],
 )
 def test_why_there_is_no_connection_is_said_without_what_grpc_puts_before_it(
-    details: str, reason: str
+    details: str | None, reason: str
 ) -> None:
     error = error_from_status(grpc.StatusCode.UNAVAILABLE, details, (), A, 5.0)
     assert str(error).startswith(f"cannot reach rdzvd at {A}: {reason}; check the address")

@@ -309,7 +309,7 @@ class SnapshotSlots:
 def _amount(count: int) -> str:
     """Format a number of bytes for a message.
 
-    >>> _amount(3_210_000_000), _amount(1_500_000)
-    ('3.2 GB', '1.5 MB')
+    >>> _amount(3_210_000_000), _amount(1_000_000_000), _amount(1_500_000)
+    ('3.2 GB', '1.0 GB', '1.5 MB')
     """
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

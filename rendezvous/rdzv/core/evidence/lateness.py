@@ -42,7 +42,7 @@ class GroupLook:
     per_second: float
     """The number of collectives that the group completes per second, including those not in this
     look."""
-    error_us: int | None = 0
+    error_us: int | None
     """The error between the clocks of different nodes, or None if unknown."""
 
 

@@ -67,6 +67,7 @@ TWO = {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
 def test_how_late_each_is(found: GroupLook, nodes: dict[int, str], late_ms: list[float]) -> None:
     seen = arrivals([found], nodes)
     assert [max(seen[rank].late_us) / MS for rank in sorted(seen)] == late_ms
+    assert {one.error_us for one in seen.values()} == {found.error_us or 0}
 
 
 def test_lateness_that_is_carried_on_counts_once() -> None:
@@ -78,16 +79,16 @@ def test_lateness_that_is_carried_on_counts_once() -> None:
 
 def test_a_rank_that_waits_for_another_itself_is_not_the_one() -> None:
     """RANK 1 delays RANK 0 in their group, so RANK 0 is late in its group with RANK 2."""
-    inner = GroupLook({n: {0: n * 100_000, 1: n * 100_000 + 30_000} for n in (1, 2, 3)}, 10.0)
-    outer = GroupLook({n: {0: n * 100_000 + 31_000, 2: n * 100_000} for n in (1, 2, 3)}, 10.0)
+    inner = GroupLook({n: {0: n * 100_000, 1: n * 100_000 + 30_000} for n in (1, 2, 3)}, 10.0, 0)
+    outer = GroupLook({n: {0: n * 100_000 + 31_000, 2: n * 100_000} for n in (1, 2, 3)}, 10.0, 0)
     seen = arrivals([inner, outer], ONE)
     assert seen[1].share > 0.2
     assert seen[0].share < 0.05
 
 
 def test_what_some_rank_is_missing_in_is_not_compared() -> None:
-    assert arrivals([GroupLook({1: {0: 0}, 2: {0: 1}}, 1.0)], ONE) == {}
-    assert arrivals([GroupLook({1: {0: 0, 1: 5}, 3: {0: 1, 1: 9}}, 1.0)], ONE) == {}
+    assert arrivals([GroupLook({1: {0: 0}, 2: {0: 1}}, 1.0, 0)], ONE) == {}
+    assert arrivals([GroupLook({1: {0: 0, 1: 5}, 3: {0: 1, 1: 9}}, 1.0, 0)], ONE) == {}
     assert arrivals([], ONE) == {}
 
 

@@ -28,6 +28,7 @@ from rdzv.core.model import (
     RecoveryReport,
     Result,
     Settings,
+    SnapshotMark,
     is_placeholder,
     placeholder,
 )
@@ -121,6 +122,12 @@ def test_a_round_that_is_not_known_goes_on_as_its_nodes_report_it():
     assert job.round.live
     assert not job.state.away
     assert not any(isinstance(event, RoundEnded | RoundCompleted) for event in job.events)
+
+
+def test_a_round_is_adopted_with_the_snapshot_that_its_workers_have_loaded():
+    round_ = adopted(snapshot=SnapshotMark(4, 50, "a"), snapshot_loads=2, origin=3, lineage=5).round
+    assert round_.snapshot == SnapshotMark(4, 50, "a")
+    assert (round_.snapshot_loads, round_.origin, round_.lineage) == (2, 3, 5)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (2, 0, 1)])
