@@ -30,10 +30,10 @@ from rdzv.server.driver import Driver
 from rdzv.server.http.listener import serving_http
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.grpc_listener import serving
-from rdzv.server.security.gate import Gate
+from rdzv.server.security.role_gate import Gate
 from rdzv.server.security.tls import Tls
 from rdzv.server.settings.config import Config, Limits, Timings, TlsFiles
-from rdzv.server.telemetry.metrics import Metrics
+from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.channels import Credentials, Metadata
 from rdzv.transport.endpoints import Listen

@@ -23,7 +23,7 @@ KEEPING_TESTS = (
     "tests/unit/core/test_kept_ranks.py "
     "tests/scenarios "
     "tests/unit/core/rounds/test_recovery_reports.py "
-    "tests/unit/server/test_announcements.py"
+    "tests/unit/server/test_announcements_to_nodes.py"
 )
 SNAPSHOT_TESTS = (
     "tests/unit/core/test_snapshots.py "
@@ -454,7 +454,7 @@ MUTANTS = (
         "after_step",
         "                yield from _superseded(before, event.round)",
         "                pass",
-        by="tests/unit/server/test_announcements.py",
+        by="tests/unit/server/test_announcements_to_nodes.py",
     ),
     # ---------------------------------------------------------- rendezvous: command rules
     Mutant(
@@ -854,13 +854,13 @@ MUTANTS = (
     ),
     Mutant(
         "keeping: nodes are not told who is kept",
-        "announcements._assignment",
+        "announcements_to_nodes._assignment",
         "        kept=participant.kept,\n",
         "",
     ),
     Mutant(
         "keeping: nodes are not told who is at fault",
-        "announcements.after_step",
+        "announcements_to_nodes.after_step",
         "replace(over, culprits=own) if own else over",
         "over",
         by=KEEPING_TESTS,
@@ -1322,19 +1322,19 @@ MUTANTS = (
     ),
     Mutant(
         "who comes back hears nothing of its seat",
-        "announcements.missed",
+        "announcements_to_nodes.missed",
         "told.append(_about_its_seat(state.membership, node_id, now_ms, _reported_rank(belief)))",
         "pass",
     ),
     Mutant(
         "who comes back is not told that its seat was given up",
-        "announcements.missed",
+        "announcements_to_nodes.missed",
         "    if belief.has_workers and belief.round is not None and not current:",
         "    if False:",
     ),
     Mutant(
         "who comes back is not told that its run is over",
-        "announcements.missed",
+        "announcements_to_nodes.missed",
         "    if ended is not None:\n        return (Closed(",
         "    if ended is not None and False:\n        return (Closed(",
         by=_unit(),
@@ -1353,7 +1353,7 @@ MUTANTS = (
     ),
     Mutant(
         "lines have the ranks of another",
-        "announcements._assignment",
+        "announcements_to_nodes._assignment",
         "        rank_first=participant.rank_first,",
         "        rank_first=last.rank_first,",
     ),

@@ -42,7 +42,7 @@ from rdzv.server.messages import (
 from rdzv.server.replication.replica import Replica
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config, Timings
-from rdzv.server.telemetry.metrics import Metrics
+from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.endpoints import Listen
 from tests.unit.server.test_driver import Server, join

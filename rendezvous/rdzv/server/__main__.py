@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
     from rdzv.runtime.clock import Clock
     from rdzv.server.replication.replica import Replica
-    from rdzv.server.security.gate import Gate
+    from rdzv.server.security.role_gate import Gate
     from rdzv.server.security.tls import Tls
     from rdzv.server.settings.config import Config, RelayTo
-    from rdzv.server.telemetry.metrics import Metrics
     from rdzv.server.telemetry.metrics_interface import Meter
+    from rdzv.server.telemetry.server_metrics import Metrics
     from rdzv.stores.base import Record, Store
     from rdzv.stores.etcd_config import EtcdConfig
     from rdzv.transport.endpoints import Listen
@@ -359,7 +359,7 @@ def _metrics(
     """Return the metrics, if this server has an address for /metrics."""
     if config.http is None:
         return None
-    from rdzv.server.telemetry.metrics import Metrics
+    from rdzv.server.telemetry.server_metrics import Metrics
 
     c10d = facade.views if facade is not None else None
     expires = tls.expires if tls is not None else None
@@ -373,7 +373,7 @@ async def _gate(
     replica: Replica, clock: Clock, config: Config, metrics: Metrics | None
 ) -> AsyncIterator[Gate]:
     """Yield the gate, keeping any keys of the token issuer current until the body ends."""
-    from rdzv.server.security.gate import Gate
+    from rdzv.server.security.role_gate import Gate
 
     if config.oidc is None:
         yield Gate(replica, clock, config, metrics)

@@ -37,8 +37,8 @@ from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.security.tokens import Tokens
 from rdzv.server.sessions.commands_from_nodes import NodeCommands
 from rdzv.server.sessions.connections import Connections
-from rdzv.server.sessions.leases import Leases
 from rdzv.server.sessions.node_jobs import NodeJobs
+from rdzv.server.sessions.node_leases import Leases
 from rdzv.server.sessions.recovery import Recovery
 from rdzv.server.sessions.reports_from_nodes import Reports
 from rdzv.server.sessions.streams import Streams

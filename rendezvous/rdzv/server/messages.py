@@ -1,7 +1,7 @@
 """Values that the driver exchanges with nodes and operators: incoming reports and announcements.
 
-`wire` converts them to and from protobuf; `announcements` decides which node receives which
-announcement.
+`wire` converts them to and from protobuf; `announcements_to_nodes` decides which node
+receives which announcement.
 """
 
 from __future__ import annotations

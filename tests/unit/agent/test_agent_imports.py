@@ -17,7 +17,7 @@ NEVER = (
         "rdzv.server.http.api",
         "rdzv.server.http.listener",
         "rdzv.server.security.tls",
-        "rdzv.server.telemetry.metrics",
+        "rdzv.server.telemetry.server_metrics",
     ),
     *("rdzv.stores.backup", "grpc_reflection.v1alpha"),
     *(

@@ -43,10 +43,10 @@ from rdzv.server.messages import (
     TakeStacks,
 )
 from rdzv.server.replication.replica import Replica
-from rdzv.server.security.gate import AUDIT
+from rdzv.server.security.role_gate import AUDIT
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config, Limits
-from rdzv.server.telemetry.metrics import Metrics
+from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.base import Page
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen

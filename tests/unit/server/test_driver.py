@@ -61,7 +61,7 @@ from rdzv.errors import (
 from rdzv.runtime import log_format
 from rdzv.runtime.clock import Timer
 from rdzv.server.driver import Driver
-from rdzv.server.engine import announcements as told
+from rdzv.server.engine import announcements_to_nodes as told
 from rdzv.server.engine import decide_persist_publish as engine_module
 from rdzv.server.engine.store_availability import StoreState
 from rdzv.server.messages import (

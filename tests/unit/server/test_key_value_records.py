@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousStateError
-from rdzv.server.engine.key_value_records import KeyValueRecord
 from rdzv.server.engine.store_access import StoreAccess
+from rdzv.server.engine.stored_records import KeyValueRecord
 from rdzv.stores.base import StoreRefusedError
 from rdzv.stores.memory import MemoryStore
 

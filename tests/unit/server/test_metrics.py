@@ -46,8 +46,8 @@ from rdzv.server.telemetry.job_metrics_page import (
     node_states,
     why_not_running,
 )
-from rdzv.server.telemetry.metrics import ENDED_JOBS, SLICE_JOBS, Metrics
 from rdzv.server.telemetry.metrics_interface import Figures, Meter, Meters
+from rdzv.server.telemetry.server_metrics import ENDED_JOBS, SLICE_JOBS, Metrics
 from rdzv.stores.base import Record
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rdzv.agent.core.model import Assignment
-from rdzv.agent.job.notice_file import NoticeFile
+from rdzv.agent.job.drain_notice_file import NoticeFile
 from rdzv.agent.job.reports_to_server import Reports
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.arrival_watch import ArrivalWatch

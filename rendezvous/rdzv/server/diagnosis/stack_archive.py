@@ -14,8 +14,8 @@ import logging
 import msgspec
 
 from rdzv.core.evidence.stacks import Report
-from rdzv.server.engine.key_value_records import KeyValueRecord
 from rdzv.server.engine.store_access import StoreAccess
+from rdzv.server.engine.stored_records import KeyValueRecord
 from rdzv.stores.base import DOCUMENT_BYTES
 from rdzv.structs import replace, struct
 

@@ -22,8 +22,8 @@ from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.clock_steps import TimeSeen
 from rdzv.server.engine.job import Job
 from rdzv.server.engine.jobs import Jobs
-from rdzv.server.engine.key_value_records import KeyValueRecord
 from rdzv.server.engine.store_access import StoreAccess
+from rdzv.server.engine.stored_records import KeyValueRecord
 from rdzv.server.settings.config import DAY_MS, Config
 
 log = logging.getLogger("rdzv.jobs")

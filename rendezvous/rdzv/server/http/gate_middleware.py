@@ -11,7 +11,7 @@ from aiohttp.typedefs import Handler, Middleware
 from rdzv.errors import DeniedError, UnauthenticatedError
 from rdzv.server.security import callers, roles
 from rdzv.server.security.callers import Caller
-from rdzv.server.security.gate import Gate
+from rdzv.server.security.role_gate import Gate
 
 
 def checking_roles(gate: Gate) -> Middleware:

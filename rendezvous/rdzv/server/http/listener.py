@@ -23,9 +23,9 @@ from rdzv.server.http.page_files import harmless_headers, page_routes, refusing_
 from rdzv.server.http.state_feeds import Feeds
 from rdzv.server.http.views import Shown
 from rdzv.server.replication.replica import Replica
-from rdzv.server.security.gate import Gate
+from rdzv.server.security.role_gate import Gate
 from rdzv.server.settings.config import Config
-from rdzv.server.telemetry.metrics import Metrics
+from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.structs import struct
 from rdzv.transport.endpoints import Listen, cannot_listen
 

@@ -18,7 +18,7 @@ from rdzv.server.operations import answer_values
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.queries import Queries
 from rdzv.server.security import callers
-from rdzv.server.security.gate import AUDIT, note_change, signed
+from rdzv.server.security.role_gate import AUDIT, note_change, signed
 from rdzv.server.security.tokens import Token
 from rdzv.server.settings import bounds
 from rdzv.server.settings.config import Limits

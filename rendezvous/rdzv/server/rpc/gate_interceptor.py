@@ -23,7 +23,7 @@ from rdzv.errors import (
 )
 from rdzv.server.security import callers, roles
 from rdzv.server.security.callers import Caller
-from rdzv.server.security.gate import Gate, begin_change, verb_of
+from rdzv.server.security.role_gate import Gate, begin_change, verb_of
 from rdzv.structs import struct
 
 if TYPE_CHECKING:

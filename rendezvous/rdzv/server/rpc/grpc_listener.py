@@ -24,7 +24,7 @@ from rdzv.server.rpc.grpc_log import quiet_grpc
 from rdzv.server.rpc.grpc_server import grpc_server
 from rdzv.server.rpc.rendezvous_service import RendezvousService
 from rdzv.server.security import handshake_timeouts
-from rdzv.server.security.gate import Gate
+from rdzv.server.security.role_gate import Gate
 from rdzv.server.settings.config import Config, Limits, Timings
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen, cannot_listen

@@ -30,7 +30,7 @@ from rdzv.server.rpc.gate_interceptor import host_of
 from rdzv.server.rpc.node_calls import NodeCall, RelayedCall
 from rdzv.server.security import callers, roles
 from rdzv.server.security.callers import Caller
-from rdzv.server.security.gate import Gate, verb_of
+from rdzv.server.security.role_gate import Gate, verb_of
 from rdzv.server.settings.config import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, Config
 from rdzv.transport.batches import Batches
 from rdzv.v1 import rdzv_pb2 as pb

@@ -26,7 +26,7 @@ from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.server.rpc.relayed_streams import RelayedStreams
 from rdzv.server.security import callers
 from rdzv.server.security.callers import Caller
-from rdzv.server.security.gate import Gate
+from rdzv.server.security.role_gate import Gate
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
 from rdzv.server.wire import inbound_nodes, outbound

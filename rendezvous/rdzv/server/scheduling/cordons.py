@@ -12,8 +12,8 @@ from rdzv.core.fleet import nodes
 from rdzv.core.fleet.drain import Drain
 from rdzv.errors import UnknownNodeError
 from rdzv.runtime.clock import Clock
-from rdzv.server.engine.key_value_records import KeyValueRecord
 from rdzv.server.engine.store_access import StoreAccess
+from rdzv.server.engine.stored_records import KeyValueRecord
 
 log = logging.getLogger("rdzv.scheduling")
 

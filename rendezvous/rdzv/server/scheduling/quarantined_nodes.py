@@ -30,8 +30,8 @@ from rdzv.core.model import State
 from rdzv.core.rendezvous import Transition
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, Timer
-from rdzv.server.engine.key_value_records import KeyValueRecord
 from rdzv.server.engine.store_access import StoreAccess
+from rdzv.server.engine.stored_records import KeyValueRecord
 from rdzv.server.telemetry.event_lines import records
 from rdzv.stores.base import Record as Row
 from rdzv.view.sentences import sentence

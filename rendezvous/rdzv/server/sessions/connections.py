@@ -14,8 +14,8 @@ from rdzv.server.messages import Hello, Lease, Servers, Welcome
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.security import roles
 from rdzv.server.security.callers import ANYBODY, Caller
-from rdzv.server.sessions.leases import Leases
 from rdzv.server.sessions.node_jobs import NodeJobs
+from rdzv.server.sessions.node_leases import Leases
 from rdzv.server.sessions.streams import Stream, Streams
 from rdzv.server.settings.config import Limits
 from rdzv.server.telemetry.metrics_interface import Meter

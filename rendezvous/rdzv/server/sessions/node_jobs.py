@@ -23,7 +23,7 @@ from rdzv.runtime.clock import Clock, sleep_ms
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.job import Job, News
-from rdzv.server.sessions.leases import Leases
+from rdzv.server.sessions.node_leases import Leases
 from rdzv.server.sessions.streams import Streams
 
 log = logging.getLogger("rdzv.driver")

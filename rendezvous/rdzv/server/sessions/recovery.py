@@ -18,14 +18,14 @@ from rdzv.core.life.runs import ended_run
 from rdzv.core.model import State, is_placeholder
 from rdzv.errors import RendezvousError, UnknownNodeError
 from rdzv.runtime.clock import Clock
-from rdzv.server.engine import announcements
+from rdzv.server.engine import announcements_to_nodes
 from rdzv.server.engine.job import Job
 from rdzv.server.engine.jobs import Jobs
 from rdzv.server.messages import Belief, Refused
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.sessions.commands_from_nodes import NodeCommands, log_unknown
-from rdzv.server.sessions.leases import Leases
 from rdzv.server.sessions.node_jobs import NodeJobs
+from rdzv.server.sessions.node_leases import Leases
 from rdzv.server.sessions.streams import Stream, Streams
 from rdzv.structs import replace
 
@@ -93,7 +93,7 @@ class Recovery:
             stream.send(Refused(membership.rdzv_id, UnknownNodeError.code, text))
             return
         belief = Belief(membership.rdzv_id, membership.run, None, has_workers=False)
-        for message in announcements.missed(state, stream.node_id, belief, now_ms):
+        for message in announcements_to_nodes.missed(state, stream.node_id, belief, now_ms):
             stream.send(message)
 
     # ---------------------------------------------------------------- hello of a node
@@ -130,7 +130,7 @@ class Recovery:
                 state = await self._commands.insist(stream, belief.rdzv_id, MarkHeard(node_id))
             if (
                 ended_run(state, belief.run) is None
-                or announcements.may_be_adopted(state, belief)
+                or announcements_to_nodes.may_be_adopted(state, belief)
                 or joined_replaced_run(state, node_id, incarnation, belief.run)
             ):
                 for command in belief.commands:
@@ -145,10 +145,10 @@ class Recovery:
             # Another run may have been adopted in place of the node's run, and announced to the
             # node.
             belief = replace(belief, run=state.membership.run)
-        if announcements.unknown(state, belief):
+        if announcements_to_nodes.unknown(state, belief):
             log_unknown(stream, belief)
-        for message in announcements.missed(state, node_id, belief, self._clock.now_ms()):
-            if announcements.concerns(state, node_id, incarnation, message):
+        for message in announcements_to_nodes.missed(state, node_id, belief, self._clock.now_ms()):
+            if announcements_to_nodes.concerns(state, node_id, incarnation, message):
                 stream.send(message)
         return belief
 
@@ -197,5 +197,7 @@ class Recovery:
             if state.incarnation(node_id) not in (None, stream.incarnation):
                 # A former instance is in the job; it is about to be lost along with its placement.
                 continue
-            for message in announcements.missed_placement(state, node_id, held.get(rdzv_id, ())):
+            for message in announcements_to_nodes.missed_placement(
+                state, node_id, held.get(rdzv_id, ())
+            ):
                 stream.send(message)

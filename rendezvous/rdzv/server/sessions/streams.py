@@ -15,7 +15,7 @@ from rdzv.errors import (
     UnauthenticatedError,
 )
 from rdzv.runtime.clock import Clock
-from rdzv.server.engine import announcements
+from rdzv.server.engine import announcements_to_nodes
 from rdzv.server.engine.job import News
 from rdzv.server.messages import (
     Announcement,
@@ -183,11 +183,11 @@ class Streams:
         now_ms = self._clock.now_ms()
         if isinstance(news.command, Join):
             self._announce_join(news.before, news.after, news.command, now_ms)
-        for node_id, message in announcements.after_step(
+        for node_id, message in announcements_to_nodes.after_step(
             news.before, news.after, news.events, now_ms
         ):
             stream = self._open.get(node_id)
-            if stream is not None and announcements.concerns(
+            if stream is not None and announcements_to_nodes.concerns(
                 news.after, node_id, stream.incarnation, message
             ):
                 stream.send(message)
@@ -196,9 +196,9 @@ class Streams:
         membership, node_id = after.membership, command.node_id
         self.send(node_id, Joined(membership.rdzv_id, membership.run, membership.run_number))
         if node_id in after.waiting:
-            self.send(node_id, announcements.waiting(after, node_id, now_ms))
+            self.send(node_id, announcements_to_nodes.waiting(after, node_id, now_ms))
         stream = self._open.get(node_id)
-        missed = announcements.missed_assignment(before, command, now_ms)
+        missed = announcements_to_nodes.missed_assignment(before, command, now_ms)
         if stream is not None and stream.incarnation == command.incarnation and missed is not None:
             stream.send(missed, again=True)
 
