@@ -220,7 +220,7 @@ def _continues(before: Round, after: Round | None) -> bool:
 
 
 def _new_round(before: State, after: State) -> list[str]:
-    """Check that a round completes within its bounds, with exact ranks and no other live round."""
+    """Check that a round completes within its bounds, with the expected ranks, and alone."""
     round_ = after.membership.round
     old = before.membership.round
     if round_ is None or (old is not None and old.number == round_.number):

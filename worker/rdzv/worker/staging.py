@@ -117,7 +117,7 @@ def _copy(pieces: deque[tuple[Tensor, Tensor]], errors: list[Exception]) -> None
 
 
 def events(tensors: Sequence[Tensor]) -> list[Any]:
-    """Return an event for each GPU that occurs once the work queued by this thread is done."""
+    """Return an event for each GPU, which completes once the work queued by this thread is done."""
     import torch
 
     found: list[Any] = []

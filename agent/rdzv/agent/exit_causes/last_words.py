@@ -129,7 +129,7 @@ def says_timeout(text: str) -> bool:
 
 
 def explain_last_words(text: str) -> str:
-    """Return the meaning of the first known message in a text, or "" if there is none.
+    """Return the meaning of the first known message in the text, or "" if there is none.
 
     >>> explain_last_words("RuntimeError: CUDA error: device-side assert triggered")[:46]
     'a CUDA kernel found an invalid value, most oft'

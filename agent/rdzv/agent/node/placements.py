@@ -265,7 +265,7 @@ class Placements:
             why_not = str(error)
         except Exception as error:
             log.exception(
-                "%s: cannot create its launch because of a bug in rdzv-agent", placed.rdzv_id
+                "%s: cannot launch the job because of a bug in rdzv-agent", placed.rdzv_id
             )
             why_not = f"a bug in its rdzv-agent: {error!r}"
         if why_not:

@@ -76,7 +76,7 @@ KEPT_ROUNDS = 256
 
 
 class Written:
-    """The output files of a job's workers on this node, round by round, for readers."""
+    """Gives readers access to the output files of a job's workers on this node, by round."""
 
     def __init__(self, identity: Identity | None = None) -> None:
         """Begin without any rounds; the workers run under this account."""

@@ -1,4 +1,4 @@
-"""Folders with a job's files: measuring and removing them.
+"""Measures and removes the folders that hold a job's files.
 
 A job may put anything in them, so their files are accessed with the rights of the job's account.
 The walk does not recurse, hold a descriptor for each level, or build full paths, so any depth

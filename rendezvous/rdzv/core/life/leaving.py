@@ -89,7 +89,7 @@ _CAUSE_OF_LEAVE = {
 
 
 def report_stuck(work: Draft, command: ReportStuck) -> None:
-    """Give up the seat of a node with stuck workers.
+    """Release the seat of a node whose workers are stuck.
 
     The node gets no other seat until it reports that these workers are gone.
     """

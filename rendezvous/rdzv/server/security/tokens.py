@@ -298,7 +298,7 @@ def decode(data: bytes) -> tuple[Token, ...]:
 
 
 def caller_by(tokens: dict[str, Token], text: str, now_ms: int) -> Caller:
-    """Return the caller that owns this token. Errors never quote it, as it may be nearly right.
+    """Return the caller that owns this token. Errors do not quote the token.
 
     Raises:
         UnauthenticatedError: no valid token has this text.

@@ -496,7 +496,7 @@ def log_piece_of(message: pb.LogPiece, limits: Limits) -> LogPiece:
 
 
 def hung_of(message: pb.Hung, limits: Limits) -> Hung:
-    """Read which of a node's workers hang. The job checks whether the node has them."""
+    """Parse a report of hanging workers. Whether the node has these workers is checked later."""
     if len(message.workers) > limits.local_world_size:
         most = f"at most {limits.local_world_size}"
         raise bounds.refusal("hung", len(message.workers), "are too many workers of one node", most)

@@ -21,7 +21,7 @@ from rdzv.v1 import rdzv_pb2 as pb
 
 
 def progress_of(message: pb.Progress, limits: Limits) -> Progress:
-    """Read the progress of a node's workers. The job checks whether the node has them."""
+    """Parse the progress of workers. Whether the node has these workers is checked later."""
     ranks = tuple(_rank_progress(one, limits) for one in message.ranks)
     if len(ranks) > limits.local_world_size:
         most = f"at most {limits.local_world_size}"
@@ -44,7 +44,7 @@ def _rank_progress(message: pb.RankProgress, limits: Limits) -> RankProgress:
 
 
 def started_of(message: pb.WorkersStarted, limits: Limits) -> WorkersStarted:
-    """Read how a node's workers were started. The job checks whether the node has them."""
+    """Parse how workers were started. Whether the node has these workers is checked later."""
     if len(message.workers) > limits.local_world_size:
         most = f"at most {limits.local_world_size}"
         given = len(message.workers)
@@ -65,7 +65,7 @@ def started_of(message: pb.WorkersStarted, limits: Limits) -> WorkersStarted:
 
 
 def gpus_of(message: pb.WorkerGpus, limits: Limits) -> WorkerGpus:
-    """Read the GPUs of a node's workers. The job checks whether the node has them."""
+    """Parse the GPUs of workers. Whether the node has these workers is checked later."""
     if len(message.ranks) > limits.local_world_size:
         most = f"at most {limits.local_world_size}"
         given = len(message.ranks)
@@ -92,7 +92,7 @@ def _gpu(message: pb.GpuState, limits: Limits) -> GpuState:
 
 
 def arrivals_of(message: pb.Arrivals, limits: Limits) -> Arrivals:
-    """Read when a node's workers entered collectives. The job checks whether the node has them."""
+    """Parse when workers entered collectives. Whether they exist is checked later."""
     groups = message.groups[: limits.record_groups]
     told = sum(len(rank.entered_us) for group in groups for rank in group.ranks)
     if told > limits.arrivals:
