@@ -23,7 +23,7 @@ from rdzv.core.model import Membership, Settings
 from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
 from rdzv.server.replication import offline
 from rdzv.server.settings.config import Config
-from rdzv.stores import sqlite_directory, sqlite_file, sqlite_mark, sqlite_schema
+from rdzv.stores import sqlite_directory, sqlite_file, sqlite_mark, sqlite_migrations, sqlite_schema
 from rdzv.stores.base import RevisionConflictError, StoreRefusedError
 from rdzv.stores.sqlite import SqliteStore
 from rdzv.stores.sqlite_mark import Mark
@@ -612,7 +612,7 @@ def _fails_half_way(db: sqlite3.Connection) -> None:
     db.execute("INSERT INTO nowhere VALUES (1)")
 
 
-_FIRST_STEP = sqlite_schema.MIGRATIONS[1]
+_FIRST_STEP = sqlite_migrations.MIGRATIONS[1]
 
 
 def _fills_the_disk(db: sqlite3.Connection) -> None:
@@ -635,7 +635,7 @@ async def test_a_migration_that_fails_half_way_changes_nothing(
     killed_while_open(path, "UPDATE leadership SET number = 4711")
     before = files(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(sqlite_schema, "MIGRATIONS", {**sqlite_schema.MIGRATIONS, 1: step})
+        patch.setattr(sqlite_migrations, "MIGRATIONS", {**sqlite_migrations.MIGRATIONS, 1: step})
         with pytest.raises(
             RendezvousStateError, match=r"from schema version 1 to \d+: .* left as it"
         ):

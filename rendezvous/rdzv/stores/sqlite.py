@@ -2,8 +2,8 @@
 
 It uses a write-ahead log and `synchronous=FULL`, so an acknowledged commit survives a power
 failure. `sqlite_connection` contains the thread and the commits, `sqlite_statements` the
-statements, `sqlite_directory` the lock, `sqlite_schema` the schema, and `sqlite_file` the file and
-its migration.
+statements, `sqlite_directory` the lock, `sqlite_schema` the tables, `sqlite_migrations` the way
+from older versions, and `sqlite_file` the file.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
-from rdzv.stores import sqlite_mark, sqlite_schema
+from rdzv.stores import sqlite_mark, sqlite_migrations, sqlite_schema
 from rdzv.stores.base import StoreRefusedError
 from rdzv.stores.sqlite_schema import APPLICATION_ID, SCHEMA_VERSION, TABLES
 
@@ -272,7 +272,7 @@ def _migrate(path: Path, version: int) -> None:
         fold(copy)
         _copy(copy, beside(former, ".new"))
         with closing(connect(copy, "rw")) as db:
-            sqlite_schema.migrate(db, version)
+            sqlite_migrations.migrate(db, version)
         # It is opened again, because a connection trusts its cache.
         with closing(connect(copy, "rw")) as db:
             if problems := problems_in(db):

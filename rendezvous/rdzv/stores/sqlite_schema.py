@@ -1,12 +1,12 @@
-"""The schema of the SQLite file: its tables, and the migration from each older version.
+"""The schema of the SQLite file: its tables and its version.
 
-`sqlite_file` handles the file itself, including copies, locks and free space.
+`sqlite_migrations` has the way from each older version, and `sqlite_file` handles the file itself,
+including copies, locks and free space.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Mapping
 
 from rdzv.stores import sqlite_mark
 
@@ -32,7 +32,7 @@ CREATE TABLE job (
 # Not AUTOINCREMENT, which writes one more page per commit. A job's newest row is deleted only with
 # all other rows of the job, so no row's number is ever below that of an older row of its job.
 # `text` is a record's data.
-_HISTORY = """
+HISTORY = """
 CREATE TABLE history (
     seq INTEGER PRIMARY KEY,
     rdzv_id TEXT NOT NULL,
@@ -41,13 +41,13 @@ CREATE TABLE history (
     name TEXT NOT NULL,
     text TEXT NOT NULL
 )"""
-_HISTORY_INDEX = "CREATE INDEX history_of_job ON history (rdzv_id, seq)"
+HISTORY_INDEX = "CREATE INDEX history_of_job ON history (rdzv_id, seq)"
 _LEADERSHIP = """
 CREATE TABLE leadership (
     only INTEGER PRIMARY KEY CHECK (only = 1),
     number INTEGER NOT NULL
 )"""
-_DOCUMENT = """
+DOCUMENT = """
 CREATE TABLE document (
     name TEXT PRIMARY KEY,
     revision INTEGER NOT NULL,
@@ -58,37 +58,10 @@ CREATE TABLE document (
 def create(db: sqlite3.Connection) -> None:
     """Create all tables of the current schema in an empty file, in one transaction."""
     db.execute("BEGIN")
-    for statement in (_JOB, _HISTORY, _HISTORY_INDEX, _LEADERSHIP, _DOCUMENT):
+    for statement in (_JOB, HISTORY, HISTORY_INDEX, _LEADERSHIP, DOCUMENT):
         db.execute(statement)
     sqlite_mark.make_table(db)
     db.execute("INSERT INTO leadership VALUES (1, 0)")
     db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     db.execute("COMMIT")
-
-
-def migrate(db: sqlite3.Connection, version: int) -> None:
-    """Migrate an open file from an older schema version to the current one, step by step."""
-    for number in range(version, SCHEMA_VERSION):
-        db.execute("BEGIN IMMEDIATE")
-        MIGRATIONS[number](db)
-        db.execute(f"PRAGMA user_version = {number + 1}")
-        db.execute("COMMIT")
-
-
-def _to_2(db: sqlite3.Connection) -> None:
-    db.execute("ALTER TABLE history RENAME TO history_1")
-    db.execute("DROP INDEX history_of_job")
-    db.execute(_HISTORY)
-    db.execute("INSERT INTO history SELECT seq, rdzv_id, run, unix_ms, name, text FROM history_1")
-    db.execute("DROP TABLE history_1")
-    db.execute(_HISTORY_INDEX)
-    db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-
-
-def _to_3(db: sqlite3.Connection) -> None:
-    db.execute(_DOCUMENT)
-
-
-MIGRATIONS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _to_2, 2: _to_3}
-"""Steps from each older schema version to the next. Each step runs in one transaction."""
