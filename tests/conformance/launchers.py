@@ -15,14 +15,16 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cluster import QUICK_TORCH
+from cluster import fork as fork_ours
+from cluster import ready as ready_to_fork_ours
 from ports import free_port
-from ready_torchrun import Forked, Start
+from ready_torchrun import Forked, Start, ready_torchrun, streams_in
 from waiting import pause_s
 
 BIN = Path(sys.executable).parent
@@ -91,14 +93,16 @@ class Case:
 
     @property
     def may_be_forked(self) -> bool:
-        """Whether a torchrun that has done its imports before is as good as another.
+        """Whether launchers that have done their imports before are as good as others.
 
         Not if the case has variables that the imports may depend on, nor if torchrun runs its
-        workers as its own modules, or reports where in its code it has failed.
+        workers as its own modules, or reports where in its code it has failed; nor if events are
+        shown, which name the interpreter, and that is not what the scripts begin with.
         """
         early = {name for name in VARIABLE.findall(self.line) if not name.startswith(READ_LATE)}
         own = "--run-path" in self.line or self.whole_stderr or early
-        return self.launchers[0] == "torchrun" and not own
+        own = own or "--event-log-handler=console" in self.line
+        return self.launchers == ("torchrun", "rdzvrun") and not own
 
 
 class Launched:
@@ -327,9 +331,25 @@ def launched(case: Case, folder: Path, fork: Start) -> Iterator[tuple[Launched, 
         start = fork if case.may_be_forked else None
         theirs = Launched(case, torchrun, case.line, folder / "torchrun", start)
         stack.callback(theirs.kill)
-        ours = Launched(case, rdzvrun, case.rdzvrun_line or case.line, folder / "rdzvrun")
+        start = ready_rdzvrun if case.may_be_forked else None
+        line = case.rdzvrun_line or case.line
+        ours = Launched(case, rdzvrun, line, folder / "rdzvrun", start)
         stack.callback(ours.kill)
         yield theirs, ours
+
+
+@contextlib.contextmanager
+def ready_launchers(folder: Path) -> Iterator[Start]:
+    """Keep both launchers ready to be forked; yield how torchrun is."""
+    ready_to_fork_ours()  # Once, before several threads ask for it.
+    with ready_torchrun(folder, clean_environ()) as fork:
+        yield fork
+
+
+def ready_rdzvrun(words: Sequence[str], home: Path, environ: Mapping[str, str]) -> Forked:
+    """Start rdzvrun as a fork of a process that has done its imports."""
+    with streams_in(home) as streams:
+        return fork_ours("rdzvrun", words, environ, streams, home)
 
 
 @functools.cache

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launchers import BIN, VARIABLE, Case, Differ, Seen, Send, clean_environ, launched
-from ready_torchrun import Start, ready_torchrun
+from launchers import BIN, VARIABLE, Case, Differ, Seen, Send, launched, ready_launchers
+from ready_torchrun import Start
 
 from rdzv.errors import InvalidRequestError
 
@@ -340,14 +340,14 @@ CASES: Sequence[Case] = [
     ),
     Case(
         "too few nodes",
-        f"--nnodes=2 {MEET} --rdzv-conf=join_timeout=1 see.py",
+        f"--nnodes=2 {MEET} --rdzv-conf=join_timeout=3 see.py",
         {"workers": 0},
         {
             "exit codes": Differ(
                 [1], [75], "trying again is sensible: the job itself has not failed"
             )
         },
-        says=("RendezvousTimeoutError", "1 s passed with 1 of 2:2 nodes"),
+        says=("RendezvousTimeoutError", "3 s passed with 1 of 2:2 nodes"),
     ),
     Case(
         "a second node of standalone",
@@ -803,7 +803,7 @@ def _results(
     own = (item for item in items if item.module is request.module)
     asked = [item.callspec.params["case"] for item in own if "results" in item.fixturenames]
     pool = ThreadPoolExecutor(max_workers=2)
-    with ready_torchrun(tmp_path_factory.mktemp("ready"), clean_environ()) as fork:
+    with ready_launchers(tmp_path_factory.mktemp("ready")) as fork:
         try:
             yield {
                 case.name: pool.submit(run, case, tmp_path_factory.mktemp(f"case_{number}"), fork)

@@ -14,8 +14,7 @@ from dataclasses import replace
 
 import pytest
 import test_conformance
-from launchers import Case, clean_environ
-from ready_torchrun import ready_torchrun
+from launchers import Case, ready_launchers
 from test_conformance import CASES, Result, run
 
 pytest.importorskip("torch", reason="torch is not installed")
@@ -57,7 +56,7 @@ def _results(
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     asked = [item.callspec.params["case"] for item in items if item.module is request.module]
     pool = ThreadPoolExecutor(max_workers=2)
-    with ready_torchrun(tmp_path_factory.mktemp("ready"), clean_environ()) as fork:
+    with ready_launchers(tmp_path_factory.mktemp("ready")) as fork:
         try:
             yield {
                 case.name: pool.submit(run, case, tmp_path_factory.mktemp(f"warm_{number}"), fork)

@@ -30,16 +30,21 @@ def ready_torchrun(folder: Path, environ: Mapping[str, str]) -> Iterator[Start]:
     with forked_programs(folder, own, ["torch.distributed.run"], interpreter()) as fork:
 
         def start(words: Sequence[str], home: Path, environ: Mapping[str, str]) -> Forked:
-            streams = [
-                os.open(home / name, how | os.O_CREAT, 0o666) for name, how in _STREAMS.items()
-            ]
-            try:
+            with streams_in(home) as streams:
                 return fork([str(TORCHRUN), *words], home, environ, streams)
-            finally:
-                for stream in streams:
-                    os.close(stream)
 
         yield start
+
+
+@contextlib.contextmanager
+def streams_in(home: Path) -> Iterator[list[int]]:
+    """Open the files stdin, stdout and stderr of a folder."""
+    streams = [os.open(home / name, how | os.O_CREAT, 0o666) for name, how in _STREAMS.items()]
+    try:
+        yield streams
+    finally:
+        for stream in streams:
+            os.close(stream)
 
 
 def interpreter() -> str:
