@@ -52,7 +52,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     os.write(all_turns, b"".join(n.to_bytes(_NUMBER, "big") for n in range(len(files))))
     os.close(all_turns)
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-    gc.collect()
     gc.freeze()
     gc.enable()
     sys.stdout.flush()

@@ -209,6 +209,7 @@ async def ends_of(count: int, caller: socket.socket, received: bytes) -> Counter
     return seen
 
 
+@pytest.mark.slow
 async def test_calls_wait_for_a_server_that_is_busy_and_none_is_cancelled() -> None:
     """A thousand nodes and more call at once after a restart, and one event loop takes them."""
     each = 100
