@@ -172,6 +172,7 @@ class _Finder:
         if isinstance(node.func, ast.Name) and node.func.id in TWINS:
             twin = TWINS[node.func.id]
             yield self._change(node.func, twin, f"{twin} instead")
+            return  # Of two values in another order it returns the same.
         for values in (node.args, [word.value for word in node.keywords if word.arg]):
             for one, two in pairwise(values):
                 # Values that could be confused with each other; anything else would fail at once.

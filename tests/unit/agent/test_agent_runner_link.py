@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable
@@ -183,6 +184,13 @@ async def test_while_a_child_is_being_started_nobody_is_killed(
         await sweep
     await agent_children.end_spared(child)
     assert [child.pid in spared for spared in killed] == [True]
+
+
+async def test_the_times_of_a_stop_are_told_in_seconds(s: Story) -> None:
+    s.link.stop_workers(0, signal.SIGTERM, grace_ms=1_500, keep_ms=2_500)
+    while (message := s.runner.next_message()) is None or message["type"] != "stop_workers":
+        s.runner.receive()
+    assert (message["grace_s"], message["keep_s"]) == (1.5, 2.5)
 
 
 async def test_an_event_waits_until_the_one_before_was_handled(s: Story) -> None:

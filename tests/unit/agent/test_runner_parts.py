@@ -20,8 +20,10 @@ import pytest
 from rdzv.agent.runner import zygote_process
 from rdzv.agent.runner.agent_link import AgentLink
 from rdzv.agent.runner.agent_replacement import NextAgent
+from rdzv.agent.runner.channel import Channel
 from rdzv.agent.runner.child_exits import Child, Children
 from rdzv.agent.runner.fence import Fence
+from rdzv.agent.runner.held_round import Round
 from rdzv.agent.runner.linux.boottime import Alarm
 from rdzv.agent.runner.linux.descriptors import short_path
 from rdzv.agent.runner.linux.libc import libc
@@ -29,10 +31,11 @@ from rdzv.agent.runner.linux.process_tree import signal_relative
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.parked_workers import ParkedWorkers
 from rdzv.agent.runner.requests import ZygoteSpec
-from rdzv.agent.runner.snapshot_slots import SnapshotSlots
+from rdzv.agent.runner.snapshot_slots import SavedSnapshot, SnapshotSlots
 from rdzv.agent.runner.spawn import NOT_STARTED
 from rdzv.agent.runner.store_hosts import StoreHosts
 from rdzv.agent.runner.warm_forks import WarmForks
+from rdzv.agent.runner.worker_links import MAX_SHARDS, PROTOCOL, WorkerLink
 from rdzv.agent.runner.workers import Workers
 from rdzv.agent.runner.zygote_process import NEEDS_BYTES
 
@@ -260,3 +263,70 @@ def test_a_replacement_starts_once_nothing_is_left_of_the_parked_worker(
     assert replaced == []
     parked.do_due(now)
     assert replaced == [True] and not parked
+
+
+def test_a_round_reaches_its_fence_once() -> None:
+    told: list[str] = []
+    agent: Any = type("Agent", (), {"emit": lambda _, kind, **fields: told.append(kind)})()
+    nobody: Any = ()
+    held = Round(3)
+    with closing(Fence(agent)) as fence:
+        fence.renew({"fence_at_ms": 1})
+        for _ in range(2):
+            fence.check(held, nobody)
+    assert told == ["fenced"]
+
+
+class Saving:
+    """The runner's end of a worker's link, and what is noted of the worker's snapshots."""
+
+    def __init__(self, loop: Loop, agent: AgentLink) -> None:
+        self.noted: list[tuple[int, int, SavedSnapshot | None]] = []
+        slots: Any = type("Slots", (), {"note": lambda _, *what: self.noted.append(what)})()
+        spec: Any = type("Spec", (), {"local_rank": 1, "env": {}})()
+        held: Any = None
+        self.link = WorkerLink(loop, agent, slots, held, spec, 0)
+        self._worker = Channel(self.link.theirs)
+
+    def say(self, kind: str, **fields: object) -> None:
+        self._worker.send({"type": kind, **fields})
+        self.link.read()
+
+    def hello(self) -> None:
+        self.say("hello", protocol=PROTOCOL)
+
+    def close(self) -> None:
+        self.link.close()
+        self._worker.close()
+
+
+SAVED = {"lineage": 4, "step": 50, "series": "a", "shard": 0, "shards": 1, "world_size": 2}
+
+
+def test_a_worker_that_has_said_hello_says_what_it_has_saved(loop: Loop, agent: AgentLink) -> None:
+    with closing(Saving(loop, agent)) as worker:
+        worker.say("saved", slot=1, bytes=7, **SAVED)
+        worker.hello()
+        worker.say("saved", slot=1, bytes=7, **SAVED)
+        worker.say("saved", slot=0)
+        assert worker.noted == [(1, 1, SavedSnapshot(4, 50, "a", 0, 1, 2, 7, "")), (1, 0, None)]
+
+
+@pytest.mark.parametrize(
+    ("taken", "refused"),
+    [
+        ({"step": 2**53}, {"step": 2**53 + 1}),
+        ({"step": 0}, {"step": -1}),
+        ({"shard": 1, "shards": 2}, {"shard": 2, "shards": 2}),
+        ({"shards": MAX_SHARDS}, {"shards": MAX_SHARDS + 1}),
+    ],
+)
+def test_a_number_that_no_snapshot_has_ends_the_link(
+    loop: Loop, agent: AgentLink, taken: dict[str, int], refused: dict[str, int]
+) -> None:
+    with closing(Saving(loop, agent)) as worker:
+        worker.hello()
+        worker.say("saved", **{**SAVED, **taken})
+        assert worker.link.is_open and len(worker.noted) == 1
+        worker.say("saved", **{**SAVED, **refused})
+        assert not worker.link.is_open and len(worker.noted) == 1

@@ -58,6 +58,7 @@ def nodes(view: JobView) -> list[tuple[str, str, int | None]]:
 def test_a_job_joins_runs_restarts_grows_and_is_closed() -> None:
     seen = Watch()
     view = look(seen, 1_000, None)
+    assert view.kept == 0
     assert (view.state, view.reason, view.round) == ("joining", "no node has joined yet", None)
     assert (view.backend, view.run, view.restarts, view.max_restarts) == ("c10d", "", None, None)
 

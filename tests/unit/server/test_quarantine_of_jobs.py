@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.core.commands import Bar, Fail, FailureReport, Join, Place, ReportStuck
-from rdzv.core.events import NodesPlaced
+from rdzv.core.events import NodeJoined, NodesPlaced
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.fleet.quarantine import QuarantineTuning
 from rdzv.core.model import Offer, Settings
@@ -190,6 +190,20 @@ def test_the_echo_of_a_join_lets_nobody_in_who_is_barred() -> None:
     job.do(Bar((("n1", "quarantined: it is slow"),)))
     assert job.state.placed == ("n2",)
     assert job.join("n1", run="sub-1", settings=settings) == ()
+
+
+def test_a_new_instance_of_a_node_that_is_barred_is_not_let_in() -> None:
+    """Its former one, whose workers are stopping, still has the seat."""
+    job = Job()
+    job.do(submission())
+    job.do(Place("sub-1", ("n1", "n2")))
+    settings = job.membership.settings
+    job.join("n1", "n2", run="sub-1", settings=settings)
+    job.do(Bar((("n1", "quarantined: it is slow"),)))
+    assert "n1" in job.state.seats
+    events = job.join("n1", incarnation=2, run="sub-1", settings=settings)
+    assert not any(isinstance(event, NodeJoined) for event in events)
+    assert "n1" not in job.state.seats and "n1" not in job.state.waiting
 
 
 async def test_an_operator_lifts_it() -> None:
