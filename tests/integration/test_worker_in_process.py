@@ -114,6 +114,31 @@ def test_all_that_moves_outside_of_the_parameters_is_put_back() -> None:
     assert step(entries) == drawn
 
 
+def test_a_frozen_parameter_is_copied_again_only_if_it_has_changed() -> None:
+    frozen, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    sealing = Sealing(
+        {
+            "model": nn.Sequential(frozen.requires_grad_(False), head),
+            "optimizer": torch.optim.SGD(head.parameters(), lr=0.1),
+        }
+    )
+    sealing.begin_round(0, 1, lambda: None)
+
+    def committed() -> torch.Tensor:
+        sealing.commit()
+        return sealing.content(with_state=True).images["state"].parameters["model.0.weight"]
+
+    first = committed()
+    assert first.data_ptr() == committed().data_ptr() != frozen.weight.data_ptr()
+    before = frozen.weight.clone()
+    frozen.weight.data.mul_(0.5)  # Torch's version counter does not count this.
+    second = committed()
+    assert torch.equal(second, frozen.weight) and torch.equal(first, before)
+    frozen.weight.data.zero_()
+    sealing.roll_back()
+    assert torch.equal(frozen.weight, before * 0.5)
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_step_that_is_not_committed_tears_the_state() -> None:
     entries = parts()

@@ -37,6 +37,26 @@ def test_an_error_in_any_thread_is_raised() -> None:
 
 
 @pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), True),
+        (torch.tensor([1.0, 0.0]), torch.tensor([1.0, -0.0]), False),
+        (torch.tensor([0.0]), torch.tensor([0]), False),
+        (torch.zeros(2, 3), torch.zeros(3, 2), False),
+        (torch.zeros(2, 3), torch.zeros(3, 2).t(), False),
+        (torch.tensor(2), torch.tensor(2), True),
+        (torch.empty(0), torch.empty(0), True),
+        (torch.zeros(1).to_sparse(), torch.zeros(1).to_sparse(), False),
+        (torch.zeros(1, device="meta"), torch.zeros(1, device="meta"), False),
+    ],
+)
+def test_tensors_are_equal_if_their_bits_are_known_to_be(
+    one: torch.Tensor, other: torch.Tensor, *, equal: bool
+) -> None:
+    assert staging.equal_bits(one, other) is equal
+
+
+@pytest.mark.parametrize(
     ("cpus", "workers", "torchs", "threads"),
     [
         (1, "1", 1, 1),

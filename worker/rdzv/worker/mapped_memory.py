@@ -14,6 +14,7 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
@@ -85,6 +86,11 @@ def use_huge_pages(address: int, size: int) -> None:
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     _libc.madvise(begin, end - begin, _MADV_HUGEPAGE)
+
+
+def equal_memory(one: int, other: int, size: int) -> bool:
+    """Whether the bytes at two addresses are equal."""
+    return bool(_libc.memcmp(one, other, size) == 0)
 
 
 def _unmap(pid: int, address: int, size: int) -> None:

@@ -22,6 +22,7 @@ from .images import Image, image_of, put_back
 from .sampler import ElasticBatchSampler
 from .shards import Parts, Shards
 from .snapshot_slot import Content
+from .staging import equal_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,8 +169,9 @@ class Sealing:
         self.roll_back_local()
 
     def _seal(self) -> None:
-        self._before = self._sealed if self.shards.parts is not None else None
-        self._sealed = _Copy(self.contents)
+        last = self._sealed
+        self._before = last if self.shards.parts is not None else None
+        self._sealed = _Copy(self.contents, last)
 
     def _restore_rng(self) -> None:
         # A new loader draws a number, which an uninterrupted run does not do in the middle of an
@@ -191,12 +193,16 @@ class Sealing:
 
 
 class _Copy:
-    """An immutable copy of everything except parameters and optimizer state."""
+    """An immutable copy of everything except parameters and optimizer state.
 
-    def __init__(self, contents: Contents) -> None:
+    It shares with the copy of the step before the tensors that have not changed since then.
+    """
+
+    def __init__(self, contents: Contents, last: _Copy | None) -> None:
         self.rng = rng.capture()
-        self._buffers = _cloned(contents.buffers())
-        self._outside = _cloned(contents.outside())
+        buffers, outside = ({}, {}) if last is None else (last._buffers, last._outside)
+        self._buffers: dict[str, Tensor] = _cloned(contents.buffers(), buffers)
+        self._outside: dict[str, Tensor] = _cloned(contents.outside(), outside)
         self._settings = {
             name: copy.deepcopy(settings_of(optimizer))
             for name, optimizer in contents.optimizers.items()
@@ -236,8 +242,16 @@ class _Copy:
         _copy_back(self._buffers, contents.buffers())
 
 
-def _cloned(tensors: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors}
+def _cloned(tensors: list[tuple[str, Tensor]], last: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors, but reuse a copy in `last` if it still equals its tensor.
+
+    To compare a frozen parameter on the CPU takes a sixth of the time that a copy takes.
+    """
+    copies = {}
+    for name, tensor in tensors:
+        held, now = last.get(name), tensor.detach()
+        copies[name] = held if held is not None and equal_bits(held, now) else now.clone()
+    return copies
 
 
 def _copy_back(held: dict[str, Tensor], tensors: list[tuple[str, Tensor]]) -> None:

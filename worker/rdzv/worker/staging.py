@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .mapped_memory import use_huge_pages
+from .mapped_memory import equal_memory, use_huge_pages
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +88,22 @@ def huge(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu" and _bytes_of(tensor) >= _HUGE_BYTES:
         use_huge_pages(tensor.data_ptr(), _bytes_of(tensor))
     return tensor
+
+
+def equal_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are known to be equal, bit by bit. False for tensors not on the CPU.
+
+    Torch's version counter does not tell it: a change through `.data` does not count.
+    """
+    import torch
+
+    for tensor in (one, other):
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if not is_plain or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            return False
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return equal_memory(one.data_ptr(), other.data_ptr(), _bytes_of(one))
 
 
 def _pieces(one: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
