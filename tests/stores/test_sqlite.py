@@ -213,9 +213,9 @@ async def test_what_is_raised_beside_a_commit_reaches_everyone_who_waits(
     async with asyncio.timeout(60):
         lost, *others = await all_of(store, 7, *[0] * WRITERS)
         assert isinstance(lost, RevisionConflictError)
-        # Writes after that commit, as happen on a busy machine, are refused for certain.
+        # On a busy machine, all may come after that commit, and are refused for certain.
         kinds = {type(outcome) for outcome in others}
-        assert kinds | {StoreRefusedError} == {RendezvousConnectionError, StoreRefusedError}
+        assert kinds <= {RendezvousConnectionError, StoreRefusedError}
         # Nor does the next write include anything left over from this one.
         with pytest.raises(RendezvousConnectionError):
             await write(store, "job-99")
