@@ -134,6 +134,22 @@ def test_a_step_without_manifest_is_none(runner: Runner, folder: Path) -> None:
     assert [one.step for one in new_processes(1)[0]] == [None]
 
 
+def test_a_step_of_which_a_part_is_missing_is_none(runner: Runner, folder: Path) -> None:
+    train(runner, 3)
+    write(runner, folder, 3)
+    (older,) = whole_steps(folder)
+    writer = StepWriter(folder, "run-1", replace(older.header, step=4, shards=2))
+    writer.folder.mkdir()
+    parts = [writer.folder / f"part-{shard:05d}-of-00002.pt" for shard in range(2)]
+    parts[0].write_bytes(b"its content")
+    assert not writer.finish(keep=1)
+    assert [one.folder for one in whole_steps(folder)] == [older.folder]
+    parts[1].write_bytes(b"the other's")
+    assert writer.finish(keep=1)
+    assert [one.folder for one in whole_steps(folder)] == [writer.folder]
+    assert not older.folder.exists()
+
+
 def test_an_incomplete_step_is_removed_once_nobody_writes_to_it_any_more(
     runner: Runner, folder: Path
 ) -> None:
