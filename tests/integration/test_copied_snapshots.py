@@ -254,7 +254,10 @@ ADOPTED = "job: adopted, with runner pid "
 @pytest.mark.campaign
 @pytest.mark.parametrize("ending", [signal.SIGUSR2, signal.SIGKILL])
 def test_agents_replaced_amid_copies_do_not_stop_these(c: Cluster, ending: int) -> None:
-    """Carriers finish or restart the copies that they had begun, and go on to copy more."""
+    """Carriers finish or restart the copies that they had begun, and go on to copy more.
+
+    So they do if the server dies at the same time.
+    """
     config = c.folder / "rdzvd.toml"
     # Within a lease, a runner waits for the next agent.
     config.write_text('[lease]\nduration = "60 s"\nlongest = "60 s"\n')
@@ -294,12 +297,14 @@ def test_agents_replaced_amid_copies_do_not_stop_these(c: Cluster, ending: int) 
     c.wait_until("a newer step is whole, and not copied", lambda: whole() > survives())
     for node in nodes:
         node.end(ending)
+    c.kill_server()
+    c.start_server("--config", str(config))
     for node in nodes:
         node.start()
     for node in nodes:
         node.adopts()
     # One that was complete before may have been reported since.
-    assert survives() >= copied
+    c.wait_until("the next server knows what was copied", lambda: survives() >= copied)
     for pid in carriers:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
