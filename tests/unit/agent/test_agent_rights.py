@@ -111,7 +111,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "stack_sampling.process_state: Path(f'/proc/{pid}/stat').read_text",
         "leaked_processes._kill_if_marked: Path(f'/proc/{pid}/environ').read_bytes",
         "leaked_processes._kill_marked: os.listdir",
-        "tee._own_console: os.open",
+        "console_tee._own_console: os.open",
         "xid.Lifted._boot: self._boot_id.read_text",
         "xid.read_records: os.open",
     ),
@@ -180,7 +180,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "stack_sampling.find_py_spy: shutil.which",
     ),
     "only what has a console is teed: `Output.console` is false for submitted jobs": (
-        "tee.Tee.duplicate: os.open",
+        "console_tee.Tee.duplicate: os.open",
         "tailed_file.TailedFile.copy_some: os.open",
     ),
     "it is in the child that becomes a program, which `_prepare_child` has made the account": (

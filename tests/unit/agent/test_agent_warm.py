@@ -272,7 +272,7 @@ def test_a_torch_that_computes_wrong_sums_in_a_fork_is_found(
         get_num_threads=lambda: 1, set_num_threads=threads.append, ones=lambda *_: Ones()
     )
     monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
-    assert zygote_module._compute() == "torch computes a wrong sum"
+    assert zygote_module.compute() == "torch computes a wrong sum"
     assert threads == [2]
 
 

@@ -359,14 +359,14 @@ def _be_canary(zygote: int, write_end: int) -> NoReturn:
     """In a forked child, try the operations most likely to fail, report any failure, and exit."""
     try:
         _die_with_parent(zygote)
-        complaint = _compute()
+        complaint = compute()
     except BaseException as error:
         complaint = _words(error)
     os.write(write_end, complaint.encode(errors="replace")[: 1 << 12])
     os._exit(0)
 
 
-def _compute() -> str:
+def compute() -> str:
     """Try to start a thread and, with torch, to compute on several. Returns any failure."""
     import threading
 
