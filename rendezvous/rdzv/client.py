@@ -66,6 +66,9 @@ Endpoint = endpoints.Endpoint
 parse_endpoint = endpoints.parse_endpoint
 parse_endpoints = endpoints.parse_endpoints
 
+Options = tuple[tuple[str, int], ...]
+"""Options of a gRPC channel."""
+
 _UINT32_MAX = 2**32 - 1
 
 WATCH_TIMEOUT_S = 60.0
@@ -119,7 +122,7 @@ class ControlClient:
         self._rota = Rota(servers)
         self._turns = len(servers)
         self._credentials = credentials
-        self._channels: dict[Endpoint, tuple[Stamp, grpc.Channel]] = {}
+        self._channels: dict[tuple[Endpoint, Options], tuple[Stamp, grpc.Channel]] = {}
         self.store_away: str | None = None
         """The reason why the server could not write to its store when it last listed jobs or nodes,
         or None if it could."""
@@ -129,14 +132,14 @@ class ControlClient:
         """The server that was asked last, or the first one to be asked."""
         return self._rota.present
 
-    def _stub(self) -> ControlStub:
-        stamp = self._credentials.stamp()
-        held, channel = self._channels.get(self.server, (None, None))
+    def _stub(self, options: Options = CHANNEL_OPTIONS) -> ControlStub:
+        stamp, key = self._credentials.stamp(), (self.server, options)
+        held, channel = self._channels.get(key, (None, None))
         if channel is None or held != stamp:
             if channel is not None:
                 channel.close()
-            channel = self._credentials.channel(self.server, CHANNEL_OPTIONS)
-            self._channels[self.server] = stamp, channel
+            channel = self._credentials.channel(self.server, options)
+            self._channels[key] = stamp, channel
         return ControlStub(channel)
 
     def _metadata(self) -> Metadata:
@@ -174,7 +177,8 @@ class ControlClient:
         request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
         silent_since_s, told = time.monotonic(), False
         while True:
-            call = self._stub().WatchJob(request, metadata=self._metadata())
+            # As for a node's stream, unanswered pings reveal a server that is stopped or cut off.
+            call = self._stub(STREAM_OPTIONS).WatchJob(request, metadata=self._metadata())
             try:
                 for status in call:
                     yield job_status_of(status)

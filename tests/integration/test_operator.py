@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 
 import pytest
@@ -93,3 +94,19 @@ def test_one_server_alone_leads(c: Cluster) -> None:
     (server,) = json.loads(text)["servers"]
     assert (server["address"], server["leads"]) == (c.endpoint, True)
     assert server["store"].endswith("(sqlite)")
+
+
+def test_a_wait_notices_that_its_server_is_stopped(c: Cluster) -> None:
+    """It would have waited for ever, had the machine of the server been lost."""
+    node = c.start_node("n1", nnodes="1")
+    c.wait_for_round(0, workers=1)
+    waits = c.start_program("waits", "rdzvctl", "--server", c.endpoint, "wait", JOB)
+    c.wait_until("it says what the job does", lambda: "is running" in waits.text)
+    assert c.server is not None
+    c.server.send_signal(signal.SIGSTOP)
+    try:
+        c.wait_until("it looks for another server", lambda: "trying again" in waits.text)
+    finally:
+        c.server.send_signal(signal.SIGCONT)
+    c.finish()
+    assert (node.wait(), waits.wait()) == (0, 0)
