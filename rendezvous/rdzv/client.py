@@ -31,6 +31,7 @@ from rdzv.transport.channels import PLAIN, Credentials, Metadata
 from rdzv.transport.node_stream import (
     CHANNEL_OPTIONS,
     STREAM_OPTIONS,
+    Options,
     Rota,
     error_from_status,
     settings_message,
@@ -65,9 +66,6 @@ if TYPE_CHECKING:
 Endpoint = endpoints.Endpoint
 parse_endpoint = endpoints.parse_endpoint
 parse_endpoints = endpoints.parse_endpoints
-
-Options = tuple[tuple[str, int], ...]
-"""Options of a gRPC channel."""
 
 _UINT32_MAX = 2**32 - 1
 

@@ -33,7 +33,10 @@ from rdzv.v1 import rdzv_pb2 as pb
 
 PROTOCOL_VERSION = protocol.VERSION
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+Options = tuple[tuple[str, int], ...]
+"""The options of a gRPC channel."""
+
+CHANNEL_OPTIONS: Options = (
     # The server is inside the cluster and cannot be reached through an Internet proxy.
     ("grpc.enable_http_proxy", 0),
     # The status of a job with ten thousand waiting nodes exceeds gRPC's own limit of 4 MiB.
@@ -41,7 +44,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 """The options for every channel to rdzvd."""
 
-OWN_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+OWN_SERVER_OPTIONS: Options = (
     *CHANNEL_OPTIONS,
     # Each attempt has its own channel, and `Attempts` implements the backoff.
     ("grpc.use_local_subchannel_pool", 1),
@@ -49,7 +52,7 @@ OWN_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 """The options for a node's stream to a server in the same process."""
 
-STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
+STREAM_OPTIONS: Options = (
     *OWN_SERVER_OPTIONS,
     # Unanswered pings reveal a stopped peer or a broken path; the keepalive timeout alone does not.
     ("grpc.keepalive_time_ms", 5_000),

@@ -26,7 +26,7 @@ def give_drain_notice(work: Draft, event: NoticeGiven) -> None:
     Workers that were already notified get no second signal; only the deadline may change.
     """
     state = work.state
-    if state.leaving is not None or state.outcome is not None:
+    if state.is_ending:
         return
     due_ms, before = work.now_ms + event.left_ms, state.notice
     notice = Notice(event.reason, work.now_ms, due_ms)

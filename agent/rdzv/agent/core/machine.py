@@ -413,8 +413,7 @@ def rejoins_after_failure(state: AgentState, round_: int) -> bool:
         _is_current(state, round_)
         and bool(state.failures or state.stuck_pids)
         and not state.workers_gone
-        and state.leaving is None
-        and state.outcome is None
+        and not state.is_ending
     )
 
 
@@ -523,9 +522,6 @@ def _suspect_waiting(work: Draft) -> None:
     message = f"it was kept, and did not continue within {seconds:g} s"
     number = state.assignment.round
     _note_suspect(work, WorkerSuspected(number, one.local_rank, one.pid, message, "", age_ms=0))
-
-
-# ------------------------------------------------------------------ snapshots
 
 
 # ------------------------------------------------------------------ the end

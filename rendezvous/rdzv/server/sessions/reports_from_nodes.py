@@ -11,6 +11,7 @@ from functools import partial
 from rdzv.core.commands import MarkLost, Withdraw
 from rdzv.core.fleet.node_resources import FailingCheck
 from rdzv.core.life.chosen_nodes import awaited
+from rdzv.core.model import State
 from rdzv.runtime.clock import Clock
 from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.engine.jobs import Jobs
@@ -57,6 +58,10 @@ class Reports:
         self._diagnosis = diagnosis
         self._watchers = watchers
 
+    def _state_for(self, stream: Stream, rdzv_id: str) -> State | None:
+        """Return the state of a job; None if it is not known, or a newer stream has come."""
+        return self._jobs.peek(rdzv_id) if self._streams.is_current(stream) else None
+
     def note_progress(self, stream: Stream, said: Progress) -> None:
         """Record the progress of a node's workers if the report is about the current round.
 
@@ -64,9 +69,8 @@ class Reports:
             InvalidRequestError: the report names a worker that the node does not have.
 
         """
-        state = self._jobs.peek(said.rdzv_id)
-        now_ms = self._clock.now_ms()
-        if state is None or not self._streams.is_current(stream):
+        state, now_ms = self._state_for(stream, said.rdzv_id), self._clock.now_ms()
+        if state is None:
             return
         if not self._diagnosis.progress.note(
             state, stream.node_id, stream.incarnation, said, now_ms
@@ -84,16 +88,15 @@ class Reports:
             InvalidRequestError: the report does not name exactly the workers that the node has.
 
         """
-        state = self._jobs.peek(said.rdzv_id)
-        if state is None or not self._streams.is_current(stream):
+        if (state := self._state_for(stream, said.rdzv_id)) is None:
             return
         if self._diagnosis.starts.note(state, stream.node_id, stream.incarnation, said):
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_snapshots(self, stream: Stream, said: SnapshotsHeld) -> None:
         """Record which snapshots a node holds if it takes part in the job's current round."""
-        state, now_ms = self._jobs.peek(said.rdzv_id), self._clock.now_ms()
-        if state is None or not self._streams.is_current(stream):
+        state, now_ms = self._state_for(stream, said.rdzv_id), self._clock.now_ms()
+        if state is None:
             return
         speaker = stream.node_id, stream.incarnation
         if self._diagnosis.snapshots.note(state, *speaker, said, now_ms):
@@ -106,8 +109,7 @@ class Reports:
             InvalidRequestError: the report names a worker that the node does not have.
 
         """
-        state = self._jobs.peek(said.rdzv_id)
-        if state is None or not self._streams.is_current(stream):
+        if (state := self._state_for(stream, said.rdzv_id)) is None:
             return
         speaker, now_ms = (stream.node_id, stream.incarnation), self._clock.now_ms()
         changed = self._diagnosis.stragglers.note_arrivals(state, *speaker, said, now_ms)
@@ -123,8 +125,7 @@ class Reports:
             InvalidRequestError: the report names a worker that the node does not have.
 
         """
-        state = self._jobs.peek(said.rdzv_id)
-        if state is None or not self._streams.is_current(stream):
+        if (state := self._state_for(stream, said.rdzv_id)) is None:
             return
         speaker = stream.node_id, stream.incarnation
         if self._diagnosis.stragglers.note_gpus(state, *speaker, said, self._clock.now_ms()):
