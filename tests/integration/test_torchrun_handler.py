@@ -954,3 +954,36 @@ def test_a_watch_that_ends_in_another_thread_leaves_room_for_the_next() -> None:
 def test_a_node_has_no_part_before_it_joins() -> None:
     part = Part("job-7", UNCOUNTED, pb.Offer())
     assert (part.phase, part.beliefs(), part.ended) == (Phase.APART, [], False)
+
+
+def test_a_new_lease_changes_how_often_the_node_is_heard() -> None:
+    """Whoever takes over may have a shorter lease than the server that welcomed the node."""
+    heartbeats = threading.Semaphore(0)
+    shorter = of_leader(pb.ServerMessage(lease=pb.Lease(heartbeat_interval_ms=100)))
+
+    def script(messages: Iterator[pb.NodeMessage]) -> Iterator[pb.ServerMessage]:
+        assert next(messages).HasField("hello")
+        yield WELCOME
+        yield shorter
+        yield of_leader(line(0))
+        for message in messages:
+            if message.HasField("heartbeat"):
+                heartbeats.release()
+
+    news = threading.Condition(threading.RLock())
+
+    def hear(_: pb.ServerMessage) -> None:
+        # The sender waits anew once it has sent something.
+        stream.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
+
+    with serving(script) as start:
+        start()
+        endpoints = (Endpoint("127.0.0.1", start()),)
+        stream = NodeStream(endpoints, PLAIN, pb.Hello(node_id="n1"), news, list, hear)
+        stream.open()
+        try:
+            # One answers the welcome, and one the message after the lease.
+            for _ in range(4):
+                assert heartbeats.acquire(timeout=20)
+        finally:
+            stream.close(0)

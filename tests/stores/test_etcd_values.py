@@ -135,17 +135,22 @@ def test_without_a_user_there_is_no_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoints", "raised", "says"),
+    ("endpoints", "trouble", "raised", "says"),
     [
-        ("https://a:1", InvalidRequestError, "that the CA has signed"),
-        ("http://a:1", RendezvousConnectionError, "^handshake failed$"),
+        ("https://a:1", "handshake failed", InvalidRequestError, "that the CA has signed"),
+        ("https://a:1", "no answer", RendezvousConnectionError, "^no answer$"),
+        ("http://a:1", "handshake failed", RendezvousConnectionError, "^handshake failed$"),
     ],
 )
 async def test_trouble_with_tls_is_an_operators_mistake_where_there_is_tls(
-    endpoints: str, raised: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+    endpoints: str,
+    trouble: str,
+    raised: type[Exception],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def fail(self: EtcdClient, key: bytes) -> None:
-        raise RendezvousConnectionError("handshake failed")
+        raise RendezvousConnectionError(trouble)
 
     monkeypatch.setattr(EtcdClient, "get", fail)
     with pytest.raises(raised, match=says):

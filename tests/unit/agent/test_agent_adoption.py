@@ -295,9 +295,13 @@ class Runner:
         self.served: list[tuple[float, float]] = []
         self.held_for: list[int | None] = []
         """The limits with which each agent has asked it to hold snapshots."""
+        self.announced: list[tuple[SnapshotMark, SnapshotMark | None]] = []
 
     def hold_snapshots(self, limit_bytes: int | None) -> None:
         self.held_for.append(limit_bytes)
+
+    def announce_watermark(self, mark: SnapshotMark, given_up: SnapshotMark | None) -> None:
+        self.announced.append((mark, given_up))
 
     def serve(self, _: Path, orphan_timeout_s: float, grace_s: float) -> None:
         self.served.append((orphan_timeout_s, grace_s))
@@ -527,6 +531,34 @@ async def test_an_agent_that_dies_before_it_stops_the_workers_leaves_that_to_the
     s.runner.tell(runner_link.WorkersGone(0))
     await s.until(lambda: s.phase() == pb.Belief.JOINING)
     assert s.link.bodies()[-1] == "join"
+
+
+async def test_a_stop_is_kept_for_the_next_agent_before_the_workers_are_told(s: Story) -> None:
+    """Otherwise the next agent would give them no grace period, or another one."""
+    await s.begin_round(s.line())
+    s.runner.deaf_to.add("stop")
+    s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
+    kept = handover_state.decode_state(s.runner.keeps[handover_state.STATE]).stop
+    assert kept is not None
+    assert (kept.round, kept.grace_ms) == (0, JOB.failure_stop_timeout_ms)
+
+
+async def test_the_runner_is_told_which_step_is_whole(s: Story) -> None:
+    """It is the only one that workers may not overwrite."""
+    await s.begin_round(s.line())
+    mark = SnapshotMark(0, 40, "f00d", world_size=4)
+    s.driver.post(events.SnapshotWatermark("r1", mark))
+    assert s.runner.announced == [(mark, None)]
+
+
+async def test_a_store_host_is_stopped_when_its_round_is_over(s: Story) -> None:
+    await s.begin_round(s.line())
+    s.runner.store_hosts.add(0)
+    s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
+    assert s.runner.store_hosts == {0}
+    s.runner.tell(runner_link.WorkersGone(0))
+    await s.until(lambda: s.phase() == pb.Belief.JOINING)
+    assert s.runner.store_hosts == set()
 
 
 async def test_a_round_that_the_fence_has_ended_is_over_also_for_the_next_agent(s: Story) -> None:

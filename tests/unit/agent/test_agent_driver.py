@@ -19,6 +19,7 @@ from rdzv.agent.job import decisions
 from rdzv.agent.job import store_offer as module
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
+from rdzv.agent.observers.stack_sampling import StacksAsked
 from rdzv.agent.system.side_thread import in_thread
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.client import Endpoint
@@ -75,6 +76,9 @@ class Link:
         self.jobs.append(job)
 
     def say(self, message: pb.NodeMessage) -> None:
+        self.said.append(message)
+
+    async def say_after_all(self, message: pb.NodeMessage) -> None:
         self.said.append(message)
 
 
@@ -187,6 +191,13 @@ async def test_workers_start_in_the_jobs_folder_with_the_jobs_environment(f: Fix
     written = f.driver.written.at(0)
     assert written is not None
     assert str(written.workers[0].stdout) == worker.stdout
+
+
+async def test_stacks_are_refused_with_a_reason_before_the_first_round(f: Fixture) -> None:
+    f.driver.take_stacks(StacksAsked(5, "job-7", "r1", 2, 900))
+    sampled = (await said(f, "stacks")).stacks
+    assert (sampled.request, sampled.error) == (5, "it has no workers of round 2")
+    assert f.driver.belief() is not None
 
 
 async def test_what_goes_wrong_in_it_is_its_own_end(f: Fixture) -> None:
@@ -461,9 +472,11 @@ async def test_what_goes_wrong_in_a_rounds_task_is_the_end_of_the_job(
 async def test_the_end_of_an_older_round_closes_nothing_of_the_present_one(f: Fixture) -> None:
     f.driver.post(events.RoundCompleted(LINE))
     await until(lambda: f.runner.asked)
+    assert not f.driver.written.is_over(0)
     f.driver.post(ends(0))
     f.runner.tell(runner_link.WorkersGone(0))
     await until(lambda: f.bodies().count("join") == 2)
+    assert f.driver.written.is_over(0)
     f.driver.post(events.RoundCompleted(replace(LINE, round=1)))
     await until(lambda: f.runner.asked[-1][:2] == ("start", 1))
     f.runner.tell(runner_link.WorkersGone(0))

@@ -33,8 +33,20 @@ def test_workers_without_a_watchdog_are_watched_for_hangs(is_unwatched: bool) ->
     assert happened == ["watched"] * is_unwatched + [WorkerResumed(4, 1)]
 
 
-async def test_the_end_of_a_killed_runner_is_told_once_its_processes_are_killed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("exit_code", "how"),
+    [
+        (-9, "was killed by SIGKILL"),
+        (3, "ended unexpectedly with exit code 3"),
+        # An adopted runner is another process's child.
+        (None, "ended unexpectedly"),
+    ],
+)
+async def test_the_end_of_a_runner_is_told_once_its_processes_are_killed(
+    exit_code: int | None,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     happened: list[object] = []
 
@@ -57,9 +69,9 @@ async def test_the_end_of_a_killed_runner_is_told_once_its_processes_are_killed(
     disk: Any = SimpleNamespace(note_runner_gone=lambda: None)
     meter: Any = SimpleNamespace(runner_said=lambda _: None)
     router = RunnerEventRouter(context, disk, context, None, lambda: meter, context)
-    ended = router.hear(RunnerExited(-9))
+    ended = router.hear(RunnerExited(exit_code))
     assert ended is not None
     await ended
-    lost = RunnerLost("its runner was killed by SIGKILL, and its workers with it")
+    lost = RunnerLost(f"its runner {how}, and its workers with it")
     assert happened == ["swept", "swept", lost]
     assert "cannot search for processes left behind by the job's dead runner" in caplog.text

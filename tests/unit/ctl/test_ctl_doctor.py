@@ -49,6 +49,15 @@ def test_an_interpreter_without_torch_is_a_problem_with_its_reason(tmp_path: Pat
     assert doctor.check_torch(str(tmp_path / "nowhere")).verdict is PROBLEM
 
 
+def test_an_interpreter_that_cannot_be_started_is_a_problem(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/nowhere/python\n")
+    python.chmod(0o755)
+    finding = doctor.check_torch(str(python))
+    assert finding.verdict is PROBLEM
+    assert "cannot import it: [Errno 2] No such file" in finding.text
+
+
 def test_torch_is_named_with_its_version(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho a banner\necho 2.13.0 8\n")

@@ -7,7 +7,8 @@ import importlib
 
 import pytest
 
-from rdzv.worker.healing import Offer, elect, receivers
+from rdzv.worker.healing import MismatchError, Offer, compare_manifests, elect, receivers
+from rdzv.worker.rounds import Round
 
 
 @pytest.mark.parametrize(
@@ -41,3 +42,19 @@ def test_the_source_and_who_receives_from_it(
 ) -> None:
     assert elect(offers) == source
     assert receivers(offers, source) == to
+
+
+@pytest.mark.parametrize(
+    ("rank", "says"),
+    [
+        (0, "the state of rank 1 differs from that of rank 0"),
+        (1, "model.weight is float32 4 3 on rank 1, and float32 4 2 on rank 0"),
+    ],
+)
+def test_every_rank_refuses_a_state_that_differs_on_one(rank: int, says: str) -> None:
+    here = [["model.weight", f"float32 4 {2 + rank}"]]
+    round_ = Round(0, rank, 2, local_rank=rank, restarts=0, token="")
+    first = b'[["model.weight", "float32 4 2"]]'
+    with pytest.raises(MismatchError, match=says):
+        compare_manifests(["a", "b"], here, round_, lambda: first)
+    compare_manifests(["a", "a"], here, round_, lambda: first)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rdzv.worker.frames import BrokenLinkError, Received, encode
-from rdzv.worker.link import Go, Link, Release
+from rdzv.worker.link import SNAPSHOTS_VARIABLE, Go, Link, Release, process_link
 
 
 class Runner:
@@ -179,6 +179,24 @@ def test_a_runner_that_is_gone_ends_the_wait(runner: tuple[Link, Runner]) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_runner_that_is_gone_ends_the_wait_for_slots(
+    runner: tuple[Link, Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SNAPSHOTS_VARIABLE, "1")
+    link, other = runner
+    got: list[Any] = []
+    waiting = threading.Thread(target=lambda: got.append(link.reserve(8)), daemon=True)
+    waiting.start()
+    assert other.hear()["type"] == "reserve"
+    other.leave()
+    waiting.join(8)  # An answer may take ten seconds.
+    assert [slots.fds for slots in got] == [[]]
+
+
+def test_a_process_without_a_runner_has_no_link() -> None:
+    assert process_link() is None
+
+
 def test_a_forked_child_has_no_link_and_no_lock_of_its_parent(runner: tuple[Link, Runner]) -> None:
     link, other = runner
     held, let_go = threading.Event(), threading.Event()

@@ -490,3 +490,22 @@ def test_what_a_killed_process_leaves_is_whole(program: str) -> None:
         check=False,
     )
     assert "none torn" in done.stdout, done.stderr
+
+
+def test_a_step_that_was_done_again_is_no_redo_once_it_is_sealed() -> None:
+    sealing = sealing_of()
+    sealing.begin_round(0, 1, lambda: None)
+    sealing.is_redo = True
+    sealing.commit()
+    assert not sealing.is_redo
+
+
+def test_tensors_are_sent_together_if_they_have_the_same_type() -> None:
+    """Joined with others, integers would be sent as floating-point numbers, and lose bits."""
+    one, other = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    sent = list(healing.buckets_of([one, one, other, one]))
+    assert [[tensor.dtype for tensor in bucket] for bucket in sent] == [
+        [torch.float32, torch.float32],
+        [torch.int64],
+        [torch.float32],
+    ]

@@ -169,3 +169,12 @@ def test_another_data_set_is_refused() -> None:
 def test_no_samples_are_no_data_set(how: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="is 0; it must be at least 1"):
         ElasticBatchSampler(**how)
+
+
+@pytest.mark.slow
+def test_a_later_version_goes_on_in_the_same_order() -> None:
+    """A job may be upgraded in the middle of an epoch; another order would repeat samples."""
+    one = ElasticBatchSampler(data=8, batch_size=8, seed=3)
+    one.begin_round(0, 1)
+    (batch,) = one
+    assert batch == [3, 1, 0, 6, 2, 7, 4, 5]

@@ -204,3 +204,14 @@ def test_a_step_that_another_round_repeats_is_written_to_a_folder_of_its_own(
     header = Header(3, 0, 0, 2, rank=0, world_size=2, state="s", part="p")
     writers = [StepWriter(tmp_path, "run-1", replace(header, round=number)) for number in (0, 1)]
     assert writers[0].folder != writers[1].folder
+
+
+def test_a_writer_names_its_reason(
+    runner: Runner, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "nice", lambda _: 0)
+    train(runner, 3)
+    words = [str(folder), "--run", "run-1", "--keep", "2", "--mark", "0:9:f00d"]
+    with pytest.raises(SystemExit) as ended:
+        write_snapshots.main([*words, *map(str, runner.fds)])
+    assert str(ended.value) == (f"rdzv: cannot write step 9 to {folder}: no slot holds it any more")

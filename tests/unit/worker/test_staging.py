@@ -65,6 +65,7 @@ def test_tensors_are_equal_if_their_bits_are_known_to_be(
         (64, "8", 1, 4),
         (2, "4", 1, 1),
         (8, "1", 8, 1),
+        (8, "1", 2, 1),
     ],
 )
 def test_the_number_of_threads(
@@ -74,3 +75,14 @@ def test_the_number_of_threads(
     monkeypatch.setattr(torch, "get_num_threads", lambda: torchs)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", workers)
     assert staging.copiers() == threads
+
+
+def test_only_tiny_tensors_of_the_cpu_are_set_aside() -> None:
+    tiny, large = torch.ones(3), torch.ones(1 << 20)
+    (kept,), all_taken = staging.set_aside([tiny])
+    tiny.zero_()
+    assert all_taken
+    assert kept.tolist() == [1, 1, 1]
+    (_, same), all_taken = staging.set_aside([tiny, large])
+    assert not all_taken
+    assert same is large

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,6 +68,17 @@ def test_a_collective_anywhere_in_the_chain_is_suspect(error: BaseException) -> 
 def test_anything_else_is_the_scripts_own(error: BaseException) -> None:
     assert not is_suspect(error)
     assert not follows_from_cut(error)
+
+
+def test_an_error_of_torchs_own_type_for_collectives_is_suspect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class DistError(RuntimeError):
+        """As in torch.distributed, which this test does not import."""
+
+    monkeypatch.setitem(sys.modules, "torch.distributed", SimpleNamespace(DistError=DistError))
+    assert is_suspect(DistError("the peer has gone"))
+    assert not is_suspect(RuntimeError("the peer has gone"))
 
 
 def test_a_group_that_was_aborted_follows_from_the_cut_alone() -> None:
