@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import signal
@@ -98,6 +99,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
     return True if "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Let the collector of garbage rest: all that is imported and collected stays."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Let it look at what tests leave, and rarely: most of them leave nothing in cycles."""
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,12 +8,13 @@ fact is sent.
 
 from __future__ import annotations
 
-import gc
+import fcntl
 import marshal
 import os
 import selectors
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from itertools import groupby
@@ -26,17 +27,14 @@ _NUMBER = 2
 """The size of a file's number, in bytes."""
 _LENGTH = 4
 """The size of a report's length, in bytes."""
+_PIPE = 1 << 20
+"""The size of a pipe, in bytes: no process waits until its reports are read."""
+_GATHER_S = 0.1
+"""Reports are read so many seconds apart: one at a time, each would cost a change of process."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forks", type=int, default=0, help="run the tests in N forked processes")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """Let the collector rest: all that is imported and collected stays."""
-    if session.config.option.forks:
-        gc.disable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -52,8 +50,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     os.write(all_turns, b"".join(n.to_bytes(_NUMBER, "big") for n in range(len(files))))
     os.close(all_turns)
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-    gc.freeze()
-    gc.enable()
     sys.stdout.flush()
     workers = [_Worker(session, files, turns) for _ in range(config.option.forks)]
     try:
@@ -75,6 +71,7 @@ class _Worker:
 
     def __init__(self, session: pytest.Session, files: list[list[pytest.Item]], turns: int) -> None:
         self.reports, reports = os.pipe()
+        fcntl.fcntl(reports, fcntl.F_SETPIPE_SZ, _PIPE)
         self.unread = b""
         self.runs = ""
         """The test that it started last."""
@@ -97,7 +94,7 @@ class _Worker:
 
     def read(self) -> list[dict[str, Any]] | None:
         """Return the reports that have arrived, and note what runs; None at the end."""
-        if not (data := os.read(self.reports, 1 << 16)):
+        if not (data := os.read(self.reports, _PIPE)):
             return None
         self.unread += data
         found = []
@@ -175,6 +172,7 @@ def _report(session: pytest.Session, workers: list[_Worker]) -> None:
         for worker in workers:
             selector.register(worker.reports, selectors.EVENT_READ, worker)
         while selector.get_map():
+            time.sleep(_GATHER_S)
             for key, _ in selector.select():
                 if (found := key.data.read()) is None:
                     selector.unregister(key.fd)

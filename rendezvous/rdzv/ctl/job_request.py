@@ -6,6 +6,7 @@ The server is not contacted until the whole request is valid.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import secrets
@@ -203,6 +204,7 @@ class _Parser(argparse.ArgumentParser):
         raise InvalidRequestError(message)
 
 
+@functools.cache
 def make_parser() -> _Parser:
     """Return the parser of the flags of `rdzvctl submit`."""
     parser = _Parser(
