@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rdzv.worker import CannotBroadcastError
-from rdzv.worker.digest import digest
+from rdzv.worker.digest import digest, sums_at_once, sums_of_columns
 from rdzv.worker.images import Image
 from rdzv.worker.snapshot_slot import TENSORS_AT, Content, Header, Slot, SlotError, bytes_needed
 
@@ -108,18 +108,31 @@ def test_a_bit_that_flips_is_found_wherever_it_is(seed: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("words", [0, 1, 4095, 4096, 7 * 4096 + 5, (1 << 20) + 4096 + 1])
+@pytest.mark.parametrize("words", [0, 1, 28671, 28672, 2 * 28672 + 5, (1 << 23) + 28672 + 1])
 def test_the_sum_of_bits_is_what_the_format_says(words: int, threads: int) -> None:
-    """Each word counts as often as its place says, with the product for each word written out."""
-    octets = torch.randint(0, 256, (8 * words + 3,), dtype=torch.uint8)
-    factor, chunk, total = 0x2545F4914F6CDD1D, 1 << 20, torch.zeros((), dtype=torch.int64)
-    for part in torch.split(octets[: 8 * words].view(torch.int64), chunk):
-        total = total * factor + (part * (2 * torch.arange(len(part)) + 1) * factor).sum()
-    for octet in octets[8 * words :].to(torch.int64):
+    """Each word counts as often as its place says, with all factors written out."""
+    octets = torch.randint(0, 256, (4 * words + 3,), dtype=torch.uint8)
+    factor, wide, total = 0x2545F4914F6CDD1D, 28672, torch.zeros((), dtype=torch.int64)
+    odd = 2 * torch.arange(wide) + 1
+    for part in torch.split(octets[: 4 * words].view(torch.int32), 1 << 23):
+        sums, rest = torch.zeros(wide, dtype=torch.int64), part[:0]
+        for row in torch.split(part, wide):
+            if len(row) == wide:
+                sums = sums * 0x2545F491 + row
+            else:
+                rest = row
+        total = total * factor + (sums.to(torch.int32) * odd).sum() * factor
+        total += (rest * odd[: len(rest)]).sum()
+    for octet in octets[4 * words :].to(torch.int64):
         total = total * factor + octet
     said = hashlib.blake2b(f"a|torch.uint8|({len(octets)},)\n".encode(), digest_size=16)
     said.update(repr([int(total)]).encode())
     assert digest([("a", octets)], threads) == said.hexdigest()
+
+
+def test_a_gpu_sums_as_a_cpu_does() -> None:
+    grid = torch.randint(-(1 << 31), 1 << 31, (9, 28672), dtype=torch.int32)
+    assert torch.equal(sums_at_once(grid), sums_of_columns(grid))
 
 
 @pytest.mark.parametrize("exchanged", [(0, 8), (8, 4096), (64, 128)])
