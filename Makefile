@@ -251,12 +251,12 @@ bench-takeover: $(READY)  ## how long a job has no server when one dies; QUICK=1
 bench-recovery: $(READY)  ## how long until a training goes on, beside torchrun; RUNS=1: five minutes
 	@$(BIN)/python bench/recovery.py --out build/bench/recovery.jsonl $(if $(RUNS),--runs $(RUNS))
 
-# Two peers whose processes stay as well, in an environment of their own, beside ours.
+# Peers whose processes or checkpoints in memory stay as well, in an environment of their own, beside ours.
 build/peers/.ready: $(READY)
-	@$(BIN)/python -m venv build/peers
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	  > "$$(build/peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
-	@build/peers/bin/python -m pip install -q torchft==0.2.0 nvidia-resiliency-ext==0.4.1
+	@rm -rf build/peers && $(BIN)/python -m venv build/peers
+	@$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+	  >"$$(build/peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	@build/peers/bin/python -m pip install -q torchft==0.2.0 nvidia-resiliency-ext==0.4.1 dlrover==0.6.1
 	@touch $@
 
 .PHONY: bench-kept
@@ -267,8 +267,9 @@ bench-kept: $(READY) build/peers/.ready  ## workers that stay: what they promise
 	@$(BIN)/python bench/kept.py --out build/bench/kept.jsonl
 
 .PHONY: bench-snapshots
-bench-snapshots: $(READY)  ## what snapshots cost, and that none is loaded torn or damaged; KILLS=100: some minutes, else an hour on a busy machine
+bench-snapshots: $(READY) build/peers/.ready  ## what snapshots cost, beside a peer, and that none is loaded torn or damaged; KILLS=100: some minutes, else an hour on a busy machine
 	@$(BIN)/python bench/snapshots.py
+	@$(BIN)/python bench/snapshot_dlrover.py
 	@$(BIN)/python bench/snapshot_faults.py $(if $(KILLS),--kills $(KILLS) --copy-kills $(KILLS) --flips $(KILLS))
 
 .PHONY: bench-goodput

@@ -60,36 +60,56 @@ def timed(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
     return wrapped
 
 
-def train(gb: float, steps: int, step_ms: float, every: int | None) -> tuple[float, list[float]]:
-    """Train; return the mean time of a step, and how long the optimizer has waited in each."""
+def model_of(gb: float) -> nn.ParameterList:
+    """Make a model of that size."""
     torch.manual_seed(1)
     size = int(gb * 1e9 / 4 / PARAMETERS)
-    model = nn.ParameterList([nn.Parameter(torch.ones(size)) for _ in range(PARAMETERS)])
-    sealing = Sealing({"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)})
+    return nn.ParameterList([nn.Parameter(torch.ones(size)) for _ in range(PARAMETERS)])
+
+
+class Training:
+    """Steps that compute for `step_ms` on one thread, and change one parameter of a model."""
+
+    def __init__(self, gb: float, step_ms: float) -> None:
+        torch.set_num_threads(1)  # As rdzvrun sets it for several workers.
+        self.model = model_of(gb)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self._matrix, self._step_s = torch.randn(256, 256), step_ms / 1000
+
+    def mean_ms(self, steps: int, save: Callable[[int], object]) -> float:
+        """Make steps; after each, call `save` with its number. Return a step's mean time."""
+        begun = time.perf_counter()
+        for number in range(steps):
+            end = time.perf_counter() + self._step_s
+            while time.perf_counter() < end:
+                self._matrix @ self._matrix
+            self.model[0].grad = torch.zeros_like(self.model[0])
+            self.optimizer.step()
+            save(number)
+        return 1000 * (time.perf_counter() - begun) / steps
+
+
+def train(gb: float, steps: int, step_ms: float, every: int | None) -> tuple[float, list[float]]:
+    """Train; return the mean time of a step, and how long the optimizer has waited in each."""
+    training, waits = Training(gb, step_ms), list[float]()
+
+    def wait(optimizer: Any, args: Any, kwargs: Any) -> None:
+        timed(sealing.wait_for_copy, waits)()
+
+    training.optimizer.register_step_pre_hook(wait)  # Before the state's own.
+    sealing = Sealing({"model": training.model, "optimizer": training.optimizer})
     sealing.begin_round(0, 1, lambda: None)
     saving = Snapshots(sealing, Memory(), every)  # type: ignore[arg-type]
     saving.begin_round(Round(0, 0, 1, 0, 0, ""))
-    optimizer, waits = sealing.contents.optimizers["optimizer"], list[float]()
-    a = torch.randn(256, 256)
 
-    def step() -> None:
-        end = time.perf_counter() + step_ms / 1000
-        while time.perf_counter() < end:
-            a @ a
-        model[0].grad = torch.zeros(size)
-        timed(sealing.wait_for_copy, waits)()
-        optimizer.step()
+    def save(number: int) -> None:
         sealing.commit()
         saving.committed()
 
-    for _ in range(2 * (every or 1) + 2):  # The memory is there from then on.
-        step()
+    training.mean_ms(2 * (every or 1) + 2, save)  # The memory is there from then on.
     saving.finish()
     waits.clear()
-    begun = time.perf_counter()
-    for _ in range(steps):
-        step()
-    mean_ms = 1000 * (time.perf_counter() - begun) / steps
+    mean_ms = training.mean_ms(steps, save)
     saving.finish()
     return mean_ms, waits
 
@@ -103,7 +123,6 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, nargs="+", default=[20, 50, 100])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     args = parser.parse_args()
-    torch.set_num_threads(1)  # As rdzvrun sets it for several workers.
     print(f"{load()}; {args.gb:g} GB, a save each {args.every} steps")
     for step_ms in args.step_ms:
         plain, _ = train(args.gb, args.steps, step_ms, None)
