@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import shutil
 import socket
 import subprocess
@@ -140,6 +141,8 @@ def test_a_start_that_takes_long_is_told_with_what_it_waits_for(
     with impatient_runner() as (agent, stderr):
         agent.send({"type": "start_workers", "round": 7, "workers": [worker]})
         said = stderr.readline()
+        again, _, _ = select.select([stderr], [], [], 0.3)
+    assert not again, "it is told once"
     assert said.startswith("rdzv: round 7: the worker of local_rank 3 (pid ")
     assert said.endswith(f" has not started after 0.1 s; it is still at: stdout {log!r}\n")
 

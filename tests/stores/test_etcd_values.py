@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import socket
 import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -12,7 +17,8 @@ from etcd_cluster import openssl
 
 from rdzv.core.model import Membership, Offer, Participant, Round, Settings
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
-from rdzv.stores import codec, etcd, etcd_errors
+from rdzv.etcd import etcd_pb2 as pb
+from rdzv.stores import codec, etcd, etcd_errors, etcd_wire
 from rdzv.stores.base import Record
 from rdzv.stores.etcd_client import MAX_REQUEST_BYTES, EtcdClient
 from rdzv.stores.etcd_config import EtcdConfig
@@ -182,6 +188,58 @@ def test_pings_are_not_so_many_that_etcd_ends_the_connection() -> None:
     assert options["grpc.keepalive_permit_without_calls"] == 0
     # Without this one, the wait for an unanswered ping takes a minute.
     assert options["grpc.http2.ping_timeout_ms"] <= 5_000
+
+
+# ---------------------------------------------------------------- members
+
+
+@asynccontextmanager
+async def member(*, stopped: bool = False) -> AsyncIterator[str]:
+    """A member that gives everyone a token, executes each transaction, and has no keys."""
+
+    def answer(method: Any, response: Any) -> Any:
+        async def call(request: Any, _: Any) -> Any:
+            if stopped:
+                await asyncio.Event().wait()
+            return response
+
+        return grpc.unary_unary_rpc_method_handler(
+            call, method.request.FromString, method.response.SerializeToString
+        )
+
+    answers: dict[Any, Any] = {
+        etcd_wire.AUTHENTICATE: pb.AuthenticateResponse(token="token"),
+        etcd_wire.RANGE: pb.RangeResponse(header=pb.ResponseHeader(revision=7)),
+        etcd_wire.TXN: pb.TxnResponse(succeeded=True),
+    }
+    server = grpc.aio.server()
+    for method, response in answers.items():
+        _, service, name = method.path.split("/")
+        handlers = {name: answer(method, response)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+async def test_a_write_goes_to_a_member_that_is_connected() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # It listens nowhere, so it refuses connections.
+        dead = f"127.0.0.1:{unused.getsockname()[1]}"
+        async with member() as alive:
+            client = EtcdClient(EtcdConfig.parse(f"{dead},{alive}"))
+            assert (await client.txn((), ())).succeeded
+            await client.close()
+
+
+@pytest.mark.slow
+async def test_a_member_that_is_stopped_leaves_time_to_log_in_at_another() -> None:
+    async with member(stopped=True) as silent, member() as alive:
+        config = EtcdConfig.parse(f"{silent},{alive}")
+        client = EtcdClient(replace(config, user="ada", password="x", timeout_ms=2_000))
+        assert await client.get(b"key", timeout_s=60) == (None, 7)
+        await client.close()
 
 
 # ---------------------------------------------------------------- sizes

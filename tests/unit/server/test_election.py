@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from rdzv.errors import RendezvousConnectionError
-from rdzv.stores import election_session
+from rdzv.stores import election, election_session
+from rdzv.stores.election import Election
 from rdzv.stores.election_session import LOOP_TTLS, Session
+from rdzv.stores.etcd_config import EtcdConfig
+from rdzv.stores.etcd_values import KeyValue, TxnResult
 from rdzv.stores.leader_key import Fence
 
 TTL_S = 10
@@ -91,3 +96,69 @@ async def test_a_lease_is_renewed_while_the_loop_is_late_and_not_while_it_stands
     assert "its event loop has stood still" in (session.lost or "")
     renewed_for_s = session.sent_s - turned_s
     assert LOOP_TTLS * TTL_S - session.every_s <= renewed_for_s <= LOOP_TTLS * TTL_S
+
+
+class Member:
+    """An etcd in which one server takes part."""
+
+    config = EtcdConfig.parse("a:1")
+
+    def __init__(self) -> None:
+        self.is_revoked = False
+        self.revisions = itertools.count(1)
+        self.leases = itertools.count(1)
+        self.may_revoke = asyncio.Event()
+
+    async def grant(self, ttl_s: int) -> tuple[int, int]:
+        return next(self.leases), ttl_s
+
+    async def txn(self, compare: Any, then: Any, otherwise: Any = ()) -> TxnResult:
+        revision = next(self.revisions)
+        held = KeyValue(b"/rdzv/leader", then[0].value, revision, revision, then[0].lease or 0)
+        return TxnResult(True, revision, (held,))
+
+    async def get(self, key: bytes) -> tuple[None, int]:
+        return None, 0
+
+    async def watch(self, *_: Any) -> AsyncIterator[tuple[()]]:
+        await asyncio.Event().wait()
+        yield ()
+
+    async def revoke(self, lease: int) -> None:
+        await self.may_revoke.wait()
+        self.is_revoked = True
+
+
+class Threads:
+    """The calls of the threads that renew it."""
+
+    def keep_alive(self, lease: int, timeout_s: float) -> int:
+        return TTL_S
+
+    def get(self, key: bytes, timeout_s: float) -> Any:
+        raise RendezvousConnectionError("no answer")
+
+    def close(self) -> None:
+        pass
+
+
+async def test_a_server_that_has_no_session_resigns_at_once() -> None:
+    etcd: Any = Member()
+    async with asyncio.timeout(60):
+        await Election(etcd, Threads(), "n0:29400", "1").resign()
+
+
+@pytest.mark.slow
+async def test_a_term_is_over_once_it_was_resigned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever campaigns next would otherwise find the key that is about to be deleted."""
+    etcd: Any = Member()
+    monkeypatch.setattr(election, "LeaseCalls", lambda _: Threads())
+    async with asyncio.timeout(60), Election.running(etcd, "n0:29400") as one:
+        await one.campaign()
+        resigning = asyncio.create_task(one.resign())
+        await asyncio.sleep(0)
+        assert not one.proven
+        assert not resigning.done()
+        etcd.may_revoke.set()
+        await resigning
+        assert etcd.is_revoked
