@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from test_resuming import Runner, bits, resume, sealing_of, train
@@ -215,3 +216,14 @@ def test_a_writer_names_its_reason(
     with pytest.raises(SystemExit) as ended:
         write_snapshots.main([*words, *map(str, runner.fds)])
     assert str(ended.value) == (f"rdzv: cannot write step 9 to {folder}: no slot holds it any more")
+
+
+def test_numpys_generator_is_on_disk_if_numpy_is_used(runner: Runner, folder: Path) -> None:
+    numpy.random.seed(5)
+    train(runner, 1)
+    state: Any = numpy.random.get_state()
+    assert write(runner, folder, 1)
+    (step,) = whole_steps(folder)
+    content, _, _ = step.read(0)
+    _, keys, *_ = content.own["rng"]["numpy"]
+    assert keys.tolist() == state[1].tolist()
