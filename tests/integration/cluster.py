@@ -34,6 +34,8 @@ BIN = Path(sys.executable).parent
 WORKERS = Path(__file__).with_name("workers")
 QUICK_TORCH = {"RDZV_TEST_NO_COMPILER": str(WORKERS / "no_compiler.py")}
 """For workers with optimizers or DDP, which import torch's compiler though they compile nothing."""
+FORK_ALL = {"RDZV_WARM_WAIT": "60"}
+"""With `--warm`: the first workers are forked, too, so that torch is imported once for all."""
 DEADLINE_S = 100.0
 JOB = "job"
 _MODULES = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from cluster import QUICK_TORCH
+from cluster import FORK_ALL, QUICK_TORCH
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -91,17 +91,17 @@ class Launcher:
         self.jobs: list[Job] = []
 
     def __call__(
-        self, *arguments: str, nproc: int = 2, max_restarts: int = 3, flags: tuple[str, ...] = ()
+        self, *arguments: str, nproc: int = 2, max_restarts: int = 3, flag: str = "--warm=torch"
     ) -> Job:
         mark = uuid.uuid4().hex
         # torchrun's restarts are reliable only if each has its own store.
         environ = os.environ | {"EXAMPLE_MARK": mark, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        environ |= QUICK_TORCH
+        environ |= QUICK_TORCH | FORK_ALL
         command = [
             *LAUNCHERS[self.name],
             f"--nproc-per-node={nproc}",
             f"--max-restarts={max_restarts}",
-            *flags,
+            flag,
             str(SCRIPT),
             *TRAINING,
             *arguments,
@@ -176,8 +176,7 @@ def test_killed_workers_change_nothing_in_the_result(
         f"--snapshot={tmp_path / 'snapshot.pt'}",
         f"--final-weights={tmp_path / 'disturbed.pt'}",
         "--step-seconds=0.1",
-        # Its restarts import nothing; those of cold workers have their own tests.
-        flags=("--warm",),
+        flag="--warm",
     )
     for epoch, victim in (2, 1), (4, 0):
         job.wait_for(f"\nepoch {epoch} | step {epoch * STEPS_PER_EPOCH} | ")

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import JOB, cluster
+from cluster import FORK_ALL, JOB, cluster
 
 BIN = Path(sys.executable).parent
 DEADLINE_S = 120.0
@@ -44,7 +44,7 @@ def rdzvrun(
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [BIN / "rdzvrun", "--standalone", *arguments],
-        env={**os.environ, **(environ or {})},
+        env={**os.environ, **FORK_ALL, **(environ or {})},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -69,12 +69,12 @@ def _train(tmp_path: Path) -> Path:
         ),
         (
             "stopped",
-            ("--nproc-per-node=2",),
+            ("--nproc-per-node=2", "--warm=torch"),
             "hung: RANK 1 is stopped by a signal; RANK 0 has waited in all_reduce #61 of the",
         ),
         (
             "other",
-            ("--nproc-per-node=3", "--warm"),
+            ("--nproc-per-node=3", "--warm=torch"),
             "hung: RANK 1 has entered broadcast as #61 of the default group, where RANK 0,2 have "
             "entered all_reduce",
         ),
@@ -117,7 +117,7 @@ def test_a_timeout_of_a_collective_names_the_rank_that_has_not_entered_it(
         for name in ("n1", "n2"):
             common = (f"--rdzv-endpoint={c.endpoint}", f"--rdzv-id={JOB}", f"--node-id={name}")
             command = [str(BIN / "rdzvrun"), *common, "--nnodes=2", "--nproc-per-node=2"]
-            c.start(name, [*command, str(script), str(absent)])
+            c.start(name, [*command, "--warm=torch", str(script), str(absent)], environ=FORK_ALL)
         assert [node.wait(DEADLINE_S) for node in c.nodes] == [1, 1]
         failed = c.wait_for_state("failed").last_failure
         assert failed is not None
@@ -137,7 +137,8 @@ def test_without_the_trace_nobody_is_watched_by_collectives(train: Path) -> None
     script = train.read_text().replace("range(10_000)", "range(62)").replace("(600)", "(12)")
     train.write_text(script)
     done = rdzvrun(
-        "--nproc-per-node=2", "--hang-timeout=3", "--no-collective-trace", train, "absent"
+        *("--nproc-per-node=2", "--warm=torch", "--hang-timeout=3", "--no-collective-trace"),
+        *(train, "absent"),
     )
     assert done.returncode == 0, done.stderr
     assert " hangs: " not in done.stderr

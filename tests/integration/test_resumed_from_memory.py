@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import QUICK_TORCH
+from cluster import FORK_ALL, QUICK_TORCH
 
 from tests.support.accounts import needs_root
 
@@ -25,6 +25,9 @@ ROOT = Path(__file__).parents[2]
 RDZVRUN = Path(sys.executable).parent / "rdzvrun"
 PATIENCE_S = 120.0
 STEPS, KILLED_IN = 20, 13
+WARM = {"train": "--warm=torch", "train_sharded": "--warm=torch,torch.distributed.fsdp"}
+"""Workers are forked, which takes a fraction of the time of a cold start."""
+COLD = "--warm="
 
 
 class Job:
@@ -46,10 +49,16 @@ class Job:
         )
         env = {name: value for name, value in os.environ.items() if not name.startswith("RDZV_")}
         paths = [str(SUPPORT), str(ROOT / "worker"), os.environ["PYTHONPATH"]]
-        env["PYTHONPATH"] = os.pathsep.join(paths)
+        env |= {"PYTHONPATH": os.pathsep.join(paths), **FORK_ALL}
         if function == "train":  # Sharding needs the modules of torch's compiler.
             env |= QUICK_TORCH
-        launch = ["--standalone", "--nproc-per-node=2", "--max-restarts=5", *options]
+        launch = [
+            "--standalone",
+            "--nproc-per-node=2",
+            "--max-restarts=5",
+            WARM[function],
+            *options,
+        ]
         self.log = folder / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -170,10 +179,10 @@ def stopped_in(step: int, round_: int = 0) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("function", "options"),
     [
-        ("train", ("--warm=torch",)),
-        ("train_sharded", ("--warm=torch,torch.distributed.fsdp",)),
-        pytest.param("train", (), marks=pytest.mark.campaign),
-        pytest.param("train_sharded", (), marks=pytest.mark.campaign),
+        ("train", ()),
+        ("train_sharded", ()),
+        pytest.param("train", (COLD,), marks=pytest.mark.campaign),
+        pytest.param("train_sharded", (COLD,), marks=pytest.mark.campaign),
     ],
 )
 def test_losses_are_those_of_a_run_that_nothing_disturbed(

@@ -1,6 +1,6 @@
 """An operator's day: three hosts with rdzv-agent, one with rdzvd, and submitted jobs.
 
-Each host is a separate network namespace. `rdzvctl` runs on the host of the server.
+Each host is a separate network namespace.
 """
 
 from __future__ import annotations
