@@ -236,6 +236,8 @@ def test_a_source_that_dies_while_it_heals_leaves_no_mixture(
 def test_fifty_rounds_leave_nothing_behind(tmp_path: Path) -> None:
     rounds = 52
     with world(tmp_path, steps=100_000) as made:
+        # As a runner does; else one cut in many ends only at gloo's timeout.
+        made.holds_connections = True
         kept: list[Worker] = []
         seen: list[tuple[int, int, int]] = []
         for number in range(rounds):
