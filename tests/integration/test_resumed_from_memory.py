@@ -27,7 +27,6 @@ PATIENCE_S = 120.0
 STEPS, KILLED_IN = 20, 13
 WARM = {"train": "--warm=torch", "train_sharded": "--warm=torch,torch.distributed.fsdp"}
 """Workers are forked, which takes a fraction of the time of a cold start."""
-COLD = "--warm="
 
 
 class Job:
@@ -40,6 +39,7 @@ class Job:
         args: dict[str, Any],
         options: tuple[str, ...],
         below: tuple[str, ...],
+        warm: bool,
     ) -> None:
         self.script = folder / "train.py"
         self.script.write_text(
@@ -56,7 +56,7 @@ class Job:
             "--standalone",
             "--nproc-per-node=2",
             "--max-restarts=5",
-            WARM[function],
+            *([WARM[function]] if warm else []),
             *options,
         ]
         self.log = folder / "log"
@@ -111,11 +111,12 @@ def job(
     function: str = "train",
     options: tuple[str, ...] = (),
     below: tuple[str, ...] = (),
+    warm: bool = True,
     **args: Any,
 ) -> Iterator[Job]:
     """Run a training until the body ends; `below` is a command that runs rdzvrun."""
     folder.mkdir()
-    made = Job(folder, function, {"steps": STEPS, **args}, options, below)
+    made = Job(folder, function, {"steps": STEPS, **args}, options, below, warm)
     try:
         yield made
     finally:
@@ -177,23 +178,23 @@ def stopped_in(step: int, round_: int = 0) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("function", "options"),
+    ("function", "warm"),
     [
-        ("train", ()),
-        ("train_sharded", ()),
-        pytest.param("train", (COLD,), marks=pytest.mark.campaign),
-        pytest.param("train_sharded", (COLD,), marks=pytest.mark.campaign),
+        ("train", True),
+        ("train_sharded", True),
+        pytest.param("train", False, marks=pytest.mark.campaign),
+        pytest.param("train_sharded", False, marks=pytest.mark.campaign),
     ],
 )
 def test_losses_are_those_of_a_run_that_nothing_disturbed(
     tmp_path: Path,
     undisturbed: Callable[[str], Job],
     function: str,
-    options: tuple[str, ...],
+    warm: bool,
 ) -> None:
     """With dropout, random inputs and a batch norm of each rank's own."""
     faults = [*stopped_in(KILLED_IN), *stopped_in(KILLED_IN + 4, 1)]
-    with job(tmp_path / "b", function, options, faults=faults, snapshot_every=5) as killed:
+    with job(tmp_path / "b", function, warm=warm, faults=faults, snapshot_every=5) as killed:
         killed.kill_all(0)
         begun = killed.wait_for("begin", 2, round=1)
         # Step 10 was saved some steps before; on a busy machine it may be on its way.

@@ -178,7 +178,6 @@ def test_a_runner_that_is_gone_ends_the_wait(runner: tuple[Link, Runner]) -> Non
     link.resumed(round=4)  # Nobody receives it, and that is no error.
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_runner_that_is_gone_ends_the_wait_for_slots(
     runner: tuple[Link, Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +196,7 @@ def test_a_process_without_a_runner_has_no_link() -> None:
     assert process_link() is None
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_child_has_no_link_and_no_lock_of_its_parent(runner: tuple[Link, Runner]) -> None:
     link, other = runner
     held, let_go = threading.Event(), threading.Event()
