@@ -52,13 +52,18 @@ test: check  ## the tests; STRICT=1: a skip is a failure
 	@$(BIN)/python -m pytest tests -q -n 3 --dist loadfile --no-loadscope-reorder --durations=5 \
 	  -m 'not campaign and not clusters and not frameworks and not release'
 
+# An environment in which all that is installed in ours can be imported as well.
+define environment-beside
+	@rm -rf $(1) && $(BIN)/python -m venv $(1)
+	@$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+	  >"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+endef
+
 # The frameworks and submitit, with what they bring, in an environment of their own beside ours.
 FRAMEWORKS := build/frameworks
 
 $(FRAMEWORKS)/.ready: $(READY)
-	@rm -rf $(FRAMEWORKS) && $(BIN)/python -m venv $(FRAMEWORKS)
-	@$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
-	  >"$$($(FRAMEWORKS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	$(call environment-beside,$(FRAMEWORKS))
 	@$(FRAMEWORKS)/bin/python -m pip --disable-pip-version-check install --quiet \
 	  accelerate==1.15.0 transformers==5.23.0 lightning==2.6.6 submitit==1.5.4
 	@touch $@
@@ -253,9 +258,7 @@ bench-recovery: $(READY)  ## how long until a training goes on, beside torchrun;
 
 # Peers whose processes or checkpoints in memory stay as well, in an environment of their own, beside ours.
 build/peers/.ready: $(READY)
-	@rm -rf build/peers && $(BIN)/python -m venv build/peers
-	@$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
-	  >"$$(build/peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	$(call environment-beside,build/peers)
 	@build/peers/bin/python -m pip install -q torchft==0.2.0 nvidia-resiliency-ext==0.4.1 dlrover==0.6.1
 	@touch $@
 

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO
 
 from measure import ROOT
@@ -28,6 +27,7 @@ from snapshot_faults import measure_loads
 from snapshots import Training, model_of, train
 
 PEERS = ROOT / "build" / "peers" / "bin" / "python"
+LOGS = ROOT / "build" / "bench"
 EVERY = 10
 
 
@@ -75,12 +75,13 @@ def load(folder: str, gb: float) -> None:
 
 
 @contextmanager
-def started(folder: str, what: str, *args: object) -> Iterator[IO[str]]:
+def started(what: str, *args: object) -> Iterator[IO[str]]:
     """Run one of the above in a process of its own; give its output, and kill it at the end."""
     names = {"ROLE_NAME": "dlrover-trainer", "TORCHELASTIC_RUN_ID": "bench"}
     names |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     pipe = subprocess.PIPE
-    with Path(folder, f"{what}.log").open("a") as log:
+    LOGS.mkdir(parents=True, exist_ok=True)
+    with (LOGS / f"dlrover-{what}.log").open("w") as log:
         process = subprocess.Popen(
             [PEERS, __file__, what, *map(str, args)],
             env={**os.environ, **names},
@@ -104,7 +105,7 @@ def numbers(output: IO[str]) -> list[float]:
             return [float(word) for word in line.split()]
         except ValueError:
             continue
-    raise RuntimeError("the process has ended without its figures: see its log")
+    raise RuntimeError(f"the process has ended without its figures: see {LOGS}/dlrover-*.log")
 
 
 def main() -> None:
@@ -118,11 +119,11 @@ def main() -> None:
     if not PEERS.exists():
         sys.exit("there is no build/peers: make build/peers/.ready")
     print(f"{conditions()}; {args.gb:g} GB, a save each {EVERY} steps")
-    with tempfile.TemporaryDirectory() as folder, started(folder, "hold_memory") as holder:
+    with tempfile.TemporaryDirectory() as folder, started("hold_memory") as holder:
         if not any(line.strip() == "ready" for line in holder):
-            raise RuntimeError("DLRover's saver has not started")
+            raise RuntimeError(f"DLRover's saver has not started: see {LOGS}/dlrover-*.log")
         for step_ms in args.step_ms:
-            with started(folder, "save", folder, args.gb, args.steps, step_ms) as output:
+            with started("save", folder, args.gb, args.steps, step_ms) as output:
                 plain, saved, blocked = numbers(output)
             theirs = saved / plain - 1
             plain, _ = train(args.gb, args.steps, step_ms, None)
@@ -136,7 +137,7 @@ def main() -> None:
             )
         seconds = []
         for _ in range(args.loads):
-            with started(folder, "load", folder, args.gb) as output:
+            with started("load", folder, args.gb) as output:
                 seconds += numbers(output)
         print(
             f"DLRover, n={args.loads}: {args.gb / statistics.median(seconds):.1f} GB/s, best "
