@@ -21,6 +21,7 @@ from cluster import BIN, WORKERS, Cluster, Node, alive, cluster_without_server
 from rdzv.client import ControlClient, parse_endpoints
 from rdzv.view.answers import JobStatus
 from tests.faults.network import Network
+from tests.support.whole_lines import lines_of
 
 HEAD = "head"
 HOSTS = ("n1", "n2", "n3")
@@ -119,11 +120,8 @@ class Hosts:
 
     def started(self, name: str) -> list[tuple[int, int, int]]:
         """Return round, RANK and pid of every worker that the job has ever started."""
-        with contextlib.suppress(FileNotFoundError):
-            lines = (self.folder / f"{name}.diary").read_text().splitlines()
-            parts = [line.split() for line in lines]
-            return [(int(p[0]), int(p[1]), int(p[3])) for p in parts]
-        return []
+        parts = [line.split() for line in lines_of(self.folder / f"{name}.diary")]
+        return [(int(p[0]), int(p[1]), int(p[3])) for p in parts]
 
     def wait(self, what: str, holds: Callable[[], Any]) -> Any:
         return self.cluster.wait_until(what, holds, DEADLINE_S)

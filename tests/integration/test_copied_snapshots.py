@@ -18,6 +18,7 @@ from tls_files import Files
 
 from rdzv.demo.programs import descendants
 from rdzv.view.answers import NodeLoss
+from tests.support.whole_lines import json_rows
 
 SUPPORT = Path(__file__).parents[1] / "support"
 ROOT = Path(__file__).parents[2]
@@ -63,12 +64,7 @@ class Training:
 
     def lines(self, name: str, what: str, **fields: Any) -> list[dict[str, Any]]:
         """Return the JSON lines of a node's present worker that have these fields."""
-        found = [
-            json.loads(line[line.index("{") :])
-            for line in self.nodes[name].text.splitlines()
-            if '{"what"' in line
-        ]
-        return [row for row in found if row["what"] == what and fields.items() <= row.items()]
+        return json_rows(self.nodes[name].text, what, **fields)
 
     def begun(self, name: str, **fields: Any) -> dict[str, Any]:
         """Wait until a node's worker has begun with a round, and return what it has said."""

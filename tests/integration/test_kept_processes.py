@@ -15,6 +15,8 @@ import pytest
 from cluster import JOB, QUICK_TORCH, Cluster, Node, alive, cluster_without_server
 from test_agent_restart import Nodes
 
+from tests.support.whole_lines import lines_of
+
 ROOT = Path(__file__).parents[2]
 WORKER = str(ROOT / "tests" / "support" / "linked_worker.py")
 
@@ -369,7 +371,7 @@ def test_a_training_goes_on_in_its_processes_from_the_step_before(c: Cluster) ->
     def printed(round_: int, text: str) -> list[str]:
         lines: list[str] = []
         for log in (c.folder / "logs").glob(f"*/n1/round_{round_}/0/stdout.log"):
-            lines += [line for line in log.read_text().splitlines() if text in line]
+            lines += [line for line in lines_of(log) if text in line]
         return lines
 
     first = c.wait_until("it trains", lambda: printed(0, "epoch 2"))[0]

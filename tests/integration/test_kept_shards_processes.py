@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from cluster import JOB, Cluster, Node, cluster
 
+from tests.support.whole_lines import lines_of
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_kept_fsdp.py"
 EPOCH = 4
@@ -33,7 +35,7 @@ def printed(c: Cluster, round_: int, text: str) -> str:
 
     def line() -> str:
         for log in (c.folder / "logs").glob(f"*/*/round_{round_}/*/stdout.log"):
-            for one in log.read_text().splitlines():
+            for one in lines_of(log):
                 if text in one:
                     return one
         return ""

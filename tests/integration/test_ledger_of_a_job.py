@@ -10,6 +10,7 @@ import pytest
 from cluster import JOB, Cluster, cluster
 
 from rdzv.view.answers import JobStatus
+from tests.support.whole_lines import lines_of
 
 WITHIN_S = 0.75
 """By how much a phase may differ from the workers' records: reports come once a second."""
@@ -26,7 +27,7 @@ class Lived:
         self.failed_s = 0.0
         self.furthest: dict[int, int] = {}
         for file in c.reports.glob("lived-*"):
-            for line in file.read_text().splitlines():
+            for line in lines_of(file):
                 at, number, what, step = line.split()
                 self._note(float(at), int(number), what, int(step))
 

@@ -18,6 +18,8 @@ import pytest
 from cluster import alive
 from hosts import Hosts, need_root, three_hosts
 
+from tests.support.whole_lines import lines_of
+
 CONFIG = """
 # Long, so that an agent that is slow to start on a busy machine is not given up meanwhile.
 [lease]
@@ -61,10 +63,7 @@ class Training:
         self.hosts.submit(self.job, nodes, *options, worker="ddp_steps.py", script_args=script_args)
 
     def diary(self, round_: int, word: str) -> list[Line]:
-        path = self.hosts.folder / f"{self.job}.diary"
-        # A line still being written has no end yet.
-        text = path.read_text().rpartition("\n")[0] if path.exists() else ""
-        parts = [line.split() for line in text.splitlines()]
+        parts = [line.split() for line in lines_of(self.hosts.folder / f"{self.job}.diary")]
         lines = [Line(int(p[0]), int(p[1]), int(p[3]), p[4], int(p[5])) for p in parts]
         return [line for line in lines if (line.round, line.word) == (round_, word)]
 

@@ -40,6 +40,7 @@ from rdzv.agent.runner_link import (
     WorkerStarted,
     WorkerSuspected,
 )
+from tests.support.whole_lines import lines_of
 
 WORKER = Path(__file__).parents[1] / "support" / "linked_worker.py"
 KEEP_MS = 20_000
@@ -82,8 +83,7 @@ class Parking(Node):
         file, found = Path(worker.stdout), []
 
         def has_printed() -> bool:
-            lines = file.read_text().splitlines() if file.exists() else []
-            found[:] = [line for line in lines if line.startswith(text)]
+            found[:] = [line for line in lines_of(file) if line.startswith(text)]
             return bool(found)
 
         await until(has_printed)

@@ -19,6 +19,7 @@ import torch
 from cluster import FORK_ALL, QUICK_TORCH
 
 from tests.support.accounts import needs_root
+from tests.support.whole_lines import json_rows
 
 SUPPORT = Path(__file__).parents[1] / "support"
 ROOT = Path(__file__).parents[2]
@@ -74,12 +75,7 @@ class Job:
 
     def lines(self, what: str, **fields: Any) -> list[dict[str, Any]]:
         """Return the JSON lines of the workers that have these fields."""
-        found = [
-            json.loads(line[line.index("{") :])
-            for line in self.text.splitlines()
-            if '{"what"' in line
-        ]
-        return [row for row in found if row["what"] == what and fields.items() <= row.items()]
+        return json_rows(self.text, what, **fields)
 
     def wait_for(self, what: str, count: int, **fields: Any) -> list[dict[str, Any]]:
         end = time.monotonic() + PATIENCE_S

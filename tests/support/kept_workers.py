@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rdzv.agent.runner.held_connections import ConnectionQueue
+from tests.support.whole_lines import whole_lines
 
 DEADLINE_S = 100.0
 _forks = multiprocessing.get_context("forkserver")
@@ -110,7 +111,7 @@ class Worker:
     def lines(self, what: str | None = None) -> list[dict[str, Any]]:
         """Return the JSON lines that the worker has printed, optionally of one kind."""
         found = []
-        for line in self.text().splitlines():
+        for line in whole_lines(self.text()):
             if line.startswith("{") and line.endswith("}"):
                 row = json.loads(line)
                 if what is None or row.get("what") == what:
