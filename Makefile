@@ -116,6 +116,10 @@ mutants: $(READY)  ## N random changes to the code: the tests must catch nine of
 conformance-warm: $(READY)  ## the conformance table with workers forked from a zygote
 	@CONFORMANCE_WARM=1 $(BIN)/python -m pytest tests/conformance/test_conformance_warm.py -q
 
+.PHONY: conformance-record
+conformance-record: $(READY)  ## what torchrun shows for each case of that table, written anew; then review it
+	@$(BIN)/python -m pytest tests/conformance/test_conformance.py -q -m campaign -k recorded --rewrite
+
 .PHONY: integration
 integration: $(READY)  ## real processes, real gRPC, kill -9
 	@$(BIN)/python -m pytest tests/integration -q --durations=10

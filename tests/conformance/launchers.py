@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,7 +30,8 @@ from waiting import pause_s
 
 BIN = Path(sys.executable).parent
 SCRIPTS = Path(__file__).with_name("scripts")
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 PROGRAMS = ("torchrun", "rdzvrun", "python")
 DEADLINE_S = 120.0
 
@@ -149,7 +151,8 @@ class Launched:
         if self._fork is not None:
             return self._fork(words, home, environ)
         launcher = [
-            str(BIN / word) if word in PROGRAMS else word for word in self._launcher.split()
+            str(BIN / word) if word in PROGRAMS else self._replace(word, node)
+            for word in self._launcher.split()
         ]
         with (
             (home / "stdin").open() as stdin,
@@ -173,6 +176,7 @@ class Launched:
             "@FIRST": str(node == 0).lower(),
             "@HOME": str(self._home(node)),
             "@PYTHON": sys.executable,
+            "@CPU": str(min(os.sched_getaffinity(0))),
             "@EXAMPLES": str(EXAMPLES),
         }
         for name, value in values.items():
@@ -267,7 +271,8 @@ class Launched:
         names: set[str] = set().union(*(worker["env"] for worker in workers))
         for name in names - {"CONFORMANCE_MARK"}:
             values = [worker["env"].get(name) for worker in workers]
-            seen[f"env {name}"] = [self._mask_variable(name, value) for value in values]
+            if set(values) != {clean_environ().get(name)}:  # Else it is as the user's shell has it.
+                seen[f"env {name}"] = [self._mask_variable(name, value) for value in values]
         return seen
 
     def _console(self, stream: str) -> list[str]:
@@ -307,6 +312,7 @@ class Launched:
         for node in range(self._case.nodes):
             value = value.replace(str(self._home(node)), "HOME")
         value = value.replace(str(self._folder), "FOLDER").replace(str(self._port), "PORT")
+        value = value.replace(sys.prefix, "VENV").replace(str(ROOT), "ROOT")
         # Of a log folder: the launcher invents everything down to the attempt.
         value = re.sub(r"HOME/\S+/(?:round|attempt)_\d+/", "LOGS/", value)
         return re.sub(r"^logs/\S+/(?:round|attempt)_\d+/", "relative LOGS/", value)
@@ -324,26 +330,45 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(case: Case, folder: Path, fork: Start) -> Iterator[tuple[Launched, Launched]]:
-    """Start a case under both launchers at once; leave nothing of them behind."""
-    torchrun, rdzvrun = case.launchers
-    with contextlib.ExitStack() as stack:
-        start = fork if case.may_be_forked else None
-        theirs = Launched(case, torchrun, case.line, folder / "torchrun", start)
-        stack.callback(theirs.kill)
-        start = ready_rdzvrun if case.may_be_forked else None
-        line = case.rdzvrun_line or case.line
-        ours = Launched(case, rdzvrun, line, folder / "rdzvrun", start)
-        stack.callback(ours.kill)
-        yield theirs, ours
+def under_torchrun(case: Case, folder: Path, fork: Start) -> Iterator[Launched]:
+    """Start a case under torchrun; leave nothing of it behind."""
+    start = fork if case.may_be_forked else None
+    theirs = Launched(case, case.launchers[0], case.line, folder / "torchrun", start)
+    try:
+        yield theirs
+    finally:
+        theirs.kill()
+
+
+@contextlib.contextmanager
+def under_rdzvrun(case: Case, folder: Path) -> Iterator[Launched]:
+    """Start a case under rdzvrun; leave nothing of it behind."""
+    start = ready_rdzvrun if case.may_be_forked else None
+    line = case.rdzvrun_line or case.line
+    ours = Launched(case, case.launchers[1], line, folder / "rdzvrun", start)
+    try:
+        yield ours
+    finally:
+        ours.kill()
 
 
 @contextlib.contextmanager
 def ready_launchers(folder: Path) -> Iterator[Start]:
-    """Keep both launchers ready to be forked; yield how torchrun is."""
+    """Keep both launchers ready to be forked, torchrun from its first use; yield how it is."""
     ready_to_fork_ours()  # Once, before several threads ask for it.
-    with ready_torchrun(folder, clean_environ()) as fork:
-        yield fork
+    lock = threading.Lock()
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def ready() -> Start:
+            return stack.enter_context(ready_torchrun(folder, clean_environ()))
+
+        def start(words: Sequence[str], home: Path, environ: Mapping[str, str]) -> Forked:
+            with lock:
+                fork = ready()
+            return fork(words, home, environ)
+
+        yield start
 
 
 def ready_rdzvrun(words: Sequence[str], home: Path, environ: Mapping[str, str]) -> Forked:

@@ -6,21 +6,34 @@ case lists, with the reason. docs/torchrun.md tells users the same, row by row.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
-import os
 import re
 import shlex
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launchers import BIN, VARIABLE, Case, Differ, Seen, Send, launched, ready_launchers
+import recording
+from launchers import (
+    VARIABLE,
+    Case,
+    Differ,
+    Launched,
+    Seen,
+    Send,
+    ready_launchers,
+    under_rdzvrun,
+    under_torchrun,
+)
+from pytest import TempPathFactory
 from ready_torchrun import Start
+from recording import Shown
 
 from rdzv.errors import InvalidRequestError
 
@@ -52,7 +65,6 @@ EVERYWHERE = {
 
 ALONE = "--standalone"
 TWO = "--standalone --nproc-per-node=2"
-CPU = min(os.sched_getaffinity(0))
 EXAMPLE_DDP = "--nnodes=1 --nproc_per_node=2 --rdzv_id=101 --rdzv_endpoint=localhost:@PORT"
 MEET = "--rdzv-backend=c10d --rdzv-endpoint=localhost:@PORT --rdzv-id=job"
 
@@ -88,7 +100,7 @@ RUN_PATH = {
     "worker's leads its session": Differ([False], [True], "so that its whole tree can be stopped"),
     "worker's unbuffered": Differ([False], [True], "as for every other worker"),
     "worker's sys.path[0]": Differ(
-        [str(BIN)], [""], "torchrun's own folder has no say in what a script imports"
+        ["VENV/bin"], [""], "torchrun's own folder has no say in what a script imports"
     ),
 }
 
@@ -227,7 +239,7 @@ CASES: Sequence[Case] = [
         "a worker for each CPU",
         f"{ALONE} --nproc-per-node=cpu see.py",
         {"env LOCAL_WORLD_SIZE": ["1"]},
-        launchers=(f"taskset -c {CPU} torchrun", f"taskset -c {CPU} rdzvrun"),
+        launchers=("taskset -c @CPU torchrun", "taskset -c @CPU rdzvrun"),
     ),
     Case(
         "a worker for each device",
@@ -776,41 +788,67 @@ CASES: Sequence[Case] = [
 
 @dataclass(frozen=True)
 class Result:
-    """The results of a case, and its stderr."""
+    """What both launchers have shown for a case."""
 
-    theirs: Seen
-    ours: Seen
-    stderrs: tuple[str, str]
+    theirs: Shown
+    ours: Shown
 
 
 def run(case: Case, folder: Path, fork: Start) -> Result:
-    with launched(case, folder, fork) as both:
-        for each in both:
-            each.poke()
-        theirs, ours = (each.end() for each in both)
-        left = case.differs.get("left", Differ(0, 0, ""))
-        theirs["left"] = both[0].remain(left.torchrun)
-        ours["left"] = both[1].remain(left.rdzvrun)
-        return Result(theirs, ours, (both[0].stderr, both[1].stderr))
+    """Run a case under rdzvrun, and under torchrun if what that shows is not recorded."""
+    theirs = recording.of_torchrun(case)
+    with contextlib.ExitStack() as stack:
+        if theirs is None:
+            running = stack.enter_context(under_torchrun(case, folder, fork))
+        ours = stack.enter_context(under_rdzvrun(case, folder))
+        if theirs is None:
+            theirs = to_its_end(running, left_by(case).torchrun)
+        return Result(theirs, to_its_end(ours, left_by(case).rdzvrun))
+
+
+def run_torchrun(case: Case, folder: Path, fork: Start) -> Shown:
+    with under_torchrun(case, folder, fork) as running:
+        return recording.part_of(case, to_its_end(running, left_by(case).torchrun))
+
+
+def left_by(case: Case) -> Differ:
+    """Return the number of processes that each launcher leaves behind."""
+    return case.differs.get("left", Differ(0, 0, ""))
+
+
+def to_its_end(launcher: Launched, left: int) -> Shown:
+    launcher.poke()
+    seen = launcher.end()
+    seen["left"] = launcher.remain(left)
+    return Shown(seen, launcher.stderr)
+
+
+@contextlib.contextmanager
+def running_all(
+    cases: Sequence[Case], run_one: Callable[[Case, Path, Start], Any], factory: TempPathFactory
+) -> Iterator[Mapping[str, Future[Any]]]:
+    """Run cases, two at a time: a launcher mostly waits for its workers."""
+    pool = ThreadPoolExecutor(max_workers=2)
+    with ready_launchers(factory.mktemp("ready")) as fork:
+        try:
+            yield {
+                case.name: pool.submit(run_one, case, factory.mktemp(f"case_{number}"), fork)
+                for number, case in enumerate(cases)
+            }
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="module", name="results")
 def _results(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: TempPathFactory
 ) -> Iterator[Mapping[str, Future[Result]]]:
-    """Run the selected cases, two at a time: a launcher mostly waits for its workers."""
+    """Run the selected cases."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     own = (item for item in items if item.module is request.module)
     asked = [item.callspec.params["case"] for item in own if "results" in item.fixturenames]
-    pool = ThreadPoolExecutor(max_workers=2)
-    with ready_launchers(tmp_path_factory.mktemp("ready")) as fork:
-        try:
-            yield {
-                case.name: pool.submit(run, case, tmp_path_factory.mktemp(f"case_{number}"), fork)
-                for number, case in enumerate(asked)
-            }
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with running_all(asked, run, tmp_path_factory) as results:
+        yield results
 
 
 @pytest.mark.parametrize(
@@ -828,17 +866,33 @@ def test_it_is_as_under_torchrun(case: Case, results: Mapping[str, Future[Result
     check(case, results[case.name].result())
 
 
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_torchrun_still_shows_what_is_recorded(
+    pytestconfig: pytest.Config, tmp_path_factory: TempPathFactory
+) -> None:
+    cases = {case.name: case for case in CASES if not case.campaign}
+    with running_all([*cases.values()], run_torchrun, tmp_path_factory) as results:
+        shown = {name: result.result() for name, result in results.items()}
+    if pytestconfig.getoption("--rewrite"):
+        recording.write([(cases[name], one) for name, one in shown.items()])
+    recorded = {name: recording.of_torchrun(case) for name, case in cases.items()}
+    differ = [name for name in cases if shown[name] != recorded[name]]
+    assert differ == [], "`make conformance-record` writes what torchrun shows"
+
+
 def check(case: Case, found: Result) -> None:
     """Check that both launchers show the same, except for the differences that the case lists."""
-    told = "torchrun:\n{}\nrdzvrun:\n{}".format(*found.stderrs)
-    assert differences(case, found.theirs, found.ours) == {}, told
-    assert {key: found.ours[key] for key in case.shows} == case.shows, told
-    for seen in (found.theirs, found.ours):
+    theirs, ours = found.theirs, found.ours
+    told = f"torchrun:\n{theirs.stderr}\nrdzvrun:\n{ours.stderr}"
+    assert differences(case, theirs.seen, ours.seen) == {}, told
+    assert {key: ours.seen[key] for key in case.shows} == case.shows, told
+    for seen in (theirs.seen, ours.seen):
         assert not case.says_stdout or any(
             line.startswith(case.says_stdout) for line in seen["stdout"]
         ), told
-    for said, stderr in zip(case.says or (), found.stderrs, strict=case.says is not None):
-        assert said in stderr
+    for said, shown in zip(case.says or (), (theirs, ours), strict=case.says is not None):
+        assert said in shown.stderr
 
 
 def differences(case: Case, theirs: Seen, ours: Seen) -> dict[str, tuple[Any, Any]]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
-import test_conformance
-from launchers import Case, ready_launchers
-from test_conformance import CASES, Result, run
+from launchers import Case
+from test_conformance import CASES, Result, check, run, running_all
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -55,15 +54,8 @@ def _results(
 ) -> Iterator[Mapping[str, Future[Result]]]:
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     asked = [item.callspec.params["case"] for item in items if item.module is request.module]
-    pool = ThreadPoolExecutor(max_workers=2)
-    with ready_launchers(tmp_path_factory.mktemp("ready")) as fork:
-        try:
-            yield {
-                case.name: pool.submit(run, case, tmp_path_factory.mktemp(f"warm_{number}"), fork)
-                for number, case in enumerate(asked)
-            }
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with running_all(asked, run, tmp_path_factory) as results:
+        yield results
 
 
 @pytest.mark.parametrize("case", WARMED, ids=lambda case: case.name.replace(" ", "_"))
@@ -72,14 +64,12 @@ def test_a_warm_worker_is_as_under_torchrun(
 ) -> None:
     found = results[case.name].result()
     for variable in ONLY_WARM:
-        found.ours.pop(f"env {variable}", None)
-    seen: Future[Result] = Future()
-    seen.set_result(found)
-    test_conformance.test_it_is_as_under_torchrun(case, {case.name: seen})
-    said = found.stderrs[1]
+        found.ours.seen.pop(f"env {variable}", None)
+    check(case, found)
+    said = found.ours.stderr
     if case.name in COLD:
         assert COLD[case.name] in said
         return
     assert re.search("starts? cold", said) is None, said
-    if found.ours["workers"] and "LOGLEVEL" not in case.line:
+    if found.ours.seen["workers"] and "LOGLEVEL" not in case.line:
         assert "workers can be warm: the zygote imported torch, torch._dynamo in " in said
