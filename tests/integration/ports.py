@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 FIRST = 20_000
 BLOCKS, BLOCK = 90, 100
@@ -51,3 +52,14 @@ def free_port() -> int:
 def free_ports(count: int) -> list[int]:
     """Return several such ports."""
     return [free_port() for _ in range(count)]
+
+
+def ports_of(pid: int) -> list[int]:
+    """Return the TCP ports at which a process listens."""
+    tables = [Path(f"/proc/{pid}/net/{table}") for table in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
+    ports = {
+        f"socket:[{row[9]}]": int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"
+    }
+    own = {str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    return [port for inode, port in ports.items() if inode in own]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, Node, cluster_without_server
+from ports import ports_of
 from test_daemon import Daemons
 from tls_files import Files
 
@@ -161,17 +162,6 @@ def test_a_server_killed_amid_saves_forgets_no_step_that_it_has_announced(c: Clu
     training.survives(begun + EVERY)
 
 
-def listening(pid: int) -> list[int]:
-    """Return the TCP ports at which a process listens."""
-    tables = [Path(f"/proc/{pid}/net/{table}") for table in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
-    ports = {
-        f"socket:[{row[9]}]": int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"
-    }
-    own = {str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()}
-    return [port for inode, port in ports.items() if inode in own]
-
-
 def test_copies_are_encrypted_where_nodes_have_certificates(c: Cluster, tmp_path: Path) -> None:
     """One is all that is left of a part when its node ends, and no step before it is lost."""
     files = Files(tmp_path / "tls")
@@ -189,7 +179,7 @@ def test_copies_are_encrypted_where_nodes_have_certificates(c: Cluster, tmp_path
         (carrier,) = [
             pid for pid in node.descendants() if CARRIER in Path(f"/proc/{pid}/cmdline").read_text()
         ]
-        (port,) = listening(carrier)
+        (port,) = ports_of(carrier)
         assert "BEGIN CERTIFICATE" in ssl.get_server_certificate(("127.0.0.1", port))
     training.replace("n2")
     assert training.begun("n2", round=1)["step"] == 10

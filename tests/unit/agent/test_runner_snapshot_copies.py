@@ -45,7 +45,8 @@ class Node:
         self.link = Link(0)
         self.slots.hold({"limit_bytes": None, "copies": True})
 
-    def carry(self, token: str, pem: str = "", fingerprint: str = "", argv: Any = None) -> None:
+    def give(self, token: str, pem: str = "", fingerprint: str = "", argv: Any = None) -> None:
+        """Give the carrier credentials, and start it before if there is none."""
         self.copies.carry(
             {
                 "argv": argv or [sys.executable, "-I", "-S", str(PROGRAM)],
@@ -55,8 +56,12 @@ class Node:
                 "pem": pem,
             }
         )
-        if argv is None:
-            self.until(lambda: self.said["carrier"] is not None)
+
+    def carry(self, token: str, pem: str = "", fingerprint: str = "") -> None:
+        """Give the carrier credentials, and wait until it uses them."""
+        self.give(token, pem, fingerprint)
+        self.until(lambda: self.said["carrier"] is not None)
+        self.until(lambda: self.said["carrier"]["token"] == token)
 
     def until(self, holds: Callable[[], Any]) -> None:
         """Run the loop until something holds."""
@@ -262,7 +267,7 @@ def test_what_a_carrier_does_not_read_for_a_while_reaches_it_later(
     assert two.copies.carrier is not None
     os.kill(two.copies.carrier.pid, signal.SIGSTOP)
     for number in range(1000):  # More than the socket takes.
-        two.carry(f"{number:0>1000}")
+        two.give(f"{number:0>1000}")
     two.order(one, 40)
     os.kill(two.copies.carrier.pid, signal.SIGCONT)
     two.until(two.copied)
@@ -277,7 +282,7 @@ def test_a_carrier_that_sends_nonsense_is_killed(
     one.carry("secret")
     one.save(40, 50)
     program = "import os, sys, time; os.write(int(sys.argv[-1]), b'\\xff' * 100); time.sleep(600)"
-    two.carry("x", argv=[sys.executable, "-c", program])
+    two.give("x", argv=[sys.executable, "-c", program])
     two.until(lambda: two.copies.carrier is None)
     said = "cannot exchange copies of snapshots: the process that fetches them closed its socket"
     assert capfd.readouterr().err == f"rdzv: {said}\n"

@@ -22,8 +22,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ports import ports_of
 
 from rdzv.agent import job_programs
+from rdzv.agent.job.copy_certificate import certified
 from rdzv.agent.job_programs import snapshot_carrier as carrier
 
 PROGRAM = Path(job_programs.__path__[0]) / "snapshot_carrier.py"
@@ -80,18 +82,21 @@ def held_in(fd: int) -> bytes:
 class Program:
     """A carrier, and the runner's end of its socket."""
 
-    def __init__(self, *options: str, token: str = "secret") -> None:
+    def __init__(self, *options: str) -> None:
         self.control, theirs = socket.socketpair()
         self.control.settimeout(PATIENCE_S)
         command = [sys.executable, str(PROGRAM), "--fd", str(theirs.fileno()), *options]
         with theirs:
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-        self.port = self.hear()["port"]
-        self.trust(token)
         self._numbers = itertools.count(1)
 
-    def trust(self, token: str, pem: str = "") -> None:
+    def trust(self, token: str = "secret", pem: str = "") -> Program:
+        """Give it credentials, and wait until it uses them."""
         self.send({"type": "credentials", "token": token, "pem": pem})
+        listening = self.hear()
+        self.port = listening.pop("port")
+        assert listening == {"type": "listening", "token": token}
+        return self
 
     def send(self, message: dict[str, Any], *fds: int) -> None:
         payload = json.dumps({**message, "fds": len(fds)}).encode()
@@ -132,7 +137,7 @@ class Program:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Program, Program]]:
-    one, two = Program(), Program()
+    one, two = Program().trust(), Program().trust()
     yield one, two
     one.close()
     two.close()
@@ -191,8 +196,27 @@ def test_who_does_not_know_the_token_gets_nothing(pair: tuple[Program, Program])
 
 
 @pytest.mark.slow
-def test_a_carrier_ends_with_its_runner_whoever_is_connected() -> None:
+def test_a_peer_that_comes_before_the_credentials_is_served_once_these_are_there() -> None:
+    """It may know them already, and expect TLS."""
     one = Program()
+    try:
+        end = time.monotonic() + PATIENCE_S
+        while not (ports := ports_of(one.process.pid)):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        with socket.create_connection(("127.0.0.1", ports[0]), PATIENCE_S) as peer:
+            assert select.select([peer], [], [], 0.2)[0] == []
+            of = certified()
+            one.trust("secret", of.pem)
+            with carrier.encrypt(peer, of.fingerprint) as encrypted:
+                assert carrier.greet_sender(encrypted, "secret")
+    finally:
+        one.close()
+
+
+@pytest.mark.slow
+def test_a_carrier_ends_with_its_runner_whoever_is_connected() -> None:
+    one = Program().trust()
     try:
         with socket.create_connection(("127.0.0.1", one.port)) as peer:
             assert peer.recv(1)  # It is being served.
@@ -227,6 +251,8 @@ def test_a_carrier_dies_with_its_parent_though_its_socket_is_open() -> None:
         assert parent.stdout is not None
         pidfd = os.pidfd_open(int(parent.stdout.readline()))
         try:
+            message = json.dumps({"type": "credentials", "token": "secret", "pem": ""}).encode()
+            ours.sendall(struct.pack(">I", len(message)) + message)
             assert ours.recv(4096)  # It listens.
             parent.kill()
             assert select.select([pidfd], [], [], PATIENCE_S)[0]
@@ -260,7 +286,7 @@ def test_a_killed_sender_is_given_up(pair: tuple[Program, Program]) -> None:
 
 @pytest.mark.slow
 def test_a_newer_fetch_ends_the_one_before() -> None:
-    slow, two = Program("--rate=100000"), Program()
+    slow, two = Program("--rate=100000").trust(), Program().trust()
     try:
         slow.hold(snapshot(40), snapshot(50))
         two.fetch(slow.port, asked(40))

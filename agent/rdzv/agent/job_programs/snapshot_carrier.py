@@ -15,7 +15,7 @@ with frames as in the runner's channel.py. From the runner:
 
 To the runner:
 
-    listening {port}
+    listening {port, token}               peers that know this token are served from now on
     fetched   {id, number}                the copy in the memfd of this number is complete
     done      {id, reason}                the fetch has ended; reason is empty if it succeeded
 
@@ -422,13 +422,14 @@ class Carrier:
         self._fetching: Fetch | None = None
         self._fetcher: threading.Thread | None = None
         self._sender = Sender(TokenBucket(rate))
+        self._listening = listen()
+        self._accepting = threading.Thread(
+            target=self._sender.accept, args=(self._listening,), daemon=True
+        )
         self._sending = threading.Lock()
 
     def run(self) -> None:
-        """Listen for peers, and carry out requests until the runner is gone."""
-        listening = listen()
-        threading.Thread(target=self._sender.accept, args=(listening,), daemon=True).start()
-        self._say({"type": "listening", "port": listening.getsockname()[1]})
+        """Carry out requests until the runner is gone."""
         data, fds = bytearray(), []
         while True:
             more, more_fds, _, _ = socket.recv_fds(self._control, PIECE_BYTES, 253)
@@ -449,6 +450,10 @@ class Carrier:
         if kind == "credentials":
             self._sender.context = server_context(message["pem"]) if message["pem"] else None
             self._sender.token = message["token"]
+            if not self._accepting.ident:
+                self._accepting.start()  # Earlier peers would be served without TLS.
+            port = self._listening.getsockname()[1]
+            self._say({"type": "listening", "port": port, "token": message["token"]})
         elif kind == "slots":
             memories = [Memory(fd, message["bytes"]) for fd in fds]
             self._sender.slots[message["local_rank"]] = memories

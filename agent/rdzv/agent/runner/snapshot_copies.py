@@ -84,8 +84,10 @@ class SnapshotCopies:
         """The process that exchanges copies; None if none is running."""
         self._channel: Channel | None = None
         self._port: int | None = None
-        self._said: Mapping[str, str] = {}
+        self._given: Mapping[str, str] = {}
         """The token and fingerprint that were last given to the carrier."""
+        self._used: Mapping[str, str] = {}
+        """Those that it uses."""
         self._fetches = 0
         self._missing: Mapping[str, object] | None = None
 
@@ -109,7 +111,7 @@ class SnapshotCopies:
 
     def described(self) -> dict[str, object]:
         """Return the fields of `snapshots_held` that describe the copying itself."""
-        carrier = None if self._port is None else {"port": self._port, **self._said}
+        carrier = None if self._port is None else {"port": self._port, **self._used}
         return {"carrier": carrier, "missing": self._missing}
 
     def held(self) -> list[dict[str, object]]:
@@ -150,7 +152,7 @@ class SnapshotCopies:
         argv, env = tuple(read_argv(request)), read_env(request)
         identity, pem = read_identity(request), read_field(request, "pem", str)
         token = read_field(request, "token", str)
-        self._said = {"token": token, "fingerprint": read_field(request, "fingerprint", str)}
+        self._given = {"token": token, "fingerprint": read_field(request, "fingerprint", str)}
         if self._channel is None and self.carrier is not None:
             return  # It is being killed. The agent is notified once it is gone.
         if self._channel is None:
@@ -162,7 +164,6 @@ class SnapshotCopies:
             for local_rank, size, fds in self._slots.all():
                 self.send_slots(local_rank, size, fds)
         self._tell({"type": "credentials", "token": token, "pem": pem})
-        self._slots.tell()
 
     def fetch(self, request: Mapping[str, object]) -> None:
         """Handle `fetch_copies`. The next `snapshots_held` reports the result."""
@@ -259,8 +260,10 @@ class SnapshotCopies:
     def _take(self, message: Mapping[str, object]) -> None:
         kind = message.get("type")
         if kind == "listening":
-            self._port = read_field(message, "port", int)
-            self._slots.tell()
+            port, token = read_field(message, "port", int), read_field(message, "token", str)
+            if token == self._given["token"]:
+                self._port, self._used = port, self._given
+                self._slots.tell()
         elif self._coming is None or message.get("id") != self._fetches:
             return  # It belongs to an earlier fetch.
         elif kind == "fetched":
