@@ -10,6 +10,7 @@ Source: `torch/distributed/run.py` and `torch/distributed/argparse_util.py` of t
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
@@ -32,12 +33,19 @@ def parse(
         SystemExit: wrong usage (2), or --help or --version (0).
 
     """
-    parser = make_parser(environ, legacy=legacy)
+    defaults = tuple((key, environ[key]) for key in sorted(environ) if key.startswith("PET_"))
+    parser = _kept_parser(defaults, legacy)
     words = sys.argv[1:] if argv is None else argv
     try:
         return parser.parse_args(expand(words, options(parser)))
     except InvalidRequestError as error:
         parser.error(str(error))
+
+
+@functools.lru_cache(maxsize=4)
+def _kept_parser(defaults: tuple[tuple[str, str], ...], legacy: bool) -> argparse.ArgumentParser:
+    """Keep parsers: an agent parses one submission after the other with the same defaults."""
+    return make_parser(dict(defaults), legacy=legacy)
 
 
 @struct(frozen=True)

@@ -266,4 +266,6 @@ def one_line(text: str) -> str:
 
     This prevents text from forging log lines or moving the cursor.
     """
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else " " for char in text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -266,8 +267,13 @@ RULES = (
 @functools.cache
 def matches(name: str, pattern: str) -> bool:
     """Match a path with a glob in which `**/` stands for any number of folders."""
+    return _expression(pattern).fullmatch(name) is not None
+
+
+@functools.cache
+def _expression(pattern: str) -> re.Pattern[str]:
     parts = (re.escape(part).replace(r"\*", "[^/]*") for part in pattern.split("**/"))
-    return re.fullmatch("(?:.*/)?".join(parts), name) is not None
+    return re.compile("(?:.*/)?".join(parts))
 
 
 @functools.cache
@@ -323,13 +329,18 @@ def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def is_below(module: str, names: frozenset[str]) -> bool:
-    return any(module == name or module.startswith(f"{name}.") for name in names)
+    return not names.isdisjoint(_with_parents(module))
+
+
+@functools.cache
+def _with_parents(module: str) -> frozenset[str]:
+    return frozenset(itertools.accumulate(module.split("."), "{}.{}".format))
 
 
 def offences(rule: Rule, path: Path, name: str) -> list[str]:
     """Return the violations of a rule by a file."""
     found = []
-    for module in sorted(imports(path, name)):
+    for module in imports(path, name):
         if module in ("rdzv", "__future__"):
             continue
         top = module.partition(".")[0]
@@ -339,7 +350,7 @@ def offences(rule: Rule, path: Path, name: str) -> list[str]:
             standard = top in sys.stdlib_module_names
             if not standard or (not rule.stdlib and top in IMPURE):
                 found.append(module)
-    return found
+    return sorted(found)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.why)
