@@ -86,12 +86,13 @@ campaigns: $(READY)  ## tests that do the same many times over: restarts, kills,
 ci: test clusters frameworks campaigns dist-test  ## all five
 
 .PHONY: unit
-# Tests that start programs, serve gRPC, import torch, or try hundreds of cases are marked slow, and run
-# in `make test` only. Those of hypothesis are among them; its plugin would search all modules for constants.
+# Tests that start programs, serve gRPC or HTTP, flush to a disk, import torch, tell a long story or try
+# many cases are marked slow, and run in `make test` only; in a file that is slow as a whole a few are
+# marked quick. Those of hypothesis are slow; its plugin would search all modules for constants.
 unit: $(READY)  ## the quick tests
 	@$(if $(wildcard /dev/shm/.),TMPDIR=/dev/shm) $(BIN)/python -m pytest tests/unit tests/scenarios \
 	  tests/stores -q -p no:xdist -p no:hypothesispytest -p tests.support.forked --forks 3 \
-	  -m 'not slow' -o tmp_path_retention_count=1
+	  -m 'quick or not slow' -o tmp_path_retention_count=1
 
 SEEDS ?= 10000
 

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -96,9 +96,11 @@ QUICK = ("unit", "scenarios", "stores")
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Without slow tests, do not import files that have no others: torch alone takes a second."""
-    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+    if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
         return None
-    return True if "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() else None
+    text = collection_path.read_text()
+    all_slow = "\npytestmark = pytest.mark.slow\n" in text and "@pytest.mark.quick\n" not in text
+    return True if all_slow else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -138,8 +140,8 @@ def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         yield
 
 
-@pytest.fixture(autouse=True)
-def _same_logging_afterwards() -> Iterator[None]:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
     """Keep each test from changing the logging that a later one, in the same process, sees.
 
     The programs set up their logging when they start, and many a test starts one.
@@ -147,13 +149,14 @@ def _same_logging_afterwards() -> Iterator[None]:
     before = {
         logger: (logger.level, logger.handlers[:], logger.propagate) for logger in _our_loggers()
     }
-    yield
+    result = yield
     for logger in _our_loggers():
         level, handlers, propagate = before.get(logger, (logging.NOTSET, [], True))
         if logger.level != level:  # Makes every logger drop its cache.
             logger.setLevel(level)
         logger.handlers[:] = handlers
         logger.propagate = propagate
+    return result
 
 
 def _our_loggers() -> list[logging.Logger]:

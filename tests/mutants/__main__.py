@@ -158,7 +158,7 @@ def main() -> int:
     options = parser.parse_args()
     seed = random.randrange(1_000_000) if options.seed is None else options.seed
     drawn = draw(options.n, seed, options.only)
-    judges = ("-m", "not slow", *QUICK_JUDGES) if options.quick else (*CHOICE, *JUDGES)
+    judges = ("-m", "quick or not slow", *QUICK_JUDGES) if options.quick else (*CHOICE, *JUDGES)
     state = _state_of_the_tree(judges)
     print(f"seed {seed}, revision {_revision()}: {len(drawn)} mutants", flush=True)
     with contextlib.ExitStack() as stack:

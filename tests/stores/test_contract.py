@@ -70,7 +70,9 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
         yield cluster
 
 
-@pytest.fixture(params=["memory", "sqlite", pytest.param("etcd", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=["memory", *(pytest.param(each, marks=pytest.mark.slow) for each in ("sqlite", "etcd"))]
+)
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
     async with AsyncExitStack() as stack:
         opened: Store

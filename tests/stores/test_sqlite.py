@@ -15,6 +15,8 @@ from rdzv.stores import sqlite_connection
 from rdzv.stores.base import Record, RevisionConflictError, StoreRefusedError
 from rdzv.stores.sqlite import SqliteStore
 
+pytestmark = pytest.mark.slow
+
 WRITERS = 40
 
 
@@ -80,6 +82,7 @@ async def test_a_lost_race_among_others_is_its_own(store: SqliteStore) -> None:
     assert await store.history("job-1", 10) == ()
 
 
+@pytest.mark.quick
 async def test_of_two_in_one_commit_the_second_has_lost(store: SqliteStore) -> None:
     first, second = await asyncio.gather(
         write(store, "job-7", run="first"),
@@ -243,6 +246,7 @@ async def test_history_stays_bounded_over_commits_that_failed(tmp_path: Path) ->
 # ---------------------------------------------------------------- all or nothing
 
 
+@pytest.mark.quick
 async def test_many_writes_are_one_commit(store: SqliteStore) -> None:
     seen = await statements(store)
     async with store.all_or_nothing():

@@ -29,6 +29,8 @@ from rdzv.stores.sqlite import SqliteStore
 from rdzv.stores.sqlite_mark import Mark
 from rdzv.transport.endpoints import Listen
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(__file__).with_name("data")
 OLDER = range(1, sqlite_schema.SCHEMA_VERSION)
 
@@ -104,6 +106,7 @@ async def new_file(directory: Path) -> Path:
 # ---------------------------------------------------------------- a new file
 
 
+@pytest.mark.quick
 async def test_a_new_file_is_ours_and_of_the_present_schema(tmp_path: Path) -> None:
     path = await new_file(tmp_path)
     with closing(sqlite3.connect(path)) as db:
@@ -113,6 +116,7 @@ async def test_a_new_file_is_ours_and_of_the_present_schema(tmp_path: Path) -> N
     assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db-mark"}
 
 
+@pytest.mark.quick
 async def test_every_commit_is_flushed_to_the_disk(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path)
     full = 2

@@ -57,6 +57,8 @@ from rdzv.core.model import (
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 100.0
 RECORDED = Path(__file__).parents[1] / "golden" / "kept_1.json"
 JOB = Job("job", "n1", Settings(1, 2), local_world_size=2)
@@ -107,11 +109,13 @@ FULL = KeptState(
 # ---------------------------------------------------------------------- what is kept
 
 
+@pytest.mark.quick
 def test_all_that_is_kept_is_read_again() -> None:
     assert handover_state.decode_placement(handover_state.encode(PLACEMENT)) == PLACEMENT
     assert handover_state.decode_state(handover_state.encode(FULL)) == FULL
 
 
+@pytest.mark.quick
 def test_what_the_first_version_had_kept_is_read_still() -> None:
     """Recorded once and never changed: an upgraded agent adopts what the old one kept."""
     recorded = json.loads(RECORDED.read_text())
@@ -121,12 +125,14 @@ def test_what_the_first_version_had_kept_is_read_still() -> None:
     assert state.state.job == JOB
 
 
+@pytest.mark.quick
 def test_what_a_later_version_adds_is_passed_over() -> None:
     raw = json.loads(handover_state.encode(FULL))
     raw["later"] = raw["state"]["later"] = {"a": 1}
     assert handover_state.decode_state(json.dumps(raw)) == FULL
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -145,6 +151,7 @@ def test_what_can_not_be_read_says_why(text: str | None, why: str) -> None:
 # ---------------------------------------------------------------------- the instance
 
 
+@pytest.mark.quick
 async def test_without_a_runner_to_adopt_it_is_a_new_instance(tmp_path: Path) -> None:
     first = RunnerAdoption(tmp_path, "n1")
     assert await first.adopt_runners() == []
@@ -452,6 +459,7 @@ async def test_a_node_that_waits_goes_on_waiting(s: Story) -> None:
     assert s.runner.asked == [("start", 0, 2)]
 
 
+@pytest.mark.quick
 async def test_a_round_runs_on_and_is_believed_in(s: Story) -> None:
     await s.begin_round(s.line())
     before = s.driver.belief()
@@ -600,6 +608,7 @@ async def test_a_failure_that_the_former_agent_has_heard_is_in_the_belief(s: Sto
     assert len(belief.failures) == 1
 
 
+@pytest.mark.quick
 async def test_success_is_remembered(s: Story) -> None:
     await s.begin_round(s.line())
     for local_rank in (0, 1):

@@ -165,6 +165,7 @@ async def test_why_there_is_no_record(tmp_path: Path, files: dict[str, str], why
     assert str(raised.value) == why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("handlers", "started"),
     [
@@ -282,6 +283,7 @@ async def test_a_worker_that_completes_no_more_collectives_hangs(tmp_path: Path)
     assert w.reasons[0].startswith("no collective completed for 10 s, limit 10 s")
 
 
+@pytest.mark.slow
 async def test_one_that_waits_in_its_first_collective_hangs(tmp_path: Path) -> None:
     torch = Torch(trace(0, waits=True))
     async with serving(tmp_path / f"collectives.{os.getpid()}.0a1b2c3d", torch):
@@ -291,6 +293,7 @@ async def test_one_that_waits_in_its_first_collective_hangs(tmp_path: Path) -> N
     assert w.reasons[0].startswith("no collective completed for 60 s, limit 60 s")
 
 
+@pytest.mark.slow
 async def test_one_that_has_used_collectives_at_its_start_alone_is_not_watched(
     tmp_path: Path,
 ) -> None:
@@ -301,6 +304,7 @@ async def test_one_that_has_used_collectives_at_its_start_alone_is_not_watched(
     assert w.reasons == []
 
 
+@pytest.mark.slow
 async def test_one_that_answers_no_more_is_not_silent(tmp_path: Path) -> None:
     """The machine may be slow; the workers that wait for this one still answer."""
     async with serving(tmp_path / f"collectives.{os.getpid()}.0a1b2c3d", Torch(trace(5))) as torch:

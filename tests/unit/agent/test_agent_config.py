@@ -55,6 +55,7 @@ def test_the_environment_may_name_the_node(tmp_path: Path, name: str, shown: str
     assert shown in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_it_connects_with_the_credentials_of_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

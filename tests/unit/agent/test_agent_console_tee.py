@@ -186,6 +186,7 @@ async def test_a_last_line_gets_the_end_that_it_lacks(desk: Desk) -> None:
     assert sorted((await desk.drain()).splitlines()) == [b"a:one", b"a:two", b"b:three"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [PIPE_BUF, 1 << 16, (1 << 16) + 1, 300_001])
 async def test_a_line_may_be_longer_than_every_buffer(desk: Desk, size: int) -> None:
     long, tail = b"x" * size, b"y" * size
@@ -216,6 +217,7 @@ def test_lines_are_written_together_up_to_what_a_pipe_takes_at_once(
     assert found == writes
 
 
+@pytest.mark.slow
 async def test_nothing_gets_into_a_long_line(desk: Desk) -> None:
     long = b"x" * 200_000
     for name in ("a", "b"):
@@ -269,6 +271,7 @@ async def test_stdout_and_stderr_do_not_mix(desk: Desk) -> None:
     assert desk.err.rest() == b"a:to err\n"
 
 
+@pytest.mark.slow
 async def test_many_writers_lose_nothing(desk: Desk) -> None:
     """Files that are written at the same time, in pieces, from threads."""
     paths = [desk.follow(f"{name}", b"%d:" % name) for name in range(8)]
@@ -378,6 +381,7 @@ async def test_a_console_that_others_have_filled_meanwhile_is_tried_again(
     assert tries == 3
 
 
+@pytest.mark.slow
 async def test_the_file_is_the_buffer(desk: Desk) -> None:
     """Behind a blocked console, or with a line of megabytes, memory use stays minimal."""
     line = b"x" * 99 + b"\n"
@@ -418,6 +422,7 @@ async def test_nobody_is_woken_for_what_a_blocked_console_does_not_take(
     await desk.out.read(filled)
 
 
+@pytest.mark.slow
 async def test_a_console_that_takes_nothing_for_many_rounds_loses_the_oldest(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:

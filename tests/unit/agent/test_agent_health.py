@@ -206,6 +206,7 @@ def command(script: str, timeout_s: float = 10.0) -> Command:
     return Command("command nfs", timeout_s, args, dict(os.environ))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "wrong"),
     [

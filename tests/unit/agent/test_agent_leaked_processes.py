@@ -67,6 +67,7 @@ def test_one_that_survives_is_waited_for_no_longer_than_it_may_take(
         assert "killed" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["pidfd_open", "listdir"])
 def test_what_can_not_be_looked_at_counts_as_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str

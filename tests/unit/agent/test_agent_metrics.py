@@ -204,6 +204,7 @@ def test_workers_are_followed_from_their_start_to_their_end() -> None:
     assert found["rdzv_agent_worker_exits_total{during=run}{how=SIGTERM}"] == 0
 
 
+@pytest.mark.slow
 def test_adopted_workers_are_there_and_were_not_started() -> None:
     node = Node()
     job = node.metrics.job(2)
@@ -228,6 +229,7 @@ def test_a_round_that_could_not_be_started_leaves_no_worker() -> None:
     assert n.values()["rdzv_agent_worker_start_failures_total"] == 1
 
 
+@pytest.mark.slow
 def test_a_runner_that_dies_takes_its_workers_with_it() -> None:
     n = Node()
     job = n.metrics.job(local_world_size=1)
@@ -242,6 +244,7 @@ def test_a_runner_that_dies_takes_its_workers_with_it() -> None:
     assert found["rdzv_agent_runner_exits_total{how=unexpectedly}"] == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_is_gone_is_forgotten_and_its_counts_are_not() -> None:
     n, jobs = Node(), list[weakref.ref[object]]()
     for round_ in range(3):

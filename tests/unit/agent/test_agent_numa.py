@@ -105,12 +105,14 @@ def test_exclusive_keeps_what_is_allowed_of_a_core_together(write: Write) -> Non
     assert found == ["7-8,36", "9,37,40"]
 
 
+@pytest.mark.slow
 def test_workers_take_turns_at_the_core_complexes(write: Write) -> None:
     node_0 = ["0-1,12-13", "2-3,14-15", "4-5,16-17", "0-1,12-13"]
     node_1 = ["6-7,18-19", "8-9,20-21"]
     assert bound(write(ZEN), ZEN, "core-complex") == node_0 + node_1
 
 
+@pytest.mark.slow
 def test_the_core_complex_with_most_usable_cpus_comes_first(write: Write) -> None:
     found = bound(write(ZEN), ZEN, "core-complex", workers=4, allowed="0,2-3,4-5,16")
     assert found == ["4-5,16", "2-3", "0", "4-5,16"]
@@ -124,6 +126,7 @@ def test_without_an_l3_the_last_level_counts(tmp_path: Path) -> None:
     assert bound(tmp_path, machine, "core-complex") == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_nodes_without_cpus_are_on_no_socket(write: Write) -> None:
     sysfs = write(WITH_EMPTY_NODES)
     assert bound(sysfs, WITH_EMPTY_NODES, "socket") == ["0-3,8-11", "4-7,12-15"]
@@ -182,12 +185,14 @@ def test_two_workers_without_gpus_get_a_socket_each(write: Write) -> None:
     assert bound(write(EIGHT_GPUS), machine, "node", workers=2) == ["0-6,28-34", "14-20,42-48"]
 
 
+@pytest.mark.slow
 def test_without_gpus_nodes_without_usable_cpus_are_passed_over(write: Write) -> None:
     machine = replace(WITH_EMPTY_NODES, gpu_nodes=())
     found = bound(write(machine), machine, "exclusive", workers=2, allowed="4-7,12-15")
     assert found == ["4-5,12-13", "6-7,14-15"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("binding", "expected"),
     [
@@ -465,6 +470,7 @@ async def test_gpus_that_cuda_does_not_show_are_not_bound_to_by_guess(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
 async def test_gpus_that_are_hidden_are_not_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str

@@ -70,6 +70,7 @@ def test_without_options_one_worker_runs_with_a_server_of_its_own() -> None:
     assert found.job.server_timeout_ms == 600_000
 
 
+@pytest.mark.slow
 def test_credentials_are_for_a_standing_rdzvd(tmp_path: Path) -> None:
     """A server that a node brings along has no TLS, whatever the environment says."""
     files = Files(tmp_path / "certs")
@@ -606,6 +607,7 @@ def test_the_static_back_end_is_served_by_node_rank_0_and_ranks_are_node_ranks()
     assert names == sorted(names) == ["node-rank-00000", "node-rank-00001", "node-rank-00011"]
 
 
+@pytest.mark.slow
 def test_one_node_with_an_endpoint_serves_itself_there_as_under_torchrun() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         at = f"127.0.0.1:{probe.getsockname()[1]}"

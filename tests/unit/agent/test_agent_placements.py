@@ -33,6 +33,8 @@ from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.model import JobSpec, Offer, Result, Settings
 from rdzv.errors import InvalidRequestError
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 100.0
 SUCCEEDED = NodeOutcome(0, "the job has succeeded", result=Result.SUCCEEDED)
 
@@ -288,6 +290,7 @@ async def test_whatever_is_heard_while_processes_are_killed_hastens_nothing(node
     assert (driver.closed, node.removed) == (1, ["job"])
 
 
+@pytest.mark.quick
 async def test_a_placement_that_is_repeated_changes_nothing(node: Node) -> None:
     node.place()
     driver = await node.driver()
@@ -320,6 +323,7 @@ async def test_the_folder_of_a_run_is_its_own(node: Node) -> None:
 # ------------------------------------------------------------------ what cannot be taken up
 
 
+@pytest.mark.quick
 async def test_a_folder_that_is_not_there_is_declined_by_name(node: Node) -> None:
     node.place(chdir="/no/such")
     await node.until_free()
@@ -330,6 +334,7 @@ async def test_a_folder_that_is_not_there_is_declined_by_name(node: Node) -> Non
     assert not (node.folder / "runs").exists()
 
 
+@pytest.mark.quick
 async def test_more_gpus_than_there_are_is_declined(gpu_node: Node) -> None:
     gpu_node.place(gpus_per_node=4)
     await gpu_node.until_free()
@@ -400,6 +405,7 @@ def visible(driver: Driver) -> str:
     return driver.launch.environ["CUDA_VISIBLE_DEVICES"]
 
 
+@pytest.mark.quick
 async def test_no_gpu_is_given_twice_and_a_job_waits_for_those_that_are_held(
     gpu_node: Node,
 ) -> None:
@@ -469,6 +475,7 @@ async def test_a_node_of_more_capacity_takes_those_who_wait(node: Node) -> None:
 # ------------------------------------------------------------------ withdrawn
 
 
+@pytest.mark.quick
 async def test_a_job_that_runs_is_withdrawn_by_its_driver(node: Node) -> None:
     node.place()
     driver = await node.driver()
@@ -548,6 +555,7 @@ async def test_an_agent_that_ends_does_not_wait_for_what_survives_sigkill(node: 
     await node.until_free()
 
 
+@pytest.mark.quick
 async def test_a_node_without_jobs_has_nothing_to_wait_for(node: Node) -> None:
     await node.until_free()
     assert node.held() == set()

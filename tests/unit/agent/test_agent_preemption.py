@@ -136,6 +136,7 @@ async def test_a_command_gives_notice_by_exiting_with_0(tmp_path: Path) -> None:
         assert await notices.next() == (90_000, "preemption reported by sh")
 
 
+@pytest.mark.slow
 async def test_a_command_that_fails_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,6 +175,7 @@ async def test_what_a_command_leaves_behind_does_not_hold_up_the_notice(tmp_path
         assert (await notices.next())[0] == 5_000
 
 
+@pytest.mark.slow
 async def test_at_the_end_the_command_is_killed_with_all_that_it_has_started(
     tmp_path: Path,
 ) -> None:

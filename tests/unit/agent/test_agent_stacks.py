@@ -26,6 +26,8 @@ from rdzv.agent.observers.stack_sampling import (
 )
 from rdzv.core.evidence.stacks import WorkerStack
 
+pytestmark = pytest.mark.slow
+
 ASKED = StacksAsked(5, "job-7", "run-1", 2, 10_000)
 FRAME = {"name": "f", "filename": "/home/ada/train.py", "line": 3}
 
@@ -72,6 +74,7 @@ async def take(*pids: int, timeout_s: float = 30.0) -> list[WorkerStack]:
 # ------------------------------------------------------------------ what py-spy says
 
 
+@pytest.mark.quick
 def test_the_main_thread_comes_first_by_its_id_then_by_its_name() -> None:
     by_id = parse_dump(dump(thread("MainThread", 9), thread("forked", 7)), pid=7)
     assert [(t.name, t.main) for t in by_id] == [("forked", True), ("MainThread", False)]
@@ -93,6 +96,7 @@ def test_long_ones_are_cut_and_the_main_thread_never_is() -> None:
     assert said <= stack_sampling.MAX_BYTES
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "text",
     [b"", b"{}", b"[]", b"null", b"[1]", b'[{"frames": 1}]', b'[{"frames": [{}]}]', b"[" * 9**5],
@@ -105,6 +109,7 @@ def test_what_is_no_dump_is_refused(text: bytes) -> None:
 # ------------------------------------------------------------------ the real one
 
 
+@pytest.mark.quick
 async def test_real_frames_of_a_real_process(sleeper: subprocess.Popen[bytes]) -> None:
     await _until(lambda: process_state(sleeper.pid) == "S")
     (found,) = await take(sleeper.pid)

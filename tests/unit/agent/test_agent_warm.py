@@ -294,6 +294,7 @@ except zygote.RefusedError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_fork_that_hangs_is_refused_and_killed() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=True
@@ -340,6 +341,7 @@ async def test_a_program_is_refused() -> None:
         await warm.check_warm(launch("--warm", "--no-python"))
 
 
+@pytest.mark.slow
 async def test_a_sitecustomize_that_fails_is_told_beforehand(tmp_path: Path) -> None:
     """Without --warm it would be a line in the log of each worker."""
     (tmp_path / "sitecustomize.py").write_text("raise ValueError('not today')\n")
@@ -349,6 +351,7 @@ async def test_a_sitecustomize_that_fails_is_told_beforehand(tmp_path: Path) -> 
         await warm.check_warm(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["-I", "-S", "-E"])
 async def test_an_interpreter_that_would_run_the_script_at_once_is_refused(
     how: str, tmp_path: Path

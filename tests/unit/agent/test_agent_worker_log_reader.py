@@ -23,6 +23,8 @@ from rdzv.agent.output.worker_log_reader import (
     tail,
 )
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 100.0
 PLENTY = 1 << 30
 
@@ -130,6 +132,7 @@ async def idle() -> None:
 # ------------------------------------------------------------------ what is there
 
 
+@pytest.mark.quick
 async def test_all_that_was_written_is_sent_and_named(node: Node) -> None:
     node.begin(0)
     node.write("one\ntwo", 0, 0)
@@ -191,6 +194,7 @@ async def test_what_is_written_while_it_is_read_is_not_waited_for(node: Node) ->
     assert node.text() == "x" * 100
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("step", [1, 3, 64 * 1024])
 def test_the_tail_of_a_file(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_log_reader, "PIECE_BYTES", step)
@@ -419,6 +423,7 @@ async def test_what_was_removed_meanwhile_is_said_to_be_gone(node: Node) -> None
     assert "no longer exists" in errors[0]
 
 
+@pytest.mark.quick
 async def test_a_job_that_is_not_here_is_refused(node: Node) -> None:
     node.reading.read(ReadRequest(1, "job-8", PLENTY))
     assert (await node.last()).error == "this node takes no part in job-8"
@@ -439,6 +444,7 @@ async def test_requests_are_bounded(node: Node, monkeypatch: pytest.MonkeyPatch)
 # ------------------------------------------------------------------ credit, and the end
 
 
+@pytest.mark.quick
 async def test_no_more_is_sent_than_there_is_credit_for(node: Node) -> None:
     node.begin(0)
     node.write("x" * 1_000, 0)

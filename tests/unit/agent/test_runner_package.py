@@ -25,6 +25,7 @@ def test_files_of_the_runner_import_each_other_by_relative_imports_alone(path: P
     assert not absolute
 
 
+@pytest.mark.slow
 def test_the_runner_imports_all_its_files_as_it_starts() -> None:
     """An upgrade may replace the files while it runs."""
     code = f"import sys; sys.path.append({str(FOLDER.parent)!r}); import runner.runner; "

@@ -31,6 +31,7 @@ def live(*endpoints: tuple[str, int]) -> tuple[str, int] | None:
     return live_connection(os.getpid(), endpoints)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
 )

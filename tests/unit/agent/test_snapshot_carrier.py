@@ -383,6 +383,7 @@ def test_every_flipped_bit_is_found() -> None:
         assert carrier.read_header(memoryview(peer.left)) is None or at < 8 * BEFORE_CONTENT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, 10, carrier.GREETING.size, BEFORE_CONTENT, SMALL // 2, SMALL])
 def test_a_stream_that_is_cut_off_leaves_nothing(cut: int) -> None:
     def change(begin: int, data: bytearray) -> bytearray:
@@ -422,6 +423,7 @@ def test_a_slot_that_is_overwritten_on_the_way_is_not_taken() -> None:
     thread.join(PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_a_peer_that_sends_too_slowly_is_given_up() -> None:
     peer = Peer(bytes(snapshot(size=SMALL)))
     with pytest.raises(carrier.CopyError, match="it takes too long"):

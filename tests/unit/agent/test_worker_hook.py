@@ -13,6 +13,8 @@ import pytest
 from rdzv.agent.observers.collective_records import with_hook
 from rdzv.agent.system.error_files import NO_ERROR_FILE, read_error
 
+pytestmark = pytest.mark.slow
+
 RAISE = "def step():\n    raise ValueError('loss is nan')\n\nstep()\n"
 
 
@@ -29,6 +31,7 @@ def end(folder: Path, script: str, **environ: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.quick
 def test_message_and_traceback_are_those_of_record(tmp_path: Path) -> None:
     done = end(tmp_path, RAISE)
     error = read_error(tmp_path / "error.json", None, 1)

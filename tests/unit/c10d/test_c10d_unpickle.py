@@ -136,7 +136,9 @@ class Harm:
 
 
 @pytest.mark.parametrize("how", ["system", "eval", "open", "getattr"])
-@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "protocol", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2, 3, 5))]
+)
 @pytest.mark.parametrize("place", ["root", "field", "node", "heartbeat"])
 def test_nothing_is_ever_run(how: str, protocol: int, place: str, tmp_path: Path) -> None:
     path = tmp_path / "harm"

@@ -101,6 +101,7 @@ def test_golden_events(control: FakeControl) -> None:
         compare("events", as_text.events("a", client.events("a"), PAGE) + "\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [20, 50, 80, 100, 132])
 def test_free_text_keeps_to_the_width(control: FakeControl, width: int) -> None:
     page = Page(width=width, colour=False, now_s=NOON_S, zone=UTC)
@@ -113,6 +114,7 @@ def test_free_text_keeps_to_the_width(control: FakeControl, width: int) -> None:
     assert max(len(line) for line in lines if "waiting for" in line) <= width
 
 
+@pytest.mark.slow
 def test_a_terminal_without_a_width_breaks_nothing(control: FakeControl) -> None:
     for sample in (control_samples.joining(), control_samples.failed()):
         show(control, sample, page=Page(width=1, colour=True, now_s=NOON_S, zone=UTC))
@@ -125,6 +127,7 @@ def test_every_node_is_there_if_all_are_asked_for(control: FakeControl) -> None:
     assert "--all" not in text
 
 
+@pytest.mark.slow
 def test_an_abbreviated_table_keeps_who_is_not_seated(control: FakeControl) -> None:
     job = control_samples.large()
     for node in job.nodes:
@@ -134,6 +137,7 @@ def test_an_abbreviated_table_keeps_who_is_not_seated(control: FakeControl) -> N
     assert "... and 460 more nodes (460 lost); --all shows them" in text
 
 
+@pytest.mark.slow
 def test_a_long_traceback_keeps_its_end(control: FakeControl) -> None:
     job = control_samples.failed()
     lines = [f"line {number}" for number in range(100)]
@@ -144,6 +148,7 @@ def test_a_long_traceback_keeps_its_end(control: FakeControl) -> None:
     assert "    line 0\n" in show(control, job, everything=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("failure", "text"),
     [
@@ -185,6 +190,7 @@ def test_an_age_that_is_none_breaks_nothing(control: FakeControl) -> None:
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e\u2028gone\n\x00next"
 
 
+@pytest.mark.slow
 def test_escapes_from_outside_are_harmless(
     control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -291,6 +297,7 @@ def test_status_for_programs(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "lost_steps", "shown"),
     [
@@ -331,6 +338,7 @@ def test_status_shows_what_is_held_in_memory(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "shown"),
     [
@@ -381,6 +389,7 @@ def test_what_is_not_known_is_null(
     assert document["nodes"][0]["group_rank"] is None
 
 
+@pytest.mark.slow
 def test_a_job_that_is_only_watched_for_programs(
     control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -477,6 +486,7 @@ def test_a_server_that_hangs(
     assert "no answer within 0.2 s" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_options_after_the_command_win(
     control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -665,6 +675,7 @@ def test_colours_and_width_are_for_terminals(control: FakeControl, server: str) 
     assert all(line == line.rstrip() for line in piped.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budgets", "line"),
     [

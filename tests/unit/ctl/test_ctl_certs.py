@@ -26,6 +26,7 @@ def folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_names_and_roles_are_where_the_server_looks_for_them(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,6 +49,7 @@ def test_keys_are_their_owners_alone(folder: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+@pytest.mark.slow
 def test_nothing_is_replaced_unless_that_is_said(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ exec {python} -I -S "$@"
 """
 
 
+@pytest.mark.slow
 def test_an_interpreter_without_torch_is_refused_with_the_remedy(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,8 @@ from tests.support import control_samples
 from tests.support.fake_control import FakeControl
 from tests.support.fake_control import serving as serving_control
 
+pytestmark = pytest.mark.slow
+
 WHO = "by "
 
 
@@ -113,6 +115,7 @@ def _out(capsys: pytest.CaptureFixture[str]) -> Out:
 # ------------------------------------------------------------------ one node
 
 
+@pytest.mark.quick
 def test_a_node_is_drained_and_undrained(floor: Floor, out: Out) -> None:
     assert run(["drain", "n1", "--reason", "new kernel"]) == 0
     assert out() == "n1 is draining; its workers have 5 min 0 s, and it has job\n"

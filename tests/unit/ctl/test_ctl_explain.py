@@ -26,6 +26,8 @@ from tests.unit.ctl.test_ctl import control, server  # noqa: F401
 from tests.unit.server.test_driver import join
 from tests.unit.server.test_metrics import Scraped, history
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "explain"
 
 
@@ -41,6 +43,7 @@ async def test_a_job_is_explained(name: str, request: pytest.FixtureRequest) -> 
     assert text == path.read_text(), "review the diff, then: pytest --rewrite"
 
 
+@pytest.mark.quick
 async def test_into_a_pipe_each_fact_is_one_line() -> None:
     of = await told(history)
     lines = explain(of.status, of.history, of.page(width=None)).splitlines()
@@ -176,6 +179,7 @@ async def test_hostile_texts_can_not_reach_the_terminal() -> None:
     assert "\x1b" not in explain(of.status, (*of.history, bad), of.page())
 
 
+@pytest.mark.quick
 def test_the_command(
     server: str,  # noqa: F811
     capsys: pytest.CaptureFixture[str],

@@ -83,6 +83,7 @@ def lines(
 # ------------------------------------------------------------------ what is printed
 
 
+@pytest.mark.slow
 def test_lines_of_several_ranks_are_whole_and_say_whose_they_are(
     control: LogControl, server: str, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -109,6 +110,7 @@ def test_one_stream_of_one_rank_is_passed_on_as_it_is(
     assert capfdbinary.readouterr().out == b"\x00 50%\r51%\r\n\xff, no end"
 
 
+@pytest.mark.slow
 def test_both_streams_of_one_rank_do_not_meet_within_a_line(
     control: LogControl, server: str, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -117,6 +119,7 @@ def test_both_streams_of_one_rank_do_not_meet_within_a_line(
     assert capfdbinary.readouterr().out == b"warn\nloss\n"
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_said_on_stderr_and_by_the_exit_code(
     control: LogControl, server: str, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -174,6 +177,7 @@ def test_a_line_without_an_end_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------ what is asked for
 
 
+@pytest.mark.slow
 def test_the_options_reach_the_server(control: LogControl, server: str) -> None:
     control.answers = [[], [], []]
     assert run(["logs", "bert", "-f", "--rank=3", "--round=2", "--stderr", "--tail=100"]) == 0
@@ -202,6 +206,7 @@ def test_a_job_that_is_not_known_is_an_error(
     assert "no job nobody is known here" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_forget_names_the_job(
     control: LogControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +220,7 @@ def test_forget_names_the_job(
 # ------------------------------------------------------------------ a stream that is cut
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_cut_goes_on_where_it_was(
     control: LogControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +254,7 @@ def test_a_stream_that_is_cut_goes_on_where_it_was(
     assert places == [("n1", 5, 0), ("n2", 4, 0)]
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_come_back_is_given_up(
     control: LogControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,6 +200,7 @@ def test_one_node_is_told_in_full(server: str, capsys: pytest.CaptureFixture[str
     assert "no node gpu-99 is known; `rdzvctl nodes` lists the known ones" in said
 
 
+@pytest.mark.slow
 def test_nodes_for_programs(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["nodes", "-o", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -270,6 +271,7 @@ def test_a_node_is_cordoned_and_uncordoned(
     )
 
 
+@pytest.mark.slow
 def test_escapes_of_nodes_are_harmless(
     control: NodesControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,6 +315,7 @@ def test_golden_status_of_a_submitted_job(control: NodesControl) -> None:
         compare("submitted", as_text.status(client.status("gpt-small"), PAGE) + "\n")
 
 
+@pytest.mark.slow
 def test_of_a_job_that_has_ended_no_node_is_awaited(control: NodesControl) -> None:
     control.jobs["gpt-small"] = job = submitted()
     job.nodes[0].state = "left"
@@ -323,6 +326,7 @@ def test_of_a_job_that_has_ended_no_node_is_awaited(control: NodesControl) -> No
             assert "not joined yet" not in as_text.status(client.status("gpt-small"), PAGE)
 
 
+@pytest.mark.slow
 def test_a_submission_for_programs(
     control: NodesControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -361,6 +365,7 @@ def test_a_job_that_waits_is_listed_with_its_reason(
 # ------------------------------------------------------------------------------ YAML
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["status gpt-small", "list", "events gpt-small", "nodes"])
 def test_yaml_says_what_json_says(
     control: NodesControl, server: str, capsys: pytest.CaptureFixture[str], words: str
@@ -378,6 +383,7 @@ def test_yaml_says_what_json_says(
     assert "\x1b" not in text
 
 
+@pytest.mark.slow
 def test_a_traceback_is_a_block_in_yaml(
     control: NodesControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -396,6 +402,7 @@ def completed(*words: str) -> list[str]:
     return [item.value for item in completion.get_completions(before, incomplete)]
 
 
+@pytest.mark.slow
 def test_names_are_completed_from_the_server(
     control: NodesControl, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_report_is_read_by_people(name: str, request: pytest.FixtureRequest) -
     assert text == path.read_text(), "review the diff, then: pytest --rewrite"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(STORIES))
 async def test_what_a_server_has_decided_adds_up(name: str) -> None:
     story, rdzv_id = STORIES[name]
@@ -191,6 +192,7 @@ def test_one_job(job: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "give another file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 async def test_the_time_is_that_of_the_servers_clock() -> None:
     """The client's clock may be wrong by hours; the age of the run comes from the server."""
     story, rdzv_id = STORIES["recovers"]
@@ -199,6 +201,7 @@ async def test_the_time_is_that_of_the_servers_clock() -> None:
     assert servers_now_ms(of.status, of.history[1:], 77) == 77
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_kept_is_refused(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", job, "--run", "77"]) == 1
     assert "run 77 of a is not kept; runs that are: " in capsys.readouterr().err
@@ -214,6 +217,7 @@ def test_a_job_without_a_past(
     assert "no history of a is kept" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_all_jobs(job: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(["report", "--since", "2w"]) == 0
     assert capsys.readouterr().out.startswith("All jobs in the last 14 d 0 h")

@@ -284,6 +284,7 @@ def test_no_value_of_a_variable_is_shown() -> None:
     assert "s3cret" not in refusal(large, "t")
 
 
+@pytest.mark.slow
 def test_an_environment_has_bounds() -> None:
     names = [f"--env=V{number}=" for number in range(job_request.ENV_VARIABLES)]
     assert len(read(*names, "t").spec.env) == 1_000
@@ -452,6 +453,7 @@ def test_a_job_is_handed_over(
     assert " at " in request.submitted_by
 
 
+@pytest.mark.slow
 def test_when_newcomers_may_come_is_sent(control: SubmitControl, server: str) -> None:
     for policy in ("eager", "on-restart", "after:90"):
         assert run(["submit", f"--rdzv-conf=scale_up={policy}", "t"]) == 0
@@ -463,6 +465,7 @@ def test_when_newcomers_may_come_is_sent(control: SubmitControl, server: str) ->
     ]
 
 
+@pytest.mark.slow
 def test_gpus_that_are_not_named_are_not_sent(control: SubmitControl, server: str) -> None:
     assert run(["submit", "t"]) == run(["submit", "--gpus-per-node=0", "t"]) == 0
     left_out, none = control.requests
@@ -470,6 +473,7 @@ def test_gpus_that_are_not_named_are_not_sent(control: SubmitControl, server: st
     assert none.spec.HasField("gpus_per_node")
 
 
+@pytest.mark.slow
 def test_the_hint_names_the_server_that_the_line_names(
     server: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,6 +483,7 @@ def test_the_hint_names_the_server_that_the_line_names(
     assert run(["--server", server, "submit", "t"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["json", "yaml"])
 def test_programs_get_the_job(server: str, capsys: pytest.CaptureFixture[str], output: str) -> None:
     import yaml
@@ -587,6 +592,7 @@ def three_tries(monkeypatch: pytest.MonkeyPatch) -> str:
     return "--timeout=100"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hasty")
 def test_a_lost_connection_repeats_the_same_request(control: SubmitControl, server: str) -> None:
     control.cuts = 2
@@ -626,6 +632,7 @@ def test_a_host_that_has_no_address_got_nothing(capsys: pytest.CaptureFixture[st
     assert "is unknown" not in said
 
 
+@pytest.mark.slow
 def test_who_got_it_and_did_not_answer_may_have_done_it_whoever_is_asked_next(
     control: SubmitControl, server: str, three_tries: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -637,6 +644,7 @@ def test_who_got_it_and_did_not_answer_may_have_done_it_whoever_is_asked_next(
     assert run(words) == 0
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_is_waited_for(
     control: SubmitControl, server: str, three_tries: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -646,6 +654,7 @@ def test_a_store_that_is_away_is_waited_for(
     assert len(control.requests) == 3
 
 
+@pytest.mark.slow
 def test_an_older_server_is_told_apart_at_once(
     control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -660,6 +669,7 @@ def test_an_older_server_is_told_apart_at_once(
 # ------------------------------------------------------------------------------ --follow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "no_progress", "code"),
     [("succeeded", False, 0), ("failed", False, 1), ("stopped", False, 3), ("failed", True, 93)],
@@ -687,6 +697,7 @@ def test_followed_to_its_end(
     assert control.logs_read[0].follow
 
 
+@pytest.mark.slow
 def test_what_it_waits_for_is_told_once_however_time_goes_on(
     control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -700,6 +711,7 @@ def test_what_it_waits_for_is_told_once_however_time_goes_on(
     ]
 
 
+@pytest.mark.slow
 def test_logs_that_can_not_be_shown_end_nothing(
     control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -710,6 +722,7 @@ def test_logs_that_can_not_be_shown_end_nothing(
     assert "night has succeeded" in said
 
 
+@pytest.mark.slow
 def test_another_run_of_that_name_is_not_taken_for_this_one(
     control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -718,6 +731,7 @@ def test_another_run_of_that_name_is_not_taken_for_this_one(
     assert "another run of night has begun" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_it_running(
     control: SubmitControl,
     server: str,

@@ -17,6 +17,8 @@ from rdzv.ctl.trace import trace
 from tests.unit.ctl.test_ctl import control, server  # noqa: F401
 from tests.unit.server.test_metrics import history
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "trace"
 
 
@@ -40,6 +42,7 @@ def tracks(of: Told, process: int = 1) -> dict[str, list[tuple[str, int, int]]]:
     return found
 
 
+@pytest.mark.quick
 async def test_a_job_that_recovers(request: pytest.FixtureRequest) -> None:
     of = await told(history)
     text = trace(of.status, of.history, of.now_ms) + "\n"

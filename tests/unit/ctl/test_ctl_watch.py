@@ -31,6 +31,8 @@ from rdzv.ctl.watch import StateReports
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import JobStatus
 
+pytestmark = pytest.mark.slow
+
 LAST_CALL_LEFT = "have 3 of 3:4 nodes; last call, "
 GOLDEN = Path(__file__).parents[1] / "golden" / "ctl"
 
@@ -64,6 +66,7 @@ def compare(name: str, lines: list[str]) -> None:
 # ------------------------------------------------------------------------------ the screen
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("sample", ["joining", "running", "failed", "large", "watched"])
 def test_golden_screen(sample: str) -> None:
     compare(f"screen-{sample}", screen(of(getattr(control_samples, sample)())))

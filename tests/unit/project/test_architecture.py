@@ -46,6 +46,7 @@ def _lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
+@pytest.mark.slow
 def test_every_answer_is_a_function_that_exists() -> None:
     answers = re.findall(r"`([\w/]+\.(?:py|js)):([\w.]+)`(.*)", section("Where is it?"))
     assert len(answers) >= 22

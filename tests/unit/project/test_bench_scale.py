@@ -37,6 +37,7 @@ def test_a_core_that_has_not_all_joins_completes_nothing() -> None:
         scale.through_core(scale.joins(3)[:-1], checked=False)
 
 
+@pytest.mark.slow
 def test_a_child_answers_each_question(echo: Path) -> None:
     with processes.Asked.running(echo) as child:
         assert child.ask(10, act="one") == {"act": "one"}
@@ -52,6 +53,7 @@ def test_a_child_that_does_not_answer_in_time(echo: Path) -> None:
         child.ask(0.2, sleep=30)
 
 
+@pytest.mark.slow
 def test_a_child_that_ends(echo: Path) -> None:
     with (
         processes.Asked.running(echo) as child,
@@ -60,11 +62,13 @@ def test_a_child_that_ends(echo: Path) -> None:
         child.ask(10, exit=3)
 
 
+@pytest.mark.slow
 def test_a_child_that_says_that_it_has_failed(echo: Path) -> None:
     with processes.Asked.running(echo) as child, pytest.raises(TimeoutError, match="waited for it"):
         child.ask(10, failed="waited for it")
 
 
+@pytest.mark.slow
 def test_memory_and_cpu_of_a_process_that_runs(echo: Path) -> None:
     with processes.Asked.running(echo) as child:
         child.ask(10, act="one")

@@ -84,6 +84,7 @@ def test_what_a_query_asks_for_is_chosen_on_the_dashboard(uid: str) -> None:
             assert "job" in used or "ALERTS" in target["expr"], target["expr"]
 
 
+@pytest.mark.slow
 def test_every_metric_is_on_a_dashboard() -> None:
     manual = (ROOT / "docs" / "metrics.md").read_text()
     metrics = set(re.findall(r"^\| `(rdzv_\w+)", manual, flags=re.MULTILINE))

@@ -39,6 +39,7 @@ def test_no_construct_in_them_is_newer() -> None:
     assert too_new(*(path for path in paths if path.exists())) == ""
 
 
+@pytest.mark.slow
 def test_annotations_are_postponed_in_all_of_them() -> None:
     paths = [ROOT / name for name in PROGRAMS]
     files = [file for path in paths for file in (path, *path.rglob("*.py")) if file.is_file()]

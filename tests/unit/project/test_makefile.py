@@ -14,6 +14,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_make_knows_how_a_target_is_made(target: str, tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "proto", "deploy"):

@@ -52,6 +52,8 @@ from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, read, settle
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
 OPENAPI = Path(__file__).parents[3] / "docs" / "openapi.json"
 WAIT_S = 20.0
@@ -189,6 +191,7 @@ async def asked(
 # ------------------------------------------------------------------ documents
 
 
+@pytest.mark.quick
 async def test_a_job_is_answered_as_rdzvctl_shows_it() -> None:
     async with asked() as s:
         n1, _ = await s.pair()
@@ -637,6 +640,7 @@ async def test_what_an_operator_says_of_a_node_is_pushed() -> None:
             assert not node["cordoned"]
 
 
+@pytest.mark.quick
 async def test_one_job_is_pushed_with_its_history() -> None:
     async with asked() as s:
         n1, _ = await s.pair()

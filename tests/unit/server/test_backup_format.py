@@ -64,6 +64,7 @@ async def test_what_is_restored_is_what_was_saved() -> None:
         assert await other.history(rdzv_id, 1000) == await store.history(rdzv_id, 1000)
 
 
+@pytest.mark.slow
 async def test_history_is_restored_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     other, portions = MemoryStore(), []
     append = other.append
@@ -77,12 +78,14 @@ async def test_history_is_restored_in_portions(monkeypatch: pytest.MonkeyPatch) 
     assert portions == [100, 100, 50, 1]
 
 
+@pytest.mark.slow
 async def test_leadership_goes_on_above_that_of_the_backup() -> None:
     other = MemoryStore()
     await backup.restore(other, io.BytesIO(await data_of(await filled())), "FILE")
     assert await other.take_over() > HEADER.leadership
 
 
+@pytest.mark.slow
 async def test_a_store_that_was_further_keeps_its_leadership() -> None:
     other = MemoryStore()
     await other.take_over(at_least=9_000)
@@ -214,6 +217,7 @@ def _unreadable_membership(data: bytes) -> bytes:
     return data.replace(b'"membership":{"rdzv_id":"c"', b'"membership":{"rdzv_id":7')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
@@ -341,6 +345,7 @@ class FailingStore(MemoryStore):
         return await super().compare_and_swap(rdzv_id, *more)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 async def test_a_store_that_fails_half_way_is_said_to_hold_a_part() -> None:
     data = await data_of(await filled())
     with pytest.raises(

@@ -1396,6 +1396,7 @@ async def test_what_a_node_holds_no_more_of_a_broken_job_ends_no_stream(
 # ---------------------------------------------------------------- what is kept, and for how long
 
 
+@pytest.mark.slow
 async def test_a_stream_keeps_nothing_of_jobs_that_are_over() -> None:
     async with server() as s:
         n1, n2 = await s.connect("n1"), await s.connect("n2")
@@ -1672,6 +1673,7 @@ def test_who_joins_the_next_run_does_not_hear_that_the_last_was_closed() -> None
 # ---------------------------------------------------------------- words and timers
 
 
+@pytest.mark.slow
 async def test_a_pause_costs_one_task_for_a_job_however_many_nodes_it_has() -> None:
     """Otherwise each pause of a busy server would make it busier, endlessly."""
     store, clock = MemoryStore(), FakeClock()

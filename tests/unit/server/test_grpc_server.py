@@ -26,6 +26,8 @@ from rdzv.server.settings.config import Config, Timings
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.endpoints import Listen
 
+pytestmark = pytest.mark.slow
+
 LONG_S = 100
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
 HEADERS = {
@@ -150,6 +152,7 @@ async def test_a_header_that_is_no_utf8_leaves_nothing_of_it_in_the_log(
     assert "mine" not in caplog.text
 
 
+@pytest.mark.quick
 async def test_a_method_that_nobody_has_is_unimplemented() -> None:
     async with server() as at, grpc.aio.insecure_channel(str(at)) as channel:
         for _ in range(3):

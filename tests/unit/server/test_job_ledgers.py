@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rdzv.core.commands import Submit
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobSpec, Settings, Tuning
@@ -16,6 +18,7 @@ from tests.unit.view.test_ledger import TABLE, ledger_of
 REDOES = "a failure is detected after it has happened, and its steps are redone"
 
 
+@pytest.mark.slow
 async def test_the_sums_are_those_of_the_report() -> None:
     async with scraped() as s:
         await history(s)

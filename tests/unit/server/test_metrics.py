@@ -55,6 +55,8 @@ from tests.unit.core import test_small_scope as small_scope
 from tests.unit.core.test_small_scope import SETTINGS, everything_said
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, settle
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "metrics"
 EXPIRES = datetime(2027, 3, 1, tzinfo=UTC)
 CONFIG = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
@@ -257,6 +259,7 @@ def torchs_own() -> tuple[JobView, ...]:
     return watch.views(0)
 
 
+@pytest.mark.quick
 async def test_a_history_has_these_metrics(request: pytest.FixtureRequest) -> None:
     async with scraped() as s:
         await history(s)
@@ -287,6 +290,7 @@ async def test_promtool_finds_nothing_to_improve() -> None:
     assert (check.returncode, said) == (0, (b"", b""))
 
 
+@pytest.mark.quick
 async def test_every_metric_is_documented_and_no_other() -> None:
     async with scraped() as s:
         await history(s)
@@ -699,5 +703,6 @@ async def test_workers_are_counted_by_how_they_came_into_their_rounds() -> None:
     assert counted == [3, 1, 4]
 
 
+@pytest.mark.quick
 def test_results_and_states_have_the_same_words() -> None:
     assert {r.value for r in Result} < {s.value for s in JobState}

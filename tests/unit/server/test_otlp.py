@@ -63,6 +63,7 @@ async def test_a_run_arrives_as_a_trace() -> None:
     assert {resource["service.version"] for resource in collector.resources} == {"1.2.3"}
 
 
+@pytest.mark.slow
 async def test_two_servers_send_the_same_ids() -> None:
     with collecting() as collector:
         for _ in range(2):
@@ -105,6 +106,7 @@ async def test_the_environment_may_turn_it_off(
     assert not collector.spans
 
 
+@pytest.mark.slow
 async def test_a_sampled_run_is_sent_with_all_its_rounds_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

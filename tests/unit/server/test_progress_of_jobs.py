@@ -265,6 +265,7 @@ def shown(*progress: pb.RankProgress) -> str:
     return "".join(line.removeprefix("  progress     ") for line in lines if "progress" in line)
 
 
+@pytest.mark.slow
 def test_one_line_says_how_far_a_job_is() -> None:
     assert shown() == ""
     assert shown(*all_of(1204)) == "step 1204, 14.2 steps/s, last 0.3 s ago"
@@ -290,6 +291,7 @@ def test_nodes_in_lock_step_are_so_whenever_each_has_said_its_last_word() -> Non
     assert [line[column:].split()[0] for line in lines[head + 1 : head + 3]] == ["1204", "1204"]
 
 
+@pytest.mark.slow
 def test_a_rate_that_is_not_known_is_left_out() -> None:
     assert shown(*all_of(1, rate=0)) == "step 1, last 0.3 s ago"
     assert shown(*all_of(9, age_ms=61_000)) == "step 9, last 1 min 1 s ago"

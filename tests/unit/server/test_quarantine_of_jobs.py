@@ -223,6 +223,7 @@ async def test_an_operator_lifts_it() -> None:
             await s.driver.nodes.uncordon("n9")
 
 
+@pytest.mark.slow
 async def test_it_ends_with_its_time() -> None:
     async with server(failures=1, ttl_ms=60_000) as s:
         n1, n2 = await daemons(s, "n1", "n2")
@@ -253,6 +254,7 @@ async def test_it_outlives_the_server() -> None:
         assert (await s.driver.views.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_stopped() -> None:
     """Two jobs share two nodes. One has n2 quarantined; the other removes it at its next end."""
     async with server(failures=2, max_nodes=2) as s:
@@ -385,6 +387,7 @@ async def test_a_node_that_runs_a_job_of_its_own_is_judged_and_not_stopped() -> 
         assert lines(n2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["lost before", "lost after"])
 async def test_nothing_follows_before_it_is_stored_and_nothing_counts_twice(how: str) -> None:
     store = Documents()

@@ -34,6 +34,8 @@ from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.unit.server.test_driver import FakeClock
 
+pytestmark = pytest.mark.slow
+
 ADMIN = frozenset({"admin"})
 READERS = frozenset({"read", "submit", "admin"})
 SUBMITTERS = frozenset({"submit", "admin"})
@@ -160,6 +162,7 @@ def every_method() -> list[str]:
     return [*own, f"/{health}/Check", f"/{health}/Watch", f"/{asking}/ServerReflectionInfo"]
 
 
+@pytest.mark.quick
 def test_every_call_has_a_row_and_no_row_is_of_nothing() -> None:
     assert set(roles.CALLS) == set(every_method())
 
@@ -244,6 +247,7 @@ async def test_every_path_with_every_role(monkeypatch: pytest.MonkeyPatch) -> No
             assert let_in == (who in EXPECTED_PATHS["/api/v1/jobs/{rdzv_id}/stacks"]), who
 
 
+@pytest.mark.quick
 async def test_a_path_without_a_row_is_open_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(roles.PATHS, "/healthz")
     monkeypatch.delitem(roles.CALLS, "/rdzv.v1.Control/ListJobs")
@@ -436,6 +440,7 @@ async def test_a_node_speaks_for_itself_alone(
             assert (await stream.hear()).HasField("welcome")
 
 
+@pytest.mark.quick
 async def test_another_user_does_not_take_over_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     async with guarded(monkeypatch) as server, node(server, "ada", "head-1") as stream:
         assert (await stream.hear()).HasField("welcome")

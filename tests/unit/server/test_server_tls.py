@@ -23,6 +23,8 @@ from rdzv.server.security.tls import Tls, quiet_handshakes
 from rdzv.structs import replace
 from rdzv.transport.channels import Credentials
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
@@ -152,6 +154,7 @@ async def test_a_broken_pair_is_not_taken_and_said_once(
             assert await asyncio.to_thread(fingerprint, port, theirs) == now
 
 
+@pytest.mark.quick
 def test_files_that_can_not_be_used_are_refused_at_the_start(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,8 @@ from rdzv.stores.base import Record
 from rdzv.view.life import runs_of
 from tests.unit.server.test_metrics import history, scraped
 
+pytestmark = pytest.mark.slow
+
 
 def rows_of(of: Told, rdzv_id: str = "job-7") -> list[Record]:
     return [
@@ -52,6 +54,7 @@ def named(spans: Sequence[TraceSpan]) -> dict[str, TraceSpan]:
     return {span.key: span for span in spans}
 
 
+@pytest.mark.quick
 async def test_a_round_is_sent_with_its_phases_when_everyone_has_stopped() -> None:
     rows = rows_of(await told(history))
     spans = named(await sent(rows))
@@ -221,6 +224,7 @@ async def test_spans_are_made_while_the_server_runs_and_what_is_left_at_its_end(
     assert "round 1" in {spans.get_nowait().key for _ in range(spans.qsize())}
 
 
+@pytest.mark.quick
 async def test_a_run_without_a_round_tells_for_how_long_it_has_formed() -> None:
     (began,) = records("j", "r", [RunBegan("r", 1, "first join")], 0)
     (joined,) = records("j", "r", [NodeJoined("n1", 1, "10.0.0.1", 1)], 5)

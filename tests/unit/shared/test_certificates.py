@@ -42,6 +42,7 @@ def pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ec", "rsa", "ed25519"])
 @pytest.mark.parametrize(
     "until", [datetime(2049, 12, 31, tzinfo=UTC), datetime(2061, 1, 2, tzinfo=UTC)]

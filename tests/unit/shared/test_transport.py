@@ -127,6 +127,7 @@ async def test_who_shows_what_is_asked_for_gets_there(files: Files) -> None:
         assert await ask(server, Credentials(files.ca)) == "reached"
 
 
+@pytest.mark.slow
 async def test_why_a_server_is_not_trusted(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +146,7 @@ async def test_why_a_server_is_not_trusted(
         assert "its certificate is not for the name 127.0.0.1" in said
 
 
+@pytest.mark.slow
 async def test_a_nodes_certificate_is_of_no_use_to_a_false_server(files: Files) -> None:
     node = files.node("127.0.0.1")
     assert node.cert is not None
@@ -154,6 +156,7 @@ async def test_a_nodes_certificate_is_of_no_use_to_a_false_server(files: Files) 
         assert "cannot reach rdzvd" in said
 
 
+@pytest.mark.slow
 async def test_why_a_client_is_not_let_in(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +171,7 @@ async def test_why_a_client_is_not_let_in(
         assert "(of alice, which expired on " in await ask(server, expired)
 
 
+@pytest.mark.slow
 async def test_plain_and_tls_do_not_meet(files: Files) -> None:
     async with served(files.server()) as server:
         said = await ask(server, PLAIN)
@@ -194,6 +198,7 @@ def test_gRPCs_words_are_told_apart(details: str, said: str | None) -> None:  # 
     assert (said in found[0] if said and found else found) == (said is not None or None)
 
 
+@pytest.mark.slow
 async def test_a_certificate_that_was_renewed_is_shown_from_the_next_connection_on(
     files: Files, tmp_path: Path
 ) -> None:
@@ -217,6 +222,7 @@ async def test_a_certificate_that_was_renewed_is_shown_from_the_next_connection_
             await ask(server, credentials)
 
 
+@pytest.mark.slow
 async def test_a_client_that_lives_long_takes_the_renewed_certificate(
     files: Files, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ def memory_of(pid: int | str) -> str:
     return "\n".join(mapped_files)
 
 
+@pytest.mark.slow
 def test_what_is_written_is_in_the_file_and_no_forked_child_has_it() -> None:
     fd = os.memfd_create("rdzv test memory")
     os.ftruncate(fd, SIZE)
