@@ -28,6 +28,7 @@ from rdzv.agent.job_programs import snapshot_carrier as carrier
 from rdzv.worker.snapshot_slot import Slot, bytes_needed
 
 NAMES = ("lineage", "step", "shard", "shards", "world_size", "digest")
+MOST_WAIT_S = 30
 PIECE_BYTES = 16 << 10
 """Small, so that many pieces make a copy."""
 
@@ -47,11 +48,12 @@ def fetch_for_ever(
 
     `begun` is called after the first attempt.
     """
-    attempts = 0
+    attempts, until = 0, time.monotonic() + MOST_WAIT_S
     views = [memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ)) for fd in fds]
     while True:
         headers = [one for one in map(carrier.read_header, views) if one is not None]
         if not headers:
+            assert attempts or time.monotonic() < until, "no header can be read in either slot"
             continue
         newest = max(headers, key=lambda one: one["step"])
         asked = {**{name: newest[name] for name in NAMES}, "bytes": newest["size"]}

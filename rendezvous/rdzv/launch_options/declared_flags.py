@@ -5,6 +5,8 @@ Source: `torch/distributed/run.py` (`get_args_parser`) of torch 2.13.
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,30 @@ def value(
 ) -> Option:
     """Declare a flag that takes a value; `text` is its help, and `settings` are argparse's."""
     names = (name,) if short is None else (short, name)
+    if (kind := settings.get("type")) in (int, float):
+        settings["type"] = _number(kind, _UNITS.get(metavar or "", ""))
     return names, {"default": None, "metavar": metavar, "help": text, **settings}
+
+
+_UNITS = {
+    "S": " of seconds",
+    "SECONDS": " of seconds",
+    "GB": " of gigabytes",
+    "MB": " of megabytes",
+}
+
+
+def _number(kind: type[int] | type[float], unit: str) -> Callable[[str], float]:
+    """Return what reads a number of this kind, and says what to give in place of other text."""
+
+    def read(text: str) -> float:
+        try:
+            return kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise ArgumentTypeError(f"give {what}{unit}, not {text!r}") from None
+
+    return read
 
 
 def switch(name: str, text: str, *, short: str | None = None) -> Option:
@@ -470,7 +495,7 @@ def _output() -> list[Option]:
 def _torchrun_only() -> list[Option]:
     """Return the options that matter only to torchrun."""
     return [
-        value("--monitor-interval", "S", _NO_EFFECT, type=float, default=0.1),
+        value("--monitor-interval", "SECONDS", _NO_EFFECT, type=float, default=0.1),
         value(
             "--start-method",
             None,

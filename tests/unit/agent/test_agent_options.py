@@ -518,8 +518,12 @@ def test_a_variable_that_makes_no_sense_is_named(
     ("argv", "message"),
     [
         ([], "the following arguments are required: script"),
-        (["--max-restarts=x", "t"], "argument --max-restarts/--max_restarts: invalid int value"),
-        (["--shutdown-timeout=x", "t"], "invalid float value: 'x'"),
+        (
+            ["--max-restarts=x", "t"],
+            "--max-restarts/--max_restarts: give a whole number, not 'x'",
+        ),
+        (["--shutdown-timeout=x", "t"], ": give a number of seconds, not 'x'"),
+        (["--snapshot-memory=4G", "t"], ": give a number of gigabytes, not '4G'"),
         (["--top=r1", "t"], "unrecognized arguments: --top=r1"),
         (["--no", "t"], "--no may be --no-python or --node-rank; write one of them out"),
         (["--log=x", "t"], "--log may be --log-dir or --logs-specs; write one of them out"),

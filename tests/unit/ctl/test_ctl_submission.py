@@ -228,7 +228,7 @@ REFUSED = [
     ("--user=\t t", "has characters that cannot be printed; leave them out"),
     (f"--user={'u' * 65} t", "has 65 characters, too many for an account name; give at most 64"),
     ("--nope t", "unrecognized arguments: --nope"),
-    ("--priority x t", "argument --priority: invalid int value: 'x'"),
+    ("--priority x t", "argument --priority: give a whole number, not 'x'"),
     ("--priority=1000001 t", "--priority=1000001 is out of bounds; give -1000000 to 1000000"),
     ("--gpus-per-node=-1 t", "--gpus-per-node=-1 is too small; give at least 0"),
     ("--labels=gpu t", "--labels: 'gpu' is not NAME=VALUE; give, for example, gpu=h100,zone=a"),
@@ -406,7 +406,7 @@ BAD_FILES = [
     ("[labels]\na = 'x,y'", "`labels.a` 'x,y' cannot be used; give text without commas"),
     ("[labels]\na = ['x']", "`labels.a` ['x'] cannot be used"),
     ("script = 't'\nnnodes = '4:2'", "--nnodes=4:2: the minimum 4 is above the maximum 2"),
-    ("script = 't'\npriority = 1.5", "argument --priority: invalid int value: '1.5'"),
+    ("script = 't'\npriority = 1.5", "argument --priority: give a whole number, not '1.5'"),
     ("= 3", "job.toml: it is not TOML: "),
 ]
 
