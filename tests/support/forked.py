@@ -1,14 +1,15 @@
-"""`--forks N`: the tests collected by one process are run by N processes forked from it.
+"""`--forks N`: the files found by one process are collected and run by N processes forked from it.
 
 For thousands of tests of a millisecond pytest-xdist costs more than they do: each of its processes
-imports and collects everything for itself, and sends three reports for each test. Here the memory
-is shared, a process takes the next file when it has finished one, and for a passed test only that
-fact is sent.
+imports and collects everything for itself, and sends three reports for each test. Here what most
+tests import is imported once, a process takes the next file when it has finished one, and for a
+passed test only that fact is sent.
 """
 
 from __future__ import annotations
 
 import fcntl
+import importlib
 import marshal
 import os
 import selectors
@@ -16,13 +17,16 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.runner import collect_one_node
 
+_SHARED = ("rdzv.server.__main__", "rdzv.agent.__main__", "rdzv.ctl.__main__", "hypothesis")
+"""What most tests import, with all that it imports."""
 _NUMBER = 2
 """The size of a file's number, in bytes."""
 _LENGTH = 4
@@ -37,39 +41,70 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forks", type=int, default=0, help="run the tests in N forked processes")
 
 
+_Files = list[list[pytest.Item | pytest.Collector]]
+_STARTED = pytest.StashKey[tuple[list["_Worker"], int]]()
+"""The processes, and how many files they share."""
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run all tests in forked processes, and pass on their reports here."""
+def pytest_collection(session: pytest.Session) -> bool | None:
+    """Find the files, and start the processes that collect and run them."""
     config = session.config
-    if not config.option.forks or config.option.collectonly or session.testsfailed:
+    if not config.option.forks or config.option.collectonly:
         return None
-    files = [list(items) for _, items in groupby(session.items, _file)]
-    # Files with many tests start first, so that no process is left with one at the end.
-    files.sort(key=len, reverse=True)
+    found = session.perform_collect(genitems=False)
+    files = [list(nodes) for _, nodes in groupby(_below(found), _together)]
+    # Large files start first, so that no process is left with one at the end.
+    files.sort(key=lambda nodes: sum(node.path.stat().st_size for node in nodes), reverse=True)
+    for name in _SHARED:
+        importlib.import_module(name)
     turns, all_turns = os.pipe()
     os.write(all_turns, b"".join(n.to_bytes(_NUMBER, "big") for n in range(len(files))))
     os.close(all_turns)
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     sys.stdout.flush()
     workers = [_Worker(session, files, turns) for _ in range(config.option.forks)]
-    try:
-        _report(session, workers)
-    finally:
-        for worker in workers:
-            worker.end()
-        os.close(turns)
+    os.close(turns)
+    config.stash[_STARTED] = workers, len(files)
     return True
 
 
-def _file(item: pytest.Item) -> Path:
+def _below(
+    nodes: Iterable[pytest.Item | pytest.Collector],
+) -> Iterator[pytest.Item | pytest.Collector]:
+    """Yield the files in the folders among these nodes; other nodes are yielded as they are."""
+    for node in nodes:
+        if isinstance(node, pytest.Directory):
+            report = collect_one_node(node)
+            node.ihook.pytest_collectreport(report=report)
+            yield from _below(report.result or ())
+        else:
+            yield node
+
+
+def _together(node: pytest.Item | pytest.Collector) -> Path:
     """Return the file of a test; tests of the whole project go together, to parse sources once."""
-    return item.path.parent if item.path.parent.name == "project" else item.path
+    return node.path.parent if node.path.parent.name == "project" else node.path
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Pass on the reports of all processes here."""
+    if _STARTED not in session.config.stash:
+        return None
+    workers, files = session.config.stash[_STARTED]
+    try:
+        _report(session, workers, files)
+    finally:
+        for worker in workers:
+            worker.end()
+    return True
 
 
 class _Worker:
     """A forked process, and the pipe for its reports, each preceded by its length."""
 
-    def __init__(self, session: pytest.Session, files: list[list[pytest.Item]], turns: int) -> None:
+    def __init__(self, session: pytest.Session, files: _Files, turns: int) -> None:
         self.reports, reports = os.pipe()
         fcntl.fcntl(reports, fcntl.F_SETPIPE_SZ, _PIPE)
         self.unread = b""
@@ -82,7 +117,7 @@ class _Worker:
             return
         code = 1
         try:
-            _run(session, _items(files, turns), reports)
+            _run(session, files, turns, reports)
             code = 0
         except KeyboardInterrupt:
             pass
@@ -92,8 +127,8 @@ class _Worker:
             # pytest's cleanup at its end is not this process's job.
             os._exit(code)
 
-    def read(self) -> list[dict[str, Any]] | None:
-        """Return the reports that have arrived, and note what runs; None at the end."""
+    def read(self) -> list[list[str] | dict[str, Any]] | None:
+        """Return what has been collected and reported, and note what runs; None at the end."""
         if not (data := os.read(self.reports, _PIPE)):
             return None
         self.unread += data
@@ -120,19 +155,16 @@ class _Worker:
         os.close(self.reports)
 
 
-def _items(files: list[list[pytest.Item]], turns: int) -> Iterator[pytest.Item]:
-    while number := os.read(turns, _NUMBER):
-        yield from files[int.from_bytes(number, "big")]
-
-
-def _run(session: pytest.Session, items: Iterator[pytest.Item], reports: int) -> None:
-    """Run the remaining tests, in a forked process."""
+def _run(session: pytest.Session, files: _Files, turns: int, reports: int) -> None:
+    """Collect and run the remaining tests, in a forked process."""
     config = session.config
     config.pluginmanager.unregister(name="terminalreporter")
-    config.pluginmanager.register(_Sender(config, reports))
+    sender = _Sender(config, reports)
+    config.pluginmanager.register(sender)
     factory = config._tmp_path_factory  # type: ignore[attr-defined]
     # The next free number is searched among all existing folders.
     factory._basetemp = factory.mktemp("forked")
+    items = _items(session, files, turns, sender)
     item = next(items, None)
     while item is not None:
         following = next(items, None)
@@ -140,33 +172,52 @@ def _run(session: pytest.Session, items: Iterator[pytest.Item], reports: int) ->
         item = following
 
 
+def _items(
+    session: pytest.Session, files: _Files, turns: int, sender: _Sender
+) -> Iterator[pytest.Item]:
+    hook = session.config.hook
+    while number := os.read(turns, _NUMBER):
+        nodes = files[int.from_bytes(number, "big")]
+        items = [item for node in nodes for item in session.genitems(node)]
+        hook.pytest_collection_modifyitems(session=session, config=session.config, items=items)
+        sender.send([item.nodeid for item in items])
+        yield from items
+
+
 class _Sender:
-    """Reports which test starts, and what the terminal should show about it."""
+    """Reports what was collected, which test starts, and what the terminal should show about it."""
 
     def __init__(self, config: pytest.Config, reports: int) -> None:
         self._config = config
         self._reports = reports
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if not report.passed:
+            self._send_report(report)
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._send(nodeid)
+        self.send(nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.passed and report.when != "call":
             return
-        self._send(
+        self._send_report(report)
+
+    def _send_report(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        self.send(
             self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         )
 
-    def _send(self, message: str | dict[str, Any]) -> None:
+    def send(self, message: str | list[str] | dict[str, Any]) -> None:
         body = marshal.dumps(message)
         left = len(body).to_bytes(_LENGTH, "big") + body
         while left:
             left = left[os.write(self._reports, left) :]
 
 
-def _report(session: pytest.Session, workers: list[_Worker]) -> None:
-    config = session.config
-    left = {item.nodeid for item in session.items}
+def _report(session: pytest.Session, workers: list[_Worker], files: int) -> None:
+    hook = session.config.hook
+    left: set[str] = set()
     ends = []
     with selectors.DefaultSelector() as selector:
         for worker in workers:
@@ -180,14 +231,25 @@ def _report(session: pytest.Session, workers: list[_Worker]) -> None:
                     if key.data.runs in left or how != "exit code 0":
                         ends.append(f"by {how} in {key.data.runs}")
                 for data in found or ():
-                    report = config.hook.pytest_report_from_serializable(config=config, data=data)
-                    left.discard(report.nodeid)
-                    config.hook.pytest_runtest_logreport(report=report)
-                    config.hook.pytest_runtest_logfinish(
-                        nodeid=report.nodeid, location=report.location
-                    )
+                    if isinstance(data, list):
+                        files -= 1
+                        left.update(data)
+                        session.testscollected += len(data)
+                        continue
+                    report = hook.pytest_report_from_serializable(config=session.config, data=data)
+                    if isinstance(report, pytest.CollectReport):
+                        hook.pytest_collectreport(report=report)
+                    else:
+                        left.discard(report.nodeid)
+                        hook.pytest_runtest_logreport(report=report)
+                        hook.pytest_runtest_logfinish(
+                            nodeid=report.nodeid, location=report.location
+                        )
                     if session.shouldfail:
                         raise session.Failed(session.shouldfail)
-    if left:
-        session.shouldfail = f"a process has ended {', '.join(ends)}; tests not run: {len(left)}"
+    if left or files:
+        session.shouldfail = (
+            f"a process has ended {', '.join(ends)}; tests not run: {len(left)}, "
+            f"files not collected: {files}"
+        )
         raise session.Failed(session.shouldfail)

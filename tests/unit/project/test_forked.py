@@ -86,3 +86,20 @@ def test_a_process_that_ends_is_no_success(tmp_path: Path, ends: str, how: str) 
     assert "2 passed" in ended.stdout
     said = f"a process has ended by {how} in test_a.py::test_ends; tests not run: 2"
     assert said in ended.stdout
+
+
+def test_a_file_that_can_not_be_imported_is_an_error_beside_the_others(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text("import nowhere_to_be_found")
+    (tmp_path / "test_b.py").write_text("def test_other(): pass")
+    ended = run(tmp_path)
+    assert ended.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "No module named 'nowhere_to_be_found'" in ended.stdout
+    assert "1 passed, 1 error in" in ended.stdout
+
+
+def test_a_file_that_ends_its_process_is_no_success(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text("import os; os._exit(0)")
+    (tmp_path / "test_b.py").write_text("def test_other(): pass")
+    ended = run(tmp_path)
+    assert ended.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "tests not run: 0, files not collected: 1" in ended.stdout
