@@ -450,6 +450,7 @@ async def test_nothing_is_deleted_nor_a_document_written_once_another_leads(
 # ---------------------------------------------------------------- sqlite alone
 
 
+@pytest.mark.slow
 async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path)
     await store.compare_and_swap("job-7", membership(), 0, [record("one")])
@@ -470,6 +471,7 @@ async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     await store.close()
 
 
+@pytest.mark.slow
 async def test_history_that_was_over_its_bound_is_cut_on_disk_after_a_restart(
     tmp_path: Path,
 ) -> None:
@@ -496,6 +498,7 @@ async def test_commits_are_durable_and_readable_by_others(tmp_path: Path) -> Non
     await store.close()
 
 
+@pytest.mark.slow
 async def test_a_second_server_on_the_directory_is_refused(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path)
     with pytest.raises(

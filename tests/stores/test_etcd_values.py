@@ -169,6 +169,7 @@ def test_the_password_is_not_shown() -> None:
     assert "secret" not in f"{config} {config!r} {config.place}"
 
 
+@pytest.mark.slow
 def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
     for name in ("one", "two"):
         openssl(

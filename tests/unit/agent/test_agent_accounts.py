@@ -350,6 +350,7 @@ def test_no_pipe_and_no_link_is_opened_and_nobody_waits_for_one(tmp_path: Path) 
     assert (tmp_path / "else").read_text() == "new"
 
 
+@pytest.mark.slow
 @needs_root
 async def test_what_the_agent_asks_the_interpreter_of_a_job_runs_as_its_account(
     shared: Path,

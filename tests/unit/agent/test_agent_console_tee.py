@@ -23,6 +23,8 @@ from rdzv.agent.system.inotify import Inotify
 from rdzv.agent.workers.worker_group import DRAIN_TIMEOUT_S, LocalWorkerGroup
 from rdzv.errors import InvalidRequestError
 
+pytestmark = pytest.mark.slow
+
 LONG_S = 10.0
 """For events that follow at once: a failing test waits this long."""
 
@@ -169,6 +171,7 @@ async def test_a_file_that_never_appears_does_not_hold_up_the_end(desk: Desk) ->
     assert await desk.drain() == b""
 
 
+@pytest.mark.quick
 async def test_a_torn_line_comes_out_whole(desk: Desk) -> None:
     path, other = desk.follow("a", b"a:"), desk.follow("b", b"b:")
     for piece in (b"to", b"r", b"n"):
@@ -186,7 +189,6 @@ async def test_a_last_line_gets_the_end_that_it_lacks(desk: Desk) -> None:
     assert sorted((await desk.drain()).splitlines()) == [b"a:one", b"a:two", b"b:three"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [PIPE_BUF, 1 << 16, (1 << 16) + 1, 300_001])
 async def test_a_line_may_be_longer_than_every_buffer(desk: Desk, size: int) -> None:
     long, tail = b"x" * size, b"y" * size
@@ -217,7 +219,6 @@ def test_lines_are_written_together_up_to_what_a_pipe_takes_at_once(
     assert found == writes
 
 
-@pytest.mark.slow
 async def test_nothing_gets_into_a_long_line(desk: Desk) -> None:
     long = b"x" * 200_000
     for name in ("a", "b"):
@@ -226,6 +227,7 @@ async def test_nothing_gets_into_a_long_line(desk: Desk) -> None:
     assert sorted(lines) == [b"a" + long] * 3 + [b"b" + long] * 3
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("step", [1, 2, 3, 100])
 def test_every_end_of_a_line_is_one_wherever_it_is_torn(tmp_path: Path, step: int) -> None:
     r"""Universal newlines, as when torchrun reads the file as text: \n, \r\n, \r, no others."""
@@ -249,6 +251,7 @@ async def test_a_progress_bar_moves(desk: Desk) -> None:
     await desk.out.expect(b"a:done\n")
 
 
+@pytest.mark.quick
 async def test_bytes_are_passed_on_as_they_are(desk: Desk) -> None:
     every = bytes(byte for byte in range(256) if byte not in b"\r\n")
     append(desk.follow("log", b"\xff:"), every + b"\n")
@@ -264,6 +267,7 @@ async def test_a_file_that_was_cut_begins_anew(desk: Desk) -> None:
     await desk.out.expect(b"new\n")
 
 
+@pytest.mark.quick
 async def test_stdout_and_stderr_do_not_mix(desk: Desk) -> None:
     append(desk.follow("out", b"a:"), b"to out\n")
     append(desk.follow("err", b"a:", Stream.ERR), b"to err\n")
@@ -271,7 +275,6 @@ async def test_stdout_and_stderr_do_not_mix(desk: Desk) -> None:
     assert desk.err.rest() == b"a:to err\n"
 
 
-@pytest.mark.slow
 async def test_many_writers_lose_nothing(desk: Desk) -> None:
     """Files that are written at the same time, in pieces, from threads."""
     paths = [desk.follow(f"{name}", b"%d:" % name) for name in range(8)]
@@ -305,6 +308,7 @@ async def test_a_file_that_can_not_be_read_holds_up_no_other(
 # ---------------------------------------------------------------------- rounds
 
 
+@pytest.mark.quick
 async def test_one_round_follows_another(desk: Desk) -> None:
     for round_ in range(3):
         path = desk.follow(f"round_{round_}", b"%d:" % round_)
@@ -342,6 +346,7 @@ async def test_a_closed_tee_copies_no_more(desk: Desk) -> None:
 # ---------------------------------------------------------------------- consoles
 
 
+@pytest.mark.quick
 async def test_a_blocked_console_blocks_nothing_else(desk: Desk) -> None:
     filled = desk.out.fill()
     append(desk.follow("out"), b"waits\n")
@@ -381,7 +386,6 @@ async def test_a_console_that_others_have_filled_meanwhile_is_tried_again(
     assert tries == 3
 
 
-@pytest.mark.slow
 async def test_the_file_is_the_buffer(desk: Desk) -> None:
     """Behind a blocked console, or with a line of megabytes, memory use stays minimal."""
     line = b"x" * 99 + b"\n"
@@ -422,7 +426,6 @@ async def test_nobody_is_woken_for_what_a_blocked_console_does_not_take(
     await desk.out.read(filled)
 
 
-@pytest.mark.slow
 async def test_a_console_that_takes_nothing_for_many_rounds_loses_the_oldest(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -589,17 +592,20 @@ def test_examples_in_docstrings() -> None:
     assert result.failed == 0
 
 
+@pytest.mark.quick
 def test_double_commas_are_read_from_the_left() -> None:
     assert parse_filters(",,,") == (",", "")
     assert parse_filters("a,,,b") == ("a,", "b")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("text", ["a", "0,", ",", "-1", "0-2", "9" * 5000])
 def test_ranks_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError, match="--local-ranks-filter"):
         parse_ranks(text)
 
 
+@pytest.mark.quick
 def test_a_template_may_be_of_any_bytes() -> None:
     template = os.fsdecode(b"\xff${rank}$$ ")
     assert line_prefix(template, "default", 3, 1) == b"\xff3$ "

@@ -215,6 +215,7 @@ async def test_what_goes_wrong_in_it_is_its_own_end(f: Fixture) -> None:
     assert (leave.HasField("left_round"), leave.left_round) == (True, 0)
 
 
+@pytest.mark.slow
 async def test_what_goes_wrong_with_its_runner_is_its_own_end(f: Fixture) -> None:
     f.driver.post(events.RoundCompleted(LINE))
     f.runner.tell(runner_link.WorkerExited(0, 7, 1, 0, None, 0))
@@ -302,6 +303,7 @@ async def test_who_leaves_anyway_is_not_looked_at(f: Fixture) -> None:
         await f.driver.wait()
 
 
+@pytest.mark.slow
 async def test_what_goes_wrong_in_the_look_keeps_nobody_from_going_on(f: Fixture) -> None:
     async def examine() -> str:
         raise ValueError("a bug")
@@ -363,6 +365,7 @@ def in_the_loop(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
+@pytest.mark.slow
 async def test_the_event_loop_touches_nothing_that_may_be_on_a_file_server(
     f: Fixture, tmp_path: Path, in_the_loop: list[str]
 ) -> None:
@@ -432,6 +435,7 @@ async def test_no_worker_starts_once_it_was_decided_that_they_stop(
     await until(lambda: f.bodies().count("join") == 2)
 
 
+@pytest.mark.slow
 async def test_a_round_that_ends_before_anything_was_opened_starts_nothing(
     f: Fixture, opening: list[asyncio.Future[Any]]
 ) -> None:
@@ -469,6 +473,7 @@ async def test_what_goes_wrong_in_a_rounds_task_is_the_end_of_the_job(
             await f.driver.wait()
 
 
+@pytest.mark.slow
 async def test_the_end_of_an_older_round_closes_nothing_of_the_present_one(f: Fixture) -> None:
     f.driver.post(events.RoundCompleted(LINE))
     await until(lambda: f.runner.asked)

@@ -227,6 +227,7 @@ def test_what_can_not_be_removed_is_said_and_stops_nothing_else(
     assert list((shared / "runs").iterdir()) == []
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_folder_that_root_could_not_list_either_is_none_of_the_sweeps_business(
     shared: Path,

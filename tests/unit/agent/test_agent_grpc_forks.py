@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.accounts import needs_root
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import os, subprocess, threading
 import rdzv.agent.__main__
@@ -43,7 +45,6 @@ server.stop(None).wait()
 """
 
 
-@pytest.mark.slow
 @needs_root
 def test_no_handler_of_grpc_runs_in_what_is_started_as_another_account() -> None:
     done = subprocess.run(

@@ -320,6 +320,7 @@ async def test_without_a_timeout_nobody_is_watched(tmp_path: Path, pid: int) -> 
     w.watch.close_round()
 
 
+@pytest.mark.slow
 async def test_a_silence_that_was_taken_for_a_hang_is_remembered_in_the_next_round(
     tmp_path: Path, pid: int
 ) -> None:

@@ -223,6 +223,7 @@ async def test_a_command_says_by_its_exit_whether_all_is_well(script: str, wrong
     assert len(found) < 300
 
 
+@pytest.mark.slow
 async def test_a_command_is_told_which_gpus_nobody_has() -> None:
     script = "import os, sys; sys.exit(os.environ['RDZV_UNUSED_GPUS'])"
     assert await command(script).look(frozenset({"GPU-b", "GPU-a"})) == "exited 1: GPU-a,GPU-b"

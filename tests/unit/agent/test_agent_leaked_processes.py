@@ -33,6 +33,7 @@ def started(**environ: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_only_those_of_this_runner_are_killed(caplog: pytest.LogCaptureFixture) -> None:
     mine, other = mark_of(Path("/run/a1.sock")), mark_of(Path("/run/a12.sock"))
     with ExitStack() as stack:

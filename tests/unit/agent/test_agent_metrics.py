@@ -181,6 +181,7 @@ def test_promtool_finds_nothing_to_improve() -> None:
 # ------------------------------------------------------------------ workers
 
 
+@pytest.mark.slow
 def test_workers_are_followed_from_their_start_to_their_end() -> None:
     n = Node()
     job = n.metrics.job(local_world_size=2)
@@ -219,6 +220,7 @@ def test_adopted_workers_are_there_and_were_not_started() -> None:
     assert node.values()["rdzv_agent_restarts_total"] == 1
 
 
+@pytest.mark.slow
 def test_a_round_that_could_not_be_started_leaves_no_worker() -> None:
     n = Node()
     job = n.metrics.job(local_world_size=2)
@@ -347,6 +349,7 @@ def test_loopback_is_not_announced_to_another_machine(listen: str, address: str,
     assert announced(Listen.parse(listen), address) == told
 
 
+@pytest.mark.slow
 async def test_the_page_is_served_and_its_place_is_announced() -> None:
     n = Node()
     link = cast(ServerLink, n.link)

@@ -151,6 +151,7 @@ async def test_a_command_that_fails_is_started_again(
     assert caplog.text.count("`preemption.command` (sh) exited with 7; restarting it") == 1
 
 
+@pytest.mark.slow
 async def test_a_command_that_can_not_be_started_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,6 +171,7 @@ async def test_a_command_that_can_not_be_started_is_tried_again(
     assert "cannot be started: No such file or directory" in caplog.text
 
 
+@pytest.mark.slow
 async def test_what_a_command_leaves_behind_does_not_hold_up_the_notice(tmp_path: Path) -> None:
     async with watched(command=sh("sleep 600 & echo 5")) as notices:
         assert (await notices.next())[0] == 5_000

@@ -104,6 +104,7 @@ def test_a_rate_is_that_of_the_window(seen: Iterable[tuple[int, int]], rate: flo
     assert pace(*seen).rate == rate
 
 
+@pytest.mark.slow
 def test_no_more_is_kept_than_the_window_has() -> None:
     found = pace(*((number * 1_000, number) for number in range(1_000)))
     assert len(found.seen) == WINDOW_MS // 1_000 + 1
@@ -158,6 +159,7 @@ def report_step(step: int) -> None:
     scope["report_step"](step)  # type: ignore[operator]
 
 
+@pytest.mark.slow
 async def test_the_function_to_paste_is_understood(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

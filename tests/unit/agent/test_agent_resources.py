@@ -182,6 +182,7 @@ def test_where_none_are_wanted_nobody_is_asked() -> None:
     assert find_gpus("none", library="/no/such/library") == ()
 
 
+@pytest.mark.slow
 def test_a_library_that_is_not_there_shows_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_gpus("nvml", library="/no/such/library", environ={}) == ()
     monkeypatch.setitem(sys.modules, "pynvml", None)

@@ -11,6 +11,8 @@ import pytest
 
 from rdzv.agent import runner
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(runner.__file__).parent
 FILES = sorted(FOLDER.rglob("*.py"))
 
@@ -25,7 +27,6 @@ def test_files_of_the_runner_import_each_other_by_relative_imports_alone(path: P
     assert not absolute
 
 
-@pytest.mark.slow
 def test_the_runner_imports_all_its_files_as_it_starts() -> None:
     """An upgrade may replace the files while it runs."""
     code = f"import sys; sys.path.append({str(FOLDER.parent)!r}); import runner.runner; "

@@ -51,6 +51,7 @@ def test_a_connection_is_live_until_it_is_shut_down(
         assert time.monotonic() < deadline
 
 
+@pytest.mark.slow
 def test_an_address_of_ipv4_in_ipv6_is_the_same(stack: ExitStack) -> None:
     client = connected(stack, socket.AF_INET, "127.0.0.1")
     port = client.getpeername()[1]

@@ -17,6 +17,8 @@ from rdzv.core.life.runs import vacant
 from rdzv.core.model import Offer, Settings, State, Tuning
 from rdzv.core.rendezvous import step
 
+pytestmark = pytest.mark.slow
+
 SMALL, LARGE = 600, 1_800
 """Both are large enough that maps are shared."""
 MOST_GROWTH = 1.3
@@ -87,7 +89,6 @@ def a_server_takes_over_and_no_node_returns(group: Group) -> None:
     assert not group.state.seats
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "act",
     [

@@ -164,6 +164,7 @@ def test_how_a_worker_ended(control: FakeControl, failure: pb.WorkerFailure, tex
     assert text in show(control, job)
 
 
+@pytest.mark.slow
 def test_a_value_of_a_round_that_is_over_says_so(control: FakeControl) -> None:
     job = control_samples.running()
     job.state, job.last_end = "joining", "n3 was lost: lease ran out"
@@ -172,6 +173,7 @@ def test_a_value_of_a_round_that_is_over_says_so(control: FakeControl) -> None:
     assert "WORLD_SIZE   24 in round 2\n" in text
 
 
+@pytest.mark.slow
 def test_whose_job_it_is_is_told_where_callers_are_told_apart(control: FakeControl) -> None:
     job = control_samples.running()
     assert "owner" not in show(control, job)
@@ -179,6 +181,7 @@ def test_whose_job_it_is_is_told_where_callers_are_told_apart(control: FakeContr
     assert "\n  owner        ada\n" in show(control, job)
 
 
+@pytest.mark.slow
 def test_an_age_that_is_none_breaks_nothing(control: FakeControl) -> None:
     job = control_samples.running()
     job.state_age_ms = 2**64 - 1
@@ -378,6 +381,7 @@ def test_status_and_explain_show_what_the_loss_of_a_node_would_leave(
         assert shown in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_what_is_not_known_is_null(
     control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -403,6 +407,7 @@ def test_a_job_that_is_only_watched_for_programs(
             assert job[key] is None
 
 
+@pytest.mark.slow
 def test_list_and_events_for_programs(
     control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -440,6 +445,7 @@ def test_no_jobs_in_words(server: str, capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == f"no jobs at {server}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["status", "events"])
 def test_an_unknown_job(command: str, server: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, "nix"]) == 1
@@ -707,6 +713,7 @@ def test_what_was_spent_is_shown_where_there_is_any(
     assert any(text.endswith(f"1 of 3 spent{window}") for text in shown)
 
 
+@pytest.mark.slow
 def test_an_empty_server_is_none_rather_than_the_default(
     server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,6 +190,7 @@ def test_golden_nodes(control: NodesControl) -> None:
         assert node.node_id in as_text_nodes.nodes("here", found, wide)
 
 
+@pytest.mark.slow
 def test_one_node_is_told_in_full(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["nodes", "gpu-2"]) == 0
     said = capsys.readouterr().out
@@ -352,6 +353,7 @@ def test_a_submission_for_programs(
     assert json.loads(capsys.readouterr().out)["submission"] is None
 
 
+@pytest.mark.slow
 def test_a_job_that_waits_is_listed_with_its_reason(
     control: NodesControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -420,6 +422,7 @@ def test_names_are_completed_from_the_server(
     assert completed("--server", "no port:x", "status", "") == []
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_completes_nothing(
     control: NodesControl, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -452,6 +455,7 @@ def test_every_shell_is_told_how(shell: str, capsys: pytest.CaptureFixture[str])
     assert "_RDZVCTL_COMPLETE" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_quarantined_nodes_say_why_and_for_how_long(control: NodesControl) -> None:
     node = control.nodes["gpu-10"]
     node.quarantine = "at fault 3 times within 20 s, last in llm: exit code 3"

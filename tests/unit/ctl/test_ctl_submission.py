@@ -537,6 +537,7 @@ def test_what_is_wrong_is_one_line_and_nothing_is_sent(
     assert control.requests == []
 
 
+@pytest.mark.slow
 def test_help_shows_rdzvruns_flags_but_not_those_that_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -88,6 +88,7 @@ def test_the_bundle_has_what_is_known_without_secrets(
     assert all(name in listed for name in files), "they are listed before they are written"
 
 
+@pytest.mark.slow
 def test_nothing_is_written_without_a_yes(
     control: FakeControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +99,7 @@ def test_nothing_is_written_without_a_yes(
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_an_unknown_job_is_an_error(tmp_path: Path) -> None:
     with serving(FakeControl()) as endpoint:
         assert run(["--server", endpoint, "support-bundle", "nix", "--yes"]) == 1

@@ -42,6 +42,7 @@ def test_processes_are_told_apart_by_their_command_line(command: list[str], role
     assert role_of(command, leader=False) == role
 
 
+@pytest.mark.slow
 def test_what_a_process_has_used_grows() -> None:
     before = Used.by(os.getpid())
     sum(range(1_000_000))

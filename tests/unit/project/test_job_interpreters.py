@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 PROGRAMS = (
     "agent/rdzv/agent/job_programs",
@@ -33,13 +35,11 @@ def too_new(*paths: Path) -> str:
     return "" if done.returncode == 0 else done.stdout
 
 
-@pytest.mark.slow
 def test_no_construct_in_them_is_newer() -> None:
     paths = [ROOT / name for name in PROGRAMS]
     assert too_new(*(path for path in paths if path.exists())) == ""
 
 
-@pytest.mark.slow
 def test_annotations_are_postponed_in_all_of_them() -> None:
     paths = [ROOT / name for name in PROGRAMS]
     files = [file for path in paths for file in (path, *path.rglob("*.py")) if file.is_file()]
@@ -52,7 +52,6 @@ def test_annotations_are_postponed_in_all_of_them() -> None:
     assert len(files) > len(PROGRAMS) and evaluated == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [

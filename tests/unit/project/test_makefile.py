@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_make_knows_how_a_target_is_made(target: str, tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "proto", "deploy"):
@@ -30,7 +31,6 @@ def test_make_knows_how_a_target_is_made(target: str, tmp_path: Path) -> None:
     assert planned.returncode == 0, planned.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("benchmark", sorted(set(re.findall(r"bench/(\w+)\.py", MAKEFILE))))
 def test_a_benchmark_finds_its_imports_without_the_paths_of_the_tests(benchmark: str) -> None:
     imported = subprocess.run(

@@ -93,6 +93,7 @@ async def test_a_store_that_was_further_keeps_its_leadership() -> None:
     assert await other.take_over() > 9_001
 
 
+@pytest.mark.slow
 async def test_people_can_read_it() -> None:
     lines = (await data_of(await filled())).splitlines()
     kinds = [json.loads(line)["kind"] for line in lines]
@@ -123,6 +124,7 @@ async def test_an_empty_store_has_a_backup() -> None:
     assert backup.verify(io.BytesIO(data), "FILE") == backup.Summary(HEADER, 0, 0)
 
 
+@pytest.mark.slow
 async def test_a_store_that_is_not_empty_is_refused_and_unchanged() -> None:
     other = MemoryStore()
     await other.compare_and_swap("mine", membership("mine"), 0)
@@ -325,6 +327,7 @@ async def test_a_job_that_never_rests_ends_the_backup() -> None:
         await data_of(store)
 
 
+@pytest.mark.slow
 async def test_a_job_that_is_deleted_meanwhile_is_not_in_the_backup() -> None:
     store = await filled()
     saving = backup.lines(store, HEADER)

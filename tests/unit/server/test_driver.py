@@ -451,6 +451,7 @@ async def test_refusals_are_told_and_change_nothing() -> None:
         assert list(await s.states()) == ["n1"]
 
 
+@pytest.mark.slow
 async def test_n_joins_cost_about_n_messages() -> None:
     async with server() as s:
         streams = [await s.connect(f"n{number}") for number in range(30)]
@@ -554,6 +555,7 @@ async def test_after_a_doubtful_commit_that_has_happened_no_row_of_history_is_th
     assert len(rows) == len(set(rows)), rows
 
 
+@pytest.mark.slow
 async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_for_it() -> None:
     """A worker had died, and for 45 s all answers to operators showed a healthy job."""
     store = FlakyStore()

@@ -156,6 +156,7 @@ async def received() -> AsyncIterator[tuple[str, list[object]]]:
     await runner.cleanup()
 
 
+@pytest.mark.slow
 async def test_what_waits_is_posted_before_the_server_ends(
     tmp_path: Path, received: tuple[str, list[object]]
 ) -> None:

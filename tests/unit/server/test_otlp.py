@@ -76,6 +76,7 @@ async def test_two_servers_send_the_same_ids() -> None:
     )
 
 
+@pytest.mark.slow
 async def test_the_environment_says_what_the_configuration_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -92,6 +93,7 @@ async def test_the_environment_says_what_the_configuration_does_not(
     assert resource["service.name"] == "ours" and resource["deployment.environment"] == "lab"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"), [("OTEL_TRACES_SAMPLER", "always_off"), ("OTEL_SDK_DISABLED", "true")]
 )

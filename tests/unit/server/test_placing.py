@@ -277,6 +277,7 @@ async def test_who_never_comes_back_after_a_take_over_is_replaced() -> None:
         assert placements(n2) == [Placed("job-7", "sub-1", SPEC)]
 
 
+@pytest.mark.slow
 async def test_a_stopping_job_lets_go_of_who_never_comes_back() -> None:
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
@@ -654,6 +655,7 @@ async def test_who_has_said_that_it_leaves_lets_go_of_nothing_more() -> None:
         assert (await s.states())["n1"] is NodeState.LEFT
 
 
+@pytest.mark.slow
 async def test_who_is_told_that_its_run_is_over_gives_back_its_place_in_a_run_of_before() -> None:
     """A restored store brought back a run with the seat of a node that is in another run.
 

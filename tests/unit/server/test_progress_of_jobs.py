@@ -282,6 +282,7 @@ def test_one_line_says_how_far_a_job_is() -> None:
     assert shown(*equal).endswith("last 0.3 s ago (slowest: RANK 2, 11 s ago)")
 
 
+@pytest.mark.slow
 def test_nodes_in_lock_step_are_so_whenever_each_has_said_its_last_word() -> None:
     nodes = all_of(1204)[:8] + all_of(1191, age_ms=1_200)[8:16]
     assert shown(*nodes).startswith("step 1204, 14.2 steps/s, last 0.3 s ago; reported by 16 of 24")
@@ -305,6 +306,7 @@ def test_it_is_told_how_many_workers_say_anything() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "there"), [(None, True), (200, True), (60, False)])
 def test_nodes_have_their_steps_where_they_fit(width: int | None, there: bool) -> None:
     some = all_of(5)[:16]
@@ -318,6 +320,7 @@ def test_nodes_have_their_steps_where_they_fit(width: int | None, there: bool) -
         assert [line[column:].split()[0] for line in lines[head + 1 :]] == ["5", "5..8", "-"]
 
 
+@pytest.mark.slow
 def test_programs_read_all_of_it() -> None:
     job = status(pb.RankProgress(rank=3, step=7, age_ms=5, rate=0.5), pb.RankProgress(rank=4))
     assert job.progress == (RankProgress(3, 7, 5, 0.5), RankProgress(4, 0, 0, None, 7))

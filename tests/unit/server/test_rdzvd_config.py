@@ -81,6 +81,7 @@ def test_the_command_line_wins(file: Path) -> None:
     assert (config.listen.port, config.http) == (3, Listen("127.0.0.1", 2))
 
 
+@pytest.mark.slow
 def test_every_option_that_sets_something_has_a_setting(file: Path, tmp_path: Path) -> None:
     password = tmp_path / "password"
     password.write_text("of etcd alone\n")

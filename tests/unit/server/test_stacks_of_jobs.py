@@ -276,6 +276,7 @@ async def test_after_a_write_that_failed_the_store_is_read_anew(
         await s.driver.diagnosis.stack_archive.keep(replace(report(3), reason="again"))
 
 
+@pytest.mark.slow
 async def test_what_is_too_much_for_a_document_is_kept_without_some_of_its_stacks() -> None:
     async with server() as s:
         frame = Frame("\x01" * 255, "/home/ada/train.py", 1)

@@ -197,6 +197,7 @@ def test_a_code_of_a_newer_server_is_an_error_all_the_same(
     assert type(raised.value) is RendezvousError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "error", "text"),
     [
@@ -485,6 +486,7 @@ def test_who_fences_its_workers_waits_no_longer_than_the_fence_allows() -> None:
     assert [attempts.failed(GONE, 0.0, most_s=0.3) for _ in range(4)] == [0.0, 0.2, 0.3, 0.3]
 
 
+@pytest.mark.slow
 def test_calls_follow_to_the_server_that_leads(control: FakeControl) -> None:
     standby = FakeControl()
     with serving(control) as leads, serving(standby) as stands_by:

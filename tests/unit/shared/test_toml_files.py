@@ -331,6 +331,7 @@ def test_a_rule_is_not_asked_about_a_value_that_is_wrong_by_itself(file: Path) -
     assert len(refused(file, '[wait]\nshort = "x"\nlong = 0')) == 1
 
 
+@pytest.mark.slow
 def test_a_thousand_problems_are_not_all_listed(file: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read(file, "\n".join(f"k{number} = 1" for number in range(1_000)))

@@ -59,6 +59,7 @@ def test_nothing_is_read_from_a_sentence() -> None:
     assert [event.text for event in run.happenings] == [text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "message",
     [

@@ -196,6 +196,7 @@ def test_a_process_without_a_runner_has_no_link() -> None:
     assert process_link() is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_child_has_no_link_and_no_lock_of_its_parent(runner: tuple[Link, Runner]) -> None:
     link, other = runner
