@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import JOB, Cluster, Node, alive, cluster
+from cluster import FORK_ALL, JOB, QUICK_TORCH, Cluster, Node, alive, cluster
 
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.view.answers import Event
+
+
+WARM = {**FORK_ALL, **QUICK_TORCH}
 
 
 def start_three(c: Cluster, *options: str, **how: object) -> list[Node]:
@@ -123,9 +126,7 @@ def test_a_killed_worker_restarts_the_group_and_spends_one_restart(c: Cluster) -
 
 
 def test_when_the_budget_is_spent_every_node_fails_with_the_same_root_cause(c: Cluster) -> None:
-    nodes = [
-        c.start_node(f"n{i}", nnodes="2", worker="all_reduce.py", args=("boom",)) for i in (1, 2)
-    ]
+    nodes = [c.start_node(f"n{i}", nnodes="2", args=("boom",)) for i in (1, 2)]
     assert exit_codes(nodes) == [1, 1]
     for node in nodes:
         assert "rank 1 (local_rank 0) on n2" in node.text
@@ -137,8 +138,8 @@ def test_when_the_budget_is_spent_every_node_fails_with_the_same_root_cause(c: C
 
 
 def test_a_killed_node_costs_no_restart_though_its_peers_fail_at_once(c: Cluster) -> None:
-    """With max_restarts=0: the peers' all-reduce fails within milliseconds of the kill."""
-    nodes = start_three(c, "--max-restarts=0", worker="all_reduce.py")
+    """With max_restarts=0: the peers' connections end within milliseconds of the kill."""
+    nodes = start_three(c, "--max-restarts=0", worker="joined.py")
     first = c.wait_for_round(0, workers=3)
     assert [r["GROUP_RANK"] for r in first] == ["0", "1", "2"]
     nodes[0].kill_tree()
@@ -189,8 +190,8 @@ def test_a_node_that_gets_sigterm_leaves_and_lets_its_workers_save(c: Cluster) -
 
 
 def test_the_others_go_on_without_a_node_that_left_and_spend_nothing(c: Cluster) -> None:
-    """RANK 0's node leaves during an all-reduce: its peers fail, and are not charged."""
-    nodes = start_three(c, worker="all_reduce.py")
+    """RANK 0's node leaves while its peers are connected: they fail, and are not charged."""
+    nodes = start_three(c, worker="joined.py")
     first = c.wait_for_round(0, workers=3)
     nodes[0].process.send_signal(signal.SIGTERM)
     second = c.wait_for_round(1, workers=2)
@@ -253,7 +254,8 @@ def test_when_all_nodes_leave_the_job_is_stopped(c: Cluster) -> None:
 
 
 def test_a_killed_store_host_ends_the_round_and_spends_no_restart(c: Cluster) -> None:
-    nodes = [c.start_node(f"n{i}", nnodes="2", worker="all_reduce.py") for i in (1, 2)]
+    how = {"nnodes": "2", "worker": "all_reduce.py", "environ": WARM}
+    nodes = [c.start_node(f"n{i}", "--warm=torch", **how) for i in (1, 2)]  # type: ignore[arg-type]
     c.wait_for_round(0, workers=2)
     (host,) = [pid for pid in nodes[0].descendants() if "store_host.py" in command_line(pid)]
     os.kill(host, signal.SIGKILL)
@@ -363,20 +365,21 @@ def test_the_job_goes_on_without_a_node_whose_runner_was_killed(c: Cluster) -> N
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("start", "restarts"),
+    ("start", "environ", "restarts"),
     [
-        pytest.param("--warm=torch", 2, id="warm"),
-        pytest.param("--warm", 20, id="warm, twenty", marks=pytest.mark.campaign),
-        pytest.param("", 20, id="cold, twenty", marks=pytest.mark.campaign),
+        pytest.param("--warm=torch", WARM, 2, id="warm"),
+        pytest.param("--warm", {}, 20, id="warm, twenty", marks=pytest.mark.campaign),
+        pytest.param("", {}, 20, id="cold, twenty", marks=pytest.mark.campaign),
     ],
 )
-def test_many_restarts_in_a_row_all_initialise(c: Cluster, start: str, restarts: int) -> None:
+def test_many_restarts_in_a_row_all_initialise(
+    c: Cluster, start: str, environ: dict[str, str], restarts: int
+) -> None:
     """2 nodes, gloo: each attempt has a store that no other attempt has used."""
     flags = (*start.split(), f"--max-restarts={restarts}", "--restart-backoff=0")
     args = (f"die={restarts}",)
-    nodes = [
-        c.start_node(f"n{i}", *flags, nnodes="2", worker="all_reduce.py", args=args) for i in (1, 2)
-    ]
+    how = {"nnodes": "2", "worker": "all_reduce.py", "args": args, "environ": environ}
+    nodes = [c.start_node(f"n{i}", *flags, **how) for i in (1, 2)]  # type: ignore[arg-type]
     last = c.wait_until(
         "the last restart is up",
         lambda: [r for r in c.all_reports() if r["TORCHELASTIC_RESTART_COUNT"] == str(restarts)],

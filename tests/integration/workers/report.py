@@ -3,7 +3,8 @@
 Options: `exit=N` exits with N at once; `fail-first` fails in the first attempt; `child` leaves a
 grandchild in a session of its own; `term=FILE` writes FILE when it gets SIGTERM; `deaf` ignores
 SIGTERM and SIGINT; `say=TEXT` writes TEXT to stdout and stderr; `error=TEXT` writes TEXT to the
-error file; `read` reports the content of stdin.
+error file; `read` reports the content of stdin; `boom` makes RANK 1 raise an exception that torch's
+`@record` writes down.
 """
 
 import contextlib
@@ -62,5 +63,13 @@ if "exit" in OPTIONS:
     sys.exit(int(OPTIONS["exit"]))
 if "fail-first" in OPTIONS and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     sys.exit(3)
+if "boom" in OPTIONS and os.environ["RANK"] == "1":
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    @record
+    def boom() -> None:
+        raise ValueError("boom, said rank 1")
+
+    boom()
 while not FINISH.exists():
     time.sleep(0.02)
