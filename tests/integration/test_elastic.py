@@ -13,7 +13,6 @@ from cluster import FORK_ALL, JOB, QUICK_TORCH, Cluster, Node, alive, cluster
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.view.answers import Event
 
-
 WARM = {**FORK_ALL, **QUICK_TORCH}
 
 
