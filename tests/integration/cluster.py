@@ -74,6 +74,42 @@ def fork(
     return ready()([str(BIN / program), *args], cwd or Path.cwd(), environ, streams)
 
 
+def fork_rdzvd(args: Sequence[str], environ: Mapping[str, str], log: Path) -> Forked:
+    """Start a rdzvd that appends to a log, and whose output stays available."""
+    reads, writes = os.pipe()
+    with log.open("a") as stderr:
+        server = fork("rdzvd", args, environ, (0, writes, stderr.fileno()))
+    os.close(writes)
+    server.stdout = os.fdopen(reads)
+    return server
+
+
+def run_forked(
+    program: str,
+    args: Sequence[str],
+    environ: Mapping[str, str],
+    cwd: Path | None = None,
+    stdin: str = "",
+) -> subprocess.CompletedProcess[str]:
+    """Run one of our programs to its end."""
+    with contextlib.ExitStack() as stack:
+        given, out, err = (
+            stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", newline=""))
+            for _ in range(3)
+        )
+        given.write(stdin)
+        given.seek(0)
+        streams = [file.fileno() for file in (given, out, err)]
+        process = fork(program, args, environ, streams, cwd)
+        try:
+            code = process.wait(DEADLINE_S)
+        finally:
+            process.kill()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess([program, *args], code, out.read(), err.read())
+
+
 class Node:
     """One rdzvrun, and what its workers have reported."""
 
@@ -127,21 +163,20 @@ class Cluster:
 
     # ------------------------------------------------------------------ processes
 
-    def start_server(self, *options: str, listen: str = "") -> None:
+    def start_server(
+        self, *options: str, listen: str = "", environ: Mapping[str, str] | None = None
+    ) -> None:
         """Start rdzvd on a free port, or again on its previous port and data."""
         args = ["--data-dir", str(self.folder / "data")]
         args += ["--listen", listen or self.endpoint or f"127.0.0.1:{free_port()}"]
-        self.server = self.start_rdzvd(*args, *self.server_options, *options)
+        args += [*self.server_options, *options]
+        self.server = self.start_rdzvd(*args, environ=environ)
         self._wait_until_ready()
 
-    def start_rdzvd(self, *args: str) -> Forked:
+    def start_rdzvd(self, *args: str, environ: Mapping[str, str] | None = None) -> Forked:
         """Start a rdzvd whose output stays available."""
-        reads, writes = os.pipe()
-        with (self.folder / "rdzvd.log").open("a") as log:
-            server = fork("rdzvd", args, self.environ(), (0, writes, log.fileno()))
-        os.close(writes)
-        server.stdout = os.fdopen(reads)
-        return server
+        environ = {**self.environ(), **(environ or {})}
+        return fork_rdzvd(args, environ, self.folder / "rdzvd.log")
 
     def start_server_by(self, command: list[str]) -> None:
         """Start rdzvd with the caller's command, and wait until it is ready."""
@@ -258,23 +293,8 @@ class Cluster:
         stdin: str = "",
     ) -> subprocess.CompletedProcess[str]:
         """Run one of our programs to its end."""
-        with contextlib.ExitStack() as stack:
-            given, out, err = (
-                stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", newline=""))
-                for _ in range(3)
-            )
-            given.write(stdin)
-            given.seek(0)
-            streams = [file.fileno() for file in (given, out, err)]
-            environ = {**self.environ(), **(environ or {})}
-            process = fork(program, args, environ, streams, cwd or self.folder)
-            try:
-                code = process.wait(DEADLINE_S)
-            finally:
-                process.kill()
-            out.seek(0)
-            err.seek(0)
-            return subprocess.CompletedProcess([program, *args], code, out.read(), err.read())
+        environ = {**self.environ(), **(environ or {})}
+        return run_forked(program, args, environ, cwd or self.folder, stdin)
 
     def environ(self) -> dict[str, str]:
         """Return the environment of everything that is started here."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import sqlite3
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from cluster import run_forked
 from etcd_cluster import EtcdCluster
 from test_rdzvd import Rdzvd, attached, hello, rdzvd, status
 
@@ -32,25 +33,19 @@ from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from rdzv.view.answers import event_in
 
 
-def run(module: str, *arguments: str | Path) -> tuple[int, str, str]:
+def run(program: str, *arguments: str | Path) -> tuple[int, str, str]:
     """Run a program to its end; return its exit code and output."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_forked(program, [*map(str, arguments)], os.environ)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout, done.stderr
 
 
 async def rdzvctl(*arguments: str | Path) -> tuple[int, str, str]:
-    return await asyncio.to_thread(run, "rdzv.ctl", *arguments)
+    return await asyncio.to_thread(run, "rdzvctl", *arguments)
 
 
 async def offline(*arguments: str | Path) -> tuple[int, str, str]:
-    return await asyncio.to_thread(run, "rdzv.server", *arguments)
+    return await asyncio.to_thread(run, "rdzvd", *arguments)
 
 
 async def with_two_jobs(server: Rdzvd) -> None:

@@ -19,7 +19,7 @@ REPORT = str(WORKERS / "report.py")
 
 def rdzvrun(c: Cluster, *args: str, environ: dict[str, str] | None = None) -> Node:
     """Start one rdzvrun with only this on its command line."""
-    return c.start("rdzvrun", [str(BIN / "rdzvrun"), *args], environ=environ, cwd=c.folder)
+    return c.start_program("rdzvrun", "rdzvrun", *args, environ=environ, cwd=c.folder)
 
 
 # ------------------------------------------------------------------ one machine
@@ -28,7 +28,9 @@ def rdzvrun(c: Cluster, *args: str, environ: dict[str, str] | None = None) -> No
 @pytest.mark.parametrize("options", [(), ("--standalone",), ("--standalone", "--rdzv-id=mine")])
 def test_one_node_needs_no_server_and_no_options(alone: Cluster, options: tuple[str, ...]) -> None:
     alone.finish()
-    assert rdzvrun(alone, *options, REPORT).wait() == 0
+    # Executed, as people do it; elsewhere it is forked.
+    command = [str(BIN / "rdzvrun"), *options, REPORT]
+    assert alone.start("rdzvrun", command, cwd=alone.folder).wait() == 0
     (report,) = alone.all_reports()
     seen = {k: report[k] for k in ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR")}
     assert seen == {
@@ -327,8 +329,8 @@ def agent_config(c: Cluster, *jobs: str, script: str = REPORT) -> Path:
 
 
 def start_agent(c: Cluster, *jobs: str) -> Node:
-    command = [str(BIN / "rdzv-agent"), "--config", str(agent_config(c, *jobs))]
-    return c.start("agent", command, cwd=c.folder)
+    config = str(agent_config(c, *jobs))
+    return c.start_program("agent", "rdzv-agent", "--config", config, cwd=c.folder)
 
 
 def job_states(c: Cluster) -> dict[str, str]:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,8 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 import pytest
+from cluster import fork_rdzvd, run_forked
+from forked_programs import Forked
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -32,7 +34,7 @@ READY = re.compile(r"rdzvd ready: listening on (\S+), data in (.+)\n")
 
 @dataclass
 class Rdzvd:
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Forked
     ready: str
     stderr: Path
 
@@ -51,41 +53,45 @@ PATIENT = '[lease]\nduration = "10 min"\nlongest = "10 min"\n'
 """For scripted nodes, which send no heartbeats: a slow machine must not take them for lost."""
 
 
+def executed(args: Sequence[str], environ: Mapping[str, str], log: Path) -> subprocess.Popen[str]:
+    """Start a server as a user does."""
+    command = [sys.executable, "-m", "rdzv.server", *args]
+    with log.open("a") as stderr:
+        return subprocess.Popen(
+            command, env={**environ}, stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+
+
 @contextmanager
 def rdzvd(
-    tmp_path: Path, *options: str, listen: str = "127.0.0.1:0", config: str | None = PATIENT
+    tmp_path: Path,
+    *options: str,
+    listen: str = "127.0.0.1:0",
+    config: str | None = PATIENT,
+    start: Callable[..., subprocess.Popen[str] | Forked] = fork_rdzvd,
 ) -> Iterator[Rdzvd]:
     """Run a server until the body ends; its log is shown if the test fails."""
-    command = [sys.executable, "-m", "rdzv.server", "--listen", listen]
-    command += ["--data-dir", str(tmp_path / "data"), *options]
+    args = ["--listen", listen, "--data-dir", str(tmp_path / "data"), *options]
     if config is not None:
         file = tmp_path / "rdzvd.toml"
         file.write_text(config)
-        command += ["--config", str(file)]
+        args += ["--config", str(file)]
     stderr = tmp_path / "stderr"
-    with (
-        stderr.open("a") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
-    ):
-        assert process.stdout is not None
-        try:
-            yield Rdzvd(process, process.stdout.readline(), stderr)
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            print(stderr.read_text())
+    process = start(args, os.environ, stderr)
+    assert process.stdout is not None
+    try:
+        yield Rdzvd(process, process.stdout.readline(), stderr)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        process.stdout.close()
+        print(stderr.read_text())
 
 
 def refused(*options: str) -> tuple[int, str]:
     """Run a server that cannot start; return its exit code and output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "rdzv.server", *options],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_forked("rdzvd", options, os.environ)
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     return done.returncode, " ".join(done.stderr.split())
@@ -301,7 +307,7 @@ async def test_health_and_reflection_answer(tmp_path: Path) -> None:
 
 
 def test_it_runs_without_torch(tmp_path: Path) -> None:
-    with rdzvd(tmp_path) as server:
+    with rdzvd(tmp_path, start=executed) as server:
         maps = Path(f"/proc/{server.process.pid}/maps").read_text()
     assert "/grpc/" in maps
     assert "/torch/" not in maps
