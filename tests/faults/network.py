@@ -128,7 +128,11 @@ class Network:
 
     def on(self, host: str, command: Iterable[str]) -> list[str]:
         """Return a command line that runs a command on a host, in the same process."""
-        return ["nsenter", f"--net=/run/netns/{self.namespace(host)}", "--", *command]
+        return ["nsenter", f"--net={self.path(host)}", "--", *command]
+
+    def path(self, host: str) -> Path:
+        """Return the file of a host's namespace."""
+        return Path("/run/netns", self.namespace(host))
 
     def harm(self, harms: Iterable[Harm]) -> int:
         """Replace all rules by these; return how many frames the old ones have harmed."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from cluster import BIN, WORKERS, Cluster, Node, alive, cluster_without_server
+from forked_programs import NETWORK
 
 from rdzv.client import ControlClient, parse_endpoints
 from rdzv.view.answers import JobStatus
@@ -50,9 +51,9 @@ class Hosts:
     def start_server(self) -> None:
         config = self.folder / "rdzvd.toml"
         config.write_text(self.server_config)
-        command = [str(BIN / "rdzvd"), "--insecure", f"--listen={self.endpoint}"]
-        command += [f"--data-dir={self.folder / 'data'}", f"--config={config}"]
-        self.cluster.start_server_by(self.network.on(HEAD, command))
+        self.cluster.start_server(
+            *("--insecure", f"--config={config}"), listen=self.endpoint, environ=self._on(HEAD)
+        )
 
     def restart_server(self) -> None:
         """Kill -9 it, and start it again: nobody may notice."""
@@ -67,8 +68,12 @@ class Hosts:
             f'gpus = "none"\nstate_dir = "{self.folder / host}"\n'
             f'runtime_dir = "{self.folder / host}-run"\n[labels]\nhost = "{host}"\n'
         )
-        command = [str(BIN / "rdzv-agent"), f"--config={config}"]
-        return self.cluster.start(host, self.network.on(host, command))
+        return self.cluster.start_program(
+            host, "rdzv-agent", f"--config={config}", environ=self._on(host)
+        )
+
+    def _on(self, host: str) -> dict[str, str]:
+        return {NETWORK: str(self.network.path(host))}
 
     def agent(self, host: str) -> Node:
         """Return the agent of a host that was started last."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import alive
+from cluster import FORK_ALL, QUICK_TORCH, alive
 from hosts import Hosts, need_root, three_hosts
 
 from tests.support.whole_lines import lines_of
@@ -58,8 +58,11 @@ class Training:
 
     def begin(self, nodes: str, *options: str, script_args: tuple[str, ...] = ()) -> None:
         # A host's name means nothing in its namespace, so gloo is told where its peers are. And
-        # there is no zygote: it would import torch and its compiler once more on each node.
-        options = ("--env=GLOO_SOCKET_IFNAME=eth0", "--no-warm", *options)
+        # all workers of a node are forked, so torch is imported once for them.
+        path = {"PYTHONPATH": os.environ["PYTHONPATH"]}
+        variables = {"GLOO_SOCKET_IFNAME": "eth0", **FORK_ALL, **QUICK_TORCH, **path}
+        environ = [f"--env={name}={value}" for name, value in variables.items()]
+        options = (*environ, "--warm=torch", *options)
         self.hosts.submit(self.job, nodes, *options, worker="ddp_steps.py", script_args=script_args)
 
     def diary(self, round_: int, word: str) -> list[Line]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -30,7 +31,10 @@ from pathlib import Path
 from typing import TextIO
 
 DEADLINE_S = 60.0
+NETWORK = "RDZV_TEST_NETWORK"
+"""In the environment of a start: the file of the network namespace that the program is to be in."""
 _NUMBER = struct.Struct("!i")
+CLONE_NEWNET = 0x40000000
 
 
 class Forked:
@@ -168,12 +172,22 @@ def become(command: list[str], cwd: str, environ: dict[str, str], streams: list[
     for fd, stream in enumerate(streams):
         os.dup2(stream, fd)
         os.close(stream)
+    if network := os.environ.pop(NETWORK, ""):
+        enter(network)
     random.seed()
     sys.argv[:] = command
     sys.path[0] = str(Path(command[0]).parent)
     more = environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in more if folder and folder not in sys.path]
     return command[0]
+
+
+def enter(network: str) -> None:
+    """Move this process into a network namespace."""
+    with open(network) as namespace:  # noqa: PTH123
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns to {network} has failed")
 
 
 def end(status: object) -> None:
