@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from cluster import cluster
-from playwright.sync_api import Browser, BrowserContext, Error, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 from ports import free_port
 from served import Served, served
 
@@ -33,6 +33,7 @@ FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
+BLANK = "about:blank"
 LOST = "Failed to load resource"
 """Chromium's own message when a server does not answer."""
 INTERRUPTED = "net::ERR_NETWORK_CHANGED"
@@ -53,23 +54,50 @@ def browser() -> Iterator[Browser]:
         started.close()
 
 
+class Tab:
+    """A page in a context of its own, used by one test after the other: a new one takes a second.
+
+    Each test gets it as if it were new: empty, and without anything stored.
+    """
+
+    def __init__(self, browser: Browser) -> None:
+        self.page = browser.new_context().new_page()
+        self.page.set_default_timeout(DEADLINE_MS)
+        self.heard: Callable[[str, str], None]
+        self.home = ""
+        self.page.on("console", lambda said: self.heard(said.type, said.text))
+        self.page.on("pageerror", lambda error: self.heard("error", str(error)))
+        self.page.on("request", lambda asked: self._asks(asked.url))
+        self.page.on("dialog", lambda dialog: self.heard("dialog", dialog.message))
+
+    def _asks(self, url: str) -> None:
+        if not url.startswith((self.home, BLANK)):
+            self.heard("asks elsewhere", url)
+
+    def clear(self) -> None:
+        """Forget the page and all that it has stored."""
+        self.page.evaluate("localStorage.clear(); sessionStorage.clear()")
+        self.page.context.clear_cookies()
+        self.page.goto(BLANK)
+
+
 class Open:
     """Opens pages, and collects all their errors."""
 
-    def __init__(self, browser: Browser) -> None:
+    def __init__(self, browser: Browser, free: list[Tab]) -> None:
         self._browser = browser
-        self._contexts: list[BrowserContext] = []
+        self._free = free
+        self._used: list[Tab] = []
         self.complaints: list[str] = []
 
-    def __call__(self, url: str, allowed: str = "", **options: Any) -> Page:
+    def __call__(
+        self,
+        url: str,
+        allowed: str = "",
+        size: tuple[int, int] = (1280, 900),
+        color_scheme: Literal["light", "dark"] = "light",
+    ) -> Page:
         """Open a page, whose errors may be of the allowed kinds."""
-        home = f"{url.partition('/#')[0]}/"
-        options = {"viewport": {"width": 1280, "height": 900}, **options}
-        context = self._browser.new_context(**options)
-        self._contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(DEADLINE_MS)
-
         interrupted: list[str] = []
 
         def heard(kind: str, text: str) -> None:
@@ -78,13 +106,12 @@ class Open:
             elif not (allowed and allowed in text):
                 self.complaints.append(f"{kind}: {text}")
 
-        page.on("console", lambda said: heard(said.type, said.text))
-        page.on("pageerror", lambda error: heard("error", str(error)))
-        page.on(
-            "request",
-            lambda asked: asked.url.startswith(home) or heard("asks elsewhere", asked.url),
-        )
-        page.on("dialog", lambda dialog: heard("dialog", dialog.message))
+        tab = self._free.pop() if self._free else Tab(self._browser)
+        self._used.append(tab)
+        tab.home, tab.heard = f"{url.partition('/#')[0]}/", heard
+        page = tab.page
+        page.set_viewport_size({"width": size[0], "height": size[1]})
+        page.emulate_media(color_scheme=color_scheme)
         try:
             page.goto(url)
         except Error as error:
@@ -99,14 +126,21 @@ class Open:
 
     def close(self) -> None:
         """Close all pages."""
-        while self._contexts:
-            self._contexts.pop().close()
+        while self._used:
+            tab = self._used.pop()
+            tab.clear()
+            self._free.append(tab)
+
+
+@pytest.fixture(scope="module")
+def free_tabs() -> list[Tab]:
+    return []
 
 
 @pytest.fixture
-def open_page(browser: Browser) -> Iterator[Open]:
+def open_page(browser: Browser, free_tabs: list[Tab]) -> Iterator[Open]:
     """Open pages; in the end, none has logged an error or contacted another server."""
-    opened = Open(browser)
+    opened = Open(browser, free_tabs)
     yield opened
     opened.close()
     assert not opened.complaints
@@ -344,7 +378,8 @@ def test_a_recovery_has_its_phases_from_the_history(open_page: Open) -> None:
 
 
 def test_a_hang_is_told_and_what_all_workers_did_can_be_read(open_page: Open) -> None:
-    with served(hang_gather_ms=100, stacks_answer_ms=600_000) as s:
+    server = served(hang_gather_ms=100, stacks_answer_ms=600_000)
+    with to_the_end(open_page, server) as s:
         s.join("night", "n1", "n2", nodes=(2, 2))
         s.lines[2] = 7
         page = open_page(f"{s.url}/#/job/night")
@@ -378,7 +413,8 @@ def test_a_hang_is_told_and_what_all_workers_did_can_be_read(open_page: Open) ->
 
 
 def test_a_job_that_hangs_stands_out_of_the_fleet(open_page: Open) -> None:
-    with served(hang_gather_ms=100, stacks_answer_ms=600_000) as s:
+    server = served(hang_gather_ms=100, stacks_answer_ms=600_000)
+    with to_the_end(open_page, server) as s:
         s.join("night", "n1", "n2", nodes=(2, 2))
         s.join("day", "n3", nodes=(1, 1))
         page = open_page(f"{s.url}/#/")
@@ -538,7 +574,7 @@ def test_one_long_note_leaves_the_other_columns_their_room(
 def test_a_phone_shows_one_column(open_page: Open, where: str) -> None:
     with fleet(open_page) as s:
         s.fail("night", "n2", "M" * 300, TRACEBACK)
-        page = open_page(f"{s.url}/{where}", viewport={"width": 360, "height": 740})
+        page = open_page(f"{s.url}/{where}", size=(360, 740))
         expect(page.locator("#link-text")).to_have_text("live")
         expect(page.locator("#main a").first).to_be_visible()
         wide = page.evaluate("document.documentElement.scrollWidth")
