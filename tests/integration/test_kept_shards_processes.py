@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster import JOB, Cluster, Node, cluster
+from cluster import FORK_ALL, JOB, Cluster, Node, cluster
 
 from tests.support.whole_lines import lines_of
 
@@ -27,7 +27,7 @@ def start(c: Cluster, name: str) -> Node:
     # A node's zygote imports them once for all of its workers.
     options = ("--max-restarts=5", "--redirects=3", "--warm=torch,torch.distributed.fsdp")
     how = {"worker": str(SCRIPT), "args": args, "nnodes": "2", "nproc": 2}
-    return c.start_node(name, *options, **how, environ={"PYTHONPATH": where})  # type: ignore[arg-type]
+    return c.start_node(name, *options, **how, environ={"PYTHONPATH": where, **FORK_ALL})  # type: ignore[arg-type]
 
 
 def printed(c: Cluster, round_: int, text: str) -> str:
@@ -44,9 +44,15 @@ def printed(c: Cluster, round_: int, text: str) -> str:
 
 
 def pids(c: Cluster) -> dict[int, int]:
-    """Return the workers' pids by RANK."""
-    with c.client() as client:
-        return {one.rank: one.pid for one in client.stacks(JOB).stacks}
+    """Return the workers' pids by RANK; on a busy machine, a node may not answer in time."""
+
+    def four() -> dict[int, int]:
+        with c.client() as client:
+            found = {one.rank: one.pid for one in client.stacks(JOB).stacks}
+        return found if len(found) == 4 else {}
+
+    found: dict[int, int] = c.wait_until("all four answer", four)
+    return found
 
 
 def step_of(line: str) -> int:

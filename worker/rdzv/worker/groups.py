@@ -222,6 +222,7 @@ def _forget_meshes() -> None:
         return
     import torch
 
+    gc.unfreeze()  # A zygote has frozen what it imported, and get_objects() leaves that out.
     for one in gc.get_objects():
         # Some caches exist once per thread, and cannot be reached in any other way.
         if type(one) is _LRU_CACHE and str(one.__module__).startswith("torch.distributed."):
