@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import BIN, WORKERS, Cluster, Node, alive, cluster_without_server, environ
+from cluster import (
+    BIN,
+    FORK_ALL,
+    QUICK_TORCH,
+    WORKERS,
+    Cluster,
+    Node,
+    alive,
+    cluster_without_server,
+    environ,
+)
 from test_daemon import Daemons, parent
 
 TESTS = Path(__file__).parents[1]
@@ -256,14 +266,15 @@ def test_what_was_saved_in_memory_is_there_for_workers_of_the_next_agent(d: Node
     script = d.folder / "train.py"
     paths = [str(TESTS / "support"), str(TESTS.parent / "worker")]
     script.write_text(
-        f"import runpy, sys\nsys.path[:0] = {paths}\n"
-        f"runpy.run_path({str(WORKERS / 'no_compiler.py')!r})\n"
+        f"import sys\nsys.path[:0] = {paths}\n"
         "import kept_training\n"
         "slowly = {'at': 'forward', 'do': 'sleep', 'seconds': 0.05}\n"
         "kept_training.train(100_000, faults=[slowly], snapshot_every=2)\n"
     )
     d.agents["n1"] = d.start("n1")
-    d.submit("job", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=3", str(script))
+    options = ("--nnodes=1", "--nproc-per-node=2", "--max-restarts=3", "--warm=torch")
+    env = {"PYTHONPATH": os.environ["PYTHONPATH"], **FORK_ALL, **QUICK_TORCH}
+    d.submit("job", *options, str(script), env=tuple(env.items()))
 
     def whole() -> int:
         snapshot = d.status("job").snapshot
@@ -281,7 +292,9 @@ def test_what_was_saved_in_memory_is_there_for_workers_of_the_next_agent(d: Node
         os.kill(pid, signal.SIGKILL)
     d.come_back("n1")
     said = "resumed from the snapshot of step "
-    d.until("new workers go on from memory", lambda: said in d.logs("job"))
+    # Until the new round's files are there, the request is refused.
+    ask = ("rdzvctl", f"--server={d.cluster.endpoint}", "logs", "job")
+    d.until("new workers go on from memory", lambda: said in d.cluster.run(*ask).stdout)
     resumed = int(d.logs("job").partition(said)[2].split()[0])
     assert resumed >= announced
     d.until("they save, too", lambda: whole() > resumed)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster, Node, cluster_without_server
+from cluster import FORK_ALL, Cluster, Node, cluster_without_server
 from ports import ports_of
 from test_daemon import Daemons
 from tls_files import Files
@@ -26,6 +26,10 @@ ROOT = Path(__file__).parents[2]
 EVERY = 5
 TOPOLOGY = {"n1": "a", "n2": "b"}
 CARRIER = "snapshot_carrier.py"
+WARM = "--warm=torch,torch.distributed.fsdp"
+"""Workers are forked, which takes a fraction of the time of a cold start."""
+LEASE = '[lease]\ntakeover_grace = "5 s"\n'
+"""By default, no node is given up within 30 s of the server's start."""
 
 
 class Training:
@@ -47,7 +51,7 @@ class Training:
         )
         paths = os.pathsep.join([str(SUPPORT), str(ROOT / "worker"), os.environ["PYTHONPATH"]])
         for name in names:
-            options = ("--max-restarts=5", "--keep-timeout=1", f"--topology={TOPOLOGY[name]}")
+            options = ("--max-restarts=5", "--keep-timeout=1", f"--topology={TOPOLOGY[name]}", WARM)
             self.nodes[name] = self.cluster.start_node(
                 name,
                 *options,
@@ -55,7 +59,7 @@ class Training:
                 worker=str(script),
                 args=(json.dumps(self.args),),
                 nnodes=self.nnodes,
-                environ={"PYTHONPATH": paths},
+                environ={"PYTHONPATH": paths, **FORK_ALL},
             )
 
     def replace(self, name: str) -> None:
@@ -96,7 +100,9 @@ class Training:
 
 @pytest.fixture(name="c")
 def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster_without_server(tmp_path) as made:
+    config = tmp_path / "rdzvd.toml"
+    config.write_text(LEASE)
+    with cluster_without_server(tmp_path, f"--config={config}") as made:
         try:
             yield made
         finally:
@@ -244,10 +250,9 @@ def test_agents_replaced_amid_copies_do_not_stop_these(c: Cluster, ending: int) 
 
     So they do if the server dies at the same time.
     """
-    config = c.folder / "rdzvd.toml"
     # Within a lease, a runner waits for the next agent.
-    config.write_text('[lease]\nduration = "60 s"\nlongest = "60 s"\n')
-    c.start_server("--config", str(config))
+    (c.folder / "rdzvd.toml").write_text(LEASE + 'duration = "60 s"\nlongest = "60 s"\n')
+    c.start_server()
     daemons = Daemons(c)
     script = c.folder / "train.py"
     script.write_text(
@@ -284,7 +289,7 @@ def test_agents_replaced_amid_copies_do_not_stop_these(c: Cluster, ending: int) 
     for node in nodes:
         node.end(ending)
     c.kill_server()
-    c.start_server("--config", str(config))
+    c.start_server()
     for node in nodes:
         node.start()
     for node in nodes:

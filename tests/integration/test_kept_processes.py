@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import JOB, QUICK_TORCH, Cluster, Node, alive, cluster_without_server
+from cluster import (
+    FORK_ALL,
+    JOB,
+    QUICK_TORCH,
+    Cluster,
+    Node,
+    alive,
+    cluster_without_server,
+)
 from test_agent_restart import Nodes
 
 from tests.support.whole_lines import lines_of
@@ -354,7 +362,7 @@ def test_the_fence_ends_parked_workers_though_no_agent_is_there(d: Nodes) -> Non
 
 def test_a_training_goes_on_in_its_processes_from_the_step_before(c: Cluster) -> None:
     script = ROOT / "examples" / "train_kept.py"
-    options = ("--max-restarts=2", "--redirects=3")
+    options = ("--max-restarts=2", "--redirects=3", "--warm=torch")
     args = ("--epochs=20", "--step-seconds=0.02")
     # rdzv.worker is found beside rdzv even if it is not installed.
     where = os.pathsep.join([str(ROOT / "worker"), os.environ["PYTHONPATH"]])
@@ -365,7 +373,7 @@ def test_a_training_goes_on_in_its_processes_from_the_step_before(c: Cluster) ->
         args=args,
         nnodes="1",
         nproc=2,
-        environ={"PYTHONPATH": where, **QUICK_TORCH},
+        environ={"PYTHONPATH": where, **QUICK_TORCH, **FORK_ALL},
     )
 
     def printed(round_: int, text: str) -> list[str]:
