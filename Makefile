@@ -49,7 +49,7 @@ picture: $(READY)  ## docs/img: the demo, as a real Prometheus has scraped it; a
 .PHONY: test
 # Three processes: two cores are busy then, though a third of the time each test only waits.
 test: check  ## the tests; STRICT=1: a skip is a failure
-	@$(BIN)/python -m pytest tests -q -n 3 --dist loadfile --no-loadscope-reorder --durations=5 \
+	@$(BIN)/python -m pytest tests -q -p no:xdist -p tests.support.forked --forks 3 --durations=5 \
 	  -m 'not campaign and not clusters and not frameworks and not release'
 
 # An environment in which all that is installed in ours can be imported as well.

@@ -56,44 +56,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-SLOWEST = (
-    "conformance/test_conformance.py",
-    "integration/test_copied_snapshots.py",
-    "integration/test_web_page.py",
-    "integration/test_elastic.py",
-    "integration/test_resumed_from_memory.py",
-    "integration/test_warm.py",
-    "integration/test_hangs_of_torch.py",
-    "integration/test_agent_restart.py",
-    "integration/test_kept_workers.py",
-    "integration/test_nodes_on_hosts.py",
-    "integration/test_c10d_facade.py",
-    "integration/test_three_hosts.py",
-    "integration/test_example_training.py",
-    "integration/test_warm_store_host.py",
-    "integration/test_torchrun_plugin.py",
-    "integration/test_kept_processes.py",
-    "integration/test_torchrun_launches.py",
-    "integration/test_fencing.py",
-    "integration/test_backup.py",
-    "integration/test_prometheus.py",
-    "integration/test_rdzvd.py",
-    "integration/test_command_line.py",
-    "integration/test_bad_input.py",
-    "integration/test_runner_faults.py",
-    "integration/test_warm_restarts.py",
-    "integration/test_invisible_server.py",
-    "integration/test_kept_shards_processes.py",
-    "integration/test_drain.py",
-    "integration/test_hangs.py",
-    "integration/test_runner.py",
-    "integration/test_kept_shards.py",
-    "integration/test_daemon.py",
-)
-"""The slowest files, longest first."""
-QUICK = ("unit", "scenarios", "stores")
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Without slow tests, do not import files that have no others: torch alone takes a second."""
     if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
@@ -114,22 +76,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
     gc.enable()
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """If several processes share the work, start with the slowest files, so that none runs last.
-
-    `--dist loadfile` gives them one file after the other, in this order.
-    """
-    if hasattr(config, "workerinput"):
-        items.sort(key=_turn)
-
-
-def _turn(item: pytest.Item) -> int:
-    name = item.path.relative_to(Path(__file__).parent).as_posix()
-    if name in SLOWEST:
-        return SLOWEST.index(name)
-    return len(SLOWEST) + name.startswith(QUICK)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -27,6 +27,43 @@ from _pytest.runner import collect_one_node
 
 _SHARED = ("rdzv.server.__main__", "rdzv.agent.__main__", "rdzv.ctl.__main__", "hypothesis")
 """What most tests import, with all that it imports."""
+_SLOWEST = (
+    "tests/conformance/test_conformance.py",
+    "tests/integration/test_copied_snapshots.py",
+    "tests/integration/test_web_page.py",
+    "tests/integration/test_elastic.py",
+    "tests/integration/test_resumed_from_memory.py",
+    "tests/integration/test_warm.py",
+    "tests/integration/test_hangs_of_torch.py",
+    "tests/integration/test_agent_restart.py",
+    "tests/integration/test_kept_workers.py",
+    "tests/integration/test_nodes_on_hosts.py",
+    "tests/integration/test_c10d_facade.py",
+    "tests/integration/test_three_hosts.py",
+    "tests/integration/test_example_training.py",
+    "tests/integration/test_warm_store_host.py",
+    "tests/integration/test_torchrun_plugin.py",
+    "tests/integration/test_kept_processes.py",
+    "tests/integration/test_torchrun_launches.py",
+    "tests/integration/test_fencing.py",
+    "tests/integration/test_backup.py",
+    "tests/integration/test_prometheus.py",
+    "tests/integration/test_rdzvd.py",
+    "tests/integration/test_command_line.py",
+    "tests/integration/test_bad_input.py",
+    "tests/integration/test_runner_faults.py",
+    "tests/integration/test_warm_restarts.py",
+    "tests/integration/test_invisible_server.py",
+    "tests/integration/test_kept_shards_processes.py",
+    "tests/integration/test_drain.py",
+    "tests/integration/test_hangs.py",
+    "tests/integration/test_runner.py",
+    "tests/integration/test_kept_shards.py",
+    "tests/integration/test_daemon.py",
+)
+"""The slowest files, longest first: they start in this order, so that none of them runs last."""
+_QUICK = ("tests/unit", "tests/scenarios", "tests/stores")
+"""Folders whose files start after all others."""
 _NUMBER = 2
 """The size of a file's number, in bytes."""
 _LENGTH = 4
@@ -54,8 +91,7 @@ def pytest_collection(session: pytest.Session) -> bool | None:
         return None
     found = session.perform_collect(genitems=False)
     files = [list(nodes) for _, nodes in groupby(_below(found), _together)]
-    # Large files start first, so that no process is left with one at the end.
-    files.sort(key=lambda nodes: sum(node.path.stat().st_size for node in nodes), reverse=True)
+    files.sort(key=lambda nodes: _turn(nodes, config.rootpath))
     for name in _SHARED:
         importlib.import_module(name)
     turns, all_turns = os.pipe()
@@ -85,6 +121,13 @@ def _below(
 def _together(node: pytest.Item | pytest.Collector) -> Path:
     """Return the file of a test; tests of the whole project go together, to parse sources once."""
     return node.path.parent if node.path.parent.name == "project" else node.path
+
+
+def _turn(nodes: list[pytest.Item | pytest.Collector], root: Path) -> tuple[int, bool, int]:
+    """Sort files by when they start: of the quick ones, the large first."""
+    name = nodes[0].path.relative_to(root).as_posix()
+    slowest = _SLOWEST.index(name) if name in _SLOWEST else len(_SLOWEST)
+    return slowest, name.startswith(_QUICK), -sum(node.path.stat().st_size for node in nodes)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -180,6 +223,7 @@ def _items(
         nodes = files[int.from_bytes(number, "big")]
         items = [item for node in nodes for item in session.genitems(node)]
         hook.pytest_collection_modifyitems(session=session, config=session.config, items=items)
+        session.items += items
         sender.send([item.nodeid for item in items])
         yield from items
 
