@@ -61,5 +61,8 @@ def ports_of(pid: int) -> list[int]:
     ports = {
         f"socket:[{row[9]}]": int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"
     }
-    own = {str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    own = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # It has just been closed.
+            own.add(str(fd.readlink()))
     return [port for inode, port in ports.items() if inode in own]

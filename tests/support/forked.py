@@ -27,7 +27,7 @@ from _pytest.runner import collect_one_node
 
 _SHARED = ("rdzv.server.__main__", "rdzv.agent.__main__", "rdzv.ctl.__main__", "hypothesis")
 """What most tests import, with all that it imports."""
-_SLOWEST = (
+SLOWEST = (
     "tests/conformance/test_conformance.py",
     "tests/integration/test_copied_snapshots.py",
     "tests/integration/test_web_page.py",
@@ -62,7 +62,7 @@ _SLOWEST = (
     "tests/integration/test_daemon.py",
 )
 """The slowest files, longest first: they start in this order, so that none of them runs last."""
-_QUICK = ("tests/unit", "tests/scenarios", "tests/stores")
+QUICK = ("tests/unit", "tests/scenarios", "tests/stores")
 """Folders whose files start after all others."""
 _NUMBER = 2
 """The size of a file's number, in bytes."""
@@ -89,8 +89,11 @@ def pytest_collection(session: pytest.Session) -> bool | None:
     config = session.config
     if not config.option.forks or config.option.collectonly:
         return None
-    found = session.perform_collect(genitems=False)
-    files = [list(nodes) for _, nodes in groupby(_below(found), _together)]
+    finder = _Finder()
+    config.pluginmanager.register(finder)
+    session.perform_collect(genitems=False)
+    config.pluginmanager.unregister(finder)
+    files = [list(nodes) for _, nodes in groupby(finder.found, _together)]
     files.sort(key=lambda nodes: _turn(nodes, config.rootpath))
     for name in _SHARED:
         importlib.import_module(name)
@@ -103,6 +106,18 @@ def pytest_collection(session: pytest.Session) -> bool | None:
     os.close(turns)
     config.stash[_STARTED] = workers, len(files)
     return True
+
+
+class _Finder:
+    """Finds the files before pytest selects among what it was given, and forgets each conftest."""
+
+    def __init__(self) -> None:
+        self.found: list[pytest.Item | pytest.Collector] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item | pytest.Collector]) -> None:
+        self.found = [*_below(items)]
+        items.clear()
 
 
 def _below(
@@ -126,8 +141,8 @@ def _together(node: pytest.Item | pytest.Collector) -> Path:
 def _turn(nodes: list[pytest.Item | pytest.Collector], root: Path) -> tuple[int, bool, int]:
     """Sort files by when they start: of the quick ones, the large first."""
     name = nodes[0].path.relative_to(root).as_posix()
-    slowest = _SLOWEST.index(name) if name in _SLOWEST else len(_SLOWEST)
-    return slowest, name.startswith(_QUICK), -sum(node.path.stat().st_size for node in nodes)
+    slowest = SLOWEST.index(name) if name in SLOWEST else len(SLOWEST)
+    return slowest, name.startswith(QUICK), -sum(node.path.stat().st_size for node in nodes)
 
 
 @pytest.hookimpl(tryfirst=True)
