@@ -80,13 +80,14 @@ def end_well(c: Cluster, *nodes: Node) -> None:
 # ------------------------------------------------------------------ cut off
 
 
-@pytest.mark.parametrize(
-    "worker", ["all_reduce.py", pytest.param("report.py", marks=pytest.mark.campaign)]
-)
+OTHERS = [pytest.param(name, marks=pytest.mark.campaign) for name in ("all_reduce.py", "report.py")]
+
+
+@pytest.mark.parametrize("worker", ["joined.py", *OTHERS])
 def test_a_node_behind_a_black_hole_has_no_worker_left_when_the_other_is_seated_again(
     c: Cluster, link: TcpProxy, worker: str
 ) -> None:
-    """It joins again when the link is back. With all_reduce.py the other's worker breaks first."""
+    """It joins again when the link is back. With connected workers the other's breaks first."""
     near, far = start_two(c, link, worker)
     cut_off = worker_of(c.wait_for_round(0, workers=2), group_rank=1)
     link.black_hole()
@@ -146,11 +147,14 @@ def test_without_any_server_all_are_fenced_and_a_server_that_comes_back_joins_th
     end_well(c, near, far)
 
 
+@pytest.mark.parametrize(
+    "worker", ["joined.py", pytest.param("all_reduce.py", marks=pytest.mark.campaign)]
+)
 def test_who_is_back_right_behind_its_fence_is_the_reason_why_the_others_broke(
-    c: Cluster, link: TcpProxy
+    c: Cluster, link: TcpProxy, worker: str
 ) -> None:
     """The lease is not over, so it never was lost; and the other's worker has failed by then."""
-    near, far = start_two(c, link, "all_reduce.py")
+    near, far = start_two(c, link, worker)
     c.wait_for_round(0, workers=2)
     link.black_hole()
     # On a very busy machine the lease may be over first: then it was lost, also for free.
