@@ -3,8 +3,9 @@
 Nothing that torch creates during its import is garbage; without this, the collector searches all of
 it repeatedly, and twice more when the process ends. There are hundreds of such imports.
 
-A third of the import goes into operators on tensors that have a shape and no values, and into
-kernels in Triton, which need a GPU. These are put off until something is imported that needs them.
+Half of the import goes into what few scripts use. The modules of PUT_OFF, operators on tensors that
+have a shape and no values, and kernels in Triton, which need a GPU, are run once something is
+imported that needs them. Those of ON_USE are run when they are asked for anything.
 
 If RDZV_TEST_NO_COMPILER names a file, that is run first: it takes the compiler from torch.
 
@@ -17,10 +18,22 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from _thread import RLock
+from types import ModuleType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # Else each of the many programs would import more than it needs.
+    from collections.abc import Callable
+    from typing import Any
 
 PUT_OFF = ("torch._meta_registrations", "torch._native")
+ON_USE = (
+    *("torch.export", "torch._higher_order_ops", "torch.compiler", "torchgen.model", "pynvml"),
+    *("torch.distributions", "torch.masked", "torch.hub", "torch.quantization"),
+    *("torch.nn.intrinsic", "torch.nn.qat", "torch.nn.quantizable", "torch.nn.quantized"),
+)
+HAS_TAKEN, TAKEN = "torch._higher_order_ops", ("cond", "while_loop")
+"""What torch takes from one of them while it is imported."""
 NEEDS_THEM = (
     "torch._decomp",
     "torch._dynamo",
@@ -66,22 +79,61 @@ class _Torch:
         return spec
 
 
+_left: dict[str, Callable[[], None]] = {}
+"""What was put off, by name."""
+_loading = RLock()
+
+
+def _load(name: str) -> None:
+    with _loading:
+        if load := _left.pop(name, None):
+            load()
+            if name == HAS_TAKEN:
+                module, torch = sys.modules[name], sys.modules["torch"]
+                vars(torch).update({taken: getattr(module, taken) for taken in TAKEN})
+
+
+def _load_all() -> None:
+    for name in [*_left]:
+        _load(name)
+
+
+class _OnUse(ModuleType):
+    """A module that is run when it is asked for what it does not have yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in TAKEN and name not in vars(sys.modules["torch"]):
+
+            def taken(*args: Any, **kwargs: Any) -> Any:
+                return getattr(self, name)(*args, **kwargs)
+
+            return taken
+        _load(self.__name__)
+        with _loading:
+            return super().__getattribute__(name)
+
+
 def _put_off() -> None:
-    """Leave some modules empty until one of those that need them is looked for."""
+    """Leave some modules empty until they are needed."""
     from importlib.machinery import PathFinder
 
     find = PathFinder.find_spec
-    left: list[Callable[[], None]] = []
 
     def find_later(name: str, path: Any = None, target: Any = None) -> Any:
-        spec = find(name, path, target)
-        if name in PUT_OFF and spec and spec.loader:
-            run = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: left.append(lambda: run(module))
-        elif name in NEEDS_THEM:
+        if name in NEEDS_THEM:
             PathFinder.find_spec = find
-            for load in left:
-                load()
+            _load_all()
+        _load(name.rpartition(".")[0])
+        spec = find(name, path, target)
+        if name in (*PUT_OFF, *ON_USE) and spec and spec.loader:
+            run = spec.loader.exec_module
+
+            def run_later(module: ModuleType) -> None:
+                _left[name] = lambda: run(module)
+                if name in ON_USE:
+                    module.__class__ = _OnUse
+
+            spec.loader.exec_module = run_later
         return spec
 
     PathFinder.find_spec = find_later  # type: ignore[method-assign]
