@@ -97,7 +97,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+dist.init_process_group("gloo")
+# Not before: until all have imported torch it may take longer.
+dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
 for step in range(10_000):
     time.sleep(0.02)
     if step == 60 and dist.get_rank() == int(sys.argv[1]):
