@@ -199,6 +199,7 @@ async def test_jobs_are_listed_in_order(store: Store) -> None:
     assert await store.list() == ("a", "b", "c")
 
 
+@pytest.mark.slow
 async def test_all_jobs_are_read_many_at_a_time(store: Store) -> None:
     assert [page async for page in store.pages()] == []
     names = [f"job {number}/ä" for number in range(230)]
@@ -358,6 +359,7 @@ async def test_of_many_first_documents_exactly_one_wins(store: Store) -> None:
     assert sum(await asyncio.gather(*(race(number) for number in range(8)))) == 1
 
 
+@pytest.mark.slow
 async def test_documents_are_bounded(store: Store) -> None:
     large = os.urandom(DOCUMENT_BYTES)
     revision = await store.swap_document("cordoned", large, 0)
@@ -390,6 +392,7 @@ async def test_no_leadership_is_given_twice(store: Store) -> None:
     assert sorted(numbers) == list(range(1, 9))
 
 
+@pytest.mark.slow
 async def test_what_sqlite_says_of_its_place_is_its_folder(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path)
     assert store.place == f"{tmp_path} (sqlite)"
@@ -548,6 +551,7 @@ async def test_a_file_that_is_no_database_is_refused_and_left_untouched(tmp_path
     assert (tmp_path / "rdzv.db").read_text() == "not a database" * 100
 
 
+@pytest.mark.slow
 async def test_a_job_that_can_not_be_read_is_named_and_left_untouched(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path)
     await store.compare_and_swap("good", membership("good"), 0)

@@ -109,6 +109,7 @@ def test_the_bounds_themselves_are_taken(given: dict[str, int]) -> None:
     replace(GOOD, **given).check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("endpoints", "within_s"), [("a:1", 5.0), ("a:1,b:1", 2.5), ("a:1,b:1,c:1", 2.5)]
 )
@@ -140,6 +141,7 @@ def test_without_a_user_there_is_no_token() -> None:
     assert not login.refused(login.metadata, "etcdserver: invalid auth token")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("endpoints", "trouble", "raised", "says"),
     [
@@ -224,6 +226,7 @@ async def member(*, stopped: bool = False) -> AsyncIterator[str]:
     await server.stop(None)
 
 
+@pytest.mark.slow
 async def test_a_write_goes_to_a_member_that_is_connected() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # It listens nowhere, so it refuses connections.

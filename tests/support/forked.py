@@ -25,7 +25,10 @@ from typing import Any
 import pytest
 from _pytest.runner import collect_one_node
 
-_SHARED = ("rdzv.server.__main__", "rdzv.agent.__main__", "rdzv.ctl.__main__", "hypothesis")
+_SHARED = (
+    *("rdzv.server.__main__", "rdzv.agent.__main__", "rdzv.ctl.__main__", "rdzv.worker.link"),
+    *("aiohttp", "hypothesis"),
+)
 """What most tests import, with all that it imports."""
 SLOWEST = (
     "tests/conformance/test_conformance.py",

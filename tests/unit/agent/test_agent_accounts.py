@@ -212,6 +212,7 @@ def test_the_account_of_a_job_is_kept_for_the_next_agent(tmp_path: Path) -> None
 # ---------------------------------------------------------------------- acting as somebody
 
 
+@pytest.mark.slow
 @needs_root
 def test_files_are_made_and_read_with_the_rights_of_an_account(shared: Path) -> None:
     home, secret = own_folder(shared, "home"), roots_secret(shared)
@@ -303,6 +304,7 @@ def test_the_own_groups_come_back_whatever_they_are() -> None:
     in_a_thread_with_groups((7, 11), work)
 
 
+@pytest.mark.slow
 @needs_root
 def test_who_acts_as_one_account_inside_of_another_is_that_other_again_afterwards(
     shared: Path,
@@ -364,6 +366,7 @@ async def test_what_the_agent_asks_the_interpreter_of_a_job_runs_as_its_account(
     assert said[:5] == ["64321", "64322", "64322 64323", "/", "0027"]
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_process_starts_only_where_its_account_may_go(shared: Path) -> None:
     home, private = own_folder(shared, "home"), shared / "private"
@@ -381,6 +384,7 @@ def test_a_process_starts_only_where_its_account_may_go(shared: Path) -> None:
 # ---------------------------------------------------------------------- what is asked beforehand
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_job_is_declined_whose_folder_its_account_can_not_enter(shared: Path) -> None:
     home, private = own_folder(shared, "home"), shared / "private"
@@ -391,6 +395,7 @@ def test_a_job_is_declined_whose_folder_its_account_can_not_enter(shared: Path) 
         check_chdir(private, ADA)
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_job_is_declined_whose_program_its_account_can_not_run(shared: Path) -> None:
     home = own_folder(shared, "home")
@@ -408,6 +413,7 @@ def test_a_job_is_declined_whose_program_its_account_can_not_run(shared: Path) -
 # ---------------------------------------------------------------------- tricks with files
 
 
+@pytest.mark.slow
 @needs_root
 def test_an_error_file_that_leads_elsewhere_shows_nothing_of_it(shared: Path) -> None:
     home, secret = own_folder(shared, "home"), roots_secret(shared)
@@ -447,6 +453,7 @@ async def read_log(written: Written) -> list[Piece]:
     return pieces
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("trick", ["log", "folder"])
 async def test_logs_show_no_file_that_a_worker_puts_in_the_place_of_its_own(
@@ -468,6 +475,7 @@ async def test_logs_show_no_file_that_a_worker_puts_in_the_place_of_its_own(
     assert any("cannot read" in piece.error for piece in pieces)
 
 
+@pytest.mark.slow
 @needs_root
 async def test_logs_are_read_that_are_the_workers_own(shared: Path) -> None:
     home = own_folder(shared, "home")
@@ -478,6 +486,7 @@ async def test_logs_are_read_that_are_the_workers_own(shared: Path) -> None:
     assert b"".join(piece.data for piece in await read_log(written)) == b"step 1\n"
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_log_folder_is_made_where_its_account_may_and_nowhere_else(shared: Path) -> None:
     home = own_folder(shared, "home")
@@ -492,6 +501,7 @@ def test_a_log_folder_is_made_where_its_account_may_and_nowhere_else(shared: Pat
 # ---------------------------------------------------------------------- the folder of a run
 
 
+@pytest.mark.slow
 @needs_root
 def test_the_folder_of_a_run_is_its_accounts_alone(shared: Path) -> None:
     folder = RunFolders(shared).open("job-7", "r1", ADA)
@@ -507,6 +517,7 @@ def test_the_folder_of_a_run_is_its_accounts_alone(shared: Path) -> None:
         RunFolders(shared).open("job-7", "r1", other)
 
 
+@pytest.mark.slow
 @needs_root
 def test_the_list_of_rounds_is_written_and_read_with_the_accounts_rights(shared: Path) -> None:
     folders, secret = RunFolders(shared), roots_secret(shared)
@@ -531,6 +542,7 @@ def test_the_list_of_rounds_is_written_and_read_with_the_accounts_rights(shared:
     assert found.identity.uid == ADA.uid
 
 
+@pytest.mark.slow
 @needs_root
 async def test_a_list_of_rounds_that_a_worker_forged_leads_only_to_its_own(shared: Path) -> None:
     folders, secret = RunFolders(shared), roots_secret(shared)
@@ -547,6 +559,7 @@ async def test_a_list_of_rounds_that_a_worker_forged_leads_only_to_its_own(share
 # ---------------------------------------------------------------------- steps, notices, snapshots
 
 
+@pytest.mark.slow
 @needs_root
 async def test_files_of_progress_are_the_workers_own_and_lead_nowhere_else(shared: Path) -> None:
     files = ProgressFiles(lambda _: None, shared, ADA)
@@ -577,6 +590,7 @@ def write_as_worker(path: Path, text: str) -> None:
         path.write_text(text)
 
 
+@pytest.mark.slow
 @needs_root
 async def test_a_pipe_in_the_place_of_the_next_rounds_file_stops_nobody(shared: Path) -> None:
     files = ProgressFiles(lambda _: None, shared, ADA)
@@ -593,6 +607,7 @@ async def test_a_pipe_in_the_place_of_the_next_rounds_file_stops_nobody(shared: 
         files.close()
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_notice_is_written_nowhere_but_to_the_workers(shared: Path) -> None:
     home, victim = own_folder(shared, "home"), roots_secret(shared)
@@ -609,6 +624,7 @@ def test_a_notice_is_written_nowhere_but_to_the_workers(shared: Path) -> None:
     assert not (home / "notice").exists()
 
 
+@pytest.mark.slow
 @needs_root
 async def test_a_snapshot_is_looked_at_with_the_workers_rights(shared: Path) -> None:
     private = shared / "private"
@@ -623,6 +639,7 @@ async def test_a_snapshot_is_looked_at_with_the_workers_rights(shared: Path) -> 
         assert not await seen.has_changed()
 
 
+@pytest.mark.slow
 @needs_root
 async def test_a_file_is_watched_with_the_workers_rights(shared: Path) -> None:
     """If a folder is replaced by a link, changes in the link's target are not reported."""
@@ -672,6 +689,7 @@ def replace_by_link(path: Path, target: Path) -> None:
     path.symlink_to(target)
 
 
+@pytest.mark.slow
 @needs_root
 async def test_a_file_of_progress_that_is_a_link_is_not_read(
     shared: Path, caplog: pytest.LogCaptureFixture

@@ -34,6 +34,8 @@ from rdzv.agent.observers.collective_records import (
 from rdzv.agent.observers.hang_watch import HangWatch, HungReport
 from rdzv.core.evidence.hang_culprit import HangTimeout
 
+pytestmark = pytest.mark.slow
+
 PID = 4711
 
 
@@ -93,6 +95,7 @@ async def ask(folder: Path, timeout_s: float = 5.0, **more: Any) -> Any:
 # ------------------------------------------------------------------ asking
 
 
+@pytest.mark.quick
 async def test_the_record_of_a_worker(tmp_path: Path) -> None:
     async with serving(tmp_path / f"collectives.{PID}.0a1b2c3d", Torch(trace(41, waits=True))):
         found = await ask(tmp_path)
@@ -149,6 +152,7 @@ async def test_a_torch_without_such_a_record_is_told_apart_from_one_that_does_no
     assert torch.asked == len(HANDLERS)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("files", "why"),
     [
@@ -165,7 +169,6 @@ async def test_why_there_is_no_record(tmp_path: Path, files: dict[str, str], why
     assert str(raised.value) == why
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("handlers", "started"),
     [
@@ -201,12 +204,14 @@ def test_a_torch_that_gives_no_record_is_left_alone(
     assert (str(raised.value) != OLDER) is started
 
 
+@pytest.mark.quick
 async def test_a_reason_that_is_a_pipe_does_not_hold_the_agent_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / f"collectives.{PID}.why")
     with pytest.raises(NoRecordError, match="it has not started"):
         await ask(tmp_path)
 
 
+@pytest.mark.quick
 async def test_who_does_not_want_it_is_not_asked(tmp_path: Path) -> None:
     async with serving(tmp_path / f"collectives.{PID}.0a1b2c3d", Torch(trace(1))) as torch:
         with pytest.raises(NoRecordError) as raised:
@@ -214,6 +219,7 @@ async def test_who_does_not_want_it_is_not_asked(tmp_path: Path) -> None:
     assert (str(raised.value), torch.asked) == (OFF, 0)
 
 
+@pytest.mark.quick
 async def test_the_log_says_once_why_there_is_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -227,6 +233,7 @@ async def test_the_log_says_once_why_there_is_none(
     ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -283,7 +290,6 @@ async def test_a_worker_that_completes_no_more_collectives_hangs(tmp_path: Path)
     assert w.reasons[0].startswith("no collective completed for 10 s, limit 10 s")
 
 
-@pytest.mark.slow
 async def test_one_that_waits_in_its_first_collective_hangs(tmp_path: Path) -> None:
     torch = Torch(trace(0, waits=True))
     async with serving(tmp_path / f"collectives.{os.getpid()}.0a1b2c3d", torch):
@@ -293,7 +299,6 @@ async def test_one_that_waits_in_its_first_collective_hangs(tmp_path: Path) -> N
     assert w.reasons[0].startswith("no collective completed for 60 s, limit 60 s")
 
 
-@pytest.mark.slow
 async def test_one_that_has_used_collectives_at_its_start_alone_is_not_watched(
     tmp_path: Path,
 ) -> None:
@@ -304,7 +309,6 @@ async def test_one_that_has_used_collectives_at_its_start_alone_is_not_watched(
     assert w.reasons == []
 
 
-@pytest.mark.slow
 async def test_one_that_answers_no_more_is_not_silent(tmp_path: Path) -> None:
     """The machine may be slow; the workers that wait for this one still answer."""
     async with serving(tmp_path / f"collectives.{os.getpid()}.0a1b2c3d", Torch(trace(5))) as torch:

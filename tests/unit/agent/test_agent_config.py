@@ -71,12 +71,14 @@ def test_it_connects_with_the_credentials_of_its_file(
         read_config(written(tmp_path, f'[tls]\ncert = "{node.cert}"'))
 
 
+@pytest.mark.slow
 def test_a_job_of_its_file_has_no_credentials_of_its_own(tmp_path: Path) -> None:
     args = '["--rdzv-id=a", "--nnodes=2", "--tls-ca=/ca.crt", "train.py"]'
     with pytest.raises(InvalidRequestError, match="include credentials"):
         read_config(written(tmp_path, f"[[job]]\nargs = {args}"))
 
 
+@pytest.mark.slow
 def test_what_is_printed_is_the_same_configuration(tmp_path: Path) -> None:
     lines = 'gpus = "GPU-a,GPU-b"\ncapacity = 3\n[labels]\ngpu = "h100"\n[logs]\nkeep = "2 d"\n'
     lines += (
@@ -154,6 +156,7 @@ def test_root_takes_jobs_only_if_it_is_named(
 SHIPPED = Path(__file__).parents[3] / "deploy" / "systemd" / "agent.toml"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--check-config", "--print-config"])
 def test_root_may_look_at_the_file_as_it_is_shipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
@@ -276,6 +279,7 @@ def test_the_interpreter_of_jobs_can_be_named(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ exit codes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "exit_code"), [(None, 0), (KeyError("bug"), 75), (OSError(28, "No space"), 75)]
 )
@@ -342,6 +346,7 @@ def test_an_agent_with_jobs_of_its_own_needs_no_folder(tmp_path: Path) -> None:
     assert checked(path).exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -13,6 +13,8 @@ from rdzv.agent.app.daemon import check_own, locked
 from rdzv.errors import InvalidRequestError
 from tests.support.accounts import ADA, needs_root, own_folder, passable_folder
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
@@ -89,6 +91,7 @@ def test_a_directory_that_everybody_may_write_to_is_refused_where_jobs_have_acco
         caplog.clear()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_lock_that_leads_elsewhere_changes_nothing_there(tmp_path: Path, kind: str) -> None:
     secret = tmp_path / "secret"
@@ -104,6 +107,7 @@ def test_a_lock_that_leads_elsewhere_changes_nothing_there(tmp_path: Path, kind:
     assert secret.read_text() == "kept"
 
 
+@pytest.mark.quick
 def test_a_directory_has_one_agent_at_a_time(tmp_path: Path) -> None:
     refused = pytest.raises(InvalidRequestError, match=f"in use by rdzv-agent pid {os.getpid()}")
     with locked("runtime_dir", tmp_path), refused, locked("runtime_dir", tmp_path):

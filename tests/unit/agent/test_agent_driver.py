@@ -31,6 +31,8 @@ from rdzv.core.spent import Tally
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 100.0
 LINE = Assignment("r1", 0, 0, 1, 0, 1, 0, 1, "127.0.0.1", 1, False, 0, 0)
 
@@ -142,6 +144,7 @@ async def f(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fi
     await made.driver.close()
 
 
+@pytest.mark.quick
 async def test_it_joins_its_run_at_once_where_a_stream_is_open(f: Fixture) -> None:
     (join,) = [message.join for message in f.link.said if message.HasField("join")]
     assert (join.rdzv_id, join.run, join.HasField("left_round")) == ("job-7", "r1", False)
@@ -151,6 +154,7 @@ async def test_it_joins_its_run_at_once_where_a_stream_is_open(f: Fixture) -> No
     assert (belief.phase, belief.join.run) == (pb.Belief.JOINING, "r1")
 
 
+@pytest.mark.quick
 async def test_it_says_once_that_it_has_joined(
     f: Fixture, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,6 +166,7 @@ async def test_it_says_once_that_it_has_joined(
     assert caplog.text.count("joined job-7 (run r1)") == 1
 
 
+@pytest.mark.quick
 async def test_its_machine_is_asked_again_when_it_wants_to_be(
     f: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +183,7 @@ async def test_its_machine_is_asked_again_when_it_wants_to_be(
     await until(lambda: events.Ticked() in heard)
 
 
+@pytest.mark.quick
 async def test_workers_start_in_the_jobs_folder_with_the_jobs_environment(f: Fixture) -> None:
     f.driver.post(events.RoundCompleted(LINE))
     await until(lambda: f.runner.asked)
@@ -215,7 +221,6 @@ async def test_what_goes_wrong_in_it_is_its_own_end(f: Fixture) -> None:
     assert (leave.HasField("left_round"), leave.left_round) == (True, 0)
 
 
-@pytest.mark.slow
 async def test_what_goes_wrong_with_its_runner_is_its_own_end(f: Fixture) -> None:
     f.driver.post(events.RoundCompleted(LINE))
     f.runner.tell(runner_link.WorkerExited(0, 7, 1, 0, None, 0))
@@ -266,6 +271,7 @@ async def said(f: Fixture, body: str) -> pb.NodeMessage:
     return f.link.said[-1]
 
 
+@pytest.mark.quick
 async def test_a_node_whose_worker_failed_joins_again_when_it_was_found_well(f: Fixture) -> None:
     looked, may_answer = fail(f, "")
     await looked.wait()
@@ -303,7 +309,6 @@ async def test_who_leaves_anyway_is_not_looked_at(f: Fixture) -> None:
         await f.driver.wait()
 
 
-@pytest.mark.slow
 async def test_what_goes_wrong_in_the_look_keeps_nobody_from_going_on(f: Fixture) -> None:
     async def examine() -> str:
         raise ValueError("a bug")
@@ -365,7 +370,6 @@ def in_the_loop(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-@pytest.mark.slow
 async def test_the_event_loop_touches_nothing_that_may_be_on_a_file_server(
     f: Fixture, tmp_path: Path, in_the_loop: list[str]
 ) -> None:
@@ -435,7 +439,6 @@ async def test_no_worker_starts_once_it_was_decided_that_they_stop(
     await until(lambda: f.bodies().count("join") == 2)
 
 
-@pytest.mark.slow
 async def test_a_round_that_ends_before_anything_was_opened_starts_nothing(
     f: Fixture, opening: list[asyncio.Future[Any]]
 ) -> None:
@@ -473,7 +476,6 @@ async def test_what_goes_wrong_in_a_rounds_task_is_the_end_of_the_job(
             await f.driver.wait()
 
 
-@pytest.mark.slow
 async def test_the_end_of_an_older_round_closes_nothing_of_the_present_one(f: Fixture) -> None:
     f.driver.post(events.RoundCompleted(LINE))
     await until(lambda: f.runner.asked)

@@ -39,6 +39,7 @@ def torchs_error_handler() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_the_error_file_that_torch_writes_is_understood(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +125,7 @@ def test_long_texts_are_cut_where_they_say_least(path: Path) -> None:
     assert found.traceback.endswith(" last")
 
 
+@pytest.mark.slow
 def test_a_huge_file_is_not_read_whole(path: Path) -> None:
     with path.open("wb") as file:
         file.write(b'{"message": "')

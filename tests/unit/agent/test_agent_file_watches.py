@@ -27,6 +27,7 @@ class Source:
         self.woken.set()
 
 
+@pytest.mark.slow
 async def test_a_file_that_hangs_keeps_no_other_from_being_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

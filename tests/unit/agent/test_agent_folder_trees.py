@@ -15,6 +15,8 @@ from rdzv.agent.system.accounts import Identity
 from rdzv.agent.system.folder_trees import measure, remove_tree
 from tests.support.accounts import ADA, needs_root, own_folder, passable_folder
 
+pytestmark = pytest.mark.slow
+
 DAY = 86_400.0
 NOW = time.time()
 PLENTY = 1 << 40
@@ -51,7 +53,6 @@ def owned(identity: Identity, top: Path) -> None:
             os.chown(Path(place, name), identity.uid, identity.gid, follow_symlinks=False)
 
 
-@pytest.mark.slow
 def test_any_depth_is_measured_and_removed_with_a_few_descriptors(tmp_path: Path) -> None:
     top = tmp_path / "top"
     top.mkdir()
@@ -82,6 +83,7 @@ def test_a_time_to_come_does_not_keep_a_folder(tmp_path: Path) -> None:
     assert measure(top, NOW + DAY).changed_s < NOW + DAY
 
 
+@pytest.mark.quick
 def test_no_link_is_followed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     outside, top = tmp_path / "outside", tmp_path / "top"
     outside.mkdir()
@@ -99,6 +101,7 @@ def test_no_link_is_followed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     assert (outside / "kept").exists()
 
 
+@pytest.mark.quick
 def test_what_is_not_there_needs_no_removal(tmp_path: Path) -> None:
     remove_tree(tmp_path / "nothing")
     remove_tree(tmp_path / "nothing" / "below")
@@ -123,6 +126,7 @@ def test_what_is_too_much_for_once_is_removed_in_turns(tmp_path: Path) -> None:
     assert not top.exists()
 
 
+@pytest.mark.quick
 def test_a_folder_that_was_moved_while_it_is_looked_at_takes_nobody_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +201,6 @@ def age(path: Path, days: float) -> None:
         os.utime(found, (NOW - days * DAY,) * 2, follow_symlinks=False)
 
 
-@pytest.mark.slow
 def test_a_folder_of_any_depth_does_not_stop_the_sweep(tmp_path: Path) -> None:
     folders = RunFolders(tmp_path)
     bad, good = old_run(folders, "bad"), old_run(folders, "good")
@@ -227,7 +230,6 @@ def test_what_can_not_be_removed_is_said_and_stops_nothing_else(
     assert list((shared / "runs").iterdir()) == []
 
 
-@pytest.mark.slow
 @needs_root
 def test_a_folder_that_root_could_not_list_either_is_none_of_the_sweeps_business(
     shared: Path,

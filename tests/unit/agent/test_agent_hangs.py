@@ -213,6 +213,7 @@ def _stopped() -> Iterator[int]:
         process.kill()
 
 
+@pytest.mark.slow
 async def test_a_worker_that_falls_silent_is_told_once_and_again_after_a_while(
     tmp_path: Path, pid: int
 ) -> None:
@@ -236,6 +237,7 @@ async def test_a_worker_that_falls_silent_is_told_once_and_again_after_a_while(
     w.watch.close_round()
 
 
+@pytest.mark.slow
 async def test_the_same_step_once_more_is_a_sign_of_life(tmp_path: Path, pid: int) -> None:
     """This tells an evaluation or a long save from a hang."""
     w = Watch(tmp_path, FIXED, pid)
@@ -252,6 +254,7 @@ async def test_the_same_step_once_more_is_a_sign_of_life(tmp_path: Path, pid: in
     w.watch.close_round()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [True, False], ids=["in this round", "from the next one on"])
 async def test_workers_that_nothing_else_watches_are_watched_with_a_learned_limit(
     tmp_path: Path, pid: int, at_once: bool
@@ -270,6 +273,7 @@ async def test_workers_that_nothing_else_watches_are_watched_with_a_learned_limi
     w.watch.close_round()
 
 
+@pytest.mark.slow
 async def test_a_timeout_that_was_given_stays(tmp_path: Path, pid: int) -> None:
     w = Watch(tmp_path, FIXED, pid)
     w.watch.watch_anyway()
@@ -300,6 +304,7 @@ async def test_who_has_exited_or_is_being_stopped_is_not_watched(tmp_path: Path,
     assert w.said == []
 
 
+@pytest.mark.slow
 async def test_a_hung_worker_that_exits_hangs_no_more(tmp_path: Path, pid: int) -> None:
     """Else its round would be ended for it: the end of a job may take longer than the limit."""
     w = Watch(tmp_path, FIXED, pid)

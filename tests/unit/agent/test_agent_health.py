@@ -20,6 +20,8 @@ from rdzv.agent.inventory.health import Health
 from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids, look_at_gpus
 from rdzv.core.fleet.node_resources import FailingCheck
 
+pytestmark = pytest.mark.slow
+
 NONE: frozenset[str] = frozenset()
 
 
@@ -63,10 +65,12 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.quick
 async def test_a_node_without_checks_is_well() -> None:
     assert await Health(()).look() == ()
 
 
+@pytest.mark.quick
 async def test_all_that_fails_is_told_and_who_is_concerned_hears_of_each_change() -> None:
     fan, disk, heard = Fake("fan"), Fake("disk /"), list[tuple[FailingCheck, ...]]()
     node = Health((fan, disk), on_change=lambda: heard.append(node.failing))
@@ -81,6 +85,7 @@ async def test_all_that_fails_is_told_and_who_is_concerned_hears_of_each_change(
     assert heard == [found, ()]
 
 
+@pytest.mark.quick
 async def test_what_was_just_found_holds_for_the_next_job_but_not_after_a_failure() -> None:
     fan = Fake()
     node = Health((fan,))
@@ -102,6 +107,7 @@ async def test_those_who_ask_at_once_ask_once() -> None:
     assert len(fan.asked) == 1
 
 
+@pytest.mark.quick
 async def test_the_gpus_of_who_asks_count_as_unused_and_are_looked_at() -> None:
     fan = Fake()
     node = Health((fan,), lambda: frozenset({"GPU-b"}))
@@ -124,6 +130,7 @@ async def test_what_fails_is_tried_again_until_it_is_well_and_that_is_told() -> 
     running.cancel()
 
 
+@pytest.mark.quick
 async def test_a_node_that_is_well_is_not_looked_at_without_need() -> None:
     fan = Fake()
     node = Health((fan,))
@@ -206,7 +213,6 @@ def command(script: str, timeout_s: float = 10.0) -> Command:
     return Command("command nfs", timeout_s, args, dict(os.environ))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "wrong"),
     [
@@ -223,13 +229,11 @@ async def test_a_command_says_by_its_exit_whether_all_is_well(script: str, wrong
     assert len(found) < 300
 
 
-@pytest.mark.slow
 async def test_a_command_is_told_which_gpus_nobody_has() -> None:
     script = "import os, sys; sys.exit(os.environ['RDZV_UNUSED_GPUS'])"
     assert await command(script).look(frozenset({"GPU-b", "GPU-a"})) == "exited 1: GPU-a,GPU-b"
 
 
-@pytest.mark.slow
 async def test_a_command_that_does_not_end_is_ended_with_all_that_it_began(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     # A shell starts in a moment, on any machine.
@@ -246,6 +250,7 @@ def _gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.quick
 async def test_a_command_that_is_not_there_fails() -> None:
     check = Command("command x", 1.0, ("/no/such/program",), {})
     assert await check.look(NONE) == "cannot be started: No such file or directory"
@@ -275,12 +280,12 @@ def gpus(used: dict[str, int], wrong: tuple[str, ...] = (), **more: int) -> Gpus
     return check
 
 
+@pytest.mark.quick
 async def test_gpus_that_answer_and_that_nobody_uses_are_well() -> None:
     both = {"GPU-a": 0, "GPU-b": GIB}
     assert await gpus(both).look(frozenset(both)) == ""
 
 
-@pytest.mark.slow
 async def test_memory_counts_only_where_no_job_is() -> None:
     used = {"GPU-a": 40 * GIB, "GPU-b": 0}
     assert await gpus(used).look(frozenset({"GPU-b"})) == ""
@@ -288,7 +293,6 @@ async def test_memory_counts_only_where_no_job_is() -> None:
     assert found == "GPU-a: 40 GiB are in use, but no job uses it"
 
 
-@pytest.mark.slow
 async def test_memory_that_is_being_given_back_is_waited_for() -> None:
     check, asked = gpus({}), list[int]()
     check.timeout_s = 10.0
@@ -311,6 +315,7 @@ async def test_a_gpu_that_does_not_answer_is_named() -> None:
     assert found == "2 GPUs of 8 answer"
 
 
+@pytest.mark.quick
 def test_each_gpu_is_asked_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that has fallen off the bus does not hide another."""
     (tmp_path / "pynvml.py").write_text(
@@ -349,6 +354,7 @@ NVRM: Xid (PCI:0000:86:00): 48, no record
 """
 
 
+@pytest.mark.quick
 def test_errors_are_found_by_number_place_and_code() -> None:
     found = [(x.number, x.place, x.code) for x in xid.parse(RECORDS.splitlines())]
     assert found == [
@@ -359,6 +365,7 @@ def test_errors_are_found_by_number_place_and_code() -> None:
     ]
 
 
+@pytest.mark.quick
 def test_those_that_matter_are_told_once_for_each_gpu() -> None:
     found = list(xid.parse(RECORDS.splitlines()))
     assert xid.describe(found, xid.CODES, -1) == (
@@ -388,6 +395,7 @@ async def test_what_an_operator_has_looked_at_does_not_count_until_the_next_boot
     assert "95 on 0000:86:00" in await check.look(NONE)
 
 
+@pytest.mark.quick
 async def test_a_log_that_can_not_be_read_is_a_reason(tmp_path: Path) -> None:
     found = await Xids("xid", 5.0, log=tmp_path / "kmsg").look(NONE)
     assert found == (
@@ -396,6 +404,7 @@ async def test_a_log_that_can_not_be_read_is_a_reason(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.quick
 def test_records_come_from_a_device_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Like /dev/kmsg: one record per read, a gap where some were overwritten, and then the end."""
     answers = [b"4,1,9,-;one\n SUBSYSTEM=pci\n", BrokenPipeError(), b"4,7,9,-;two\n"]

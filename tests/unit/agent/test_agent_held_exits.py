@@ -77,6 +77,7 @@ async def test_a_timeout_is_told_and_held_until_the_round_is_over(tmp_path: Path
     await ends_in_time(held)
 
 
+@pytest.mark.slow
 async def test_a_server_that_does_nothing_is_not_waited_for_long_nor_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ async def test_a_server_that_does_nothing_is_not_waited_for_long_nor_twice(
     assert len(node.told) == 1
 
 
+@pytest.mark.slow
 async def test_a_lost_connection_is_told_by_nobody_and_held_while_the_server_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +109,7 @@ async def test_a_lost_connection_is_told_by_nobody_and_held_while_the_server_ask
     assert node.told == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits_s", [None, 0.5], ids=["no record", "it waited for a moment only"])
 async def test_other_failures_are_processed_at_once(tmp_path: Path, waits_s: float | None) -> None:
     node = Node(tmp_path)

@@ -185,6 +185,7 @@ def test_loopback_is_what_only_this_machine_reaches(address: str, expected: bool
     assert is_loopback(address) is expected
 
 
+@pytest.mark.slow
 async def test_the_address_towards_a_local_server_is_loopback() -> None:
     assert is_loopback(await local_address(Endpoint("127.0.0.1", 29400)))
 
@@ -238,6 +239,7 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("echo True", True), ("exit 0", False), ("echo False", False), ("kill -9 $$", False)],
@@ -246,11 +248,13 @@ async def test_the_interpreter_has_the_last_word(tmp_path: Path, text: str, expe
     assert await has_torch(program(tmp_path, text)) is expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("python", ["/nowhere/python", "", "/etc/passwd"])
 async def test_what_is_no_interpreter_has_no_torch(python: str) -> None:
     assert not await has_torch(python)
 
 
+@pytest.mark.slow
 async def test_an_interpreter_that_never_answers_has_no_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,6 +374,7 @@ def test_a_folder_that_workers_can_not_start_in_is_refused_by_name(tmp_path: Pat
         assert why in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("says", "kind", "count"),
     [("echo noise; echo 4", "gpu", 4), ("echo 0", "auto", len(os.sched_getaffinity(0)))],
@@ -382,6 +387,7 @@ async def test_devices_are_counted_while_other_jobs_go_on(
     assert count_devices(kind, python) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("says", "why"),
     [
@@ -411,6 +417,7 @@ async def test_an_interpreter_that_hangs_counts_nothing(
         count_devices("gpu", python)
 
 
+@pytest.mark.slow
 async def test_the_jobs_own_environment_is_asked_for_torch(tmp_path: Path) -> None:
     python = program(tmp_path, 'test "$ASKED" = yes && echo True')
     assert await has_torch(python, {"ASKED": "yes"})

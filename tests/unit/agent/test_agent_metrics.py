@@ -49,6 +49,8 @@ from rdzv.settings.toml_files import ConfigurationError
 from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "metrics" / "agent.txt"
 EXPIRES = datetime(2027, 3, 1, tzinfo=UTC)
 IDENTITY = Identity("n1", "one", pb.AGENT_KIND_FOREGROUND, "10.0.0.5", 99, "1.2.3")
@@ -150,6 +152,7 @@ def test_a_history_has_these_metrics(request: pytest.FixtureRequest) -> None:
     assert text == GOLDEN.read_text(), "review the diff, then: pytest --rewrite"
 
 
+@pytest.mark.quick
 def test_every_metric_is_documented_and_no_other() -> None:
     n = Node()
     history(n)
@@ -160,7 +163,6 @@ def test_every_metric_is_documented_and_no_other() -> None:
     assert told == set(written)
 
 
-@pytest.mark.slow
 def test_promtool_finds_nothing_to_improve() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
@@ -181,7 +183,6 @@ def test_promtool_finds_nothing_to_improve() -> None:
 # ------------------------------------------------------------------ workers
 
 
-@pytest.mark.slow
 def test_workers_are_followed_from_their_start_to_their_end() -> None:
     n = Node()
     job = n.metrics.job(local_world_size=2)
@@ -205,7 +206,6 @@ def test_workers_are_followed_from_their_start_to_their_end() -> None:
     assert found["rdzv_agent_worker_exits_total{during=run}{how=SIGTERM}"] == 0
 
 
-@pytest.mark.slow
 def test_adopted_workers_are_there_and_were_not_started() -> None:
     node = Node()
     job = node.metrics.job(2)
@@ -220,7 +220,6 @@ def test_adopted_workers_are_there_and_were_not_started() -> None:
     assert node.values()["rdzv_agent_restarts_total"] == 1
 
 
-@pytest.mark.slow
 def test_a_round_that_could_not_be_started_leaves_no_worker() -> None:
     n = Node()
     job = n.metrics.job(local_world_size=2)
@@ -231,7 +230,6 @@ def test_a_round_that_could_not_be_started_leaves_no_worker() -> None:
     assert n.values()["rdzv_agent_worker_start_failures_total"] == 1
 
 
-@pytest.mark.slow
 def test_a_runner_that_dies_takes_its_workers_with_it() -> None:
     n = Node()
     job = n.metrics.job(local_world_size=1)
@@ -246,7 +244,6 @@ def test_a_runner_that_dies_takes_its_workers_with_it() -> None:
     assert found["rdzv_agent_runner_exits_total{how=unexpectedly}"] == 1
 
 
-@pytest.mark.slow
 def test_a_job_that_is_gone_is_forgotten_and_its_counts_are_not() -> None:
     n, jobs = Node(), list[weakref.ref[object]]()
     for round_ in range(3):
@@ -262,6 +259,7 @@ def test_a_job_that_is_gone_is_forgotten_and_its_counts_are_not() -> None:
     assert n.values()["rdzv_agent_rounds_started_total"] == 3
 
 
+@pytest.mark.quick
 def test_restarts_are_rounds_after_a_failure_and_not_those_after_a_lost_node() -> None:
     n = Node()
     job = n.metrics.job(local_world_size=1)
@@ -334,6 +332,7 @@ def test_an_agent_without_submitted_jobs_tells_of_none() -> None:
     assert "rdzv_agent_gpus" not in metrics.text().decode()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("listen", "address", "told"),
     [
@@ -349,7 +348,6 @@ def test_loopback_is_not_announced_to_another_machine(listen: str, address: str,
     assert announced(Listen.parse(listen), address) == told
 
 
-@pytest.mark.slow
 async def test_the_page_is_served_and_its_place_is_announced() -> None:
     n = Node()
     link = cast(ServerLink, n.link)
@@ -401,6 +399,7 @@ def _account() -> str:
     return own_account()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "[::]", "gpu-7"])
 def test_beyond_loopback_only_with_insecure(tmp_path: Path, host: str) -> None:
     line = f'metrics_listen = "{host}:29481"\n'
@@ -412,6 +411,7 @@ def test_beyond_loopback_only_with_insecure(tmp_path: Path, host: str) -> None:
     assert str(allowed.settings.metrics_listen) == f"{host}:29481"
 
 
+@pytest.mark.quick
 def test_nowhere_unless_asked_for(tmp_path: Path) -> None:
     assert read_config(config(tmp_path, "")).settings.metrics_listen is None
     local = read_config(config(tmp_path, 'metrics_listen = "127.0.0.1:0"\n'))
@@ -421,7 +421,6 @@ def test_nowhere_unless_asked_for(tmp_path: Path) -> None:
     assert not settings_of(AgentSettings)["metrics_listen"].reload
 
 
-@pytest.mark.slow
 def test_an_agent_that_nobody_scrapes_loads_no_library_for_it() -> None:
     code = (
         "import sys; import rdzv.agent.app.daemon, rdzv.agent.node.node, rdzv.agent.__main__\n"

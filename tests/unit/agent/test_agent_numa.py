@@ -71,10 +71,12 @@ def refusal(sysfs: Path, machine: Machine, binding: str, **options: Any) -> str:
 # ------------------------------------------------------------------ the modes
 
 
+@pytest.mark.slow
 def test_a_gpu_of_an_unknown_node_is_on_node_0(write: Write) -> None:
     assert bound(write(WORKSTATION), WORKSTATION, "node") == ["0-5", "0-5"]
 
 
+@pytest.mark.slow
 def test_node_is_all_cpus_of_the_gpus_node(write: Write) -> None:
     nodes = ["0-6,28-34", "7-13,35-41", "14-20,42-48", "21-27,49-55"]
     found = bound(write(EIGHT_GPUS), EIGHT_GPUS, "node")
@@ -86,6 +88,7 @@ def test_socket_is_all_nodes_of_the_gpus_socket(write: Write) -> None:
     assert bound(write(EIGHT_GPUS), EIGHT_GPUS, "socket") == [sockets[0]] * 4 + [sockets[1]] * 4
 
 
+@pytest.mark.slow
 def test_exclusive_divides_cores_and_gives_what_is_left_over_to_the_first(write: Write) -> None:
     assert bound(write(EIGHT_GPUS), EIGHT_GPUS, "exclusive") == [
         *("7-10,35-38", "11-13,39-41"),  # 7 cores for GPUs 0 and 1
@@ -118,6 +121,7 @@ def test_the_core_complex_with_most_usable_cpus_comes_first(write: Write) -> Non
     assert found == ["4-5,16", "2-3", "0", "4-5,16"]
 
 
+@pytest.mark.slow
 def test_without_an_l3_the_last_level_counts(tmp_path: Path) -> None:
     machine = Machine(gpu_nodes=(0, 0))
     machine.write(tmp_path)
@@ -132,6 +136,7 @@ def test_nodes_without_cpus_are_on_no_socket(write: Write) -> None:
     assert bound(sysfs, WITH_EMPTY_NODES, "socket") == ["0-3,8-11", "4-7,12-15"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("binding", NumaBinding)
 def test_nobody_is_bound_to_what_is_not_allowed(write: Write, binding: str) -> None:
     allowed = parse_cpu_list("2-3,7-8,15,22,30,50")
@@ -139,6 +144,7 @@ def test_nobody_is_bound_to_what_is_not_allowed(write: Write, binding: str) -> N
         assert cpus and parse_cpu_list(cpus) <= allowed
 
 
+@pytest.mark.slow
 def test_only_what_this_process_may_use_is_allowed_by_default(write: Write) -> None:
     machine = Machine(cores_per_complex=max(os.sched_getaffinity(0)) + 2, gpu_nodes=(0,))
     found = bound_cpus(NumaBinding.NODE, 0, 1, machine.gpus, sysfs=write(machine))
@@ -165,6 +171,7 @@ def test_two_mig_devices_of_one_gpu_share_its_node(write: Write) -> None:
 # ------------------------------------------------------------------ without GPUs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("binding", "expected"),
     [
@@ -240,6 +247,7 @@ def test_a_machine_without_numa_is_refused(tmp_path: Path) -> None:
     assert "lists no NUMA node" in refusal(tmp_path, Machine(), "node", workers=1)
 
 
+@pytest.mark.slow
 def test_a_machine_that_hides_its_caches_is_refused(tmp_path: Path) -> None:
     WORKSTATION.write(tmp_path)
     for cache in tmp_path.glob("devices/system/cpu/cpu*/cache"):
@@ -247,6 +255,7 @@ def test_a_machine_that_hides_its_caches_is_refused(tmp_path: Path) -> None:
     assert "--numa-binding=node" in refusal(tmp_path, WORKSTATION, "core-complex")
 
 
+@pytest.mark.slow
 def test_nonsense_in_sysfs_is_refused(tmp_path: Path) -> None:
     WORKSTATION.write(tmp_path)
     (tmp_path / "devices/system/node/node0/cpulist").write_text("many\n")

@@ -43,6 +43,7 @@ def endpoints(*argv: str) -> list[Endpoint]:
 # ------------------------------------------------------------------ defaults
 
 
+@pytest.mark.slow
 def test_without_options_one_worker_runs_with_a_server_of_its_own() -> None:
     found, meeting = parse_launch(["train.py"])
     assert (meeting.endpoints, meeting.host_at) == ((), None)
@@ -96,6 +97,7 @@ def test_a_job_of_its_own_has_a_name_of_its_own() -> None:
     assert all(name.startswith("standalone-") for name in names)
 
 
+@pytest.mark.slow
 def test_the_snapshot_is_where_the_workers_see_it(tmp_path: Path) -> None:
     assert launch().snapshot is None
     given = ("--no-progress-restarts=3", "--snapshot=saved/last.pt")
@@ -112,6 +114,7 @@ def test_a_snapshot_that_nobody_looks_at_is_refused() -> None:
         launch("--snapshot=last.pt")
 
 
+@pytest.mark.slow
 def test_workers_are_fenced_only_if_that_is_asked_for() -> None:
     assert launch(*HEAD).hang_timeout is None
     assert launch(*HEAD, "--hang-timeout=600").hang_timeout == HangTimeout(600_000)
@@ -204,6 +207,7 @@ def test_newcomers_may_have_to_wait_for_a_while() -> None:
     assert launch("--rdzv-conf=scale_up=on-restart").job.settings.scale_up_after_ms == 0
 
 
+@pytest.mark.slow
 def test_flags_arrive() -> None:
     assert launch("-m").module
     assert launch("--module").module
@@ -321,6 +325,7 @@ def test_a_value_that_looks_like_a_flag_is_left_alone() -> None:
 # ------------------------------------------------------------------ torch.distributed.launch
 
 
+@pytest.mark.slow
 def test_a_script_of_old_is_told_its_local_rank_before_its_own_arguments() -> None:
     found, _ = parse_launch(["--nproc-per-node=2", "t.py", "a"], legacy=True)
     assert found.argv(1)[2:] == ("t.py", "--local-rank=1", "a")
@@ -674,6 +679,7 @@ def test_everything_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatc
     assert found.no_python
 
 
+@pytest.mark.slow
 def test_help_mentions_every_option_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse_launch(["--help"])

@@ -17,6 +17,8 @@ import pytest
 from rdzv.agent.inventory import preemption as module
 from rdzv.agent.inventory.preemption import Preemption, reporting_preemptions
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 100.0
 
 
@@ -81,6 +83,7 @@ async def test_a_file_that_appears_says_how_much_time_is_left(tmp_path: Path) ->
         assert (await notices.next())[0] == 5_000
 
 
+@pytest.mark.quick
 async def test_a_file_that_is_there_already_is_a_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +119,7 @@ async def test_words_that_are_no_seconds_are_a_notice_all_the_same(
     assert "'terminate at noon' is not a number of seconds; using the default time" in caplog.text
 
 
+@pytest.mark.quick
 async def test_a_file_whose_folder_comes_later(tmp_path: Path) -> None:
     folder = tmp_path / "later"
     async with watched(folder / "preempted") as notices:
@@ -136,7 +140,6 @@ async def test_a_command_gives_notice_by_exiting_with_0(tmp_path: Path) -> None:
         assert await notices.next() == (90_000, "preemption reported by sh")
 
 
-@pytest.mark.slow
 async def test_a_command_that_fails_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,7 +154,6 @@ async def test_a_command_that_fails_is_started_again(
     assert caplog.text.count("`preemption.command` (sh) exited with 7; restarting it") == 1
 
 
-@pytest.mark.slow
 async def test_a_command_that_can_not_be_started_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,13 +173,11 @@ async def test_a_command_that_can_not_be_started_is_tried_again(
     assert "cannot be started: No such file or directory" in caplog.text
 
 
-@pytest.mark.slow
 async def test_what_a_command_leaves_behind_does_not_hold_up_the_notice(tmp_path: Path) -> None:
     async with watched(command=sh("sleep 600 & echo 5")) as notices:
         assert (await notices.next())[0] == 5_000
 
 
-@pytest.mark.slow
 async def test_at_the_end_the_command_is_killed_with_all_that_it_has_started(
     tmp_path: Path,
 ) -> None:
@@ -192,6 +192,7 @@ async def test_at_the_end_the_command_is_killed_with_all_that_it_has_started(
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.quick
 async def test_without_either_nothing_is_watched() -> None:
     async with watched() as notices:
         await asyncio.sleep(0)

@@ -27,6 +27,8 @@ from rdzv.agent.system.inotify import Inotify
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 100.0
 ROOT = Path(__file__).parents[3]
 
@@ -38,6 +40,7 @@ def line(round_: int = 3, nodes: int = 2) -> Assignment:
 # ---------------------------------------------------------------------- what a file says
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("content", "step"),
     [
@@ -56,6 +59,7 @@ def test_a_step_is_a_decimal_number(content: bytes, step: int | None) -> None:
     assert read_step(content) == step
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "content",
     [
@@ -82,6 +86,7 @@ def pace(*seen: tuple[int, int]) -> Pace:
     return found
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("seen", "rate"),
     [
@@ -104,7 +109,6 @@ def test_a_rate_is_that_of_the_window(seen: Iterable[tuple[int, int]], rate: flo
     assert pace(*seen).rate == rate
 
 
-@pytest.mark.slow
 def test_no_more_is_kept_than_the_window_has() -> None:
     found = pace(*((number * 1_000, number) for number in range(1_000)))
     assert len(found.seen) == WINDOW_MS // 1_000 + 1
@@ -159,7 +163,6 @@ def report_step(step: int) -> None:
     scope["report_step"](step)  # type: ignore[operator]
 
 
-@pytest.mark.slow
 async def test_the_function_to_paste_is_understood(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +179,7 @@ async def test_the_function_to_paste_is_understood(
     report_step(9)
 
 
+@pytest.mark.quick
 async def test_the_furthest_step_is_the_highest_of_all_workers_also_if_one_went_back(
     desk: Desk,
 ) -> None:
@@ -238,6 +242,7 @@ async def test_nothing_is_said_while_the_step_stays(desk: Desk) -> None:
     assert len(desk.said) == 1
 
 
+@pytest.mark.quick
 async def test_garbage_warns_once_and_the_last_step_stays(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -341,6 +346,7 @@ async def test_without_inotify_files_are_looked_at(
     assert "inotify is not available (" in caplog.text
 
 
+@pytest.mark.quick
 async def test_without_a_place_workers_run_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -354,6 +360,7 @@ async def test_without_a_place_workers_run_all_the_same(
     assert "cannot create progress files (" in caplog.text
 
 
+@pytest.mark.quick
 def test_what_is_said_becomes_a_message() -> None:
     from rdzv.agent.server_link import encoding
 

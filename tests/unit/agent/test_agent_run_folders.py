@@ -72,6 +72,7 @@ def test_what_was_written_is_found_by_the_next_agent(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_all_runs_of_a_job_are_found(tmp_path: Path) -> None:
     folders = RunFolders(tmp_path)
     age(write_round(folders, "r1", 0), 1)
@@ -149,6 +150,7 @@ def test_what_is_too_old_is_removed(tmp_path: Path) -> None:
     assert young.exists()
 
 
+@pytest.mark.slow
 def test_the_oldest_goes_first_where_there_is_too_much(tmp_path: Path) -> None:
     folders = RunFolders(tmp_path)
     paths = [write_round(folders, f"r{n}", n, rdzv_id=f"job-{n}") for n in range(3)]
@@ -159,6 +161,7 @@ def test_the_oldest_goes_first_where_there_is_too_much(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["job-1", "job-2"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_here_is_never_removed(tmp_path: Path) -> None:
     folders = RunFolders(tmp_path)
     path = write_round(folders, "r1", 0)

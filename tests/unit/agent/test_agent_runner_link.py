@@ -28,6 +28,8 @@ from rdzv.agent.runner_link import (
     agent_children,
 )
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 100.0
 EXITED = {"round": 0, "local_rank": 0, "pid": 9, "exit_code": 1, "signal": None, "age_ms": 0}
 
@@ -85,7 +87,6 @@ async def s() -> AsyncIterator[Story]:
     made.runner.close()
 
 
-@pytest.mark.slow
 async def test_a_store_host_that_can_not_be_asked_for_has_not_started(s: Story) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         s.link.start_store_host(3, listener, "python", {"LONG": "x" * MAX_FRAME_BYTES})
@@ -93,6 +94,7 @@ async def test_a_store_host_that_can_not_be_asked_for_has_not_started(s: Story) 
     assert s.heard == [StoreHostExited(3, NOT_STARTED, None)]
 
 
+@pytest.mark.quick
 def test_a_runner_that_can_not_be_started_leaves_no_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -111,6 +113,7 @@ def no_process(pid: int) -> int:
     raise ProcessLookupError
 
 
+@pytest.mark.quick
 async def test_what_a_dead_runner_has_left_is_killed_until_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,6 +141,7 @@ async def test_runners_that_live_are_spared_until_they_end(
     assert [link.pid in pids for pids in spared] == [True, False]
 
 
+@pytest.mark.quick
 async def test_a_child_that_is_no_runners_is_spared_until_that_is_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

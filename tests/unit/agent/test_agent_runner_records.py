@@ -11,6 +11,8 @@ import pytest
 from rdzv.agent.handover import runner_records
 from rdzv.agent.handover.runner_records import RunnerRecords
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 100.0
 
 
@@ -62,6 +64,7 @@ async def test_who_was_forgotten_is_not_waited_for(
         await RunnerRecords(tmp_path).former_gone()
 
 
+@pytest.mark.quick
 async def test_a_stranger_with_the_same_number_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "runners").mkdir()
     (tmp_path / "runners" / str(os.getpid())).write_text("1 of-another-boot")
@@ -70,6 +73,7 @@ async def test_a_stranger_with_the_same_number_is_not_waited_for(tmp_path: Path)
         await RunnerRecords(tmp_path).former_gone()
 
 
+@pytest.mark.quick
 async def test_a_folder_that_can_not_be_written_costs_no_job(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

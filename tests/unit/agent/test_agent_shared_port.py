@@ -16,6 +16,8 @@ from rdzv.errors import InvalidRequestError
 from rdzv.transport.addresses import listen_at
 from rdzv.transport.endpoints import Endpoint
 
+pytestmark = pytest.mark.slow
+
 GRPC = b"PRI * HTTP/2.0\r\n"
 STORE = b"\x00\x01\x02\x03"
 
@@ -87,6 +89,7 @@ async def test_a_connection_for_nobody_is_closed_with_a_word(
     ]
 
 
+@pytest.mark.quick
 async def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_port, "FIRST_BYTES_TIMEOUT_S", 0.01)
     async with one_port() as port:
@@ -104,6 +107,7 @@ async def test_open_connections_end_with_the_port() -> None:
         await ask(port, GRPC)
 
 
+@pytest.mark.quick
 async def test_a_port_that_is_taken_is_refused_with_the_remedy() -> None:
     with listen_at("127.0.0.1", 0) as taken:
         at = Endpoint("127.0.0.1", taken.getsockname()[1])

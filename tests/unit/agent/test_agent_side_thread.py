@@ -63,6 +63,7 @@ async def test_what_is_raised_is_told(server: Server) -> None:
     assert isinstance(await told.next(), FileNotFoundError)
 
 
+@pytest.mark.slow
 async def test_one_that_is_late_is_told_once_and_nothing_else_hangs(server: Server) -> None:
     told, aside = Told(), Aside(0.01)
     server.answers.clear()
@@ -82,6 +83,7 @@ async def test_one_that_is_late_is_told_once_and_nothing_else_hangs(server: Serv
     assert told.news.empty()
 
 
+@pytest.mark.slow
 async def test_the_loop_goes_on_meanwhile(server: Server) -> None:
     server.answers.clear()
     began_s = time.monotonic()

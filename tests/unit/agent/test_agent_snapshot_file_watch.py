@@ -107,6 +107,7 @@ async def ended(seen: SnapshotFileWatch) -> bool:
         return await seen.has_changed()
 
 
+@pytest.mark.slow
 async def test_each_round_is_compared_with_the_end_of_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
     path.write_text("of an earlier run")
@@ -169,6 +170,7 @@ async def test_an_agent_that_did_not_see_the_round_begin_does_not_say_that_nothi
     assert not await ended(seen)
 
 
+@pytest.mark.slow
 async def test_a_file_server_that_does_not_answer_holds_up_nobody_for_long(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -39,6 +39,7 @@ def share(tmp_path: Path) -> Share:
     return Share(None, tmp_path / "run")
 
 
+@pytest.mark.slow
 async def test_a_launch_says_what_was_submitted_and_where_the_node_is(share: Share) -> None:
     launch = await make_launch(PLACED, AROUND, share)
     assert (launch.job.rdzv_id, launch.job.node_id) == ("job-7", "n1")
@@ -50,6 +51,7 @@ async def test_a_launch_says_what_was_submitted_and_where_the_node_is(share: Sha
     assert launch.job.server_timeout_ms == SERVER_TIMEOUT_MS
 
 
+@pytest.mark.slow
 async def test_what_this_process_was_started_with_is_not_in_a_job(
     share: Share, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +66,7 @@ async def test_what_this_process_was_started_with_is_not_in_a_job(
     assert launch.python == sys.executable
 
 
+@pytest.mark.slow
 async def test_the_jobs_own_environment_counts(share: Share) -> None:
     env = (("PYTHON_EXEC", "venv/bin/python"), ("PET_MAX_RESTARTS", "5"), ("PATH", "/opt"))
     launch = await make_launch(placed("train.py", env=env), AROUND, share)
@@ -90,6 +93,7 @@ def test_a_job_without_a_folder_starts_at_home() -> None:
     assert working_directory(placed(chdir=""), replace(AROUND, environ={})) == Path("/")
 
 
+@pytest.mark.slow
 async def test_the_nodes_own_address_and_place_are_offered(share: Share) -> None:
     around = replace(AROUND, address="10.0.0.7", topology="rack-1")
     launch = await make_launch(PLACED, around, share)
@@ -144,6 +148,7 @@ async def test_what_makes_no_sense_for_snapshots_is_refused(
 # ------------------------------------------------------------------ output
 
 
+@pytest.mark.slow
 async def test_all_output_goes_to_files_of_the_run(share: Share) -> None:
     launch = await make_launch(placed("--nproc-per-node=2", "--tee=1", "a.py"), AROUND, share)
     output = launch.output
@@ -166,6 +171,7 @@ async def test_who_wants_no_files_has_no_output_on_the_daemons_console(share: Sh
 # ------------------------------------------------------------------ what the node counts itself
 
 
+@pytest.mark.slow
 async def test_workers_that_the_node_counts_are_counted_as_the_job_sees_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_cgroup_is_named_with_limit_and_peak(machine: Machine) -> None:
     before = machine.count()
     machine.write(machine.job / "memory.events", "oom 2\noom_kill 2\n")
@@ -65,10 +66,12 @@ def test_a_kill_in_the_cgroup_is_named_with_limit_and_peak(machine: Machine) -> 
     )
 
 
+@pytest.mark.slow
 def test_a_kill_before_the_round_explains_nothing(machine: Machine) -> None:
     assert machine.explain(machine.count()) == ""
 
 
+@pytest.mark.slow
 def test_a_kill_elsewhere_on_the_machine_is_named(machine: Machine) -> None:
     before = machine.count()
     machine.write(machine.proc / "vmstat", "oom_kill 4\n")
@@ -82,6 +85,7 @@ def test_what_cannot_be_read_explains_nothing(tmp_path: Path) -> None:
     assert empty.explain(MemoryKills()) == ""
 
 
+@pytest.mark.slow
 def test_cgroup_v1_counts_kills_as_well(machine: Machine) -> None:
     machine.write(machine.proc / "self" / "cgroup", "5:cpu,memory:/jobs/b\n")
     job = machine.cgroup / "memory" / "jobs" / "b"
@@ -92,6 +96,7 @@ def test_cgroup_v1_counts_kills_as_well(machine: Machine) -> None:
     assert "cgroup /jobs/b was out of memory (limit 512 MiB)" in machine.explain(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "text"), [(1 << 30, "1 GiB"), (3 << 29, "1.5 GiB"), (1023 << 20, "1023 MiB")]
 )
@@ -112,6 +117,7 @@ GLOBAL = (
 )
 
 
+@pytest.mark.slow
 def test_the_log_names_the_process_and_its_cgroup(machine: Machine) -> None:
     machine.log(MEMCG)
     assert machine.explain(machine.count()) == (
@@ -126,6 +132,7 @@ def test_the_log_tells_the_machine_from_the_cgroup(machine: Machine) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "age_s"),
     [
@@ -252,6 +259,7 @@ def exited(folder: Path, signum: int | None, stderr: str = "") -> ExitedWorker:
     return ExitedWorker(PID, signum, folder / "error.json", log, folder, None, MemoryKills())
 
 
+@pytest.mark.slow
 def test_the_log_explains_what_the_exit_code_does_not(tmp_path: Path) -> None:
     long = "step\n" * 100_000 + "terminate called after throwing an instance of 'std::bad_alloc'\n"
     error = explain_exit(exited(tmp_path, signal.SIGABRT, long))

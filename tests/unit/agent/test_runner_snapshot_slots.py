@@ -94,6 +94,7 @@ def story() -> Iterator[Story]:
     assert not [name for name in names if "rdzv snapshot" in name]
 
 
+@pytest.mark.slow
 def test_the_examples_hold() -> None:
     assert doctest.testmod(snapshot_slots).failed == 0
 

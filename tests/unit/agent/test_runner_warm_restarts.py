@@ -102,6 +102,7 @@ def test_when_all_have_imported_it_starts_at_once() -> None:
     alone.restarts.close()
 
 
+@pytest.mark.slow
 def test_reports_are_received_up_to_a_number_and_again_in_the_next_round(watched: Watched) -> None:
     address = watched.restarts.report_to
     watched.restarts.begin_round(2)

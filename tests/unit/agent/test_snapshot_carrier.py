@@ -28,6 +28,8 @@ from rdzv.agent import job_programs
 from rdzv.agent.job.copy_certificate import certified
 from rdzv.agent.job_programs import snapshot_carrier as carrier
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(job_programs.__path__[0]) / "snapshot_carrier.py"
 PATIENCE_S = 60.0
 SIZE = carrier.CONTENT_AT + 3 * carrier.PIECE_BYTES + 12_345
@@ -147,7 +149,6 @@ def seal_of(fd: int) -> bytes:
     return os.pread(fd, carrier.HEADER_AT, 0)
 
 
-@pytest.mark.slow
 def test_what_is_held_there_is_here_bit_for_bit(pair: tuple[Program, Program]) -> None:
     one, two = pair
     slots = snapshot(40), snapshot(50)
@@ -161,7 +162,6 @@ def test_what_is_held_there_is_here_bit_for_bit(pair: tuple[Program, Program]) -
     assert [held_in(fd)[:SIZE] for fd in fds] == [slots[1], slots[0]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
@@ -180,7 +180,6 @@ def test_only_what_was_reported_is_sent(
     assert seal_of(fd) == bytes(carrier.HEADER_AT)
 
 
-@pytest.mark.slow
 def test_who_does_not_know_the_token_gets_nothing(pair: tuple[Program, Program]) -> None:
     one, two = pair
     one.hold(snapshot(40), snapshot(50))
@@ -195,7 +194,6 @@ def test_who_does_not_know_the_token_gets_nothing(pair: tuple[Program, Program])
     assert two.ends_with() == ""
 
 
-@pytest.mark.slow
 def test_a_peer_that_comes_before_the_credentials_is_served_once_these_are_there() -> None:
     """It may know them already, and expect TLS."""
     one = Program()
@@ -214,7 +212,6 @@ def test_a_peer_that_comes_before_the_credentials_is_served_once_these_are_there
         one.close()
 
 
-@pytest.mark.slow
 def test_a_carrier_ends_with_its_runner_whoever_is_connected() -> None:
     one = Program().trust()
     try:
@@ -235,7 +232,6 @@ sys.stdin.read()
 """Starts a program, prints its pid, and waits."""
 
 
-@pytest.mark.slow
 def test_a_carrier_dies_with_its_parent_though_its_socket_is_open() -> None:
     ours, theirs = socket.socketpair()
     ours.settimeout(PATIENCE_S)
@@ -262,6 +258,7 @@ def test_a_carrier_dies_with_its_parent_though_its_socket_is_open() -> None:
             os.close(pidfd)
 
 
+@pytest.mark.quick
 def test_a_carrier_whose_parent_died_before_it_could_be_bound_to_it_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -275,7 +272,6 @@ def test_a_carrier_whose_parent_died_before_it_could_be_bound_to_it_ends(
     assert len(asked) == 1
 
 
-@pytest.mark.slow
 def test_a_killed_sender_is_given_up(pair: tuple[Program, Program]) -> None:
     one, two = pair
     port = one.port
@@ -284,7 +280,6 @@ def test_a_killed_sender_is_given_up(pair: tuple[Program, Program]) -> None:
     assert two.ends_with() == "n1: Connection refused"
 
 
-@pytest.mark.slow
 def test_a_newer_fetch_ends_the_one_before() -> None:
     slow, two = Program("--rate=100000").trust(), Program().trust()
     try:
@@ -371,7 +366,6 @@ def flipped(at: int) -> Any:
     return change
 
 
-@pytest.mark.slow
 def test_every_flipped_bit_is_found() -> None:
     stream_bits = 8 * (BEFORE_CONTENT + SMALL + 32)
     slot, chance = bytes(snapshot(size=SMALL)), random.Random(0)
@@ -383,7 +377,6 @@ def test_every_flipped_bit_is_found() -> None:
         assert carrier.read_header(memoryview(peer.left)) is None or at < 8 * BEFORE_CONTENT
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, 10, carrier.GREETING.size, BEFORE_CONTENT, SMALL // 2, SMALL])
 def test_a_stream_that_is_cut_off_leaves_nothing(cut: int) -> None:
     def change(begin: int, data: bytearray) -> bytearray:
@@ -423,13 +416,13 @@ def test_a_slot_that_is_overwritten_on_the_way_is_not_taken() -> None:
     thread.join(PATIENCE_S)
 
 
-@pytest.mark.slow
 def test_a_peer_that_sends_too_slowly_is_given_up() -> None:
     peer = Peer(bytes(snapshot(size=SMALL)))
     with pytest.raises(carrier.CopyError, match="it takes too long"):
         peer.fetched(asked(size=SMALL), within_s=-1.0)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("size", [SMALL - 1, SMALL + 1])
 def test_a_peer_that_sends_another_size_is_refused(size: int) -> None:
     ours, theirs = socket.socketpair()
@@ -441,6 +434,7 @@ def test_a_peer_that_sends_another_size_is_refused(size: int) -> None:
             carrier.fetch(theirs, asked(size=SMALL), memoryview(bytearray(SMALL)), b"k", until)
 
 
+@pytest.mark.quick
 def test_a_stranger_at_the_address_is_told_from_a_carrier() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -449,6 +443,7 @@ def test_a_stranger_at_the_address_is_told_from_a_carrier() -> None:
             carrier.greet_sender(theirs, "secret")
 
 
+@pytest.mark.quick
 def test_a_sender_that_does_not_know_the_token_gets_no_request() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -460,6 +455,7 @@ def test_a_sender_that_does_not_know_the_token_gets_no_request() -> None:
 # ---------------------------------------------------------------- the rate
 
 
+@pytest.mark.quick
 def test_no_more_is_sent_than_the_rate_allows() -> None:
     now = [0.0]
     rate = 100 * carrier.PIECE_BYTES
@@ -479,12 +475,12 @@ def test_no_more_is_sent_than_the_rate_allows() -> None:
     assert now[0] - begun == pytest.approx(1.0)
 
 
+@pytest.mark.quick
 def test_without_a_rate_nothing_waits() -> None:
     bucket = carrier.TokenBucket(0, lambda: 0.0, lambda _: pytest.fail("it waits"))
     bucket.take(1 << 40)
 
 
-@pytest.mark.slow
 def test_the_layout_is_that_of_the_worker() -> None:
     pytest.importorskip("torch")
     from rdzv.worker.snapshot_slot import TENSORS_AT, Content, Header, Slot

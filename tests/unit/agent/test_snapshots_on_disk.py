@@ -38,6 +38,7 @@ def written(step: int, reason: str = "") -> SnapshotsWritten:
     return SnapshotsWritten(0, step, "a", reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every_s", "group_rank", "shards", "whole_ms", "steps"),
     [

@@ -314,6 +314,7 @@ def test_damaged_states_are_refused_or_read_but_nothing_else() -> None:
     assert read > 0
 
 
+@pytest.mark.slow
 def test_a_value_that_stands_for_a_huge_one_is_not_followed() -> None:
     """With memos, a small pickle can describe something huge."""
     doubled: tuple[Any, ...] = ()

@@ -34,6 +34,8 @@ from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.from_messages import job_status_of
 from rdzv.view.log_lines import harmless
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "ctl"
 NOON_S = 1_700_049_600.0
 PAGE = Page(width=100, colour=False, now_s=NOON_S, zone=UTC)
@@ -72,11 +74,13 @@ def compare(name: str, text: str) -> None:
 # ------------------------------------------------------------------------------------ for people
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("sample", ["joining", "running", "failed", "large", "watched"])
 def test_golden_status(control: FakeControl, sample: str) -> None:
     compare(sample, show(control, getattr(control_samples, sample)()))
 
 
+@pytest.mark.quick
 def test_golden_list(control: FakeControl) -> None:
     samples = (control_samples.joining(), control_samples.running(), control_samples.large())
     for name, job in zip(("bert", "gpt-small", "llm-70b"), samples, strict=True):
@@ -101,7 +105,6 @@ def test_golden_events(control: FakeControl) -> None:
         compare("events", as_text.events("a", client.events("a"), PAGE) + "\n")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [20, 50, 80, 100, 132])
 def test_free_text_keeps_to_the_width(control: FakeControl, width: int) -> None:
     page = Page(width=width, colour=False, now_s=NOON_S, zone=UTC)
@@ -114,20 +117,17 @@ def test_free_text_keeps_to_the_width(control: FakeControl, width: int) -> None:
     assert max(len(line) for line in lines if "waiting for" in line) <= width
 
 
-@pytest.mark.slow
 def test_a_terminal_without_a_width_breaks_nothing(control: FakeControl) -> None:
     for sample in (control_samples.joining(), control_samples.failed()):
         show(control, sample, page=Page(width=1, colour=True, now_s=NOON_S, zone=UTC))
 
 
-@pytest.mark.slow
 def test_every_node_is_there_if_all_are_asked_for(control: FakeControl) -> None:
     text = show(control, control_samples.large(), everything=True)
     assert len(re.findall(r"^\S+ +node-\d+ ", text, re.MULTILINE)) == 500
     assert "--all" not in text
 
 
-@pytest.mark.slow
 def test_an_abbreviated_table_keeps_who_is_not_seated(control: FakeControl) -> None:
     job = control_samples.large()
     for node in job.nodes:
@@ -137,7 +137,6 @@ def test_an_abbreviated_table_keeps_who_is_not_seated(control: FakeControl) -> N
     assert "... and 460 more nodes (460 lost); --all shows them" in text
 
 
-@pytest.mark.slow
 def test_a_long_traceback_keeps_its_end(control: FakeControl) -> None:
     job = control_samples.failed()
     lines = [f"line {number}" for number in range(100)]
@@ -148,7 +147,6 @@ def test_a_long_traceback_keeps_its_end(control: FakeControl) -> None:
     assert "    line 0\n" in show(control, job, everything=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("failure", "text"),
     [
@@ -164,7 +162,6 @@ def test_how_a_worker_ended(control: FakeControl, failure: pb.WorkerFailure, tex
     assert text in show(control, job)
 
 
-@pytest.mark.slow
 def test_a_value_of_a_round_that_is_over_says_so(control: FakeControl) -> None:
     job = control_samples.running()
     job.state, job.last_end = "joining", "n3 was lost: lease ran out"
@@ -173,7 +170,6 @@ def test_a_value_of_a_round_that_is_over_says_so(control: FakeControl) -> None:
     assert "WORLD_SIZE   24 in round 2\n" in text
 
 
-@pytest.mark.slow
 def test_whose_job_it_is_is_told_where_callers_are_told_apart(control: FakeControl) -> None:
     job = control_samples.running()
     assert "owner" not in show(control, job)
@@ -181,7 +177,6 @@ def test_whose_job_it_is_is_told_where_callers_are_told_apart(control: FakeContr
     assert "\n  owner        ada\n" in show(control, job)
 
 
-@pytest.mark.slow
 def test_an_age_that_is_none_breaks_nothing(control: FakeControl) -> None:
     job = control_samples.running()
     job.state_age_ms = 2**64 - 1
@@ -193,7 +188,6 @@ def test_an_age_that_is_none_breaks_nothing(control: FakeControl) -> None:
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e\u2028gone\n\x00next"
 
 
-@pytest.mark.slow
 def test_escapes_from_outside_are_harmless(
     control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +208,7 @@ def test_escapes_from_outside_are_harmless(
         assert re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u2028]", output) is None
 
 
+@pytest.mark.quick
 def test_harmless_text_is_as_it_was() -> None:
     assert harmless("größer: 日本 100 % → ok") == "größer: 日本 100 % → ok"
     assert harmless("\x1b[31m\t\n") == r"\x1b[31m\t\n"
@@ -300,7 +295,6 @@ def test_status_for_programs(
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "lost_steps", "shown"),
     [
@@ -341,7 +335,6 @@ def test_status_shows_what_is_held_in_memory(
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "shown"),
     [
@@ -381,7 +374,6 @@ def test_status_and_explain_show_what_the_loss_of_a_node_would_leave(
         assert shown in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.slow
 def test_what_is_not_known_is_null(
     control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -393,7 +385,6 @@ def test_what_is_not_known_is_null(
     assert document["nodes"][0]["group_rank"] is None
 
 
-@pytest.mark.slow
 def test_a_job_that_is_only_watched_for_programs(
     control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -407,7 +398,6 @@ def test_a_job_that_is_only_watched_for_programs(
             assert job[key] is None
 
 
-@pytest.mark.slow
 def test_list_and_events_for_programs(
     control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -440,12 +430,12 @@ def test_list_and_events_for_programs(
 # ------------------------------------------------------------------------------------ commands
 
 
+@pytest.mark.quick
 def test_no_jobs_in_words(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["list"]) == 0
     assert capsys.readouterr().out == f"no jobs at {server}\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["status", "events"])
 def test_an_unknown_job(command: str, server: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, "nix"]) == 1
@@ -454,6 +444,7 @@ def test_an_unknown_job(command: str, server: str, capsys: pytest.CaptureFixture
     assert captured.err == f"rdzvctl: no job nix is known here (asked {server})\n"
 
 
+@pytest.mark.quick
 def test_the_server_refuses(
     control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -483,7 +474,6 @@ def test_no_server_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-@pytest.mark.slow
 def test_a_server_that_hangs(
     control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -492,7 +482,6 @@ def test_a_server_that_hangs(
     assert "no answer within 0.2 s" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_options_after_the_command_win(
     control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -500,6 +489,7 @@ def test_options_after_the_command_win(
     assert run(["list"]) == 0
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -552,6 +542,7 @@ def test_the_help_of_a_command_is_about_the_command(capsys: pytest.CaptureFixtur
     assert "--tls-cert" not in text
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("group", ["tokens", "certs"])
 def test_help_lists_commands_with_whole_sentences(
     group: str, capsys: pytest.CaptureFixture[str]
@@ -577,7 +568,6 @@ def rdzvctl(
     )
 
 
-@pytest.mark.slow
 def test_modules_of_the_users_own_are_not_in_the_way(
     control: FakeControl, server: str, tmp_path: Path
 ) -> None:
@@ -587,7 +577,6 @@ def test_modules_of_the_users_own_are_not_in_the_way(
     assert (result.returncode, result.stdout, result.stderr) == (0, f"no jobs at {server}\n", "")
 
 
-@pytest.mark.slow
 def test_nothing_heavy_is_imported(server: str) -> None:
     script = (
         "import sys; from rdzv.ctl.__main__ import run; run({!r});"
@@ -609,7 +598,6 @@ def test_nothing_heavy_is_imported(server: str) -> None:
         assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.slow
 def test_a_reader_that_has_seen_enough(control: FakeControl, server: str) -> None:
     job = control_samples.large()
     control.jobs[job.rdzv_id] = job
@@ -626,7 +614,6 @@ def test_a_reader_that_has_seen_enough(control: FakeControl, server: str) -> Non
     assert (result.returncode, result.stderr) == (0, b"")
 
 
-@pytest.mark.slow
 def test_a_full_disk_is_one_line(server: str) -> None:
     with Path("/dev/full").open("wb") as full:
         result = subprocess.run(
@@ -664,7 +651,6 @@ def in_terminal(arguments: list[str], width: int, env: Mapping[str, str]) -> str
     return output.decode().replace("\r\n", "\n")
 
 
-@pytest.mark.slow
 def test_colours_and_width_are_for_terminals(control: FakeControl, server: str) -> None:
     job = control_samples.joining()
     control.jobs[job.rdzv_id] = job
@@ -681,7 +667,6 @@ def test_colours_and_width_are_for_terminals(control: FakeControl, server: str) 
     assert all(line == line.rstrip() for line in piped.splitlines())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budgets", "line"),
     [
@@ -713,7 +698,6 @@ def test_what_was_spent_is_shown_where_there_is_any(
     assert any(text.endswith(f"1 of 3 spent{window}") for text in shown)
 
 
-@pytest.mark.slow
 def test_an_empty_server_is_none_rather_than_the_default(
     server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -722,6 +706,7 @@ def test_an_empty_server_is_none_rather_than_the_default(
         assert "endpoint '' cannot be used: it names no host" in capsys.readouterr().err
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("bounds", "said"),
     [

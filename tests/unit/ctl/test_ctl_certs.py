@@ -10,6 +10,8 @@ import pytest
 from rdzv.ctl.__main__ import run
 from rdzv.transport.certificates import check_pair, read_certificate
 
+pytestmark = pytest.mark.slow
+
 
 def certs(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     got = run(["certs", *words])
@@ -26,7 +28,6 @@ def folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_names_and_roles_are_where_the_server_looks_for_them(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -43,13 +44,13 @@ def test_names_and_roles_are_where_the_server_looks_for_them(
         check_pair(folder / f"{file}.crt", folder / f"{file}.key", file)
 
 
+@pytest.mark.quick
 def test_keys_are_their_owners_alone(folder: Path) -> None:
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     assert modes == {"ca.crt": 0o644, "ca.key": 0o600, "server.crt": 0o644, "server.key": 0o600}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-@pytest.mark.slow
 def test_nothing_is_replaced_unless_that_is_said(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +80,7 @@ def test_what_can_not_be_used_is_refused(
     assert said in certs(capsys, *words, "--dir", str(folder), code=1)
 
 
+@pytest.mark.quick
 def test_a_folder_without_a_ca_is_said_to_have_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def test_an_interpreter_without_torch_is_refused_with_the_remedy(
     assert f"`{python} -m pip install torch`" in said.err
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_is_not_there_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["demo", "--python", "/nowhere/python"]) == 1
     assert "cannot run the interpreter '/nowhere/python'" in capfd.readouterr().err

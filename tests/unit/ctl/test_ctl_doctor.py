@@ -39,6 +39,7 @@ def found(findings: Iterator[Finding], check: str) -> Finding:
 # ---------------------------------------------------------------------- this machine
 
 
+@pytest.mark.slow
 def test_an_interpreter_without_torch_is_a_problem_with_its_reason(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "ModuleNotFoundError: No module named torch" >&2\nexit 1\n')
@@ -58,6 +59,7 @@ def test_an_interpreter_that_cannot_be_started_is_a_problem(tmp_path: Path) -> N
     assert "cannot import it: [Errno 2] No such file" in finding.text
 
 
+@pytest.mark.slow
 def test_torch_is_named_with_its_version(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho a banner\necho 2.13.0 8\n")
@@ -136,6 +138,7 @@ def test_a_slow_answer_is_no_wrong_clock() -> None:
     assert found(iter(judged(late, took_ms=10, now=1_008_000)), "clock").verdict is WARNING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("days", "verdict"), [(20, OK), (7, WARNING), (-1, PROBLEM)], ids=["long", "soon", "expired"]
 )

@@ -51,6 +51,7 @@ def test_a_checkout_names_its_own_folder(capsys: pytest.CaptureFixture[str]) -> 
     assert "docs/; `make docs` builds the site" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_site_is_served_until_ctrl_c(
     site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

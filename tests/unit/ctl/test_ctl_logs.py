@@ -23,6 +23,8 @@ from rdzv.view import log_lines
 from rdzv.view.answers import LogLines
 from rdzv.view.log_lines import Printer
 
+pytestmark = pytest.mark.slow
+
 Answer = list[pb.LogLines | grpc.StatusCode]
 
 
@@ -83,7 +85,6 @@ def lines(
 # ------------------------------------------------------------------ what is printed
 
 
-@pytest.mark.slow
 def test_lines_of_several_ranks_are_whole_and_say_whose_they_are(
     control: LogControl, server: str, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -102,6 +103,7 @@ def test_lines_of_several_ranks_are_whole_and_say_whose_they_are(
     assert not err
 
 
+@pytest.mark.quick
 def test_one_stream_of_one_rank_is_passed_on_as_it_is(
     control: LogControl, server: str, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -110,7 +112,6 @@ def test_one_stream_of_one_rank_is_passed_on_as_it_is(
     assert capfdbinary.readouterr().out == b"\x00 50%\r51%\r\n\xff, no end"
 
 
-@pytest.mark.slow
 def test_both_streams_of_one_rank_do_not_meet_within_a_line(
     control: LogControl, server: str, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -119,7 +120,6 @@ def test_both_streams_of_one_rank_do_not_meet_within_a_line(
     assert capfdbinary.readouterr().out == b"warn\nloss\n"
 
 
-@pytest.mark.slow
 def test_what_is_missing_is_said_on_stderr_and_by_the_exit_code(
     control: LogControl, server: str, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -131,7 +131,6 @@ def test_what_is_missing_is_said_on_stderr_and_by_the_exit_code(
     assert err == b"rdzvctl: n2: its agent is not connected\\x1b[2J\n"
 
 
-@pytest.mark.slow
 def test_a_terminal_obeys_nothing_that_a_log_holds(control: LogControl, server: str) -> None:
     control.answers = [[lines("a\tb\x1b]0;x\x07 ä\u202e".encode() + b"\xff 5%\r6%\n")]]
     leader, follower = pty.openpty()
@@ -151,6 +150,7 @@ def test_a_terminal_obeys_nothing_that_a_log_holds(control: LogControl, server: 
     assert text.decode().split("\r\n") == [*shown, ""]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_lines_come_out_the_same_however_they_are_cut(size: int) -> None:
     text = b"one\n\r\n50%\r51%\r\r\nend\n\xff" + b"no end"
@@ -163,6 +163,7 @@ def test_lines_come_out_the_same_however_they_are_cut(size: int) -> None:
     assert out.getvalue() == b"".join(b"[rank 3] " + line + b"\n" for line in whole)
 
 
+@pytest.mark.quick
 def test_a_line_without_an_end_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_lines, "LINE_BYTES", 10)
     out = io.BytesIO()
@@ -177,7 +178,6 @@ def test_a_line_without_an_end_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------ what is asked for
 
 
-@pytest.mark.slow
 def test_the_options_reach_the_server(control: LogControl, server: str) -> None:
     control.answers = [[], [], []]
     assert run(["logs", "bert", "-f", "--rank=3", "--round=2", "--stderr", "--tail=100"]) == 0
@@ -191,6 +191,7 @@ def test_the_options_reach_the_server(control: LogControl, server: str) -> None:
     assert third == pb.ReadLogsRequest(rdzv_id="bert", stdout=True, stderr=True, round=0)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("tail", ["0", "-1", "k", "1.5k", "10x", "4294967296", "٣"])
 def test_a_tail_that_makes_no_sense_is_refused(
     tail: str, capsys: pytest.CaptureFixture[str]
@@ -206,7 +207,6 @@ def test_a_job_that_is_not_known_is_an_error(
     assert "no job nobody is known here" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_forget_names_the_job(
     control: LogControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,7 +220,6 @@ def test_forget_names_the_job(
 # ------------------------------------------------------------------ a stream that is cut
 
 
-@pytest.mark.slow
 def test_a_stream_that_is_cut_goes_on_where_it_was(
     control: LogControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +253,6 @@ def test_a_stream_that_is_cut_goes_on_where_it_was(
     assert places == [("n1", 5, 0), ("n2", 4, 0)]
 
 
-@pytest.mark.slow
 def test_a_server_that_does_not_come_back_is_given_up(
     control: LogControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:

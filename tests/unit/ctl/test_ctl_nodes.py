@@ -27,6 +27,8 @@ from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import Server
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "ctl"
 PAGE = Page(width=100, colour=False, now_s=1_700_049_600.0, zone=UTC)
 GIB = 1 << 30
@@ -176,6 +178,7 @@ def compare(name: str, text: str) -> None:
 # ------------------------------------------------------------------------------ nodes
 
 
+@pytest.mark.quick
 def test_golden_nodes(control: NodesControl) -> None:
     with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
         found = client.nodes()
@@ -190,7 +193,6 @@ def test_golden_nodes(control: NodesControl) -> None:
         assert node.node_id in as_text_nodes.nodes("here", found, wide)
 
 
-@pytest.mark.slow
 def test_one_node_is_told_in_full(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["nodes", "gpu-2"]) == 0
     said = capsys.readouterr().out
@@ -201,7 +203,6 @@ def test_one_node_is_told_in_full(server: str, capsys: pytest.CaptureFixture[str
     assert "no node gpu-99 is known; `rdzvctl nodes` lists the known ones" in said
 
 
-@pytest.mark.slow
 def test_nodes_for_programs(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["nodes", "-o", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -254,6 +255,7 @@ def test_no_nodes_in_words(
     assert capsys.readouterr().out == f"no nodes at {server}\n"
 
 
+@pytest.mark.quick
 def test_a_node_is_cordoned_and_uncordoned(
     control: NodesControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,7 +274,6 @@ def test_a_node_is_cordoned_and_uncordoned(
     )
 
 
-@pytest.mark.slow
 def test_escapes_of_nodes_are_harmless(
     control: NodesControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,7 +290,6 @@ def test_escapes_of_nodes_are_harmless(
         assert "\x1b" not in captured.out + captured.err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", [["nodes"], ["cordon", "n"], ["uncordon", "n"]])
 def test_bad_servers(
     control: NodesControl, server: str, capsys: pytest.CaptureFixture[str], words: list[str]
@@ -316,7 +316,6 @@ def test_golden_status_of_a_submitted_job(control: NodesControl) -> None:
         compare("submitted", as_text.status(client.status("gpt-small"), PAGE) + "\n")
 
 
-@pytest.mark.slow
 def test_of_a_job_that_has_ended_no_node_is_awaited(control: NodesControl) -> None:
     control.jobs["gpt-small"] = job = submitted()
     job.nodes[0].state = "left"
@@ -327,7 +326,6 @@ def test_of_a_job_that_has_ended_no_node_is_awaited(control: NodesControl) -> No
             assert "not joined yet" not in as_text.status(client.status("gpt-small"), PAGE)
 
 
-@pytest.mark.slow
 def test_a_submission_for_programs(
     control: NodesControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -353,7 +351,6 @@ def test_a_submission_for_programs(
     assert json.loads(capsys.readouterr().out)["submission"] is None
 
 
-@pytest.mark.slow
 def test_a_job_that_waits_is_listed_with_its_reason(
     control: NodesControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,7 +364,6 @@ def test_a_job_that_waits_is_listed_with_its_reason(
 # ------------------------------------------------------------------------------ YAML
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", ["status gpt-small", "list", "events gpt-small", "nodes"])
 def test_yaml_says_what_json_says(
     control: NodesControl, server: str, capsys: pytest.CaptureFixture[str], words: str
@@ -385,7 +381,6 @@ def test_yaml_says_what_json_says(
     assert "\x1b" not in text
 
 
-@pytest.mark.slow
 def test_a_traceback_is_a_block_in_yaml(
     control: NodesControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -404,7 +399,6 @@ def completed(*words: str) -> list[str]:
     return [item.value for item in completion.get_completions(before, incomplete)]
 
 
-@pytest.mark.slow
 def test_names_are_completed_from_the_server(
     control: NodesControl, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,7 +416,6 @@ def test_names_are_completed_from_the_server(
     assert completed("--server", "no port:x", "status", "") == []
 
 
-@pytest.mark.slow
 def test_a_server_that_does_not_answer_completes_nothing(
     control: NodesControl, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,6 +424,7 @@ def test_a_server_that_does_not_answer_completes_nothing(
     assert completed("status", "g") == []
 
 
+@pytest.mark.quick
 def test_a_server_that_is_open_to_everyone_is_warned_of() -> None:
     shut = Server("10.0.0.4:29400", True, 5, "memory", "1.2.3", 60_000)
     why = "nothing here is encrypted or authenticated"
@@ -440,6 +434,7 @@ def test_a_server_that_is_open_to_everyone_is_warned_of() -> None:
     assert last == f"insecure: {why}; anyone who can reach 10.0.0.5:29400 can run and end jobs"
 
 
+@pytest.mark.quick
 def test_flags_of_submit_are_completed() -> None:
     assert completed("submit", "--nproc") == ["--nproc-per-node"]
     assert completed("submit", "--gpus") == ["--gpus-per-node"]
@@ -455,7 +450,6 @@ def test_every_shell_is_told_how(shell: str, capsys: pytest.CaptureFixture[str])
     assert "_RDZVCTL_COMPLETE" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_quarantined_nodes_say_why_and_for_how_long(control: NodesControl) -> None:
     node = control.nodes["gpu-10"]
     node.quarantine = "at fault 3 times within 20 s, last in llm: exit code 3"

@@ -25,6 +25,8 @@ from rdzv.view.reports import report, spent_by
 from tests.unit.ctl.test_ctl import control, server  # noqa: F401
 from tests.unit.view.test_ledger import TABLE, ledger_of
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "report"
 PAGE = Page(width=100, colour=False, now_s=61, zone=UTC)
 FAILS_TWICE = "a round that fails before it has redone all owes that to the failure before"
@@ -50,6 +52,7 @@ def texts() -> dict[str, str]:
     }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["fails_twice", "no_steps", "all", "none"])
 def test_a_report_is_read_by_people(name: str, request: pytest.FixtureRequest) -> None:
     path = GOLDEN / f"{name}.txt"
@@ -60,7 +63,6 @@ def test_a_report_is_read_by_people(name: str, request: pytest.FixtureRequest) -
     assert text == path.read_text(), "review the diff, then: pytest --rewrite"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(STORIES))
 async def test_what_a_server_has_decided_adds_up(name: str) -> None:
     story, rdzv_id = STORIES[name]
@@ -71,6 +73,7 @@ async def test_what_a_server_has_decided_adds_up(name: str) -> None:
         assert as_text_report.ledger(rdzv_id, ledger, [], of.page())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "ms"),
     [("90m", 5_400_000), ("12 h", 43_200_000), ("7d", 604_800_000), ("1w", 604_800_000)],
@@ -79,6 +82,7 @@ def test_how_far_to_look_back(text: str, ms: int) -> None:
     assert as_text_report.read_since(text) == ms
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("text", ["", "7", "0d", "-1d", "7 days", "d", "9999999d"])
 def test_what_is_no_time_to_look_back(text: str) -> None:
     with pytest.raises(InvalidRequestError, match="is not a time to look back"):
@@ -130,7 +134,6 @@ def test_the_page_needs_nothing_else() -> None:
         assert _Reader(page).loads == []
 
 
-@pytest.mark.slow
 def test_the_band_is_as_long_as_the_run() -> None:
     """Each interval is drawn in its place, also thousands that are too short to be seen."""
     fails = of_table(FAILS_TWICE)
@@ -148,6 +151,7 @@ def test_the_band_is_as_long_as_the_run() -> None:
     assert sum(float(rect["width"] or 0) for rect in band) == pytest.approx(1_000, abs=2)
 
 
+@pytest.mark.quick
 def test_each_phase_has_a_colour() -> None:
     assert set(report_page.COLOURS) == set(LedgerPhase)
     assert len(set(report_page.COLOURS.values())) == len(LedgerPhase)
@@ -192,7 +196,6 @@ def test_one_job(job: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "give another file" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 async def test_the_time_is_that_of_the_servers_clock() -> None:
     """The client's clock may be wrong by hours; the age of the run comes from the server."""
     story, rdzv_id = STORIES["recovers"]
@@ -201,12 +204,12 @@ async def test_the_time_is_that_of_the_servers_clock() -> None:
     assert servers_now_ms(of.status, of.history[1:], 77) == 77
 
 
-@pytest.mark.slow
 def test_a_run_that_is_not_kept_is_refused(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", job, "--run", "77"]) == 1
     assert "run 77 of a is not kept; runs that are: " in capsys.readouterr().err
 
 
+@pytest.mark.quick
 def test_a_job_without_a_past(
     job: str,
     control: FakeControl,  # noqa: F811
@@ -217,7 +220,6 @@ def test_a_job_without_a_past(
     assert "no history of a is kept" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_all_jobs(job: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(["report", "--since", "2w"]) == 0
     assert capsys.readouterr().out.startswith("All jobs in the last 14 d 0 h")

@@ -418,6 +418,7 @@ def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, messag
     assert "31337" not in said
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_text_or_too_large_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_bytes(b"script = '\xff'")
@@ -550,11 +551,13 @@ def test_help_shows_rdzvruns_flags_but_not_those_that_are_refused(
     assert run(["submit", "-h"]) == 0
 
 
+@pytest.mark.slow
 def test_help_of_the_script_is_the_scripts(control: SubmitControl, server: str) -> None:
     assert run(["submit", "t.py", "--help"]) == 0
     assert list(control.requests[0].spec.args) == ["t.py", "--help"]
 
 
+@pytest.mark.slow
 def test_a_name_that_is_taken_is_refused(
     control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -617,6 +620,7 @@ def test_a_request_that_may_have_arrived_says_so(
     assert "is unknown" in said
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_not_asked_twice(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["submit", "--server=127.0.0.1:1", "t"]) == 75
     said = capsys.readouterr().err
@@ -625,6 +629,7 @@ def test_a_server_that_is_not_there_is_not_asked_twice(capsys: pytest.CaptureFix
     assert "is unknown" not in said
 
 
+@pytest.mark.slow
 def test_a_host_that_has_no_address_got_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["submit", "--server=no-such-host.invalid", "t"]) == 75
     said = capsys.readouterr().err
@@ -779,6 +784,7 @@ def test_how_the_server_is_reached_may_stand_after_the_name_too() -> None:
     assert read("t", "--tls-ca=/ca.pem").credentials == {}
 
 
+@pytest.mark.slow
 def test_a_submission_is_sent_with_the_credentials_of_its_line(
     server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

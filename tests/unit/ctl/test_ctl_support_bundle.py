@@ -15,9 +15,12 @@ from rdzv.ctl.__main__ import run
 from rdzv.ctl.support_bundle import HIDDEN, redacted
 from rdzv.v1 import rdzv_pb2 as pb
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "rdzv_0123abcd_" + "x" * 43
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -66,6 +69,7 @@ def control() -> FakeControl:
     return control
 
 
+@pytest.mark.quick
 def test_the_bundle_has_what_is_known_without_secrets(
     control: FakeControl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,7 +92,6 @@ def test_the_bundle_has_what_is_known_without_secrets(
     assert all(name in listed for name in files), "they are listed before they are written"
 
 
-@pytest.mark.slow
 def test_nothing_is_written_without_a_yes(
     control: FakeControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +102,6 @@ def test_nothing_is_written_without_a_yes(
     assert not path.exists()
 
 
-@pytest.mark.slow
 def test_an_unknown_job_is_an_error(tmp_path: Path) -> None:
     with serving(FakeControl()) as endpoint:
         assert run(["--server", endpoint, "support-bundle", "nix", "--yes"]) == 1

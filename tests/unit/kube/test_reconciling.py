@@ -97,6 +97,7 @@ def test_it_does_nothing_before_both_kinds_were_listed() -> None:
     assert rdzvd.calls == []
 
 
+@pytest.mark.slow
 def test_what_changes_while_rdzvd_is_away_is_told_when_it_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,6 +23,7 @@ def start(contender: str, *seconds: float, faster: float | None) -> dict[str, An
     }
 
 
+@pytest.mark.slow
 def test_the_examples_hold() -> None:
     assert doctest.testmod(launch).failed == 0
 

@@ -22,6 +22,7 @@ def stages(node: str, pid: int, world_size: int, upto: str, at_s: float = 0.0) -
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [measure, recovery_job, recovery])
 def test_the_examples_hold(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]

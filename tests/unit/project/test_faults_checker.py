@@ -201,6 +201,7 @@ def test_a_fault_without_an_end_is_found() -> None:
     assert "every fault is survived" in rules_broken((*cut_short, began))
 
 
+@pytest.mark.slow
 def test_a_history_is_read_as_it_was_kept(tmp_path: Path) -> None:
     kept = tmp_path / "history.jsonl"
     history.write(kept, GOOD)
@@ -282,6 +283,7 @@ def test_every_fault_is_done_by_one_lane_that_can_do_it(lanes: int) -> None:
     assert all(main.serves(each, fault) for each in shares for fault in each.faults)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -300,6 +302,7 @@ def test_what_can_not_be_done_is_refused(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_kept_history_is_judged_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     history.write(good, GOOD)

@@ -17,6 +17,8 @@ import pytest
 import yaml
 from grafana import FOLDER, dashboards, panel_queries
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 NOT_SHOWN = {
     "rdzv_c10d_job_round",
@@ -38,14 +40,12 @@ def _make() -> ModuleType:
     return made
 
 
-@pytest.mark.slow
 def test_the_dashboards_are_current(make: ModuleType) -> None:
     """`python deploy/grafana/make.py` updates them."""
     assert make.main(["--check"]) == 0
     assert set(dashboards()) == {board.uid for board in make.BOARDS}
 
 
-@pytest.mark.slow
 def test_whoever_writes_them_again_writes_the_same(
     make: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +57,7 @@ def test_whoever_writes_them_again_writes_the_same(
         assert path.read_text() == (FOLDER / "dashboards" / path.name).read_text()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("uid", sorted(dashboards()))
 def test_panels_have_a_place_and_a_name_of_their_own(uid: str) -> None:
     panels: list[dict[str, Any]] = dashboards()[uid]["panels"]
@@ -70,6 +71,7 @@ def test_panels_have_a_place_and_a_name_of_their_own(uid: str) -> None:
         assert one["x"] + one["w"] <= 24
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("uid", sorted(dashboards()))
 def test_what_a_query_asks_for_is_chosen_on_the_dashboard(uid: str) -> None:
     board = dashboards()[uid]
@@ -84,7 +86,6 @@ def test_what_a_query_asks_for_is_chosen_on_the_dashboard(uid: str) -> None:
             assert "job" in used or "ALERTS" in target["expr"], target["expr"]
 
 
-@pytest.mark.slow
 def test_every_metric_is_on_a_dashboard() -> None:
     manual = (ROOT / "docs" / "metrics.md").read_text()
     metrics = set(re.findall(r"^\| `(rdzv_\w+)", manual, flags=re.MULTILINE))

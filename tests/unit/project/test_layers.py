@@ -388,6 +388,7 @@ def test_the_rules_see_what_breaks_them(
     assert bool(offences(rule, path, "core/file.py")) is offends
 
 
+@pytest.mark.slow
 def test_every_channel_to_rdzvd_is_made_in_one_place() -> None:
     makers = {
         name
@@ -444,6 +445,7 @@ def test_the_map_is_the_tree() -> None:
     assert not flat, "neither in a folder of the map, nor on the map by itself"
 
 
+@pytest.mark.slow
 def test_a_folder_imports_only_what_stands_above_it_on_the_map() -> None:
     rooms = mapped()
     turn = {room: number for number, room in enumerate(rooms)}

@@ -17,6 +17,8 @@ from rdzv.stores import backup
 from rdzv.stores.base import DOCUMENT_BYTES, Record, Stored
 from rdzv.stores.memory import MemoryStore
 
+pytestmark = pytest.mark.slow
+
 HEADER = backup.Header("memory", 4711, 1_763_700_000_000)
 DOCUMENTS = {"cordoned": b'["n1"]', "large": bytes(range(256)) * (DOCUMENT_BYTES // 256)}
 FORMAT_1 = Path(__file__).parents[1] / "golden" / "format_1.backup"
@@ -47,6 +49,7 @@ async def data_of(store: MemoryStore) -> bytes:
     return b"".join([line async for line in backup.lines(store, HEADER)])
 
 
+@pytest.mark.quick
 async def test_what_is_restored_is_what_was_saved() -> None:
     store = await filled()
     data = await data_of(store)
@@ -64,7 +67,6 @@ async def test_what_is_restored_is_what_was_saved() -> None:
         assert await other.history(rdzv_id, 1000) == await store.history(rdzv_id, 1000)
 
 
-@pytest.mark.slow
 async def test_history_is_restored_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     other, portions = MemoryStore(), []
     append = other.append
@@ -78,14 +80,12 @@ async def test_history_is_restored_in_portions(monkeypatch: pytest.MonkeyPatch) 
     assert portions == [100, 100, 50, 1]
 
 
-@pytest.mark.slow
 async def test_leadership_goes_on_above_that_of_the_backup() -> None:
     other = MemoryStore()
     await backup.restore(other, io.BytesIO(await data_of(await filled())), "FILE")
     assert await other.take_over() > HEADER.leadership
 
 
-@pytest.mark.slow
 async def test_a_store_that_was_further_keeps_its_leadership() -> None:
     other = MemoryStore()
     await other.take_over(at_least=9_000)
@@ -93,7 +93,6 @@ async def test_a_store_that_was_further_keeps_its_leadership() -> None:
     assert await other.take_over() > 9_001
 
 
-@pytest.mark.slow
 async def test_people_can_read_it() -> None:
     lines = (await data_of(await filled())).splitlines()
     kinds = [json.loads(line)["kind"] for line in lines]
@@ -109,6 +108,7 @@ async def test_people_can_read_it() -> None:
     assert json.loads(lines[3])["stored"]["membership"]["rdzv_id"] == "a"
 
 
+@pytest.mark.quick
 async def test_what_an_older_rdzvd_has_saved_is_restored() -> None:
     data = FORMAT_1.read_bytes()
     assert json.loads(data.splitlines()[0])["format"] == 1
@@ -119,12 +119,12 @@ async def test_what_an_older_rdzvd_has_saved_is_restored() -> None:
     assert [row.data for row in await store.history("a", 10)] == ["one", "two"]
 
 
+@pytest.mark.quick
 async def test_an_empty_store_has_a_backup() -> None:
     data = await data_of(MemoryStore())
     assert backup.verify(io.BytesIO(data), "FILE") == backup.Summary(HEADER, 0, 0)
 
 
-@pytest.mark.slow
 async def test_a_store_that_is_not_empty_is_refused_and_unchanged() -> None:
     other = MemoryStore()
     await other.compare_and_swap("mine", membership("mine"), 0)
@@ -219,7 +219,6 @@ def _unreadable_membership(data: bytes) -> bytes:
     return data.replace(b'"membership":{"rdzv_id":"c"', b'"membership":{"rdzv_id":7')
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
@@ -308,6 +307,7 @@ class BusyStore(MemoryStore):
         )
 
 
+@pytest.mark.quick
 async def test_a_job_and_its_history_are_of_one_commit() -> None:
     store = BusyStore(times=3)
     await store.write()
@@ -320,6 +320,7 @@ async def test_a_job_and_its_history_are_of_one_commit() -> None:
     assert stored.membership.run_number == 4
 
 
+@pytest.mark.quick
 async def test_a_job_that_never_rests_ends_the_backup() -> None:
     store = BusyStore(times=10_000)
     await store.write()
@@ -327,7 +328,6 @@ async def test_a_job_that_never_rests_ends_the_backup() -> None:
         await data_of(store)
 
 
-@pytest.mark.slow
 async def test_a_job_that_is_deleted_meanwhile_is_not_in_the_backup() -> None:
     store = await filled()
     saving = backup.lines(store, HEADER)
@@ -348,7 +348,6 @@ class FailingStore(MemoryStore):
         return await super().compare_and_swap(rdzv_id, *more)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 async def test_a_store_that_fails_half_way_is_said_to_hold_a_part() -> None:
     data = await data_of(await filled())
     with pytest.raises(
@@ -360,6 +359,7 @@ async def test_a_store_that_fails_half_way_is_said_to_hold_a_part() -> None:
 # ---------------------------------------------------------------- the file
 
 
+@pytest.mark.quick
 def test_a_file_is_there_as_a_whole_and_for_its_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with new_file(path, replace=False) as file:
@@ -376,6 +376,7 @@ def _half(path: Path, replace: bool) -> None:
         raise RendezvousConnectionError("the server has gone")
 
 
+@pytest.mark.quick
 def test_if_the_body_fails_nothing_is_left_and_the_old_one_stays(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with pytest.raises(RendezvousConnectionError):
@@ -393,6 +394,7 @@ def _write(path: Path, replace: bool = False) -> None:
         file.write(b"new")
 
 
+@pytest.mark.quick
 def test_a_file_that_is_there_is_replaced_only_if_that_is_said(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
@@ -404,6 +406,7 @@ def test_a_file_that_is_there_is_replaced_only_if_that_is_said(tmp_path: Path) -
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.quick
 def test_a_file_that_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "file"
 
@@ -418,6 +421,7 @@ def test_a_file_that_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("replace", [False, True])
 def test_what_is_no_file_is_never_replaced(tmp_path: Path, replace: bool) -> None:
     for path in (tmp_path, Path("/dev/null")):
@@ -425,6 +429,7 @@ def test_what_is_no_file_is_never_replaced(tmp_path: Path, replace: bool) -> Non
             _write(path, replace)
 
 
+@pytest.mark.quick
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"none/file cannot be written: No such file"):
         _write(tmp_path / "none" / "file")

@@ -379,6 +379,7 @@ async def test_a_caller_that_is_cancelled_does_not_cut_a_commit_in_two() -> None
         assert await s.states() == {"n1": NodeState.SEATED}
 
 
+@pytest.mark.slow
 async def test_what_is_said_while_a_commit_is_under_way_shares_the_next_one() -> None:
     store = FlakyStore()
     async with server(store) as s:
@@ -413,6 +414,7 @@ async def test_a_refusal_among_what_shares_a_commit_concerns_nobody_else() -> No
         assert all(isinstance(read(stream)[-1], Assignment) for stream in (n1, n2, n4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["lost before", "lost after"])
 async def test_all_that_shares_a_commit_in_doubt_is_announced_once_or_done_anew(lost: str) -> None:
     store = FlakyStore()
@@ -865,6 +867,7 @@ async def test_a_silent_node_is_lost_and_the_others_hear_why() -> None:
         assert isinstance(await end_of(n2), RendezvousConnectionError)
 
 
+@pytest.mark.slow
 async def test_heartbeats_keep_a_lease_however_long() -> None:
     store = FlakyStore()
     async with server(store) as s:
@@ -1026,6 +1029,7 @@ async def test_a_pause_of_the_server_proves_nothing(caplog: pytest.LogCaptureFix
         assert n2.open
 
 
+@pytest.mark.slow
 async def test_a_deadline_that_passed_in_a_pause_is_kept_while_steps_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -1042,6 +1046,7 @@ async def test_a_deadline_that_passed_in_a_pause_is_kept_while_steps_go_on(
         assert any(isinstance(message, Assignment) for message in read(n1))
 
 
+@pytest.mark.slow
 async def test_an_attempt_to_connect_during_a_pause_is_no_return_and_no_departure() -> None:
     """The node gave up waiting for a Welcome, and retries a little later."""
     async with server() as s:
@@ -1157,6 +1162,7 @@ async def test_a_job_that_is_not_known_stops_no_worker(caplog: pytest.LogCapture
         assert "n1 is running round 4 of job job-9, run feed" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("incarnation", [0, 1])
 async def test_who_was_not_told_its_incarnation_is_taken_back_at_once(incarnation: int) -> None:
     """A server is killed as a round completes: it was stored, but its nodes did not receive it.
@@ -1221,6 +1227,7 @@ async def why_gone(s: Server) -> str:
     return next(node.reason for node in nodes if node.node_id == "n1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "silent", "fence_after_ms", "may_run"),
     [
@@ -1266,6 +1273,7 @@ async def test_after_a_restart_of_the_server_it_is_still_not_known_until_it_is_h
         assert MAY_RUN not in await why_gone(s)
 
 
+@pytest.mark.slow
 async def test_a_run_that_is_stopped_ends_when_the_successor_of_a_dead_agent_joins() -> None:
     """The join has to wait for the run's end, which waits for a message of the joining node."""
     async with server() as s:
@@ -1279,6 +1287,7 @@ async def test_a_run_that_is_stopped_ends_when_the_successor_of_a_dead_agent_joi
         assert (shown.state, shown.run_number) == ("joining", 2)
 
 
+@pytest.mark.slow
 async def test_a_run_that_has_ended_hears_of_a_node_that_was_given_up() -> None:
     async with server() as s:
         await given_up(s)

@@ -24,6 +24,8 @@ from rdzv.view.answers import event_in
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, read, server, settle
 from tests.unit.server.test_stacks_of_jobs import say, stack
 
+pytestmark = pytest.mark.slow
+
 GATHER_MS, ANSWER_MS = 2_000, 10_000
 
 
@@ -68,6 +70,7 @@ def on(node_id: str, one: WorkerStack) -> WorkerStack:
     return WorkerStack(one.rank, one.local_rank, one.pid, one.state, one.threads, node_id=node_id)
 
 
+@pytest.mark.quick
 def test_it_is_the_failure_of_the_one_that_the_others_wait_for() -> None:
     stacks = [on("n1", stack(0)), on("n1", stack(1)), on("n2", stack(2, line=7))]
     found = verdict({"n1": (worker(0, 70_000), worker(1))}, a_report(*stacks), "")
@@ -79,6 +82,7 @@ def test_it_is_the_failure_of_the_one_that_the_others_wait_for() -> None:
     assert found.traceback.endswith('File "/home/ada/train.py", line 7, in step')
 
 
+@pytest.mark.quick
 def test_where_the_stacks_do_not_tell_it_is_the_longest_silent() -> None:
     stacks = [on("n1", stack(0)), on("n1", stack(1))]
     hung = {"n1": (worker(0, 5), worker(1, 9)), "n2": (worker(2, 9),)}
@@ -90,6 +94,7 @@ def test_where_the_stacks_do_not_tell_it_is_the_longest_silent() -> None:
     )
 
 
+@pytest.mark.quick
 def test_the_message_is_bounded() -> None:
     frame = Frame("f" * 200, "/" + "x" * 250, 1)
     many = [
@@ -99,6 +104,7 @@ def test_the_message_is_bounded() -> None:
     assert len(verdict({"n1": (worker(0),)}, a_report(*many), "").message) <= 1_000
 
 
+@pytest.mark.quick
 def test_a_failure_that_never_exited_is_told_by_its_message() -> None:
     hung = Failure("n1", "10.0.0.1", 1, 9, 99, None, None, "hung: RANK 9 in f at t.py:1", "", 0)
     assert describe_failure(hung) == ("rank 9 (local_rank 1) on n1: hung: RANK 9 in f at t.py:1")
@@ -107,6 +113,7 @@ def test_a_failure_that_never_exited_is_told_by_its_message() -> None:
 # ------------------------------------------------------------------ one hang
 
 
+@pytest.mark.quick
 async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then_it_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

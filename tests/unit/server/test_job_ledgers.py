@@ -35,6 +35,7 @@ async def test_the_sums_are_those_of_the_report() -> None:
             assert sum(shown.values()) == sum(run.wall_ms for run in runs)
 
 
+@pytest.mark.slow
 async def test_a_server_that_takes_over_counts_from_then() -> None:
     async with scraped() as s:
         await s.pair()

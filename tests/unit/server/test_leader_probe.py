@@ -15,6 +15,8 @@ from rdzv.server.replication.leader_probe import LeaderProbe
 from rdzv.stores.leader_key import Leader
 from rdzv.structs import replace
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 60.0
 
 
@@ -108,6 +110,7 @@ async def probing(election: FakeElection) -> AsyncIterator[asyncio.Queue[Leader 
             await asyncio.wait([task])
 
 
+@pytest.mark.quick
 async def test_one_whose_connection_ends_and_that_refuses_another_is_deposed(
     process: Process,
 ) -> None:
@@ -142,6 +145,7 @@ async def test_one_whose_term_another_server_has_changed_is_not_deposed_again(
         assert election.deposed == [process.leader]
 
 
+@pytest.mark.quick
 async def test_one_that_ends_a_connection_and_accepts_another_is_left_alone(
     process: Process,
 ) -> None:

@@ -168,6 +168,7 @@ async def test_what_waits_is_posted_before_the_server_ends(
     assert [list(body) for body in bodies if isinstance(body, dict)] == [["text"]]
 
 
+@pytest.mark.slow
 async def test_an_answer_that_is_no_success_is_a_failure_without_the_secret(
     tmp_path: Path,
     received: tuple[str, list[object]],

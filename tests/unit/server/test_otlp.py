@@ -19,6 +19,8 @@ from rdzv.server.telemetry.traces import TraceSpan, tracing
 from rdzv.transport.endpoints import Listen
 from tests.unit.server.test_traces import rows_of, unread
 
+pytestmark = pytest.mark.slow
+
 CLOSE_MS = 60_000
 SPAN = TraceSpan("night", "run-1", "round 0", "", "round 0", 1_000, 2_000, {})
 CONFIG = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
@@ -30,7 +32,6 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.slow
 async def test_a_run_arrives_as_a_trace() -> None:
     story, rdzv_id = STORIES["crashes"]
     of = await told(story, rdzv_id)
@@ -63,7 +64,6 @@ async def test_a_run_arrives_as_a_trace() -> None:
     assert {resource["service.version"] for resource in collector.resources} == {"1.2.3"}
 
 
-@pytest.mark.slow
 async def test_two_servers_send_the_same_ids() -> None:
     with collecting() as collector:
         for _ in range(2):
@@ -76,7 +76,6 @@ async def test_two_servers_send_the_same_ids() -> None:
     )
 
 
-@pytest.mark.slow
 async def test_the_environment_says_what_the_configuration_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -93,7 +92,6 @@ async def test_the_environment_says_what_the_configuration_does_not(
     assert resource["service.name"] == "ours" and resource["deployment.environment"] == "lab"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"), [("OTEL_TRACES_SAMPLER", "always_off"), ("OTEL_SDK_DISABLED", "true")]
 )
@@ -108,7 +106,6 @@ async def test_the_environment_may_turn_it_off(
     assert not collector.spans
 
 
-@pytest.mark.slow
 async def test_a_sampled_run_is_sent_with_all_its_rounds_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -126,7 +123,6 @@ async def test_a_sampled_run_is_sent_with_all_its_rounds_or_not_at_all(
     assert all(names.count(name) == 2 for name in names)
 
 
-@pytest.mark.slow
 async def test_a_collector_that_hangs_holds_up_neither_the_server_nor_its_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -35,6 +35,8 @@ from rdzv.structs import replace
 from rdzv.view.answers import event_in
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, read, server, settle
 
+pytestmark = pytest.mark.slow
+
 HAS = Resources(cpus=8, memory_bytes=1 << 30, gpus=(Gpu("u0", "H100", 1),), labels=(("zone", "a"),))
 SPEC = JobSpec(args=("train.py",), env=(("TOKEN", "secret"),), local_world_size=1)
 QUIET_MS = 100
@@ -82,6 +84,7 @@ async def reason(s: Server, rdzv_id: str) -> str:
     return (await s.driver.views.status(rdzv_id)).reason
 
 
+@pytest.mark.quick
 async def test_a_submitted_job_is_placed_joined_and_run() -> None:
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")
@@ -111,6 +114,7 @@ async def test_a_job_waits_for_its_nodes_and_says_so() -> None:
         assert (await s.driver.views.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
 
 
+@pytest.mark.quick
 async def test_what_is_submitted_again_is_submitted_once() -> None:
     async with server() as s:
         await s.driver.operations.submit_job("job-7", submission())
@@ -120,6 +124,7 @@ async def test_what_is_submitted_again_is_submitted_once() -> None:
             await s.driver.operations.submit_job("job-7", submission("sub-2"))
 
 
+@pytest.mark.quick
 async def test_a_job_that_no_node_could_ever_take_is_refused() -> None:
     async with server() as s:
         await daemons(s, "n1")
@@ -161,6 +166,7 @@ async def test_the_next_job_gets_the_nodes_once_nothing_is_left_on_them() -> Non
         assert [placements(stream)[0].run for stream in (n1, n2)] == ["sub-2", "sub-2"]
 
 
+@pytest.mark.quick
 async def test_a_node_that_declines_is_replaced() -> None:
     async with server() as s:
         n1, _, n3 = await daemons(s, "n1", "n2", "n3")
@@ -186,7 +192,6 @@ async def test_a_job_that_no_node_could_run_has_failed() -> None:
         assert (shown.state, shown.reason) == ("failed", "no node could run it: n1: no such folder")
 
 
-@pytest.mark.slow
 async def test_nodes_that_could_not_run_it_for_one_reason_are_told_together() -> None:
     async with server() as s:
         nodes = await daemons(s, "n1", "n2")
@@ -251,6 +256,7 @@ async def test_stopping_a_job_withdraws_those_who_have_not_joined() -> None:
         assert placements(n2) == [Withdrawn("job-7", "sub-1", "the job has stopped")]
 
 
+@pytest.mark.quick
 async def test_a_server_that_takes_over_goes_on_with_the_queue() -> None:
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
@@ -277,7 +283,6 @@ async def test_who_never_comes_back_after_a_take_over_is_replaced() -> None:
         assert placements(n2) == [Placed("job-7", "sub-1", SPEC)]
 
 
-@pytest.mark.slow
 async def test_a_stopping_job_lets_go_of_who_never_comes_back() -> None:
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
@@ -329,6 +334,7 @@ async def test_a_cordoned_node_gets_nothing_more_and_stays_so() -> None:
         assert placements(n1) == [Placed("job-7", "sub-1", SPEC)]
 
 
+@pytest.mark.quick
 async def test_what_was_not_stored_is_not_cordoned() -> None:
     class Full(MemoryStore):
         async def swap_document(self, name: str, data: bytes, revision: int) -> int:
@@ -341,6 +347,7 @@ async def test_what_was_not_stored_is_not_cordoned() -> None:
         assert not s.driver.node_views.summaries()[0].cordoned
 
 
+@pytest.mark.quick
 async def test_cordons_that_can_not_be_read_are_left_alone() -> None:
     store = MemoryStore()
     await store.swap_document("cordons", b"[1]", 0)
@@ -367,6 +374,7 @@ async def running_pair(s: Server, nodes: tuple[int, int] = (2, 2)) -> list[Strea
     return streams
 
 
+@pytest.mark.quick
 async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -> None:
     async with server() as s:
         n1, n2, n3 = await running_pair(s)
@@ -419,6 +427,7 @@ async def test_a_drain_outlives_the_server_and_is_told_again_with_what_is_left()
         assert [type(told) for told in read(n1)] == [UndrainNode, Placed]
 
 
+@pytest.mark.quick
 async def test_who_was_away_when_its_drain_was_lifted_hears_that_it_may_stay() -> None:
     async with server() as s:
         told = Draining(60_000, "", number=7, own=False)
@@ -531,6 +540,7 @@ async def test_a_job_of_rdzvrun_is_kept_at_its_min_as_well() -> None:
         assert drains(n2) == []
 
 
+@pytest.mark.quick
 async def test_what_was_not_stored_is_not_drained() -> None:
     class Full(MemoryStore):
         async def swap_document(self, name: str, data: bytes, revision: int) -> int:
@@ -545,6 +555,7 @@ async def test_what_was_not_stored_is_not_drained() -> None:
             await s.driver.nodes.drain("n9", 1_000, "fan")
 
 
+@pytest.mark.quick
 async def test_what_was_stored_after_all_is_told() -> None:
     class Unsure(MemoryStore):
         async def swap_document(self, name: str, data: bytes, revision: int) -> int:
@@ -655,7 +666,6 @@ async def test_who_has_said_that_it_leaves_lets_go_of_nothing_more() -> None:
         assert (await s.states())["n1"] is NodeState.LEFT
 
 
-@pytest.mark.slow
 async def test_who_is_told_that_its_run_is_over_gives_back_its_place_in_a_run_of_before() -> None:
     """A restored store brought back a run with the seat of a node that is in another run.
 

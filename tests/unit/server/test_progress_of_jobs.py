@@ -29,6 +29,8 @@ from rdzv.view import as_json
 from rdzv.view.answers import JobStatus, RankProgress
 from tests.unit.server.test_driver import FakeClock, Server, read, running, server, settle
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Limits(local_world_size=4)
 PAGE = Page(width=None, colour=False, now_s=1_700_049_600.0, zone=UTC)
 
@@ -41,6 +43,7 @@ def message(*ranks: pb.RankProgress, **changes: object) -> pb.Progress:
     return pb.Progress(ranks=ranks, **(good | changes))  # type: ignore[arg-type]
 
 
+@pytest.mark.quick
 def test_progress_is_read() -> None:
     said = message(pb.RankProgress(rank=3, step=7, age_ms=9, rate=1.5))
     assert inbound_reports.progress_of(said, LIMITS) == Progress(
@@ -50,6 +53,7 @@ def test_progress_is_read() -> None:
     assert inbound_reports.progress_of(late, LIMITS).ranks[0].age_ms == LIMITS.timeout_ms
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("said", "why"),
     [
@@ -79,6 +83,7 @@ def steps(s: Server) -> dict[int, int]:
     return {one.rank: one.step for one in s.driver.views.progress("job-7")}
 
 
+@pytest.mark.quick
 async def test_the_last_word_of_each_worker_is_shown_with_its_age() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
@@ -265,7 +270,6 @@ def shown(*progress: pb.RankProgress) -> str:
     return "".join(line.removeprefix("  progress     ") for line in lines if "progress" in line)
 
 
-@pytest.mark.slow
 def test_one_line_says_how_far_a_job_is() -> None:
     assert shown() == ""
     assert shown(*all_of(1204)) == "step 1204, 14.2 steps/s, last 0.3 s ago"
@@ -282,7 +286,6 @@ def test_one_line_says_how_far_a_job_is() -> None:
     assert shown(*equal).endswith("last 0.3 s ago (slowest: RANK 2, 11 s ago)")
 
 
-@pytest.mark.slow
 def test_nodes_in_lock_step_are_so_whenever_each_has_said_its_last_word() -> None:
     nodes = all_of(1204)[:8] + all_of(1191, age_ms=1_200)[8:16]
     assert shown(*nodes).startswith("step 1204, 14.2 steps/s, last 0.3 s ago; reported by 16 of 24")
@@ -292,7 +295,7 @@ def test_nodes_in_lock_step_are_so_whenever_each_has_said_its_last_word() -> Non
     assert [line[column:].split()[0] for line in lines[head + 1 : head + 3]] == ["1204", "1204"]
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 def test_a_rate_that_is_not_known_is_left_out() -> None:
     assert shown(*all_of(1, rate=0)) == "step 1, last 0.3 s ago"
     assert shown(*all_of(9, age_ms=61_000)) == "step 9, last 1 min 1 s ago"
@@ -306,7 +309,6 @@ def test_it_is_told_how_many_workers_say_anything() -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "there"), [(None, True), (200, True), (60, False)])
 def test_nodes_have_their_steps_where_they_fit(width: int | None, there: bool) -> None:
     some = all_of(5)[:16]
@@ -320,7 +322,6 @@ def test_nodes_have_their_steps_where_they_fit(width: int | None, there: bool) -
         assert [line[column:].split()[0] for line in lines[head + 1 :]] == ["5", "5..8", "-"]
 
 
-@pytest.mark.slow
 def test_programs_read_all_of_it() -> None:
     job = status(pb.RankProgress(rank=3, step=7, age_ms=5, rate=0.5), pb.RankProgress(rank=4))
     assert job.progress == (RankProgress(3, 7, 5, 0.5), RankProgress(4, 0, 0, None, 7))

@@ -31,6 +31,8 @@ from tests.support.builders import Job
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, read, settle
 from tests.unit.server.test_placing import QUIET_MS, daemons, live, submission
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = Settings(2, 2, max_restarts=9, restart_backoff_ms=0)
 HOUR_MS = 3_600_000
 
@@ -111,6 +113,7 @@ async def quarantined(s: Server) -> list[str]:
     return [node.node_id for node in s.driver.node_views.summaries() if node.quarantine]
 
 
+@pytest.mark.quick
 async def test_who_fails_three_times_is_let_go_of_and_another_takes_the_seat(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -171,6 +174,7 @@ async def test_a_job_that_waits_says_that_its_node_is_quarantined() -> None:
         assert "; n2: quarantined (at fault once, last in job-7: " in reason
 
 
+@pytest.mark.quick
 def test_who_is_barred_since_it_was_chosen_is_not_placed() -> None:
     """Otherwise it would be placed and withdrawn in the same step."""
     job = Job()
@@ -180,6 +184,7 @@ def test_who_is_barred_since_it_was_chosen_is_not_placed() -> None:
     assert job.do(Place("sub-1", ("n1", "n2"))) == (NodesPlaced(("n2",), was_queued=True),)
 
 
+@pytest.mark.quick
 def test_the_echo_of_a_join_lets_nobody_in_who_is_barred() -> None:
     """Otherwise it would be admitted and withdrawn in the same step."""
     job = Job()
@@ -192,6 +197,7 @@ def test_the_echo_of_a_join_lets_nobody_in_who_is_barred() -> None:
     assert job.join("n1", run="sub-1", settings=settings) == ()
 
 
+@pytest.mark.quick
 def test_a_new_instance_of_a_node_that_is_barred_is_not_let_in() -> None:
     """Its former one, whose workers are stopping, still has the seat."""
     job = Job()
@@ -223,7 +229,6 @@ async def test_an_operator_lifts_it() -> None:
             await s.driver.nodes.uncordon("n9")
 
 
-@pytest.mark.slow
 async def test_it_ends_with_its_time() -> None:
     async with server(failures=1, ttl_ms=60_000) as s:
         n1, n2 = await daemons(s, "n1", "n2")
@@ -239,6 +244,7 @@ async def test_it_ends_with_its_time() -> None:
         assert (await s.driver.views.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
 
 
+@pytest.mark.quick
 async def test_it_outlives_the_server() -> None:
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock, failures=1) as s:
@@ -254,7 +260,6 @@ async def test_it_outlives_the_server() -> None:
         assert (await s.driver.views.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
 async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_stopped() -> None:
     """Two jobs share two nodes. One has n2 quarantined; the other removes it at its next end."""
     async with server(failures=2, max_nodes=2) as s:
@@ -387,7 +392,6 @@ async def test_a_node_that_runs_a_job_of_its_own_is_judged_and_not_stopped() -> 
         assert lines(n2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["lost before", "lost after"])
 async def test_nothing_follows_before_it_is_stored_and_nothing_counts_twice(how: str) -> None:
     store = Documents()
@@ -432,6 +436,7 @@ async def test_a_commit_of_the_job_that_fails_is_judged_again_to_the_same_end() 
         assert [row.name for row in rows].count("NodeQuarantined") == 1
 
 
+@pytest.mark.quick
 async def test_a_document_that_can_not_be_read_is_left_untouched() -> None:
     store = MemoryStore()
     await store.swap_document("quarantine", b"not json", 0)

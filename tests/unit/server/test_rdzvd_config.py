@@ -125,6 +125,7 @@ def test_a_token_that_nobody_has_to_show_is_not_made(file: Path) -> None:
         read(file, 'init_admin_token = "/run/rdzv/admin"')
 
 
+@pytest.mark.slow
 def test_what_is_wrong_on_the_command_line_is_a_usage_error() -> None:
     assert run("--check-config", "--etcd-ttl=0")[0] == 2
     code, said = run("--check-config", "--listen=x")
@@ -135,6 +136,7 @@ def test_what_is_wrong_on_the_command_line_is_a_usage_error() -> None:
     )
 
 
+@pytest.mark.slow
 def test_all_that_is_wrong_in_a_file_is_said_at_once(file: Path) -> None:
     file.write_text('lisen = 1\nstore = "disk"\n[retention]\nended_for = "0 s"\n')
     code, said = run("--check-config", f"--config={file}")
@@ -156,6 +158,7 @@ def test_a_file_that_is_named_must_exist(tmp_path: Path) -> None:
     assert code == 2 and "none.toml: it cannot be read: No such file or directory; write it" in said
 
 
+@pytest.mark.slow
 def test_the_usual_file_is_read_if_it_is_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("--check-config") == (0, "rdzvd: the configuration is in order: defaults\n")
     monkeypatch.setattr(config_loading, "DEFAULT_FILE", file)
@@ -324,6 +327,7 @@ def reload(configuration_: Configuration) -> bool:
     return configuration_.reload(lambda level, _: levels.setLevel(level.upper()))
 
 
+@pytest.mark.slow
 def test_a_reload_changes_what_everyone_holds(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     file.write_text("limits.jobs = 5")
@@ -349,6 +353,7 @@ def test_a_reload_changes_what_everyone_holds(file: Path, caplog: pytest.LogCapt
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -407,6 +412,7 @@ def test_only_limits_and_timings_are_reloaded() -> None:
     }
 
 
+@pytest.mark.slow
 def test_what_is_printed_can_be_used_as_a_file(file: Path) -> None:
     loaded = load(RdzvdSettings)
     file.write_text(render(loaded))

@@ -48,6 +48,7 @@ def test_those_lost_are_bounded_and_the_latest_are_kept() -> None:
     assert list(targets.listed(10)) == ["g6", "g7", "g8"]
 
 
+@pytest.mark.slow
 async def test_a_server_lists_those_that_are_away_and_those_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

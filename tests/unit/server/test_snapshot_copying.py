@@ -14,6 +14,8 @@ from rdzv.server.sessions.streams import Stream
 from rdzv.structs import replace
 from tests.unit.server.test_driver import Server, join, read, server, settle
 
+pytestmark = pytest.mark.slow
+
 
 def mark(step: int) -> SnapshotMark:
     return SnapshotMark(0, step, "a", 2, 4)
@@ -69,6 +71,7 @@ FROM_N1 = CopySource("n1", "10.0.0.1", 7000, "token 7000", (part(0, 40, copy_of=
 FROM_N2 = CopySource("n2", "10.0.0.2", 7001, "token 7001", (part(1, 40, copy_of=2),))
 
 
+@pytest.mark.quick
 async def test_a_step_is_announced_once_copies_are_kept() -> None:
     async with pair() as p:
         p.note(p.n1, says(part(0, 40)))
@@ -117,6 +120,7 @@ async def test_a_copy_with_another_digest_does_not_count() -> None:
         assert not [one for one in p.heard(p.n1) if isinstance(one, SnapshotWatermark)]
 
 
+@pytest.mark.quick
 async def test_what_is_given_up_holds_nothing_up() -> None:
     async with pair() as p:
         p.note(p.n1, says(part(0, 40)))
@@ -157,6 +161,7 @@ async def test_a_newer_step_waits_for_the_copies_of_the_last() -> None:
         assert p.heard(p.n2) == [asked, *WHOLE_40]
 
 
+@pytest.mark.quick
 async def test_nodes_without_a_carrier_are_asked_nothing() -> None:
     async with pair() as p:
         p.note(p.n1, says(part(0, 40), port=None))

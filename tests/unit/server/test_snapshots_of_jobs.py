@@ -25,6 +25,8 @@ from rdzv.view.history import fields_in, written
 from rdzv.view.sentences import sentence_of
 from tests.unit.server.test_driver import FakeClock, Server, read, running, server
 
+pytestmark = pytest.mark.slow
+
 SAME_MACHINE = "all nodes are on one machine, and of one topology"
 
 
@@ -150,6 +152,7 @@ async def test_a_step_that_is_whole_again_in_the_next_round_is_told_again() -> N
             assert told == ["n1", "n2"]
 
 
+@pytest.mark.quick
 async def test_it_is_shown_with_what_a_failure_would_cost() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
@@ -203,6 +206,7 @@ async def test_a_step_that_is_whole_without_any_one_node_is_shown_beside_the_new
         )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("loads", "why_not", "said"),
     [

@@ -24,6 +24,8 @@ from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, read, server, settle
 
+pytestmark = pytest.mark.slow
+
 ANSWER_MS = 10_000
 
 
@@ -146,6 +148,7 @@ async def test_what_is_not_asked_for_is_dropped() -> None:
         assert [node.node_id for node in report.silent] == ["n1"]
 
 
+@pytest.mark.quick
 async def test_what_is_kept_is_bounded_and_one_of_each_group_is_kept() -> None:
     limits = Limits(stack_bytes=2_000, stack_groups=2)
     async with server(limits=limits) as s:
@@ -171,6 +174,7 @@ async def test_so_many_may_ask_at_once_and_no_more() -> None:
         await first.report()
 
 
+@pytest.mark.quick
 async def test_a_server_that_stops_says_so() -> None:
     async with server() as s:
         await s.pair()
@@ -206,6 +210,7 @@ def report(round_: int, rdzv_id: str = "job-7", at_ms: int = 0) -> Report:
     return Report(rdzv_id, "run-1", round_, at_ms or round_, "hung", groups, (stack(0),))
 
 
+@pytest.mark.quick
 async def test_what_is_kept_survives_the_server_until_the_job_is_forgotten() -> None:
     store = MemoryStore()
     async with server(store) as s:
@@ -276,7 +281,6 @@ async def test_after_a_write_that_failed_the_store_is_read_anew(
         await s.driver.diagnosis.stack_archive.keep(replace(report(3), reason="again"))
 
 
-@pytest.mark.slow
 async def test_what_is_too_much_for_a_document_is_kept_without_some_of_its_stacks() -> None:
     async with server() as s:
         frame = Frame("\x01" * 255, "/home/ada/train.py", 1)

@@ -98,6 +98,7 @@ def arrived(number: int, entered_ms: int, error_us: int | None = 500) -> Arrival
     return Arrivals("job-7", "run-1", number, (group,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entered_ago_ms", "error_us", "age_ms"),
     [

@@ -49,6 +49,7 @@ async def told(s: Server) -> list[object]:
     return [one for one in found if isinstance(one, RankStraggles | RankCaughtUp)]
 
 
+@pytest.mark.slow
 async def test_a_straggler_is_shown_with_the_latest_state_of_its_gpu() -> None:
     async with server(nodes_tuning=PATIENT) as s:
         n1, n2 = await s.pair()
@@ -68,6 +69,7 @@ async def test_a_straggler_is_shown_with_the_latest_state_of_its_gpu() -> None:
         assert shown(s) == [(3, None)]
 
 
+@pytest.mark.slow
 async def test_those_who_watch_a_job_hear_of_a_stragglers_gpu_alone() -> None:
     async with server(nodes_tuning=PATIENT) as s:
         n1, n2 = await s.pair()

@@ -47,6 +47,7 @@ async def stored(store: MemoryStore) -> str:
     return found[0].decode()
 
 
+@pytest.mark.slow
 async def test_a_token_says_who_calls_also_after_a_restart_and_is_stored_as_a_hash() -> None:
     store = MemoryStore()
     async with driving(store) as driver:
@@ -126,6 +127,7 @@ async def test_too_many_are_refused() -> None:
             await driver.tokens.create("bob", [Role.READ], 0)
 
 
+@pytest.mark.slow
 async def test_the_first_admins_token_is_made_once(tmp_path: Path) -> None:
     file, store = tmp_path / "admin", MemoryStore()
     async with driving(store, init_admin_token=file) as driver:
@@ -177,6 +179,7 @@ def certificate(tmp_path: Path, name: str, *roles: str) -> bytes:
     return made.cert.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_certificate_says_who_calls(tmp_path: Path) -> None:
     pem = certificate(tmp_path, "ada", "submit", "Example GmbH", "read")
     assert "Example GmbH" in read_certificate(pem, "it").organizations

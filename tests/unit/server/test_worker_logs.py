@@ -32,6 +32,8 @@ from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from tests.unit.server.test_driver import FakeClock, Server, read, server, settle
 
+pytestmark = pytest.mark.slow
+
 ANSWER_MS = 10_000
 
 
@@ -138,6 +140,7 @@ async def pair(s: Server) -> tuple[Stream, Stream]:
 # ------------------------------------------------------------------ who is asked
 
 
+@pytest.mark.quick
 async def test_the_node_that_has_a_rank_is_asked_and_no_other() -> None:
     async with server() as s:
         n1, n2 = await pair(s)
@@ -184,6 +187,7 @@ async def test_what_nobody_has_is_an_error_that_says_where_else_to_look() -> Non
         assert "job-7-run-1/NODE_ID/round_0 in its --log-dir" in str(reading.error)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("wanted", "error", "text"),
     [
@@ -459,6 +463,7 @@ async def test_a_node_gets_new_credit_as_the_reader_takes() -> None:
         await reading.stop()
 
 
+@pytest.mark.quick
 async def test_a_node_that_sends_more_than_it_may_is_not_listened_to() -> None:
     async with server(limits=Limits(log_window=8_192)) as s:
         n1, _ = await pair(s)
@@ -475,6 +480,7 @@ async def test_a_node_that_sends_more_than_it_may_is_not_listened_to() -> None:
         assert reading.ended
 
 
+@pytest.mark.quick
 async def test_many_nodes_share_what_one_reader_may_have_on_its_way() -> None:
     limits = Limits(log_buffer=20_000, log_window_least=4_096)
     async with server(limits=limits) as s:
@@ -484,6 +490,7 @@ async def test_many_nodes_share_what_one_reader_may_have_on_its_way() -> None:
         await reading.stop()
 
 
+@pytest.mark.quick
 async def test_readers_are_bounded_and_leave_nothing_behind() -> None:
     async with server(limits=Limits(log_readers=1)) as s:
         n1, n2 = await pair(s)
@@ -499,6 +506,7 @@ async def test_readers_are_bounded_and_leave_nothing_behind() -> None:
         assert cancelled == [LogCredit(request, 0, cancel=True) for request in requests]
 
 
+@pytest.mark.quick
 async def test_readers_end_when_the_server_does() -> None:
     async with server() as s:
         await pair(s)
@@ -510,6 +518,7 @@ async def test_readers_end_when_the_server_does() -> None:
         assert isinstance((await begin(s)).error, RendezvousConnectionError)
 
 
+@pytest.mark.quick
 async def test_a_piece_that_nobody_asked_for_is_dropped() -> None:
     async with server() as s:
         n1, n2 = await pair(s)
@@ -521,6 +530,7 @@ async def test_a_piece_that_nobody_asked_for_is_dropped() -> None:
         assert reading.text == b"x"
 
 
+@pytest.mark.quick
 def test_of_what_was_read_of_several_rounds_the_latest_counts() -> None:
     def at(round_: int, local_rank: int, offset: int) -> LogPosition:
         return LogPosition("n1", round_, local_rank, False, offset)

@@ -16,6 +16,8 @@ from rdzv.view.answers import event_in
 from tests.unit.server.test_driver import FakeClock, Server, running, server
 from tests.unit.server.test_progress_of_jobs import LIMITS
 
+pytestmark = pytest.mark.slow
+
 LATE = "it did not park in time"
 
 
@@ -67,6 +69,7 @@ async def test_a_round_that_ends_takes_them_along() -> None:
         assert s.driver.views.starts("job-7") == {}
 
 
+@pytest.mark.quick
 async def test_another_round_and_a_node_without_a_seat_are_passed_over() -> None:
     async with server() as s:
         n1, _ = await s.pair()
@@ -86,6 +89,7 @@ async def test_each_worker_of_the_node_is_named_once(how: tuple[str, ...]) -> No
         assert s.driver.views.starts("job-7") == {}
 
 
+@pytest.mark.quick
 def test_a_report_is_bounded() -> None:
     message = pb.WorkersStarted(rdzv_id="job-7", run="feed", round=2)
     message.workers.add(local_rank=1, how="warm", why="a\nb" * 1_000)

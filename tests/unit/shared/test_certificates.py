@@ -18,6 +18,8 @@ from tls_files import Files
 from rdzv.errors import InvalidRequestError
 from rdzv.transport.certificates import check_authorities, check_pair, read_certificate, stamp_of
 
+pytestmark = pytest.mark.slow
+
 
 def signed(
     name: str, roles: tuple[str, ...], since: datetime, until: datetime, kind: str = "ec"
@@ -42,7 +44,6 @@ def pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ec", "rsa", "ed25519"])
 @pytest.mark.parametrize(
     "until", [datetime(2049, 12, 31, tzinfo=UTC), datetime(2061, 1, 2, tzinfo=UTC)]
@@ -61,6 +62,7 @@ def test_the_first_of_several_is_the_holders(tmp_path: Path) -> None:
     assert read_certificate(b"some words\n" + chain, "it").common_name == "127.0.0.1"
 
 
+@pytest.mark.quick
 def test_a_certificate_is_valid_between_its_two_dates() -> None:
     now = datetime(2026, 1, 1, tzinfo=UTC)
     day = timedelta(days=1)
@@ -70,7 +72,6 @@ def test_a_certificate_is_valid_between_its_two_dates() -> None:
     assert found.trouble(now - day) == "is not valid before 2026-01-01 00:00 UTC"
 
 
-@pytest.mark.slow
 @given(st.binary(max_size=300), st.integers(0, 400), st.integers(0, 255))
 def test_what_is_no_certificate_is_refused(noise: bytes, at: int, byte: int) -> None:
     with pytest.raises(InvalidRequestError, match="it cannot be used"):
@@ -89,6 +90,7 @@ _DER = signed(
 ).public_bytes(serialization.Encoding.DER)
 
 
+@pytest.mark.quick
 def test_a_pair_that_can_be_used_is_not_refused(tmp_path: Path) -> None:
     Files(tmp_path)
     check_pair(tmp_path / "server.crt", tmp_path / "server.key", "certificate")
@@ -126,6 +128,7 @@ def test_a_pair_that_can_not_be_used_is_refused_in_words(
     assert said in str(refused.value)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "said"), [(None, "No such file"), ("", "no certificate"), ("words", "no certificate")]
 )
@@ -137,6 +140,7 @@ def test_a_ca_without_a_certificate_is_refused(tmp_path: Path, text: str | None,
         check_authorities(ca, "CA")
 
 
+@pytest.mark.quick
 def test_a_stamp_changes_with_its_files(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_text("1")

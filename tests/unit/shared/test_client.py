@@ -107,6 +107,7 @@ def test_a_host_is_never_taken_for_a_uri_scheme() -> None:
 # ------------------------------------------------------------------------------------ the values
 
 
+@pytest.mark.slow
 def test_what_is_not_set_is_not_known(control: FakeControl, client: ControlClient) -> None:
     control.jobs["bare"] = pb.JobStatus(
         rdzv_id="bare", state="joining", nodes=[pb.NodeStatus(node_id="n1", state="waiting")]
@@ -120,6 +121,7 @@ def test_what_is_not_set_is_not_known(control: FakeControl, client: ControlClien
     assert (node.address, node.role, node.reason) == (None, None, None)
 
 
+@pytest.mark.slow
 def test_zero_is_known_where_it_is_a_number(control: FakeControl, client: ControlClient) -> None:
     control.jobs["a"] = pb.JobStatus(
         rdzv_id="a",
@@ -152,6 +154,7 @@ def test_jobs_come_by_name(control: FakeControl, client: ControlClient) -> None:
     assert [job.rdzv_id for job in client.jobs()] == ["a", "b", "c"]
 
 
+@pytest.mark.slow
 def test_events_are_asked_for_by_number(control: FakeControl, client: ControlClient) -> None:
     control.jobs["a"] = pb.JobStatus(rdzv_id="a")
     control.history = control_samples.history()
@@ -184,6 +187,7 @@ def test_the_code_in_the_trailing_metadata_decides(
         client.jobs()
 
 
+@pytest.mark.slow
 def test_a_code_of_a_newer_server_is_an_error_all_the_same(
     control: FakeControl, client: ControlClient
 ) -> None:
@@ -237,6 +241,7 @@ def test_a_server_that_hangs_hits_the_deadline(control: FakeControl) -> None:
         assert time.monotonic() - began < 50
 
 
+@pytest.mark.slow
 def test_nobody_listens() -> None:
     with closing(socket.socket()) as bound:
         bound.bind(("127.0.0.1", 0))
@@ -322,6 +327,7 @@ def _listening(answer: Callable[[socket.socket], None]) -> Iterator[Endpoint]:
             thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -339,6 +345,7 @@ def test_what_listens_is_something_else(
         assert f"{endpoint}: {reason};" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_proxy_for_the_internet_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with _listening(_answer_like_a_web_server) as proxy:
         for name in ("http_proxy", "https_proxy", "grpc_proxy"):
@@ -356,6 +363,7 @@ def test_a_timeout_that_is_none_is_refused(timeout_s: float) -> None:
         ControlClient(Endpoint("head", 1), timeout_s)
 
 
+@pytest.mark.slow
 def test_what_can_not_travel_is_refused(client: ControlClient) -> None:
     with pytest.raises(InvalidRequestError, match="job name"):
         client.status("\udcff")
@@ -445,6 +453,7 @@ def test_half_of_every_wait_is_left_to_chance() -> None:
     assert bounds == [(0.1, 0.2), (0.2, 0.4)]
 
 
+@pytest.mark.slow
 def test_an_attempt_long_after_many_failures_is_bounded() -> None:
     attempts = Attempts([A], LONGEST)
     for _ in range(5_000):
@@ -539,6 +548,7 @@ def test_servers_none_of_which_answers_are_asked_once(monkeypatch: pytest.Monkey
             client.jobs()
 
 
+@pytest.mark.slow
 def test_a_token_that_may_have_been_made_is_not_made_again(control: FakeControl) -> None:
     control.error, control.error_text = grpc.StatusCode.UNAVAILABLE, "Socket closed"
     with serving(control) as endpoint:

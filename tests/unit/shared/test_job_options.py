@@ -180,6 +180,7 @@ def split(*words: str) -> tuple[list[tuple[str, ...]], list[str]]:
     return [one.words for one in given], rest
 
 
+@pytest.mark.slow
 def test_flags_end_where_the_script_begins() -> None:
     assert split("--nn", "2", "-mt3", "--rdzv_conf=a=b", "t", "--nnodes", "9") == (
         [("--nnodes", "2"), ("-mt3",), ("--rdzv_conf=a=b",)],
@@ -192,6 +193,7 @@ def test_flags_end_where_the_script_begins() -> None:
     assert split() == ([], [])
 
 
+@pytest.mark.slow
 def test_a_hang_timeout_is_a_number_of_seconds_or_learned() -> None:
     assert args().hang_timeout is None
     assert hang_timeout(None) is None

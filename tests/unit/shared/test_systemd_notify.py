@@ -66,6 +66,7 @@ def _heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.s
         yield listener
 
 
+@pytest.mark.slow
 async def test_signs_of_life_come_from_the_event_loop(
     heard: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +84,7 @@ async def test_signs_of_life_come_from_the_event_loop(
         heard.recv(4096)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "said",
     [{}, {"WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}, {"WATCHDOG_USEC": "soon"}],
@@ -119,6 +121,7 @@ def of_unit(folder: Path, text: str = "0::/system.slice/rdzv-agent.service\n") -
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["stop", "restart"])
 def test_what_systemd_is_about_to_do_with_this_unit_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: socket.socket, job: str

@@ -19,6 +19,8 @@ from rdzv.server.settings.config import TlsFiles
 from rdzv.transport.channels import PLAIN, Credentials, handshake_trouble
 from rdzv.transport.node_stream import error_from_status
 
+pytestmark = pytest.mark.slow
+
 HERE = Endpoint("127.0.0.1", 29_400)
 THERE = Endpoint("10.0.0.5", 29_400)
 
@@ -31,6 +33,7 @@ def files(tmp_path: Path) -> Files:
 # ------------------------------------------------------------------------------------ what it takes
 
 
+@pytest.mark.quick
 def test_without_anything_a_connection_is_plain() -> None:
     assert Credentials.parse({}, {}) == PLAIN
     assert not PLAIN.tls
@@ -62,6 +65,7 @@ def test_what_can_not_be_used_is_refused(files: Files, given: dict[str, str], sa
         Credentials.parse({name: files.folder / path for name, path in given.items()}, {})
 
 
+@pytest.mark.quick
 def test_a_token_is_read_anew_for_each_call(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("first\n")
@@ -79,6 +83,7 @@ def test_a_token_goes_nowhere_where_others_could_read_it(files: Files) -> None:
     assert Credentials(ca=files.ca, token="abc").metadata(THERE) == sent
 
 
+@pytest.mark.quick
 def test_a_token_is_shown_to_nobody() -> None:
     assert "abc" not in repr(Credentials(token="abc"))
     with pytest.raises(InvalidRequestError) as refused:
@@ -127,7 +132,6 @@ async def test_who_shows_what_is_asked_for_gets_there(files: Files) -> None:
         assert await ask(server, Credentials(files.ca)) == "reached"
 
 
-@pytest.mark.slow
 async def test_why_a_server_is_not_trusted(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +150,6 @@ async def test_why_a_server_is_not_trusted(
         assert "its certificate is not for the name 127.0.0.1" in said
 
 
-@pytest.mark.slow
 async def test_a_nodes_certificate_is_of_no_use_to_a_false_server(files: Files) -> None:
     node = files.node("127.0.0.1")
     assert node.cert is not None
@@ -156,7 +159,6 @@ async def test_a_nodes_certificate_is_of_no_use_to_a_false_server(files: Files) 
         assert "cannot reach rdzvd" in said
 
 
-@pytest.mark.slow
 async def test_why_a_client_is_not_let_in(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +173,6 @@ async def test_why_a_client_is_not_let_in(
         assert "(of alice, which expired on " in await ask(server, expired)
 
 
-@pytest.mark.slow
 async def test_plain_and_tls_do_not_meet(files: Files) -> None:
     async with served(files.server()) as server:
         said = await ask(server, PLAIN)
@@ -184,6 +185,7 @@ async def test_plain_and_tls_do_not_meet(files: Files) -> None:
         assert "it does not speak TLS there" in await ask(server, Credentials(files.ca))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("details", "said"),
     [
@@ -198,7 +200,6 @@ def test_gRPCs_words_are_told_apart(details: str, said: str | None) -> None:  # 
     assert (said in found[0] if said and found else found) == (said is not None or None)
 
 
-@pytest.mark.slow
 async def test_a_certificate_that_was_renewed_is_shown_from_the_next_connection_on(
     files: Files, tmp_path: Path
 ) -> None:
@@ -222,7 +223,6 @@ async def test_a_certificate_that_was_renewed_is_shown_from_the_next_connection_
             await ask(server, credentials)
 
 
-@pytest.mark.slow
 async def test_a_client_that_lives_long_takes_the_renewed_certificate(
     files: Files, tmp_path: Path
 ) -> None:
@@ -242,6 +242,7 @@ async def test_a_client_that_lives_long_takes_the_renewed_certificate(
                 await asyncio.to_thread(client.jobs)
 
 
+@pytest.mark.quick
 def test_no_token_is_taken_from_what_is_no_file_for_it(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_bytes(os.urandom(8) + b"\xff")

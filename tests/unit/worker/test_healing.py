@@ -11,6 +11,7 @@ from rdzv.worker.healing import MismatchError, Offer, compare_manifests, elect, 
 from rdzv.worker.rounds import Round
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["frames", "healing", "resuming", "rounds", "shard_healing", "snapshots", "tcp"]
 )

@@ -117,6 +117,7 @@ def test_connections_stay_open_in_the_runners_queue_though_the_worker_is_gone(
     other.say(type="go", round=2, env={})
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_park_says_so_once(
     runner: tuple[Link, Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_worker_that_cannot_park_says_so_once(
     link.wait_for_order()
 
 
+@pytest.mark.slow
 def test_a_round_that_is_over_is_cut_again_and_again_until_nothing_of_it_is_left(
     runner: tuple[Link, Runner],
 ) -> None:
@@ -153,6 +155,7 @@ def test_a_round_that_is_over_is_cut_again_and_again_until_nothing_of_it_is_left
     assert late.times >= 1
 
 
+@pytest.mark.slow
 def test_what_a_worker_reports(runner: tuple[Link, Runner]) -> None:
     link, other = runner
     link.suspect(3, "m" * 5000, "t" * 20_000 + "end")
