@@ -337,8 +337,15 @@ def _with_parents(module: str) -> frozenset[str]:
     return frozenset(itertools.accumulate(module.split("."), "{}.{}".format))
 
 
+@functools.cache
+def _reached(path: Path, name: str) -> frozenset[str]:
+    return frozenset().union(*map(_with_parents, imports(path, name)))
+
+
 def offences(rule: Rule, path: Path, name: str) -> list[str]:
     """Return the violations of a rule by a file."""
+    if rule.only is None and rule.never.isdisjoint(_reached(path, name)):
+        return []
     found = []
     for module in imports(path, name):
         if module in ("rdzv", "__future__"):
