@@ -89,9 +89,9 @@ campaigns: $(READY)  ## tests that do the same many times over: restarts, kills,
 ci: test clusters frameworks campaigns dist-test  ## all five
 
 .PHONY: unit
-# Tests that start programs, serve gRPC or HTTP, flush to a disk, import torch, tell a long story or try
-# many cases are marked slow, and run in `make test` only; in a file that is slow as a whole a few are
-# marked quick. Those of hypothesis are slow; its plugin would search all modules for constants.
+# Tests that start programs, serve gRPC or HTTP, import torch, or take more than some milliseconds otherwise
+# are marked slow, and run in `make test` only; in a file that is slow as a whole a few are marked quick.
+# Those of hypothesis are slow; its plugin would search all modules for constants.
 unit: $(READY)  ## the quick tests
 	@$(if $(wildcard /dev/shm/.),TMPDIR=/dev/shm) $(BIN)/python -m pytest tests/unit tests/scenarios \
 	  tests/stores -q -p no:hypothesispytest $(FORKED) \
