@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -78,20 +78,23 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+# Fixtures for all tests would take a tenth of the time that a quick test costs.
+
+
+@functools.cache
+def _set_temporary_folder(config: pytest.Config) -> None:
     """Let every program put its temporary files where pytest cleans up."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
-        yield
+    factory = config._tmp_path_factory  # type: ignore[attr-defined]
+    os.environ["TMPDIR"] = str(factory.mktemp("tmp"))
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol() -> Generator[None, object, object]:
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Keep each test from changing the logging that a later one, in the same process, sees.
 
     The programs set up their logging when they start, and many a test starts one.
     """
+    _set_temporary_folder(item.config)
     before = {
         logger: (logger.level, logger.handlers[:], logger.propagate) for logger in _our_loggers()
     }
