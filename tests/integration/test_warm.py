@@ -573,17 +573,22 @@ async def with_spare_forks(node: WarmNode) -> tuple[ZygoteSpec, int, set[int]]:
     """Keep a zygote with two forks ahead; return its pid and theirs."""
     zygote = replace(node.zygote(sys.executable, "-u", CASES, "pause", "nothing"), spare_forks=2)
     pid = (await node.keep(zygote)).pid
-    return zygote, pid, await two_spare_forks(node, {pid})
+    return zygote, pid, await two_spare_forks(node, pid)
 
 
-async def two_spare_forks(node: WarmNode, others: set[int]) -> set[int]:
-    """Wait until two further forks exist; return them."""
-    children: set[int] = set()
+async def two_spare_forks(node: WarmNode, zygote: int, *others: int) -> set[int]:
+    """Wait until two further forks exist, and zygote and runner have no more to do; return them.
+
+    A fork of which the runner does not know yet would end with the round, like any such process.
+    """
+    known, children = {zygote, *others}, set[int]()
 
     def there() -> bool:
         nonlocal children
-        children = {*children_of(node.link.pid)} - others
-        return len(children) == 2 and {*marked(node.mark)} == children | others
+        children = {*children_of(node.link.pid)} - known
+        if len(children) != 2 or {*marked(node.mark)} != children | known:
+            return False
+        return state_of(zygote) == state_of(node.link.pid) == "S"
 
     await until(there)
     return children
@@ -594,7 +599,7 @@ async def test_workers_are_forks_that_were_there_before(node: WarmNode) -> None:
     for number in range(2):
         pids = await start_pausing(node, number, zygote)
         assert set(pids) == forks
-        forks = await two_spare_forks(node, {pid, *pids})
+        forks = await two_spare_forks(node, pid, *pids)
         await node.stop(number)
         await until(lambda forks=forks: {*marked(node.mark)} == {pid, *forks})
     assert not any(isinstance(event, WorkersStartedCold) for event in node.events)
@@ -609,7 +614,6 @@ async def test_more_workers_than_spare_forks_are_forked_as_well(node: WarmNode) 
 
 async def test_spare_forks_need_no_zygote_to_become_workers(node: WarmNode) -> None:
     zygote, pid, forks = await with_spare_forks(node)
-    await until(lambda: state_of(pid) == "S")  # It has reported their pids.
     os.kill(pid, signal.SIGSTOP)
     assert set(await start_pausing(node, 0, zygote)) == forks
     assert not any(isinstance(event, WorkersStartedCold) for event in node.events)
@@ -679,7 +683,7 @@ async def test_the_end_of_a_round_while_forks_are_made_ahead_costs_the_next_noth
     zygote = node.zygote(sys.executable, "-u", script, "pause", "nothing", modules=["held"])
     zygote = replace(zygote, spare_forks=2)
     pid = (await node.keep(zygote)).pid
-    forks = await two_spare_forks(node, {pid})  # The runner does not know their pids yet.
+    forks = await two_spare_forks(node, pid)  # The runner does not know their pids yet.
     node.link.start_workers(0, [node.spec("true")])
     await node.heard(WorkerExited)
     await node.stop(0)
