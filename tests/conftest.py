@@ -1,4 +1,4 @@
-"""Shared by all tests: the root on the path, order, an unchanged log, `--rewrite`, STRICT=1."""
+"""Shared by all tests: the root on the path, an unchanged log, `--rewrite`, STRICT=1."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # The programs that tests start import torch hundreds of times.
 os.environ["PYTHONPATH"] = str(Path(__file__).parent / "support" / "quick_torch")
-# They restart cold, since each zygote would import torch once more.
+# As the programs do: it would report on stderr what hostile clients of tests send.
+os.environ["GRPC_VERBOSITY"] = "NONE"
+# Jobs restart cold, since each zygote would import torch once more.
 os.environ["PET_WARM"] = ""
 
 for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
