@@ -18,12 +18,14 @@ DOCUMENTED = ("os._exit", "sys._current_frames", "sys._xoptions")
 
 TORCH = "torch has nothing public for it"
 PYTEST = "pytest has nothing public for it: forked tests need folders of their own"
+HOOKS = "a hook has no other way to it, and a fixture for all tests would cost each of them"
 PYTHON = "Python has nothing public for it"
 CTYPES = "a C function that a test stands in for gets pointers, which show their object only here"
 STATE = "the public attributes of a State are those that the user gave it"
 LOCKS = "the locks are what a forked child must not share"
 
 REASONS: dict[str, dict[str, str]] = {
+    "conftest.py": {"config._tmp_path_factory": HOOKS},
     "conformance/scripts/plugin/conformance_plugin.py": {"handlers._log_handlers": TORCH},
     "conformance/test_conformance.py": {"get_args_parser()._actions": PYTHON},
     "integration/test_c10d_facade.py": {
