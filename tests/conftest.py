@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+# It would report on stderr what hostile clients of tests send; it is read at the import.
+os.environ["GRPC_VERBOSITY"] = "NONE"
+
 # As in the agent: a fork while gRPC is at work would else write to stderr, which tests read, or
 # hang.
 from rdzv.agent.system import grpc_forks  # noqa: F401
@@ -30,8 +33,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # The programs that tests start import torch hundreds of times.
 os.environ["PYTHONPATH"] = str(Path(__file__).parent / "support" / "quick_torch")
-# As the programs do: it would report on stderr what hostile clients of tests send.
-os.environ["GRPC_VERBOSITY"] = "NONE"
 # Jobs restart cold, since each zygote would import torch once more.
 os.environ["PET_WARM"] = ""
 
