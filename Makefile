@@ -46,13 +46,13 @@ picture: $(READY)  ## docs/img: the demo, as a real Prometheus has scraped it; a
 	@$(BIN)/python bench/dashboard.py
 	@$(BIN)/python bench/page.py
 
-# Three processes: two cores are busy then, though a third of the time each test only waits. How many
-# tests there are is known only once the last file is collected, so no percentages are shown.
-FORKED := -p no:xdist -p tests.support.forked --forks 3 -o console_output_style=classic
+# How many tests there are is known only once the last file is collected, so no percentages are shown.
+FORKED := -p no:xdist -p tests.support.forked -o console_output_style=classic
 
 .PHONY: test
+# Four processes: two cores are busy then, though half of the time each test only waits.
 test: check  ## the tests; STRICT=1: a skip is a failure
-	@$(BIN)/python -m pytest tests -q $(FORKED) --durations=5 \
+	@$(BIN)/python -m pytest tests -q $(FORKED) --forks 4 --durations=5 \
 	  -m 'not campaign and not clusters and not frameworks and not release'
 
 # An environment in which all that is installed in ours can be imported as well.
@@ -94,7 +94,7 @@ ci: test clusters frameworks campaigns dist-test  ## all five
 # Those of hypothesis are slow; its plugin would search all modules for constants.
 unit: $(READY)  ## the quick tests
 	@$(if $(wildcard /dev/shm/.),TMPDIR=/dev/shm) $(BIN)/python -m pytest tests/unit tests/scenarios \
-	  tests/stores -q -p no:hypothesispytest $(FORKED) \
+	  tests/stores -q -p no:hypothesispytest $(FORKED) --forks 3 \
 	  -m 'quick or not slow' -o tmp_path_retention_count=1
 
 SEEDS ?= 10000
