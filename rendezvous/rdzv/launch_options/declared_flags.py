@@ -99,12 +99,7 @@ def value(
     return names, {"default": None, "metavar": metavar, "help": text, **settings}
 
 
-_UNITS = {
-    "S": " of seconds",
-    "SECONDS": " of seconds",
-    "GB": " of gigabytes",
-    "MB": " of megabytes",
-}
+_UNITS = {"SECONDS": " of seconds", "GB": " of gigabytes", "MB": " of megabytes"}
 
 
 def _number(kind: type[int] | type[float], unit: str) -> Callable[[str], float]:
