@@ -268,8 +268,9 @@ class Launched:
         seen["workers"] = len(workers)
         for key in workers[0].keys() - {"env", "pid"} if workers else ():
             seen[f"worker's {key}"] = [self._mask(worker[key]) for worker in workers]
-        names: set[str] = set().union(*(worker["env"] for worker in workers))
-        for name in names - {"CONFORMANCE_MARK"}:
+        # One that is dropped on the way to the workers is seen, too.
+        names = set(clean_environ()).union(*(worker["env"] for worker in workers))
+        for name in names - {"CONFORMANCE_MARK"} if workers else ():
             values = [worker["env"].get(name) for worker in workers]
             if set(values) != {clean_environ().get(name)}:  # Else it is as the user's shell has it.
                 seen[f"env {name}"] = [self._mask_variable(name, value) for value in values]
