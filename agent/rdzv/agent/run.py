@@ -30,6 +30,7 @@ from rdzv.agent.system.error_files import write_error
 from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.agent.workers.summary import summary
 from rdzv.errors import InvalidRequestError, RendezvousError
+from rdzv.runtime.log_format import PlainFormatter, complain
 from rdzv.structs import replace
 from rdzv.transport.job_secret import read_secret
 
@@ -116,7 +117,7 @@ def _without_garbage() -> Iterator[None]:
 
 
 def _fail(error: Exception, exit_code: int) -> NoReturn:
-    print(f"rdzvrun: {error}", file=sys.stderr)  # noqa: T201
+    complain(f"rdzvrun: {error}")
     sys.exit(exit_code)
 
 
@@ -127,9 +128,10 @@ def set_up_logging(program: str) -> None:
     """
     level = os.environ.get("LOGLEVEL", "INFO").upper()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {program}: %(message)s"))
+    handler.setFormatter(PlainFormatter(f"%(asctime)s {program}: %(message)s"))
     everything = logging.getLogger("rdzv")
     everything.handlers[:] = [handler]
+    logging.getLogger().handlers[:] = [handler]  # asyncio's lines may quote a job, too.
     everything.propagate = False
     everything.setLevel(logging.WARNING)
     logging.getLogger("rdzv.events").setLevel(logging.CRITICAL)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from rdzv.core.words import counted, duration, listed, size_text
 from rdzv.ctl.as_text_submission import submission
 from rdzv.ctl.layout import Cell, Page
+from rdzv.runtime.log_format import harmless
 from rdzv.view.answers import (
     OWN_BACKEND,
     Event,
@@ -26,7 +27,6 @@ from rdzv.view.answers import (
     WorkerFailure,
 )
 from rdzv.view.history import KINDS
-from rdzv.view.log_lines import harmless
 from rdzv.view.sentences import origins, slowness
 
 _MOST_NODES = 40

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 import click
 
 from rdzv.errors import InvalidRequestError
+from rdzv.runtime.log_format import harmless
 from rdzv.view.answers import LogLines
-from rdzv.view.log_lines import Printer, harmless, note_of
+from rdzv.view.log_lines import Printer, note_of
 
 _TAIL = re.compile(r"([0-9]{1,15})([kMG]?)")
 _UNITS = {"k": 1 << 10, "M": 1 << 20, "G": 1 << 30}

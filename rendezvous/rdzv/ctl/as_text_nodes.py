@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from rdzv.core.words import counted, duration, size_text
 from rdzv.ctl.layout import Cell, Page
+from rdzv.runtime.log_format import harmless
 from rdzv.view.answers import Gpu, Node
-from rdzv.view.log_lines import harmless
 
 _UNKNOWN = "-"
 _STATE_STYLES = {

@@ -47,7 +47,7 @@ INTERRUPTED = 130
 
 def complain(message: str, exit_code: int) -> int:
     """Print one line on stderr, and return `exit_code`."""
-    from rdzv.view.log_lines import harmless
+    from rdzv.runtime.log_format import harmless
 
     click.echo(f"{PROGRAM}: {harmless(message)}", err=True)
     return exit_code

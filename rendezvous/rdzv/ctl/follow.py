@@ -25,9 +25,9 @@ from rdzv.ctl.watch import (
     watching,
 )
 from rdzv.errors import InvalidRequestError, RendezvousClosedError, RendezvousError
+from rdzv.runtime.log_format import harmless
 from rdzv.view import as_json
 from rdzv.view.answers import Event, JobStatus
-from rdzv.view.log_lines import harmless
 
 
 def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) -> int:

@@ -17,8 +17,8 @@ from typing import TextIO
 
 import click
 
+from rdzv.runtime.log_format import harmless
 from rdzv.structs import struct
-from rdzv.view.log_lines import harmless
 
 _GAP = "  "
 _LABEL_WIDTH = 15

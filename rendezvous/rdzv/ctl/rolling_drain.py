@@ -21,9 +21,9 @@ from rdzv.errors import (
     UnknownJobError,
     UnknownNodeError,
 )
+from rdzv.runtime.log_format import harmless
 from rdzv.structs import struct
 from rdzv.view.answers import JobStatus, Node
-from rdzv.view.log_lines import harmless
 
 LOOK_EVERY_S = 1.0
 """How often to check whether a node is empty, or may be drained."""

@@ -22,10 +22,10 @@ from rdzv.core.timed_text import without_times
 from rdzv.ctl import as_text, live
 from rdzv.ctl.layout import page_for
 from rdzv.errors import RendezvousConnectionError, RendezvousError
+from rdzv.runtime.log_format import harmless
 from rdzv.structs import struct
 from rdzv.view import as_json
 from rdzv.view.answers import Event, JobStatus
-from rdzv.view.log_lines import harmless
 
 EXIT_CODES = {"succeeded": 0, "failed": 1, "stopped": 3}
 """The exit codes of `wait` by job state. In any other state, the job has not ended."""

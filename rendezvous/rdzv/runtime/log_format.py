@@ -2,6 +2,10 @@
 
 The journal records each line's time and priority. It takes the priority from a prefix such as `<4>`
 (sd-daemon(3)) and removes the prefix from the line.
+
+A record may quote a job, and whoever reads the log may be root at a terminal. So every formatter
+escapes what a terminal would obey, and those of the daemons indent a record's further lines: no
+line that a job makes looks like a record.
 """
 
 from __future__ import annotations
@@ -48,7 +52,19 @@ class JsonFormatter(logging.Formatter):
                 line[key] = getattr(record, key)
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        text = json.dumps(line, ensure_ascii=False)
+        return text if text.isprintable() else json.dumps(line)
+
+
+class PlainFormatter(logging.Formatter):
+    """Formats lines by a format of `logging`, for programs that users start themselves.
+
+    Their workers write to the same terminal, so an indentation would prove nothing.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format one record, followed by its traceback if there is one."""
+        return escaped_lines(super().format(record), indent="")
 
 
 class JournalFormatter(logging.Formatter):
@@ -94,12 +110,38 @@ def stderr_is_journal() -> bool:
 
 def complain(text: str) -> None:
     """Print to stderr why a program is ending; the journal records the line as an error."""
+    text = escaped_lines(text)
     print(_prioritized(text, logging.ERROR) if stderr_is_journal() else text, file=sys.stderr)  # noqa: T201
+
+
+def harmless(text: str) -> str:
+    r"""Escape characters that control a terminal, or that hide or reverse text.
+
+    >>> print(harmless("\x1b[2J gone\n"))
+    \x1b[2J gone\n
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def escaped_lines(text: str, indent: str = "  ") -> str:
+    r"""Escape each line of a record, and indent all lines but the first.
+
+    >>> print(escaped_lines("it says\n12:00:00.000 INFO forged\r"))
+    it says
+      12:00:00.000 INFO forged\r
+    """
+    if text.isprintable():
+        return text
+    return f"\n{indent}".join(harmless(line.expandtabs()) for line in text.split("\n"))
 
 
 def _text(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     text = record.getMessage()
-    return f"{text}\n{formatter.formatException(record.exc_info)}" if record.exc_info else text
+    if record.exc_info:
+        text = f"{text}\n{formatter.formatException(record.exc_info)}"
+    return escaped_lines(text)
 
 
 def _prioritized(text: str, level: int) -> str:

@@ -73,8 +73,10 @@ def _set_up_logging() -> None:
     log = logging.getLogger("rdzv")
     if log.handlers or logging.getLogger().handlers:
         return
+    from rdzv.runtime.log_format import PlainFormatter
+
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("rdzv: %(message)s"))
+    handler.setFormatter(PlainFormatter("rdzv: %(message)s"))
     log.addHandler(handler)
     log.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())
     log.propagate = False

@@ -8,23 +8,13 @@ from __future__ import annotations
 
 from typing import BinaryIO
 
+from rdzv.runtime.log_format import harmless
 from rdzv.view.answers import LogLines
 
 LINE_BYTES = 64 * 1024
 """The length above which lines are split, to bound the wait for the end of a line."""
 
 _Source = tuple[str, int, int, bool]
-
-
-def harmless(text: str) -> str:
-    r"""Escape characters that control a terminal, or that hide or reverse text.
-
-    >>> print(harmless("\x1b[2J gone\n"))
-    \x1b[2J gone\n
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def note_of(piece: LogLines) -> str:

@@ -30,9 +30,9 @@ from rdzv.ctl import as_text, job_list
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
+from rdzv.runtime.log_format import harmless
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.from_messages import job_status_of
-from rdzv.view.log_lines import harmless
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,14 @@ import os
 
 import pytest
 
-from rdzv.runtime.log_format import HumanFormatter, JsonFormatter, complain, formatter_for
+from rdzv.runtime.log_format import (
+    HumanFormatter,
+    JournalFormatter,
+    JsonFormatter,
+    PlainFormatter,
+    complain,
+    formatter_for,
+)
 
 
 def record(
@@ -56,7 +63,7 @@ def test_every_line_of_a_traceback_has_the_priority() -> None:
     lines = formatter_for("human").format(record(logging.ERROR, trouble=True)).split("\n")
     assert len(lines) > 2
     assert {line[:3] for line in lines} == {"<3>"}
-    assert lines[-1] == "<3>ValueError: of a test"
+    assert lines[-1] == "<3>  ValueError: of a test"
 
 
 @pytest.mark.usefixtures("journal")
@@ -72,7 +79,7 @@ def test_why_a_program_ends_is_an_error(
     # Not in a fixture: during a test, stderr is captured in another file than during its setup.
     _be_in_the_journal(monkeypatch)
     complain("rdzvd: no\nroom")
-    assert capfd.readouterr().err == "<3>rdzvd: no\n<3>room\n"
+    assert capfd.readouterr().err == "<3>rdzvd: no\n<3>  room\n"
 
 
 @pytest.mark.parametrize("stream", ["", "1:2", "x"])
@@ -87,3 +94,39 @@ def test_elsewhere_a_line_has_the_time(
     assert line.endswith(" INFO    job-7: n1 joined")
     complain("rdzvd: no")
     assert capfd.readouterr().err == "rdzvd: no\n"
+
+
+FORGED = "\x1b[2J\x9b2J\u202e\n17:59:59.000 INFO    job-8: forged\r<3>so\tis\udc80this"
+
+
+@pytest.mark.parametrize(
+    "formatter",
+    [
+        HumanFormatter(),
+        JsonFormatter(),
+        JournalFormatter(),
+        JournalFormatter(JsonFormatter()),
+        PlainFormatter("%(asctime)s rdzvrun: %(message)s"),
+    ],
+)
+@pytest.mark.parametrize("in_traceback", [False, True])
+def test_what_a_job_says_neither_controls_a_terminal_nor_looks_like_a_record(
+    formatter: logging.Formatter, in_traceback: bool
+) -> None:
+    said = record(logging.WARNING, "job-7: it says %s")
+    said.args = ("nothing" if in_traceback else FORGED,)
+    if in_traceback:
+        error = ValueError(FORGED)
+        said.exc_info = (ValueError, error, None)
+    first, *others = formatter.format(said).split("\n")
+    assert "job-7: it says" in first
+    indent = "" if isinstance(formatter, PlainFormatter) else "  "
+    assert all(line.removeprefix("<4>").startswith(indent) for line in others)
+    assert all(line.isprintable() for line in (first, *others))
+    if "{" in first:
+        told = json.loads(first.removeprefix("<4>"))
+        assert FORGED in (told["traceback"] if in_traceback else told["message"])
+    else:
+        whole = "".join((first, *others))
+        for shown in (r"\x1b[2J\x9b2J\u202e", "job-8: forged\\r<3>so", r"is\udc80this"):
+            assert shown in whole

@@ -17,7 +17,7 @@ from rdzv.ctl.command_line import (
     reason_option,
 )
 from rdzv.errors import InvalidRequestError
-from rdzv.view.log_lines import harmless
+from rdzv.runtime.log_format import harmless
 
 MOST_ENDED = 10
 """How many ended jobs a list shows without --all."""
