@@ -119,11 +119,12 @@ def _commands() -> str:
 
 def _commands_of_rdzvctl() -> Iterator[str]:
     """Ask all of them in this process: each start of another takes longer than the whole site."""
+    import click
     from click.testing import CliRunner
 
     from rdzv.ctl.__main__ import rdzvctl
 
-    for name in sorted(rdzvctl.commands):
+    for name in rdzvctl.list_commands(click.Context(rdzvctl)):
         asked = [name, "--help"]
         said = CliRunner().invoke(rdzvctl, asked, prog_name="rdzvctl", env=_WIDTH)
         yield from (f"### rdzvctl {name}", "", *_text(said.stdout))

@@ -8,6 +8,6 @@ All terminal output passes through it, or is JSON or YAML (`as_yaml`).
 `job_request` and `job_file` parse jobs to submit, and `follow` follows them. `watch` receives the
 server's updates, and `live` renders them as a screen.
 
-`rdzvctl --help` is used more often than any other command, so only click is imported before a
-command runs.
+Each command's module is imported when the command is used, and by `--help`; it imports what the
+command needs as it runs. A program that a prompt calls may take 100 ms.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import click
 
@@ -21,32 +22,6 @@ from rdzv.ctl.command_line import (
     connection_options,
     list_commands,
 )
-from rdzv.ctl.commands.access import audit_command, tokens
-from rdzv.ctl.commands.certs import certs
-from rdzv.ctl.commands.demo import demo_command
-from rdzv.ctl.commands.docs import docs_command
-from rdzv.ctl.commands.history import events_command, explain_command, trace_command
-from rdzv.ctl.commands.jobs import (
-    forget_command,
-    list_command,
-    restart_command,
-    scale_command,
-    status_command,
-    stop_command,
-    wait_command,
-)
-from rdzv.ctl.commands.nodes import (
-    cordon_command,
-    drain_command,
-    nodes_command,
-    uncordon_command,
-    undrain_command,
-)
-from rdzv.ctl.commands.report import report_command
-from rdzv.ctl.commands.servers import backup_command, servers_command
-from rdzv.ctl.commands.submit import submit_command
-from rdzv.ctl.commands.support import doctor_command, support_bundle_command
-from rdzv.ctl.commands.workers import logs_command, stacks_command
 from rdzv.errors import (
     DeniedError,
     RendezvousConnectionError,
@@ -123,13 +98,78 @@ def _drop_output() -> None:
     os.close(nowhere)
 
 
-@click.command("version")
+SECTIONS: dict[str, dict[str, str | None]] = {
+    "See what jobs do, and why": {
+        **{"list": "jobs", "status": "jobs", "explain": "history", "events": "history"},
+        **{"logs": "workers", "stacks": "workers", "trace": "history", "report": "report"},
+        "wait": "jobs",
+    },
+    "Run and change jobs": {
+        **{"submit": "submit", "stop": "jobs", "restart": "jobs", "scale": "jobs"},
+        "forget": "jobs",
+    },
+    "Nodes": dict.fromkeys(("nodes", "cordon", "uncordon", "drain", "undrain"), "nodes"),
+    "Server and access": {
+        **{"servers": "servers", "backup": "servers", "audit": "access", "tokens": "access"},
+        "certs": "certs",
+    },
+    "When something is wrong": {"doctor": "support", "support-bundle": "support"},
+    "This machine": {"demo": "demo", "docs": "docs", "completion": None, "version": None},
+}
+"""All commands, grouped by task, with the module of `commands` that has each; None: here."""
+
+
+class _Rdzvctl(click.Group):
+    """The group of all commands: imports a command's module when the command is used."""
+
+    def list_commands(self, _: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return sorted(name for commands in SECTIONS.values() for name in commands)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command, or None if there is none of that name."""
+        for commands in SECTIONS.values():
+            if module := commands.get(cmd_name):
+                function = f"{cmd_name.replace('-', '_')}_command"
+                command = getattr(import_module(f"rdzv.ctl.commands.{module}"), function)
+                assert isinstance(command, click.Command)
+                return command
+        return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands, grouped by task."""
+        for title, names in SECTIONS.items():
+            commands = (self.get_command(ctx, name) for name in names)
+            list_commands(formatter, title, filter(None, commands))
+
+
+@click.group(
+    cls=_Rdzvctl,
+    invoke_without_command=True,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@connection_options
+@click.version_option(VERSION, message=f"{PROGRAM} %(version)s")
+@click.pass_context
+def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None) -> None:
+    """Show an rdzvd's jobs and why each is in its state; submit, stop and scale jobs."""
+    if server is None:
+        server = os.environ.get("RDZV_SERVER") or None
+    context.obj = Connection(server, timeout_s)
+    if context.invoked_subcommand is None:
+        # This is an error, because a script with an empty variable has not done what was intended.
+        click.echo(context.get_help(), err=True)
+        context.exit(USAGE)
+
+
+@rdzvctl.command("version")
 def _version() -> str:
     """Show rdzvctl's version."""
     return f"{PROGRAM} {VERSION}"
 
 
-@click.command("completion")
+@rdzvctl.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def _completion(shell: str) -> str:
     """Print the script that lets SHELL complete rdzvctl's commands, options, jobs and nodes.
@@ -146,52 +186,5 @@ def _completion(shell: str) -> str:
     return completion(rdzvctl, {}, PROGRAM, "_RDZVCTL_COMPLETE").source()
 
 
-SECTIONS: dict[str, tuple[click.Command, ...]] = {
-    "See what jobs do, and why": (
-        *(list_command, status_command, explain_command, events_command, logs_command),
-        *(stacks_command, trace_command, report_command, wait_command),
-    ),
-    "Run and change jobs": (
-        *(submit_command, stop_command, restart_command, scale_command, forget_command),
-    ),
-    "Nodes": (nodes_command, cordon_command, uncordon_command, drain_command, undrain_command),
-    "Server and access": (servers_command, backup_command, audit_command, tokens, certs),
-    "When something is wrong": (doctor_command, support_bundle_command),
-    "This machine": (demo_command, docs_command, _completion, _version),
-}
-"""All commands, grouped by task."""
-
-
-class _Rdzvctl(click.Group):
-    """The group of all commands, whose help lists them by task."""
-
-    def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands, grouped by task."""
-        for title, commands in SECTIONS.items():
-            list_commands(formatter, title, commands)
-
-
-@click.group(
-    cls=_Rdzvctl,
-    invoke_without_command=True,
-    epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-@connection_options
-@click.version_option(package_name="rdzv", message=f"{PROGRAM} %(version)s")
-@click.pass_context
-def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None) -> None:
-    """Show an rdzvd's jobs and why each is in its state; submit, stop and scale jobs."""
-    if server is None:
-        server = os.environ.get("RDZV_SERVER") or None
-    context.obj = Connection(server, timeout_s)
-    if context.invoked_subcommand is None:
-        # This is an error, because a script with an empty variable has not done what was intended.
-        click.echo(context.get_help(), err=True)
-        context.exit(USAGE)
-
-
-for _command in (command for section in SECTIONS.values() for command in section):
-    rdzvctl.add_command(_command)
 if __name__ == "__main__":
     main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import click
 import pytest
 
 from rdzv.ctl import job_request
@@ -13,7 +14,7 @@ from rdzv.ctl.__main__ import rdzvctl
 TEXT = (Path(__file__).parents[3] / "docs" / "rdzvctl.md").read_text()
 
 
-@pytest.mark.parametrize("name", sorted(rdzvctl.commands))
+@pytest.mark.parametrize("name", rdzvctl.list_commands(click.Context(rdzvctl)))
 def test_every_command_is_there(name: str) -> None:
     assert re.search(rf"^\| \[?`{name}\b", TEXT, re.MULTILINE)
 

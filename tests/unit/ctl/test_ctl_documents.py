@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import urllib.request
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_the_site_is_served_until_ctrl_c(
 ) -> None:
     answers: list[bytes] = []
 
-    def reads(server: docs.ThreadingHTTPServer) -> None:
+    def reads(server: ThreadingHTTPServer) -> None:
         client = threading.Thread(
             target=lambda: answers.append(
                 urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", timeout=60).read()
@@ -71,7 +72,7 @@ def test_the_site_is_served_until_ctrl_c(
         client.join(20)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(docs.ThreadingHTTPServer, "serve_forever", reads)
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", reads)
     docs.show(site, None, 0)
     assert answers == [b"<p>the site"]
     assert "the documents are at http://127.0.0.1:" in capsys.readouterr().out

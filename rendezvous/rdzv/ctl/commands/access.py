@@ -47,11 +47,11 @@ _ROLES = ("read", "submit", "node", "relay", "admin")
 
 
 @click.group("tokens", cls=Subcommands)
-def tokens() -> None:
+def tokens_command() -> None:
     """Create, list and revoke tokens, which identify callers without a certificate."""
 
 
-@tokens.command("create")
+@tokens_command.command("create")
 @click.argument("name")
 @click.option(
     "--role",
@@ -94,7 +94,7 @@ def _create_token(
     return text
 
 
-@tokens.command("list")
+@tokens_command.command("list")
 @output_option
 @connection_options
 def _list_tokens(output: str, server: str | None, timeout_s: float | None) -> str:
@@ -110,7 +110,7 @@ def _list_tokens(output: str, server: str | None, timeout_s: float | None) -> st
     return as_text_access.tokens(found, page_for(sys.stdout))
 
 
-@tokens.command("revoke")
+@tokens_command.command("revoke")
 @click.argument("id_or_name", metavar="ID|NAME")
 @output_option
 @connection_options

@@ -55,11 +55,11 @@ _server_names = click.option(
 
 
 @click.group("certs", cls=Subcommands, context_settings={"help_option_names": ["-h", "--help"]})
-def certs() -> None:
+def certs_command() -> None:
     """Create a small CA, and certificates for rdzvd, nodes and people."""
 
 
-@certs.command("init")
+@certs_command.command("init")
 @_dir
 @_server_names
 @_days(365, "the server's certificate is valid")
@@ -93,7 +93,7 @@ def _init(folder: Path, hosts: tuple[str, ...], days: int, ca_days: int, force: 
     )
 
 
-@certs.command("server")
+@certs_command.command("server")
 @_dir
 @_server_names
 @_days(365)
@@ -109,7 +109,7 @@ def _server(folder: Path, hosts: tuple[str, ...], days: int, force: bool) -> str
     return f"{_files(Authority.open(folder).server(names, days, replace=force))}: of rdzvd"
 
 
-@certs.command("node")
+@certs_command.command("node")
 @click.argument("name")
 @_dir
 @_days(365)
@@ -122,7 +122,7 @@ def _node(name: str, folder: Path, days: int, force: bool) -> str:
     return f"{_files(made)}: of node {name}; it needs them, and {folder / 'ca.crt'}"
 
 
-@certs.command("client")
+@certs_command.command("client")
 @click.argument("name")
 @click.option(
     "--role",
@@ -146,7 +146,7 @@ def _client(name: str, roles: tuple[str, ...], folder: Path, days: int, force: b
     )
 
 
-@certs.command("show")
+@certs_command.command("show")
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path))
 @_dir
 def _show(files: tuple[Path, ...], folder: Path) -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import click
@@ -50,6 +47,8 @@ def show(site: Path, page: str | None, port: int | None) -> str:
     name = page.removeprefix("docs/").removesuffix(".md")
     found = pages.get(name) or next((p for n, p in pages.items() if Path(n).name == name), None)
     if found is None:
+        import difflib
+
         near = difflib.get_close_matches(name, pages, 1)
         hint = f"; did you mean `{near[0]}`?" if near else ""
         raise InvalidRequestError(f"no page is called {page!r}{hint} `rdzvctl docs` lists all")
@@ -68,14 +67,16 @@ def _title(page: Path) -> str:
     return page.read_text().partition("\n")[0].lstrip("# ")
 
 
-class _Handler(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        """Do not log requests."""
-
-
 def _serve(site: Path, port: int) -> None:
+    from functools import partial
+    from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            """Do not log requests."""
+
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, directory=str(site)))
+        server = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, directory=str(site)))
     except OSError as error:
         raise InvalidRequestError(f"cannot listen on port {port}: {error.strerror}") from None
     with server:

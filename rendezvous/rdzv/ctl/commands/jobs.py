@@ -6,7 +6,6 @@ import sys
 
 import click
 
-from rdzv.core.model import JobState
 from rdzv.ctl.command_line import (
     as_asked,
     by_whom,
@@ -17,7 +16,9 @@ from rdzv.ctl.command_line import (
     reason_option,
 )
 from rdzv.errors import InvalidRequestError
-from rdzv.runtime.log_format import harmless
+
+# Repeated from rdzv.core.model, because importing it would slow down --help.
+_STATES = ("queued", "joining", "running", "stopping", "succeeded", "failed", "stopped")
 
 MOST_ENDED = 10
 """How many ended jobs a list shows without --all."""
@@ -74,7 +75,7 @@ def status_command(
     "--state",
     "states",
     multiple=True,
-    type=click.Choice([state.value for state in JobState]),
+    type=click.Choice(_STATES),
     help="Only jobs in this state; may be repeated.",
 )
 @click.option(
@@ -121,6 +122,7 @@ def list_command(
     """
     from rdzv.ctl import job_list
     from rdzv.ctl.layout import page_for
+    from rdzv.runtime.log_format import harmless
     from rdzv.view import as_json
 
     with opened_client(server, timeout_s) as client:
