@@ -935,7 +935,7 @@ MUTANTS = (
     Mutant(
         "what was spent is forgotten",
         "settle_charge",
-        "            spent=others,\n",
+        "            spent=charge.spent,\n",
         "",
     ),
     Mutant(
@@ -1029,26 +1029,26 @@ MUTANTS = (
     Mutant(
         "a charge is settled before everyone has stopped",
         "settle_charge",
-        "    if work.state.seats:\n        return False\n    end = replace(",
-        "    end = replace(",
+        "    if work.state.seats:\n        return False\n    moved, ",
+        "    moved, ",
     ),
     Mutant(
         "every end of a round spends a restart",
-        "settle_charge",
+        "_charge",
         "    if end.cause is Cause.WORKER_FAILURE and budget_left:",
         "    if budget_left:",
     ),
     Mutant(
         "the budget of restarts has one more",
-        "settle_charge",
-        "counted < max_restarts\n",
-        "counted <= max_restarts\n",
+        "_charge",
+        "now_ms) < most\n",
+        "now_ms) <= most\n",
     ),
     Mutant(
         "restarts are not counted",
-        "settle_charge",
-        "        spent = (*spent, work.now_ms) if budget_left else spent",
-        "        spent = spent",
+        "_charge",
+        "        restarts = (*restarts, now_ms) if budget_left else restarts",
+        "        restarts = restarts",
         by=_unit(),
     ),
     Mutant(

@@ -180,8 +180,8 @@ conditions, `core/life/refusals.py` the refusals. A test makes this page, by `py
 tests/unit/core/test_protocol.py --rewrite`.
 
 The phases: *no run*; *joining*, n1 waits for others; *running*, a round is live; *round ended*, a
-worker of n3 has failed and all workers are stopped; *being stopped*, by an operator; *ended*, all
-workers have exited 0.
+worker of n3 has failed, no restart is left, and all workers are stopped; *being stopped*, by an
+operator; *ended*, all workers have exited 0.
 """
 HEAD_OF_SUBMITTED = """
 # Submitted runs

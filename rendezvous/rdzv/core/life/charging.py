@@ -5,11 +5,34 @@ from __future__ import annotations
 from rdzv.core.draft import Draft
 from rdzv.core.events import RoundSettled
 from rdzv.core.life.runs import close
-from rdzv.core.model import UNMOVED, Cause, Membership, Result
+from rdzv.core.model import (
+    UNMOVED,
+    Cause,
+    Failure,
+    Membership,
+    Moved,
+    Result,
+    Round,
+    RoundEnd,
+    State,
+)
 from rdzv.core.root_cause import charged_failures, describe_failure, only_suspects
-from rdzv.core.rounds.budgets import exceeded, spend
+from rdzv.core.rounds.budgets import Exceeded, exceeded, spend
 from rdzv.core.snapshots import has_whole
-from rdzv.structs import replace
+from rdzv.core.spent import Spent
+from rdzv.structs import replace, struct
+
+
+@struct(frozen=True)
+class _Charge:
+    """What the end of a round costs its run."""
+
+    end: RoundEnd
+    failures: tuple[Failure, ...]
+    restarts: tuple[int, ...]
+    spent: Spent
+    over: Exceeded | None
+    budget_left: bool
 
 
 def settle_charge(work: Draft) -> bool:
@@ -19,40 +42,27 @@ def settle_charge(work: Draft) -> bool:
         return False
     if work.state.seats:
         return False
-    end = replace(round_.end, settled=True)
-    spent, store_failures = work.membership.restarts, work.membership.store_failures
-    max_restarts = work.membership.settings.max_restarts
-    failures = charged_failures(round_, work.state.tuning.root_cause_window_ms)
-    if failures:
-        root = failures[0]
-        end = replace(end, reason=describe_failure(root), cause_node_id=root.node_id)
-    moved = work.state.moved
-    if has_whole(round_, work.state.waiting.values()):
-        moved = replace(moved, sealed=True)
-    others = spend(work.membership, round_, end, moved, work.state.tuning)
-    over = exceeded(work.membership.settings, end, others)
-    budget_left = over is None
-    if end.cause is Cause.WORKER_FAILURE and budget_left:
-        counted = restarts_that_count(work.membership, work.now_ms)
-        # An agent that counts restarts itself reports a failure only when it has no restarts left.
-        budget_left = max_restarts is not None and counted < max_restarts
-        spent = (*spent, work.now_ms) if budget_left else spent
+    moved, max_restarts = _moved(work.state, round_), work.membership.settings.max_restarts
+    charge = _charge(work.state, round_, round_.end, work.now_ms)
+    end, failures, over = charge.end, charge.failures, charge.over
     work.store(
         replace(
             work.membership,
             round=replace(round_, end=end),
-            restarts=spent,
-            store_failures=store_failures + 1 if end.cause is Cause.STORE_HOST else 0,
+            restarts=charge.restarts,
+            store_failures=(
+                work.membership.store_failures + 1 if end.cause is Cause.STORE_HOST else 0
+            ),
             last_failures=failures or work.membership.last_failures,
-            spent=others,
+            spent=charge.spent,
         )
     )
     work.state = replace(work.state, stop_deadline_ms=None, moved=UNMOVED)
     counted = restarts_that_count(work.membership, work.now_ms)
     first = failures[0] if failures else None
-    charge = (end.cause, end.reason, counted, max_restarts, first, end.cause_node_id)
-    work.events.append(RoundSettled(round_.number, *charge, moved.step))
-    if not budget_left:
+    charged = (end.cause, end.reason, counted, max_restarts, first, end.cause_node_id)
+    work.events.append(RoundSettled(round_.number, *charged, moved.step))
+    if not charge.budget_left:
         budget = f"restarts spent: {counted} of {max_restarts}"
         if max_restarts is None:
             budget = "the node's own agent restarts no more"
@@ -60,6 +70,38 @@ def settle_charge(work: Draft) -> bool:
         no_progress = over is not None and over.no_progress
         close(work, Result.FAILED, reason, failures=failures, no_progress=no_progress)
     return True
+
+
+def fails_when_stopped(state: State, now_ms: int) -> bool:
+    """Return whether the run fails once its nodes have stopped, as far as its failures show."""
+    round_ = state.membership.round
+    if not state.run_is_open or round_ is None or round_.end is None or round_.end.settled:
+        return False
+    return not _charge(state, round_, round_.end, now_ms).budget_left
+
+
+def _charge(state: State, round_: Round, ended: RoundEnd, now_ms: int) -> _Charge:
+    """Return what the end of a round costs, as far as its nodes have reported."""
+    membership, end = state.membership, replace(ended, settled=True)
+    failures = charged_failures(round_, state.tuning.root_cause_window_ms)
+    if failures:
+        root = failures[0]
+        end = replace(end, reason=describe_failure(root), cause_node_id=root.node_id)
+    spent = spend(membership, round_, end, _moved(state, round_), state.tuning)
+    over = exceeded(membership.settings, end, spent)
+    restarts, budget_left = membership.restarts, over is None
+    if end.cause is Cause.WORKER_FAILURE and budget_left:
+        most = membership.settings.max_restarts
+        # An agent that counts restarts itself reports a failure only when it has no restarts left.
+        budget_left = most is not None and restarts_that_count(membership, now_ms) < most
+        restarts = (*restarts, now_ms) if budget_left else restarts
+    return _Charge(end, failures, restarts, spent, over, budget_left)
+
+
+def _moved(state: State, round_: Round) -> Moved:
+    """Return how far the round came, as far as its nodes have reported."""
+    whole = has_whole(round_, state.waiting.values())
+    return replace(state.moved, sealed=True) if whole else state.moved
 
 
 _EXCUSES = (Cause.NODE_LEFT, Cause.STORE_HOST, Cause.NODE_LOST)

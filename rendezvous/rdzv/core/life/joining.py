@@ -31,7 +31,7 @@ def join(work: Draft, command: Join) -> Ignored | None:
     number = None if held is None else _round_to_stop(work.state, node_id)
     confirms = number is not None and number == command.left_round
     admits = held != command.incarnation and not confirms
-    refuse_join(before, work.state, command, admits=admits)
+    refuse_join(before, work.state, command, work.now_ms, admits=admits)
     barred = is_barred(work.state, node_id)
     if confirms and number is not None:
         _confirm_stopped(work, command, number)

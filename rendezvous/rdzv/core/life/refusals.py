@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from rdzv.core.commands import Join, Restart, Resume, Scale, Stop, Submit
 from rdzv.core.life.absences import unheard
+from rdzv.core.life.charging import fails_when_stopped
 from rdzv.core.life.conditions import is_barred, joined_replaced_run
 from rdzv.core.life.runs import REPLACED, ended_run
 from rdzv.core.model import Membership, Result, Settings, State
@@ -26,7 +27,7 @@ from rdzv.errors import (
 from rdzv.structs import field_names
 
 
-def refuse_join(before: State, state: State, command: Join, *, admits: bool) -> None:
+def refuse_join(before: State, state: State, command: Join, now_ms: int, *, admits: bool) -> None:
     """Refuse a join for the first of the reasons below that applies.
 
     `before` is the job as the server knew it; `state` adds what the join reports about a round that
@@ -37,7 +38,7 @@ def refuse_join(before: State, state: State, command: Join, *, admits: bool) -> 
         DeniedError: the node does not know the job's secret.
         NodeSupersededError: a newer instance has the node's place.
         RendezvousClosedError: the run that it names has ended.
-        RunStoppingError: the last run is being stopped; retry.
+        RunStoppingError: the last run is being stopped, or can only fail; retry.
         SettingsMismatchError: the job was launched with other settings.
         RendezvousClosedError: the last run has ended, and this node may not begin another.
         InvalidRequestError: this node and another could not reach each other.
@@ -55,6 +56,11 @@ def refuse_join(before: State, state: State, command: Join, *, admits: bool) -> 
         raise RunStoppingError(
             f"the last run of {membership.rdzv_id} is being stopped; the next begins when the "
             f"workers on {listed((*state.seats, *unheard(state)))} are gone"
+        )
+    if not (run or state.present(node_id)) and fails_when_stopped(state, now_ms):
+        raise RunStoppingError(
+            f"the last run of {membership.rdzv_id} has no budget left and fails when the workers "
+            f"on {listed(state.seats)} are gone; the next begins then"
         )
     if is_barred(state, node_id):
         return
