@@ -159,8 +159,8 @@ def test_a_server_that_is_not_there_is_tried_until_the_join_times_out(alone: Clu
     assert ended.stderr.count("cannot reach") == 2
     assert "Task" not in ended.stderr
     assert f"cannot reach rdzvd at {options[0].partition('=')[2]}: connection refused" in first
-    assert "retrying until a server responds" in first
-    assert "no rendezvous server answered within 1 s" in last
+    assert "retrying until a server admits this node, for at most " in first
+    assert "no server admitted this node within 1 s" in last
 
 
 def test_a_server_that_comes_late_is_found(alone: Cluster) -> None:
@@ -247,16 +247,32 @@ def test_other_settings_begin_a_new_run_when_everybody_is_gone(c: Cluster) -> No
     assert second.wait() == 0
 
 
-def test_a_node_id_in_use_is_refused_with_who_has_it(c: Cluster) -> None:
-    first = c.start_node("n1", AT_ONCE, nnodes="1:2")
+def test_a_node_id_in_use_is_waited_for_and_named(c: Cluster) -> None:
+    at_once = (AT_ONCE, "--max-restarts=0")
+    first = c.start_node("n1", *at_once, nnodes="1:2")
     (report,) = c.wait_for_round(0, workers=1)
-    second = c.start_node("n1", AT_ONCE, nnodes="1:2")
-    assert second.wait() == 2
-    assert "give this node another --node-id, or stop the other one" in second.text
-    assert f"node_id n1 is in use by 127.0.0.1 pid {first.process.pid}, " in second.text
-    assert "Traceback" not in second.text
+    second = c.start_node("n1", *at_once, nnodes="1:2")
+    said = f"node_id n1 is in use by 127.0.0.1 pid {first.process.pid}, "
+    text_when(c, second, said)
+    assert "each needs its own name (--node-id, or --node-rank under static)" in second.text
+    assert "retrying until a server admits this node, for at most " in second.text
     assert alive(report["pid"])
     assert len(c.all_reports()) == 1
+    first.process.terminate()
+    first.wait()
+    c.wait_for_round(1, workers=1)
+    c.finish()
+    assert second.wait() == 0
+    assert "Traceback" not in second.text
+
+
+def test_a_node_id_that_stays_in_use_ends_the_wait_with_75(c: Cluster) -> None:
+    options = ("--rdzv-conf=last_call_timeout=0,join_timeout=1",)
+    first = c.start_node("n1", *options, nnodes="1:2")
+    c.wait_for_round(0, workers=1)
+    second = c.start_node("n1", *options, nnodes="1:2")
+    assert second.wait() == 75
+    assert "no server admitted this node within 1 s: node_id n1 is in use by" in second.text
     c.finish()
     assert first.wait() == 0
 

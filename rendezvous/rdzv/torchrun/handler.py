@@ -222,6 +222,7 @@ class RdzvHandler(RendezvousHandler):
             self._news,
             self._part.beliefs,
             self._part.hear,
+            self._join_timeout_s,
         )
 
     def wait_for_round(self) -> pb.RoundCompleted:
@@ -262,7 +263,10 @@ class RdzvHandler(RendezvousHandler):
         if stream.apart_since_s is None:
             return
         # Time before the join does not count, because the workers kept running without a server.
-        since_s = max(stream.apart_since_s, self._joined_at_s)
+        # A server that accepts the stream and then refuses the node does not put the end off.
+        since_s = self._joined_at_s
+        if self._part.admitted:
+            since_s = max(stream.apart_since_s, since_s)
         if time.monotonic() - since_s >= timeout_s:
             raise RendezvousConnectionError(
                 f"no server for {timeout_s:g} s (join_timeout): {stream.trouble}"

@@ -64,6 +64,11 @@ class Part:
         self._reason = ""
 
     @property
+    def admitted(self) -> bool:
+        """Whether a server has admitted this node to a run."""
+        return bool(self._run)
+
+    @property
     def ended(self) -> bool:
         """Whether the server's answer is final, so that there is no next round for this node."""
         return self.closed is not None or self.refused is not None

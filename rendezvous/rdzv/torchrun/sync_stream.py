@@ -51,8 +51,10 @@ class NodeStream:
         lock: threading.Condition,
         beliefs: Callable[[], list[pb.Belief]],
         hear: Callable[[pb.ServerMessage], None],
+        join_timeout_s: float = 600,
     ) -> None:
         self._attempts = Attempts(endpoints)
+        self._join_timeout_s = join_timeout_s
         self._credentials = credentials
         self._hello = hello
         self._lock = lock
@@ -113,7 +115,12 @@ class NodeStream:
         """Record that no stream is open; `again` means the immediate retry failed, too."""
         if again and not self._told_lost:
             self._told_lost = True
-            log.warning("%s; retrying until a server responds; running workers continue", trouble)
+            log.warning(
+                "%s; retrying until a server admits this node, for at most %g s (join_timeout) "
+                "while it has no workers; running workers continue",
+                trouble,
+                self._join_timeout_s,
+            )
         with self._lock:
             self.trouble = trouble
             if self.apart_since_s is None:

@@ -794,7 +794,7 @@ def test_without_a_server_a_node_that_never_ran_gives_up_after_the_join_timeout(
     node = Node()
     assert node.wait(99_999) == []
     outcome = outcome_of(node.wait(1))
-    assert outcome == Outcome(75, "no rendezvous server answered within 100 s: none was tried")
+    assert outcome == Outcome(75, "no server admitted this node within 100 s: none was tried")
 
 
 def test_attempts_that_fail_do_not_put_the_end_off() -> None:
@@ -808,10 +808,20 @@ def test_attempts_that_fail_do_not_put_the_end_off() -> None:
 def test_a_server_that_is_back_ends_the_wait() -> None:
     node = Node()
     node.wait(99_999)
-    node.hear(CONNECTED)
+    node.hear(CONNECTED, JOINED)
     assert node.wait(10**9) == []
     node.hear(LOST)
     assert node.wake_at_ms == node.now_ms + 100_000
+
+
+def test_a_server_that_refuses_again_and_again_does_not_put_the_end_off() -> None:
+    """Its Welcome comes before the refusal, so each attempt looked like a server that is back."""
+    node = Node()
+    for _ in range(9):
+        node.wait(11_000)
+        assert node.hear(CONNECTED, events.ServerLost("in use by n1")) == []
+    outcome = Outcome(75, "no server admitted this node within 100 s: in use by n1")
+    assert outcome_of(node.wait(1_000)) == outcome
 
 
 @pytest.mark.parametrize("name", ["running", "stopping", "leaving", "sweeping"])

@@ -202,6 +202,9 @@ class Job:
         self.everything.append(event)
         self._heard.put_nowait(event)
 
+    def waits_ms(self) -> int | None:
+        return 90_000
+
     def note(self, reason: str) -> None:
         self.notes.append(reason)
 
@@ -796,6 +799,7 @@ async def test_the_user_hears_that_a_server_is_silent_before_it_is_given_up(
     # gRPC may log that it lost an earlier test's event loop.
     silent, found = (one.message for one in caplog.records if one.name == "rdzv.agent")
     assert silent.startswith(f"no answer from {server.endpoint} within 0 s: the server may be")
+    assert silent.endswith("retrying until a server admits this node, for at most 1 min 30 s")
     assert found == f"connected to the server at {server.endpoint}"
     assert not [event for event in job.everything if isinstance(event, events.ServerLost)]
 

@@ -50,7 +50,6 @@ from rdzv.core.model import (
 from rdzv.errors import (
     InvariantError,
     LimitExceededError,
-    NodeSupersededError,
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
@@ -924,7 +923,7 @@ async def test_a_stale_stream_of_the_same_instance_is_closed() -> None:
         s.driver.connections.detach(old)
         assert new.open
         assert new.incarnation == old.incarnation
-        with pytest.raises(NodeSupersededError, match=r"in use by 10\.0\.0\.1 pid 99"):
+        with pytest.raises(RendezvousConnectionError, match=r"in use by 10\.0\.0\.1 pid 99"):
             s.attach("n1", "two")
 
 

@@ -44,6 +44,8 @@ def server_due_ms(state: AgentState) -> int | None:
     if state.is_ending:
         return None  # It is only waiting for the parked workers to end.
     if state.assignment is None:
+        # A server that accepts the stream and then refuses the node does not put the end off.
+        since_ms = since_ms if state.run else state.idle_since_ms
         return since_ms + state.job.settings.join_timeout_ms
     return max(since_ms, state.idle_since_ms) + state.job.server_timeout_ms
 
@@ -52,7 +54,7 @@ def without_server(state: AgentState) -> Outcome:
     """Return the outcome as indicated by this node's own workers, as nothing else is known."""
     if state.assignment is None:
         seconds = state.job.settings.join_timeout_ms / 1000
-        text = f"no rendezvous server answered within {seconds:g} s: {state.disconnected_reason}"
+        text = f"no server admitted this node within {seconds:g} s: {state.disconnected_reason}"
         return Outcome(EXIT_TRY_AGAIN, text)
     seconds = state.job.server_timeout_ms / 1000
     why = state.disconnected_reason

@@ -15,6 +15,7 @@ from rdzv.agent import runner_link
 from rdzv.agent.agent_metrics_interface import JobMeter
 from rdzv.agent.core import Transition, begin, commands, events
 from rdzv.agent.core.model import AgentState, Phase
+from rdzv.agent.core.server_contact import server_due_ms
 from rdzv.agent.core.stopping import rejoin
 from rdzv.agent.handover import leaked_processes
 from rdzv.agent.handover.handover_state import Keeping, KeptState, KeptStop, keep_output
@@ -339,6 +340,11 @@ class JobDriver:
         """Renew the fence, as the server received a message from this node at `heard_at_ms`."""
         if self.fence_after_ms:
             self._context.runner.renew_fence(heard_at_ms + self.fence_after_ms)
+
+    def waits_ms(self) -> int | None:
+        """Return how much longer the job waits for an absent server; None if it never gives up."""
+        due_ms = server_due_ms(self._decisions.state)
+        return None if due_ms is None else max(due_ms - monotonic_ms(), 0)
 
     def note(self, reason: str) -> None:
         """Log why no workers are running yet."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 
+from rdzv.core.words import duration
 from rdzv.transport.endpoints import Endpoint
 
 log = logging.getLogger("rdzv.agent")
@@ -22,20 +23,22 @@ class ConnectionLog:
         """The causes logged since a stream was last open."""
         self._was_connected = False
 
-    def lost(self, endpoint: Endpoint, reason: str, *, again: bool) -> None:
+    def lost(
+        self, endpoint: Endpoint, reason: str, *, again: bool, most_ms: int | None = None
+    ) -> None:
         """Log that there is no stream. `again` means that the immediate retry has failed as well.
 
         Without `again`, this is only a debug message. Each cause is logged once; causes that differ
-        only in numbers count as the same.
+        only in numbers count as the same. `most_ms` is how long the agent will go on trying.
         """
         cause = _FIGURES.sub("", reason)
         if again and cause not in self._causes and len(self._causes) < CAUSES_MOST:
             self._causes.add(cause)
-            log.warning("%s; retrying until a server responds", reason)
+            log.warning("%s; %s", reason, _retrying(most_ms))
         else:
             log.debug("no stream to %s: %s", endpoint, reason)
 
-    def silent(self, endpoint: Endpoint, silent_s: float) -> None:
+    def silent(self, endpoint: Endpoint, silent_s: float, most_ms: int | None) -> None:
         """Log that the server is not responding and that the agent is waiting for it."""
         reason = f"no answer from {endpoint} within {silent_s:g} s"
         # Giving up the attempt later counts as the same cause.
@@ -43,8 +46,9 @@ class ConnectionLog:
             self._causes.add(cause)
             log.warning(
                 "%s: the server may be stopped or overloaded, or a firewall may be dropping "
-                "packets; retrying until a server responds",
+                "packets; %s",
                 reason,
+                _retrying(most_ms),
             )
 
     def connected(self, endpoint: Endpoint) -> None:
@@ -54,3 +58,8 @@ class ConnectionLog:
             again = " again" if self._was_connected else ""
             log.info("connected to the server at %s%s", endpoint, again)
         self._was_connected = True
+
+
+def _retrying(most_ms: int | None) -> str:
+    limit = "" if most_ms is None else f", for at most {duration(most_ms)}"
+    return f"retrying until a server admits this node{limit}"

@@ -283,9 +283,9 @@ class ServerLink:
             if wait_s is None:
                 log.debug("%s", error)
                 continue
-            self._log.lost(endpoint, str(error), again=wait_s > 0)
             for job in list(self._jobs.values()):
                 job.post(events.ServerLost(str(error)))
+            self._log.lost(endpoint, str(error), again=wait_s > 0, most_ms=self._waits_ms())
             await self._wait(wait_s)
 
     def close(self) -> None:
@@ -293,6 +293,11 @@ class ServerLink:
         self._closing.set()
         if not self.outbox.finish():
             self.outbox.hang_up()
+
+    def _waits_ms(self) -> int | None:
+        """Return how long the first job to give up waits for a server; None if none gives up."""
+        waits = [job.waits_ms() for job in self._jobs.values()]
+        return min((wait_ms for wait_ms in waits if wait_ms is not None), default=None)
 
     async def _wait(self, wait_s: float) -> None:
         """Wait before the next attempt, or until `close` is called."""
@@ -359,7 +364,7 @@ class ServerLink:
     async def _first_answer(self, call: Call, endpoint: Endpoint) -> pb.ServerMessage | None:
         """Send the Hello once connected, and return the first response. Logs if it takes long."""
         silent = asyncio.get_running_loop().call_later(
-            SILENT_S, self._log.silent, endpoint, SILENT_S
+            SILENT_S, lambda: self._log.silent(endpoint, SILENT_S, self._waits_ms())
         )
         try:
             await call.wait_for_connection()

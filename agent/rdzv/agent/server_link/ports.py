@@ -32,6 +32,9 @@ class JobPort(Protocol):
     def post(self, event: events.Event) -> None:
         """Process an event."""
 
+    def waits_ms(self) -> int | None:
+        """Return how much longer the job waits for an absent server; None if it never gives up."""
+
     def note(self, reason: str) -> None:
         """Log why no workers are running yet."""
 

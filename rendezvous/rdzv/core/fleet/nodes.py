@@ -330,9 +330,9 @@ def step(nodes: Nodes, command: NodesCommand, now_ms: int) -> NodesTransition:
     """Apply one command. A refused command raises an error and leaves the state unchanged.
 
     Raises:
-        NodeSupersededError: the node_id is in use, or a newer incarnation has taken it over.
-        RendezvousConnectionError: the node_id may be in use by an instance that has not been
-            heard since this server took over, or is about to fence itself; retry.
+        NodeSupersededError: a newer incarnation has taken over the node_id.
+        RendezvousConnectionError: the node_id is in use, or may be, by an instance that has not
+            been heard since this server took over, or is about to fence itself; retry.
         InvalidRequestError: the node would fence itself too late for its lease.
 
     """
@@ -436,9 +436,11 @@ def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_
     # Not `expires_at_ms`: silence is not excused while another instance asks for the node's place.
     if old.stream is not None and now_ms < old.heard_ms + old.lease_ms:
         age_s = (now_ms - old.since_ms) / 1000
-        raise NodeSupersededError(
+        # The other one may be about to end: a restarted launch, or a pod that was replaced.
+        raise RendezvousConnectionError(
             f"node_id {command.node_id} is in use by {_who(old)}, connected {age_s:.0f} s ago; "
-            "give this node another --node-id, or stop the other one"
+            "this node takes the place once that one has ended; if both are meant to run, each "
+            "needs its own name (--node-id, or --node-rank under static)"
         )
     if old.stream is not None:
         return

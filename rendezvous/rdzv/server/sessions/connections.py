@@ -61,8 +61,9 @@ class Connections:
 
         Raises:
             DeniedError: the caller may not speak for this node.
-            NodeSupersededError: another instance speaks for this node_id.
-            RendezvousConnectionError: this server is stopping or superseded; try another.
+            NodeSupersededError: a newer instance has taken over this node_id.
+            RendezvousConnectionError: this server is stopping or superseded, or another instance
+                speaks for this node_id; retry.
             LimitExceededError: this server holds too many nodes.
             InvalidRequestError: the node would fence itself too late for its lease.
 
