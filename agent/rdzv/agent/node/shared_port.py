@@ -64,8 +64,8 @@ async def _connect(
     """Relay one connection from its first bytes to its end."""
     try:
         async with asyncio.timeout(FIRST_BYTES_TIMEOUT_S):
-            first = await reader.readexactly(len(PREFACE))
-        server = rendezvous if first == PREFACE else await find_store()
+            first = await _first_bytes(reader)
+        server = rendezvous if first.startswith(PREFACE) else await find_store()
         if server is None:
             peer = writer.get_extra_info("peername")
             log.warning("closed a connection from %s: %s", peer, _why_closed(first))
@@ -83,8 +83,22 @@ async def _connect(
         writer.close()
 
 
+async def _first_bytes(reader: asyncio.StreamReader) -> bytes:
+    """Return all that the client has sent, at least enough to tell the protocols apart.
+
+    torch's store closes a connection whose first message arrives in pieces, so what the client has
+    sent at once is passed on at once.
+    """
+    first = b""
+    while len(first) < len(PREFACE):
+        if not (part := await reader.read(CHUNK)):
+            raise asyncio.IncompleteReadError(first, len(PREFACE))
+        first += part
+    return first
+
+
 def _why_closed(first: bytes) -> str:
-    if first == PREFACE:
+    if first.startswith(PREFACE):
         return "this is the store of a single-node job, not an rdzvd"
     return "it is for a store, but no round is running"
 
