@@ -290,6 +290,74 @@ asyncio.run(main())
     assert not alive(pid)
 
 
+SAYS = """#!/usr/bin/env python3
+import socket, sys
+agent = socket.socket(fileno=int(sys.argv[-1]))
+if agent.family == socket.AF_UNIX:
+    sys.exit("descriptors could be passed")
+agent.recv(100)  # The options.
+agent.sendall(b'{"ready": true}\\n' * FIRST)
+try:
+    while True:
+        agent.sendall(NOISE)
+except OSError:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "noise", "why"),
+    [
+        (0, 'b"x\\n" * 100_000', "a line that is no answer"),
+        (0, 'b"[]\\n"', "a line that is no answer"),
+        (1, """b'{"round": 7}\\n'""", "more than was asked for"),
+        (1, 'b"x"', "more than was asked for"),
+        (0, 'b"x"', "a line of more than 1,048,576 bytes"),
+    ],
+)
+async def test_the_first_line_that_is_no_answer_ends_the_process(
+    first: int, noise: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    says = tmp_path / "says"
+    says.write_text(SAYS.replace("FIRST", str(first)).replace("NOISE", noise))
+    says.chmod(0o755)
+    told: list[Any] = []
+    ended = asyncio.Event()
+
+    def hear(message: Any) -> None:
+        told.append(message)
+        if message.get("ended"):
+            ended.set()
+
+    side = await SideProcess.start(str(says), {}, hear)
+    async with asyncio.timeout(20):
+        await ended.wait()
+    assert not side.send({})
+    assert bool(side.refusal) is not bool(first)
+    await side.close(0)
+    assert told == [{"ended": True}]
+    [warning] = [r.getMessage() for r in caplog.records if r.name == "rdzv.agent"]
+    assert f"it sent {why}: " in warning
+    assert len(warning) < 500
+
+
+async def test_each_request_has_one_answer(tmp_path: Path) -> None:
+    says = tmp_path / "says"
+    noise = """agent.recv(100) and b'{"n": 1}\\n'"""
+    says.write_text(SAYS.replace("FIRST", "1").replace("NOISE", noise))
+    says.chmod(0o755)
+    told: asyncio.Queue[Any] = asyncio.Queue()
+    side = await SideProcess.start(str(says), {}, told.put_nowait)
+    async with asyncio.timeout(20):
+        await side.ready("x")
+        for _ in range(2):
+            assert side.ask({})
+            assert await told.get() == {"n": 1}
+        assert side.send({})
+        assert await told.get() == {"ended": True}
+    await side.close(0)
+
+
 # ---------------------------------------------------------------------- logs specs
 
 

@@ -23,7 +23,7 @@ from rdzv.agent.run import EXIT_INTERRUPTED, set_up_logging
 from rdzv.agent.workers.summary import summary
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousError
 from rdzv.runtime import systemd
-from rdzv.runtime.log_format import complain, formatter_for
+from rdzv.runtime.log_format import RepeatedWarnings, complain, formatter_for
 from rdzv.settings.rendering import render
 from rdzv.version import VERSION
 
@@ -115,6 +115,7 @@ def _set_up(config: Config) -> None:
     faulthandler.enable()  # If the watchdog kills a hung agent, its stack will be in the journal.
     for handler in logging.getLogger("rdzv").handlers:
         handler.setFormatter(formatter_for(config.settings.log_format))
+        handler.addFilter(RepeatedWarnings())
     _set_log_level(config.settings.log_level)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -25,6 +25,40 @@ _PRIORITIES = (
 """The syslog(3) priority from each level upward; lower levels have priority 7."""
 
 
+_REPEATS = 5
+"""How often a warning is logged before it is only counted."""
+_REPEATS_END_S = 60.0
+_REPEATS_KEPT = 256
+
+
+class RepeatedWarnings(logging.Filter):
+    """Counts an identical warning instead of repeating it: logs 5, the 10th, the 100th and so on.
+
+    A minute without it ends the count. Whoever can cause a warning, such as a job, can cause many.
+    Events are always logged.
+    """
+
+    def __init__(self) -> None:
+        """Count from 0."""
+        super().__init__()
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log a record, and add the count to a repeated one."""
+        if record.levelno < logging.WARNING or record.name == "rdzv.events":
+            return True
+        text = record.getMessage()
+        count, last_s = self._seen.pop(text[:1000], (0, 0.0))
+        count = count + 1 if abs(record.created - last_s) < _REPEATS_END_S else 1
+        self._seen[text[:1000]] = (count, record.created)
+        if len(self._seen) > _REPEATS_KEPT:
+            del self._seen[next(iter(self._seen))]
+        if count <= _REPEATS:
+            return True
+        record.msg, record.args = f"{text} (for the {count:,}th time)", ()
+        return str(count).strip("0") == "1"
+
+
 class HumanFormatter(logging.Formatter):
     """Formats lines for people, such as `12:00:01.250 INFO job-7: n1 joined ...`."""
 
@@ -85,6 +119,7 @@ def log_to_stderr(level: str, log_format: str) -> None:
     """Log to stderr, where services and users expect it; stdout is used for the ready line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter_for(log_format))
+    handler.addFilter(RepeatedWarnings())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

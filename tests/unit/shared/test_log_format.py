@@ -13,6 +13,7 @@ from rdzv.runtime.log_format import (
     JournalFormatter,
     JsonFormatter,
     PlainFormatter,
+    RepeatedWarnings,
     complain,
     formatter_for,
 )
@@ -130,3 +131,30 @@ def test_what_a_job_says_neither_controls_a_terminal_nor_looks_like_a_record(
         whole = "".join((first, *others))
         for shown in (r"\x1b[2J\x9b2J\u202e", "job-8: forged\\r<3>so", r"is\udc80this"):
             assert shown in whole
+
+
+def test_a_repeated_warning_is_counted_until_it_pauses() -> None:
+    repeated = RepeatedWarnings()
+
+    def logged(text: str, times: int, created: float, level: int = logging.WARNING) -> list[str]:
+        shown = []
+        for _ in range(times):
+            said = record(level, text)
+            said.created = created
+            if repeated.filter(said):
+                shown.append(said.getMessage())
+        return shown
+
+    assert logged("no room", 1000, 0.0) == [
+        *["no room"] * 5,
+        *(f"no room (for the {count}th time)" for count in ("10", "100", "1,000")),
+    ]
+    assert logged("no time", 2, 0.0) == ["no time"] * 2
+    assert logged("no room", 1, 59.0) == []
+    # Each repetition begins the minute anew, and a pause ends the count: the next is the first.
+    assert logged("no room", 1, 118.0) == []
+    assert logged("no room", 6, 178.0) == ["no room"] * 5
+    assert len(logged("joined", 10, 0.0, logging.INFO)) == 10
+    for number in range(1_000):
+        assert logged(f"other {number}", 1, 178.0)
+    assert logged("no room", 1, 178.0) == ["no room"]

@@ -12,8 +12,9 @@ gives its role:
   every further line is `{"envs": ...}` for a round's workers; the response gives their output
   locations. This process empties their files, using the job's rights.
 
-The first response is `{"ready": true}` or `{"refused": "why"}`. The process ends when the socket is
-closed. If the agent is killed, the process has `LINGER_S` to finish.
+The first response is `{"ready": true}` or `{"refused": "why"}`. The agent kills a process that
+sends anything but these responses. The process ends when the socket is closed. If the agent is
+killed, the process has `LINGER_S` to finish.
 
 Source: `torch/distributed/elastic/events`, `_construct_event` in
 `torch/distributed/elastic/agent/server/api.py`, `_get_logs_specs_class` in

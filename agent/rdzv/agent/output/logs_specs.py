@@ -74,7 +74,7 @@ class LogsSpecs:
         """
         answer: asyncio.Future[RoundOutput] = asyncio.get_running_loop().create_future()
         self._round, self._answer = round_, answer
-        if self._side is None or not self._side.send({"round": round_, "envs": environs}):
+        if self._side is None or not self._side.ask({"round": round_, "envs": environs}):
             self._fail("its process has ended")
         try:
             async with asyncio.timeout(REIFY_TIMEOUT_S):

@@ -1,4 +1,10 @@
-"""The agent's handle on a process that runs `torch_side.py` with the job's interpreter."""
+"""The agent's handle on a process that runs `torch_side.py` with the job's interpreter.
+
+The process runs a job's code, which may send anything. Its connection is TCP, because whatever else
+connects two processes lets one of them block the other in the kernel: a Unix socket passes
+descriptors, whose close() may take as long as their sender likes, and a pipe stays locked while its
+writer waits for a page of its own memory.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +30,15 @@ READY_TIMEOUT_S = 120.0
 MAX_UNSENT_BYTES = 1 << 20
 """The maximum number of bytes that may wait for a process that does not read; more are refused."""
 
-MAX_LINE_BYTES = 16 << 20
+MAX_LINE_BYTES = 1 << 20
+"""The maximum length of an answer. The longest holds the variables of a node's workers."""
 
 REAP_TIMEOUT_S = 5.0
 """How long its interpreter may take to exit once its work is done."""
+
+SOCKET_BUFFER_BYTES = 128 << 10
+CONNECT_TIMEOUT_S = 1.0
+"""How long both ends may take to connect, unless other processes fill the listener's queue."""
 
 _SCRIPT = Path(__file__).parents[1] / "job_programs" / "torch_side.py"
 
@@ -37,6 +48,7 @@ Message = dict[str, Any]
 class SideProcess(asyncio.Protocol):
     """JSON lines to and from a process. Its end, which may come at any time, is just an event.
 
+    It owes one answer at its start and one for each `ask`. If it sends anything else, it is killed.
     Callbacks come from the event loop, one after another, and must not raise.
     """
 
@@ -51,7 +63,8 @@ class SideProcess(asyncio.Protocol):
         self._python = python
         self._on_message = on_message
         self._transport: asyncio.Transport | None = None
-        self._received = b""
+        self._received = bytearray()
+        self._owed = 1
         loop = asyncio.get_running_loop()
         self._first: asyncio.Future[Message] = loop.create_future()
         self._over: asyncio.Future[None] = loop.create_future()
@@ -74,7 +87,7 @@ class SideProcess(asyncio.Protocol):
         Raises:
             OSError: the interpreter cannot be started.
         """
-        ours, theirs = socket.socketpair()
+        ours, theirs = _connected_pair()
         with theirs:
             try:
                 with started_as(account) as how:
@@ -130,6 +143,12 @@ class SideProcess(asyncio.Protocol):
         transport.write(json.dumps(message).encode() + b"\n")
         return True
 
+    def ask(self, message: Mapping[str, object]) -> bool:
+        """Send a line that the process answers; otherwise like `send`."""
+        sent = self.send(message)
+        self._owed += sent
+        return sent
+
     async def close(self, timeout_s: float) -> bool:
         """Allow the process to finish its work, then kill it; return whether it ended by itself."""
         if self._transport is not None and not self._transport.is_closing():
@@ -165,21 +184,51 @@ class SideProcess(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Pass on every complete line."""
-        *lines, self._received = (self._received + data).split(b"\n")
-        if len(self._received) > MAX_LINE_BYTES and self._transport is not None:
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            self._received += end
+            line, self._received = bytes(self._received), bytearray()
+            if not self._take(line):
+                return
+        self._received += rest
+        if self._received and not self._owed:
+            self._end("more than was asked for", bytes(self._received))
+        elif len(self._received) > MAX_LINE_BYTES:
+            self._end(f"a line of more than {MAX_LINE_BYTES:,} bytes", bytes(self._received))
+
+    def _take(self, line: bytes) -> bool:
+        """Pass on a line; return whether the process may go on."""
+        if not self._owed:
+            return self._end("more than was asked for", line)
+        try:
+            message = json.loads(line) if len(line) <= MAX_LINE_BYTES else None
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            return self._end("a line that is no answer", line)
+        self._owed -= 1
+        if self._first.done():
+            self._on_message(message)
+        else:
+            self._first.set_result(message)
+        return True
+
+    def _end(self, what: str, line: bytes) -> bool:
+        """Kill a process that sends something else than answers."""
+        log.warning(
+            "killed %s (pid %d), which runs the job's code: it sent %s: %r",
+            self._python,
+            self._process.pid,
+            what,
+            line[:200],
+        )
+        self._owed = 0
+        if not self._first.done():
+            self._first.set_result({"refused": f"it sent {what}, and was killed"})
+        self._process.kill()
+        if self._transport is not None:
             self._transport.abort()
-        for line in lines:
-            try:
-                message = json.loads(line)
-            except (ValueError, RecursionError):
-                message = None
-            if not isinstance(message, dict):
-                log.warning("ignoring %r from pid %d", line[:200], self._process.pid)
-                continue
-            if self._first.done():
-                self._on_message(message)
-            else:
-                self._first.set_result(message)
+        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Record that no more lines will arrive."""
@@ -188,3 +237,22 @@ class SideProcess(asyncio.Protocol):
         if not self._over.done():
             self._over.set_result(None)
             self._on_message({"ended": True})
+
+
+def _connected_pair() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a TCP connection within this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(CONNECT_TIMEOUT_S)
+        # Otherwise these grow to megabytes. Accepted sockets inherit it.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+        ours = socket.create_connection(listener.getsockname(), CONNECT_TIMEOUT_S)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        try:
+            while True:
+                theirs, peer = listener.accept()
+                if peer == ours.getsockname():
+                    return ours, theirs
+                theirs.close()  # Another process was faster.
+        except OSError:
+            ours.close()
+            raise
