@@ -648,9 +648,11 @@ class World:
         return "; ".join(self._ills())
 
     def _ills(self) -> Iterable[str]:
+        # A second agent with the same name waits for the end of the first.
+        served = {agent.name for agent in self.agents if agent.alive and agent.greeted}
         for agent in self.agents:
             # A node that connects late may report a round, or be lost first.
-            if agent.alive and not agent.greeted:
+            if agent.alive and agent.name not in served:
                 yield f"{agent.name} is not connected"
         yield from self.operators.ills()
         for rdzv_id in self.swarm.jobs:
