@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from cluster import FORK_ALL, JOB, cluster
 
+from rdzv.agent.observers.collective_records import with_hook
+
 BIN = Path(sys.executable).parent
 DEADLINE_S = 120.0
 
@@ -133,6 +135,79 @@ def test_a_timeout_of_a_collective_names_the_rank_that_has_not_entered_it(
         with c.client() as client:
             (taken,) = [e for e in client.events(JOB) if e.name == "StacksTaken"]
         assert (taken.fields or {})["ranks"] == [absent]
+
+
+ENDS = """
+import glob, json, os, sys, torch
+import torch.distributed as dist
+
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+GLOO = "[/src/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] it took too long"
+
+def inside(function, statement):
+    # A frame of torch, as a collective's exception has.
+    file = os.path.join(os.path.dirname(dist.__file__), "distributed_c10d.py")
+    names = {"GLOO": GLOO, "dist": dist}
+    exec(compile(f"def {function}():\\n    {statement}", file, "exec"), names)
+    names[function]()
+
+def wrapped():
+    try:
+        inside("all_reduce", "raise RuntimeError(GLOO)")
+    except RuntimeError as error:
+        raise KeyError("the step failed") from error
+
+def caught(error):
+    try:
+        raise ValueError("timed out; Connection closed by peer")
+    except ValueError:
+        raise error from None
+
+def fail(error):
+    raise error
+
+ENDS = [
+    lambda: fail(OSError("s3://bucket: Read timed out. Connection reset by peer")),
+    lambda: fail(dist.DistNetworkError("The client socket has timed out after 12000ms")),
+    lambda: inside("all_reduce", "raise RuntimeError('Invalid scalar type: timed out')"),
+    lambda: inside("_new_process_group_helper", "raise RuntimeError(GLOO)"),
+    lambda: caught(KeyError("x")),
+    lambda: inside("all_reduce", "raise RuntimeError(GLOO)"),
+    wrapped,
+    lambda: inside("recv", "raise RuntimeError(GLOO)"),
+    lambda: fail(RuntimeError(GLOO)),
+    lambda: inside("barrier", "raise dist.DistBackendError('NCCL communicator was aborted')"),
+]
+for end in ENDS:
+    try:
+        end()
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    (left,) = glob.glob("collectives.*.last") or [None]
+    print(None if left is None else json.loads(open(left, "rb").readline())["failed"])
+    if left is not None:
+        os.unlink(left)
+dist.destroy_process_group()
+"""
+
+
+def test_an_exception_is_a_collectives_by_its_type_and_where_it_was_raised(tmp_path: Path) -> None:
+    """What its text says does not matter, except for the place in gloo that raised it."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    environ = {**os.environ, "RDZV_PROGRESS_FILE": str(tmp_path / "progress")}
+    done = subprocess.run(
+        [sys.executable, "ends.py"],
+        cwd=tmp_path,
+        env=with_hook(environ),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    said = ["None", *["None"] * 4, "True", "True", *["False"] * 3]
+    assert done.stdout.split() == said, done.stderr
 
 
 def test_without_the_trace_nobody_is_watched_by_collectives(train: Path) -> None:

@@ -2113,7 +2113,7 @@ MUTANTS = (
     Mutant(
         "a timeout without a cause is put down to nobody in particular",
         "ReportedHangs._end_round",
-        "        if episode.timed_out and (report is None or report.cause is None):\n",
+        "        if episode.timed_out and not found:\n",
         "        if False:\n",
         by="tests/unit/server/test_hangs_of_jobs.py",
     ),

@@ -70,6 +70,17 @@ def test_the_latest_of_a_worker_whose_collective_has_failed_is_not_done() -> Non
     assert read_record(b"{}", NOW_NS, failed=True).waiting_ms == 0
 
 
+def test_a_collective_times_out_by_its_own_timeout() -> None:
+    def waits(timeout_ms: int, **more: Any) -> bool:
+        return record(
+            entry(1), entry(2, timeout_ms=timeout_ms, **{"retired": False, **more})
+        ).timed_out
+
+    assert [waits(ms) for ms in (0, 4_999, 5_000, 5_001)] == [False, True, True, False]
+    assert not waits(4_999, retired=True)
+    assert not waits(4_999, is_p2p=True)
+
+
 def test_the_first_that_is_not_done_is_kept_however_old() -> None:
     open_ = [entry(n, retired=n < 3) for n in range(1, 100)]
     (group,) = record(*open_, keep=8).groups

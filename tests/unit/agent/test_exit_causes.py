@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -264,6 +265,15 @@ def test_the_log_explains_what_the_exit_code_does_not(tmp_path: Path) -> None:
     long = "step\n" * 100_000 + "terminate called after throwing an instance of 'std::bad_alloc'\n"
     error = explain_exit(exited(tmp_path, signal.SIGABRT, long))
     assert error.message.startswith(f"received SIGABRT (pid {PID}): this process could not")
+
+
+def test_what_was_written_before_an_exception_does_not_explain_it(tmp_path: Path) -> None:
+    worker = exited(tmp_path, None, "Timed out waiting 4000ms for recv operation, trying again\n")
+    raised = {"message": "KeyError: 'x'", "extraInfo": {"py_callstack": "KeyError: 'x'"}}
+    worker.error_file.write_text(json.dumps({"message": raised}))
+    assert explain_exit(worker).message == "KeyError: 'x'"
+    worker.error_file.unlink()
+    assert "that rank is the one to look at" in explain_exit(worker).message
 
 
 def test_a_message_that_nobody_knows_stays_as_it_is(tmp_path: Path) -> None:

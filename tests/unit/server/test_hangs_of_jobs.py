@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -217,13 +218,27 @@ async def test_after_a_timeout_all_are_asked_at_once_and_the_one_that_is_missing
         assert kept.reason.startswith("a collective timed out: RANK 0: ")
 
 
-async def test_a_timeout_without_a_cause_is_left_to_its_node() -> None:
+@pytest.mark.parametrize(
+    "stacks",
+    [
+        pytest.param(lambda: [stack(0), stack(1), stack(2), stack(3)], id="no record"),
+        pytest.param(
+            lambda: [left(0, 9), *(recorded(rank, 7, 9, done=True) for rank in (1, 2, 3))],
+            id="no rank is missing",
+        ),
+    ],
+)
+async def test_a_timeout_without_a_cause_is_left_to_its_node(
+    stacks: Callable[[], list[WorkerStack]],
+) -> None:
     clock = FakeClock()
     async with server(clock=clock) as s:
-        n1, _ = await s.pair()
+        n1, n2 = await s.pair()
         timed_out(s, n1, 0)
         await settle()
-        await say(s, n1, stack(0), stack(1))
+        of = stacks()
+        await say(s, n1, *of[:2])
+        await say(s, n2, *of[2:])
         await clock.advance(3_000)
         assert await live(s)
         assert s.driver.diagnosis.hangs.episodes == 0

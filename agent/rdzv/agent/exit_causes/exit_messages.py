@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from rdzv.agent.exit_causes.core_dumps import find_core_dump
-from rdzv.agent.exit_causes.last_words import ENLARGE_SHM, explain_last_words, says_timeout
+from rdzv.agent.exit_causes.last_words import ENLARGE_SHM, explain_last_words
 from rdzv.agent.exit_causes.memory_kills import MemoryKills, explain_memory_kill
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
 from rdzv.agent.system.error_files import MAX_MESSAGE_CHARS, WorkerError, read_error
@@ -46,15 +46,12 @@ def explain_exit(worker: ExitedWorker) -> WorkerError:
     """
     error = read_error(worker.error_file, worker.signal, worker.pid, worker.identity)
     found = [explain_signal(worker)]
-    words = f"{error.message}\n{error.traceback}"
-    if not (last_words := explain_last_words(words)):
-        words = _tail(worker.stderr, worker.identity)
-        last_words = explain_last_words(words)
-    found.append(last_words)
+    # What a worker wrote before an exception that is known need not have to do with it.
+    words = error.traceback or _tail(worker.stderr, worker.identity)
+    found.append(explain_last_words(f"{error.message}\n{words}"))
     reasons = "; ".join(reason for reason in found if reason)
     explained = f"{error.message}: {reasons}" if reasons else error.message
-    timed_out = says_timeout(words)
-    return replace(error, message=explained[:MAX_MESSAGE_CHARS], timed_out=timed_out)
+    return replace(error, message=explained[:MAX_MESSAGE_CHARS])
 
 
 def explain_signal(worker: ExitedWorker, shm: Path = SHM) -> str:

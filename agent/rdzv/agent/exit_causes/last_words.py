@@ -117,17 +117,6 @@ because the server distinguishes causes from consequences (`rdzv.core.root_cause
 """
 
 
-_TIMEOUT = re.compile(
-    r"Timed out waiting \d+ms for (?:recv|send) operation"
-    r"|Watchdog caught collective operation timeout"
-)
-
-
-def says_timeout(text: str) -> bool:
-    """Return whether a text reports a collective's timeout."""
-    return _TIMEOUT.search(text) is not None
-
-
 def explain_last_words(text: str) -> str:
     """Return the meaning of the first known message in the text, or "" if there is none.
 

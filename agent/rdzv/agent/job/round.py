@@ -278,7 +278,7 @@ class Round:
             exited.local_rank,
             exited.pid,
             observers.progress.file(exited.local_rank),
-            timed_out=error.timed_out,
+            exited.signal,
         )
         return replace(exited, age_ms=exited.age_ms + monotonic_ms() - heard_ms), error
 

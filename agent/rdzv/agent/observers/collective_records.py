@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import msgspec
+
 from rdzv.agent.observers.flight_records import (
     ENTRIES,
     FlightRecord,
@@ -81,18 +83,21 @@ def with_hook(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, **kept, "PYTHONPATH": first}
 
 
+class _Head(msgspec.Struct, frozen=True):
+    """The first line of the file that a failed worker leaves, as `worker_hook` writes it."""
+
+    error: str
+    failed: bool
+    at_ns: int
+
+
 @struct(frozen=True)
 class LeftRecord:
     """The record left by a failed worker."""
 
     error: str
-    """The error that ended it, or an empty string if unknown."""
+    """The error of a collective that ended it, or an empty string if unknown."""
     record: FlightRecord
-
-    @property
-    def timed_out(self) -> bool:
-        """Whether its collective exceeded its timeout."""
-        return any(words in self.error.lower() for words in ("timed out", "timeout"))
 
 
 class RecordReader:
@@ -152,9 +157,13 @@ class RecordReader:
             with acting_as(self._identity):
                 fd = open_untrusted(path, os.O_RDONLY)
             with os.fdopen(fd, "rb") as text:
-                error = text.readline(MAX_ERROR_BYTES).decode(errors="replace").strip()
-                record = read_record(text.read(MAX_BYTES), time.time_ns(), entries, failed=True)
-            return LeftRecord(error, record)
+                head = msgspec.json.decode(text.readline(MAX_ERROR_BYTES), type=_Head)
+                answer = text.read(MAX_BYTES)
+            # Torch's clock and the hook's are the same, so the collective's age is exact.
+            return LeftRecord(
+                " ".join(head.error.split()),
+                read_record(answer, head.at_ns, entries, failed=head.failed),
+            )
         except (OSError, ValueError):
             return self._last_answer(pid, entries) if gone else None
 

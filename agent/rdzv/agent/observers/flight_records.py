@@ -32,6 +32,7 @@ class _Entry(msgspec.Struct, frozen=True):
     input_dtypes: list[str] = []
     time_created_ns: int = 0
     duration_ms: float | None = None
+    timeout_ms: int = 0
     state: str = ""
     retired: bool = False
     is_p2p: bool = False
@@ -56,6 +57,8 @@ class FlightRecord:
     groups: tuple[GroupRecord, ...]
     completed: int
     """A number that grows with each completed collective."""
+    timed_out: bool = False
+    """Whether it is waiting in a collective for longer than that collective's own timeout."""
 
     @property
     def waits(self) -> bool:
@@ -97,8 +100,9 @@ def read_record(
 ) -> FlightRecord:
     """Read a record, keeping the last `entries` of each group and the first that is not done.
 
-    `now_ns` is the current time on the clock used for the entries' timestamps. With `failed`, the
-    worker's latest collective counts as not done, although torch may record its failure as its end.
+    `now_ns` is the time of the record on the clock used for the entries' timestamps. With `failed`,
+    the worker's latest collective counts as not done, although torch may record its failure as its
+    end.
 
     Raises:
         ValueError: the record is malformed.
@@ -109,7 +113,8 @@ def read_record(
     of_group = {"0": [], **_by_group(trace)}
     groups = [_group(name, of, now_ns, entries) for name, of in of_group.items()]
     completed = sum(max(one.last_completed_collective, 0) for one in trace.pg_status.values())
-    return FlightRecord(tuple(groups[:MAX_GROUPS]), completed)
+    timed_out = any(_timed_out(entry, now_ns) for of in of_group.values() for entry in of)
+    return FlightRecord(tuple(groups[:MAX_GROUPS]), completed, timed_out)
 
 
 def read_times(text: bytes, clocks_apart_ns: int) -> dict[str, GroupTimes]:
@@ -197,6 +202,12 @@ def _done(entry: _Entry) -> bool:
         # A collective that is retired but not completed has timed out.
         return entry.state == "completed"
     return entry.retired or entry.state == "completed"
+
+
+def _timed_out(entry: _Entry, now_ns: int) -> bool:
+    if _done(entry) or not entry.timeout_ms:
+        return False
+    return now_ns - entry.time_created_ns >= entry.timeout_ms * 1_000_000
 
 
 def _sizes(entry: _Entry) -> str:

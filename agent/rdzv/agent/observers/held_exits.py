@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import Callable
 
 from rdzv.agent.core.model import Assignment
@@ -62,11 +63,11 @@ class HeldExits:
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time() + HELD_S)
 
-    async def hold(self, local_rank: int, pid: int, file: str, *, timed_out: bool) -> None:
+    async def hold(self, local_rank: int, pid: int, file: str, signum: int | None) -> None:
         """If a worker's collective has failed, wait a limited time for the round to end.
 
-        `timed_out` says whether the worker's final message reports a timeout. If the collective
-        waited only for a moment, the exit is not held back.
+        `signum` is the signal that ended the worker, if any. If the collective waited only for a
+        moment, the exit is not held back.
         """
         assignment = self._assignment
         if assignment is None:
@@ -74,13 +75,11 @@ class HeldExits:
         left = self._records.left(file, pid)
         if left is None or left.record.waiting_ms < MIN_WAIT_MS:
             return
-        timed_out = timed_out or left.timed_out
+        # NCCL's watchdog aborts the worker. Another signal says nothing of its collective.
+        timed_out = left.record.timed_out and (bool(left.error) or signum == signal.SIGABRT)
         if timed_out:
             rank, waited_ms = assignment.rank_first + local_rank, left.record.waiting_ms
-            reason = (
-                f"its collective failed after {waited_ms // 1000} s, before all ranks had "
-                "entered it"
-            )
+            reason = f"its collective timed out after {waited_ms // 1000} s"
             log.error("%s: RANK %d (pid %d): %s", self._rdzv_id, rank, pid, reason)
             worker = HungWorker(rank, local_rank, pid, waited_ms, reason, timed_out=True)
             self._say(HungReport(assignment.run, assignment.round, (worker,)))

@@ -35,8 +35,6 @@ class WorkerError:
     """The time since the failure, based on the error file's timestamp; 0 if there is no timestamp,
     or no clock to compare it with.
     """
-    timed_out: bool = False
-    """Whether its final message says that a collective timed out."""
 
 
 def read_error(
@@ -129,7 +127,7 @@ def describe_exit(exit_code: int | None, signum: int | None) -> str:
     """
     if signum is not None:
         return f"signal {signum} ({signal_name(signum)})"
-    return "it had not exited" if exit_code is None else f"exit code {exit_code}"
+    return "no exit was seen" if exit_code is None else f"exit code {exit_code}"
 
 
 def signal_name(signum: int) -> str:

@@ -122,6 +122,11 @@ class Cause:
     details: tuple[str, ...] = ()
     """One line for each group that has waiting ranks."""
 
+    @property
+    def finds(self) -> bool:
+        """Whether ranks are missing or differ, so that the collective cannot end."""
+        return bool(self.ranks) or self.kind != "unfinished"
+
 
 @struct(frozen=True)
 class _Wait:

@@ -19,7 +19,7 @@ from rdzv.structs import struct
 STOPPED, TRACED, UNINTERRUPTIBLE, ZOMBIE = "T", "t", "D", "Z"
 """Process states, as in /proc, in which a process does not run on its own."""
 EXITED = "X"
-"""The state of a worker that has failed and left a record of its collectives."""
+"""The state of a worker that has ended and whose last record shows it in a collective."""
 
 MAX_GROUPS_TOLD = 8
 """The maximum number of groups listed in one sentence."""
@@ -29,7 +29,7 @@ _ODD_STATES = {
     TRACED: "held by a debugger",
     UNINTERRUPTIBLE: "uninterruptible in the kernel (D state)",
     ZOMBIE: "dead, and not reaped",
-    EXITED: "ended by the error of a collective",
+    EXITED: "ended in a collective",
 }
 
 _LIBRARY = re.compile(

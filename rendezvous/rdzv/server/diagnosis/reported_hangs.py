@@ -206,10 +206,11 @@ class ReportedHangs:
     async def _end_round(self, episode: _Episode, report: Report | None, why: str) -> None:
         """End the round, unless it is already over or no worker is hanging any more.
 
-        After a timeout, this ends the round only if the records show a cause; otherwise the node's
-        own report of the failure will soon end it.
+        After a timeout, this ends the round only if the records show which ranks are missing or
+        differ; otherwise the node's own report of the failure will soon end it.
         """
-        if episode.timed_out and (report is None or report.cause is None):
+        found = report is not None and report.cause is not None and report.cause.finds
+        if episode.timed_out and not found:
             return
         while (state := self._present(episode)) is not None:
             if not episode.hung:

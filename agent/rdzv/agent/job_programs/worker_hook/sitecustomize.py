@@ -38,8 +38,13 @@ MAX_ERROR_CHARS = 500
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
 """The handler names under which different versions of torch's server provide the record."""
 OLDER = "its torch gives no record of collectives (2.13 does; an older one may not)"
-OF_COLLECTIVES = ("timed out", "timeout", "connection closed", "connection reset", "socket closed")
-"""Parts of the error messages that collectives raise when another rank is missing or gone."""
+GLOO = r"\[(enforce fail at )?[^\]\s]*\bgloo/[^\]\s]*:\d+\] "
+"""Matches the source location with which gloo begins the text of its errors; torch raises them as
+plain `RuntimeError`.
+"""
+NO_COLLECTIVES = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "monitored_barrier")
+"""Functions of torch.distributed that its record does not contain."""
+MAX_CHAIN = 8
 QUIET = 2
 """The log level at which torch writes nothing but errors."""
 
@@ -182,9 +187,57 @@ def _leave_exception(kind: Any, error: Any, traceback: Any) -> None:
     if not issubclass(kind, Exception):
         return
     _write_error_file(kind, error, traceback)
-    text = " ".join(_text_of(error).split())
-    if _recorded_by["pid"] == os.getpid() and any(w in text.lower() for w in OF_COLLECTIVES):
-        _leave_record(text)
+    if _recorded_by["pid"] == os.getpid():
+        _leave_record_of(error)
+
+
+def _leave_record_of(error: Any) -> None:
+    """Leave the record if this exception, or one that led to it, was raised by a collective."""
+    for _ in range(MAX_CHAIN):
+        if error is None:
+            return
+        by_gloo = _is_of_gloo(error)
+        if by_gloo or _is_of_backend(error):
+            functions = _functions(error.__traceback__)
+            if "_new_process_group_helper" not in functions:
+                _leave_record(_text_of(error), failed=by_gloo and _in_collective(functions))
+            return
+        follows = error.__cause__
+        error = follows or (None if error.__suppress_context__ else error.__context__)
+
+
+def _is_of_gloo(error: Any) -> bool:
+    import re
+
+    return type(error) is RuntimeError and re.match(GLOO, _text_of(error)) is not None
+
+
+def _is_of_backend(error: Any) -> bool:
+    torch = sys.modules.get("torch.distributed")
+    return isinstance(error, getattr(torch, "DistBackendError", ()))
+
+
+def _functions(traceback: Any) -> dict[str, bool]:
+    """Return the functions of a traceback, innermost last, and whether each belongs to torch."""
+    import torch
+
+    folder = os.path.dirname(torch.__file__) + os.sep
+    functions: dict[str, bool] = {}
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        functions.pop(code.co_name, None)
+        functions[code.co_name] = code.co_filename.startswith(folder)
+        traceback = traceback.tb_next
+    return functions
+
+
+def _in_collective(functions: dict[str, bool]) -> bool:
+    """Return whether the exception was raised inside a function of torch that runs a collective.
+
+    Outside, it may be from `Work.wait`, which does not say whether its operation is recorded.
+    """
+    name = next(reversed(functions), "")
+    return functions.get(name, False) and name not in NO_COLLECTIVES
 
 
 def _text_of(error: Any) -> str:
@@ -214,14 +267,21 @@ def _write_error_file(kind: Any, error: Any, traceback: Any) -> None:
         pass
 
 
-def _leave_record(error: str) -> None:
-    """Write the error on one line, and the record below it."""
+def _leave_record(error: str, *, failed: bool) -> None:
+    """Write a line that describes the error, and the record below it.
+
+    `failed` says that the latest collective has failed. Torch may record that as its end.
+    """
+    import json
+    import time
+
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
     path = os.path.join(_folder(), f"{NAME}.{os.getpid()}.last")
+    head = {"error": error[:MAX_ERROR_CHARS], "failed": failed, "at_ns": time.time_ns()}
     # A reader sees either all of it or nothing.
     with open(path + ".new", "wb") as file:
-        file.write(error[:MAX_ERROR_CHARS].encode(errors="replace") + b"\n")
+        file.write(json.dumps(head).encode() + b"\n")
         file.write(_dump_fr_trace_json())
     os.rename(path + ".new", path)
 
