@@ -23,13 +23,13 @@ from typing import NoReturn
 
 from rdzv.agent.cli.backends import Meeting
 from rdzv.agent.cli.options import parse_launch
-from rdzv.agent.core.exit_codes import EXIT_FAILED, EXIT_USAGE
+from rdzv.agent.core.exit_codes import EXIT_FAILED, EXIT_TRY_AGAIN, EXIT_USAGE
 from rdzv.agent.launch.launch import Launch, check_startable
 from rdzv.agent.runner_link import StartedRunner
 from rdzv.agent.system.error_files import write_error
 from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.agent.workers.summary import summary
-from rdzv.errors import InvalidRequestError, RendezvousError
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
 from rdzv.runtime.log_format import PlainFormatter, complain
 from rdzv.structs import replace
 from rdzv.transport.job_secret import read_secret
@@ -66,6 +66,8 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
     log.info("%s: %s", launch.job.rdzv_id, meeting.why)
     try:
         outcome = _take_part(launch, meeting)
+    except RendezvousConnectionError as error:
+        _fail(error, EXIT_TRY_AGAIN)
     except (RendezvousError, OSError) as error:
         _fail(error, EXIT_USAGE if isinstance(error, InvalidRequestError) else EXIT_FAILED)
     level = logging.INFO if outcome.exit_code == 0 else logging.ERROR
@@ -98,6 +100,8 @@ def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
                 meeting.elect_by,
                 credentials=credentials,
                 started=runner,
+                # The static back-end names the only node that may serve.
+                serves_alone=bool(meeting.node_id),
             )
         )
     finally:

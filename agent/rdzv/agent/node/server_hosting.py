@@ -21,7 +21,7 @@ from rdzv.agent.launch.launch import local_address
 from rdzv.agent.node.shared_port import shared
 from rdzv.core.fleet.nodes import NodesTuning
 from rdzv.core.model import Tuning
-from rdzv.errors import InvalidRequestError
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
 from rdzv.server.replication.replica import Replica
@@ -61,6 +61,7 @@ async def serving_itself(
 
     Raises:
         InvalidRequestError: the port of `store_at` cannot be bound.
+        RendezvousConnectionError: another process of this machine is listening there.
     """
     never_ms = UNWATCHED_MS
     config = replace(
@@ -71,11 +72,8 @@ async def serving_itself(
     async with contextlib.AsyncExitStack() as stack:
         listening = None if store_at is None else _listen_at(store_at)
         if store_at is not None and listening is None:
-            raise InvalidRequestError(
-                f"{store_at} is in use by another process of this machine; give each job its "
-                "own port, or let the system choose one: --rdzv-backend=c10d "
-                f"--rdzv-endpoint={replace(store_at, port=0)}"
-            )
+            other = f"--rdzv-backend=c10d --rdzv-endpoint={replace(store_at, port=0)}"
+            raise _taken(store_at, f"give this job its own port, or let the system choose: {other}")
         server, bound = await stack.enter_async_context(_serving(config))
         if listening is not None:
             finder = StoreFinder(server, rdzv_id)
@@ -84,16 +82,21 @@ async def serving_itself(
 
 
 @contextlib.asynccontextmanager
-async def serving_others(host_at: Endpoint, rdzv_id: str) -> AsyncIterator[None]:
+async def serving_others(
+    host_at: Endpoint, rdzv_id: str, *, alone: bool = False
+) -> AsyncIterator[None]:
     """Serve all of the job's nodes until the body ends, then wait for them to learn its result.
 
     The store for its round is reachable at the same port. If another process on this machine is
-    listening there, this one serves nothing.
+    listening there, this one serves nothing, or with `alone` raises an error.
 
     Raises:
         InvalidRequestError: the port is free, but cannot be bound.
+        RendezvousConnectionError: `alone` was given, and the port is in use.
     """
     listening = _listen_at(host_at)
+    if listening is None and alone:
+        raise _taken(host_at, "give this job its own --master-port")
     if listening is None:
         log.info("another process on this machine is already serving %s", host_at)
         yield
@@ -175,6 +178,15 @@ def _listen_at(endpoint: Endpoint) -> socket.socket | None:
         raise InvalidRequestError(
             f"cannot listen at {endpoint}: {error.strerror}; give another port"
         ) from error
+
+
+def _taken(at: Endpoint, remedy: str) -> RendezvousConnectionError:
+    """Return the error for a port in use, which is temporary: its process may be about to end."""
+    return RendezvousConnectionError(
+        f"{at} is in use by another process of this machine; if that is an rdzvd, what is missing "
+        f"is --rdzv-backend=rdzv --rdzv-endpoint={at} --rdzv-id=NAME; if it is an earlier launch, "
+        f"start this one again once it has ended; otherwise {remedy}"
+    )
 
 
 def _from_memory(listen: Listen) -> Config:
