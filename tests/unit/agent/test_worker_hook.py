@@ -60,7 +60,39 @@ def test_a_file_that_the_script_has_written_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "script",
     [
+        "import sys\nprint('busy', file=sys.stderr)\nsys.exit('no such data set')",
+        "def main():\n    raise SystemExit('no such data set')\nmain()",
+        "import runpy\nrunpy.run_path('other.py', run_name='__main__')",
+        "import atexit, sys\natexit.register(lambda: 1 / 0)\nsys.exit('no such data set')",
+    ],
+)
+def test_the_text_of_an_exit_is_the_message(tmp_path: Path, script: str) -> None:
+    (tmp_path / "other.py").write_text("exit('no such data set')")
+    done = end(tmp_path, script)
+    assert done.returncode == 1
+    error = read_error(tmp_path / "error.json", None, 1)
+    assert (error.message, error.traceback) == ("no such data set", "")
+    assert done.stderr.count("no such data set\n") == 1
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
         pytest.param("raise SystemExit(3)", id="an exit"),
+        pytest.param(
+            "import sys\ntry:\n    sys.exit('it is caught')\nexcept SystemExit as end:\n"
+            "    print(end.code, file=sys.stderr)\nsys.exit(2)",
+            id="an exit that is caught",
+        ),
+        pytest.param(
+            "import sys, threading\nthread = threading.Thread(target=sys.exit, args=('of it',))\n"
+            "thread.start()\nthread.join()\nsys.exit(2)",
+            id="an exit of a thread",
+        ),
+        pytest.param(
+            "import atexit, sys\natexit.register(lambda: 1 / 0)\nsys.exit(2)",
+            id="an exception at the exit",
+        ),
         pytest.param("raise KeyboardInterrupt", id="an interruption"),
         pytest.param("try:\n    1 / 0\nexcept ArithmeticError:\n    pass", id="a caught exception"),
     ],

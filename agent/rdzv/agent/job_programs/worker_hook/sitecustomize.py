@@ -4,8 +4,9 @@ Python finds this file through PYTHONPATH while a worker's interpreter is starti
 changes that made the interpreter import it, so that no child process does, and then imports the
 site's own `sitecustomize`.
 
-An uncaught exception is written to the worker's error file, as torch's `@record` does for the
-function that it decorates, unless the file already exists.
+An uncaught exception, or the text of `sys.exit("text")`, is written to the worker's error file, as
+torch's `@record` does for the exceptions of the function that it decorates, unless the file already
+exists.
 
 This file does not import torch. Instead, once the script itself has imported torch.distributed,
 `init_process_group` first starts torch's `_WorkerServer`. That server listens on a Unix socket next
@@ -182,11 +183,40 @@ def _watch_exceptions() -> None:
     sys.excepthook = excepthook
 
 
+def _watch_exit() -> None:
+    """Write the error file if the script ends with `sys.exit("text")`.
+
+    No hook of Python's is called for it: the interpreter writes the text and a newline to stderr
+    when no frame of Python is left. Nothing else of the main thread's is written there so.
+    """
+    import _thread
+
+    main, stderr, texts = _thread.get_ident(), sys.stderr, []
+    if stderr is None:
+        return
+    write = stderr.write
+
+    def watched(text: Any) -> Any:
+        if sys._getframe().f_back is None and _thread.get_ident() == main:
+            texts.append(text)
+            if texts[1:] == ["\n"]:
+                try:
+                    _write_error_file(texts[0], "")
+                except Exception as failure:
+                    _write_reason(f"{type(failure).__name__}: {failure}")
+        return write(text)
+
+    stderr.write = watched  # type: ignore[method-assign]
+
+
 def _leave_exception(kind: Any, error: Any, traceback: Any) -> None:
     """Write the error file and, if a collective has failed, the record."""
     if not issubclass(kind, Exception):
         return
-    _write_error_file(kind, error, traceback)
+    from traceback import format_exception
+
+    stack = "".join(format_exception(kind, error, traceback))
+    _write_error_file(f"{kind.__name__}: {_text_of(error)}", stack)
     if _recorded_by["pid"] == os.getpid():
         _leave_record_of(error)
 
@@ -248,18 +278,16 @@ def _text_of(error: Any) -> str:
         return "<exception str() failed>"
 
 
-def _write_error_file(kind: Any, error: Any, traceback: Any) -> None:
+def _write_error_file(text: str, stack: str) -> None:
     """Write what torch's `@record` would write, unless the file already exists."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     import json
     import time
-    from traceback import format_exception
 
-    stack = "".join(format_exception(kind, error, traceback))
     extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
-    message = {"message": f"{kind.__name__}: {_text_of(error)}", "extraInfo": extra}
+    message = {"message": text, "extraInfo": extra}
     try:
         with open(path, "x") as file:
             json.dump({"message": message}, file)
@@ -323,6 +351,7 @@ def _write_reason(why: str) -> None:
 
 _undo(os.path.dirname(os.path.abspath(__file__)))
 _watch_exceptions()
+_watch_exit()
 if MODULE in sys.modules:
     _wrap(sys.modules[MODULE])
 else:
