@@ -87,6 +87,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "numa._text_or_nothing: path.read_text",
         "resources.memory_cgroups: (top / 'cgroup.controllers').exists",
         "exit_messages._describe_shm: os.statvfs",
+        "memory_kills._link: path.readlink",
         "free_memory._of_cgroups: (cgroup / 'cgroup.controllers').exists",
         "free_memory._read: path.read_text",
         "resources.read_text: path.read_text",

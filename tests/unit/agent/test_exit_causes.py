@@ -15,7 +15,11 @@ from rdzv.agent.exit_causes import ExitedWorker, MemoryKills, explain_exit
 from rdzv.agent.exit_causes.core_dumps import find_core_dump
 from rdzv.agent.exit_causes.exit_messages import explain_signal
 from rdzv.agent.exit_causes.last_words import KNOWN, explain_last_words
-from rdzv.agent.exit_causes.memory_kills import count_memory_kills, explain_memory_kill
+from rdzv.agent.exit_causes.memory_kills import (
+    INIT_PID_NAMESPACE,
+    count_memory_kills,
+    explain_memory_kill,
+)
 
 PID = 4711
 
@@ -28,6 +32,8 @@ class Machine:
         self.kernel_log = folder / "kmsg"
         self.job = self.cgroup / "jobs" / "a"
         self.write(self.proc / "self" / "cgroup", "0::/jobs/a\n")
+        (self.proc / "self" / "ns").mkdir()
+        (self.proc / "self" / "ns" / "pid").symlink_to(INIT_PID_NAMESPACE)
         self.write(self.proc / "vmstat", "pgfault 7\noom_kill 3\n")
         self.write(self.proc / "meminfo", "MemTotal:       25165824 kB\nMemFree: 1 kB\n")
         self.write(self.cgroup / "cgroup.controllers", "memory\n")
@@ -42,10 +48,9 @@ class Machine:
     def count(self) -> MemoryKills:
         return count_memory_kills(self.proc, self.cgroup)
 
-    def explain(self, before: MemoryKills) -> str:
-        return explain_memory_kill(
-            PID, before, proc=self.proc, cgroup=self.cgroup, kernel_log=self.kernel_log
-        )
+    def explain(self, before: MemoryKills, *, killed: bool = True) -> str:
+        files = {"proc": self.proc, "cgroup": self.cgroup, "kernel_log": self.kernel_log}
+        return explain_memory_kill(PID, before, killed=killed, uid=1000, **files)
 
     def log(self, text: str, age_s: float = 0) -> None:
         at_us = int((time.monotonic() - age_s) * 1e6)
@@ -84,6 +89,7 @@ def test_what_cannot_be_read_explains_nothing(tmp_path: Path) -> None:
     empty.proc, empty.cgroup, empty.kernel_log = tmp_path, tmp_path, tmp_path / "kmsg"
     assert empty.count() == MemoryKills()
     assert empty.explain(MemoryKills()) == ""
+    assert empty.explain(MemoryKills(), killed=False) == ""
 
 
 @pytest.mark.slow
@@ -138,7 +144,7 @@ def test_the_log_tells_the_machine_from_the_cgroup(machine: Machine) -> None:
     ("text", "age_s"),
     [
         (MEMCG, 3600),
-        (MEMCG.replace(str(PID), "12"), 0),
+        (MEMCG.replace(f"{PID},uid=1000", "12,uid=1001"), 0),
         (f"a program that writes {MEMCG}", 0),
         ("oom-kill:constraint=", 0),
     ],
@@ -148,6 +154,45 @@ def test_other_records_of_the_log_explain_nothing(
     machine: Machine, text: str, age_s: float
 ) -> None:
     machine.log(text, age_s)
+    assert machine.explain(machine.count()) == ""
+
+
+CHILD = MEMCG.replace(f"task=python,pid={PID}", "task=pt_data_worker,pid=4800")
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_another_process_of_the_account_that_the_log_names_is_named(
+    machine: Machine, killed: bool
+) -> None:
+    """Even if the worker was killed, the count has risen because of that process."""
+    before = machine.count()
+    machine.write(machine.job / "memory.events", "oom_kill 2\n")
+    machine.log(CHILD, 2)
+    told = machine.explain(before, killed=killed)
+    assert re.fullmatch(
+        r"2\.\d s before, the kernel killed pid 4800 \(pt_data_worker\) of the same account "
+        r"because cgroup /jobs/a was out of memory \(limit 16 GiB, peak 16 GiB\)",
+        told,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "age_s"), [(CHILD, 30), (CHILD.replace("uid=1000", "uid=1001"), 0), (MEMCG, 0)]
+)
+def test_of_a_worker_that_was_not_killed_the_log_says_nothing_else(
+    machine: Machine, text: str, age_s: float
+) -> None:
+    before = machine.count()
+    machine.write(machine.job / "memory.events", "oom_kill 2\n")
+    machine.log(text, age_s)
+    assert machine.explain(before, killed=False) == ""
+
+
+def test_pids_of_another_namespace_are_not_compared(machine: Machine) -> None:
+    link = machine.proc / "self" / "ns" / "pid"
+    link.unlink()
+    link.symlink_to("pid:[4026532001]")
+    machine.log(CHILD)
     assert machine.explain(machine.count()) == ""
 
 

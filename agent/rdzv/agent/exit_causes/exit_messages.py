@@ -45,7 +45,12 @@ def explain_exit(worker: ExitedWorker) -> WorkerError:
     server does.
     """
     error = read_error(worker.error_file, worker.signal, worker.pid, worker.identity)
-    found = [explain_signal(worker)]
+    uid = worker.identity.uid if worker.identity is not None else os.getuid()
+    killed = worker.signal == signal.SIGKILL
+    found = [
+        explain_memory_kill(worker.pid, worker.kills_before, killed=killed, uid=uid),
+        explain_signal(worker),
+    ]
     # What a worker wrote before an exception that is known need not have to do with it.
     words = error.traceback or _tail(worker.stderr, worker.identity)
     found.append(explain_last_words(f"{error.message}\n{words}"))
@@ -55,11 +60,9 @@ def explain_exit(worker: ExitedWorker) -> WorkerError:
 
 
 def explain_signal(worker: ExitedWorker, shm: Path = SHM) -> str:
-    """Explain a worker's end by a signal: the kernel's kill, a full /dev/shm, a core dump."""
+    """Explain a worker's end by a signal: a full /dev/shm, a core dump."""
     if worker.signal is None:
         return ""
-    if worker.signal == signal.SIGKILL:
-        return explain_memory_kill(worker.pid, worker.kills_before)
     dump = find_core_dump(worker.pid, worker.signal, worker.folder, worker.identity)
     shared_memory = _describe_shm(shm) if worker.signal == signal.SIGBUS else ""
     return "; ".join(reason for reason in (shared_memory, dump) if reason)

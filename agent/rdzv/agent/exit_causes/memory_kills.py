@@ -1,8 +1,9 @@
 """Finds processes that the kernel killed because memory ran out.
 
-The kernel's log names the process, if this agent may read it and sees the kernel's own pids.
-Elsewhere, as in most containers, the counters of the cgroups and the machine are compared with
-their values at the start of the round. The kernel counts a kill before it sends the signal.
+The kernel's log names the process, if this agent may read it and sees the kernel's own pids. It may
+be a child of the worker, such as a DataLoader's process, without which the worker fails. Elsewhere,
+as in most containers, the counters of the cgroups and the machine are compared with their values at
+the start of the round. The kernel counts a kill before it sends the signal.
 
 Sources: `Documentation/admin-guide/cgroup-v2.rst` (`memory.events`, `memory.max`, `memory.peak`),
 `cgroup-v1/memory.rst` and `mm/oom_kill.c` (the lines of the log) of Linux 6.1.
@@ -23,9 +24,15 @@ from rdzv.structs import struct
 
 RECENT_S = 60.0
 """The age above which a log record may be about an earlier process with the worker's pid."""
+FOLLOWS_S = 10.0
+"""How long before a worker's failure another process may have been killed to be named with it. A
+DataLoader looks after its processes every 5 s.
+"""
 
-_KILLED = re.compile(r"^oom-kill:constraint=(\w+),.*\bpid=(\d+),uid=\d+$")
+_KILLED = re.compile(r"^oom-kill:constraint=\w+,.*,task=(.*),pid=(\d+),uid=(\d+)$")
 _CGROUP = re.compile(r",oom_memcg=([^,]*),")
+INIT_PID_NAMESPACE = "pid:[4026531836]"
+"""What /proc/self/ns/pid links to where pids are those of the kernel's log."""
 
 
 @struct(frozen=True)
@@ -48,31 +55,60 @@ def count_memory_kills(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryKills:
     return MemoryKills(_value_of("oom_kill", read_text(proc / "vmstat")), cgroups)
 
 
+@struct(frozen=True)
+class _Kill:
+    """A kill in the kernel's log."""
+
+    pid: int
+    uid: int
+    task: str
+    cgroup: str | None
+    """The cgroup that was out of memory, or None if it was the machine."""
+    age_s: float
+
+
 def explain_memory_kill(
     pid: int,
     before: MemoryKills,
     *,
+    killed: bool,
+    uid: int,
     proc: Path = PROC,
     cgroup: Path = CGROUP,
     kernel_log: Path = KMSG,
 ) -> str:
-    """Describe how the kernel killed a process for lack of memory, or return "" without evidence.
+    """Describe what the kernel killed for lack of memory as a worker failed, or return "".
 
-    `before` holds the counts from before the process started.
+    That is the worker itself if it was `killed` (by SIGKILL), or a process of the same account,
+    `uid`. `before` holds the counts from before the worker started.
     """
+    kills = _kills_logged(kernel_log)
     now = count_memory_kills(proc, cgroup)
     risen = [place for place, n in now.cgroups.items() if n > before.cgroups.get(place, n)]
-    for record in _kills_logged(kernel_log, pid):
-        named = _CGROUP.search(record)
-        if named is None:
-            return f"the kernel killed it because the machine was out of memory{_machine(proc)}"
-        places = [place for place in now.cgroups if named[1].endswith(place.name)] + risen
+
+    def shortage(place: str | None) -> str:
+        if place is None:
+            return f"because the machine was out of memory{_machine(proc)}"
+        places = [known for known in now.cgroups if place.endswith(known.name)] + risen
         limit = _limit(places[0]) if places else ""
-        return f"the kernel killed it because cgroup {named[1]} was out of memory{limit}"
+        return f"because cgroup {place} was out of memory{limit}"
+
+    for kill in kills if killed else ():
+        if kill.pid == pid:
+            return f"the kernel killed it {shortage(kill.cgroup)}"
+    if _link(proc / "self" / "ns" / "pid") == INIT_PID_NAMESPACE:
+        for kill in kills:
+            if kill.pid != pid and kill.uid == uid and kill.age_s <= FOLLOWS_S:
+                return (
+                    f"{kill.age_s:.1f} s before, the kernel killed pid {kill.pid} ({kill.task}) of "
+                    f"the same account {shortage(kill.cgroup)}"
+                )
+    if not killed:
+        return ""
     if risen:
         return (
             "most likely the kernel killed it: since it started, a process was killed "
-            f"because cgroup {risen[0].name} was out of memory{_limit(risen[0])}"
+            f"{shortage(risen[0].name)}"
         )
     if now.machine is not None and before.machine is not None and now.machine > before.machine:
         return (
@@ -82,26 +118,34 @@ def explain_memory_kill(
     return ""
 
 
-def _kills_logged(kernel_log: Path, pid: int) -> Iterator[str]:
-    """Yield recent lines about this process from the kernel's log, latest first."""
+def _kills_logged(kernel_log: Path) -> list[_Kill]:
+    """Return the recent kills in the kernel's log, latest first."""
     try:
         records = read_records(kernel_log)
     except OSError:
-        return
-    yield from _kills_of(pid, records, time.monotonic())
+        return []
+    return list(_kills(records, time.monotonic()))[::-1]
 
 
-def _kills_of(pid: int, records: Iterable[str], now_s: float) -> list[str]:
-    found = []
+def _kills(records: Iterable[str], now_s: float) -> Iterator[_Kill]:
     for record in records:
         head, _, text = record.partition(";")
         fields = head.split(",")
         killed = _KILLED.match(text.rstrip())
-        if killed is None or int(killed[2]) != pid or len(fields) < 3 or not fields[2].isdecimal():
+        if killed is None or len(fields) < 3 or not fields[2].isdecimal():
             continue
-        if now_s - int(fields[2]) / 1e6 <= RECENT_S:
-            found.append(text.rstrip())
-    return found[::-1]
+        age_s = max(now_s - int(fields[2]) / 1e6, 0.0)
+        if age_s <= RECENT_S:
+            named = _CGROUP.search(text)
+            place = named[1] if named is not None else None
+            yield _Kill(int(killed[2]), int(killed[3]), killed[1], place, age_s)
+
+
+def _link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:
+        return ""
 
 
 def _limit(place: MemoryCgroup) -> str:
