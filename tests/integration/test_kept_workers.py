@@ -158,6 +158,45 @@ def test_a_parked_worker_without_a_runner_ends(tmp_path: Path) -> None:
         assert "the runner of this worker is gone" in only.text()
 
 
+@pytest.mark.parametrize(
+    ("where", "holds_connections", "torn", "more"),
+    [
+        ("forward", True, False, {}),  # It fails with the end of the round,
+        ("forward", False, False, {}),  # and before it.
+        ("forward", False, False, {"steps_on": True}),
+        ("between", True, True, {}),
+        ("between", False, True, {}),
+    ],
+)
+def test_a_step_is_not_committed_if_the_script_caught_its_failure(
+    tmp_path: Path, where: str, holds_connections: bool, torn: bool, more: dict[str, Any]
+) -> None:
+    faults = [at(1, 4, where, "kill")]
+    with world(tmp_path, "swallowing", steps=7, faults=faults, **more) as made:
+        made.holds_connections = holds_connections
+        first, lost = made.begin(2)
+        assert lost.exit_code() == -signal.SIGKILL
+        if not holds_connections:
+            first.wait_line("swallowed", deadline_s=10, step=4)
+        (parked,) = made.end([first])
+        assert "rank 0: step 5 is not committed" in first.text()
+        assert (parked["step"], parked["torn"]) == (4, torn)
+        if not torn:
+            made.begin(2, [first], step=4)
+            assert [(one["step"], one["applied"]) for one in finish(made)] == [(7, [7, 7])] * 2
+
+
+def test_a_timeout_that_the_script_caught_is_reported_at_the_commit(tmp_path: Path) -> None:
+    faults = [at(1, 4, "forward", "sleep", seconds=600)]
+    with world(tmp_path, "swallowing", steps=7, faults=faults, timeout_s=1.0) as made:
+        first, _ = made.begin(2)
+        first.wait_line("swallowed", deadline_s=30, step=4)
+        said = first.expect("suspect", deadline_s=10)
+        assert "step 5 is not committed: a connection has ended" in said["message"]
+        assert first.expect("parked")["step"] == 4
+        assert [row["step"] for row in first.lines("swallowed")] == [4]
+
+
 # ------------------------------------------------------------------ bits
 
 

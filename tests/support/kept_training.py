@@ -317,6 +317,51 @@ def in_two_groups(steps: int, faults: list[dict[str, Any]]) -> None:
     say("done", step=state.step)
 
 
+def swallowing(
+    steps: int, faults: list[dict[str, Any]], steps_on: bool = False, timeout_s: float = 60.0
+) -> None:
+    """Train two models and catch every exception; their weights count the optimizers' steps.
+
+    With `steps_on`, an optimizer also steps after a failed backward pass.
+    """
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for model in models:
+        nn.init.zeros_(model.weight)
+    first, second = (torch.optim.SGD(model.parameters(), lr=1.0) for model in models)
+    state = State(a=models[0], b=models[1], first=first, second=second, step=0)
+
+    def one_step(ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        try:
+            ddp(torch.ones(1, 1)).sum().backward()
+        except Exception:
+            if not steps_on:
+                raise
+            say("swallowed", step=state.step)
+        optimizer.step()
+
+    @elastic
+    def run(state: State, round_: Round) -> None:
+        one, other = (DistributedDataParallel(model) for model in models)
+        # This does not cover the start of the round, which may take longer on a busy machine.
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
+        while state.step < steps:
+            fault(faults, round_, state.step, "forward")
+            try:
+                one_step(one, first)
+                fault(faults, round_, state.step, "between")
+                one_step(other, second)
+                fault(faults, round_, state.step, "after")
+                dist.all_reduce(torch.ones(1))
+            except Exception as error:
+                say("swallowed", step=state.step, error=repr(error))
+            state.step += 1
+            state.commit()
+
+    run(state)
+    say("done", step=state.step, applied=[-int(model.weight) for model in models])
+
+
 def with_old_group() -> None:
     """Hold on to a second group of the first round in a global variable."""
 

@@ -43,6 +43,7 @@ def from_collective(error: BaseException, *, hidden: bool = False) -> Callable[[
         RuntimeError(GLOO),
         RuntimeError(f"Got the following error when running the callback: RuntimeError: {GLOO}"),
         RuntimeError("Gloo connectFullMesh failed with ..."),
+        RuntimeError("Application timeout caused pair closure"),
         RuntimeError("NCCL communicator was aborted on rank 1."),
         caught(from_collective(ValueError("wrapped"))),
         caught(from_collective(ValueError("wrapped"), hidden=True)),

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import socket
+import sys
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from rdzv.worker import tcp
-from rdzv.worker.cutting import GlooCut
+from rdzv.worker.cutting import Cut, GlooCut
 from rdzv.worker.gloo_addresses import Published
 from rdzv.worker.groups import RoundGroups
 from rdzv.worker.session import Session
 from rdzv.worker.session import drop_in_child as drop_in_child_of
-from rdzv.worker.tcp import Address, drop_in_child, duplicates, knock, let_go, stop_reading
+from rdzv.worker.tcp import (
+    Address,
+    any_ended,
+    drop_in_child,
+    duplicates,
+    inodes,
+    knock,
+    let_go,
+    stop_reading,
+)
 
 
 class Connection:
@@ -56,6 +68,88 @@ def connections(listener: socket.socket) -> Iterator[list[Connection]]:
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def test_the_end_of_a_connection_is_seen_whoever_closes_it(connections: list[Connection]) -> None:
+    one, other = connections
+    by_peer, by_us = inodes({one.address}), inodes({other.address})
+    assert len(by_peer) == 2 and not any_ended(by_peer | by_us)
+    one.theirs.sendall(b"x")  # Data that nobody has read yet is no end.
+    assert not any_ended(by_peer)
+    one.theirs.close()
+    assert any_ended({one.ours.fileno(): by_peer[one.ours.fileno()]})
+    ours = other.ours.fileno()
+    of_ours = {ours: by_us[ours]}
+    other.ours.close()
+    assert any_ended(of_ours)
+    # Gloo's thread may open something else in its place.
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != ours:
+        os.dup2(null, ours)
+        os.close(null)
+    assert any_ended(of_ours)
+    os.close(ours)
+
+
+class Backend:
+    def __init__(self) -> None:
+        self.cuts = 0
+
+    def cut(self) -> None:
+        self.cuts += 1
+
+    def release(self, *, over: bool) -> None:
+        pass
+
+
+def test_what_is_added_to_a_cut_round_is_cut_at_once() -> None:
+    cut = Cut([])
+    before, after = Backend(), Backend()
+    cut.add(before)
+    assert (before.cuts, cut.is_done()) == (0, False)
+    cut.cut()
+    assert (before.cuts, cut.is_done()) == (1, True)
+    cut.add(after)
+    assert (before.cuts, after.cuts) == (1, 1)
+    cut.cut()
+    assert (before.cuts, after.cuts) == (2, 2)
+
+
+@pytest.mark.parametrize("ends_before_the_cut", [False, True])
+def test_a_collective_has_succeeded_if_it_ended_before_its_connections(
+    connections: list[Connection], monkeypatch: pytest.MonkeyPatch, ends_before_the_cut: bool
+) -> None:
+    record = {"0": (5, 6)}  # A group of an earlier round, which timed out.
+
+    def dump(includeCollectives: bool) -> bytes:  # noqa: N803
+        names = "last_completed_collective", "last_enqueued_collective"
+        status = {
+            group: dict(zip(names, map(str, one), strict=True)) for group, one in record.items()
+        }
+        return json.dumps({"pg_status": status}).encode()
+
+    c10d = SimpleNamespace(_dump_fr_trace_json=dump)
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", c10d)
+    cut = GlooCut(Published(addresses={connections[0].address}), set())
+    record["1"] = (2, 2)
+    assert not cut.is_broken()
+    assert cut.has_begun_another()
+    cut.note_success()
+    assert not cut.has_begun_another()
+    record["1"] = (2, 3)
+    assert cut.has_begun_another()
+    record["1"] = (3, 3)
+    if ends_before_the_cut:
+        connections[0].theirs.close()
+        assert cut.is_broken()
+    cut.cut()
+    assert cut.is_broken()
+    assert cut.has_begun_another() == ends_before_the_cut
+    # It ends because it is cut.
+    record["1"] = (4, 4)
+    cut.cut()
+    assert cut.has_begun_another()
+    cut.release(over=True)
 
 
 def test_a_connection_that_is_stopped_reads_its_end_and_its_peer_hears_nothing_yet(

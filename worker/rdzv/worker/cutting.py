@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,7 +14,16 @@ from typing import Any, Protocol
 
 from .errors import RoundOver
 from .gloo_addresses import Published
-from .tcp import Address, drop_in_child, duplicates, knock, let_go, stop_reading
+from .tcp import (
+    Address,
+    any_ended,
+    drop_in_child,
+    duplicates,
+    inodes,
+    knock,
+    let_go,
+    stop_reading,
+)
 
 
 class Backend(Protocol):
@@ -52,6 +63,11 @@ class Cut:
             self._backends.append(backend)
             if self._is_cut:
                 backend.cut()
+
+    def is_done(self) -> bool:
+        """Return whether all backends are cut, after waiting for a cut in progress."""
+        with self._lock:
+            return self._is_cut
 
     def cut(self) -> None:
         """Interrupt all collectives in progress. May be called from any thread."""
@@ -97,6 +113,14 @@ class GlooCut:
         """The inodes of the connections that the runner holds."""
         self._known = 0
         """The number of addresses that had been published at the last `hand_over`."""
+        self._past = _collectives("last_enqueued_collective").keys()
+        """The groups of earlier rounds, which torch's record still contains."""
+        self._succeeded: dict[str, int] = {}
+        """The last collective of each group that is known to have succeeded."""
+        self._is_cut = False
+        self._groups: set[str] | None = None
+        self._connections: dict[int, int] = {}
+        """The connections of these groups: the inodes, by descriptor."""
 
     @property
     def addresses(self) -> set[Address]:
@@ -105,6 +129,10 @@ class GlooCut:
 
     def cut(self) -> None:
         """Shut down those of the round's connections that are open now."""
+        if not self._is_cut:
+            self._is_cut = True
+            if not (_groups() == self._groups and any_ended(self._connections)):
+                self._note_succeeded("last_completed_collective")
         stop_reading(self.addresses, self._held)
         # A rank may also be waiting for a peer to connect, when there is nothing to shut down yet.
         # It is sent a connection that is reset at once. Ids that it is not waiting for have no
@@ -114,6 +142,34 @@ class GlooCut:
             for peer in ids:
                 knock(address, peer)
         self._knocked = len(own)
+
+    def is_broken(self) -> bool:
+        """Return whether a connection has ended, so that collectives of its group fail.
+
+        Only one thread may call it.
+        """
+        groups = _groups()
+        if groups != self._groups:
+            # A destroyed group has closed its connections itself.
+            self._groups = groups
+            self._connections = inodes(set(self._published.addresses))
+        return self._is_cut or any_ended(self._connections)
+
+    def note_success(self) -> None:
+        """Note that all earlier collectives have succeeded, because no connection has ended."""
+        self._note_succeeded("last_enqueued_collective")
+
+    def has_begun_another(self) -> bool:
+        """Return whether a collective began after the last that is known to have succeeded."""
+        begun = self._counted("last_enqueued_collective")
+        return any(number > self._succeeded.get(group, 0) for group, number in begun.items())
+
+    def _note_succeeded(self, which: str) -> None:
+        for group, number in self._counted(which).items():
+            self._succeeded[group] = max(number, self._succeeded.get(group, 0))
+
+    def _counted(self, which: str) -> dict[str, int]:
+        return {group: n for group, n in _collectives(which).items() if group not in self._past}
 
     def hand_over(self, hold_open: Callable[[list[int]], bool]) -> None:
         """Have the runner hold the connections made since the last call, unless there are too many.
@@ -155,6 +211,20 @@ def most_held() -> int:
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft // 4 // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def _groups() -> set[str]:
+    """Return the names of this process's groups."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    return set() if c10d is None else {str(one) for one in list(c10d._world.pg_names.values())}
+
+
+def _collectives(which: str) -> dict[str, int]:
+    """Return a number that torch records for each gloo group; empty if torch records none."""
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(c10d, "_dump_fr_trace_json", None)
+    status = {} if dump is None else json.loads(dump(includeCollectives=False)).get("pg_status", {})
+    return {group: int(one[which]) for group, one in status.items()}
 
 
 class NcclCut:

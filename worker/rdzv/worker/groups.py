@@ -88,6 +88,8 @@ class RoundGroups:
         )
         self.cut.add(self.nccl)
         self.hold_connections()
+        if self.gloo is not None:
+            self.gloo.is_broken()  # From here on, it sees which connections end.
         self.cut.refuse()
 
     def before_step(self) -> None:
@@ -102,6 +104,25 @@ class RoundGroups:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
         self.cut.refuse()
+
+    def has_failed(self, *, is_in_step: bool) -> bool:
+        """Return whether a collective may have failed, even if the script caught its exception.
+
+        Before an optimizer's step, it suffices that a connection has ended, because the step can be
+        repeated. Afterwards, a collective must have begun since the last one that is known to have
+        succeeded.
+        """
+        if self._link is None or self._link.is_closed:
+            return False
+        is_cut, gloo = self.cut.is_done(), self.gloo
+        if not (gloo is not None and gloo.is_broken()) and not is_cut:
+            return False
+        return not is_in_step or self.shows_failure
+
+    @property
+    def shows_failure(self) -> bool:
+        """Whether torch's record shows a collective that may have failed with its connection."""
+        return self.gloo is not None and self.gloo.has_begun_another()
 
     def hold_connections(self) -> None:
         """Have the runner hold the connections made since the last call."""

@@ -86,6 +86,8 @@ class Session:
         """The groups of the latest round."""
         self._round: Round | None = None
         self._ended_between_steps = False
+        self._awaited: BaseException | None = None
+        """The error with which this rank leaves a round whose end it may have to report."""
 
     def run(self, call: Callable[[Round], Any]) -> Any:
         """Call the script's function in each round until it returns, and return its result.
@@ -118,6 +120,35 @@ class Session:
             raise RoundOver(leaving=self._round.leaving)
         if self.groups is not None:
             self.groups.hold_connections()  # The connections of groups that the script created.
+
+    def refuse_failed_step(self) -> None:
+        """Raise `RoundOver` if a collective may have failed, though the script shows no exception.
+
+        It may have caught the exception. Waits for the end of the round; if it does not come,
+        reports the failure.
+        """
+        groups, round_ = self.groups, self._round
+        assert groups is not None and round_ is not None
+        if not groups.has_failed(is_in_step=self._sealing.is_in_step):
+            return
+        over = RoundOver(leaving=round_.leaving)
+        if groups.shows_failure:
+            step = (self._sealing.step or 0) + 1
+            reason = (
+                f"step {step} is not committed: a connection has ended, so one of its collectives "
+                "may have failed"
+            )
+            over.args = (reason,)
+            sys.stderr.write(f"rdzv: rank {round_.rank}: {reason}\n")
+        self._await_end(over)
+        raise over
+
+    def _before_step(self) -> None:
+        assert self.groups is not None
+        self.groups.before_step()
+        self.refuse_failed_step()
+        if self.groups.gloo is not None:
+            self.groups.gloo.note_success()
 
     def add(self, entries: Mapping[str, Any], *, hold_last: bool) -> None:
         """Load the state into the objects that the function has just built."""
@@ -157,7 +188,7 @@ class Session:
             value = call(round_)
             self._meet(groups)
         except RoundOver as over:
-            if self._link is None or not self._link.is_over():
+            if self._link is None or not (self._link.is_over() or self._awaited is over):
                 raise
             return Over(round_, groups, over)
         except Exception as error:
@@ -182,7 +213,7 @@ class Session:
         self._resuming = None
         healed = heal(self._sealing, round_, groups.store, expected_step, self._resume)
         self.snapshots.begin_round(round_)
-        self._sealing.begin_round(round_.rank, round_.world_size, groups.before_step)
+        self._sealing.begin_round(round_.rank, round_.world_size, self._before_step)
         if self._link is not None:
             self._link.resumed(
                 round=round_.number,
@@ -228,12 +259,16 @@ class Session:
             return follows_from_cut(error)
         if not is_suspect(error):
             return False
-        if link.wait_until_over(_CAUSE_WAIT_S):
-            return True
-        assert self._round is not None
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        link.suspect(self._round.number, f"{type(error).__name__}: {error}", text)
+        self._await_end(error)
         return True
+
+    def _await_end(self, error: BaseException) -> None:
+        """Wait for the end of the round, which has probably caused the error; else report it."""
+        assert self._link is not None and self._round is not None
+        self._awaited = error
+        if not self._link.wait_until_over(_CAUSE_WAIT_S):
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            self._link.suspect(self._round.number, f"{type(error).__name__}: {error}", text)
 
     def park(self, over: Over) -> Go | Release | None:
         """Leave the round completely, report this to the runner, and wait for its order."""

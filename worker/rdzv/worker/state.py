@@ -97,9 +97,11 @@ class State:
         generators, plain values) are copied, but parameters are not.
 
         Raises `RoundOver` if the round has ended, `NoRoundError` outside the function under
-        @elastic, and `CannotBroadcastError` for a value that cannot be copied.
+        @elastic, and `CannotBroadcastError` for a value that cannot be copied. A step is not marked
+        if one of its collectives has failed, even if the script has caught the exception.
         """
         session = self._running("commit")
+        session.refuse_failed_step()
         self._sealing.commit()
         session.snapshots.committed()
         session.check(between_steps=True)

@@ -8,8 +8,12 @@ import sys
 from collections.abc import Iterator
 from types import CodeType, TracebackType
 
-# Every gloo error includes gloo's source file and line, and no other error does; the text varies.
-_GLOO = re.compile(r"\bgloo/[\w/]+\.(?:cc|h|cpp):\d+\]|Gloo connectFullMesh failed")
+# Almost every gloo error includes gloo's source file and line, and no other error does; the text
+# varies. The last one follows a collective that has timed out.
+_GLOO = re.compile(
+    r"\bgloo/[\w/]+\.(?:cc|h|cpp):\d+\]|Gloo connectFullMesh failed"
+    r"|Application timeout caused pair closure"
+)
 _NCCL = re.compile(
     r"NCCL communicator was aborted|NCCL error|ncclUnhandledCudaError|ncclSystemError"
     r"|ncclRemoteError|ncclInternalError"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 Address = tuple[str, int]
 
@@ -52,6 +53,27 @@ def duplicates(
             with contextlib.suppress(OSError):
                 found[inode] = duplicate(connection)
     return found
+
+
+def inodes(addresses: Collection[Address]) -> dict[int, int]:
+    """Return the inode of each connection with one of these addresses, by its descriptor."""
+    found = {}
+    for fd, connection in _connections(addresses):
+        found[fd] = os.fstat(connection.fileno()).st_ino
+    return found
+
+
+def any_ended(connections: Mapping[int, int]) -> bool:
+    """Return whether either end has closed any of these connections, which `inodes` returned."""
+    ends = select.poll()
+    try:
+        for fd, inode in connections.items():
+            if os.fstat(fd).st_ino != inode:
+                return True  # It was closed, and its descriptor's number is used again.
+            ends.register(fd, select.POLLRDHUP)
+    except OSError:
+        return True
+    return bool(ends.poll(0))
 
 
 def drop_in_child(addresses: Collection[Address]) -> None:
