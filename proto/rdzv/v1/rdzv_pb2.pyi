@@ -2460,6 +2460,7 @@ class ReadLog(google.protobuf.message.Message):
     TAIL_LINES_FIELD_NUMBER: builtins.int
     CREDIT_FIELD_NUMBER: builtins.int
     POSITIONS_FIELD_NUMBER: builtins.int
+    RUNS_FIELD_NUMBER: builtins.int
     request: builtins.int
     rdzv_id: builtins.str
     round: builtins.int
@@ -2482,6 +2483,12 @@ class ReadLog(google.protobuf.message.Message):
     def positions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LogPosition]:
         """Where to continue in files of the first round; the tail limits do not apply to them."""
 
+    @property
+    def runs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The runs whose output may be read, newest first: a name that is used again inherits nothing. From
+        a server that sends none, only what this node is running may be read.
+        """
+
     def __init__(
         self,
         *,
@@ -2497,9 +2504,10 @@ class ReadLog(google.protobuf.message.Message):
         tail_lines: builtins.int = ...,
         credit: builtins.int = ...,
         positions: collections.abc.Iterable[global___LogPosition] | None = ...,
+        runs: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_local_rank", b"_local_rank", "_rank", b"_rank", "_round", b"_round", "local_rank", b"local_rank", "rank", b"rank", "round", b"round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_local_rank", b"_local_rank", "_rank", b"_rank", "_round", b"_round", "credit", b"credit", "follow", b"follow", "local_rank", b"local_rank", "positions", b"positions", "rank", b"rank", "rdzv_id", b"rdzv_id", "request", b"request", "round", b"round", "stderr", b"stderr", "stdout", b"stdout", "tail_bytes", b"tail_bytes", "tail_lines", b"tail_lines"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_local_rank", b"_local_rank", "_rank", b"_rank", "_round", b"_round", "credit", b"credit", "follow", b"follow", "local_rank", b"local_rank", "positions", b"positions", "rank", b"rank", "rdzv_id", b"rdzv_id", "request", b"request", "round", b"round", "runs", b"runs", "stderr", b"stderr", "stdout", b"stdout", "tail_bytes", b"tail_bytes", "tail_lines", b"tail_lines"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_local_rank", b"_local_rank"]) -> typing.Literal["local_rank"] | None: ...
     @typing.overload

@@ -383,6 +383,8 @@ class ReadLog:
     tail_lines: int
     credit: int
     positions: tuple[LogPosition, ...] = ()
+    runs: tuple[str, ...] = ()
+    """The runs whose output may be read, newest first."""
 
 
 @struct(frozen=True)

@@ -27,7 +27,7 @@ from rdzv.agent.node.submitted_launch import (
 from rdzv.agent.observers.progress_files import ProgressFiles
 from rdzv.agent.observers.snapshot_file_watch import SnapshotFileWatch
 from rdzv.agent.output.run_files import RoundOutput, RunLogs, WorkerOutput, Written
-from rdzv.agent.output.run_folders import INDEX, RunFolders
+from rdzv.agent.output.run_folders import RunFolders
 from rdzv.agent.output.worker_log_reader import Piece, ReadRequest, WorkerLogReader
 from rdzv.agent.runner.linux import identity
 from rdzv.agent.server_link.placed_jobs import Placed
@@ -519,41 +519,25 @@ def test_the_folder_of_a_run_is_its_accounts_alone(shared: Path) -> None:
 
 @pytest.mark.slow
 @needs_root
-def test_the_list_of_rounds_is_written_and_read_with_the_accounts_rights(shared: Path) -> None:
-    folders, secret = RunFolders(shared), roots_secret(shared)
+def test_the_index_of_a_run_is_the_agents_alone_and_names_the_account(shared: Path) -> None:
+    folders = RunFolders(shared)
     folder = folders.open("job-7", "r1", ADA)
     written = Written(ADA)
     round_of(folder.path, written)
-    (folder.path / INDEX).symlink_to(secret)
     folder.note(written)
-    assert secret.read_text() == SECRET
-    (folder.path / INDEX).unlink()
-    os.mkfifo(folder.path / INDEX)
-    assert RunFolders(shared).open("job-7", "r1", ADA).note(written) is None
-    assert folders.written("job-7") is None
-    (folder.path / INDEX).unlink()
-    again = folders.open("job-7", "r1", ADA)
-    again.note(written)
-    past = folders.written("job-7")
+    found = folder.index.stat()
+    assert (found.st_uid, found.st_mode & 0o777) == (0, 0o600)
+    for change in (folder.index.unlink, folder.index.read_bytes, folder.path.rmdir):
+        with acting_as(ADA), pytest.raises(PermissionError):
+            change()
+    with acting_as(ADA), pytest.raises(PermissionError):
+        (folder.path.parent / "r2").mkdir()
+    past = folders.written("job-7", ["r1"])
     assert past is not None
-    found = past.at(3)
-    assert found is not None
-    assert found.identity is not None
-    assert found.identity.uid == ADA.uid
-
-
-@pytest.mark.slow
-@needs_root
-async def test_a_list_of_rounds_that_a_worker_forged_leads_only_to_its_own(shared: Path) -> None:
-    folders, secret = RunFolders(shared), roots_secret(shared)
-    folder = folders.open("job-7", "r1", ADA)
-    line = f'{{"round": 3, "rank_first": 0, "workers": [["{secret}", null]]}}\n'
-    with acting_as(ADA):
-        (folder.path / INDEX).write_text(line + '{"round": 1e999}\n[[[\n')
-    past = folders.written("job-7")
-    assert past is not None
-    pieces = await read_log(past)
-    assert b"".join(piece.data for piece in pieces) == b""
+    round_ = past.at(3)
+    assert round_ is not None
+    assert round_.identity is not None
+    assert round_.identity.uid == ADA.uid
 
 
 # ---------------------------------------------------------------------- steps, notices, snapshots

@@ -9,7 +9,7 @@ import pytest
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import NO_FILES, Output
 from rdzv.agent.output.run_files import RoundOutput, RunLogs, WorkerOutput, Written, usual_output
-from rdzv.agent.output.run_folders import INDEX, RunFolders, folder_name
+from rdzv.agent.output.run_folders import MAX_INDEX_BYTES, RunFolders, folder_name
 
 DAY = 86_400.0
 NOW = time.time()
@@ -61,7 +61,7 @@ def test_different_names_are_different_folders() -> None:
 def test_what_was_written_is_found_by_the_next_agent(tmp_path: Path) -> None:
     path = write_round(RunFolders(tmp_path), "r1", 3)
     assert path == tmp_path / "runs" / "job" / "r1"
-    written = RunFolders(tmp_path).written("job")
+    written = RunFolders(tmp_path).written("job", ["r1"])
     assert written is not None
     assert (written.last, written.ended) == (3, True)
     found = written.at(3)
@@ -73,38 +73,49 @@ def test_what_was_written_is_found_by_the_next_agent(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_runs_of_a_job_are_found(tmp_path: Path) -> None:
+def test_the_runs_that_are_named_are_found_and_no_others(tmp_path: Path) -> None:
+    """Another job of the same name, of another owner, has other runs."""
     folders = RunFolders(tmp_path)
     age(write_round(folders, "r1", 0), 1)
     write_round(folders, "r2", 1)
-    written = folders.written("job")
+    write_round(folders, "r3", 0)
+    written = folders.written("job", ["r2", "r1", "r0"])
     assert written is not None
-    assert written.last == 1
-    assert [number for number in (0, 1) if written.at(number)] == [0, 1]
+    assert [found.run for n in (0, 1) if (found := written.at(n))] == ["r1", "r2"]
+    only = folders.written("job", ["r2"])
+    assert only is not None
+    assert only.at(0) is None
+    assert folders.written("job", []) is None
 
 
-def test_of_two_rounds_of_one_number_the_later_is_found(tmp_path: Path) -> None:
-    """As when the server has lost its memory, and counts from the start again."""
+@pytest.mark.parametrize("runs", [["r1", "r2"], ["r2", "r1"]])
+def test_of_two_rounds_of_one_number_the_newer_runs_is_found(
+    tmp_path: Path, runs: list[str]
+) -> None:
+    """Whatever the time at which a job says that its files were changed."""
     folders = RunFolders(tmp_path)
     write_round(folders, "r2", 0)
     age(write_round(folders, "r1", 0), 1)
-    written = folders.written("job")
+    written = folders.written("job", runs)
     assert written is not None
     found = written.at(0)
     assert found is not None
-    assert found.workers[0].stdout == tmp_path / "runs/job/r2/round_0/0/stdout.log"
+    assert found.workers[0].stdout == tmp_path / f"runs/job/{runs[0]}/round_0/0/stdout.log"
 
 
 def test_a_job_that_was_never_here_has_written_nothing(tmp_path: Path) -> None:
-    assert RunFolders(tmp_path).written("job") is None
+    assert RunFolders(tmp_path).written("job", ["r1"]) is None
 
 
 def test_a_line_that_was_cut_short_costs_no_other(tmp_path: Path) -> None:
     folders = RunFolders(tmp_path)
-    index = write_round(folders, "r1", 0) / INDEX
-    with index.open("ab") as file:
+    write_round(folders, "r1", 0)
+    with folders.folder("job", "r1").index.open("ab") as file:
         file.write(b'{"round": 1, "rank_fi\n"no object"\n{"round": 2}\n')
-    written = folders.written("job")
+        for number in (1e999, -1, 1 << 70, '"4"', "[[[", "null"):
+            file.write(f'{{"round": {number}, "rank_first": 0, "workers": []}}\n'.encode())
+        file.write(b'{"round": 5, "rank_first": 0, "workers": [[7, null]]}\n' + b"[" * 100_000)
+    written = folders.written("job", ["r1"])
     assert written is not None
     assert written.last == 0
 
@@ -114,7 +125,7 @@ def test_what_goes_to_no_file_is_known_as_that(tmp_path: Path) -> None:
     folder = folders.open("job", "r1")
     written.begin(line(0), RoundOutput((WorkerOutput(NO_FILES, None, NO_FILES),), {}))
     folder.note(written)
-    found = folders.written("job")
+    found = folders.written("job", ["r1"])
     assert found is not None
     round_ = found.at(0)
     assert round_ is not None
@@ -126,10 +137,36 @@ def test_a_folder_that_can_not_be_written_stops_nobody(
 ) -> None:
     folders, written = RunFolders(tmp_path), Written()
     folder = folders.open("job", "r1")
-    folder.path.rmdir()
+    folder.index.mkdir()
     written.begin(line(0), RoundOutput((), {}))
     folder.note(written)
     assert "logs of round 0 will not be available after the job" in caplog.text
+
+
+@pytest.mark.slow
+def test_an_index_is_bounded_however_long_its_paths_and_however_many_its_rounds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folders, written = RunFolders(tmp_path), Written()
+    folder = folders.open("job", "r1")
+    long = WorkerOutput(Path("/" + "x" * 100_000), None, NO_FILES)
+    for number in range(100):
+        written.begin(line(number), RoundOutput((long, long), {}))
+        folder.note(written)
+    assert folder.index.stat().st_size <= MAX_INDEX_BYTES
+    found = folders.written("job", ["r1"])
+    assert found is not None
+    assert found.last == 99
+    assert found.at(90) is not None
+    assert found.at(0) is None
+    assert not caplog.text
+    written.begin(line(100), RoundOutput((long, long, long), {}))
+    folder.note(written)
+    assert "logs of round 100 will not be available after the job" in caplog.text
+    again = folders.written("job", ["r1"])
+    assert again is not None
+    assert again.last == 99
+    assert sorted(path.name for path in folder.index.parent.iterdir()) == ["r1", "r1.rounds.jsonl"]
 
 
 def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path: Path) -> None:
@@ -170,6 +207,7 @@ def test_a_run_that_is_here_is_never_removed(tmp_path: Path) -> None:
     assert folders.sweep(0, 0, NOW) == []
     folders.release(folder)
     assert folders.sweep(0, 0, NOW) == [path]
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_removal_that_was_cut_short_is_finished(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -65,6 +65,7 @@ class Node:
 
     def ask(self, *, credit: int = PLENTY, **wanted: object) -> int:
         number = next(self._numbers)
+        wanted = {"runs": ("feed",), **wanted}
         request = ReadRequest(number, "job-7", credit, **wanted)  # type: ignore[arg-type]
         self.reading.read(request)
         return number
@@ -378,7 +379,11 @@ async def test_only_the_files_that_workers_write_are_read(node: Node, tmp_path: 
 def remember(node: Node) -> None:
     """Let the job end, with its rounds known from before."""
     rounds = [found for number in range(8) if (found := node.written.at(number)) is not None]
-    node.reading.past = lambda name: Written.before(rounds) if name == "job-7" else None
+
+    def past(name: str, runs: Sequence[str]) -> Written | None:
+        return Written.before(rounds) if (name, runs) == ("job-7", ("feed",)) else None
+
+    node.reading.past = past
 
 
 async def test_a_job_that_has_ended_is_read_from_what_is_known_of_it(node: Node) -> None:
@@ -410,6 +415,42 @@ async def test_an_earlier_run_is_read_while_another_is_here(node: Node) -> None:
     for number, text in ((1, "before\n"), (2, "now\n"), (3, "")):
         assert (await node.last(number)).error == ""
         assert node.text(number) == text
+
+
+async def test_another_job_of_the_same_name_shows_nothing_of_this_one(node: Node) -> None:
+    """As after `rdzvctl forget`, while this node has not heard of it yet."""
+    node.begin(0)
+    node.write("mine\n", 0)
+    remember(node)
+    for wanted in ({}, {"round": 0}, {"follow": True}):
+        request = node.ask(runs=("r2",), **wanted)
+        if wanted.get("follow"):
+            node.written.end()
+        last = await node.last(request)
+        assert node.text(request) == ""
+        assert (last.error, last.data) == ("", b"")
+    # A server that names no run may read what runs here, and nothing older.
+    assert (await node.last(node.ask(runs=()))).error == ""
+    assert node.text(4) == "mine\n"
+    node.reading.forget("job-7")
+    for runs in ((), ("r2",)):
+        assert "takes no part" in (await node.last(node.ask(runs=runs))).error
+    await node.last(node.ask())
+    assert node.text(7) == "mine\n"
+
+
+async def test_a_reader_hears_of_a_bug_and_waits_for_nothing(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("embedded null byte")
+
+    node.reading.past = fail
+    node.reading.forget("job-7")
+    assert (await node.last(node.ask())).error == (
+        "a bug in its agent: ValueError('embedded null byte')"
+    )
+    assert "cannot read logs of job-7" in caplog.text
 
 
 async def test_what_was_removed_meanwhile_is_said_to_be_gone(node: Node) -> None:
@@ -502,7 +543,7 @@ async def test_the_end_of_the_job_waits_for_the_last_lines_but_not_for_ever(node
 async def test_a_job_whose_files_hang_keeps_nobody_from_reading_another(node: Node) -> None:
     answers = threading.Event()
 
-    def hang(_: str) -> None:
+    def hang(*_: object) -> None:
         answers.wait(PATIENCE_S)
 
     node.reading.past = hang

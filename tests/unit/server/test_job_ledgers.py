@@ -6,10 +6,11 @@ import pytest
 
 from rdzv.core.commands import Submit
 from rdzv.core.life.runs import vacant
-from rdzv.core.model import JobSpec, Settings, Tuning
+from rdzv.core.model import Ended, JobSpec, Result, Settings, Tuning
 from rdzv.core.rendezvous import step
 from rdzv.server.telemetry.event_lines import records
 from rdzv.server.telemetry.job_ledgers import JobLedgers
+from rdzv.structs import replace
 from rdzv.view.answers import event_in
 from rdzv.view.ledger import Book, ledgers_of, summed
 from tests.unit.server.test_metrics import history, scraped
@@ -58,8 +59,22 @@ def test_what_was_queued_is_counted_over_all_runs() -> None:
         submitted = Submit(f"run-{number}", Settings(1, 1), JobSpec(("a.py",)), "ada")
         transition = step(state, submitted, at_ms)
         ledgers.recorded(records("job-7", f"run-{number}", transition.events, at_ms))
+        ended = Ended(Result.STOPPED, "", at_ms)
+        state = replace(
+            transition.state, membership=replace(transition.state.membership, ended=ended)
+        )
     shown, _ = ledgers.phases("job-7", 90_000, transition.state)
     assert shown["queued"] == sum(shown.values()) == 90_000
+
+
+def test_a_name_that_is_used_again_after_it_was_forgotten_begins_at_zero() -> None:
+    ledgers = JobLedgers()
+    for at_ms in (0, 60_000):
+        submitted = Submit(f"run-{at_ms}", Settings(1, 1), JobSpec(("a.py",)), "ada")
+        transition = step(vacant("job-7", Tuning()), submitted, at_ms)
+        ledgers.recorded(records("job-7", f"run-{at_ms}", transition.events, at_ms))
+    shown, _ = ledgers.phases("job-7", 90_000, transition.state)
+    assert shown["queued"] == sum(shown.values()) == 30_000
 
 
 def test_no_interval_is_kept() -> None:

@@ -475,6 +475,12 @@ async def test_who_may_bring_nodes_into_a_job(monkeypatch: pytest.MonkeyPatch) -
         assert (await server.driver.jobs.look("nightly")).membership.owner == ""
         await bob.say(join=join_of("nightly"))
         assert "it has no owner" in (await bob.hear_of_job()).refused.message
+        # Not even once it has ended: who could begin its next run would own its logs.
+        run = (await server.driver.jobs.look("nightly")).membership.run
+        await control(server, "admin", "StopJob", pb.StopJobRequest(rdzv_id="nightly", run=run))
+        assert (await server.driver.jobs.look("nightly")).membership.ended is not None
+        await bob.say(join=join_of("nightly"))
+        assert "it has no owner" in (await bob.hear_of_job()).refused.message
 
 
 async def test_a_revoked_token_ends_the_streams_that_it_opened(

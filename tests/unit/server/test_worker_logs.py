@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rdzv.core.commands import Fail, FailureReport, Join, Leave, Succeed
-from rdzv.core.model import LeaveCause, Offer, Settings
+from rdzv.core.model import Ended, EndedRun, LeaveCause, Offer, Result, Settings
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -227,6 +227,20 @@ async def test_a_job_without_a_round_has_nothing_but_can_be_followed() -> None:
         await say(s, n2, request, b"x")
         assert reading.text == b"x"
         await reading.stop()
+
+
+async def test_a_node_is_told_which_runs_are_this_jobs() -> None:
+    """So that a job of the same name, of another owner, can not read the output of this one."""
+    async with server() as s:
+        n1, n2 = await pair(s)
+        state = s.driver.engine.jobs.peek("job-7")
+        assert state is not None
+        ended = Ended(Result.STOPPED, "", 0)
+        earlier = tuple(EndedRun(f"run-{letter}", ended) for letter in "ab")
+        state = replace(state, membership=replace(state.membership, earlier=earlier))
+        reader = s.driver.diagnosis.logs.open(state, LogsWanted())
+        assert [asked(stream).runs for stream in (n1, n2)] == [("run-1", "run-b", "run-a")] * 2
+        reader.close()
 
 
 # ------------------------------------------------------------------ following

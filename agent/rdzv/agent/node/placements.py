@@ -253,7 +253,7 @@ class Placements:
         The reason is empty unless this node would now decline the job.
         """
         identity = None if kept.account is None else kept.account.identity
-        folder, why_not = self._folders.folder(placed.rdzv_id, placed.run, identity), ""
+        folder, why_not = self._folders.folder(placed.rdzv_id, placed.run), ""
         # The job keeps GPUs that the configuration no longer names.
         gpus = kept.granted if kept.granted or self._resources.gpus else None
         share = Share(gpus, folder.path, kept.account)

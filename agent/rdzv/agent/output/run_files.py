@@ -69,6 +69,7 @@ class WrittenRound:
     """The workers' paths, by LOCAL_RANK."""
     identity: Identity | None = None
     """The account whose rights are used to read them, or None for this process's own rights."""
+    run: str = ""
 
 
 KEPT_ROUNDS = 256
@@ -117,7 +118,7 @@ class Written:
     def begin(self, assignment: Assignment, output: RoundOutput) -> None:
         """Record that workers are about to be started."""
         self._rounds[assignment.round] = WrittenRound(
-            assignment.round, assignment.rank_first, output.workers, self._identity
+            assignment.round, assignment.rank_first, output.workers, self._identity, assignment.run
         )
         self._live = assignment.round
         if len(self._rounds) > KEPT_ROUNDS:

@@ -4,10 +4,11 @@
 
     STATE_DIR/runs/RDZV_ID/RUN/round_3/0/{stdout.log,stderr.log,error.json}
     STATE_DIR/runs/RDZV_ID/RUN/attempt_1 -> round_3
-    STATE_DIR/runs/RDZV_ID/RUN/rounds.jsonl    a line for each round: its output paths
+    STATE_DIR/runs/RDZV_ID/RUN.rounds.jsonl    a line for each round: its output paths
 
 They make it possible to read logs after the job or the agent has ended. Names come from the server,
-and are escaped so that each is a single folder below `runs`, whatever characters it contains.
+and are escaped so that each is a single folder below `runs`, whatever characters it contains. A
+run's folder is its account's; the index beside it is the agent's own, so no job can write to it.
 """
 
 from __future__ import annotations
@@ -18,22 +19,24 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
 from rdzv.agent.launch.launch import NO_FILES
 from rdzv.agent.output.run_files import KEPT_ROUNDS, WorkerOutput, Written, WrittenRound
-from rdzv.agent.system.accounts import Identity, acting_as, identity_of_owner, open_untrusted
+from rdzv.agent.system.accounts import Identity, identity_of_owner
 from rdzv.agent.system.folder_trees import Measure, measure, remove_tree
-from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
 
-INDEX = "rounds.jsonl"
+INDEX = ".rounds.jsonl"
 _REMOVED = ".removed-"
-_MAX_INDEX_BYTES = 64 << 20
-"""The size limit for an index. A larger one was not written by an agent."""
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+MAX_INDEX_BYTES = 4 << 20
+"""How much of an index is kept, from its end. --logs-specs determines how long its paths are."""
+MAX_LINE_BYTES = 256 << 10
+"""The longest line of an index; 64 workers with two paths of 2,000 characters each."""
 
 
 def folder_name(name: str) -> str:
@@ -49,10 +52,10 @@ def folder_name(name: str) -> str:
 class RunFolder:
     """A run's folder on this node."""
 
-    def __init__(self, path: Path, identity: Identity | None = None) -> None:
-        """Use an existing folder that belongs to this account, or to the agent's own if None."""
+    def __init__(self, path: Path) -> None:
+        """Use a folder, which may not exist."""
         self.path = path
-        self._identity = identity
+        self.index = path.with_name(path.name + INDEX)
         self._noted: int | None = None
 
     def note(self, written: Written) -> None:
@@ -63,12 +66,7 @@ class RunFolder:
         assert found is not None
         self._noted = found.number
         try:
-            with acting_as(self._identity):
-                fd = open_untrusted(
-                    self.path / INDEX, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
-                )
-            with os.fdopen(fd, "ab", buffering=0) as index:
-                index.write(_as_line(found))
+            _append(self.index, _as_line(found))
         except OSError as error:
             log.warning(
                 "logs of round %d will not be available after the job: %s", found.number, error
@@ -87,9 +85,9 @@ class RunFolders:
         self._lock = threading.Lock()
         self._in_use: set[Path] = set()
 
-    def folder(self, rdzv_id: str, run: str, identity: Identity | None = None) -> RunFolder:
+    def folder(self, rdzv_id: str, run: str) -> RunFolder:
         """Return a run's folder, without checking that it exists."""
-        return RunFolder(self._base / folder_name(rdzv_id) / folder_name(run), identity)
+        return RunFolder(self._base / folder_name(rdzv_id) / folder_name(run))
 
     def open(self, rdzv_id: str, run: str, identity: Identity | None = None) -> RunFolder:
         """Create a run's folder, which is in use until `release`.
@@ -107,7 +105,7 @@ class RunFolders:
             else:
                 self._make_for(path, identity)
             self._in_use.add(path)
-        return RunFolder(path, identity)
+        return RunFolder(path)
 
     def _make_for(self, path: Path, identity: Identity) -> None:
         """Create a folder for an account, below folders that the account cannot list."""
@@ -126,17 +124,20 @@ class RunFolders:
         """Mark a folder as no longer in use, and remove it if it is empty."""
         with self._lock:
             self._in_use.discard(folder.path)
-            for path in (folder.path, folder.path.parent):
-                try:
-                    path.rmdir()
-                except OSError:
-                    return
+            try:
+                folder.path.rmdir()
+                folder.index.unlink(missing_ok=True)
+                folder.path.parent.rmdir()
+            except OSError:
+                return
 
-    def written(self, rdzv_id: str) -> Written | None:
-        """Return a job's output on this node, from all its runs, or None if there is none."""
-        found = [_read_index(run) for run in _folders_of(self._base / folder_name(rdzv_id))]
-        oldest_first = sorted(found, key=lambda index: index.changed_s)
-        rounds = [round_ for index in oldest_first for round_ in index.rounds]
+    def written(self, rdzv_id: str, runs: Sequence[str]) -> Written | None:
+        """Return the output on this node of a job's runs, newest first, or None if there is none.
+
+        If a round number is repeated, the newest run's counts.
+        """
+        found = (_read_index(self.folder(rdzv_id, run), run) for run in reversed(runs))
+        rounds = [round_ for index in found for round_ in index]
         return Written.before(rounds[-KEPT_ROUNDS:]) if rounds else None
 
     def sweep(self, keep_s: float, keep_bytes: int, now_s: float) -> list[Path]:
@@ -174,6 +175,7 @@ class RunFolders:
             return False
         _remove_tree(gone)
         with contextlib.suppress(OSError):  # The job has other runs.
+            RunFolder(path).index.unlink(missing_ok=True)
             path.parent.rmdir()
         return True
 
@@ -213,37 +215,56 @@ def _as_line(round_: WrittenRound) -> bytes:
     return json.dumps(line).encode() + b"\n"
 
 
-@struct(frozen=True)
-class _Index:
-    rounds: tuple[WrittenRound, ...] = ()
-    changed_s: float = 0.0
+def _append(index: Path, line: bytes) -> None:
+    """Append a line to an index, and drop the older half of one that has become too large."""
+    if len(line) > MAX_LINE_BYTES:
+        raise OSError(None, f"the paths of its logs take {len(line):,} bytes", str(index))
+    with os.fdopen(os.open(index, _APPEND, 0o600), "ab") as file:
+        file.write(line)
+        size = file.tell()
+    if size > MAX_INDEX_BYTES:
+        kept = _end_of(index, MAX_INDEX_BYTES // 2)
+        shorter = index.with_name(f".{index.name}")
+        with os.fdopen(os.open(shorter, _APPEND | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(kept)
+        shorter.replace(index)
 
 
-def _read_index(run: Path) -> _Index:
+def _end_of(index: Path, size: int) -> bytes:
+    """Return the whole lines at the end of an index, at most `size` bytes."""
+    with index.open("rb") as file:
+        start = max(file.seek(0, os.SEEK_END) - size, 0)
+        file.seek(start)
+        if start:
+            file.readline()
+        return file.read(size)
+
+
+def _read_index(folder: RunFolder, run: str) -> list[WrittenRound]:
+    """Return a run's newest rounds, oldest first."""
     try:
         # The folder's owner is the account, because the parent folder is this agent's own.
-        identity = identity_of_owner(run)
-        with acting_as(identity):
-            fd = open_untrusted(run / INDEX, os.O_RDONLY)
-        with os.fdopen(fd, "rb") as file:
-            changed_s = os.fstat(file.fileno()).st_mtime
-            lines = file.read(_MAX_INDEX_BYTES).splitlines()
+        identity = identity_of_owner(folder.path)
+        lines = _end_of(folder.index, MAX_INDEX_BYTES).splitlines()[-KEPT_ROUNDS:]
     except OSError:
-        return _Index()
-    read = (_read_line(line, identity) for line in lines)
-    return _Index(tuple(found for found in read if found is not None), changed_s)
+        return []
+    read = (_read_line(line, identity, run) for line in lines)
+    return [found for found in read if found is not None]
 
 
-def _read_line(line: bytes, identity: Identity | None) -> WrittenRound | None:
-    """Parse a line; return None if it is truncated, or was not written by an agent."""
+def _read_line(line: bytes, identity: Identity | None, run: str) -> WrittenRound | None:
+    """Parse a line; return None if it is truncated, or something else than an agent writes."""
     try:
         found = json.loads(line)
         workers = tuple(
             WorkerOutput(stdout=_path(stdout), stderr=_path(stderr), error=NO_FILES)
             for stdout, stderr in found["workers"]
         )
-        return WrittenRound(int(found["round"]), int(found["rank_first"]), workers, identity)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        number, rank_first = found["round"], found["rank_first"]
+        if not (0 <= number < 1 << 32 and 0 <= rank_first < 1 << 32):
+            return None
+        return WrittenRound(int(number), int(rank_first), workers, identity, run)
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

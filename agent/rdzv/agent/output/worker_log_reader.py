@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +28,8 @@ from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
 from rdzv.agent.system.file_watches import Watches
 from rdzv.agent.system.side_thread import settle
 from rdzv.structs import struct
+
+log = logging.getLogger("rdzv.agent")
 
 MAX_REQUESTS = 64
 """The maximum number of concurrent requests. The server has a lower limit of its own."""
@@ -61,6 +64,8 @@ class ReadRequest:
     tail_lines: int = 0
     positions: Mapping[tuple[int, bool], int] = field(default_factory=dict)
     """Where to continue in the files of `round`, by LOCAL_RANK and whether the file is stderr."""
+    runs: tuple[str, ...] = ()
+    """The job's runs, newest first. Another job of the same name has other runs."""
 
 
 @struct(frozen=True)
@@ -87,8 +92,9 @@ class WorkerLogReader:
     def __init__(self, say: Say) -> None:
         """Send pieces with `say`, which waits until there is room for one."""
         self._say = say
-        self.past: Callable[[str], Written | None] = lambda _: None
-        """Finds the output of a job that has left this node. Called in the reader thread."""
+        self.past: Callable[[str, Sequence[str]], Written | None] = lambda *_: None
+        """Finds the output of runs of a job that has left this node. Called in the reader thread.
+        """
         self._written: dict[str, Written] = {}
         self._requests: dict[int, _Request] = {}
         self._watches: Watches | None = None
@@ -169,7 +175,7 @@ class _Request:
         written: Written | None,
         reader: _Reader,
         say: Say,
-        past: Callable[[str], Written | None],
+        past: Callable[[str, Sequence[str]], Written | None],
     ) -> None:
         """Read from `written` or, if the job is not here or lacks that round, from `past`."""
         self.refusal = ""
@@ -211,28 +217,36 @@ class _Request:
                 error = await self._look_back() or await self._read_rounds()
         except OSError as failure:
             error = f"cannot read {failure.filename or 'a log file'}: {failure.strerror}"
+        except Exception as failure:
+            log.exception("cannot read logs of %s", self.rdzv_id)
+            error = f"a bug in its agent: {failure!r}"
         await self._send(Piece(self._wanted.number, last=True, error=error[:ERROR_CHARS]))
 
     async def _look_back(self) -> str:
         """Find an earlier run if one is requested; return the reason if none can be found."""
         wanted = self._wanted
-        earlier = (
-            not wanted.follow and wanted.round is not None and not self._written.at(wanted.round)
-        )
+        earlier = not wanted.follow and wanted.round is not None and not self._at(wanted.round)
         if self._here and not earlier:
             return ""
-        found = await self._reader.run(self._past, wanted.rdzv_id)
+        found = await self._reader.run(self._past, wanted.rdzv_id, wanted.runs)
         if found is not None and (not self._here or found.at(wanted.round or 0)):
             self._written = found
             return ""
         return "" if self._here else f"this node takes no part in {wanted.rdzv_id}"
+
+    def _at(self, number: int | None) -> WrittenRound | None:
+        """Return a round, but none of another job that has or had the same name."""
+        found = None if number is None else self._written.at(number)
+        if found is not None and self._wanted.runs and found.run not in self._wanted.runs:
+            return None
+        return found
 
     async def _read_rounds(self) -> str:
         """Read the requested round and, with `follow`, later ones; return the reason on failure."""
         wanted, written = self._wanted, self._written
         first = wanted.round if wanted.round is not None else written.last
         if not wanted.follow:
-            found = None if first is None else written.at(first)
+            found = self._at(first)
             return "" if found is None else await self._read_round(found, first=True)
         number, begun = first or 0, False
         # This is sent even if there is no data yet, so that the reader knows that the node
@@ -240,7 +254,9 @@ class _Request:
         await self._send(Piece(wanted.number, number))
         while True:
             found = written.next(number)
-            if found is not None:
+            if found is not None and self._at(found.number) is None:
+                number = found.number + 1
+            elif found is not None:
                 if error := await self._read_round(found, first=not begun):
                     return error
                 begun = True

@@ -203,6 +203,8 @@ class LogReader:
         self._logs = logs
         self._wanted = wanted
         self._run = membership.run
+        self._runs = (membership.run, *(one.run for one in reversed(membership.earlier)))
+        """The runs of this job, which nodes may still have; another job of its name had others."""
         self._over = membership.ended is not None
         self._asks: dict[str, _Ask] = {}
         self._open = 0
@@ -429,6 +431,7 @@ class LogReader:
                 LogPosition("", round_ or 0, local_rank, stderr, offset)
                 for (local_rank, stderr), offset in offsets.items()
             ),
+            runs=self._runs,
         )
         if self._logs.ask(self, ask, told) or (expected and self._may_come_back()):
             ask.deadline_ms = self._logs.clock.now_ms() + self._logs.answer_ms

@@ -19,7 +19,7 @@ class Whose(StrEnum):
 
     ANY = "any"
     OWN_JOB = "own job"
-    """A job that the caller owns, or a job without an owner that has not begun or has ended."""
+    """A job that the caller owns, or one that nobody has begun."""
     OWN_NODE = "own node"
     """The node that has the caller's name; for `submit`, the caller's own rdzvrun."""
 
@@ -126,7 +126,8 @@ def refuse_without_role(caller: Caller, row: Row, what: str) -> None:
 def refuse_others_job(caller: Caller, state: State, what: str) -> None:
     """Refuse a caller that is neither a job's owner nor an admin.
 
-    A job that has not begun, or that has ended and has no owner, is open to every caller.
+    A job that nobody has begun is open to every caller. One without an owner is not, not even once
+    it has ended: its logs and stacks stay what they were.
 
     Raises:
         DeniedError: the caller is neither the owner nor an admin.
@@ -134,8 +135,7 @@ def refuse_others_job(caller: Caller, state: State, what: str) -> None:
     """
     membership = state.membership
     owner = membership.owner
-    free = not membership.run or (not owner and membership.ended is not None)
-    if caller.admin or free or (owner and owner == caller.name):
+    if caller.admin or not membership.run or (owner and owner == caller.name):
         return
     whose = f"it belongs to {owner}" if owner else "it has no owner, so only an admin may"
     raise DeniedError(

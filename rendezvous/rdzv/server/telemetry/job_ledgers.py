@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rdzv.core.events import RunBegan
 from rdzv.core.explain import job_state
 from rdzv.core.model import State
 from rdzv.stores.base import Record
@@ -50,15 +51,17 @@ class JobLedgers:
         for row in rows:
             if row.name in _NO_MATTER or row.name not in history.KINDS or not row.run:
                 continue
+            event = history.read(row.name, history.fields_in(row.data))
             job = self._jobs.get(row.rdzv_id)
-            if job is None:
+            # A first run is one of a new job, even if the name was another's before.
+            if job is None or (isinstance(event, RunBegan) and event.run_number == 1):
                 job = self._jobs[row.rdzv_id] = _Job(Book(row.run, row.unix_ms))
             elif job.book.run != row.run:
                 spent, of_nodes = job.book.sums(row.unix_ms)
                 job.earlier.update(spent)
                 job.earlier_nodes.update(of_nodes)
                 job.book = Book(row.run, row.unix_ms)
-            job.book.note(row.unix_ms, history.read(row.name, history.fields_in(row.data)))
+            job.book.note(row.unix_ms, event)
             job.book.fold()
 
     def phases(
