@@ -90,11 +90,6 @@ def ends(signum: signal.Signals) -> dict[str, Differ]:
     return {"exit codes": Differ([1], [128 + signum], why)}
 
 
-def own_port(workers: int) -> dict[str, Differ]:
-    why = "each round has a fresh store, on a port that no worker of an old round knows"
-    return {"env MASTER_PORT": Differ(["PORT"] * workers, ["any"] * workers, why)}
-
-
 RUN_PATH = {
     "worker's stdin": Differ([""], ["typed"], "as for every other worker of one node"),
     "worker's leads its session": Differ([False], [True], "so that its whole tree can be stopped"),
@@ -291,7 +286,6 @@ CASES: Sequence[Case] = [
             "env ROLE_WORLD_SIZE": ["1", "2", "2"],
             "env TORCHELASTIC_RUN_ID": ["job"] * 3,
         },
-        own_port(3),
         nodes=2,
     ),
     Case(
@@ -304,14 +298,12 @@ CASES: Sequence[Case] = [
             "env PET_NODE_RANK": ["0", "1"],
             "env TORCHELASTIC_RUN_ID": ["none"] * 2,
         },
-        own_port(2),
         nodes=2,
     ),
     Case(
         "static with an endpoint",
         "--nnodes=1 --rdzv-endpoint=127.0.0.1:@PORT see.py",
         {"env RANK": ["0"]},
-        own_port(1),
     ),
     Case(
         "static alone, without a port",
@@ -322,7 +314,6 @@ CASES: Sequence[Case] = [
         "tcp:// of one node",
         f"{EXAMPLE_DDP} meet.py tcp://localhost:@PORT",
         {"exit codes": [0], "stdout": ["hello sum=3"] * 2},
-        own_port(2),
         campaign=True,
     ),
     Case(
@@ -330,7 +321,6 @@ CASES: Sequence[Case] = [
         "--nnodes=2 --node-rank=@NODE --master-addr=localhost --master-port=@PORT "
         "meet.py tcp://localhost:@PORT",
         {"exit codes": [0, 0], "stdout": ["hello sum=3"] * 2},
-        own_port(2),
         nodes=2,
     ),
     Case(
@@ -409,7 +399,6 @@ CASES: Sequence[Case] = [
         "--nproc-per-node=2 --nnodes=2 --node-rank=@NODE --master-addr=127.0.0.1 "
         "--master-port=@PORT see.py",
         {"exit codes": [0, 0], "env RANK": ["0", "1", "2", "3"]},
-        own_port(4),
         launchers=LAUNCH,
         nodes=2,
         campaign=True,
@@ -418,7 +407,6 @@ CASES: Sequence[Case] = [
         "examples: DDP and tensor parallelism",
         f"{EXAMPLE_DDP} train.py",
         {"exit codes": [1], "stdout": ["hello launched=True sum=3"] * 2},
-        own_port(2),
         campaign=True,
     ),
     Case(
@@ -431,7 +419,6 @@ CASES: Sequence[Case] = [
         "--nproc_per_node=2 --rdzv_endpoint=localhost:@PORT --local-ranks-filter 0 --role rank "
         "--tee 3 see.py say=hello",
         {"exit codes": [0], "stdout": ["[rank0]:hello"]},
-        own_port(2),
     ),
     Case(
         "examples: a module at a free port",

@@ -612,6 +612,7 @@ def test_the_static_back_end_is_served_by_node_rank_0_and_ranks_are_node_ranks()
     )
     assert first[1].host_at == Endpoint("192.0.2.1", 7)
     assert (second[1].host_at, last[1].host_at) == (None, None)
+    assert {first[0].master, second[0].master, last[0].master} == {Endpoint("192.0.2.1", 7)}
     names = [launch.job.node_id for launch, _ in (first, second, last)]
     assert names == sorted(names) == ["node-rank-00000", "node-rank-00001", "node-rank-00011"]
 

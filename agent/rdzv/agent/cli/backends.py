@@ -52,6 +52,8 @@ class Meeting:
     """The etcd cluster in which the nodes elect their server."""
     node_id: str = ""
     """The node name assigned by the back-end, if any."""
+    master: Endpoint | None = None
+    """MASTER_ADDR and MASTER_PORT as given. Workers reach the store of each round there."""
     why: str = ""
     """The reason for this choice, for the log."""
     files: Mapping[str, Path | None] | None = None
@@ -306,6 +308,7 @@ def _static(options: RendezvousOptions) -> Meeting:
         options.rdzv_id or "none",
         host_at=endpoint if node_rank == 0 else None,
         node_id=f"node-rank-{node_rank:05d}",
+        master=endpoint,
         why=f"static, node rank {node_rank} of {options.max_nodes}, at {endpoint}, {where}",
     )
 

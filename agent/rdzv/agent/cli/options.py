@@ -104,6 +104,7 @@ def parse_launch(
         role=args.role,
         topology=args.topology,
         local_addr=args.local_addr,
+        master=meeting.master,
         refuse_reuse=not conf_bool(conf, "reuse", default=True),
         virtual_local_rank=args.virtual_local_rank,
         numa_binding=NumaBinding(args.numa_binding) if args.numa_binding else None,

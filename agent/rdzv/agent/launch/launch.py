@@ -118,6 +118,8 @@ class Launch:
     role: str = "default"
     topology: str = ""
     local_addr: str = ""
+    master: Endpoint | None = None
+    """Where workers reach each round's store, or None for the store's own address."""
     refuse_reuse: bool = False
     secret: str = field(default="", repr=False)
     """The job secret, which every participant presents; empty if there is none. Only rdzvrun

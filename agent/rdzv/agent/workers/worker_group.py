@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from rdzv import structs
 from rdzv.agent.core.environ import worker_environ
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch import numa
@@ -209,6 +210,9 @@ class LocalWorkerGroup:
         error_file: Path = NO_FILES,
     ) -> dict[str, str]:
         launch = self._launch
+        if launch.master is not None and assignment.use_agent_store:
+            at = launch.master
+            assignment = structs.replace(assignment, master_addr=at.host, master_port=at.port)
         return worker_environ(
             base,
             assignment,
