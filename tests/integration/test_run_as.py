@@ -166,10 +166,10 @@ async def test_the_store_host_is_its_accounts(node: Node, home: Path, shared: Pa
 
 
 HOSTILE = """#!/usr/bin/python3 -IS
-import json, os, socket, time
+import json, os, socket, struct, time
 order = json.loads(os.environ["RDZV_ZYGOTE"])
 control = socket.socket(fileno=order["fd"])
-control.send(WORDS)
+control.send(struct.pack('>I', len(WORDS)) + WORDS)
 time.sleep(1000)
 """
 

@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from rdzv.agent.runner.held_connections import ConnectionQueue
 from tests.support.whole_lines import whole_lines
 
 DEADLINE_S = 100.0
@@ -62,6 +62,19 @@ def run_worker(
     getattr(kept_training, function)(**args)
 
 
+def _given_on_request(fds: Sequence[int]) -> tuple[int]:
+    """Return a socket on which the receiver can ask for these, as the runner's child gives them."""
+    ours, theirs = socket.socketpair()
+
+    def give() -> None:
+        with ours:
+            if ours.recv(1):
+                socket.send_fds(ours, [b"0"], list(fds))
+
+    threading.Thread(target=give, daemon=True).start()
+    return (theirs.detach(),)
+
+
 @dataclass
 class Worker:
     """One worker process, the runner's end of its link, and its output."""
@@ -69,7 +82,7 @@ class Worker:
     process: BaseProcess
     link: socket.socket
     out: Path
-    connections: ConnectionQueue | None = None
+    connections: socket.socket | None = None
     """Where its connections are held, also if it dies."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     _received: bytearray = field(default_factory=bytearray)
@@ -82,6 +95,12 @@ class Worker:
     def send(self, message: dict[str, Any], *fds: int) -> None:
         payload = json.dumps(message).encode()
         socket.send_fds(self.link, [struct.pack(">I", len(payload)) + payload], fds)
+
+    def give_queue(self) -> None:
+        """Give the worker a socket for its connections, which are held until `connections` ends."""
+        self.connections, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.send({"type": "queue"}, theirs.fileno())
 
     def expect(self, kind: str, deadline_s: float = DEADLINE_S, **fields: Any) -> dict[str, Any]:
         """Return the next message of a kind with these fields; earlier ones are skipped."""
@@ -197,7 +216,9 @@ class World:
             if rank < len(kept):
                 worker = kept[rank]
                 if worker.connections is not None:
-                    worker.connections.drop()
+                    worker.connections.close()
+                    worker.give_queue()
+                opened = _given_on_request(fds) if fds else ()
                 worker.send(
                     {
                         "type": "go",
@@ -206,8 +227,10 @@ class World:
                         "source": source,
                         "step": step,
                     },
-                    *fds,
+                    *opened,
                 )
+                for fd in opened:
+                    os.close(fd)
             else:
                 worker = self._start(env, {**self.args, **args})
             workers.append(worker)
@@ -254,9 +277,7 @@ class World:
         theirs.close()
         worker = Worker(process, ours, out)
         if self.holds_connections:
-            worker.connections = ConnectionQueue()
-            with worker.connections.theirs as queue:
-                worker.send({"type": "queue"}, queue.fileno())
+            worker.give_queue()
         self.all.append(worker)
         return worker
 

@@ -227,9 +227,13 @@ class Worker:
         self.parked, self.round = False, frame["round"]
         os.environ.update(frame["env"])
         sys.stdout.flush()
-        for fd, stream in zip(self.link.fds, (1, 2), strict=False):
-            os.dup2(fd, stream)
-            os.close(fd)
+        for opener in self.link.fds:
+            with socket.socket(fileno=opener) as asked:
+                asked.send(b"0")
+                _, fds, _, _ = socket.recv_fds(asked, 1, 2)
+            for fd, stream in zip(fds, (1, 2), strict=True):
+                os.dup2(fd, stream)
+                os.close(fd)
         self.link.fds = []
         self.begin()
         self.link.say(

@@ -10,8 +10,10 @@ import itertools
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,6 +35,7 @@ from rdzv.agent.observers.collective_records import (
 )
 from rdzv.agent.observers.hang_watch import HangWatch, HungReport
 from rdzv.core.evidence.hang_culprit import HangTimeout
+from tests.support.lingering import LINGER_S, lingering
 
 pytestmark = pytest.mark.slow
 
@@ -129,6 +132,31 @@ async def test_no_answer_in_time(tmp_path: Path) -> None:
     async with serving(tmp_path / f"collectives.{PID}.0a1b2c3d", torch):
         with pytest.raises(NoRecordError, match="does not answer in time"):
             await ask(tmp_path, timeout_s=0.05)
+
+
+async def test_a_process_that_answers_with_a_descriptor_keeps_nobody_and_is_not_asked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent, peer = lingering()
+    records = reader()
+    with peer, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / f"collectives.{PID}.0a1b2c3d"))
+        listener.listen()
+        listener.setblocking(False)
+        begun = time.monotonic()
+        asked = asyncio.create_task(records.read(str(tmp_path / "progress"), PID, 64, 5.0))
+        connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+        with connection:
+            socket.send_fds(connection, [b"HTTP/1.1 200 OK\r\n\r\n"], [sent.fileno()])
+            sent.close()
+            with pytest.raises(NoRecordError, match="answers with a descriptor"):
+                await asked
+        assert time.monotonic() - begun < LINGER_S / 4
+        assert "job-7: no more requests for collectives" in caplog.text
+        with pytest.raises(NoRecordError):
+            await records.read(str(tmp_path / "progress"), PID, 64, 5.0)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 async def test_an_answer_that_does_not_end_is_cut(

@@ -1,76 +1,154 @@
-"""The connections of workers that have ended: held for a while, and never too many."""
+"""The connections of workers that have ended: held for a while, by a process of their own."""
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import socket
+import subprocess
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from rdzv.agent.runner.held_connections import (
-    HELD_S,
-    MAX_ENDED,
-    ConnectionQueue,
-    HeldConnections,
-)
+from rdzv.agent.runner.held_connections import HELD_S, MAX_ENDED, HeldConnections
+from rdzv.agent.runner.spawn import Program
+from tests.support.lingering import LINGER_S, lingering
+
+pytestmark = pytest.mark.slow
 
 
-def queue_with_a_connection() -> tuple[ConnectionQueue, socket.socket]:
-    """Return a queue that holds one end of a connection, and the other end."""
-    queue = ConnectionQueue()
+class Children:
+    """Starts programs, and says that one has ended when the test says so."""
+
+    def __init__(self) -> None:
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.on_exit: list[Callable[[Any, int], None]] = []
+
+    def start(
+        self, _name: str, program: Program, on_exit: Callable[[Any, int], None], *, spared: bool
+    ) -> Any:
+        assert spared, "it outlives the rounds"
+        self.on_exit.append(on_exit)
+        self.started.append(subprocess.Popen(program.argv, pass_fds=tuple(program.pass_fds)))
+        return self.started[-1]
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    made = Children()
+    yield made
+    for process in made.started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def held(children: Children) -> Iterator[HeldConnections]:
+    made = HeldConnections(children)  # type: ignore[arg-type]
+    yield made
+    children.started[-1].kill()
+    children.on_exit[-1](children.started[-1], -9)
+
+
+def fill(queue: socket.socket) -> socket.socket:
+    """Give a queue the only copy of one end of a connection. Return the other end."""
     ours, peer = socket.socketpair()
-    with ours, queue.theirs:
-        socket.send_fds(queue.theirs, [b"0"], [ours.fileno()])
-    peer.setblocking(False)
-    return queue, peer
+    with ours:
+        socket.send_fds(queue, [b"0"], [ours.fileno()])
+    return peer
 
 
-def is_open(peer: socket.socket) -> bool:
-    try:
-        return peer.recv(1) != b""
-    except BlockingIOError:
-        return True
+def is_open(peer: socket.socket, within_s: float = 0.0) -> bool:
+    return not select.select([peer], [], [], within_s)[0]
 
 
-def test_a_queue_lets_go_of_all_its_connections_and_takes_more() -> None:
-    queue = ConnectionQueue()
-    for _ in range(2):
-        pairs = [socket.socketpair() for _ in range(3)]
-        for ours, peer in pairs:
-            socket.send_fds(queue.theirs, [b"0"], [ours.fileno()])
-            ours.close()
-            peer.setblocking(False)
-        assert all(is_open(peer) for _, peer in pairs)
-        queue.drop()
-        assert not any(is_open(peer) for _, peer in pairs)
-        for _, peer in pairs:
-            peer.close()
-    queue.theirs.close()
-    queue.close()
+def test_a_queue_holds_its_connections_until_it_is_closed(held: HeldConnections) -> None:
+    first, theirs = held.add()
+    second, others = held.add()
+    with theirs, others:
+        peers = [fill(theirs) for _ in range(3)]
+        other = fill(others)
+    held.close(first)
+    for peer in peers:
+        assert not is_open(peer, 10.0)
+        peer.close()
+    assert is_open(other)
+    held.close(second)
+    assert not is_open(other, 10.0)
+    other.close()
 
 
-def test_a_worker_that_ends_is_outlived_by_its_connections_for_a_while() -> None:
-    held = HeldConnections()
+def test_a_worker_that_ends_is_outlived_by_its_connections_for_a_while(
+    held: HeldConnections,
+) -> None:
     assert list(held.wake_times()) == []
-    queue, peer = queue_with_a_connection()
-    with peer:
-        held.take(queue)
+    queue, theirs = held.add()
+    with theirs, fill(theirs) as peer:
+        held.close_later(queue)
         (until,) = held.wake_times()
         assert until - time.monotonic() <= HELD_S
         held.do_due(until - 0.001)
         assert is_open(peer)
         held.do_due(until)
-        assert not is_open(peer)
+        assert not is_open(peer, 10.0)
     assert list(held.wake_times()) == []
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_the_oldest_make_place(more: int) -> None:
-    held = HeldConnections()
-    first, peer = queue_with_a_connection()
-    with peer:
-        for queue in (first, *(ConnectionQueue() for _ in range(MAX_ENDED - 1 + more))):
-            queue.theirs.close()
-            held.take(queue)
-        assert is_open(peer) is (more == 0)
-        held.do_due(time.monotonic() + HELD_S + 1)
+def test_the_oldest_make_place(held: HeldConnections, more: int) -> None:
+    queue, theirs = held.add()
+    with theirs, fill(theirs) as peer:
+        held.close_later(queue)
+        for number in range(MAX_ENDED - 1 + more):
+            held.close_later(1000 + number)
+        assert is_open(peer, 10.0 if more else 0.1) is (more == 0)
+
+
+def test_a_connection_that_takes_long_to_close_keeps_nobody(
+    held: HeldConnections, children: Children
+) -> None:
+    queue, theirs = held.add()
+    sent, peer = lingering()
+    with theirs, peer:
+        socket.send_fds(theirs, [b"0"], [sent.fileno()])
+        sent.close()
+        begun = time.monotonic()
+        theirs.close()
+        held.close(queue)
+        # The process hangs now; each further queue waits for it, until it does not count any more.
+        while children.started[0].poll() is None:
+            with held.add()[1] if can_add(held) else socket.socket():
+                assert time.monotonic() - begun < LINGER_S / 2
+        number, again = held.add()
+        with again, fill(again) as other:
+            held.close(number)
+            assert not is_open(other, 10.0)
+    assert len(children.started) == 2
+
+
+def can_add(held: HeldConnections) -> bool:
+    try:
+        held.add()[1].close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_process_that_was_killed_is_replaced(held: HeldConnections, children: Children) -> None:
+    _, theirs = held.add()
+    (process,) = children.started
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    with theirs, pytest.raises(BrokenPipeError):
+        theirs.send(b"0")
+    children.on_exit[0](process, -9)
+    number, theirs = held.add()
+    with theirs, fill(theirs) as peer:
+        assert is_open(peer)
+        children.on_exit[0](process, -9)  # The former one's end is not this one's.
+        held.close(number)
+        assert not is_open(peer, 10.0)
+    assert len(children.started) == 2

@@ -38,6 +38,7 @@ from rdzv.agent.runner.warm_forks import WarmForks
 from rdzv.agent.runner.worker_links import MAX_SHARDS, PROTOCOL, WorkerLink
 from rdzv.agent.runner.workers import Workers
 from rdzv.agent.runner.zygote_process import NEEDS_BYTES
+from tests.support.lingering import LINGER_S, lingering
 
 
 @pytest.fixture
@@ -288,8 +289,8 @@ class Saving:
         self.link = WorkerLink(loop, agent, slots, held, spec, 0)
         self._worker = Channel(self.link.theirs)
 
-    def say(self, kind: str, **fields: object) -> None:
-        self._worker.send({"type": kind, **fields})
+    def say(self, kind: str, *fds: int, **fields: object) -> None:
+        self._worker.send({"type": kind, **fields}, *fds)
         self.link.read()
 
     def hello(self) -> None:
@@ -298,6 +299,19 @@ class Saving:
     def close(self) -> None:
         self.link.close()
         self._worker.close()
+
+
+def test_a_worker_that_sends_a_descriptor_loses_its_link_and_keeps_nobody(
+    loop: Loop, agent: AgentLink
+) -> None:
+    sent, peer = lingering()
+    with closing(Saving(loop, agent)) as worker, peer:
+        worker.hello()
+        begun = time.monotonic()
+        worker.say("saved", sent.detach(), slot=1)
+        assert not worker.link.is_open and not worker.link.hung_up
+        assert worker.noted == []
+        assert time.monotonic() - begun < LINGER_S / 4
 
 
 SAVED = {"lineage": 4, "step": 50, "series": "a", "shard": 0, "shards": 1, "world_size": 2}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rdzv.agent.runner.warm_restarts import MAX_REPORTS_PER_WORKER, SETTLE_S, WarmRestarts
+from tests.support.lingering import LINGER_S, lingering
 
 
 class Loop:
@@ -133,3 +134,16 @@ def test_other_exits_show_nothing_of_a_fork(watched: Watched, code: int, age_s: 
 def test_a_crash_soon_after_the_fork_is_the_last(watched: Watched) -> None:
     exited(watched, -11, 1)
     assert watched.zygote.reason.startswith("a warm worker, pid 4711, died of SIGSEGV 1.0 s after")
+
+
+def test_a_report_with_a_descriptor_keeps_nobody_and_ends_the_reports(watched: Watched) -> None:
+    sent, peer = lingering()
+    address = f"\0{watched.restarts.report_to}"
+    with peer, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
+        worker.connect(address)
+        begun = time.monotonic()
+        socket.send_fds(worker, [b"{}"], [sent.fileno()])
+        sent.close()
+        watched.loop.turn()
+        assert time.monotonic() - begun < LINGER_S / 4
+    assert watched.restarts.report_to is None and not watched.zygote.given_up

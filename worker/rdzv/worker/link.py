@@ -101,7 +101,7 @@ class Link:
         self._order: Go | Release | None = None
         self._closed = False
         self._queue: socket.socket | None = None
-        """The socket whose queue holds the connections sent to it, or None if the runner has not
+        """The socket whose queue holds the connections of this round, or None if the runner has not
         provided one.
         """
         self._slots: GivenSlots | None = None
@@ -278,7 +278,9 @@ class Link:
                 self._changed.notify_all()
             return
         if kind == "queue" and len(fds) == 1:
-            self._queue = socket.socket(fileno=fds[0])
+            former, self._queue = self._queue, socket.socket(fileno=fds[0])
+            if former is not None:
+                former.close()
             return
         for fd in fds:
             os.close(fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import time
 import traceback
@@ -298,10 +299,22 @@ def drop_in_child(session: weakref.ref[Session]) -> None:
 def _enter(go: Go) -> None:
     """Switch to the next round's environment and output files."""
     os.environ.update(go.env)
-    for number, stream, fd in zip((1, 2), (sys.stdout, sys.stderr), go.fds):
+    for number, stream, fd in zip((1, 2), (sys.stdout, sys.stderr), _opened(go.fds)):
         stream.flush()
         os.dup2(fd, number)
         os.close(fd)
+
+
+def _opened(fds: list[int]) -> list[int]:
+    """Ask the process that has opened this round's stdout and stderr, if any, for both."""
+    if not fds:
+        return []
+    with socket.socket(fileno=fds[0]) as opener:
+        opener.sendall(b"\0")
+        _, opened, _, _ = socket.recv_fds(opener, 1, 2, socket.MSG_CMSG_CLOEXEC)
+    if len(opened) != 2:
+        raise OSError("the process that opens the output files of this round has ended")
+    return opened
 
 
 def _detach_traceback(error: BaseException) -> str:

@@ -138,11 +138,11 @@ def main(hook: str) -> bool:
         has_own_customize = _customize()
         ready = _preload(order["modules"])
     except RefusedError as error:
-        _say(control, {"refused": str(error)})
+        _write_frame(control, {"refused": str(error)})
         os._exit(1)
     if order.get("for_restarts"):
         _leave_cpus_to_others(0)
-    _say(control, {"ready": ready})
+    _write_frame(control, {"ready": ready})
     _serve(control, [_bytes(word) for word in order["argv"]])
     return has_own_customize
 
@@ -427,15 +427,12 @@ def _memory_kb() -> int:
 def _serve(control: socket.socket, argv: Sequence[bytes]) -> None:
     """Fork on request until the runner is gone. Returns only in workers."""
     while True:
-        data, ancillary, flags, _ = control.recvmsg(1 << 16, socket.CMSG_SPACE(MAX_FDS * 4))
-        if not data:
+        request, links, lost = _read_frame(control)
+        if request is None:
             os._exit(0)
-        request = json.loads(data)
-        links = _descriptors(ancillary)
-        lost = bool(flags & socket.MSG_CTRUNC)
         if not lost and len(links) != request.get("forks"):
             # The runner is older than this file, which was replaced while the runner was running.
-            _say(control, {"refused": "its runner is of another version"})
+            _write_frame(control, {"refused": "its runner is of another version"})
             os._exit(1)
         answer, mine = _fork_all(control, links, lost=lost)
         if answer is None:
@@ -443,7 +440,7 @@ def _serve(control: socket.socket, argv: Sequence[bytes]) -> None:
             return
         for fd in links:
             os.close(fd)
-        _say(control, {"forked": request["fork"], **answer})
+        _write_frame(control, {"forked": request["fork"], **answer})
 
 
 def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
@@ -520,13 +517,6 @@ def _fork() -> int:
         return os.fork()
 
 
-def _say(sock: socket.socket, message: Mapping[str, object]) -> None:
-    try:
-        sock.sendall(json.dumps(message).encode())
-    except OSError:
-        os._exit(0)  # The runner is gone.
-
-
 # ---------------------------------------------------------------------- a fork
 
 
@@ -543,7 +533,7 @@ def _carry_out_order(links: Sequence[int], mine: int, zygote_argv: Sequence[byte
         try:
             # This is done first, while nothing is waiting for this fork.
             _renew_randomness()
-            spec, fds = _read_frame(link)
+            spec, fds, _ = _read_frame(link)
             if spec is None:
                 os._exit(0)
             _take_streams(fds)
@@ -800,28 +790,33 @@ def _show_as(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> None:
 # ---------------------------------------------------------------------- frames and text
 
 
-def _read_frame(link: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """Read a frame and its descriptors, or return None if the link is closed."""
-    header, fds = _read_exactly(link, 4)
+def _read_frame(link: socket.socket) -> tuple[dict[str, Any] | None, list[int], bool]:
+    """Read a frame and its descriptors, or return None if the link is closed.
+
+    Also returns whether descriptors were lost because this process had too many open.
+    """
+    header, fds, lost = _read_exactly(link, 4)
     payload = header and _read_exactly(link, struct.unpack(">I", header)[0])[0]
-    return json.loads(payload) if payload else None, fds
+    return json.loads(payload) if payload else None, fds, lost
 
 
-def _read_exactly(link: socket.socket, count: int) -> tuple[bytes, list[int]]:
+def _read_exactly(link: socket.socket, count: int) -> tuple[bytes, list[int], bool]:
     data = b""
     fds: list[int] = []
+    lost = False
     while len(data) < count:
         try:
-            part, ancillary, _, _ = link.recvmsg(
+            part, ancillary, flags, _ = link.recvmsg(
                 count - len(data), socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
             )
         except OSError:
-            return b"", fds
+            return b"", fds, lost
         if not part:
-            return b"", fds
+            return b"", fds, lost
         data += part
         fds += _descriptors(ancillary)
-    return data, fds
+        lost |= bool(flags & socket.MSG_CTRUNC)
+    return data, fds, lost
 
 
 def _write_frame(link: socket.socket, message: Mapping[str, object]) -> None:
@@ -829,7 +824,7 @@ def _write_frame(link: socket.socket, message: Mapping[str, object]) -> None:
     try:
         link.sendall(struct.pack(">I", len(payload)) + payload)
     except OSError:
-        os._exit(0)  # This fork is no longer needed.
+        os._exit(0)  # The runner is gone, or no longer needs this fork.
 
 
 def _bytes(text: str) -> bytes:

@@ -29,6 +29,11 @@ from rdzv.agent.observers.flight_records import (
     read_record,
     read_times,
 )
+from rdzv.agent.runner.linux.descriptors import (
+    SentDescriptorError,
+    close_job_socket,
+    receive_data,
+)
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
 from rdzv.structs import struct
 
@@ -190,6 +195,12 @@ class RecordReader:
                 return await first_answer(Path(file).parent, pid, self._identity)
         except TimeoutError:
             raise NoRecordError("its torch does not answer in time") from None
+        except SentDescriptorError:
+            # It is not torch that answers, and each further request would cost a process.
+            self.on = False
+            why = "a process of the job answers with a descriptor, as torch never does"
+            log.warning("%s: no more requests for collectives: %s", self._rdzv_id, why)
+            raise NoRecordError(why) from None
         except OSError as error:
             why = error.strerror or str(error)
             raise NoRecordError(f"the request to its torch failed: {why}") from error
@@ -210,6 +221,8 @@ async def first_answer(folder: Path, pid: int, identity: Identity | None) -> byt
     for path in sockets[:MAX_TRIED]:
         try:
             return await _post_each(path, identity)
+        except SentDescriptorError:
+            raise
         except OSError as error:
             last = error
     if last is not None:
@@ -251,7 +264,8 @@ async def _post_each(path: Path, identity: Identity | None) -> bytes:
 async def _post(path: Path, target: str, identity: Identity | None) -> tuple[int, bytes]:
     """Post an empty request; return the response's status and body."""
     loop = asyncio.get_running_loop()
-    with socket.socket(socket.AF_UNIX) as sock:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
         sock.setblocking(False)
         # Connecting to a Unix socket succeeds or fails at once, even if its queue is full.
         with acting_as(identity):
@@ -259,11 +273,26 @@ async def _post(path: Path, target: str, identity: Identity | None) -> tuple[int
         head = f"POST {target} HTTP/1.1\r\nHost: worker\r\nConnection: close\r\n"
         await loop.sock_sendall(sock, f"{head}Content-Length: 0\r\n\r\n".encode())
         answer = bytearray()
-        while part := await loop.sock_recv(sock, 1 << 18):
+        while part := await _receive(loop, sock):
             answer += part
             if len(answer) > MAX_BYTES:
                 raise NoRecordError(f"its record is larger than {MAX_BYTES >> 20} MiB")
+    finally:
+        close_job_socket(sock)
     top, _, body = bytes(answer).partition(b"\r\n\r\n")
     words = top.split(b" ", 2)
     status = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
     return status, body
+
+
+async def _receive(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> bytes:
+    """Wait for data from a job; empty at its end."""
+    while True:
+        readable = loop.create_future()
+        loop.add_reader(sock, readable.set_result, None)
+        try:
+            await readable
+        finally:
+            loop.remove_reader(sock)
+        with contextlib.suppress(BlockingIOError):
+            return receive_data(sock, 1 << 18)[0]

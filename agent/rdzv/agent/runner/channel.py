@@ -8,7 +8,13 @@ import socket
 import struct
 from collections import deque
 
-from .linux.descriptors import close_fd, close_fds
+from .linux.descriptors import (
+    SentDescriptorError,
+    close_fd,
+    close_fds,
+    close_job_socket,
+    receive_data,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,14 +52,15 @@ class Channel:
     def __init__(
         self, sock: socket.socket, *, takes_fds: bool = True, max_bytes: int = MAX_FRAME_BYTES
     ) -> None:
-        """Take ownership of a socket. Unless `takes_fds`, the kernel drops descriptors sent to it.
+        """Take ownership of a socket. Unless `takes_fds`, a descriptor sent to it is malformed.
 
-        A frame longer than `max_bytes` is malformed. All received data is held until a frame is
-        complete, so an untrusted peer should be allowed only short frames and no descriptors.
+        A frame longer than `max_bytes` is malformed, too. All received data is held until a frame
+        is complete, so a job should be allowed only short frames. It must not send descriptors:
+        `receive_data` says why.
         """
         sock.setblocking(False)
         self._socket = sock
-        self._max_fds = _MAX_FDS if takes_fds else 0
+        self._takes_fds = takes_fds
         self._max_bytes = max_bytes
         self._received = bytearray()
         self._skip_bytes = 0
@@ -115,17 +122,23 @@ class Channel:
 
         Returns False if there was none, and raises `EOFError` at the end of the stream.
         """
+        fds: list[int] = []
         try:
-            data, fds, flags, _ = socket.recv_fds(
-                self._socket, RECEIVE_BYTES, self._max_fds, socket.MSG_CMSG_CLOEXEC
-            )
+            if self._takes_fds:
+                data, fds, flags, _ = socket.recv_fds(
+                    self._socket, RECEIVE_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                )
+                self.lost_fds |= bool(flags & socket.MSG_CTRUNC)
+            else:
+                data, _ = receive_data(self._socket, RECEIVE_BYTES)
         except BlockingIOError:
             return False
+        except SentDescriptorError as error:
+            raise MalformedFrameError(str(error)) from error
         except OSError as error:
             if error.errno in _TRANSIENT:
                 return False  # Nothing is lost.
             raise EOFError(str(error)) from error
-        self.lost_fds |= bool(flags & socket.MSG_CTRUNC)
         self._fds.extend(fds)
         if not data:
             raise EOFError("the peer has closed the channel")
@@ -160,7 +173,10 @@ class Channel:
 
     def close(self) -> None:
         """Close the socket and every descriptor that has not been sent or taken."""
-        self._socket.close()
+        if self._takes_fds:
+            self._socket.close()
+        else:
+            close_job_socket(self._socket)
         self._close_fds()
         while self._unsent:
             close_fds(self._unsent.popleft()[1])

@@ -4,57 +4,76 @@ gloo loses an operation if the peer's end of its connection is reset while gloo 
 waits for that operation until the group's timeout. So peers must not see a worker's connections
 close before their own collectives have been interrupted. Each worker sends duplicates of its
 connections to a socket that is never read: while they are in its queue, the kernel keeps them open,
-even if the worker is killed. The runner never receives them, because it has no descriptors to spare
-for them and should not trust a worker's descriptors.
+even if the worker is killed.
+
+The queues belong to a process of their own, since whoever closes one closes a worker's descriptors,
+which may take as long as the worker likes (`receive_data` says why). The runner waits for nothing
+from it, and kills it if it hangs. A worker gets a queue for each round.
 """
 
 from __future__ import annotations
 
+import select
 import socket
+import sys
 import time
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
+
+from .channel import Channel
+from .spawn import Program
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from .child_exits import Child, Children
 
 HELD_S = 10.0
 """How long a worker's connections outlive the worker. The server notifies its peers much sooner."""
 MAX_ENDED = 256
 """The maximum number of dead workers whose connections are held."""
 
-
-class ConnectionQueue:
-    """Holds the connections of one worker."""
-
-    def __init__(self) -> None:
-        """Create the queue. `theirs` is the end to send to the worker. May raise `OSError`."""
-        self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._ours.setblocking(False)
-
-    def drop(self) -> None:
-        """Release all connections."""
-        with suppress(OSError):
-            # recv() has no room for descriptors, so the kernel closes them.
-            while self._ours.recv(1):
-                pass
-
-    def close(self) -> None:
-        """Release all connections and accept no more."""
-        self._ours.close()
+_PROGRAM = Path(__file__).with_name("__main__.py")
 
 
 class HeldConnections:
-    """Holds the queues of workers that have ended, each for `HELD_S` after the worker's end."""
+    """Makes the workers' queues, and closes those of ended workers `HELD_S` after their end."""
 
-    def __init__(self) -> None:
-        self._ended: deque[tuple[float, ConnectionQueue]] = deque()
+    def __init__(self, children: Children) -> None:
+        self._children = children
+        self._holder: Child | None = None
+        self._channel: Channel | None = None
+        """The socket to the process that holds the queues, or None if there is none."""
+        self._queues = 0
+        self._ended: deque[tuple[float, int]] = deque()
 
-    def take(self, queue: ConnectionQueue) -> None:
-        """Hold the connections of a worker that has ended or is about to."""
+    def add(self) -> tuple[int, socket.socket]:
+        """Make a queue. Returns its number, and the end to send to the worker.
+
+        Raises:
+            OSError: the process that holds the queues cannot be started or does not read.
+        """
+        if self._channel is None:
+            self._start()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._queues += 1
+        # Sent before the worker has its end, so that nothing is ever closed here.
+        self._tell({"hold": self._queues}, ours.detach())
+        if self._channel is None:
+            theirs.close()
+            raise OSError("the process that holds connections does not answer")
+        return self._queues, theirs
+
+    def close(self, queue: int) -> None:
+        """Release the connections in a queue."""
+        self._tell({"close": queue})
+
+    def close_later(self, queue: int) -> None:
+        """Hold the connections of a worker that has ended or is about to, for a while."""
         if len(self._ended) == MAX_ENDED:
-            self._ended.popleft()[1].close()
+            self.close(self._ended.popleft()[1])
         self._ended.append((time.monotonic() + HELD_S, queue))
 
     def wake_times(self) -> Iterator[float]:
@@ -65,4 +84,55 @@ class HeldConnections:
     def do_due(self, now: float) -> None:
         """Release the queues that have been held long enough."""
         while self._ended and self._ended[0][0] <= now:
-            self._ended.popleft()[1].close()
+            self.close(self._ended.popleft()[1])
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fd = str(theirs.fileno())
+            argv = (sys.executable, "-I", "-S", str(_PROGRAM), "--hold", fd)
+            program = Program(argv=argv, env={}, pass_fds=(theirs.fileno(),))
+            name = "the process that holds connections"
+            try:
+                self._holder = self._children.start(name, program, self._end, spared=True)
+            except OSError:
+                ours.close()
+                raise
+        self._channel = Channel(ours)
+
+    def _tell(self, message: dict[str, int], *fds: int) -> None:
+        channel, holder = self._channel, self._holder
+        if channel is None or holder is None:
+            return
+        with suppress(OSError):
+            channel.send(message, *fds)
+        if channel.has_unsent:
+            self._channel = None
+            channel.close()
+            holder.kill()
+
+    def _end(self, child: Child, _code: int) -> None:
+        if child is self._holder:
+            self._holder = None
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
+
+
+def hold(fd: int) -> None:
+    """Run as the process that holds the queues, until the runner's end of a socket is closed."""
+    channel = Channel(socket.socket(fileno=fd))
+    queues: dict[int, socket.socket] = {}
+    while True:
+        select.select([channel], [], [])
+        try:
+            channel.receive()
+        except EOFError:
+            return
+        while (message := channel.next_message()) is not None:
+            match message:
+                case {"hold": int(number)}:
+                    if (queue := channel.take_fd()) is not None:
+                        queues[number] = socket.socket(fileno=queue)
+                case {"close": int(number)} if number in queues:
+                    queues.pop(number).close()

@@ -40,7 +40,11 @@ class KeptStart:
         self._link = link
 
     def begin(self) -> None:
-        """Open the output files in a child, with the account's rights, and send the order."""
+        """Open the output files in a child, with the account's rights, and send the order.
+
+        The child gives them to the worker itself: closing a job's file may take as long as the
+        job's file system likes, so this process never holds one.
+        """
         spec = self._spec
         if spec.stdout is None and spec.stderr is None:
             self._go(())
@@ -50,7 +54,6 @@ class KeptStart:
         except OSError as error:
             self._fail(reason_of(error))
             return
-        ours.setblocking(False)
         with theirs:
             program = Program(
                 argv=(),
@@ -67,21 +70,11 @@ class KeptStart:
                     f"the process that opens the output of local_rank {spec.local_rank}",
                     program,
                     partial(self._end_opener, ours),
-                    on_run=lambda _: self._take_streams(ours),
+                    on_run=lambda _: self._go((ours.detach(),)),
                 )
             except OSError as error:
                 ours.close()
                 self._fail(reason_of(error))
-
-    def _take_streams(self, streams: socket.socket) -> None:
-        try:
-            _, fds, _, _ = socket.recv_fds(streams, 1, 2)
-        except OSError:
-            return  # The child was killed.
-        if len(fds) == 2:
-            self._go(tuple(fds))
-        else:
-            close_fds(fds)
 
     def _end_opener(self, streams: socket.socket, child: Child, code: int) -> None:
         streams.close()

@@ -9,10 +9,18 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
+from contextlib import suppress
 from functools import partial
 
 from .child_exits import exit_fields
-from .linux.descriptors import dup_fds, write_line
+from .linux.descriptors import (
+    close_job_socket,
+    close_shared,
+    dup_fds,
+    receive_data,
+    write_line,
+)
 from .requests import RequestError, read_field, read_store_host_spec
 from .spawn import NOT_STARTED, Program, reason_of
 from .warm_forks import FORK_TIMEOUT_S, WarmStart
@@ -64,7 +72,7 @@ class StoreHosts:
             self._report_failure(read_field(request, "round", int), reason_of(error))
         finally:
             # Only the store host may hold the socket, so that clients notice if it dies.
-            os.close(listen_fd)
+            close_shared(listen_fd)
 
     def stop(self, request: Mapping[str, object]) -> None:
         """Handle `stop_store_host`."""
@@ -105,28 +113,33 @@ class StoreHosts:
 
     def _start_cold(self, spec: StoreHostSpec, listen_fd: int) -> None:
         try:
-            ready_fd, ready_end = os.pipe2(os.O_CLOEXEC)
+            ready, theirs = socket.socketpair()
+            ready.setblocking(False)
             try:
-                self._loop.watch(ready_fd, partial(self._read_ready, spec.round, ready_fd))
+                self._loop.watch(ready.fileno(), partial(self._read_ready, spec.round, ready))
                 child = self._children.start(
                     f"the store host of round {spec.round}",
-                    _program_of(spec, listen_fd, ready_end),
+                    _program_of(spec, listen_fd, theirs.fileno()),
                     partial(self._end, spec),
                     spared=True,
                 )
             except OSError:
-                self._loop.close_watched(ready_fd)
+                self._loop.unwatch(ready.fileno())
+                ready.close()
                 raise
             finally:
-                os.close(ready_end)
+                theirs.close()
         except OSError as error:
             self._report_failure(spec.round, reason_of(error))
             return
         self._hosts[spec.round] = child
 
-    def _read_ready(self, number: int, ready_fd: int) -> None:
-        said = os.read(ready_fd, 64)
-        self._loop.close_watched(ready_fd)
+    def _read_ready(self, number: int, ready: socket.socket) -> None:
+        said = b""
+        with suppress(OSError):
+            said, _ = receive_data(ready, 64)
+        self._loop.unwatch(ready.fileno())
+        close_job_socket(ready)
         if said == b"ready\n" and number in self._hosts:
             self._agent.emit("store_host_ready", round=number)
 
@@ -178,7 +191,7 @@ class WarmStoreHost(WarmStart):
 
     def close(self) -> None:
         """Close this process's copy of the socket."""
-        os.close(self.listen_fd)
+        close_shared(self.listen_fd)
 
 
 def _program_of(spec: StoreHostSpec, listen_fd: int, ready_fd: int) -> Program:

@@ -17,6 +17,7 @@ import time
 from dataclasses import replace
 
 from .channel import RECEIVE_BYTES
+from .linux.descriptors import SentDescriptorError, close_job_socket, receive_data
 from .spawn import reason_of
 from .zygote_process import ZYGOTE_HOOK
 
@@ -83,7 +84,7 @@ class WarmRestarts:
         """Stop receiving reports."""
         if self._socket is not None:
             self._loop.unwatch(self._socket.fileno())
-            self._socket.close()
+            close_job_socket(self._socket)
             self._socket = None
 
     def begin_round(self, workers: int) -> None:
@@ -145,10 +146,13 @@ class WarmRestarts:
         """Receive a report. The worker is the user's own process and may send anything."""
         assert self._socket is not None
         try:
-            data, ancillary, _, _ = self._socket.recvmsg(
-                RECEIVE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
+            data, ancillary = receive_data(
+                self._socket, RECEIVE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
             )
         except BlockingIOError:
+            return
+        except SentDescriptorError:
+            self.close()  # Nothing can be received after it.
             return
         self._reports_left -= 1
         try:

@@ -21,10 +21,12 @@ directions carry frames as defined in channel.py. Frames from the worker, of at 
 Frames to the worker:
 
     round_over {round}                               it must park
-    go         {round, env, source, step}            it takes part in this round; sent with stdout
-                                                     and stderr, if the round has files for them
+    go         {round, env, source, step}            it takes part in this round; sent with a socket
+                                                     if the round has files for stdout and stderr:
+                                                     both arrive there after the worker's first byte
     queue      {}                                    if the worker wants it; sent with a socket that
-                                                     holds connections (held_connections.py)
+                                                     holds the connections of a round, before its
+                                                     `go` (held_connections.py)
     release    {reason}                              it must raise the exception that it reported
     slots      {bytes}                               response to `reserve`; sent with two memfds,
                                                      and with those of copies, if requested
@@ -37,8 +39,8 @@ Frames to the worker:
                                                      fields, no step is
 
 Both sides ignore unknown frames. A worker is the job's own process, so nothing that it sends is
-trusted: a malformed frame or too many frames cause the link to be closed, and the worker is then
-ended like one without a link. A parked worker exits when its link is closed.
+trusted: a malformed frame, a descriptor or too many frames cause the link to be closed, and the
+worker is then ended like one without a link. A parked worker exits when its link is closed.
 """
 
 from __future__ import annotations
@@ -50,7 +52,6 @@ import time
 from contextlib import suppress
 
 from .channel import Channel, MalformedFrameError
-from .held_connections import ConnectionQueue
 from .linux.process_tree import has_variable, session_of
 from .linux.tcp_connections import live_connection
 from .snapshot_slots import MAX_SLOT_BYTES, SavedSnapshot
@@ -128,7 +129,8 @@ class WorkerLink:
         self._agent = agent
         self._slots = slots
         self._held = held
-        self._queue: ConnectionQueue | None = None
+        self._queue: int | None = None
+        """The number of the queue for its connections."""
         self.local_rank = spec.local_rank
         self.mark = f"{os.getpid()}.{next(_marks)}"
         self.round = round_
@@ -242,7 +244,8 @@ class WorkerLink:
         self._suspected = self._resumed = False
         self.stuck_in = ""
         if self._queue is not None:
-            self._queue.drop()  # All the others have left that round as well.
+            self._held.close(self._queue)  # All the others have left that round as well.
+            self._give_queue()
         self._frames = 0
         env = self.environ(spec.env)
         self._send({"type": "go", "round": round_, "env": env, "source": source, "step": step}, fds)
@@ -270,7 +273,7 @@ class WorkerLink:
     def close(self) -> None:
         """Close the link, causing a parked worker to exit. Its connections are held for a while."""
         if self._queue is not None:
-            self._held.take(self._queue)
+            self._held.close_later(self._queue)
             self._queue = None
         if self.is_open:
             self._loop.unwatch(self._channel.fileno())
@@ -351,10 +354,11 @@ class WorkerLink:
             self._agent.emit("resumed", round=self.round, **self._resumption(frame))
 
     def _give_queue(self) -> None:
-        """Send the worker a socket for its connections, unless this process has too many open."""
+        """Send the worker a socket for the connections of a round, if one can be made."""
+        self._queue = None
         with suppress(OSError):
-            self._queue = ConnectionQueue()
-            self._send({"type": "queue"}, (self._queue.theirs.detach(),))
+            self._queue, theirs = self._held.add()
+            self._send({"type": "queue"}, (theirs.detach(),))
 
     def _resumption(self, frame: Mapping[str, object]) -> dict[str, object]:
         return {

@@ -68,7 +68,7 @@ class Workers:
         self._fence = fence
         self._forks = forks
         self._slots = slots
-        self._connections = HeldConnections()
+        self._connections = HeldConnections(children)
         self.parked = ParkedWorkers(children, agent)
         self.round: Round | None = None
         self.last_round: int | None = None

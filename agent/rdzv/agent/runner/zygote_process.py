@@ -14,7 +14,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from .channel import RECEIVE_BYTES
+from .channel import Channel, MalformedFrameError
+from .linux.descriptors import dup_fds
 from .linux.free_memory import free_bytes
 from .requests import RequestError, read_zygote_spec
 from .spawn import SIGNALS_FOR_WORKERS, Program, reason_of
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 
 PRELOAD_TIMEOUT_S = 600.0
+MAX_MESSAGE_BYTES = 256 << 10
 MAX_ZYGOTE_RETRY_S = 60.0
 
 NEEDS_BYTES = 1 << 30
@@ -70,7 +72,8 @@ class Zygote:
     child: Child
 
     def __init__(self, control: socket.socket, spec: ZygoteSpec) -> None:
-        self.control = control
+        # The zygote is the job's own process, so the size of its messages is limited.
+        self.control = Channel(control, takes_fds=False, max_bytes=MAX_MESSAGE_BYTES)
         self.spec = spec
         self.ready = False
         self.ready_until: float | None = time.monotonic() + PRELOAD_TIMEOUT_S
@@ -146,8 +149,8 @@ class ZygoteProcess:
     def ask(self, batch: int, links: Sequence[int]) -> None:
         """Ask the zygote, which is ready, for one fork per link. May raise `OSError`."""
         assert self._zygote is not None
-        request = json.dumps({"fork": batch, "forks": len(links)})
-        socket.send_fds(self._zygote.control, [request.encode()], links)
+        self._zygote.control.send({"fork": batch, "forks": len(links)}, *dup_fds(*links))
+        self._loop.watch_channel(self._zygote.control)
 
     def give_up(self, reason: str) -> None:
         """Kill a zygote that is not fulfilling requests."""
@@ -166,7 +169,6 @@ class ZygoteProcess:
 
     def attach(self, zygote: Zygote) -> None:
         """Use this zygote from now on. Raises `OSError` if its socket cannot be watched."""
-        zygote.control.setblocking(False)
         self._loop.watch(zygote.control.fileno(), partial(self.read, zygote))
         self._zygote = zygote
 
@@ -194,7 +196,7 @@ class ZygoteProcess:
             self._report_lost(f"it is not started with less than {needed} free", final=False)
             return
         try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours, theirs = socket.socketpair()
             zygote = Zygote(ours, spec)
             with theirs:
                 try:
@@ -213,25 +215,29 @@ class ZygoteProcess:
             self._report_lost(f"cannot start {spec.argv[0]!r}: {reason_of(error)}", final=False)
 
     def read(self, zygote: Zygote) -> bool:
-        """Read a message from a zygote. Returns False if there is none, now or for good."""
+        """Read from a zygote. Returns False if nothing more can be read, now or for good."""
+        message: Mapping[str, Any] | None = None
         try:
-            data = zygote.control.recv(RECEIVE_BYTES)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        if not data:
+            zygote.control.flush()
+            self._loop.watch_channel(zygote.control)
+            if not zygote.control.receive():
+                return False
+            while zygote.control.fileno() >= 0:
+                if (message := zygote.control.next_message()) is None:
+                    break
+                self._take_message(zygote, message)
+        except (EOFError, OSError):
             self._close_control(zygote)
             return False
-        try:
-            self._take_message(zygote, json.loads(data))
-        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
-            self.give_up(f"it sent {data!r:.200}: {error!r}")
+        except MalformedFrameError as error:
+            self.give_up(f"it sent something else than a message: {error}")
+            return False
+        except (ValueError, TypeError, LookupError, OverflowError) as error:
+            self.give_up(f"it sent {message!r:.200}: {error!r}")
+            return False
         return True
 
     def _take_message(self, zygote: Zygote, message: Mapping[str, Any]) -> None:
-        if not isinstance(message, dict):
-            raise TypeError("it is not a JSON object")
         if "ready" in message:
             readiness = _read_readiness(message["ready"])
             zygote.ready, zygote.ready_until = True, None

@@ -6,12 +6,15 @@ import os
 import select
 import socket
 import struct
+import sys
 from contextlib import contextmanager, suppress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
+
+    _Cmsg = tuple[int, int, bytes]
 
 
 def close_fd(fd: int | None) -> None:
@@ -46,6 +49,74 @@ def dup_fds(*fds: int) -> tuple[int, ...]:
         close_fds(made)
         raise
     return tuple(made)
+
+
+class SentDescriptorError(OSError):
+    """Raised if a job has sent a descriptor where none belongs."""
+
+
+_DRAIN_BYTES = 64 << 10
+
+
+def receive_data(sock: socket.socket, size: int, ancillary: int = 0) -> tuple[bytes, list[_Cmsg]]:
+    """Receive data that a job may have sent, and up to `ancillary` bytes of credentials.
+
+    Whoever takes a descriptor out of a socket's queue, or drops it, may have to close it, and a job
+    decides how long that takes: a TCP socket with SO_LINGER and a peer that never reads, a file of
+    its own file system. So everything is looked at in the queue, and a message with a descriptor
+    stays there. (A pipe carries none, but a writer that waits for a page of its own file system
+    keeps the pipe locked, and blocks even a reader that does not wait.)
+
+    Raises:
+        SentDescriptorError: the next message has a descriptor; use `close_job_socket`.
+        OSError: as recvmsg does.
+    """
+    # Otherwise an urgent byte is dropped unseen, together with its descriptor.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
+    data, _, flags, _ = sock.recvmsg(size, ancillary, socket.MSG_PEEK)
+    if flags & socket.MSG_CTRUNC:
+        raise SentDescriptorError("the peer has sent a descriptor")
+    # At least 1, which removes a datagram without data.
+    data, found, _, _ = sock.recvmsg(max(len(data), 1), ancillary)
+    return data, found
+
+
+def close_job_socket(sock: socket.socket) -> None:
+    """Close a Unix stream or datagram socket to which a job may have sent descriptors.
+
+    If any are left in its queue, a process of its own closes them, for which nobody waits.
+    """
+    try:
+        sock.shutdown(socket.SHUT_RDWR)  # From now on, nothing more can be sent to it.
+        sock.setblocking(False)
+        stream = sock.type == socket.SOCK_STREAM
+        while receive_data(sock, _DRAIN_BYTES)[0] or not stream:
+            pass
+    except SentDescriptorError:
+        _close_elsewhere(sock)
+    except OSError:
+        pass  # Nothing is left, or it is closed.
+    sock.close()
+
+
+def close_shared(fd: int) -> None:
+    """Close a TCP socket that a job may also hold, and may have told to linger when it is closed.
+
+    A job that still holds it can still change that, but then this does not really close it.
+    """
+    with socket.socket(fileno=fd) as sock, suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("2i", 0, 0))
+
+
+def _close_elsewhere(sock: socket.socket) -> None:
+    """Make another process the last one that holds a socket; it exits at once, if it can."""
+    command = (sys.executable, "-I", "-S", "-c", "")
+    try:
+        os.posix_spawn(
+            command[0], command, {}, file_actions=[(os.POSIX_SPAWN_DUP2, sock.fileno(), 0)]
+        )
+    except OSError:
+        sock.detach()  # Left open: closing it here could block.
 
 
 _PEER = struct.Struct("3i")
