@@ -427,7 +427,9 @@ def test_when_all_workers_of_three_nodes_fail_at_once_each_attempt_is_charged_on
     attempts = {r["TORCHELASTIC_RESTART_COUNT"] for r in c.all_reports()}
     assert attempts == {"0", "1", "2"}
     assert {r["RDZV_ROUND"] for r in c.all_reports()} == {"0", "1", "2"}
-    told = [node.text.partition("Root cause, the first failure of the job:")[2] for node in nodes]
+    told = [
+        node.text.partition("Root cause, the first failure of the last round:")[2] for node in nodes
+    ]
     # Below it, each node counts those of its own workers that it had to end.
     (cause,) = {text.partition("Ended by this node's agent")[0] for text in told}
     assert "exit code 1" in cause

@@ -54,7 +54,7 @@ def test_a_failing_script_ends_with_1_and_its_traceback(alone: Cluster) -> None:
     )
     ended = alone.run("rdzvrun", "--standalone", "--node-id=n1", str(script))
     assert ended.returncode == 1, ended
-    _, found, summary = ended.stderr.partition("Root cause, the first failure of the job:")
+    _, found, summary = ended.stderr.partition("Root cause, the first failure of the last round:")
     assert found, ended.stderr
     assert "rank 0 (local_rank 0) on n1 (127.0.0.1), pid " in summary
     assert "exit code 1" in summary
@@ -377,7 +377,7 @@ def test_a_failed_job_of_rdzv_agent_leaves_the_other_alone(c: Cluster) -> None:
     assert agent.wait() == 1
     assert job_states(c) == {"day": "failed", "night": "succeeded"}
     assert "day: the job has failed" in agent.text
-    assert "Root cause, the first failure of the job:" in agent.text
+    assert "Root cause, the first failure of the last round:" in agent.text
     assert "night: the job has succeeded" in agent.text
 
 

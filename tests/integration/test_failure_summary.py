@@ -12,7 +12,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 
 FOLDER, RANK = Path(sys.argv[1]), os.environ["RANK"]
-LOST = "RuntimeError: [gloo] Connection closed by peer [10.0.0.2]:4711"
+LOST = "RuntimeError: [gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:4711"
 
 
 def wait_for(name):
@@ -68,13 +68,15 @@ def test_the_root_cause_its_followers_and_the_ended_are_told_apart_on_every_node
         assert [first.wait(), second.wait()] == [1, 1]
     told = [node.text.partition("Root cause, ")[2].splitlines() for node in (first, second)]
     for lines in told:
-        assert lines[0] == "the first failure of the job:"
+        assert lines[0] == "the first failure of the last round:"
         assert lines[1].startswith("  rank 2 (local_rank 0) on n2 (127.0.0.1), pid ")
         assert lines[1].endswith(": exit code 1")
         assert lines[2:4] == ["  ValueError: no such column", "  the stack of it"]
         assert lines[4] == "Failed because of it, when their connections broke:"
         assert lines[5].startswith("  rank 0 (local_rank 0) on n1 (127.0.0.1), pid ")
-        assert lines[5].endswith(": RuntimeError: [gloo] Connection closed by peer [10.0.0.2]:4711")
+        assert lines[5].endswith(
+            ": RuntimeError: [gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:4711"
+        )
         assert lines[6] == "Ended by this node's agent (1 worker of 2):"
     [ended] = told[0][7:]
     assert re.fullmatch(r"  local_rank 1: SIGTERM, and SIGKILL \d+(\.\d)? s later", ended)

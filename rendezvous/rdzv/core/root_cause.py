@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from rdzv.core.model import Cause, Failure, Round
@@ -9,37 +10,37 @@ from rdzv.core.model import Cause, Failure, Round
 MAX_FAILURES = 64
 """The maximum number of failures kept per round; the earliest are kept."""
 
-_CONNECTION_ERRORS = (
-    "connection reset",
-    "connection closed",
-    "connection refused",
-    "connection timed out",
-    "broken pipe",
-    "socket closed",
-    "socket timeout",
-    "recvbytes",
-    "sendbytes",
-    "nccl communicator was aborted",
-    "nccl remote",
-    "ncclremoteerror",
-    "ncclsystemerror",
-    "distnetworkerror",
-    "disterror",
-    "distbackenderror",
-    "diststoreerror",
-    "no route to host",
-    # A collective that another rank has not entered.
-    "timed out waiting",
-    "watchdog caught collective operation timeout",
+_OF_COLLECTIVE = re.compile(
+    r"\bgloo/[\w./-]+:\d+\]"
+    r"|^(?:[\w.]+\.)?Dist(?:Backend|Network|Store)?Error\b"
+    r"|^nccl(?:Remote|System)Error\b",
+    re.MULTILINE,
 )
+"""Matches an exception of torch's collectives or stores in a message or traceback: its type at the
+start of a line or, as gloo's have none of their own, the place in gloo that raised it.
+"""
+_OF_ITSELF = re.compile(
+    # A port that is taken, an address that is another's, a port that needs rights.
+    r"\bname: E(?:ADDRINUSE|ADDRNOTAVAIL|ACCES)\b|\(errno: (?:98|99|13) - "
+    r"|^nccl(?:UnhandledCuda|InvalidUsage|InvalidArgument)",
+    re.MULTILINE,
+)
+"""Matches what these exceptions contain if their own end of the connection is at fault."""
+_LOST_PEER = re.compile(r"(?:Connection(?:Reset|Refused|Aborted)Error|BrokenPipeError)\b")
+"""Python's own exceptions for a connection that its other end has broken."""
 
 
 def is_connection_error(failure: Failure) -> bool:
-    """Return whether a worker seems to have failed only because another worker was gone."""
+    """Return whether a worker seems to have failed only because another worker was gone.
+
+    Only exceptions count, by their types: what their texts say may be about anything.
+    """
     if failure.suspect:
         return True
-    text = f"{failure.message}\n{failure.traceback}".lower()
-    return any(mark in text for mark in _CONNECTION_ERRORS)
+    text = f"{failure.message}\n{failure.traceback}"
+    if _OF_COLLECTIVE.search(text):
+        return not _OF_ITSELF.search(text)
+    return _LOST_PEER.match(failure.message) is not None
 
 
 def root_cause(failures: Iterable[Failure], window_ms: int) -> tuple[Failure, ...]:

@@ -218,10 +218,15 @@ def _first_failure(run: Run, failures: Sequence[tuple[int, str]], page: Page) ->
     weighed = [r for r in run.rounds if r.charge == "worker failure" and r.ended_ms is not None]
     if weighed and weighed[0].ended_ms is not None and at_ms >= weighed[0].at_ms:
         at_ms, text = weighed[0].ended_ms, weighed[0].charge_reason
-    lines = _told([(at_ms, _sentence(text))], page)
+    where = f"round {weighed[0].number}, " if weighed else ""
+    lines = _told([(at_ms, _sentence(f"{where}{text}"))], page)
     if len(failures) > 1:
         others = counted(len(failures) - 1, "other worker failure")
         lines += page.sentence(f"{others} followed in this run; `rdzvctl events` has each of them.")
+    if run.result == "failed" and len(weighed) > 1:
+        last = weighed[-1]
+        ended = f"The run ended with that of round {last.number}: {last.charge_reason}"
+        lines += page.sentence(_sentence(ended))
     return lines
 
 

@@ -63,7 +63,7 @@ def test_the_first_failure_those_that_followed_and_those_that_were_ended_are_tol
         told
         == f"""\
 job-7: the job has failed: no restart is left
-Root cause, the first failure of the job:
+Root cause, the first failure of the last round:
   rank 5 (local_rank 1) on n2 (n2.net), pid 4005: exit code 1
   ValueError: no such column
   Traceback ...
@@ -107,6 +107,15 @@ def test_a_broken_connection_as_the_first_failure_points_to_its_other_end() -> N
     told = ended(failure(0, "n1", LOST), failure(1, "n1", LOST))
     assert "It is itself a broken connection: look at its other end.\n" in told
     assert "Failed because of it, when their connections broke:\n  rank 1" in told
+
+
+def test_after_restarts_it_says_that_the_failure_was_not_the_first_of_the_job() -> None:
+    of = (failure(0, "n1", "E"),)
+    told = summary("job-7", NodeOutcome(1, "it has failed", of, None, (), restarts=2))
+    assert told.endswith(
+        "\nWorkers had failed before (2 restarts): see `round N ended` above, or `rdzvctl explain`."
+    )
+    assert "had failed before" not in summary("job-7", NodeOutcome(1, "it has failed", of))
 
 
 def test_workers_that_were_never_started_were_not_ended_either() -> None:

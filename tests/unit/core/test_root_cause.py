@@ -15,7 +15,7 @@ from rdzv.core.root_cause import (
 from rdzv.structs import replace
 
 WINDOW_MS = 500
-RESET = "RuntimeError: [Rank 1] Connection reset by peer"
+RESET = "RuntimeError: [/src/gloo/transport/tcp/pair.cc:553] Connection reset by peer"
 
 
 def failure(
@@ -89,19 +89,45 @@ def test_order(why: str, failures: list[Failure], order: list[str]) -> None:
     [
         ("torch.distributed.DistBackendError: NCCL error ... remote process exited", True),
         ("RuntimeError: [../gloo/pair.cc:534] Connection closed by peer [10.0.0.7]:33001", True),
+        ("RuntimeError: Gloo connectFullMesh failed with [../gloo/x.cc:144] no error", True),
         ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", True),
-        ("BrokenPipeError: [Errno 32] Broken pipe", True),
+        ("DistStoreError: wait timeout after 300000ms, keys: /worker/0", True),
         ("ncclRemoteError: A call failed possibly due to a network error", True),
-        ("RuntimeError: Timed out waiting 3000ms for recv operation to complete", True),
-        ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, ...)", True),
+        (
+            "DistNetworkError: The server socket has failed to listen on any local network "
+            "address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address "
+            "already in use",
+            False,
+        ),
+        (
+            "torch.distributed.DistBackendError: NCCL error in: x.cc:77, unhandled cuda error\n"
+            "ncclUnhandledCudaError: Call to CUDA function failed.",
+            False,
+        ),
+        ("OSError: s3://bucket/shard-7: Read timed out. Connection reset by peer", False),
+        ("RuntimeError: socket timeout; Broken pipe; DistNetworkError", False),
         ("ValueError: loss is nan", False),
         ("torch.cuda.OutOfMemoryError: CUDA out of memory", False),
         ("", False),
     ],
 )
-def test_connection_errors_are_told_by_their_words(text: str, is_one: bool) -> None:
+def test_connection_errors_are_told_by_their_types(text: str, is_one: bool) -> None:
+    """In the chain of a traceback as well."""
     assert is_connection_error(failure("n1", 0, text)) is is_one
     assert is_connection_error(failure("n1", 0, "failed", f"Traceback\n{text}")) is is_one
+
+
+def test_of_pythons_own_connection_errors_only_the_last_in_a_chain_counts() -> None:
+    """Scripts catch them, and try again."""
+    broken = "BrokenPipeError: [Errno 32] Broken pipe"
+    assert is_connection_error(failure("n1", 0, broken, broken))
+    assert not is_connection_error(failure("n1", 0, "KeyError: 'x'", f"{broken}\n\nKeyError: 'x'"))
+
+
+def test_an_address_in_use_is_the_cause_of_the_connections_that_break() -> None:
+    in_use = "DistNetworkError: port: 29500, code: -98, name: EADDRINUSE, message: in use"
+    failures = [failure("a", 1, RESET, RESET), failure("b", 2, in_use, in_use)]
+    assert names(root_cause(failures, WINDOW_MS)) == ["b", "a"]
 
 
 def test_one_failure_is_kept_for_each_worker_the_first_that_was_told() -> None:

@@ -133,6 +133,8 @@ class NodeOutcome(Outcome):
     """A job's outcome on this node, with the fates of its last workers."""
 
     workers: tuple[WorkerFate, ...] = ()
+    restarts: int = 0
+    """The restarts that had been spent when they were started."""
 
 
 class FateRecorder:
@@ -242,7 +244,8 @@ class FateRecorder:
     def outcome(self, outcome: Outcome) -> NodeOutcome:
         """Combine the outcome with the fates of the last workers, and record it."""
         known = {name: getattr(outcome, name) for name in field_names(Outcome)}
-        ending = NodeOutcome(**known, workers=self.workers)
+        restarts = 0 if self._round is None else self._round.assignment.restarts
+        ending = NodeOutcome(**known, workers=self.workers, restarts=restarts)
         self._event_log.ended(self._round, ending, self._now_ms())
         return ending
 

@@ -1,4 +1,4 @@
-"""The final summary of a job on this node: how it ended, which worker failed first, and why.
+"""The final summary of a job on this node: how it ended, and which failure ended it.
 
 It distinguishes between workers that failed, workers that failed as a consequence, and workers that
 the agent ended.
@@ -19,11 +19,11 @@ from rdzv.structs import field_names
 
 
 def summary(rdzv_id: str, outcome: NodeOutcome) -> str:
-    """Describe the outcome and, after a failure, which worker failed first, where and why."""
+    """Describe the outcome and, after a failure, which worker failed first in the last round."""
     lines = [f"{rdzv_id}: {outcome.text}"]
     if outcome.failures:
         first, *others = outcome.failures
-        lines += ["Root cause, the first failure of the job:", *_indented(_in_full(first))]
+        lines += ["Root cause, the first failure of the last round:", *_indented(_in_full(first))]
         if _lost_connection(first):
             lines.append("It is itself a broken connection: look at its other end.")
         followed = [failure for failure in others if _lost_connection(failure)]
@@ -32,6 +32,9 @@ def summary(rdzv_id: str, outcome: NodeOutcome) -> str:
             lines += ["Failed because of it, when their connections broke:", *_in_short(followed)]
         if beside:
             lines += ["Failed at the same time, perhaps because of it:", *_in_short(beside)]
+        if outcome.restarts:
+            before = f"Workers had failed before ({counted(outcome.restarts, 'restart')})"
+            lines.append(f"{before}: see `round N ended` above, or `rdzvctl explain`.")
     if outcome.exit_code != 0:
         lines += _stopped(outcome.workers)
     return "\n".join(lines)

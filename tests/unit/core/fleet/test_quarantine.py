@@ -223,7 +223,7 @@ def test_what_can_not_be_killed_is_the_fault_of_its_node_once_a_round() -> None:
         settled(Cause.NODE_LOST, None),
         settled(Cause.STORE_HOST, None),
         settled(Cause.WORKER_FAILURE, None),
-        settled(Cause.WORKER_FAILURE, failure("RuntimeError: Connection reset by peer")),
+        settled(Cause.WORKER_FAILURE, failure("DistNetworkError: Connection reset by peer")),
     ],
 )
 def test_nobody_is_at_fault(event: RoundSettled) -> None:
