@@ -11,7 +11,7 @@ the store's part of it.
 * lose: a rack of nodes is lost at once, the others stop and join again.
 * adopt: a server that has lost its state receives the reports of all nodes of a running round, all
   at once: how many commits that takes depends a little on the machine.
-* succeed: all nodes succeed.
+* succeed: all nodes succeed, each in a commit of its own.
 
 The peer, in the same run: torchrun's c10d rendezvous, in which every join writes the whole state.
 Its nodes join one after another here, so none of them has to retry: this is its minimum cost.
@@ -113,7 +113,8 @@ class CountingStore(MemoryStore):
         self._encode_s += time.process_time() - began
         self._commits += 1
         self._rows += len(records)
-        self._bytes += len(self._jobs[rdzv_id][0])
+        later = self.successes.get(rdzv_id)
+        self._bytes += len(later[-1] if later else self.jobs[rdzv_id][0])
         return revision
 
     async def append(self, records: Sequence[Record]) -> None:

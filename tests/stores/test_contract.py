@@ -10,7 +10,7 @@ import random
 import sqlite3
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -254,6 +254,89 @@ async def test_history_is_bounded_for_each_job(store: Store) -> None:
     assert len(await store.history("job-8", 1_000)) == 1
 
 
+# ---------------------------------------------------------------- successes
+
+
+def finishing(*succeeded: str, **changes: Any) -> Membership:
+    """A job of which these nodes have succeeded, and whose run has not ended."""
+    job = replace(membership(), **{"ended": None, **changes})
+    assert job.round is not None
+    return replace(job, round=replace(job.round, succeeded=succeeded))
+
+
+async def succeed_one_by_one(store: Store, nodes: Sequence[str]) -> int:
+    revision = await store.compare_and_swap("job-7", finishing(), 0)
+    for count, node in enumerate(nodes, 1):
+        job = finishing(*nodes[:count])
+        revision = await store.compare_and_swap("job-7", job, revision, [record(node)])
+    return revision
+
+
+NODES = ("n3", "n1", "n☠", "n2")
+
+
+async def test_successes_are_read_back_in_their_order(store: Store) -> None:
+    revision = await succeed_one_by_one(store, NODES)
+    jobs = [
+        finishing(*NODES, "n5", "n4"),
+        finishing(*NODES, "n5", "n4", "n6"),
+        # More than a success has changed.
+        finishing(*NODES, "n5", "n4", "n6", "n7", store_failures=2),
+        finishing("n4", *NODES, "n5", "n6", "n7", "n8", store_failures=2),
+        finishing(),
+    ]
+    for job in (finishing(*NODES), *jobs):
+        if job in jobs:
+            revision = await store.compare_and_swap("job-7", job, revision)
+        expected = Stored(job, revision)
+        assert await store.load("job-7") == expected
+        assert [page async for page in store.pages()] == [[("job-7", expected)]]
+    assert [r.data for r in await store.history("job-7", 10)] == list(NODES)
+
+
+async def test_in_memory_too_a_success_encodes_no_membership() -> None:
+    store = MemoryStore()
+    await succeed_one_by_one(store, NODES[:2])
+    before, revision = store.jobs["job-7"]
+    await store.compare_and_swap("job-7", finishing(*NODES), revision)
+    assert store.jobs["job-7"] == (before, revision + 1)
+    assert store.jobs["job-7"][0] is before
+
+
+async def test_a_run_that_ends_or_a_round_that_begins_takes_no_success_with_it(
+    store: Store,
+) -> None:
+    revision = await succeed_one_by_one(store, NODES)
+    round_ = membership().round
+    assert round_ is not None
+    following = finishing("n9", round=replace(round_, number=6))
+    for job in (finishing(*NODES, "n9", ended=membership().ended), following):
+        revision = await store.compare_and_swap("job-7", job, revision)
+        assert await store.load("job-7") == Stored(job, revision)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["a success", "the whole"])
+async def test_a_race_is_lost_against_a_success_too(store: Store, *, whole: bool) -> None:
+    before = await succeed_one_by_one(store, NODES[:3])
+    revision = await store.compare_and_swap("job-7", finishing(*NODES), before)
+    lost = finishing("n7") if whole else finishing(*NODES, "n7")
+    for named in (0, before, revision + 1):
+        with pytest.raises(RevisionConflictError, match="job-7"):
+            await store.compare_and_swap("job-7", lost, named, [record("lost")])
+        with pytest.raises(RevisionConflictError, match="job-7"):
+            await store.delete("job-7", named)
+    assert await store.load("job-7") == Stored(finishing(*NODES), revision)
+    assert await store.compare_and_swap("job-7", lost, revision) > revision
+
+
+async def test_a_deleted_job_leaves_no_success_behind(store: Store) -> None:
+    await store.delete("job-7", await succeed_one_by_one(store, NODES))
+    assert await store.load("job-7") is None
+    again = finishing(*NODES, "n9")
+    revision = await store.compare_and_swap("job-7", again, 0)
+    assert await store.load("job-7") == Stored(again, revision)
+
+
 # ---------------------------------------------------------------- forgetting
 
 
@@ -450,7 +533,84 @@ async def test_nothing_is_deleted_nor_a_document_written_once_another_leads(
         assert await reader.list() == ()
 
 
+def of_many_nodes(succeeded: int) -> Membership:
+    """A job whose membership is far larger than a success."""
+    round_ = membership().round
+    assert round_ is not None
+    participants = tuple(replace(round_.participants[0], node_id=f"n{n}") for n in range(300))
+    nodes = tuple(f"n{n}" for n in range(succeeded))
+    return finishing(*nodes, round=replace(round_, participants=participants))
+
+
+@pytest.mark.slow
+async def test_the_next_leader_reads_what_single_nodes_have_succeeded_in(
+    etcd: EtcdCluster, tmp_path: Path
+) -> None:
+    async with (
+        EtcdClient.connected(etcd.config(f"/{tmp_path.name}")) as client,
+        Election.running(client, "old:1") as election,
+        Election.running(client, "new:1") as other,
+    ):
+        old = EtcdStore(client, await election.campaign())
+        revision = await old.compare_and_swap("job-7", of_many_nodes(1), 0)
+        whole, _ = await client.get(f"/{tmp_path.name}/jobs/job-7".encode())
+        for count in range(2, 6):
+            revision = await old.compare_and_swap("job-7", of_many_nodes(count), revision)
+        assert (await client.get(f"/{tmp_path.name}/jobs/job-7".encode()))[0] == whole
+        await election.resign()
+
+        new = EtcdStore(client, await other.campaign())
+        assert await new.load("job-7") == Stored(of_many_nodes(5), revision)
+        # What an older version may have written is written whole first, for it to refuse.
+        for count in range(6, 9):
+            revision = await new.compare_and_swap("job-7", of_many_nodes(count), revision)
+            assert await EtcdStore(client).load("job-7") == Stored(of_many_nodes(count), revision)
+        assert (await client.get(f"/{tmp_path.name}/jobs/job-7".encode()))[0] != whole
+
+
+@pytest.mark.slow
+async def test_a_success_that_comes_late_is_written_before_the_rest_or_never(
+    etcd: EtcdCluster, tmp_path: Path
+) -> None:
+    """A write without an answer may be on its way still when the job is written once more."""
+    async with (
+        EtcdClient.connected(etcd.config(f"/{tmp_path.name}")) as client,
+        Election.running(client, "here:1") as election,
+    ):
+        fence = await election.campaign()
+        late, store = EtcdStore(client, fence), EtcdStore(client, fence)
+        first = await late.compare_and_swap("job-7", finishing("n1"), 0)
+        await late.compare_and_swap("job-7", finishing("n1", "n2"), first)
+        # It is there already, and was not known.
+        with pytest.raises(RevisionConflictError, match="has later successes"):
+            await store.compare_and_swap("job-7", finishing(), first)
+        stored = await store.load("job-7")
+        assert stored is not None
+        assert stored.membership == finishing("n1", "n2")
+        revision = await store.compare_and_swap("job-7", finishing(), stored.revision)
+        # It comes after the job was written.
+        with pytest.raises(RevisionConflictError):
+            await late.compare_and_swap("job-7", finishing("n1", "n2", "n3"), stored.revision)
+        assert await store.load("job-7") == Stored(finishing(), revision)
+
+
 # ---------------------------------------------------------------- sqlite alone
+
+
+@pytest.mark.slow
+async def test_a_success_of_a_large_job_writes_little(tmp_path: Path) -> None:
+    store = await SqliteStore.open(tmp_path)
+    await store.compare_and_swap("job-7", of_many_nodes(1), 0)
+    before = (tmp_path / "rdzv.db-wal").stat().st_size
+    for count in range(2, 12):
+        await store.compare_and_swap("job-7", of_many_nodes(count), count - 1)
+    assert len(codec.encode(of_many_nodes(1))) > 60_000
+    # A commit of SQLite writes whole pages, of 4 KiB.
+    assert (tmp_path / "rdzv.db-wal").stat().st_size - before < 10 * 5 * 4_200
+    await store.close()
+    reader = await SqliteStore.look(tmp_path)
+    assert await reader.load("job-7") == Stored(of_many_nodes(11), 11)
+    await reader.close()
 
 
 @pytest.mark.slow
@@ -607,6 +767,13 @@ def test_the_file_system_is_that_of_the_innermost_latest_mount(tmp_path: Path) -
 # ---------------------------------------------------------------- codec
 
 
+def test_only_what_may_have_successes_beside_it_is_refused_by_an_older_version() -> None:
+    for job, number in ((finishing(), 3), (finishing("n1"), 4)):
+        assert codec.encode(job).startswith(f'{{"format":{number},'.encode())
+    ended = finishing("n1", ended=membership().ended)
+    assert codec.encode(ended).startswith(b'{"format":3,')
+
+
 def test_the_envelope_names_its_format() -> None:
     data = codec.encode(membership())
     assert data.startswith(b'{"format":3,"membership":{"rdzv_id":"job-7"')
@@ -650,7 +817,7 @@ def test_what_was_stored_before_there_were_budgets_is_read_with_their_defaults()
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b'{"format":4,"membership":{}}', "here has format 4, and this rdzvd reads format 3"),
+        (b'{"format":5,"membership":{}}', "here has format 5, and this rdzvd reads format 4"),
         (b"", "here cannot be read"),
         (b"\xff\xfe", "here cannot be read"),
         (b'{"membership":{}}', "missing required field `format`"),

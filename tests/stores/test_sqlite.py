@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.core.model import Membership, Settings
+from rdzv.core.model import Membership, Round, Settings
 from rdzv.errors import RendezvousConnectionError
 from rdzv.stores import sqlite_connection
-from rdzv.stores.base import Record, RevisionConflictError, StoreRefusedError
+from rdzv.stores.base import Record, RevisionConflictError, Stored, StoreRefusedError
 from rdzv.stores.sqlite import SqliteStore
+from rdzv.structs import replace
 
 pytestmark = pytest.mark.slow
 
@@ -154,6 +155,22 @@ async def test_a_full_disk_is_definite_and_passes(store: SqliteStore) -> None:
     assert stored.revision == 1
     await pragma(store, "max_page_count = 1000000")
     assert await store.compare_and_swap("job-7", membership("job-7"), 1, huge) == 2
+
+
+async def test_a_success_that_was_rolled_back_is_written_with_the_next(store: SqliteStore) -> None:
+    def of(*succeeded: str) -> Membership:
+        round_ = Round(1, (), "host", 1, True, 0, 0, succeeded=succeeded)
+        return replace(membership("job-7"), round=round_)
+
+    assert await store.compare_and_swap("job-7", of("n1"), 0) == 1
+    await pragma(store, f"max_page_count = {await pragma(store, 'page_count')}")
+    huge = [record("job-7", "x" * 100_000)]
+    with pytest.raises(StoreRefusedError, match="full"):
+        await store.compare_and_swap("job-7", of("n1", "n2"), 1, huge)
+    await pragma(store, "max_page_count = 1000000")
+    for revision, succeeded in enumerate((("n1", "n2", "n3"), ("n1", "n2", "n3", "n4")), 2):
+        assert await store.compare_and_swap("job-7", of(*succeeded), revision - 1) == revision
+        assert await store.load("job-7") == Stored(of(*succeeded), revision)
 
 
 class CommitFails:

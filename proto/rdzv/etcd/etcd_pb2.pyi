@@ -101,11 +101,14 @@ class RangeRequest(google.protobuf.message.Message):
     KEY_FIELD_NUMBER: builtins.int
     RANGE_END_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
     SORT_ORDER_FIELD_NUMBER: builtins.int
     KEYS_ONLY_FIELD_NUMBER: builtins.int
     key: builtins.bytes
     range_end: builtins.bytes
     limit: builtins.int
+    revision: builtins.int
+    """The revision at which to read; 0: the current one."""
     sort_order: global___RangeRequest.SortOrder.ValueType
     keys_only: builtins.bool
     def __init__(
@@ -114,10 +117,11 @@ class RangeRequest(google.protobuf.message.Message):
         key: builtins.bytes = ...,
         range_end: builtins.bytes = ...,
         limit: builtins.int = ...,
+        revision: builtins.int = ...,
         sort_order: global___RangeRequest.SortOrder.ValueType = ...,
         keys_only: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["key", b"key", "keys_only", b"keys_only", "limit", b"limit", "range_end", b"range_end", "sort_order", b"sort_order"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "keys_only", b"keys_only", "limit", b"limit", "range_end", b"range_end", "revision", b"revision", "sort_order", b"sort_order"]) -> None: ...
 
 global___RangeRequest = RangeRequest
 

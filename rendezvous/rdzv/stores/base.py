@@ -65,12 +65,10 @@ Page = Sequence[tuple[str, Read]]
 """Jobs by name."""
 
 
-def read(
-    decode: Callable[[bytes, str], Membership], data: bytes, revision: int, where: str
-) -> Read:
-    """Return a decoded job, or an error that says why it is unreadable and names it as `where`."""
+def read(stored: Callable[[], Stored]) -> Read:
+    """Return a decoded job, or the error that says why it cannot be read."""
     try:
-        return Stored(decode(data, where), revision)
+        return stored()
     except RendezvousStateError as error:
         return error
 
@@ -136,6 +134,7 @@ class Store(Protocol):
     ) -> int:
         """Write a membership and its records in one commit, and return the new revision.
 
+        If the only change is that nodes have succeeded, the cost does not depend on the job's size.
         `revision` is the loaded one, or 0 if the job must not exist yet. Once this returns, the
         commit survives every crash that the store itself survives.
 

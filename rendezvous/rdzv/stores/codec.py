@@ -1,19 +1,28 @@
 """Encodes memberships as human-readable JSON, in an envelope that specifies the format.
 
 `pack` compresses large values for stores that limit the size of a value.
+
+Thousands of nodes may succeed one after another, and a membership has an entry for each node. So if
+nothing else has changed since a store wrote a membership, it writes only the nodes that have
+succeeded (`later_successes`), beside it; the next membership that it writes replaces both.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import msgspec
 
 from rdzv.core.model import Membership
 from rdzv.errors import RendezvousStateError
+from rdzv.structs import replace
 
-FORMAT = 3
+FORMAT = 4
 """Incremented whenever an older server would misread or silently drop data from this one."""
+
+_FORMAT_ALONE = 3
+"""The format of a membership that has no successes beside it."""
 
 OLDEST_FORMAT = 1
 """The oldest format that can still be read; fields added since then have defaults."""
@@ -37,12 +46,14 @@ class _Envelope(msgspec.Struct, frozen=True):
 
 _envelope_decoder = msgspec.json.Decoder(_Envelope)
 _membership_decoder = msgspec.json.Decoder(Membership)
+_nodes_decoder = msgspec.json.Decoder(tuple[str, ...])
 _encoder = msgspec.json.Encoder()
 
 
 def encode(membership: Membership) -> bytes:
     """Encode a membership; `decode` restores an equal one."""
-    return _encoder.encode(_Envelope(FORMAT, msgspec.Raw(_encoder.encode(membership))))
+    number = FORMAT if may_have_more(membership) else _FORMAT_ALONE
+    return _encoder.encode(_Envelope(number, msgspec.Raw(_encoder.encode(membership))))
 
 
 def decode(data: bytes, where: str) -> Membership:
@@ -58,10 +69,52 @@ def decode(data: bytes, where: str) -> Membership:
             raise _foreign(envelope.format, where)
         return _membership_decoder.decode(envelope.membership)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RendezvousStateError(
-            f"{where} cannot be read: {error} (format {FORMAT} expected); it was left untouched. "
-            "Restore it from a backup, or remove it if the job is over"
-        ) from error
+        raise _unreadable(error, where) from error
+
+
+def may_have_more(membership: Membership) -> bool:
+    """Return whether nodes that succeeded later may be stored beside this membership."""
+    round_ = membership.round
+    return membership.ended is None and round_ is not None and bool(round_.succeeded)
+
+
+def later_successes(before: Membership | None, after: Membership) -> tuple[str, ...]:
+    """Return the nodes that have succeeded since `before`, or () if `after` is to be stored whole.
+
+    `before` is what the same process has stored, for an older version knows of no successes beside
+    a membership. The first success of a round is stored whole, so that a reader knows of others.
+    """
+    if before is None or not may_have_more(before) or after.round is None:
+        return ()
+    assert before.round is not None
+    known, now = before.round.succeeded, after.round.succeeded
+    # Fields that have not changed are identical, so this compares no participants.
+    if replace(after, round=replace(after.round, succeeded=known)) != before:
+        return ()
+    return now[len(known) :] if now[: len(known)] == known else ()
+
+
+def encode_nodes(node_ids: Sequence[str]) -> bytes:
+    """Encode nodes that have succeeded."""
+    return _encoder.encode(node_ids)
+
+
+def with_successes(membership: Membership, later: Sequence[bytes], where: str) -> Membership:
+    """Return the membership with nodes from `encode_nodes`, in the order in which they were stored.
+
+    Raises:
+        RendezvousStateError: the bytes are damaged.
+
+    """
+    if not later:
+        return membership
+    assert membership.round is not None
+    try:
+        nodes = [node for data in later for node in _nodes_decoder.decode(data)]
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _unreadable(error, where) from error
+    succeeded = (*membership.round.succeeded, *nodes)
+    return replace(membership, round=replace(membership.round, succeeded=succeeded))
 
 
 def pack(data: bytes) -> bytes:
@@ -97,6 +150,13 @@ def unpack(data: bytes, where: str) -> bytes:
             "Restore it from a backup, or remove it if the job is over"
         )
     return unpacked
+
+
+def _unreadable(error: Exception, where: str) -> RendezvousStateError:
+    return RendezvousStateError(
+        f"{where} cannot be read: {error} (format {FORMAT} expected); it was left untouched. "
+        "Restore it from a backup, or remove it if the job is over"
+    )
 
 
 def _foreign(found: int, where: str) -> RendezvousStateError:

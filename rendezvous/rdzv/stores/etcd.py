@@ -1,10 +1,10 @@
 """The store for replicated servers, which keeps its data in an etcd v3 cluster.
 
-Below the prefix, `jobs/ID` contains a membership, `history/ID/...` a job's history records,
-`documents/NAME` a document, `leadership` the number of the latest takeover, and `leader` the
-current leader. Every write is one transaction, on the condition that the leader key is the one
-created by this server's term. Once another server leads, nothing that this one sends is written,
-however late it arrives.
+Below the prefix, `jobs/ID` contains a membership, `successes/ID/...` the nodes that have succeeded
+since it was written, `history/ID/...` a job's history records, `documents/NAME` a document,
+`leadership` the number of the latest takeover, and `leader` the current leader. Every write is one
+transaction, on the condition that the leader key is the one created by this server's term. Once
+another server leads, nothing that this one sends is written, however late it arrives.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -24,6 +25,7 @@ from rdzv.stores.base import (
     HISTORY_ROWS,
     DeposedError,
     Page,
+    Read,
     Record,
     RevisionConflictError,
     Stored,
@@ -42,6 +44,7 @@ from rdzv.stores.etcd_values import (
     TxnResult,
 )
 from rdzv.stores.leader_key import Fence, read_leader, with_leadership
+from rdzv.structs import struct
 
 KEYS_PER_PAGE = 1_000
 """The number of keys in a page that contains no values; names are short."""
@@ -69,6 +72,25 @@ _SLOW_PARTICIPANTS = 256
 _Rows = list[tuple[int, str, str, str]]
 """Rows of unix_ms, run, name and data; the job is part of the key."""
 
+
+@struct(frozen=True)
+class _Held:
+    """What is known to be in etcd of a job: the keys whose revisions together are the job's."""
+
+    base: int
+    """The mod_revision of the membership, or 0 if there is none."""
+    later: int = 0
+    """The number of keys with later successes."""
+    newest: int = 0
+    """The mod_revision of the last of these keys."""
+    written: Membership | None = None
+    """The membership, if this term has written it."""
+
+    @property
+    def revision(self) -> int:
+        return max(self.base, self.newest)
+
+
 _rows_decoder: msgspec.json.Decoder[_Rows] = msgspec.json.Decoder(_Rows)
 _number_decoder = msgspec.json.Decoder(int)
 
@@ -94,6 +116,8 @@ class EtcdStore:
         """
         self._unpruned: dict[str, int] = {}
         """The number of rows written for each job since its history was last pruned."""
+        self._held: dict[str, _Held] = {}
+        """What is in etcd of jobs of which some nodes have succeeded."""
 
     @property
     def place(self) -> str:
@@ -103,13 +127,34 @@ class EtcdStore:
     async def load(self, rdzv_id: str) -> Stored | None:
         """Return a job as last written, or None if it was never written."""
         self._check_open()
-        kv, _ = await self._client.get(self._job_key(rdzv_id))
+        if (found := await self._read(rdzv_id)) is None:
+            return None
+        stored, held = found
+        known = self._held.get(rdzv_id)
+        if held.later and (known is None or known.revision < held.revision):
+            self._held[rdzv_id] = held
+        return stored
+
+    async def _read(self, rdzv_id: str) -> tuple[Stored, _Held] | None:
+        """Read a job, and its later successes at the same moment."""
+        kv, revision = await self._client.get(self._job_key(rdzv_id))
         if kv is None:
             return None
         where = f"job {rdzv_id} in {self.place}"
         if len(kv.value) < _SLOW_BYTES:
-            return Stored(_decode(kv.value, where), kv.mod_revision)
-        return Stored(await asyncio.to_thread(_decode, kv.value, where), kv.mod_revision)
+            membership = _decode(kv.value, where)
+        else:
+            membership = await asyncio.to_thread(_decode, kv.value, where)
+        later: list[KeyValue] = []
+        if codec.may_have_more(membership):
+            folder = _below(self._successes_folder(rdzv_id))
+            pages = self._client.scan(*folder, page=KEYS_PER_PAGE, revision=revision)
+            async with aclosing(pages):
+                async for page in pages:
+                    later += page
+            membership = codec.with_successes(membership, [kv.value for kv in later], where)
+        held = _Held(kv.mod_revision, len(later), later[-1].mod_revision if later else 0)
+        return Stored(membership, held.revision), held
 
     async def compare_and_swap(
         self,
@@ -129,26 +174,41 @@ class EtcdStore:
 
         """
         fence = self._check_fence()
-        key = self._job_key(rdzv_id)
-        data = await self._encoded(membership)
+        held = self._held_at(rdzv_id, revision)
+        later = codec.later_successes(held.written, membership)
+        job: tuple[Operation, ...]
+        if later:
+            job = (Put(self._success_key(rdzv_id, held.later), codec.encode_nodes(later)),)
+        else:
+            job = (Put(self._job_key(rdzv_id), await self._encoded(membership)),)
+            if held.later:
+                job += (Delete(*_below(self._successes_folder(rdzv_id))),)
         plan = await self._plan(fence, records)
         # History that exceeds the transaction is written before it, because no guarantee depends on
         # history.
-        *before, history = plan.transactions(MAX_OPERATIONS - 1)
+        *before, history = plan.transactions(MAX_OPERATIONS - len(job))
         for operations in before:
             await self._write(fence, operations)
-        written = await self._swap(
-            fence, f"job {rdzv_id}", key, revision, (Put(key, data), *history)
-        )
+        written = await self._swap_job(fence, rdzv_id, held, (*job, *history))
+        self._held.pop(rdzv_id, None)
+        if later:
+            self._held[rdzv_id] = _Held(held.base, held.later + 1, written, membership)
+        elif codec.may_have_more(membership):
+            self._held[rdzv_id] = _Held(written, written=membership)
         self._account(plan)
         return written
 
     async def delete(self, rdzv_id: str, revision: int) -> None:
         """Delete a job and its history in one commit. Raises the errors of `compare_and_swap`."""
         fence = self._check_fence()
-        key = self._job_key(rdzv_id)
-        operations = (Delete(key), Delete(*_below(self._history_folder(rdzv_id))))
-        await self._swap(fence, f"job {rdzv_id}", key, revision, operations if revision else ())
+        held = self._held_at(rdzv_id, revision)
+        operations = (
+            Delete(self._job_key(rdzv_id)),
+            Delete(*_below(self._successes_folder(rdzv_id))),
+            Delete(*_below(self._history_folder(rdzv_id))),
+        )
+        await self._swap_job(fence, rdzv_id, held, operations if revision else ())
+        self._held.pop(rdzv_id, None)
         self._unpruned.pop(rdzv_id, None)
 
     async def list(self) -> tuple[str, ...]:
@@ -162,16 +222,27 @@ class EtcdStore:
         async with aclosing(self._client.scan(*_below(folder), page=JOBS_PER_PAGE)) as pages:
             async for page in pages:
                 if sum(len(kv.value) for kv in page) < _SLOW_BYTES:
-                    yield self._page(folder, page)
+                    jobs = self._page(folder, page)
                 else:
-                    yield await asyncio.to_thread(self._page, folder, page)
+                    jobs = await asyncio.to_thread(self._page, folder, page)
+                yield [job for name, found in jobs if (job := await self._whole(name, found))]
 
     def _page(self, folder: str, page: Iterable[KeyValue]) -> Page:
         named = ((unquote(kv.key.decode().removeprefix(folder)), kv) for kv in page)
-        return [
-            (name, read(_decode, kv.value, kv.mod_revision, f"job {name} in {self.place}"))
-            for name, kv in named
-        ]
+        return [(name, read(partial(self._decoded, name, kv))) for name, kv in named]
+
+    def _decoded(self, rdzv_id: str, kv: KeyValue) -> Stored:
+        return Stored(_decode(kv.value, f"job {rdzv_id} in {self.place}"), kv.mod_revision)
+
+    async def _whole(self, rdzv_id: str, found: Read) -> tuple[str, Read] | None:
+        """Return a job of a page, read once more if it may have later successes."""
+        if isinstance(found, RendezvousStateError) or not codec.may_have_more(found.membership):
+            return rdzv_id, found
+        try:
+            again = await self._read(rdzv_id)
+        except RendezvousStateError as error:
+            return rdzv_id, error
+        return (rdzv_id, again[0]) if again else None
 
     async def append(self, records: Sequence[Record]) -> None:
         """Write records on their own, without a membership.
@@ -222,7 +293,8 @@ class EtcdStore:
         check_document(name, data)
         fence = self._check_fence()
         key = self._document_key(name)
-        return await self._swap(fence, f"document {name}", key, revision, (Put(key, data),))
+        unchanged = (Modified(key, revision),)
+        return await self._swap(fence, f"document {name}", key, unchanged, (Put(key, data),))
 
     async def list_documents(self) -> tuple[str, ...]:
         """Return the names of all documents, in order."""
@@ -272,18 +344,36 @@ class EtcdStore:
 
     # ---------------------------------------------------------------- writing
 
-    async def _swap(
-        self, fence: Fence, what: str, key: bytes, revision: int, operations: Sequence[Operation]
+    def _held_at(self, rdzv_id: str, revision: int) -> _Held:
+        held = self._held.get(rdzv_id)
+        return held if held and held.revision == revision else _Held(revision)
+
+    async def _swap_job(
+        self, fence: Fence, rdzv_id: str, held: _Held, operations: Sequence[Operation]
     ) -> int:
-        """Apply operations if this server leads and `key` has this revision; return the new one."""
+        """Apply operations if the job is as it is held, and has no success beyond."""
+        key = self._job_key(rdzv_id)
+        unchanged = (Modified(key, held.base), Modified(self._success_key(rdzv_id, held.later), 0))
+        return await self._swap(fence, f"job {rdzv_id}", key, unchanged, operations)
+
+    async def _swap(
+        self,
+        fence: Fence,
+        what: str,
+        key: bytes,
+        unchanged: Sequence[Modified],
+        operations: Sequence[Operation],
+    ) -> int:
+        """Apply operations if this server leads and nothing has changed; return the revision."""
         done = await self._client.txn(
-            (*fence.conditions, Modified(key, revision)), operations, (Get(fence.key), Get(key))
+            (*fence.conditions, *unchanged), operations, (Get(fence.key), Get(key))
         )
         if not done.succeeded:
             held = self._refused(done, fence)
+            found, named = held.mod_revision if held else 0, unchanged[0].revision
+            how = f"revision {found}, not {named}" if found != named else "later successes"
             raise RevisionConflictError(
-                f"{what} in {self.place} has revision {held.mod_revision if held else 0}, "
-                f"not {revision}: another server has written it"
+                f"{what} in {self.place} has {how}: another server has written it"
             )
         return done.revision
 
@@ -376,6 +466,12 @@ class EtcdStore:
 
     def _job_key(self, rdzv_id: str) -> bytes:
         return f"{self._prefix}/jobs/{_quoted(rdzv_id)}".encode()
+
+    def _successes_folder(self, rdzv_id: str) -> str:
+        return f"{self._prefix}/successes/{_quoted(rdzv_id)}/"
+
+    def _success_key(self, rdzv_id: str, number: int) -> bytes:
+        return f"{self._successes_folder(rdzv_id)}{number:08}".encode()
 
     def _document_key(self, name: str) -> bytes:
         return f"{self._prefix}/documents/{name}".encode()

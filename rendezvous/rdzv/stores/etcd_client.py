@@ -142,16 +142,22 @@ class EtcdClient:
         keys_only: bool = False,
         newest_first: bool = False,
         page: int = 500,
+        revision: int = 0,
     ) -> AsyncGenerator[tuple[KeyValue, ...]]:
         """Yield all keys from `start` up to but not including `end`, at most `page` keys at a time.
 
-        Writes made in the meantime may or may not appear. With `newest_first`, the keys are yielded
-        in reverse order.
+        Without `revision`, writes made in the meantime may or may not appear. With `newest_first`,
+        the keys are yielded in reverse order.
         """
         order = pb.RangeRequest.DESCEND if newest_first else pb.RangeRequest.NONE
         while True:
             request = pb.RangeRequest(
-                key=start, range_end=end, limit=page, sort_order=order, keys_only=keys_only
+                key=start,
+                range_end=end,
+                limit=page,
+                revision=revision,
+                sort_order=order,
+                keys_only=keys_only,
             )
             response = await self._repeated(RANGE, request)
             found = tuple(map(value_of, response.kvs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 
 from rdzv.core.model import Membership
 from rdzv.stores import codec
@@ -25,7 +26,10 @@ class MemoryStore:
     def __init__(self, history_rows: int = HISTORY_ROWS) -> None:
         self._history_rows = history_rows
         self.jobs: dict[str, tuple[bytes, int]] = {}
-        """Each job's encoded membership and its revision."""
+        """Each job's encoded membership, and its revision."""
+        self.successes: dict[str, list[bytes]] = {}
+        """The nodes that have succeeded since each job's membership was encoded."""
+        self._written: dict[str, Membership] = {}
         self.records: dict[str, deque[Record]] = {}
         """Each job's history."""
         self.documents: dict[str, tuple[bytes, int]] = {}
@@ -43,8 +47,7 @@ class MemoryStore:
         self._check_open()
         if (held := self.jobs.get(rdzv_id)) is None:
             return None
-        data, revision = held
-        return Stored(codec.decode(data, f"job {rdzv_id} in memory"), revision)
+        return self._decoded(rdzv_id, *held)
 
     async def compare_and_swap(
         self,
@@ -55,7 +58,17 @@ class MemoryStore:
     ) -> int:
         """Write a membership and its records, and return the new revision."""
         self._check_revision(f"job {rdzv_id}", self.jobs.get(rdzv_id), revision)
-        self.jobs[rdzv_id] = (codec.encode(membership), revision + 1)
+        later = codec.later_successes(self._written.get(rdzv_id), membership)
+        if later:
+            self.jobs[rdzv_id] = (self.jobs[rdzv_id][0], revision + 1)
+            self.successes.setdefault(rdzv_id, []).append(codec.encode_nodes(later))
+        else:
+            self.jobs[rdzv_id] = (codec.encode(membership), revision + 1)
+            self.successes.pop(rdzv_id, None)
+        if codec.may_have_more(membership):
+            self._written[rdzv_id] = membership
+        else:
+            self._written.pop(rdzv_id, None)
         self._record(records)
         return revision + 1
 
@@ -64,6 +77,8 @@ class MemoryStore:
         self._check_revision(f"job {rdzv_id}", self.jobs.get(rdzv_id), revision)
         if revision:
             del self.jobs[rdzv_id]
+            self.successes.pop(rdzv_id, None)
+            self._written.pop(rdzv_id, None)
             self.records.pop(rdzv_id, None)
 
     async def list(self) -> tuple[str, ...]:
@@ -75,8 +90,8 @@ class MemoryStore:
         """Yield all stored jobs at once."""
         self._check_open()
         page = [
-            (name, read(codec.decode, data, number, f"job {name} in memory"))
-            for name, (data, number) in sorted(self.jobs.items())
+            (name, read(partial(self._decoded, name, *held)))
+            for name, held in sorted(self.jobs.items())
         ]
         if page:
             yield page
@@ -118,6 +133,12 @@ class MemoryStore:
     async def close(self) -> None:
         """Make the store refuse all later calls."""
         self._closed = True
+
+    def _decoded(self, rdzv_id: str, data: bytes, revision: int) -> Stored:
+        where = f"job {rdzv_id} in memory"
+        membership = codec.decode(data, where)
+        later = self.successes.get(rdzv_id, ())
+        return Stored(codec.with_successes(membership, later, where), revision)
 
     def _record(self, records: Sequence[Record]) -> None:
         for record in records:

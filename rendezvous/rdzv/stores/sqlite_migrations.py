@@ -11,6 +11,7 @@ from rdzv.stores.sqlite_schema import (
     HISTORY,
     HISTORY_INDEX,
     SCHEMA_VERSION,
+    SUCCESS,
 )
 
 
@@ -37,5 +38,13 @@ def _to_3(db: sqlite3.Connection) -> None:
     db.execute(DOCUMENT)
 
 
-MIGRATIONS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _to_2, 2: _to_3}
+def _to_4(db: sqlite3.Connection) -> None:
+    db.execute(SUCCESS)
+
+
+MIGRATIONS: Mapping[int, Callable[[sqlite3.Connection], None]] = {
+    1: _to_2,
+    2: _to_3,
+    3: _to_4,
+}
 """Steps from each older schema version to the next. Each step runs in one transaction."""

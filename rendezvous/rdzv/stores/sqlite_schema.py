@@ -10,7 +10,7 @@ import sqlite3
 
 from rdzv.stores import sqlite_mark
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """The schema version, stored in `PRAGMA user_version`. A newer version is refused."""
 
 APPLICATION_ID = int.from_bytes(b"rdzv", "big")
@@ -19,6 +19,9 @@ programs."""
 
 DOCUMENTS_SINCE = 3
 """The schema version that added documents. A file opened read-only may be older."""
+
+SUCCESSES_SINCE = 4
+"""The schema version that added successes stored beside a membership."""
 
 TABLES = frozenset({"job", "history", "leadership"})
 """The tables that exist in every schema."""
@@ -53,12 +56,20 @@ CREATE TABLE document (
     revision INTEGER NOT NULL,
     data BLOB NOT NULL
 )"""
+# The nodes that have succeeded since the job's row was written; the newest revision is the job's.
+SUCCESS = """
+CREATE TABLE success (
+    rdzv_id TEXT NOT NULL,
+    revision INTEGER NOT NULL,
+    node_ids TEXT NOT NULL,
+    PRIMARY KEY (rdzv_id, revision)
+) WITHOUT ROWID"""
 
 
 def create(db: sqlite3.Connection) -> None:
     """Create all tables of the current schema in an empty file, in one transaction."""
     db.execute("BEGIN")
-    for statement in (_JOB, HISTORY, HISTORY_INDEX, _LEADERSHIP, DOCUMENT):
+    for statement in (_JOB, HISTORY, HISTORY_INDEX, _LEADERSHIP, DOCUMENT, SUCCESS):
         db.execute(statement)
     sqlite_mark.make_table(db)
     db.execute("INSERT INTO leadership VALUES (1, 0)")

@@ -6,6 +6,7 @@ All of them run in the connection's thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rdzv.core.model import Membership
@@ -13,11 +14,22 @@ from rdzv.stores import codec
 from rdzv.stores.base import Page, Record, RevisionConflictError, Stored, read
 from rdzv.stores.sqlite_connection import Connection
 from rdzv.stores.sqlite_file import problems_in, why_incomplete
-from rdzv.stores.sqlite_schema import DOCUMENTS_SINCE
+from rdzv.stores.sqlite_schema import DOCUMENTS_SINCE, SUCCESSES_SINCE
 from rdzv.structs import struct
 
 JOBS_PER_PAGE = 100
 """A page of ended jobs takes a few milliseconds; the largest live jobs have a megabyte each."""
+
+_REVISION = (
+    "coalesce((SELECT max(success.revision) FROM success WHERE success.rdzv_id = job.rdzv_id), "
+    "job.revision)"
+)
+
+_SELECT_JOBS = (
+    f"SELECT rdzv_id, membership, {_REVISION}, (SELECT group_concat(node_ids, char(10)) FROM "
+    "(SELECT node_ids FROM success WHERE success.rdzv_id = job.rdzv_id ORDER BY revision)) "
+    "FROM job"
+)
 
 
 @struct(frozen=True)
@@ -46,19 +58,17 @@ class Tables:
         self._history_rows = history_rows
         self._unpruned: dict[str, int] = {}
         """The number of rows written for each job since its history was last pruned."""
-        # After a rollback the counts may be wrong, so every job counts as over its limit.
-        connection.on_rollback = self._unpruned.clear
+        self._written: dict[str, Membership] = {}
+        """The memberships of jobs of which single successes may be written next."""
+        connection.on_rollback = self._forget_written
 
     def load(self, rdzv_id: str) -> Stored | None:
         """Return a job, or None if it was never written."""
         with self._connection.reading():
             row = self._connection.db.execute(
-                "SELECT membership, revision FROM job WHERE rdzv_id = ?", (rdzv_id,)
+                f"{self._select_jobs} WHERE rdzv_id = ?", (rdzv_id,)
             ).fetchone()
-        if row is None:
-            return None
-        data, revision = row
-        return Stored(codec.decode(bytes(data), f"job {rdzv_id} in {self._path}"), revision)
+        return self._stored(*row) if row else None
 
     def names(self) -> tuple[str, ...]:
         """Return the rdzv_ids of all jobs, in order."""
@@ -72,14 +82,24 @@ class Tables:
         """Return the next `JOBS_PER_PAGE` jobs after an rdzv_id."""
         with self._connection.reading():
             rows = self._connection.db.execute(
-                "SELECT rdzv_id, revision, membership FROM job WHERE rdzv_id > ? "
-                "ORDER BY rdzv_id LIMIT ?",
+                f"{self._select_jobs} WHERE rdzv_id > ? ORDER BY rdzv_id LIMIT ?",
                 (after, JOBS_PER_PAGE),
             ).fetchall()
-        return [
-            (name, read(codec.decode, bytes(data), revision, f"job {name} in {self._path}"))
-            for name, revision, data in rows
-        ]
+        return [(row[0], read(partial(self._stored, *row))) for row in rows]
+
+    @property
+    def _select_jobs(self) -> str:
+        """One statement for a job and its successes, since a server may write between two."""
+        if self._connection.schema_version < SUCCESSES_SINCE:
+            return "SELECT rdzv_id, membership, revision, NULL FROM job"
+        return _SELECT_JOBS
+
+    def _stored(self, rdzv_id: str, data: bytes, revision: int, later: str | None) -> Stored:
+        where = f"job {rdzv_id} in {self._path}"
+        lines = later.encode().split(b"\n") if later else []
+        return Stored(
+            codec.with_successes(codec.decode(bytes(data), where), lines, where), revision
+        )
 
     def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         """Return the newest records of a job, at most `limit`, oldest first."""
@@ -149,11 +169,23 @@ class Tables:
     ) -> int:
         """Write a job over the given revision, with its records, and return the new revision."""
         self._check_job(rdzv_id, revision)
-        self._connection.db.execute(
-            "INSERT INTO job VALUES (?1, ?2, ?3) "
-            "ON CONFLICT DO UPDATE SET revision = ?2, membership = ?3",
-            (rdzv_id, revision + 1, codec.encode(membership)),
-        )
+        later = codec.later_successes(self._written.get(rdzv_id), membership)
+        if later:
+            self._connection.db.execute(
+                "INSERT INTO success VALUES (?, ?, ?)",
+                (rdzv_id, revision + 1, codec.encode_nodes(later).decode()),
+            )
+        else:
+            self._connection.db.execute(
+                "INSERT INTO job VALUES (?1, ?2, ?3) "
+                "ON CONFLICT DO UPDATE SET revision = ?2, membership = ?3",
+                (rdzv_id, revision + 1, codec.encode(membership)),
+            )
+            self._connection.db.execute("DELETE FROM success WHERE rdzv_id = ?", (rdzv_id,))
+        if codec.may_have_more(membership):
+            self._written[rdzv_id] = membership
+        else:
+            self._written.pop(rdzv_id, None)
         self.append(records)
         return revision + 1
 
@@ -161,9 +193,10 @@ class Tables:
         """Delete a job and its history."""
         self._check_job(rdzv_id, revision)
         if revision:
-            self._connection.db.execute("DELETE FROM job WHERE rdzv_id = ?", (rdzv_id,))
-            self._connection.db.execute("DELETE FROM history WHERE rdzv_id = ?", (rdzv_id,))
+            for table in ("job", "success", "history"):
+                self._connection.db.execute(f"DELETE FROM {table} WHERE rdzv_id = ?", (rdzv_id,))
             self._unpruned.pop(rdzv_id, None)
+            self._written.pop(rdzv_id, None)
 
     def swap_document(self, name: str, data: bytes, revision: int) -> int:
         """Write a document over the given revision, and return the new revision."""
@@ -180,7 +213,7 @@ class Tables:
 
     def _check_job(self, rdzv_id: str, revision: int) -> None:
         row = self._connection.db.execute(
-            "SELECT revision FROM job WHERE rdzv_id = ?", (rdzv_id,)
+            f"SELECT {_REVISION} FROM job WHERE rdzv_id = ?", (rdzv_id,)
         ).fetchone()
         self._check_revision(f"job {rdzv_id}", row, revision)
 
@@ -191,6 +224,12 @@ class Tables:
                 f"{what} in {self._path} has revision {held}, not {revision}: "
                 "another server has written it"
             )
+
+    def _forget_written(self) -> None:
+        """Forget what was noted of writes that may not have happened: jobs are written whole."""
+        # Every job counts as over its limit.
+        self._unpruned.clear()
+        self._written.clear()
 
     def append(self, records: Sequence[Record]) -> None:
         """Append records and prune histories to their limit."""

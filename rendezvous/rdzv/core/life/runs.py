@@ -101,7 +101,9 @@ def _all_done(state: State) -> bool:
     if round_ is None:
         return False
     if round_.live:
-        return all(seat.succeeded for seat in state.seats.values())
+        # The counts come first: otherwise each of thousands of successes would look at all seats.
+        done = len(round_.succeeded) >= len(state.seats)
+        return done and all(seat.succeeded for seat in state.seats.values())
     return len(round_.succeeded) == len(round_.participants)
 
 
