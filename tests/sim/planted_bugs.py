@@ -142,8 +142,8 @@ MUTANTS = (
     Mutant(
         "a drained node takes part in the next round",
         "stopping.conclude",
-        "    if notice is not None and notice.due_ms is not None and not state.is_ending:",
-        "    if False and notice is not None and not state.is_ending:",
+        "    if stays and notice is not None and notice.due_ms is not None:",
+        "    if False and notice is not None:",
         by="tests/unit/agent/test_agent_notice.py",
     ),
     Mutant(

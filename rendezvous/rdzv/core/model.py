@@ -145,6 +145,9 @@ class Tuning:
     """A round that fails sooner than this after its completion counts toward a crash loop."""
     root_cause_window_ms: int = 500
     """Failures within this time of the earliest one are shown together."""
+    forms_from_ms: int = 0
+    """The time before which a job's first round completes only with all its nodes. On a server
+    without memory, nodes that run a round unknown to it have until then to report that round."""
 
 
 @struct(frozen=True)

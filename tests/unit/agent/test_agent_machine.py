@@ -147,8 +147,10 @@ def broken_promises(
             and (current is None or (new.left_round is not None and new.left_round >= current))
         ),
         "what is said names the run": all(c.run == new.run for c in says),
-        "the run changes by admission alone, and never under workers": new.run == state.run
-        or (state.workers_gone and isinstance(event, events.Joined | events.RoundCompleted)),
+        "the run changes by admission, or the node joins anew, and never under workers": new.run
+        == state.run
+        or (state.workers_gone and isinstance(event, events.Joined | events.RoundCompleted))
+        or (not new.has_workers and new == replace(new, run="", phase=Phase.JOINING)),
         "a stop is always on its way once the workers are to go": not has_workers
         or new.phase not in (Phase.STOPPING, Phase.LEAVING)
         or new.stopping_since_ms is not None
@@ -503,7 +505,6 @@ def test_a_round_that_ends_during_the_sweep_is_left_when_that_is_done() -> None:
         (closed(Result.FAILED), 1, "the job has failed: so it is"),
         (closed(Result.FAILED, retry=True), 75, "the job has failed: so it is"),
         (closed(Result.STOPPED), 1, "the job was stopped: so it is"),
-        (closed(Result.STOPPED, retry=True), 75, "the job was stopped: so it is"),
     ],
 )
 def test_the_exit_code_tells_how_the_job_ended(
@@ -532,6 +533,46 @@ def test_running_workers_are_stopped_when_the_run_ends() -> None:
     assert node.hear(exited(0, 143), exited(1, 143)) == []
     assert node.hear(gone())[:-1] == [StopStoreHost(0)]
     assert node.state.outcome is not None and node.state.outcome.exit_code == 1
+
+
+OTHER_RUN = closed(Result.STOPPED, retry=True)
+"""A server without memory does not know the run, and others have begun another."""
+
+
+def test_a_node_whose_run_is_not_known_stops_its_workers_and_joins_anew() -> None:
+    """It ended with 1, "the job was stopped", although the job went on with the others."""
+    node = running(3)
+    assert node.hear(OTHER_RUN) == [StopWorkers(3, 30_000)]
+    assert node.hear(OTHER_RUN, exited(0, 143), exited(1, 143)) == []
+    assert node.hear(gone(3)) == [StopStoreHost(3), SayJoin("", 3, ())]
+    assert node.hear(completed(3, run="r2")) == [], "rounds grow, also from run to run"
+    joined, start = events.Joined("r2", 1), [StartWorkers(line(4, "r2"))]
+    assert node.hear(joined, completed(4, run="r2")) == start
+    assert node.hear(closed(Result.FAILED, run="r2")) == [StopWorkers(4, 30_000)]
+    assert outcome_of(node.hear(gone(4))).exit_code == 1
+
+
+def test_a_waiting_node_whose_run_is_not_known_joins_anew_at_once() -> None:
+    assert joining().hear(OTHER_RUN) == [SayJoin("", None, ())]
+    assert rejoining().hear(OTHER_RUN) == [StopStoreHost(0), SayJoin("", 0, ())]
+
+
+@pytest.mark.parametrize("name", ["sweeping", "at_barrier", "leaving"])
+def test_a_node_that_has_finished_or_leaves_does_not_join_anew(name: str) -> None:
+    node = PHASES[name]()
+    told = node.hear(OTHER_RUN)
+    assert outcome_of(told if name == "at_barrier" else node.hear(gone())).exit_code == 75
+
+
+def test_a_signal_while_a_node_stops_to_join_anew_ends_it() -> None:
+    node = running()
+    assert node.hear(OTHER_RUN, signalled())[1:] == [StopWorkers(0, 0, SIGTERM)]
+    assert outcome_of(node.hear(gone())).exit_code == 75
+
+
+def test_a_run_that_was_placed_here_is_not_exchanged_for_another() -> None:
+    placed = begin(JOB, 0, run="r1")
+    assert outcome_of(list(step(placed, OTHER_RUN, 0).commands)).exit_code == 75
 
 
 @every_phase

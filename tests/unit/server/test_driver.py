@@ -62,6 +62,7 @@ from rdzv.runtime.clock import Timer
 from rdzv.server.driver import Driver
 from rdzv.server.engine import announcements_to_nodes as told
 from rdzv.server.engine import decide_persist_publish as engine_module
+from rdzv.server.engine.jobs import RECONNECT_MS
 from rdzv.server.engine.store_availability import StoreState
 from rdzv.server.messages import (
     Announcement,
@@ -246,8 +247,10 @@ async def server(
     clock: FakeClock | None = None,
     limits: Limits | None = None,
     nodes_tuning: NodesTuning | None = None,
+    store_name: str = "sqlite",
 ) -> AsyncIterator[Server]:
-    config = Config(Listen("127.0.0.1", 0), Path("/nowhere"), limits=limits or Limits())
+    listen = Listen("127.0.0.1", 0)
+    config = Config(listen, Path("/nowhere"), store=store_name, limits=limits or Limits())
     config = replace(config, nodes_tuning=nodes_tuning or config.nodes_tuning)
     clock = clock or FakeClock()
     uids = (f"run-{number}" for number in itertools.count(1))
@@ -912,6 +915,26 @@ async def test_a_belief_that_can_not_be_read_is_one_all_the_same() -> None:
         await s.driver.recovery.greet(s.attach("n2"), [], unread=["job-7"])
         await settle()
         assert (await s.states())["n2"] is NodeState.SEATED
+
+
+@pytest.mark.parametrize(("store_name", "waits"), [("memory", True), ("sqlite", False)])
+async def test_a_server_without_memory_forms_no_round_before_nodes_could_come_back(
+    store_name: str, *, waits: bool
+) -> None:
+    """A node that was faster formed a round alone, and the run of the others was not known."""
+
+    def formed(stream: Stream) -> bool:
+        return any(isinstance(message, Assignment) for message in read(stream))
+
+    async with server(store_name=store_name) as s:
+        await s.clock.advance(RECONNECT_MS - 2_000)
+        n1 = await s.connect("n1")
+        settings = Settings(1, 2, last_call_timeout_ms=1_000)
+        await s.driver.commands.hear(n1, "job-7", join(n1, settings=settings))
+        await s.clock.advance(1_999)
+        assert formed(n1) is not waits
+        await s.clock.advance(1)
+        assert formed(n1) is waits
 
 
 async def test_a_stale_stream_of_the_same_instance_is_closed() -> None:

@@ -83,7 +83,15 @@ from rdzv.agent.core.server_contact import (
     without_server,
 )
 from rdzv.agent.core.snapshot_marks import apply_to_snapshots, note_snapshots
-from rdzv.agent.core.stopping import conclude, end_kept, finish, leave, rejoin, stop
+from rdzv.agent.core.stopping import (
+    conclude,
+    end_kept,
+    finish,
+    joins_anew,
+    leave,
+    rejoin,
+    stop,
+)
 from rdzv.core.model import UNMOVED, LeaveCause, Result
 from rdzv.structs import replace, struct
 
@@ -108,7 +116,9 @@ class Transition:
 
 def begin(job: Job, now_ms: int, run: str = "") -> AgentState:
     """Return the state of a node that is about to join a job, or only this `run` of the job."""
-    return AgentState(job, run=run, idle_since_ms=now_ms, disconnected_since_ms=now_ms)
+    return AgentState(
+        job, run=run, placed=bool(run), idle_since_ms=now_ms, disconnected_since_ms=now_ms
+    )
 
 
 def step(state: AgentState, event: Event, now_ms: int) -> Transition:
@@ -271,7 +281,7 @@ def _close(work: Draft, event: RunClosed) -> None:
     text = f"the job has {event.result}: {event.reason}"
     if event.result is Result.STOPPED:
         text = f"the job was stopped: {event.reason}"
-    outcome = Outcome(exit_code, text, event.failures, event.result)
+    outcome = Outcome(exit_code, text, event.failures, event.result, joins_anew(work.state, event))
     finish(work, outcome, charged=tuple(sorted(charged & kept)))
 
 
@@ -530,6 +540,8 @@ def _suspect_waiting(work: Draft) -> None:
 def _leave_by_signal(work: Draft, event: Signalled) -> None:
     """Leave in an orderly way. A second signal cuts the grace period short."""
     if work.state.is_ending:
+        if work.state.outcome is not None and work.state.outcome.joins_anew:
+            work.state = replace(work.state, outcome=replace(work.state.outcome, joins_anew=False))
         if not work.state.workers_gone:
             stop(work, 0, event.signum)
         elif work.state.ending_kept:

@@ -225,6 +225,8 @@ class Outcome:
     failures: tuple[NodeFailure, ...] = ()
     result: Result | None = None
     """The job's result, if known."""
+    joins_anew: bool = False
+    """Whether the node joins the job again as a new one instead of exiting."""
 
 
 @struct(frozen=True)
@@ -234,6 +236,8 @@ class AgentState:
     job: Job
     phase: Phase = Phase.JOINING
     run: str = ""
+    placed: bool = False
+    """Whether the server has placed this run here, so that the node cannot join another one."""
     assignment: Assignment | None = None
     """The last round in which this node took part."""
     left_round: int | None = None

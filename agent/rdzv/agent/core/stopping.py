@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from rdzv.agent.core.commands import EndKept, Exit, SayJoin, SayLeave, StopStoreHost, StopWorkers
 from rdzv.agent.core.draft import Draft
+from rdzv.agent.core.events import RunClosed
 from rdzv.agent.core.model import AgentState, Leaving, Outcome, Phase
+from rdzv.core.model import Result
 from rdzv.structs import replace
 
 
@@ -71,8 +73,9 @@ def conclude(work: Draft, charged: tuple[int, ...] = ()) -> None:
     Before the node exits, its parked workers are ended.
     """
     state = work.state
-    notice = state.notice
-    if notice is not None and notice.due_ms is not None and not state.is_ending:
+    notice, anew = state.notice, state.outcome is not None and state.outcome.joins_anew
+    stays = anew or not state.is_ending
+    if stays and notice is not None and notice.due_ms is not None:
         state = work.state = replace(state, leaving=notice.leaving, phase=Phase.LEAVING)
     if state.is_ending and state.has_workers:
         end_kept(work, charged)
@@ -83,6 +86,17 @@ def conclude(work: Draft, charged: tuple[int, ...] = ()) -> None:
     if state.leaving is not None:
         work.do(SayLeave(state.run, state.leaving, round_))
         _exit(work, state.outcome or _left(state, state.leaving))
+    elif anew:
+        # Rounds of the other run get higher numbers than this one.
+        left_round = state.left_round if round_ is None else round_
+        work.state = AgentState(
+            state.job,
+            left_round=left_round,
+            idle_since_ms=work.now_ms,
+            disconnected_since_ms=state.disconnected_since_ms,
+            disconnected_reason=state.disconnected_reason,
+        )
+        work.do(rejoin(work.state))
     elif state.outcome is not None:
         _exit(work, state.outcome)
     else:
@@ -94,6 +108,16 @@ def conclude(work: Draft, charged: tuple[int, ...] = ()) -> None:
             notice=None,
         )
         work.do(rejoin(work.state))
+
+
+def joins_anew(state: AgentState, event: RunClosed) -> bool:
+    """Return whether the job goes on in another run, in which this node can take part.
+
+    A server that has lost its memory, or was given an old one, answers so to a node whose run it
+    does not know. A node whose workers have succeeded does not run them again.
+    """
+    goes_on = event.result is Result.STOPPED and event.retry_sensible
+    return goes_on and not state.placed and state.phase is not Phase.SUCCEEDED
 
 
 def rejoin(state: AgentState) -> SayJoin:

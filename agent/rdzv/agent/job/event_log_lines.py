@@ -6,6 +6,7 @@ import logging
 
 from rdzv.agent.core import events
 from rdzv.agent.core.model import AgentState, Assignment, Phase
+from rdzv.agent.core.stopping import joins_anew
 from rdzv.agent.system.error_files import describe_exit
 from rdzv.core.spent import MAX_RESTART_AGES
 from rdzv.core.words import duration
@@ -27,6 +28,9 @@ def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
         case events.RoundEnded():
             text = "%s: round %d ended (%s): %s"
             log.warning(text, rdzv_id, event.round, event.cause, event.reason)
+        case events.RunClosed() if event.run == state.run and joins_anew(state, event):
+            how = "joining anew" if state.workers_gone else "stopping the workers and joining anew"
+            log.warning("%s: %s: %s", rdzv_id, how, event.reason)
         case events.WorkerExited() if event.exit_code != 0:
             if state.phase is Phase.RUNNING:
                 how = describe_exit(event.exit_code, event.signal)

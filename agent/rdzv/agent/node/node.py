@@ -58,16 +58,10 @@ async def take_part(
     The launches' signals make the node leave all of the jobs in order, and so does a notice from
     `preemption` or from a launch's preemption file.
 
-    With `host_at`, the node serves the others at that address. If another process on this machine
-    is listening there, that one is assumed to be serving; with `serves_alone`, the node ends.
-
-    With `elect_by`, the nodes elect the one that serves. Without endpoints, the node serves itself,
-    and the round's store can also be reached at `host_at`. `credentials` are for servers at the
-    endpoints, not for one hosted by a node. `started` is a runner for the first launch.
-
-    Raises:
-        InvalidRequestError: `host_at` cannot be bound.
-        RendezvousConnectionError: `host_at` is in use, and this node has to serve there.
+    With `host_at`, the node serves the others there, unless another process on this machine does;
+    with `serves_alone`, that is an error. With `elect_by`, the nodes elect the one that serves.
+    Without endpoints, the node serves itself, and the store can also be reached at `host_at`.
+    `credentials` are for servers at the endpoints. `started` is a runner for the first launch.
     """
     drivers: list[JobDriver] = []
     endpoints_given = bool(endpoints)
@@ -79,8 +73,7 @@ async def take_part(
                 own = serving_itself(host_at, launches[0].job.rdzv_id)
                 endpoints = [await stack.enter_async_context(own)]
             elif host_at is not None:
-                rdzv_id = launches[0].job.rdzv_id
-                others = serving_others(host_at, rdzv_id, alone=serves_alone)
+                others = serving_others(host_at, launches[0].job.rdzv_id, alone=serves_alone)
                 await stack.enter_async_context(others)
             servers = endpoints
             if elect_by is not None:

@@ -43,8 +43,8 @@ UNWATCHED_MS = DAY_MS
 """The lease, and the interval of checks and pings, if server and node are one process."""
 
 TAKEOVER_GRACE_MS = 10_000
-"""How long a newly elected node waits for the others, which learn of the election at once. The job
-waits that long if the former server's node is gone, which is likely.
+"""How long a node that takes over as the server waits for the others, which try again every few
+seconds. The job waits that long if the former server's node is gone, which is likely.
 """
 
 log = logging.getLogger("rdzv.agent")
@@ -103,7 +103,12 @@ async def serving_others(
         return
     if not is_loopback(host_at.host):
         _warn(host_at)
-    async with _serving(_from_memory(Listen("127.0.0.1", 0))) as (server, bound):
+    config = replace(
+        _from_memory(Listen("127.0.0.1", 0)),
+        tuning=Tuning(takeover_grace_ms=TAKEOVER_GRACE_MS),
+        nodes_tuning=NodesTuning(takeover_grace_ms=TAKEOVER_GRACE_MS),
+    )
+    async with _serving(config) as (server, bound):
         finder = StoreFinder(server, rdzv_id)
         async with shared(listening, Endpoint(bound.host, bound.port), finder.where):
             yield

@@ -123,6 +123,7 @@ def completion_due_ms(state: State) -> int | None:
         coming_ms = tuning.gather_ms if awaited(state) else 0
         return max(enough_ms + coming_ms, earliest_ms)
     if round_ is None:
+        earliest_ms = max(earliest_ms, tuning.forms_from_ms)
         return max(enough_ms + settings.last_call_timeout_ms, earliest_ms)
     if state.regained:
         quiet_ms = state.newest_ms + tuning.gather_quiet_ms

@@ -46,8 +46,11 @@ def ended_run(state: State, run: str) -> Ended | None:
     for earlier in membership.earlier:
         if earlier.run == run:
             return earlier.ended
-    reason = f"run {run} is not known here; the present run of {membership.rdzv_id} is another"
-    return Ended(Result.STOPPED, reason, membership.began_at_ms)
+    reason = (
+        f"run {run} is not known here, and others have begun run {membership.run} of "
+        f"{membership.rdzv_id}"
+    )
+    return Ended(Result.STOPPED, reason, membership.began_at_ms, retry_sensible=True)
 
 
 def begin_run(work: Draft, command: Join) -> None:

@@ -264,9 +264,12 @@ def may_be_adopted(state: State, belief: Belief) -> bool:
 
 
 def unknown(state: State, belief: Belief) -> bool:
-    """Return whether the node runs workers of a job or round that is unknown to this server."""
+    """Return whether the node runs workers of a job or round that is unknown to this server.
+
+    A node in another run than the present one is not among them: it is told to stop.
+    """
     membership = state.membership
-    if not belief.has_workers:
+    if not belief.has_workers or ended_run(state, belief.run) is not None:
         return False
     return not membership.run or (
         belief.round is not None and belief.round >= membership.next_round

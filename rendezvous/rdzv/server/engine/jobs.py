@@ -26,10 +26,15 @@ from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import RevisionConflictError, StoreRefusedError
+from rdzv.structs import replace
+from rdzv.transport.node_stream import BACKOFF
 
 log = logging.getLogger("rdzv.jobs")
 
 T = TypeVar("T")
+
+RECONNECT_MS = round(BACKOFF.max_s * 1000) + 1_000
+"""The time in which all nodes reach a server that has started: their longest wait, and a second."""
 
 
 class Jobs:
@@ -57,6 +62,9 @@ class Jobs:
         self._meter = meter
         self._limits = config.limits
         self._tuning = config.tuning
+        if config.store == "memory":
+            forms_from_ms = clock.now_ms() + RECONNECT_MS
+            self._tuning = replace(config.tuning, forms_from_ms=forms_from_ms)
         self._timings = config.timings
         self._publish = publish
         self._on_load = on_load
