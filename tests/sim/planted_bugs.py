@@ -339,7 +339,7 @@ MUTANTS = (
     Mutant(
         "anybody changes a job of somebody else",
         "refuse_others_job",
-        "    if caller.admin or free or (owner and owner == caller.name):",
+        "    if caller.admin or not membership.run or (owner and owner == caller.name):",
         "    if True:",
         by=ROLE_TESTS,
     ),
@@ -1017,8 +1017,8 @@ MUTANTS = (
     Mutant(
         "a run succeeds with the first success",
         "_all_done",
-        "        return all(seat.succeeded for seat in state.seats.values())",
-        "        return any(seat.succeeded for seat in state.seats.values())",
+        "        return done and all(seat.succeeded for seat in state.seats.values())",
+        "        return done and any(seat.succeeded for seat in state.seats.values())",
     ),
     Mutant(
         "a run never succeeds",
