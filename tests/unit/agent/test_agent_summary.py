@@ -44,7 +44,7 @@ def fate(
 
 def ended(*failures: NodeFailure, workers: tuple[WorkerFate, ...] = (), code: int = 1) -> str:
     text = "the job has failed: no restart is left"
-    return summary("job-7", NodeOutcome(code, text, failures, None, workers))
+    return summary("job-7", NodeOutcome(code, text, failures, workers=workers))
 
 
 def test_the_first_failure_those_that_followed_and_those_that_were_ended_are_told_apart() -> None:
@@ -111,7 +111,7 @@ def test_a_broken_connection_as_the_first_failure_points_to_its_other_end() -> N
 
 def test_after_restarts_it_says_that_the_failure_was_not_the_first_of_the_job() -> None:
     of = (failure(0, "n1", "E"),)
-    told = summary("job-7", NodeOutcome(1, "it has failed", of, None, (), restarts=2))
+    told = summary("job-7", NodeOutcome(1, "it has failed", of, restarts=2))
     assert told.endswith(
         "\nWorkers had failed before (2 restarts): see `round N ended` above, or `rdzvctl explain`."
     )
