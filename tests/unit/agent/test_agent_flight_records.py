@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rdzv.agent.observers.flight_records import (
+    MAX_RECORDED,
     FlightRecord,
     GroupTimes,
     entries_for,
@@ -114,11 +115,37 @@ def test_what_is_completed_is_counted_over_all_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"[]", b'{"entries": 7}', b"\xff", b'{"entries": [{"pg_id": "x"}]}']
+    "text",
+    [
+        b"",
+        b"[]",
+        b'{"entries": 7}',
+        b"\xff",
+        b'{"entries": [{"pg_id": "x"}]}',
+        b'{"entries": [{"input_sizes": 7}]}',
+        b'{"entries": [{"input_dtypes": [7]}]}',
+    ],
 )
 def test_what_is_no_record_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError, match="cannot read"):
         read_record(text, NOW_NS)
+
+
+def test_a_record_costs_no_more_than_a_large_one_of_torchs() -> None:
+    """The agent reads it again and again, and whoever writes it may be hostile."""
+    most = b",".join([b"{}"] * (MAX_RECORDED - 1))
+    assert read_record(b'{"entries":[' + most + b"]}", NOW_NS).groups
+    for read in (lambda text: read_record(text, NOW_NS), lambda text: read_times(text, 0)):
+        with pytest.raises(ValueError, match="too large"):
+            read(b'{"entries":[' + most + b",{}]}")
+
+
+def test_sizes_that_are_too_long_are_not_shown() -> None:
+    short, long = (
+        record(entry(1, input_sizes=[[2, 3]] * times)).groups[0].latest[0].sizes
+        for times in (2, 20_000)
+    )
+    assert (short, long) == ("[2, 3] [2, 3] Float", "")
 
 
 def test_the_more_ranks_the_fewer_entries_of_each() -> None:

@@ -51,7 +51,7 @@ MAX_NAMES = 64
 """The maximum number of names examined in a worker's folder."""
 MAX_TRIED = 4
 """The maximum number of sockets tried."""
-MAX_BYTES = 32 << 20
+MAX_BYTES = 16 << 20
 """The size limit for a response; torch's 2,000 entries take one megabyte."""
 MAX_WHY_BYTES = 300
 MAX_ERROR_BYTES = 4_000

@@ -19,6 +19,10 @@ ENTRIES = 64
 ENTRIES_OF_ALL_RANKS = 4_096
 """The maximum number that all of a group's ranks keep together. With many ranks, each keeps few."""
 LEAST_ENTRIES = 4
+MAX_RECORDED = 25_000
+"""The maximum number of collectives in a record; torch keeps 2,000 unless it is told otherwise."""
+MAX_SIZES_BYTES = 64 << 10
+"""The maximum length of a collective's sizes; longer ones are not shown."""
 MAX_GROUPS = 32
 MAX_TEXT_CHARS = 120
 
@@ -28,8 +32,9 @@ class _Entry(msgspec.Struct, frozen=True):
     process_group: tuple[str, str] = ("", "")
     collective_seq_id: int = 0
     profiling_name: str = ""
-    input_sizes: list[list[int]] = []
-    input_dtypes: list[str] = []
+    # Read only where they are shown, since a coalesced collective has thousands.
+    input_sizes: msgspec.Raw = msgspec.Raw(b"[]")
+    input_dtypes: msgspec.Raw = msgspec.Raw(b"[]")
     time_created_ns: int = 0
     duration_ms: float | None = None
     timeout_ms: int = 0
@@ -144,6 +149,9 @@ def read_times(text: bytes, clocks_apart_ns: int) -> dict[str, GroupTimes]:
 
 
 def _decoded(text: bytes) -> _Trace:
+    # A job can make the smallest text expensive, and the agent reads it again and again.
+    if text.count(b"{") > MAX_RECORDED:
+        raise ValueError("its record of collectives is too large to be read in time")
     try:
         return _DECODER.decode(text)
     except msgspec.DecodeError as error:
@@ -213,9 +221,20 @@ def _timed_out(entry: _Entry, now_ns: int) -> bool:
 def _sizes(entry: _Entry) -> str:
     """Describe the input.
 
-    >>> _sizes(_Entry(input_sizes=[[2, 3], [4]], input_dtypes=["Float", "Float"]))
+    >>> raw = msgspec.Raw(b'[[2, 3], [4]]'), msgspec.Raw(b'["Float", "Float"]')
+    >>> _sizes(_Entry(input_sizes=raw[0], input_dtypes=raw[1]))
     '[2, 3] [4] Float'
+
+    Raises:
+        ValueError: they are something else.
     """
-    shapes = " ".join(map(str, entry.input_sizes))
-    kinds = " ".join(dict.fromkeys(entry.input_dtypes))
+    if max(len(bytes(entry.input_sizes)), len(bytes(entry.input_dtypes))) > MAX_SIZES_BYTES:
+        return ""
+    try:
+        sizes = msgspec.json.decode(entry.input_sizes, type=list[list[int]])
+        dtypes = msgspec.json.decode(entry.input_dtypes, type=list[str])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"cannot read torch's record of its collectives: {error}") from error
+    shapes = " ".join(map(str, sizes))
+    kinds = " ".join(dict.fromkeys(dtypes))
     return f"{shapes} {kinds}".strip()[:MAX_TEXT_CHARS]

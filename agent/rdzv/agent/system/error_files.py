@@ -20,7 +20,7 @@ from rdzv.structs import struct
 
 MAX_MESSAGE_CHARS = 2_000
 MAX_TRACEBACK_CHARS = 16_000
-MAX_FILE_BYTES = 4 << 20
+MAX_FILE_BYTES = 1 << 20
 
 NO_ERROR_FILE = "no error file, so no uncaught exception is known; its output may say why"
 
