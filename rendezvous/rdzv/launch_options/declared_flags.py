@@ -57,10 +57,18 @@ OWN = frozenset(
         *("--fence-after", "--hang-timeout", "--keep-timeout"),
         *("--log-line-prefix-template", "--max-preemptions", "--max-store-failures"),
         *("--no-progress-restarts", "--no-collective-trace", "--no-warm", "--node-id"),
-        *("--notice-signal", "--park-timeout", "--preemption-file", "--restart-backoff"),
-        *("--restart-window", "--snapshot", "--snapshot-copy-rate", "--snapshot-dir"),
-        *("--snapshot-dir-every", "--snapshot-dir-keep", "--snapshot-memory", "--tls-ca"),
-        *("--tls-cert", "--tls-key", "--token-file", "--topology", "--version", "--warm"),
+        *("--notice-signal", "--park-timeout", "--preemption-file", "--print-completion"),
+        *("--restart-backoff", "--restart-window", "--snapshot", "--snapshot-copy-rate"),
+        *("--snapshot-dir", "--snapshot-dir-every", "--snapshot-dir-keep", "--snapshot-memory"),
+        *(
+            "--tls-ca",
+            "--tls-cert",
+            "--tls-key",
+            "--token-file",
+            "--topology",
+            "--version",
+            "--warm",
+        ),
     }
 )
 """Flags that torchrun lacks. They cannot be abbreviated, so that torchrun's abbreviations keep
@@ -481,8 +489,9 @@ def _output() -> list[Option]:
         value(
             "--log-line-prefix-template",
             "TEXT",
-            "prefix of teed lines; ${role_name}, ${rank} and ${local_rank} are replaced "
-            "(default: TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, else [${role_name}${local_rank}]:)",
+            "prefix of teed lines; ${role_name}, ${rank}, ${local_rank} and ${hostname} are "
+            "replaced (default: TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, else "
+            "[${role_name}${local_rank}]:)",
         ),
     ]
 

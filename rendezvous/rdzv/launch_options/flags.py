@@ -177,6 +177,12 @@ def make_parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.Argumen
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"rdzvrun {VERSION}")
+    parser.add_argument(
+        *("--print-completion", "--print_completion"),
+        action=_PrintCompletion,
+        choices=("bash", "zsh", "tcsh"),
+        help="print the script that completes rdzvrun's flags in this shell; needs shtab",
+    )
     try:
         for title, options_ in grouped().items():
             group = parser.add_argument_group(title)
@@ -190,9 +196,28 @@ def make_parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.Argumen
     return parser
 
 
+class _PrintCompletion(argparse.Action):
+    """Prints a completion script, as torchrun 2.14 does."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.exit(1, "--print-completion needs the package shtab: pip install shtab\n")
+        parser.prog = "rdzvrun"
+        sys.stdout.write(f"{shtab.complete(parser, shell=str(values))}\n")
+        parser.exit()
+
+
 _WITHOUT_ENVIRONMENT = frozenset(
     {
-        *("numa_binding", "logs_specs", "help", "version", "use_env"),
+        *("numa_binding", "logs_specs", "help", "version", "use_env", "print_completion"),
         # These are set by RDZV_* variables instead, as for rdzvctl and the plug-in.
         *("tls_ca", "tls_cert", "tls_key", "token_file"),
     }

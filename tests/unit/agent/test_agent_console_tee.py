@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import doctest
 import os
+import socket
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -610,6 +611,7 @@ def test_a_template_may_be_of_any_bytes() -> None:
     template = os.fsdecode(b"\xff${rank}$$ ")
     assert line_prefix(template, "default", 3, 1) == b"\xff3$ "
     assert line_prefix("", "default", 3, 1) == b"[default1]:"
+    assert line_prefix("${hostname}:", "default", 3, 1) == f"{socket.gethostname()}:".encode()
 
 
 async def test_the_end_of_a_worker_group_waits_for_what_is_still_to_be_shown(

@@ -1,10 +1,12 @@
 """rdzvrun's command line: torchrun's options, their defaults, and what is wrong with bad ones."""
 
+import argparse
 import logging
 import os
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 from signal import Signals
 
@@ -691,6 +693,28 @@ def test_help_mentions_every_option_once(capsys: pytest.CaptureFixture[str]) -> 
     for key in parse_conf(ALL_OPTIONS["--rdzv-conf"]):
         assert f"{key}:" in " ".join(text.split())
     assert "--rdzv_id" not in text
+
+
+@pytest.mark.parametrize("flag", ["--print-completion", "--print_completion=bash"])
+def test_a_completion_script_is_of_all_flags_of_rdzvrun(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in torchrun, shtab makes it, and is needed only for that."""
+    argv = [flag] if "=" in flag else [flag, "bash"]
+
+    def complete(parser: argparse.ArgumentParser, shell: str) -> str:
+        return f"{shell} {parser.prog} {'--fence-after' in parser.format_help()}"
+
+    for shtab, code, out in (
+        (types.SimpleNamespace(complete=complete), 0, "bash rdzvrun True\n"),
+        (None, 1, ""),
+    ):
+        monkeypatch.setitem(sys.modules, "shtab", shtab)
+        with pytest.raises(SystemExit) as end:
+            parse_launch(argv)
+        shown = capsys.readouterr()
+        assert (end.value.code, shown.out) == (code, out)
+    assert shown.err == "--print-completion needs the package shtab: pip install shtab\n"
 
 
 # ------------------------------------------------------------------ the program

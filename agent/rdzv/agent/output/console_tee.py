@@ -31,6 +31,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -92,8 +93,9 @@ def route(file: Path, *, redirect: bool, tee: bool, shown: bool) -> Route:
 def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> bytes:
     """Return the prefix for a worker's lines.
 
-    `template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE; unknown variables in it are left unchanged
-    (torch/distributed/elastic/agent/server/local_elastic_agent.py).
+    `template` is --log-line-prefix-template; unknown variables in it are left unchanged. `hostname`
+    is this machine's short name (torch/distributed/elastic/agent/server/local_elastic_agent.py of
+    torch 2.14).
 
     >>> line_prefix(None, "default", rank=9, local_rank=1)
     b'[default1]:'
@@ -101,7 +103,7 @@ def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> 
     b'trainer 9/1 $x$ '
     """
     text = Template(template or "[${role_name}${local_rank}]:").safe_substitute(
-        role_name=role, rank=rank, local_rank=local_rank
+        role_name=role, rank=rank, local_rank=local_rank, hostname=socket.gethostname()
     )
     return os.fsencode(text)
 
