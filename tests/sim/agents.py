@@ -293,7 +293,7 @@ class Runner:
             self.vanish()
 
     def fail(self, workers: Workers) -> None:
-        """One worker of this round exits 1."""
+        """One worker of this round exits 1, or crashes."""
         if self.workers != workers or not self.alive or self.stuck or self.part.agent.frozen:
             return
         local_rank = self.world.random.choice(sorted(self.alive))
@@ -301,7 +301,9 @@ class Runner:
         self.hung.discard(local_rank)
         parks = self._keeping and local_rank in self.parking.able - self._not_kept
         by_itself = self._stop_due_ms is None or parks
-        self.tell(replace(self._exit(workers, local_rank, 1, None), by_itself=by_itself))
+        crashes = self.world.random.random() < 0.5
+        how = (None, int(signal.SIGSEGV)) if crashes else (1, None)
+        self.tell(replace(self._exit(workers, local_rank, *how), by_itself=by_itself))
         if self.part.agent.alive or self.alive:
             return
         if self._stop_due_ms is None:

@@ -275,8 +275,8 @@ MUTANTS = (
     Mutant(
         "an unhealthy node is kept for jobs that wait",
         "Hosts.all",
-        "            unfit = node_id in quarantined or bool(known.failing)",
-        "            unfit = node_id in quarantined",
+        "            cordoned = cordoned or barred or bool(known.failing)",
+        "            cordoned = cordoned or barred",
         by=QUEUE_TESTS,
     ),
     Mutant(
@@ -1744,9 +1744,23 @@ MUTANTS = (
     ),
     Mutant(
         "one broken job has node after node quarantined",
-        "quarantine._refusal",
-        "if one.run not in blamed) < tuning.failures",
-        "if True) < tuning.failures",
+        "quarantine.judge",
+        "    counted = [other for other in mine if other.run not in blamed]",
+        "    counted = mine",
+        by=QUARANTINE_TESTS,
+    ),
+    Mutant(
+        "a bug of a script takes a node out of service",
+        "quarantine.judge",
+        "    if machine < tuning.failures and len(jobs) < 2:",
+        "    if False:",
+        by=QUARANTINE_TESTS,
+    ),
+    Mutant(
+        "a job holds its other nodes while one is quarantined",
+        "_Plan.start",
+        "            if len(barred) >= lacking:",
+        "            if False:",
         by=QUARANTINE_TESTS,
     ),
     Mutant(

@@ -10,6 +10,7 @@ end, which is when END exists. On the given node, a worker fails instead.
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 END = Path(sys.argv[1])
 OPTIONS = dict(arg.partition("=")[::2] for arg in sys.argv[2:])
 if OPTIONS.get("fails_on") in Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parts:
-    sys.exit(3)  # Before torch is imported, which takes seconds.
+    os.kill(os.getpid(), signal.SIGSEGV)  # Before torch is imported, which takes seconds.
 
 import no_compiler  # noqa: E402, F401
 import torch  # noqa: E402

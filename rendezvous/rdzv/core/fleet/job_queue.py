@@ -9,7 +9,8 @@ These rules apply, in order of precedence:
   job could use a node if it has the job's labels and enough GPUs, busy or not. If too few such
   nodes are known, the job cannot use any, and reserves none until there are more.
 * After that, jobs grow to `max_nodes` on nodes that no job still waiting could use.
-* Nothing is taken from a running job.
+* Nothing is taken from a running job. One that has stopped, and to which a quarantine leaves fewer
+  than `min_nodes`, goes back to the queue at once, so that others may use the nodes it still has.
 
 A waiting job always gets a reason. The choice of a node is made here and stored with its job; the
 node itself reports what it actually has left.
@@ -41,6 +42,8 @@ class Host:
     """The reason why nothing may be placed on the node now, or empty if it is usable."""
     cordoned: bool = False
     """Whether the node is unusable until an operator changes that, or for an unknown period."""
+    quarantined: bool = False
+    """Whether the node is quarantined, which lasts for hours."""
 
     @property
     def gpus_free(self) -> int:
@@ -112,6 +115,8 @@ class Plan:
     """The nodes that each job no longer needs."""
     hopeless: Mapping[str, str] = field(default_factory=dict)
     """The jobs that no node could run, with reasons."""
+    stranded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The nodes of each job that cannot run while other nodes are quarantined."""
     waits: Mapping[str, QueuedWait] = field(default_factory=dict)
 
 
@@ -194,6 +199,7 @@ def place_queued_jobs(
         places={rdzv_id: tuple(node_ids) for rdzv_id, node_ids in work.places.items()},
         surplus={rdzv_id: node_ids for rdzv_id, node_ids in surplus.items() if node_ids},
         hopeless=hopeless,
+        stranded=work.stranded,
         waits=work.waits,
     )
 
@@ -211,6 +217,7 @@ class _Plan:
         self.settled = settled
         self.places: dict[str, list[str]] = {}
         self.waits: dict[str, QueuedWait] = {}
+        self.stranded: dict[str, tuple[str, ...]] = {}
         self._places_free = {host.node_id: host.places_free for host in hosts}
         self._gpus_free = {host.node_id: host.gpus_free for host in hosts}
         self._kept_for: dict[str, str] = {}
@@ -224,9 +231,13 @@ class _Plan:
             self._give(job, ready, job.missing)
             return
         self.waits[job.rdzv_id] = QueuedWait(self._why_queued(job, fitting, ready), len(self.waits))
-        if not self._lacking(job, fitting):
+        if not (lacking := self._lacking(job, fitting)):
             for host in fitting:
                 self._kept_for.setdefault(host.node_id, job.rdzv_id)
+        elif job.here and not job.seated:
+            barred = {host.node_id for host in fitting if host.quarantined} - job.here
+            if len(barred) >= lacking:
+                self.stranded[job.rdzv_id] = tuple(sorted(job.here))
 
     def _lacking(self, job: Demand, fitting: Sequence[Host]) -> int:
         """Return how many nodes the job would lack if all others had ended, as far as known."""

@@ -1,10 +1,12 @@
 """Quarantines nodes on which workers keep failing, so they get no submitted jobs for a while.
 
-A *strike* is a round that ended through the fault of one node: the root cause was one of its
-workers, or its processes survived SIGKILL. After enough strikes within a window, the node is
-quarantined. Failures alone do not show whether the node or the job is broken. To prevent a user's
-bug from emptying a cluster,
+A *strike* is a round that ended where one node's worker failed first, or where its processes
+survived SIGKILL. After enough strikes within a window, the node is quarantined. Ranks are stable,
+so a bug of a script hits the same node every time. To prevent a bug from taking nodes out of
+service,
 
+* the strikes must be *the machine's* (a signal, an error of the device, processes that survive
+  SIGKILL) or those of two jobs; an exception, an exit code or a hang in one job alone is the job's;
 * one run gets at most one node quarantined: if it keeps failing elsewhere, it is the job's fault;
 * only a limited number of nodes is quarantined at a time, and never the only one;
 * a failed connection is not a strike, because the other end went away;
@@ -15,7 +17,8 @@ This module is pure: the record is a value, stored by its owner, and `judge` ret
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import field
 
 from rdzv.core.events import Event, NodeNotQuarantined, NodeQuarantined, NodeStuck, RoundSettled
@@ -31,6 +34,16 @@ MAX_BLAMED = 1_000
 first."""
 REASON_CHARS = 200
 """The length to which a failure's text is truncated, which is a line or two in a terminal."""
+
+_DEVICE_ERROR = re.compile(
+    r"(?:AcceleratorError: |CudaError: |RuntimeError: (?=(?:CUDA|HIP) error: ))"
+    # The script's own: a value that a kernel refuses, and more memory than there is.
+    r"(?!.*(?:device-side assert|out of memory))"
+    r"|DistBackendError: (?s:.*)^ncclUnhandledCudaError: (?!(?s:.*)out of memory)",
+    re.MULTILINE,
+)
+"""Matches an exception that torch raises for an error of the device, or NCCL's for such an error.
+"""
 
 
 @struct(frozen=True)
@@ -48,7 +61,7 @@ class QuarantineTuning:
 
 @struct(frozen=True)
 class Strike:
-    """A round that ended through the fault of one node."""
+    """A round that ended where one node's worker failed first."""
 
     node_id: str
     rdzv_id: str
@@ -56,6 +69,8 @@ class Strike:
     round: int
     at_ms: int
     reason: str
+    machine: bool = False
+    """Whether the failure itself points to the node's machine rather than to the job."""
 
 
 @struct(frozen=True)
@@ -93,21 +108,33 @@ class Verdict:
 
 
 def strikes_in(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tuple[Strike, ...]:
-    """Return a strike for each node that these events show to be at fault for a round's end."""
+    """Return a strike for each node where these events show the cause of a round's end."""
     found: dict[tuple[str, int], Strike] = {}
     for event in events:
         match event:
             case RoundSettled(cause=Cause.WORKER_FAILURE, root_cause=Failure() as failure):
+                machine = _points_to_machine(failure)
                 if is_connection_error(failure):
                     continue
                 node_id, reason = failure.node_id, describe_failure(failure)
             case NodeStuck():
-                node_id, reason = event.node_id, event.reason
+                node_id, reason, machine = event.node_id, event.reason, True
             case _:
                 continue
-        strike = Strike(node_id, rdzv_id, run, event.round, now_ms, _short(reason))
+        strike = Strike(node_id, rdzv_id, run, event.round, now_ms, _short(reason), machine)
         found.setdefault((node_id, event.round), strike)
     return tuple(found.values())
+
+
+def _points_to_machine(failure: Failure) -> bool:
+    """Return whether a failure is of a kind that a script does not cause by its own exceptions.
+
+    A hang is not: the script may wait for ever, too. Where the kernel hangs, its processes survive
+    SIGKILL.
+    """
+    if failure.signal is not None:
+        return True
+    return bool(failure.traceback) and _DEVICE_ERROR.match(failure.message) is not None
 
 
 def judge(
@@ -131,11 +158,24 @@ def judge(
     kept = _pruned(record, tuning, now_ms)
     kept = replace(kept, strikes=(*kept.strikes, strike)[-MAX_STRIKES:])
     mine = [other for other in kept.strikes if other.node_id == node_id]
-    if len(mine) < tuning.failures:
-        return Verdict(kept)
-    within = duration(now_ms - mine[0].at_ms)
-    often = "at fault " + (f"{len(mine)} times within {within}" if len(mine) > 1 else "once")
-    if refusal := _refusal(kept, strike, mine, tuning, daemons, now_ms):
+    blamed = {run for run, _ in kept.blamed}
+    counted = [other for other in mine if other.run not in blamed]
+    if len(counted) < tuning.failures:
+        mine = [other for other in mine if other.run == strike.run]
+        if strike.run not in blamed or len(mine) < tuning.failures:
+            return Verdict(kept)
+        refusal = f"a node was quarantined for this run of {strike.rdzv_id} already, so {_THE_JOB}"
+        return Verdict(kept, NodeNotQuarantined(node_id, _place_of(mine, now_ms), refusal))
+    machine, jobs = sum(1 for one in counted if one.machine), {one.rdzv_id for one in counted}
+    if machine < tuning.failures and len(jobs) < 2:
+        refusal = (
+            f"only {strike.rdzv_id} failed there, and {machine or 'none'} of these failures "
+            f"{'is' if machine < 2 else 'are'} the machine's (a signal, a device error), so "
+            f"{_THE_JOB}"
+        )
+        return Verdict(kept, NodeNotQuarantined(node_id, _place_of(counted, now_ms), refusal))
+    often = f"at fault {_often(counted, now_ms)}"
+    if refusal := _refusal(kept, tuning, daemons, now_ms):
         return Verdict(kept, NodeNotQuarantined(node_id, often, refusal))
     reason = f"{often}, last in {strike.rdzv_id}: {strike.reason}"
     nodes = {**kept.nodes, node_id: Quarantined(now_ms, now_ms + tuning.ttl_ms, reason)}
@@ -156,21 +196,22 @@ def lift(record: Record, node_id: str) -> Record:
     )
 
 
+_THE_JOB = "the job itself is more likely at fault"
+
+
+def _place_of(strikes: Sequence[Strike], now_ms: int) -> str:
+    return f"where a round failed {_often(strikes, now_ms)}"
+
+
+def _often(strikes: Sequence[Strike], now_ms: int) -> str:
+    times = len(strikes)
+    return f"{times} times within {duration(now_ms - strikes[0].at_ms)}" if times > 1 else "once"
+
+
 def _refusal(
-    record: Record,
-    strike: Strike,
-    mine: Collection[Strike],
-    tuning: QuarantineTuning,
-    daemons: Collection[str],
-    now_ms: int,
+    record: Record, tuning: QuarantineTuning, daemons: Collection[str], now_ms: int
 ) -> str:
-    """Explain why a node that has reached the fault limit is not quarantined, or return ""."""
-    blamed = {run for run, _ in record.blamed}
-    if sum(1 for one in mine if one.run not in blamed) < tuning.failures:
-        return (
-            f"another was quarantined for this run of {strike.rdzv_id} already, so the job "
-            "itself is more likely at fault"
-        )
+    """Explain why a node that is at fault is not quarantined, or return ""."""
     if len(daemons) < 2:
         return "no other node is known"
     held, most = record.quarantined(now_ms), tuning.max_nodes or max(len(daemons) // 4, 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rdzv.core.commands import Bar, Decline, GiveUp, Place, Submit, Withdraw
 from rdzv.core.draft import Draft
-from rdzv.core.events import NodeDeclined, NodesPlaced, NodesWithdrawn, RunBegan
+from rdzv.core.events import JobQueued, NodeDeclined, NodesPlaced, NodesWithdrawn, RunBegan
 from rdzv.core.life.chosen_nodes import decline, place, withdraw, withdrawable
 from rdzv.core.life.conditions import Ignored
 from rdzv.core.life.leaving import depart
@@ -54,6 +54,8 @@ def take_back(work: Draft, command: Withdraw) -> Ignored | None:
     """Withdraw nodes chosen for a submitted run, except those that have a seat."""
     node_ids = withdrawable(work.state, command.node_ids)
     withdraw_nodes(work, node_ids, command.reason)
+    if node_ids and work.state.queued:
+        work.events.append(JobQueued(command.reason))
     return None if node_ids else _not_withdrawn(work, command.node_ids)
 
 

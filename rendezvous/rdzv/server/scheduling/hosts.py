@@ -43,9 +43,11 @@ class Hosts:
             has = taken.get(node_id, {}) | held
             # Such a state may last for hours, so no waiting job may reserve other nodes until it
             # ends.
-            unfit = node_id in quarantined or bool(known.failing)
-            cordoned = node_id in self._cordons.by_node or self._drains.wishes(node_id) or unfit
-            hosts.append(Host(node_id, known.resources, has, self._unusable(record), cordoned))
+            barred = node_id in quarantined
+            cordoned = node_id in self._cordons.by_node or self._drains.wishes(node_id)
+            cordoned = cordoned or barred or bool(known.failing)
+            unusable = self._unusable(record)
+            hosts.append(Host(node_id, known.resources, has, unusable, cordoned, barred))
         return hosts
 
     def _taken(self, states: Iterable[State]) -> dict[str, dict[tuple[str, str], int]]:

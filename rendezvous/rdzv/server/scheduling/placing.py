@@ -285,6 +285,9 @@ def _commands(
     for rdzv_id, node_ids in decided.surplus.items():
         reason = "the job was scaled down"
         commands.append((rdzv_id, Withdraw(runs[rdzv_id], node_ids, reason)))
+    for rdzv_id, node_ids in decided.stranded.items():
+        reason = decided.waits[rdzv_id].reason.removeprefix("queued: ")
+        commands.append((rdzv_id, Withdraw(runs[rdzv_id], node_ids, reason)))
     for rdzv_id, node_ids in decided.places.items():
         commands.append((rdzv_id, Place(runs[rdzv_id], node_ids)))
     return commands

@@ -275,8 +275,9 @@ class Quarantine(Table, frozen=True):
     """Quarantine of nodes on which workers keep failing."""
 
     failures: Annotated[int, _sets("quarantine.failures", ge=0, le=1_000, unit="rounds", reason="""
-        The node of a daemon is quarantined after it caused the end of this number of rounds: its
-        worker was the root cause, or could not be killed. 0: never.""")]
+        The node of a daemon is quarantined after its machine ended this number of rounds (a signal,
+        an error of the device, a worker that could not be killed). A script's exceptions count
+        if two jobs failed there. 0: never.""")]
     window: Annotated[Duration, _sets("quarantine.window_ms", ge=1, le=30 * DAY, reason="""
         Only failures within this time count: broken hardware fails again soon.""")]
     ttl: Annotated[Duration, _sets("quarantine.ttl_ms", ge=1, le=365 * DAY, reason="""

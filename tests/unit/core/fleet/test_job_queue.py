@@ -27,6 +27,7 @@ def a_node(
     taken: Mapping[tuple[str, str], int] | None = None,
     unusable: str = "",
     cordoned: bool = False,
+    quarantined: bool = False,
     **labels: str,
 ) -> Host:
     resources = Resources(
@@ -35,7 +36,7 @@ def a_node(
         capacity=capacity,
         topology=topology,
     )
-    return Host(node_id, resources, taken or {}, unusable, cordoned)
+    return Host(node_id, resources, taken or {}, unusable, cordoned or quarantined, quarantined)
 
 
 def a_job(
@@ -135,6 +136,43 @@ def test_a_job_that_a_drain_leaves_with_too_few_keeps_nothing_back() -> None:
     # The job waits for a node that is only away, and keeps all nodes that it could use.
     away = a_node("n3", unusable="away")
     assert place_queued_jobs([job, a_job("b", at_ms=1)], [shared, drained, away]).places == {}
+
+
+def test_a_job_that_a_quarantine_leaves_with_too_few_holds_nothing() -> None:
+    """The quarantined node is away for hours; others may use what the job still has."""
+    job = a_job("a", (2, 2), here=("n1",))
+    mine = a_node("n1", taken={("a", "a-run"): 0})
+    barred = a_node("n2", unusable="quarantined (why)", quarantined=True)
+    made = place_queued_jobs([job], [mine, barred])
+    assert made.stranded == {"a": ("n1",)}
+    assert made.waits["a"].reason == (
+        "queued: needs 1 more node, none is free; n2: quarantined (why); "
+        "if all other jobs had ended it would still lack 1 node"
+    )
+    holds = {
+        "its workers are still there": ([replace(job, seated=True)], [mine, barred]),
+        "it has enough": ([a_job("a", (1, 2), here=("n1",))], [mine, barred]),
+        "another node is free": ([job], [mine, barred, a_node("n3")]),
+        "another node is taken, and may be free soon": ([job], [mine, barred, BUSY]),
+        "the node is cordoned, and it is not known for how long": (
+            [job],
+            [mine, a_node("n2", unusable="cordoned", cordoned=True)],
+        ),
+        "it would lack one without the quarantine, too": (
+            [a_job("a", (3, 3), here=("n1",))],
+            [mine, barred],
+        ),
+        "the quarantined node could not run it": (
+            [a_job("a", (2, 2), here=("n1",), declined={"n2": "no"})],
+            [mine, barred],
+        ),
+    }
+    for why, (jobs, hosts) in holds.items():
+        assert place_queued_jobs(jobs, hosts).stranded == {}, why
+    # Nodes may still be on their way back to this server.
+    assert place_queued_jobs([job], [mine, barred], settled=False).stranded == {}
+    # One that has nothing has nothing to give back.
+    assert place_queued_jobs([a_job("a", (2, 2))], [a_node("n1"), barred]).stranded == {}
 
 
 # ------------------------------------------------------------------ one job

@@ -1,7 +1,8 @@
 """Which nodes are quarantined: the rule, case by case.
 
 Each case is a list of strikes, `at_s node run`, at a server that knows four daemons unless it says
-otherwise; then the nodes that they quarantine, and the reason given for the last.
+otherwise; then the nodes that they quarantine, and the reason given for the last. A strike is the
+machine's; with a `?` behind the run it is an exception, which may be the job's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def after(
     for round_, line in enumerate(filter(None, map(str.strip, strikes.split(";")))):
         at_s, node_id, run = line.split()
         at_ms = int(at_s) * 1000
-        strike = Strike(node_id, f"job-{run}", run, 100 * int(at_s) + round_, at_ms, "exit code 3")
+        number, job = 100 * int(at_s) + round_, run.rstrip("?")
+        machine = not run.endswith("?")
+        strike = Strike(node_id, f"job-{job[0]}", job, number, at_ms, "exit code 3", machine)
         verdict = judge(record, strike, QuarantineTuning(**tuning), daemons, at_ms)
         record, text = verdict.record, sentence(verdict.event) if verdict.event else ""
     return record, text
@@ -70,14 +73,77 @@ CASES = {
         f"{THRICE}; 30 n3 a; 40 n3 a; 50 n3 a",
         {"max_nodes": 4},
         ["n2"],
-        "n3 was at fault 3 times within 20 s, and is not quarantined: another was quarantined for "
-        "this run of job-a already, so the job itself is more likely at fault",
+        "n3 was where a round failed 3 times within 20 s, and is not quarantined: a node was "
+        "quarantined for this run of job-a already, so the job itself is more likely at fault",
     ),
     "its strikes count against no other, also beside another run's": (
         f"{THRICE}; 30 n3 a; 40 n3 b; 50 n3 b",
         {"max_nodes": 4},
         ["n2"],
+        "",
+    ),
+    "nor do another run's count for what is said of it": (
+        f"{THRICE}; 20 n3 b; 30 n3 a; 40 n3 b; 50 n3 a",
+        {"max_nodes": 4},
+        ["n2"],
+        "",
+    ),
+    "only its own are told": (
+        f"{THRICE}; 20 n3 b; 30 n3 a; 40 n3 a; 50 n3 a",
+        {"max_nodes": 4},
+        ["n2"],
+        "n3 was where a round failed 3 times within 20 s",
+    ),
+    "another run of the job is not the one that is blamed": (
+        f"{THRICE}; 30 n3 a2; 40 n3 a2; 50 n3 a2",
+        {"max_nodes": 4},
+        ["n2", "n3"],
+        "n3 is quarantined",
+    ),
+    "the exceptions of one job alone are the job's": (
+        "0 n2 a?; 2 n2 a?; 4 n2 a?",
+        {},
+        [],
+        "n2 was where a round failed 3 times within 4.0 s, and is not quarantined: only job-a "
+        "failed there, and none of these failures is the machine's (a signal, a device error), so "
         "the job itself is more likely at fault",
+    ),
+    "also those of several of its runs": (
+        "0 n2 a1?; 2 n2 a2?; 4 n2 a3?",
+        {},
+        [],
+        "only job-a failed there",
+    ),
+    "those of two jobs are the node's": (
+        "0 n2 a?; 2 n2 b?; 4 n2 a?",
+        {},
+        ["n2"],
+        "n2 is quarantined for 12 h 0 min: at fault 3 times within 4.0 s, last in job-a",
+    ),
+    "but not before there are enough": ("0 n2 a?; 2 n2 b?", {}, [], ""),
+    "nor if the other's were at another node": (
+        "0 n3 b?; 2 n2 a?; 4 n2 a?; 5 n2 a?",
+        {},
+        [],
+        "only job-a failed there",
+    ),
+    "an exception makes up for no failure of the machine": (
+        "0 n2 a; 2 n2 a?; 4 n2 a",
+        {},
+        [],
+        "only job-a failed there, and 2 of these failures are the machine's",
+    ),
+    "and takes nothing from those": (
+        "0 n2 a; 2 n2 a?; 4 n2 a; 6 n2 a",
+        {},
+        ["n2"],
+        "n2 is quarantined for 12 h 0 min: at fault 4 times within 6.0 s",
+    ),
+    "with failures = 1 two jobs are still needed": (
+        "0 n2 a?; 2 n2 b?",
+        {"failures": 1},
+        ["n2"],
+        "at fault 2 times within 2.0 s",
     ),
     "other runs may have another node quarantined": (
         f"{THRICE}; 30 n3 b; 40 n3 b; 50 n3 b",
@@ -142,7 +208,7 @@ def test_a_node_without_a_daemon_is_not_judged() -> None:
 
 
 def test_a_strike_that_is_told_again_changes_nothing() -> None:
-    strike = Strike("n2", "job-7", "a", 5, 1_000, "exit code 3")
+    strike = Strike("n2", "job-7", "a", 5, 1_000, "exit code 3", machine=True)
     record = judge(Record(), strike, QuarantineTuning(), FOUR, 1_000).record
     for at_ms in (1_000, 2_000, 3_000):
         again = judge(record, strike, QuarantineTuning(), FOUR, at_ms)
@@ -194,8 +260,10 @@ def test_the_record_is_stored_as_it_is() -> None:
 # ---------------------------------------------------------------- what is a strike
 
 
-def failure(message: str, node_id: str = "n2") -> Failure:
-    return Failure(node_id, "10.0.0.2", 0, 1, 99, 3, None, message, "", 5)
+def failure(
+    message: str, signal: int | None = None, exit_code: int | None = 3, traceback: str = "at x.py:1"
+) -> Failure:
+    return Failure("n2", "10.0.0.2", 0, 1, 99, exit_code, signal, message, traceback, 5)
 
 
 def settled(cause: Cause, root_cause: Failure | None) -> RoundSettled:
@@ -209,10 +277,47 @@ def test_the_node_of_the_root_cause_is_at_fault() -> None:
     assert strike == Strike("n2", "job-7", "a", 4, 77, reason)
 
 
+MACHINES = {
+    "a signal": (failure("received SIGSEGV (pid 99)", 11, None, ""), True),
+    "an exception": (failure("KeyError: 'lr'"), False),
+    "an exit code": (failure("no error file", traceback=""), False),
+    "a hang": (failure("hung: RANK 1 has not entered all_reduce", None, None), False),
+    "a device": (failure("AcceleratorError: CUDA error: unspecified launch failure\nx"), True),
+    "of an older torch": (failure("RuntimeError: CUDA error: uncorrectable ECC error"), True),
+    "of the torch for AMD": (failure("RuntimeError: HIP error: unknown error"), True),
+    "a refused value": (
+        failure("AcceleratorError: CUDA error: device-side assert triggered"),
+        False,
+    ),
+    "no memory left": (failure("OutOfMemoryError: CUDA out of memory. Tried to ..."), False),
+    "none, by the driver": (failure("AcceleratorError: CUDA error: out of memory"), False),
+    "words of a device": (failure("ValueError: CUDA error: no such thing"), False),
+    "its words in the exit's": (failure("RuntimeError: CUDA error: x", traceback=""), False),
+    "NCCL without memory": (
+        failure("DistBackendError: x\nncclUnhandledCudaError: x.\nLast error:\nout of memory"),
+        False,
+    ),
+    "NCCL on this node": (
+        failure(
+            "DistBackendError: NCCL error in: x.cpp:7, unhandled cuda error\n"
+            "ncclUnhandledCudaError: Call to CUDA function failed."
+        ),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MACHINES)
+def test_which_failures_are_the_machines(case: str) -> None:
+    root, machine = MACHINES[case]
+    (strike,) = strikes_in("job-7", "a", [settled(Cause.WORKER_FAILURE, root)], 77)
+    assert strike.machine is machine
+
+
 def test_what_can_not_be_killed_is_the_fault_of_its_node_once_a_round() -> None:
     stuck = NodeStuck("n2", 4, "workers survive SIGKILL (pid 99)")
     (strike,) = strikes_in("job-7", "a", [stuck], 77)
-    assert (strike.node_id, strike.reason) == ("n2", "workers survive SIGKILL (pid 99)")
+    assert strike == Strike("n2", "job-7", "a", 4, 77, "workers survive SIGKILL (pid 99)", True)
     both = [stuck, settled(Cause.WORKER_FAILURE, failure("killed"))]
     assert len(strikes_in("job-7", "a", both, 77)) == 1
 
@@ -224,6 +329,10 @@ def test_what_can_not_be_killed_is_the_fault_of_its_node_once_a_round() -> None:
         settled(Cause.STORE_HOST, None),
         settled(Cause.WORKER_FAILURE, None),
         settled(Cause.WORKER_FAILURE, failure("DistNetworkError: Connection reset by peer")),
+        settled(
+            Cause.WORKER_FAILURE,
+            failure("DistBackendError: NCCL error in: x.cpp:7\nncclRemoteError: A call failed"),
+        ),
     ],
 )
 def test_nobody_is_at_fault(event: RoundSettled) -> None:
