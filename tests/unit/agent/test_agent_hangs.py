@@ -150,6 +150,18 @@ def test_pauses_between_counts_are_no_longer_than_they_must_have_been() -> None:
     assert watched(*looks, every_ms=6_000).intervals_ms == (6_000, 100, 12_000)
 
 
+@pytest.mark.parametrize("before", [words(1, *[1] * 4), counts(10, 20, *[20] * 4), counts(2, 3)])
+def test_a_worker_whose_script_is_over_has_a_minute_to_exit(
+    before: tuple[Observation, ...],
+) -> None:
+    exits = Observation(None, "S", exits=True)
+    assert watched(*before, *[exits] * 60).why_hung(5_000) == ""
+    assert watched(*before, *[exits] * 61).why_hung(5_000) == (
+        "its script is over, and it has not exited for 60 s, limit 60 s"
+    )
+    assert watched(*before, *[exits] * 80).why_hung(90_000) == ""
+
+
 # ------------------------------------------------------------------ files and processes
 
 
@@ -317,6 +329,22 @@ async def test_a_hung_worker_that_exits_hangs_no_more(tmp_path: Path, pid: int) 
     w.look(30)
     assert w.reported == [[9], []]
     w.watch.close_round()
+
+
+@pytest.mark.parametrize("how", ["its hook says so", "Z", ""])
+async def test_a_worker_that_exits_does_not_hang(
+    how: str, tmp_path: Path, pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = Watch(tmp_path, FIXED, pid)
+    w.file.write_bytes(b"7\n")
+    w.look(9)
+    if how in ("Z", ""):
+        monkeypatch.setattr(hang_watch, "process_state", lambda _: how)
+    else:
+        (tmp_path / f"collectives.{pid}.exits").touch()
+    w.look(60)
+    w.watch.close_round()
+    assert w.said == []
 
 
 async def test_without_a_timeout_nobody_is_watched(tmp_path: Path, pid: int) -> None:

@@ -42,6 +42,20 @@ def test_message_and_traceback_are_those_of_record(tmp_path: Path) -> None:
     assert body["extraInfo"]["timestamp"].isdecimal()
 
 
+def test_the_end_of_the_script_is_shown_but_not_that_of_its_children(tmp_path: Path) -> None:
+    script = (
+        "import os, sys\nos.setsid()\nif os.fork() == 0:\n    sys.exit(0)\nos.wait()\n"
+        "print(os.getpid(), os.listdir('shared'))"
+    )
+    (tmp_path / "shared").mkdir()
+    done = end(tmp_path, script, RDZV_PROGRESS_FILE=str(tmp_path / "shared" / "progress"))
+    pid, _, before = done.stdout.strip().partition(" ")
+    assert before == "[]", done.stderr
+    assert [*map(str, (tmp_path / "shared").iterdir())] == [
+        str(tmp_path / "shared" / f"collectives.{pid}.exits")
+    ]
+
+
 def test_an_exception_without_a_text_is_written_as_well(tmp_path: Path) -> None:
     fails = "class Odd(Exception):\n    def __str__(self):\n        raise KeyError\n\nraise Odd\n"
     done = end(tmp_path, fails)

@@ -35,6 +35,11 @@ START_LEAST_MS = 60_000
 slow start is not a hang.
 """
 
+EXIT_LEAST_MS = 60_000
+"""The minimum time that a worker gets to exit once its script is over, whatever the limit, because
+it may be releasing memory or devices.
+"""
+
 UNINTERRUPTIBLE, TRACED = "D", "t"
 
 
@@ -57,6 +62,8 @@ class Observation:
     """
     known: bool = True
     """Whether new activity would have been visible."""
+    exits: bool = False
+    """Whether its script is over."""
 
 
 @struct(frozen=True)
@@ -75,6 +82,8 @@ class WorkerActivity:
     switches: int | None = None
     completed: int | None = None
     """The number of completed collectives when they were last counted."""
+    exits: bool = False
+    """Whether its script is over; then `silent_ms` is the time since that was first seen."""
 
     def after(self, look: Observation, passed_ms: int) -> WorkerActivity:
         """Return the activity with one more observation, `passed_ms` after the previous one."""
@@ -87,6 +96,8 @@ class WorkerActivity:
             switches=look.switches if look.state == UNINTERRUPTIBLE else None,
             completed=look.completed if look.completed is not None else self.completed,
         )
+        if look.exits:
+            return replace(seen, exits=True, silent_ms=seen.silent_ms if self.exits else 0)
         if seen.report != self.report:
             return seen._heard(seen.silent_ms)
         if seen.counts and seen.completed != self.completed:
@@ -114,12 +125,15 @@ class WorkerActivity:
         """
         if self.blocked_ms >= timeout_ms:
             return f"in D state for {self.blocked_ms / 1000:.0f} s without interruption"
-        if self.counts and (self.completed or 0) < START_COLLECTIVES:
+        if self.exits:
+            timeout_ms = max(timeout_ms, EXIT_LEAST_MS)
+        elif self.counts and (self.completed or 0) < START_COLLECTIVES:
             timeout_ms = max(timeout_ms, START_LEAST_MS)
         if (self.report is None and not self.counts) or self.silent_ms < timeout_ms:
             return ""
         silent_s, limit_s = self.silent_ms / 1000, timeout_ms / 1000
         what = "no collective completed" if self.counts else "no progress reported"
+        what = "its script is over, and it has not exited" if self.exits else what
         return f"{what} for {silent_s:.0f} s, limit {limit_s:g} s"
 
 

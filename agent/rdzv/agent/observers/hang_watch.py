@@ -30,7 +30,7 @@ from rdzv.agent.observers.flight_records import LEAST_ENTRIES
 from rdzv.agent.observers.stack_sampling import process_state
 from rdzv.agent.system.accounts import Identity, acting_as
 from rdzv.core.evidence.hang_culprit import HangTimeout, HungWorker
-from rdzv.core.evidence.stacks import STOPPED
+from rdzv.core.evidence.stacks import STOPPED, ZOMBIE
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import struct
 
@@ -208,9 +208,11 @@ class HangWatch:
         state = process_state(worker.pid)
         switches = _switches(worker.pid) if state == UNINTERRUPTIBLE else None
         with acting_as(self._identity):
-            report = _last_report(worker.file)
-        if report is not None or worker.completed is None:
-            return Observation(report, state, switches)
+            report, exits = _last_report(worker.file), _is_over(worker.file, worker.pid)
+        # Without a process, its exit is still to be handled.
+        exits = exits or state in (ZOMBIE, "")
+        if report is not None or worker.completed is None or exits:
+            return Observation(report, state, switches, exits=exits)
         late_ms = 2 * self._ask_every_ms + int(ASK_TIMEOUT_S * 1000)
         # A worker stopped by a signal completes nothing, and does not respond.
         known = state == STOPPED or self._now_ms() - worker.answered_ms < late_ms
@@ -299,6 +301,13 @@ def _last_report(file: str) -> tuple[int, ...] | None:
         if file and (found := Path(file).stat()).st_size:
             return found.st_ino, found.st_mtime_ns
     return None
+
+
+def _is_over(file: str, pid: int) -> bool:
+    """Return whether the script of the worker with this progress file is over, by its hook."""
+    with contextlib.suppress(OSError, ValueError):
+        return bool(file) and Path(file).with_name(f"collectives.{pid}.exits").exists()
+    return False
 
 
 def _switches(pid: int) -> int | None:

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 NAME = "collectives"
-"""The prefix of the files' names: `NAME.PID.RANDOM` is a socket, `NAME.PID.why` is a text file, and
-`NAME.PID.last` is the record of a process that ended because of a collective's error.
+"""The prefix of the files' names: `NAME.PID.RANDOM` is a socket, `NAME.PID.why` is a text file,
+`NAME.PID.last` is the record of a process that ended because of a collective's error, and
+`NAME.PID.exits` shows that the script is over.
 """
 MODULE = "torch.distributed.distributed_c10d"
 MAX_PATH_BYTES = 107
@@ -162,6 +163,8 @@ def _start() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _never_end(server)
     _recorded_by["pid"] = os.getpid()
+    # Torch has registered functions of its own, which run after this one.
+    _watch_end()
     # The script may have since replaced the hook.
     _watch_exceptions()
 
@@ -181,6 +184,24 @@ def _watch_exceptions() -> None:
 
     excepthook.leaves = _leave_exception  # type: ignore[attr-defined]
     sys.excepthook = excepthook
+
+
+def _watch_end() -> None:
+    """Show when the script is over, because the process may take long to end after that."""
+    import atexit
+
+    atexit.register(_show_end)
+
+
+def _show_end() -> None:
+    folder = _folder()
+    # Children that the script has forked are in the session of the worker.
+    if folder and os.getsid(0) == os.getpid():
+        try:
+            with open(os.path.join(folder, f"{NAME}.{os.getpid()}.exits"), "w"):
+                return
+        except OSError:
+            return
 
 
 def _watch_exit() -> None:
@@ -352,6 +373,7 @@ def _write_reason(why: str) -> None:
 _undo(os.path.dirname(os.path.abspath(__file__)))
 _watch_exceptions()
 _watch_exit()
+_watch_end()
 if MODULE in sys.modules:
     _wrap(sys.modules[MODULE])
 else:
