@@ -132,6 +132,23 @@ def test_what_goes_to_no_file_is_known_as_that(tmp_path: Path) -> None:
     assert (round_.workers[0].stdout, round_.workers[0].stderr) == (NO_FILES, None)
 
 
+def test_a_run_whose_logs_are_elsewhere_is_found_as_well(tmp_path: Path) -> None:
+    """As with --log-dir and --logs-specs, which leave the run's own folder empty."""
+    folders, written = RunFolders(tmp_path), Written()
+    folder = folders.open("job", "r1")
+    elsewhere = tmp_path / "elsewhere"
+    written.begin(line(0), RoundOutput((WorkerOutput(elsewhere, elsewhere, NO_FILES),), {}))
+    folder.note(written)
+    folders.release(folder)
+    found = RunFolders(tmp_path).written("job", ["r1"])
+    assert found is not None
+    round_ = found.at(0)
+    assert round_ is not None
+    assert round_.workers[0].stdout == elsewhere
+    assert folders.sweep(0, 0, NOW + 1) == [folder.path]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 def test_a_folder_that_can_not_be_written_stops_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -121,15 +121,14 @@ class RunFolders:
             raise PermissionError(None, f"it belongs to uid {owner}, not {identity.uid}", path)
 
     def release(self, folder: RunFolder) -> None:
-        """Mark a folder as no longer in use, and remove it if it is empty."""
+        """Mark a folder as no longer in use, and remove it if it is empty and has no index."""
         with self._lock:
             self._in_use.discard(folder.path)
-            try:
-                folder.path.rmdir()
-                folder.index.unlink(missing_ok=True)
-                folder.path.parent.rmdir()
-            except OSError:
-                return
+            for path in (folder.path, folder.path.parent) if not folder.index.exists() else ():
+                try:
+                    path.rmdir()
+                except OSError:
+                    return
 
     def written(self, rdzv_id: str, runs: Sequence[str]) -> Written | None:
         """Return the output on this node of a job's runs, newest first, or None if there is none.
