@@ -160,7 +160,7 @@ def play(log: EventLog, *, failed: bool = False) -> None:
         log.worker_started(fate)
     for rank in range(2):
         local = local.ended(rank, 1 if failed else 0, None, 0, failed=failed)
-    ending = NodeOutcome(int(failed), "", (), Result.SUCCEEDED, local.workers)
+    ending = NodeOutcome(int(failed), "", result=Result.SUCCEEDED, workers=local.workers)
     log.ended(local, ending, 0)
 
 

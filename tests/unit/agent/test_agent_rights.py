@@ -68,7 +68,7 @@ METHODS = {
 }
 """Methods of `Path`, folder entries, sockets, event loops and libc."""
 
-FUNCTIONS = {"open_untrusted", "write_anew", "start_spared", "find_program"}
+FUNCTIONS = {"open_untrusted", "write_anew", "start_spared", "ask_spared", "find_program"}
 """The agent's own functions that use a path of their caller with their caller's rights."""
 
 
@@ -140,9 +140,8 @@ REASONS: dict[str, tuple[str, ...]] = {
         "run_folders.RunFolders._remove: path.rename",
         "run_folders.RunFolders.open: path.mkdir",
         "run_folders.RunFolders.open: path.parent.mkdir",
-        "run_folders.RunFolders.release: folder.index.unlink",
-        "run_folders.RunFolders.release: folder.path.parent.rmdir",
-        "run_folders.RunFolders.release: folder.path.rmdir",
+        "run_folders.RunFolders.release: folder.index.exists",
+        "run_folders.RunFolders.release: path.rmdir",
         "run_folders._append: os.open",
         "run_folders._append: os.open",
         "run_folders._append: shorter.replace",
@@ -207,6 +206,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "inotify.Inotify.add_watch: _libc.inotify_add_watch",
         "accounts.open_untrusted: os.open",
         "accounts.write_anew: open_untrusted",
+        "agent_children.ask_spared: start_spared",
         "agent_children.start_spared: asyncio.create_subprocess_exec",
         "side_thread.find_program: Path(name).exists",
         "side_thread.find_program: shutil.which",
@@ -223,14 +223,15 @@ REASONS: dict[str, tuple[str, ...]] = {
         # Of a job that is not here: it is empty.
         "worker_log_reader._Request.__init__: Written(), which is not told whose",
     ),
+    "it runs this interpreter with no code and no environment": (
+        "descriptors._close_elsewhere: os.posix_spawn",
+    ),
     "an abstract address is no file": (
         "torch_watch._Watch._report: sender.sendto",
         "warm_restarts.WarmRestarts._listen: self._socket.bind",
     ),
-    "py-spy traces a worker: as its account it would need a capability of root's all the same "
-    "(kernel.yama.ptrace_scope), and be in the job's hands; docs/run-as.md says so": (
-        "stack_sampling._run: start_spared",
-    ),
+    "py-spy is the worker's account, unless the kernel lets only root trace it "
+    "(kernel.yama.ptrace_scope); docs/run-as.md says so": ("stack_sampling._run: ask_spared",),
 }
 """Why these need not be done as an account."""
 

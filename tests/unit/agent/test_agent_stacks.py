@@ -25,6 +25,7 @@ from rdzv.agent.observers.stack_sampling import (
     take_all,
 )
 from rdzv.core.evidence.stacks import WorkerStack
+from tests.support.accounts import ADA, needs_root, passable_folder
 
 pytestmark = pytest.mark.slow
 
@@ -161,6 +162,38 @@ async def test_without_py_spy_a_note_says_how_to_get_it(
     monkeypatch.setattr(stack_sampling, "find_py_spy", lambda: None)
     (found,) = await take(sleeper.pid)
     assert "pip install py-spy" in found.note
+
+
+async def test_py_spy_that_never_ends_its_answer_is_cut_short(
+    py_spy: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    write(py_spy, "#!/bin/sh\nexec yes\n")
+    (found,) = await take(sleeper.pid)
+    assert found.threads == ()
+    assert "it has written more than 8 MiB" in found.note
+
+
+@pytest.mark.parametrize("scope", [0, 1])
+@needs_root
+async def test_py_spy_is_the_workers_account_where_the_kernel_lets_it(
+    scope: int, monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen[bytes]
+) -> None:
+    with passable_folder() as folder:
+        program = folder / "py-spy"
+        program.write_text(
+            "#!/bin/sh\necho as $(id -u) $(id -G) $SECRET $(ulimit -v) >&2\nexit 1\n"
+        )
+        program.chmod(0o755)
+        monkeypatch.setenv("SECRET", "of the agent")
+        (folder / "scope").write_text(f"{scope}\n")
+        monkeypatch.setattr(stack_sampling, "find_py_spy", lambda: str(program))
+        monkeypatch.setattr(stack_sampling, "PTRACE_SCOPE", folder / "scope")
+        stacks = take_all([Target(0, 0, sleeper.pid)], 30.0, identity=ADA)
+        (found,) = [stack async for stack in stacks]
+    who = "as 64321 64322 64323" if scope == 0 else "as 0 "
+    assert "of the agent" not in found.note
+    assert found.note.startswith(f"py-spy: {who}")
+    assert found.note.endswith(" 1048576")
 
 
 async def test_a_refusal_is_told_and_the_other_way_is_tried(

@@ -17,7 +17,7 @@ from pathlib import Path
 from rdzv.agent.core.environ import substitute_local_rank
 from rdzv.agent.core.model import Job
 from rdzv.agent.launch.numa import NumaBinding
-from rdzv.agent.runner_link import end_spared, start_spared
+from rdzv.agent.runner_link import ask_spared
 from rdzv.agent.system.accounts import Account, Identity, acting_as, started_as
 from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.errors import InvalidRequestError
@@ -325,24 +325,14 @@ async def ask_interpreter(
     """Run the job's interpreter with these arguments. Returns its stdout and stderr.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: it cannot be started, or says too much.
         TimeoutError: it did not end in time and was killed.
     """
     with started_as(account) as how:
-        process = await start_spared(
-            python,
-            *args,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=environ,
-            **how,
+        _, answer, complaint = await ask_spared(
+            python, *args, timeout_s=timeout_s, env=environ, **how
         )
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await process.communicate()
-    finally:
-        await end_spared(process)
+    return answer, complaint
 
 
 _COUNT = """

@@ -19,7 +19,6 @@ first writes to it.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -380,26 +379,19 @@ async def ask_cuda(
     """Return the GPUs that CUDA shows, or the reason why it does not show any."""
     try:
         with started_as(account) as how:
-            process = await runner_link.start_spared(
+            code, said, complaint = await runner_link.ask_spared(
                 # Isolated by -I and -S, because PYTHONPATH and the like belong to the job.
                 *(sys.executable, "-I", "-S", str(_CUDA), library),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
+                timeout_s=timeout_s,
                 env=environ,
                 **how,
             )
-    except OSError as error:
-        raise _cuda_failed(f"cannot be queried ({error})") from error
-    try:
-        async with asyncio.timeout(timeout_s):
-            said, complaint = await process.communicate()
     except TimeoutError:
         raise _cuda_failed(f"does not list its GPUs within {timeout_s:g} s") from None
-    finally:
-        await runner_link.end_spared(process)
-    if process.returncode or not said:
-        raise _cuda_failed(f"fails: {_final_message(process.returncode, complaint)}")
+    except OSError as error:
+        raise _cuda_failed(f"cannot be queried ({error})") from error
+    if code or not said:
+        raise _cuda_failed(f"fails: {_final_message(code, complaint)}")
     answer = json.loads(said.splitlines()[-1])  # Preloaded code may have printed something first.
     if answer["failure"]:
         raise _cuda_failed(f"fails: {answer['failure']}")

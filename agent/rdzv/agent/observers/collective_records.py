@@ -112,7 +112,7 @@ class RecordReader:
         """Read nothing unless `on`."""
         self._rdzv_id = rdzv_id
         self.on = on
-        self._identity = identity
+        self.identity = identity
         self._told: set[str] = set()
         self._latest: dict[int, tuple[int, bytes]] = {}
         """The time and content of each worker's last response, by pid."""
@@ -159,7 +159,7 @@ class RecordReader:
             return None
         try:
             path = Path(file).with_name(f"collectives.{pid}.last")
-            with acting_as(self._identity):
+            with acting_as(self.identity):
                 fd = open_untrusted(path, os.O_RDONLY)
             with os.fdopen(fd, "rb") as text:
                 head = msgspec.json.decode(text.readline(MAX_ERROR_BYTES), type=_Head)
@@ -192,7 +192,7 @@ class RecordReader:
             raise NoRecordError("there is no folder for its socket")
         try:
             async with asyncio.timeout(timeout_s):
-                return await first_answer(Path(file).parent, pid, self._identity)
+                return await first_answer(Path(file).parent, pid, self.identity)
         except TimeoutError:
             raise NoRecordError("its torch does not answer in time") from None
         except SentDescriptorError:

@@ -16,14 +16,15 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import FlightRecord, entries_for
-from rdzv.agent.runner_link import end_spared, start_spared
+from rdzv.agent.runner_link import ask_spared
+from rdzv.agent.system.accounts import Identity
 from rdzv.core.evidence.stacks import (
     EXITED,
     STOPPED,
@@ -60,8 +61,9 @@ MAX_NAME_CHARS = 200
 MAX_FILE_CHARS = 300
 MAX_KERNEL_FRAMES = 16
 MAX_NOTE_CHARS = 500
-MAX_OUTPUT_BYTES = 8 << 20
-"""The maximum size of py-spy's output for one worker; more is an error."""
+PY_SPY_LIMITS = "ulimit -v 1048576; ulimit -t 20"
+"""Of its address space, in KiB, and its CPU time, in seconds, as it reads what a job may have
+made."""
 
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
@@ -136,7 +138,9 @@ class StackAnswers:
         look = partial(self._with_record, entries=entries_for(world_size))
         timeout_s = self._timeout_s(asked)
         try:
-            async with contextlib.aclosing(take_all(targets, timeout_s, look)) as stacks:
+            async with contextlib.aclosing(
+                take_all(targets, timeout_s, look, self._records.identity)
+            ) as stacks:
                 async for stack in stacks:
                     await self._say(asked.request, (stack,), False, "")
         except Exception as failure:
@@ -184,15 +188,19 @@ With = Callable[[Target, Awaitable[WorkerStack | None]], Awaitable[WorkerStack |
 
 
 async def take_all(
-    targets: Sequence[Target], timeout_s: float, look: With | None = None
+    targets: Sequence[Target],
+    timeout_s: float,
+    look: With | None = None,
+    identity: Identity | None = None,
 ) -> AsyncGenerator[WorkerStack, None]:
     """Yield each worker's stack as soon as it is read, omitting workers that have exited.
 
-    A stack that cannot be read within `timeout_s` is replaced with a note.
+    A stack that cannot be read within `timeout_s` is replaced with a note. The workers run under
+    `identity`, if one is given.
     """
     py_spy, gate = find_py_spy(), asyncio.Semaphore(AT_ONCE)
     deadline_s = asyncio.get_running_loop().time() + timeout_s
-    stacks = [(one, _take(py_spy, one, gate, deadline_s)) for one in targets]
+    stacks = [(one, _take(py_spy, one, gate, deadline_s, identity)) for one in targets]
     tasks = [asyncio.ensure_future(look(one, s) if look else s) for one, s in stacks]
     try:
         for found in asyncio.as_completed(tasks):
@@ -205,7 +213,11 @@ async def take_all(
 
 
 async def _take(
-    py_spy: str | None, target: Target, gate: asyncio.Semaphore, deadline_s: float
+    py_spy: str | None,
+    target: Target,
+    gate: asyncio.Semaphore,
+    deadline_s: float,
+    identity: Identity | None,
 ) -> WorkerStack | None:
     loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as held:
@@ -216,10 +228,12 @@ async def _take(
             note = "there was no time left to sample it: others on this node took too long"
             return _from_proc(target, note)
         left_s = min(PY_SPY_TIMEOUT_S, deadline_s - loop.time())
-        return await _look(py_spy, target, max(left_s, 0.1))
+        return await _look(py_spy, target, max(left_s, 0.1), identity)
 
 
-async def _look(py_spy: str | None, target: Target, timeout_s: float) -> WorkerStack | None:
+async def _look(
+    py_spy: str | None, target: Target, timeout_s: float, identity: Identity | None
+) -> WorkerStack | None:
     """Sample one worker; return None if it has exited."""
     state = process_state(target.pid)
     if state == "":
@@ -235,10 +249,11 @@ async def _look(py_spy: str | None, target: Target, timeout_s: float) -> WorkerS
         if state in (STOPPED, "t", UNINTERRUPTIBLE)
         else [(), ("--nonblocking",)]
     )
+    rights = _rights(identity)
     note = ""
     for way in ways:
         try:
-            said = await _run(py_spy, target.pid, way, timeout_s)
+            said = await _run(py_spy, target.pid, way, timeout_s, rights)
             threads = parse_dump(said, target.pid)
         except (OSError, ValueError, TimeoutError) as error:
             note = note or _why_not(target.pid, str(error))
@@ -254,6 +269,16 @@ async def _look(py_spy: str | None, target: Target, timeout_s: float) -> WorkerS
     return _from_proc(target, note)
 
 
+def _rights(identity: Identity | None) -> dict[str, Any]:
+    """Return how to start py-spy: as the worker's account, where the kernel lets it read as that.
+
+    A worker may be made to mislead whoever reads its memory.
+    """
+    if identity is None or _ptrace_scope() > 0:
+        return {}
+    return {"user": identity.uid, "group": identity.gid, "extra_groups": identity.groups}
+
+
 def _let_go(pid: int) -> None:
     """Continue a worker that py-spy may have left stopped when py-spy was killed.
 
@@ -263,35 +288,32 @@ def _let_go(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-async def _run(py_spy: str, pid: int, way: Sequence[str], timeout_s: float) -> bytes:
+async def _run(
+    py_spy: str, pid: int, way: Sequence[str], timeout_s: float, rights: Mapping[str, Any]
+) -> bytes:
     """Return py-spy's output for a process.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: it cannot be started, or says too much.
         ValueError: it fails; the message gives the reason.
         TimeoutError: it took too long, and was killed.
     """
-    process = await start_spared(
-        py_spy,
-        *("dump", "--json", *way, "--pid", str(pid)),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "RUST_BACKTRACE": "0"},
-        # The agent itself handles Ctrl-C.
-        start_new_session=True,
-    )
     try:
-        async with asyncio.timeout(timeout_s):
-            output, complaint = await process.communicate()
+        code, output, complaint = await ask_spared(
+            py_spy,
+            *("dump", "--json", *way, "--pid", str(pid)),
+            timeout_s=timeout_s,
+            first=PY_SPY_LIMITS,
+            # Its account may read its environment, so nothing of the agent's is in it.
+            env={"PATH": os.defpath, "RUST_BACKTRACE": "0"},
+            # The agent itself handles Ctrl-C.
+            start_new_session=True,
+            **rights,
+        )
     except TimeoutError:
         raise TimeoutError(f"py-spy took longer than {timeout_s:g} s") from None
-    finally:
-        await end_spared(process)
-    if process.returncode != 0:
-        raise ValueError(_complaint(complaint) or f"py-spy ended with {process.returncode}")
-    if len(output) > MAX_OUTPUT_BYTES:
-        raise ValueError(f"py-spy has written {len(output)} bytes, too much for a valid answer")
+    if code != 0:
+        raise ValueError(_complaint(complaint) or f"py-spy ended with {code}")
     return output
 
 

@@ -11,6 +11,8 @@ from rdzv.agent.runner.linux.process_tree import become_subreaper
 from rdzv.agent.runner.requests import KeepSpec, WorkerSpec, ZygoteSpec
 from rdzv.agent.runner_link.agent_children import (
     aside,
+    ask_spared,
+    connected_pair,
     end_spared,
     spare,
     spare_no_more,
@@ -84,8 +86,10 @@ __all__ = [
     "ZygoteReady",
     "ZygoteSpec",
     "aside",
+    "ask_spared",
     "become_subreaper",
     "boottime_ms",
+    "connected_pair",
     "end_spared",
     "spare",
     "spare_no_more",

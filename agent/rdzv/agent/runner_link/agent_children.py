@@ -7,11 +7,13 @@ those and nothing else, because every other child is recorded here.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,12 @@ SWEEP_TIMEOUT_S = 2.0
 """How long a dead runner's processes may take to disappear."""
 _KILL_TIMEOUT_S = 1.0
 _STARTING_RETRY_S = 0.05
+
+MAX_ANSWER_BYTES = 8 << 20
+"""The maximum size of a program's output; more is an error."""
+CONNECT_TIMEOUT_S = 1.0
+"""How long both ends may take to connect, unless other processes fill the listener's queue."""
+SOCKET_BUFFER_BYTES = 128 << 10
 
 _runner_pids: set[int] = set()
 """The pids of this process's runners that have not exited."""
@@ -115,6 +123,78 @@ async def start_spared(
     finally:
         _starting.remove(this)
     return process
+
+
+async def ask_spared(
+    *args: str, timeout_s: float, first: str = "", **how: Any
+) -> tuple[int, bytes, bytes]:
+    """Run a program, such as one of a job's, and return its exit code, stdout and stderr.
+
+    `first` are the shell's commands before it, such as `ulimit`. `how` is as for `start_spared`.
+
+    Raises:
+        OSError: it cannot be started, or writes more than `MAX_ANSWER_BYTES`.
+        TimeoutError: it has not ended in time.
+    """
+    if first:
+        args = ("/bin/sh", "-c", f'{first}; exec "$0" "$@"', *args)
+    with ExitStack() as sockets:
+        ours, theirs = zip(*(connected_pair() for _ in range(2)), strict=True)
+        for end in (*ours, *theirs):
+            sockets.enter_context(end)
+        process = await start_spared(
+            *args, stdin=asyncio.subprocess.DEVNULL, stdout=theirs[0], stderr=theirs[1], **how
+        )
+        for end in theirs:
+            end.close()
+        reading = [asyncio.ensure_future(_read_all(end)) for end in ours]
+        try:
+            async with asyncio.timeout(timeout_s):
+                said, complaint = await asyncio.gather(*reading)
+                return await process.wait(), said, complaint
+        finally:
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
+            await end_spared(process)
+
+
+async def _read_all(end: socket.socket) -> bytes:
+    loop, said = asyncio.get_running_loop(), bytearray()
+    while data := await loop.sock_recv(end, 1 << 18):
+        said += data
+        if len(said) > MAX_ANSWER_BYTES:
+            raise OSError(errno.EFBIG, f"it has written more than {MAX_ANSWER_BYTES >> 20} MiB")
+    return bytes(said)
+
+
+def connected_pair() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a TCP connection within this machine, the second for a job's process.
+
+    What else connects two processes lets one of them block the other in the kernel: a Unix socket
+    passes descriptors, whose close() may take as long as their sender likes, and the lock of a pipe
+    is held while its writer waits for a page of its own memory.
+
+    Raises:
+        OSError: there is no loopback interface, or there are too few descriptors.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(CONNECT_TIMEOUT_S)
+        # Otherwise these grow to megabytes. Accepted sockets inherit it.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+        ours = socket.create_connection(listener.getsockname(), CONNECT_TIMEOUT_S)
+        try:
+            ours.setblocking(False)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+            while True:
+                theirs, peer = listener.accept()
+                if peer == ours.getsockname():
+                    theirs.setblocking(True)
+                    return ours, theirs
+                theirs.close()  # Another process was faster.
+        except OSError:
+            ours.close()
+            raise
 
 
 async def end_spared(process: asyncio.subprocess.Process) -> None:

@@ -1,9 +1,6 @@
 """The agent's handle on a process that runs `torch_side.py` with the job's interpreter.
 
-The process runs a job's code, which may send anything. Its connection is TCP, because whatever else
-connects two processes lets one of them block the other in the kernel: a Unix socket passes
-descriptors, whose close() may take as long as their sender likes, and a pipe stays locked while its
-writer waits for a page of its own memory.
+The process runs a job's code, which may send anything.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import socket
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,10 +31,6 @@ MAX_LINE_BYTES = 1 << 20
 
 REAP_TIMEOUT_S = 5.0
 """How long its interpreter may take to exit once its work is done."""
-
-SOCKET_BUFFER_BYTES = 128 << 10
-CONNECT_TIMEOUT_S = 1.0
-"""How long both ends may take to connect, unless other processes fill the listener's queue."""
 
 _SCRIPT = Path(__file__).parents[1] / "job_programs" / "torch_side.py"
 
@@ -87,7 +79,7 @@ class SideProcess(asyncio.Protocol):
         Raises:
             OSError: the interpreter cannot be started.
         """
-        ours, theirs = _connected_pair()
+        ours, theirs = runner_link.connected_pair()
         with theirs:
             try:
                 with started_as(account) as how:
@@ -237,22 +229,3 @@ class SideProcess(asyncio.Protocol):
         if not self._over.done():
             self._over.set_result(None)
             self._on_message({"ended": True})
-
-
-def _connected_pair() -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a TCP connection within this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(CONNECT_TIMEOUT_S)
-        # Otherwise these grow to megabytes. Accepted sockets inherit it.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
-        ours = socket.create_connection(listener.getsockname(), CONNECT_TIMEOUT_S)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        try:
-            while True:
-                theirs, peer = listener.accept()
-                if peer == ours.getsockname():
-                    return ours, theirs
-                theirs.close()  # Another process was faster.
-        except OSError:
-            ours.close()
-            raise

@@ -5,7 +5,6 @@ With `--warm`, the zygote is started before the first round; otherwise it is onl
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.runner.requests import MAX_SPARE_FORKS, MAX_ZYGOTE_WAIT_S, WorkerSpec, ZygoteSpec
 from rdzv.agent.runner.zygote_process import zygote_environ
-from rdzv.agent.runner_link import end_spared, start_spared
+from rdzv.agent.runner_link import ask_spared
 from rdzv.agent.system.accounts import started_as
 from rdzv.errors import InvalidRequestError
 
@@ -164,20 +163,13 @@ async def check_warm(launch: Launch) -> str:
 async def _ask(launch: Launch) -> bytes:
     script = "-m" if launch.module else "-c" if launch.run_path else launch.script
     with started_as(launch.account) as how:
-        process = await start_spared(
+        _, answer, _ = await ask_spared(
             launch.python,
             # If the interpreter ignores the zygote's entry point, this runs instead of the script.
             *("-u", "-c", "print('no')"),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
+            timeout_s=ASK_TIMEOUT_S,
             env=zygote_environ(launch.environ, {"check": preloaded(launch.warm), "script": script}),
             chdir=launch.chdir,
             **how,
         )
-    try:
-        async with asyncio.timeout(ASK_TIMEOUT_S):
-            answer, _ = await process.communicate()
-            return answer
-    finally:
-        await end_spared(process)
+    return answer
