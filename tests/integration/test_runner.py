@@ -195,6 +195,39 @@ signal.signal(signal.SIGTERM, tell)
     assert (await node.heard(WorkerExited)).signal == signal.SIGKILL
 
 
+ASKS_ITS_CHILD = """
+import os, signal, sys
+asks, asked = os.pipe()
+answers, answered = os.pipe()
+if os.fork() == 0:
+    os.write(answered, os.read(asks, 1))
+    os._exit(0)
+os.close(answered)
+def save(*_):
+    os.write(asked, b"x")
+    if os.read(answers, 1):
+        open({saved!r}, "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+"""
+
+
+@pytest.mark.parametrize("how", ["notified", "stopped"])
+async def test_a_signal_reaches_the_worker_and_nothing_that_it_has_started(
+    node: Node, how: str
+) -> None:
+    """A worker that saves still needs them, such as the processes of a DataLoader."""
+    ready, saved = node.folder / "ready", node.folder / "saved"
+    code = ASKS_ITS_CHILD.format(saved=str(saved))
+    await node.start(0, node.python(waiting(ready, code)))
+    await until(ready.exists)
+    if how == "notified":
+        node.link.notify_workers(0, signal.SIGTERM)
+        await node.heard(WorkerExited)
+    await node.stop(0)
+    assert saved.exists()
+
+
 async def test_who_is_notified_of_another_round_hears_nothing(node: Node) -> None:
     (pid,) = await node.start(3, node.python("import signal\nsignal.pause()"))
     for number in (2, 4):
@@ -256,23 +289,54 @@ async def test_descendants_of_a_worker_that_stays_are_gone_after_a_stop(node: No
     assert marked(node.mark) == []
 
 
-async def test_the_process_group_of_a_worker_that_has_exited_is_signalled_too(node: Node) -> None:
-    """While another worker has its grace, processes left behind by the first have the same."""
-    ready, heard = node.folder / "ready", node.folder / "heard"
-    child = waiting(
-        ready, f"signal.signal(signal.SIGTERM, lambda *_: open({str(heard)!r}, 'w').close())"
-    )
-    parent = f"import os\nif os.fork() == 0:\n    exec({child!r})"
-    stays = node.folder / "stays"
-    await node.start(
-        0, node.python(parent), node.python(waiting(stays, IGNORE_SIGTERM), local_rank=1)
-    )
-    await node.heard(WorkerExited, local_rank=0)
-    await until(lambda: ready.exists() and stays.exists())
-    node.link.stop_workers(0, signal.SIGTERM, FOR_EVER_MS)
-    await until(heard.exists)
-    node.link.stop_workers(0, signal.SIGTERM, 0)
-    await node.heard(WorkersGone)
+HELPER = """
+import os, signal, time
+reads, writes = os.pipe()
+if os.fork() == 0:
+    os.close(writes)
+    os.read(reads, 1)  # Until the worker has ended.
+    time.sleep(0.1)
+    open({flushed!r}, "w").close()
+    os._exit(0)
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory({name!r}, create=True, size=1 << 16)
+"""
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "os._exit(3)", "os.kill(os.getpid(), 9)"])
+async def test_what_a_worker_has_started_may_end_by_itself(node: Node, end: str) -> None:
+    """A logger writes what it has, and Python's resource tracker removes files in /dev/shm."""
+    flushed, memory = node.folder / "flushed", Path("/dev/shm") / node.mark.partition("=")[2]
+    code = HELPER.format(flushed=str(flushed), name=memory.name)
+    try:
+        await node.start(0, node.python(code + end))
+        await node.heard(WorkerExited)
+        await node.stop(0)
+        assert flushed.exists() and not memory.exists()
+    finally:
+        memory.unlink(missing_ok=True)
+
+
+async def test_torch_shm_manager_holds_up_no_round_and_the_runner_waits_for_it(node: Node) -> None:
+    """It removes a worker's files in /dev/shm two seconds after the worker has ended."""
+    program, gate, done = (node.folder / name for name in ("torch_shm_manager", "gate", "done"))
+    shutil.copy("/bin/sh", program)
+    os.mkfifo(gate)
+    argv = [str(program), "-c", f"read line <{gate}; : >{done}"]
+    start = f"import subprocess\nsubprocess.Popen({argv!r}, start_new_session=True).returncode = 0"
+    for number, code in enumerate((start, "pass")):
+        await node.start(number, node.python(code))
+        await node.heard(WorkerExited, round=number)
+        await node.stop(number)
+    assert len(marked(node.mark)) == 1
+    closing = asyncio.create_task(node.link.close(PATIENCE_S))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(closing), 0.3)
+    opened = os.open(gate, os.O_RDWR)
+    os.write(opened, b"\n")
+    await closing
+    os.close(opened)
+    assert done.exists()
 
 
 async def test_orphans_that_exit_are_reaped(node: Node) -> None:

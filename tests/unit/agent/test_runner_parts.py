@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,9 +22,10 @@ from rdzv.agent.runner import zygote_process
 from rdzv.agent.runner.agent_link import AgentLink
 from rdzv.agent.runner.agent_replacement import NextAgent
 from rdzv.agent.runner.channel import Channel
-from rdzv.agent.runner.child_exits import Child, Children
+from rdzv.agent.runner.child_exits import SHM_MANAGER, SHM_MANAGER_S, Child, Children
 from rdzv.agent.runner.fence import Fence
 from rdzv.agent.runner.held_round import Round
+from rdzv.agent.runner.killing import HELPERS_S, QUIET_S, STUCK_AFTER_S, HelpersTime, Killing
 from rdzv.agent.runner.linux.boottime import Alarm
 from rdzv.agent.runner.linux.descriptors import short_path
 from rdzv.agent.runner.linux.libc import libc
@@ -223,7 +225,7 @@ class Parked:
     def __init__(self) -> None:
         self.local_rank, self.pid, self.is_open = 1, 4711, True
         self.child: Any = Child(4711, print, spared=False)
-        self.killed, self.kill_at = False, None
+        self.killed, self.kill_at, self.hurries = False, None, False
         self.has_left, self.left = None, set[int]()
 
     def close(self) -> None:
@@ -247,10 +249,10 @@ def test_the_link_of_a_parked_worker_is_closed_when_it_exits() -> None:
 def test_a_replacement_starts_once_nothing_is_left_of_the_parked_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rdzv.agent.runner.parked_workers.signal_group", lambda pid, signum: None)
+    monkeypatch.setattr("rdzv.agent.runner.parked_workers.signal_child", lambda pid, signum: None)
     left: list[set[int]] = [{4712}, set()]
     agent: Any = type("Agent", (), {"emit": lambda _, kind, **fields: None})()
-    children: Any = type("Children", (), {"kill_family": lambda _, find: left.pop(0)})()
+    children: Any = type("Children", (), {"kill_family": lambda _, *how: left.pop(0)})()
     parked, link = ParkedWorkers(children, agent), Parked()
     typed: Any = link
     replaced: list[bool] = []
@@ -264,6 +266,139 @@ def test_a_replacement_starts_once_nothing_is_left_of_the_parked_worker(
     assert replaced == []
     parked.do_due(now)
     assert replaced == [True] and not parked
+
+
+def test_without_a_grace_what_a_parked_worker_has_started_has_no_time_either() -> None:
+    """The grace may also end once the worker has exited: at the fence."""
+    given: list[bool] = []
+
+    def kill_family(_: object, _owns: object, helpers: HelpersTime | None) -> list[int]:
+        given.append(helpers is not None)
+        return [4712]
+
+    agent: Any = type("Agent", (), {"emit": lambda _, kind, **fields: None})()
+    children: Any = type("Children", (), {"kill_family": kill_family})()
+    parked, link = ParkedWorkers(children, agent), Parked()
+    typed: Any = link
+    parked.add(typed)
+    link.child.on_exit(link.child, -15)
+    parked.do_due(time.monotonic())
+    parked.end_all(0)
+    parked.do_due(time.monotonic())
+    assert given == [True, False]
+
+
+# ---------------------------------------------------------------------- what workers have started
+
+
+@pytest.fixture
+def signalled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the processes that get SIGTERM, each in its own group; let time stand still."""
+    sent: list[int] = []
+    killing = "rdzv.agent.runner.killing"
+    monkeypatch.setattr(f"{killing}.descendants_of", lambda children: [1, 2, 3, 4, *children])
+    monkeypatch.setattr(f"{killing}.signal_relative", lambda pid, _, family: sent.append(pid))
+    monkeypatch.setattr(os, "getpgid", lambda pid: pid)
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    return sent
+
+
+def test_what_is_left_of_a_worker_gets_a_signal_once_according_to_its_end(
+    signalled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {signal.SIGTERM}
+    helpers = HelpersTime({1: 0, 2: -signal.SIGTERM, 3: 1, 4: -signal.SIGKILL}, told)
+    assert helpers.goes_on([9])
+    assert signalled == [2]
+    for after_s, goes_on in (QUIET_S - 0.01, True), (QUIET_S, True), (HELPERS_S - 0.01, True):
+        monkeypatch.setattr(time, "monotonic", lambda now=100.0 + after_s: now)
+        assert helpers.goes_on([9]) == goes_on
+        assert signalled == ([2] if after_s < QUIET_S else [2, 3, 4])
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0 + HELPERS_S)
+    assert not helpers.goes_on([9])
+
+
+class Ending:
+    """A runner whose round is ending, and what is left of it at each look."""
+
+    def __init__(self) -> None:
+        self.reports: list[str] = []
+        self.loop, self.round = Loop(), Round(3)
+        self.left, self.cleans = [4712], False
+        self.given: list[HelpersTime | None] = []
+        parts: list[Any] = [
+            type("Part", (), methods)()
+            for methods in (
+                {"kill": self._kill, "cleaning": lambda _: self.cleans},
+                {"emit": lambda _, kind, **fields: self.reports.append(kind)},
+                {
+                    "round": self.round,
+                    "stays": None,
+                    "begin_kill": lambda _: None,
+                    "end_round": lambda _: self.reports.append("gone"),
+                },
+                {"drop": lambda _, starts: None, "wanted": lambda _: []},
+            )
+        ]
+        children, agent, workers, forks = parts
+        self.killing = Killing(self.loop, children, agent, workers, forks)
+
+    def _kill(self, _stays: object, helpers: HelpersTime | None) -> list[int]:
+        self.given.append(helpers)
+        if helpers is not None:
+            helpers.goes_on(self.left)
+        return self.left
+
+
+def test_at_the_fence_and_at_the_end_of_the_runner_nothing_that_is_left_has_time() -> None:
+    for hurries in (False, True):
+        ending = Ending()
+        ending.round.kill_at, ending.round.fenced = 0.0, hurries
+        ending.killing.advance()
+        assert [helpers is None for helpers in ending.given] == [hurries]
+        ending.loop.shutting_down = True
+        ending.killing.advance()
+        assert ending.given[1] is None
+        ending.loop.close()
+
+
+def test_a_round_is_stuck_only_after_the_time_for_what_is_left(
+    signalled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending = Ending()
+    ending.round.kill_at = 0.0
+    for after_s, reports in (0.0, 0), (HELPERS_S + STUCK_AFTER_S - 0.01, 0), (9.0, 1), (10.0, 1):
+        monkeypatch.setattr(time, "monotonic", lambda now=100.0 + after_s: now)
+        ending.killing.advance()
+        assert ending.reports == ["stuck"] * reports
+    assert ending.given[-1] is None
+    ending.loop.close()
+
+
+def test_a_runner_ends_once_nothing_is_left_and_nothing_cleans() -> None:
+    ending = Ending()
+    ending.loop.shutting_down, ending.left, ending.cleans = True, [], True
+    assert not ending.killing.advance() and ending.killing.goes_on
+    ending.cleans = False
+    assert ending.killing.advance() and ending.reports == ["gone"]
+    ending.loop.close()
+
+
+@pytest.mark.slow
+def test_torch_shm_manager_is_killed_only_if_it_takes_too_long(loop: Loop, tmp_path: Path) -> None:
+    program = tmp_path / SHM_MANAGER
+    shutil.copy("/bin/sleep", program)
+    with closing(Children(loop)) as children, subprocess.Popen([program, "600"]) as process:
+        try:
+            assert children.kill(lambda pid: pid != process.pid) == []
+            assert children.cleaning()
+            children.do_due(time.monotonic() + SHM_MANAGER_S - 1)
+            assert process.poll() is None
+            children.do_due(time.monotonic() + SHM_MANAGER_S)
+            assert not children.cleaning()
+            assert process.wait() == -signal.SIGKILL
+        finally:
+            process.kill()
 
 
 def test_a_round_reaches_its_fence_once() -> None:

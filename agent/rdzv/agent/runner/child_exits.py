@@ -14,7 +14,14 @@ from functools import partial
 
 from .channel import RECEIVE_BYTES
 from .linux.descriptors import close_fd, write_line
-from .linux.process_tree import OwnChildren, descendants_of, reap, signal_relative
+from .linux.process_tree import (
+    OwnChildren,
+    descendants_of,
+    reap,
+    runs_program,
+    signal_child,
+    signal_relative,
+)
 from .loop import PAUSE_S
 from .spawn import fork_into
 
@@ -22,11 +29,21 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from .killing import HelpersTime
     from .loop import Loop
     from .spawn import Program
 
 START_SLOW_S = 10.0
 """The time after which a child that is not yet running its program is reported on stderr."""
+
+
+SHM_MANAGER = "torch_shm_manager"
+"""Torch's program that removes a process's files in /dev/shm, two seconds after the process and all
+that it has forked have ended. It touches nothing else, so it may run on beside the next round.
+"""
+
+SHM_MANAGER_S = 8.0
+"""How long it may take for that."""
 
 
 class Launch:
@@ -117,6 +134,8 @@ class Children:
         self._sigchld: socket.socket | None = None
         """Becomes readable when a child has exited."""
         self._reap_again_at: float | None = None
+        self._cleaners: dict[int, float | None] = {}
+        """When inherited processes that run `SHM_MANAGER` are killed, by pid; None if they were."""
 
     def listen(self) -> None:
         """Start receiving SIGCHLD."""
@@ -225,6 +244,8 @@ class Children:
             self._reap_child(child)
         try:
             reap(pid for pid in self._own.pids() if pid not in self._children)
+            for pid in self._cleaners.keys() - self._own.pids():
+                del self._cleaners[pid]
         except OSError:
             self.reap_again()
 
@@ -237,14 +258,19 @@ class Children:
     def wake_times(self) -> Iterator[float | None]:
         """Yield the times at which `do_due` has something to do."""
         yield self._reap_again_at
+        yield from self._cleaners.values()
         for child in self._launching:
             assert child.launch is not None
             yield child.launch.slow_at
 
     def do_due(self, now: float) -> None:
-        """Check for exits again, and report children that are slow to start."""
+        """Check for exits again, kill what cleans for too long, and report slow starts."""
         if self._reap_again_at is not None and now >= self._reap_again_at:
             self._reap_unwatched()
+        for pid, kill_at in self._cleaners.items():
+            if kill_at is not None and now >= kill_at:
+                self._cleaners[pid] = None
+                signal_child(pid, signal.SIGKILL)
         for child in self._launching:
             launch = child.launch
             if launch is not None and launch.slow_at is not None and now >= launch.slow_at:
@@ -257,48 +283,70 @@ class Children:
 
     # ------------------------------------------------------------------ killing
 
-    def descendants(self) -> list[int]:
-        """List this process's descendants, except spared children and theirs."""
-        return descendants_of(self._own.pids(), self._spared())
-
     def known(self) -> list[int]:
         """List the known children that are not spared, without asking the kernel."""
         return sorted(self._children.keys() - self._spared())
 
-    def kill(self, stays: Callable[[int], bool] | None = None) -> list[int]:
+    def kill(
+        self, stays: Callable[[int], bool] | None = None, helpers: HelpersTime | None = None
+    ) -> list[int]:
         """Send SIGKILL to this process's descendants, except spared children. Returns their pids.
 
-        Children for which `stays` returns true survive, with all their descendants. Looking at the
+        Children for which `stays` returns true survive, with all their descendants. With `helpers`,
+        what workers have started is killed after them, and after this time. Looking at the
         children is enough to tell whether any process remains, because a descendant becomes a child
         as soon as its parents die. Raises `OSError` if the children cannot be listed, in which case
         some may remain.
         """
         spared = self._spared()
         left = [pid for pid in self._own.pids() if pid not in spared]
-        return self._kill(left if stays is None else [pid for pid in left if not stays(pid)])
+        if stays is not None:
+            left = [pid for pid in left if not stays(pid)]
+        return self._kill(left, helpers)
 
-    def kill_family(self, owns: Callable[[int], bool]) -> list[int]:
+    def kill_family(
+        self, owns: Callable[[int], bool], helpers: HelpersTime | None = None
+    ) -> list[int]:
         """Send SIGKILL to all processes that a dead worker left behind. Returns their pids.
 
-        `owns` tells which of the children that were not started here descend from the worker.
-        Raises `OSError` if the children cannot be listed.
+        `owns` tells which of the children that were not started here descend from the worker. With
+        `helpers`, they are killed after this time. Raises `OSError` if the children cannot be
+        listed.
         """
         strangers = [pid for pid in self._own.pids() if pid not in self._children]
-        return self._kill([pid for pid in strangers if owns(pid)])
+        return self._kill([pid for pid in strangers if owns(pid)], helpers)
 
     def is_known(self, pid: int) -> bool:
         """Return whether this child was started here, or by the zygote at the runner's request."""
         return pid in self._children
 
-    def _kill(self, left: list[int]) -> list[int]:
-        for pid in left:
-            # It has not been reaped, so the pid is still its own.
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+    def cleaning(self) -> bool:
+        """Return whether an inherited process still removes files, as far as known."""
+        return any(at is not None for at in self._cleaners.values())
+
+    def _is_cleaning(self, pid: int) -> bool:
+        """Return whether an inherited process removes a dead worker's files, and has time to."""
+        if pid in self._children:
+            return False
+        if pid not in self._cleaners and runs_program(pid, SHM_MANAGER):
+            self._cleaners[pid] = time.monotonic() + SHM_MANAGER_S
+        return self._cleaners.get(pid) is not None
+
+    def _kill(self, left: list[int], helpers: HelpersTime | None) -> list[int]:
+        left = [pid for pid in left if not self._is_cleaning(pid)]
+        workers = [pid for pid in left if pid in self._children]
+        if helpers is not None and left and not workers and helpers.goes_on(left):
+            return left
+        # None of them has been reaped, so the pids are still their own.
+        for pid in left if helpers is None else workers or left:
+            signal_child(pid, signal.SIGKILL)
+        if helpers is not None and workers:
+            return left
         below = descendants_of(left)[len(left) :]
         family = {*left, *below}
         for pid in below:
-            signal_relative(pid, signal.SIGKILL, family)
+            if not runs_program(pid, SHM_MANAGER):  # It is inherited soon.
+                signal_relative(pid, signal.SIGKILL, family)
         return left + below
 
     def _spared(self) -> set[int]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
-from contextlib import suppress
 
-from .linux.process_tree import signal_group
+from .linux.process_tree import signal_child
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,9 +27,9 @@ class Round:
         """The pids of the workers that have been started, by local_rank."""
         self.running: set[int] = set()
         """The pids of the workers that have not exited."""
-        self.exited: set[int] = set()
-        """The pids of the workers that have exited; other processes may remain in their process
-        groups.
+        self.exited: dict[int, int] = {}
+        """The exit codes, negative for a signal, of the workers that have exited, by pid; processes
+        that they have started may remain.
         """
         self.links: dict[int, WorkerLink] = {}
         """The links of the running workers, by pid."""
@@ -153,7 +151,7 @@ class Round:
             if link.kill_at is not None and not link.is_open and not link.hung_up:
                 # It can no longer report that it has parked. If it has hung up, it is exiting.
                 link.kill_at = None
-                signal_group(link.pid, signal.SIGTERM)
+                signal_child(link.pid, signal.SIGTERM)
         for pid, at in self._deadlines().items():
             if now >= at and pid not in self._killed:
                 self._kill(pid)
@@ -163,8 +161,7 @@ class Round:
 
     def _kill(self, pid: int) -> None:
         self._killed.add(pid)
-        with suppress(OSError):
-            os.kill(pid, signal.SIGKILL)  # It has not been reaped, so the pid is still its own.
+        signal_child(pid, signal.SIGKILL)
 
     def _report(self, agent: AgentLink, link: WorkerLink, reason: str) -> None:
         agent.emit(

@@ -13,8 +13,8 @@ import time
 from functools import partial
 
 from .child_exits import exit_fields
-from .killing import STUCK_AFTER_S
-from .linux.process_tree import SWEEP_INTERVAL_S, signal_group
+from .killing import STUCK_AFTER_S, HelpersTime
+from .linux.process_tree import SWEEP_INTERVAL_S, signal_child
 from .requests import MAX_GRACE_S, read_numbers, read_seconds
 
 TYPE_CHECKING = False
@@ -41,7 +41,8 @@ class ParkedWorkers:
         self._links: dict[int, WorkerLink] = {}
         self._ending: dict[WorkerLink, list[Callable[[], None]]] = {}
         """Workers that are ending, and the functions to call once they are gone."""
-        self._exited: set[WorkerLink] = set()
+        self._exited: dict[WorkerLink, HelpersTime] = {}
+        """Workers that have exited, and the time for the processes that they have started."""
         self._says_gone = False
         """Whether the agent must be notified once all parked workers are gone."""
         self._look_at: float | None = None
@@ -81,8 +82,10 @@ class ParkedWorkers:
     ) -> None:
         """End a worker and its descendants, and call `then` once they are gone.
 
-        A charged worker ends by raising the exception that it reported.
+        A charged worker ends by raising the exception that it reported. Without a grace period
+        there is none for its descendants either.
         """
+        link.hurries = link.hurries or not grace_s
         if link not in self._ending:
             self._ending[link] = []
             if charged:
@@ -90,7 +93,7 @@ class ParkedWorkers:
                 link.release("its collective failed, and no other cause was found")
             else:
                 link.close()
-                signal_group(link.pid, signal.SIGTERM)
+                signal_child(link.pid, signal.SIGTERM)
         kill_at = time.monotonic() + grace_s
         if not link.killed and (link.kill_at is None or kill_at < link.kill_at):
             link.kill_at = kill_at
@@ -112,7 +115,7 @@ class ParkedWorkers:
     def _reap_parked(self, link: WorkerLink, child: Child, code: int) -> None:
         link.close()
         self._ending.setdefault(link, [])
-        self._exited.add(link)
+        self._exited[link] = HelpersTime({child.pid: code}, (signal.SIGTERM,))
         self._look_at = time.monotonic()
         self._agent.emit(
             "kept_exited", local_rank=link.local_rank, pid=child.pid, **exit_fields(code)
@@ -123,7 +126,7 @@ class ParkedWorkers:
     def wake_times(self) -> Iterator[float | None]:
         """Yield the times at which `do_due` has something to do."""
         yield self._look_at
-        for link in self._ending.keys() - self._exited:
+        for link in self._ending.keys() - self._exited.keys():
             yield link.kill_at
 
     def do_due(self, now: float) -> None:
@@ -134,7 +137,8 @@ class ParkedWorkers:
                 self._kill_late(link, now)
                 continue
             try:
-                link.left = set(self._children.kill_family(link.has_left))
+                helpers = None if link.hurries else self._exited[link]
+                link.left = set(self._children.kill_family(link.has_left, helpers))
             except OSError:
                 link.left.add(link.pid)  # They will be listed again.
             if link.left:
@@ -157,7 +161,7 @@ class ParkedWorkers:
             self._agent.emit("stuck", round=link.round, pids=[link.pid])
 
     def _forget(self, link: WorkerLink) -> None:
-        self._exited.discard(link)
+        del self._exited[link]
         del self._links[link.local_rank]
         for follow in self._ending.pop(link):
             follow()

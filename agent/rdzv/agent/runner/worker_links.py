@@ -143,6 +143,8 @@ class WorkerLink:
         self.kill_at: float | None = None
         """When the worker will be killed; None unless it was asked to park or to end."""
         self.killed = False
+        self.hurries = False
+        """Whether the processes that it has started are killed as soon as it has exited."""
         self.hung_up = False
         """Whether a worker that could be kept has closed its end, as it does when it exits."""
         self.left: set[int] = set()

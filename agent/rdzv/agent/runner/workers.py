@@ -1,8 +1,9 @@
 """The workers of a round: `Workers.start` spawns them, and `stop` and `notify` signal them.
 
 The runner holds one round at a time, from `start_workers` until `gone`. Descendants of workers that
-exit by themselves keep running until a stop ends the round. A stop has two phases: a signal with a
-grace period while any worker is running, and then SIGKILL for every descendant until none remains
+exit by themselves keep running until a stop ends the round. A stop has three phases: a signal to
+the workers alone, with a grace period while any of them is running; a short time in which what they
+have started may end by itself; and then SIGKILL for every descendant until none remains
 (killing.py).
 
 A stop with `keep_s` asks workers that can be kept (worker_links.py) to park instead. The round ends
@@ -14,14 +15,13 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
 from functools import partial
 
 from .child_exits import exit_fields
 from .held_connections import HeldConnections
 from .held_round import Round
 from .kept_workers import KeptStart
-from .linux.process_tree import signal_group, signal_relative
+from .linux.process_tree import signal_child
 from .parked_workers import ParkedWorkers
 from .requests import (
     MAX_GRACE_S,
@@ -178,7 +178,7 @@ class Workers:
             "started", round=started.number, local_rank=spec.local_rank, pid=child.pid, **fields
         )
         if started.notified_by is not None:
-            signal_group(child.pid, started.notified_by)
+            signal_child(child.pid, started.notified_by)
 
     def fail_start(self, failed: Round, spec: WorkerSpec, reason: str) -> None:
         """Begin to kill the round. Only the first reason is reported; others may follow from it."""
@@ -193,7 +193,7 @@ class Workers:
     def report_exit(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
         """Report a worker's exit to the agent."""
         fields = {"by_itself": True} if of.forget(child) else {}
-        of.exited.add(child.pid)
+        of.exited[child.pid] = code
         self._agent.emit(
             "exited",
             round=of.number,
@@ -239,7 +239,9 @@ class Workers:
     def stop(self, request: Mapping[str, object]) -> None:
         """Handle `stop_workers`. A second stop may shorten the grace period, but not extend it.
 
-        Each signal is sent only once, so a running handler is not entered a second time.
+        Each signal is sent only once, so a running handler is not entered a second time. It is sent
+        to the workers alone: one that saves its state may need the processes it has started, such
+        as a DataLoader's.
         """
         number = read_field(request, "round", int)
         signum, grace_s = read_signal(request), read_seconds(request, "grace_s", MAX_GRACE_S)
@@ -269,12 +271,12 @@ class Workers:
         # Workers that have not been forked never run. The others are signalled as if running.
         self._forks.drop([start for start in self._wanted_warm() if start.child is None])
         parking = set() if keep else stopping.keep_none()
+        told = parking
         if signum not in stopping.signals_sent:
             stopping.signals_sent.add(signum)
-            _signal_groups(self._children, stopping, signum, but=stopping.parking() if keep else ())
-        else:
-            for pid in parking:
-                signal_group(pid, signum)
+            told = stopping.running - (stopping.parking() if keep else set())
+        for pid in told:
+            signal_child(pid, signum)
 
     def notify(self, request: Mapping[str, object]) -> None:
         """Handle `notify_workers`: signal each worker once, as soon as it is running.
@@ -288,7 +290,8 @@ class Workers:
         told.signals_sent.add(signum)
         told.notified_by = signum
         warm = {start.child.pid for start in self._wanted_warm() if start.child is not None}
-        _signal_groups(self._children, told, signum, but=warm | self._children.launching())
+        for pid in told.running - warm - self._children.launching():
+            signal_child(pid, signum)
 
     # ------------------------------------------------------------------ the end
 
@@ -344,23 +347,6 @@ class Workers:
             self.round.kill_late(now, self._agent)
         self.parked.do_due(now)
         self._connections.do_due(now)
-
-
-def _signal_groups(
-    children: Children, stopping: Round, signum: int, but: Collection[int] = ()
-) -> None:
-    """Signal the process groups of a round's workers, including those that have exited."""
-    for pid in stopping.running.difference(but):
-        signal_group(pid, signum)
-    if not stopping.exited:
-        return
-    with suppress(OSError):  # They are killed after the grace anyway.
-        found = children.descendants()
-        family = {os.getpid(), *found}
-        for pid in found:
-            with suppress(ProcessLookupError):
-                if os.getpgid(pid) in stopping.exited:
-                    signal_relative(pid, signum, family)
 
 
 class WarmWorker(WarmStart):

@@ -120,16 +120,10 @@ class OwnChildren:
         os.close(self._fd)
 
 
-def signal_group(leader: int, signum: int) -> None:
-    """Signal the process group of a child that was forked to lead it and has not been reaped.
-
-    Until the child becomes the group's leader, no process group has that number.
-    """
+def signal_child(pid: int, signum: int) -> None:
+    """Signal a child that has not been reaped, and none of the processes that it has started."""
     with suppress(OSError):
-        try:
-            os.killpg(leader, signum)
-        except ProcessLookupError:
-            os.kill(leader, signum)
+        os.kill(pid, signum)
 
 
 def signal_relative(pid: int, signum: int, family: Collection[int]) -> None:
@@ -145,6 +139,14 @@ def signal_relative(pid: int, signum: int, family: Collection[int]) -> None:
                 signal.pidfd_send_signal(pidfd, signum)
         finally:
             os.close(pidfd)
+
+
+def runs_program(pid: int, name: str) -> bool:
+    """Return whether a process runs a program of this file name, as far as can be seen."""
+    try:
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe")) == name  # noqa: PTH115, PTH119
+    except OSError:
+        return False
 
 
 def session_of(pid: int) -> int | None:
