@@ -1615,9 +1615,14 @@ class WorkersStarted(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     ROUND_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
+    NOT_LOADED_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     round: builtins.int
+    not_loaded: builtins.str
+    """Why one of them has not loaded snapshots that it should or could have loaded, in words. The message is
+    sent again once this is known; empty: nothing to say.
+    """
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StartedWorker]: ...
     def __init__(
@@ -1627,8 +1632,9 @@ class WorkersStarted(google.protobuf.message.Message):
         run: builtins.str = ...,
         round: builtins.int = ...,
         workers: collections.abc.Iterable[global___StartedWorker] | None = ...,
+        not_loaded: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id", "round", b"round", "run", b"run", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["not_loaded", b"not_loaded", "rdzv_id", b"rdzv_id", "round", b"round", "run", b"run", "workers", b"workers"]) -> None: ...
 
 global___WorkersStarted = WorkersStarted
 

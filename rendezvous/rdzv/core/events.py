@@ -356,6 +356,15 @@ class WorkersStarted:
 
 
 @struct(frozen=True)
+class SnapshotsNotLoaded:
+    """Workers of a node have not loaded snapshots that they should or could have loaded."""
+
+    round: int
+    node_id: str
+    reason: str
+
+
+@struct(frozen=True)
 class FirstCollectiveMade:
     """Workers have entered the first recorded collective of a round."""
 
@@ -440,6 +449,7 @@ Event = (
     | RankStraggles
     | RankCaughtUp
     | WorkersStarted
+    | SnapshotsNotLoaded
     | FirstCollectiveMade
     | FirstStepMade
     | LostStepsRedone

@@ -136,6 +136,8 @@ class WorkersStarted:
     run: str
     round: int
     workers: tuple[StartedWorker, ...]
+    not_loaded: str = ""
+    """Why one of them has not loaded snapshots that it should or could have loaded."""
 
 
 @struct(frozen=True)

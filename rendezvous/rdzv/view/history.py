@@ -205,6 +205,7 @@ Kept = (
     | events.RankStraggles
     | events.RankCaughtUp
     | events.WorkersStarted
+    | events.SnapshotsNotLoaded
     | events.FirstCollectiveMade
     | events.FirstStepMade
     | events.LostStepsRedone

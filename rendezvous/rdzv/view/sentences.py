@@ -117,6 +117,9 @@ def _of_round(event: Kept) -> str:
             return f"RANK {event.rank} on {event.node_id} no longer straggles"
         case events.WorkersStarted():
             return f"workers of round {event.round}: {started(event)}"
+        case events.SnapshotsNotLoaded():
+            node, number = event.node_id, event.round
+            return f"{node} has not loaded snapshots in round {number}: {event.reason}"
         case events.FirstCollectiveMade():
             return f"first collective of round {event.round}, on {event.node_id}"
         case events.FirstStepMade():

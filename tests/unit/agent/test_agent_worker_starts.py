@@ -18,6 +18,7 @@ from rdzv.agent.runner_link import (
     WorkersStartedCold,
     WorkerStarted,
 )
+from rdzv.structs import replace
 from tests.unit.agent.test_agent_machine import line
 
 
@@ -127,6 +128,30 @@ def test_a_new_server_is_told_again_while_the_round_runs(s: Story) -> None:
     s.stop(0)
     s.starts.say_again()
     assert len(s.reports) == 2
+
+
+def test_the_server_is_told_again_once_snapshots_are_not_loaded(
+    s: Story, caplog: pytest.LogCaptureFixture
+) -> None:
+    def resume(round_: int, local_rank: int, reason: str) -> None:
+        said = WorkerResumed(round_, local_rank, 100, None, 0, False, 3, 0, not_loaded=reason)
+        s.starts.runner_said(said)
+
+    resume(0, 1, "")
+    assert len(s.reports) == 1
+    resume(0, 0, "step 3 is damaged")
+    resume(0, 2, "and so is step 2")
+    s.starts.say_again()
+    first, *again = s.reports
+    assert (first.not_loaded, again) == ("", [replace(first, not_loaded="step 3 is damaged")] * 2)
+    assert caplog.messages == ["job: round 0: step 3 is damaged"]
+    # The next round has a report of its own.
+    s.stop(0)
+    s.start(1, "cold", "cold", "cold")
+    resume(0, 0, "too late")
+    assert s.reports[-1].not_loaded == ""
+    resume(1, 0, "again")
+    assert s.reports[-1].not_loaded == "again"
 
 
 def test_nothing_is_told_where_a_runner_of_an_older_version_does_not_say(s: Story) -> None:

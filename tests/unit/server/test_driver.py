@@ -1764,6 +1764,7 @@ def every_event() -> list[events.Event]:
         ),
         events.RankCaughtUp(0, 3, "n1"),
         events.WorkersStarted(1, 5, 1, 0, (events.NewWorker(3, "n2", "warm", "it was late"),)),
+        events.SnapshotsNotLoaded(1, "n2", "the snapshot of step 3 in memory is damaged"),
         events.FirstCollectiveMade(1, "n1", 40),
         events.FirstStepMade(1, "n1", 3, 101, 300),
         events.LostStepsRedone(1, 140, 200),

@@ -11,6 +11,7 @@ from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.messages import Assignment, StartedWorker, WorkersStarted
 from rdzv.server.wire import inbound_reports
 from rdzv.stores.memory import MemoryStore
+from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import event_in
 from tests.unit.server.test_driver import FakeClock, Server, running, server
@@ -45,6 +46,20 @@ async def test_they_are_recorded_once_all_nodes_have_said_so() -> None:
         assert await told(s) == [
             f"workers of round 0: 2 kept, 1 warm, 1 cold: RANK 3 on n2 is warm ({LATE})"
         ]
+
+
+async def test_each_node_that_loads_no_snapshots_is_named_once_in_a_round() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        lost = replace(said("cold", "cold"), not_loaded="step 3 is damaged")
+        for stream, report in ((n1, said("cold", "cold")), (n1, lost), (n1, lost), (n2, lost)):
+            s.driver.reports.note_started(stream, report)
+        rows = [event_in(row) for row in await s.driver.history.of("job-7", 100)]
+        assert [row.text for row in rows if row.name == "SnapshotsNotLoaded"] == [
+            f"{node} has not loaded snapshots in round 0: step 3 is damaged"
+            for node in ("n1", "n2")
+        ]
+        assert len(await told(s)) == 1
 
 
 async def test_a_server_that_takes_over_hears_it_again() -> None:

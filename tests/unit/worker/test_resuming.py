@@ -296,24 +296,39 @@ def test_a_copy_is_not_read_if_its_saver_is_there(runners: list[Runner]) -> None
         ([(0, 2), (0, 3), (1, 2), (1, 3)], [None, None]),
     ],
 )
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        (0, "a snapshot in memory is damaged in its header"),
+        (60, "a snapshot in memory is damaged in its header"),
+        (TENSORS_AT + 3, "the snapshot of step {} in memory is damaged"),
+    ],
+)
 def test_a_damaged_snapshot_is_not_used_and_that_is_said(
     runners: list[Runner],
     damaged: list[tuple[int, int]],
     step: list[int | None],
+    place: int,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for rank, runner in enumerate(runners):
         train(runner, 3, rank)
     for rank, of in damaged:
-        runners[rank].flip(of)
+        runners[rank].flip(of, place)
+    monkeypatch.setenv("RDZV_SNAPSHOT", "0:3:series")
     new, found = resume(runners)
     assert [one.step for one in new] == step
     assert found == [any(step)] * 2
     said = capsys.readouterr().err
     for rank, of in damaged:
-        assert (
-            f"rank {rank}: the snapshot of step {of} in memory is damaged, so it is ignored" in said
-        )
+        assert f"rank {rank}: {what.format(of)}, so it is ignored" in said
+    # What was announced is not loaded: one rank says so, and what is loaded instead.
+    announced = "rank 0: the snapshot of step 3 in memory was to be loaded, but is not whole"
+    assert said.count(announced) == (3 not in step)
+    assert ("; training resumes from step 2\n" in said) == (2 in step)
+    assert ("; nothing is loaded: the script starts" in said) == (not any(step))
     untouched = [bits(one) for one, of in zip(new, step, strict=True) if of is None]
     assert all(one == bits(sealing_of()) for one in untouched)
     # It is not taken for a snapshot again.

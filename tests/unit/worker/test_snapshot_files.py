@@ -126,6 +126,24 @@ def test_a_damaged_file_is_found_wherever_the_bit_is_and_the_step_before_is_used
     assert not new.is_sound(0)
 
 
+def test_a_damaged_manifest_is_said_and_the_step_before_is_used(
+    runner: Runner, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(runner, 3)
+    write(runner, folder, 2)
+    write(runner, folder, 3)
+    manifest = whole_steps(folder)[-1].folder / "manifest.json"
+    text = manifest.read_text()
+    for wrong in (text[:40], "", "[]", text.replace('"format": 1', '"format": 2')):
+        manifest.write_text(wrong)
+        assert [one.step for one in new_processes(2)[0]] == [2, 2]
+        said = capsys.readouterr().err
+        assert said.count(f"rank 0: cannot read {manifest}, so it is ignored: ") == 1
+    manifest.unlink()  # As if it had never become whole.
+    assert [one.step for one in new_processes(2)[0]] == [2, 2]
+    assert "cannot read" not in capsys.readouterr().err
+
+
 def test_a_step_without_manifest_is_none(runner: Runner, folder: Path) -> None:
     train(runner, 3)
     write(runner, folder, 3)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from . import rng
 from .contents import described
 from .exchange import exchange
+from .link import NO_STEP
 from .shards import Place
 from .snapshot_files import WholeStep, whole_steps
 from .staging import readers
@@ -173,12 +174,18 @@ class Resuming:
         """The state that was loaded, or None if there was none."""
         self.digest = ""
         """Equal on all ranks that have loaded the same tensors; empty if there is no digest."""
+        self.not_loaded: list[str] = []
+        """The reasons why snapshots that this rank knows of are not loaded."""
         if held is not None:
             copies = held.find()
             found: list[tuple[Slot, Callable[[], None], bool]] = [
                 *((slot, partial(held.clear, n), False) for n, slot in enumerate(held.slots)),
                 *((slot, slot.clear, True) for slot in copies),
             ]
+            for slot, clear, _ in found:
+                if slot.is_damaged:
+                    self._refuse("a snapshot in memory is damaged in its header, so it is ignored")
+                    clear()
             self._in_memory = [
                 InMemory(slot, header, clear, is_copy=is_copy)
                 for slot, clear, is_copy in found
@@ -195,11 +202,28 @@ class Resuming:
         """
         folder = os.environ.get(FOLDER_VARIABLE, "")
         looks = exchange(store, self._round, "looks on disk", bool(folder))
+        announced = os.environ.get(NEWEST_VARIABLE)
+        mark = tuple(map(int, announced.split(":", 2)[:2])) if announced else NO_STEP
         if self._load(store, "snapshots", self._in_memory):
-            if self._held is not None and self.key is not None:
-                self._held.base = (self.key.lineage, self.key.step)
+            assert self._held is not None and self.key is not None
+            self._held.base = (self.key.lineage, self.key.step)
+            self._compare(mark, self._held.base)
             return True
-        return any(looks) and self._load(store, "on disk", self._on_disk(folder))
+        is_loaded = any(looks) and self._load(store, "on disk", self._on_disk(folder))
+        self._compare(mark, NO_STEP)
+        return is_loaded
+
+    def _compare(self, announced: tuple[int, ...], loaded: tuple[int, int]) -> None:
+        """Report, on one rank, if the announced snapshots in memory are not the ones loaded."""
+        if loaded < announced and self._round.rank == 0:
+            if self.key is None:
+                instead = "nothing is loaded: the script starts from its own checkpoint or anew"
+            else:
+                instead = f"training resumes from step {self.key.step}"
+            self._refuse(
+                f"the snapshot of step {announced[1]} in memory was to be loaded, but is not whole "
+                f"and undamaged any more; {instead}"
+            )
 
     def put_back_own(self) -> None:
         """Restore this rank's own values at that step, once the state is loaded."""
@@ -275,7 +299,9 @@ class Resuming:
         state is loaded by its own rank.
         """
         found = []
-        for step in whole_steps(Path(folder)) if folder else []:
+        # The folder is shared, so one rank on each node says what cannot be read.
+        say = self._refuse if self._round.local_rank == 0 else None
+        for step in whole_steps(Path(folder), say) if folder else []:
             shards, rank = step.header.shards, self._round.rank
             holds = self._round.local_rank == 0 if shards == 1 else rank < shards
             if holds and self._fits(step.header, f"in {step.folder}"):
@@ -294,13 +320,13 @@ class Resuming:
                 f"{now}: start {before}, or load a checkpoint"
             )
         if reason:
-            self._say(f"cannot resume from the snapshot of step {header.step} {where}: {reason}")
+            self._refuse(f"cannot resume from the snapshot of step {header.step} {where}: {reason}")
         return not reason
 
     def _is_sound(self, one: Found) -> bool:
         if one.is_sound():
             return True
-        self._say(
+        self._refuse(
             f"the snapshot of step {one.header.step} {one.where} is damaged, so it is ignored"
         )
         one.give_up()
@@ -317,6 +343,11 @@ class Resuming:
             self._sealing.shards.hold(place, content.images["part"])
         if (rank, world_size) == (self._round.rank, self._round.world_size):
             self._own = content.own
+
+    def _refuse(self, reason: str) -> None:
+        """Say why a snapshot is not loaded."""
+        self.not_loaded.append(reason)
+        self._say(reason)
 
     def _say(self, text: str) -> None:
         sys.stderr.write(f"rdzv: rank {self._round.rank}: {text}\n")

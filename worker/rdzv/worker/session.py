@@ -224,6 +224,7 @@ class Session:
                 init_ms=_ms(ready - begun),
                 heal_ms=_ms(time.monotonic() - ready),
                 is_unwatched=groups.is_unwatched,
+                not_loaded="; ".join(self._resuming.not_loaded)[:500] if self._resuming else "",
             )
 
     def _resume(self) -> Resuming:

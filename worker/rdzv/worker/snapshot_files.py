@@ -98,25 +98,34 @@ class WholeStep:
         return Content(_own(saved["own"]), images), saved["rank"], saved["world_size"]
 
 
-def whole_steps(folder: Path) -> list[WholeStep]:
-    """List the whole steps, newest last, omitting any that are unreadable."""
+def whole_steps(folder: Path, say: Callable[[str], object] | None = None) -> list[WholeStep]:
+    """List the whole steps, newest last, and `say` which ones cannot be read."""
     found = []
-    with contextlib.suppress(OSError):
+    try:
         for path in folder.iterdir():
-            if _STEP.fullmatch(path.name) and (one := _whole_step(path)) is not None:
-                found.append(one)
+            if not _STEP.fullmatch(path.name):
+                continue
+            try:
+                found.append(_whole_step(path))
+            except (FileNotFoundError, NotADirectoryError):
+                pass  # Without a manifest, it is not whole.
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                if say is not None:
+                    say(f"cannot read {path / _MANIFEST}, so it is ignored: {error!r:.200}")
+    except FileNotFoundError:
+        pass  # Nothing has been written yet.
+    except OSError as error:
+        if say is not None:
+            say(f"cannot look for snapshots in {folder}: {error.strerror}")
     return sorted(found, key=lambda one: (one.written_ms, one.header.step))
 
 
-def _whole_step(folder: Path) -> WholeStep | None:
-    try:
-        said = json.loads((folder / _MANIFEST).read_text())
-        if said["format"] != FORMAT:
-            return None
-        header = Header(shard=0, rank=0, **{name: said[name] for name in _COMMON})
-        return WholeStep(folder, int(said["written_ms"]), str(said["run"]), header)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _whole_step(folder: Path) -> WholeStep:
+    said = json.loads((folder / _MANIFEST).read_text())
+    if said["format"] != FORMAT:
+        raise ValueError(f"format {said['format']} is not {FORMAT}, which this version reads")
+    header = Header(shard=0, rank=0, **{name: said[name] for name in _COMMON})
+    return WholeStep(folder, int(said["written_ms"]), str(said["run"]), header)
 
 
 class StepWriter:

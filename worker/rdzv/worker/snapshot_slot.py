@@ -209,6 +209,11 @@ class Slot:
         header = Header(**json.loads(said))
         return header if header.bytes <= self.size else None
 
+    @property
+    def is_damaged(self) -> bool:
+        """Whether the slot is neither empty nor holds a snapshot whose header can be read."""
+        return any(self._bytes[: _SEAL.size]) and self.header() is None
+
     # ------------------------------------------------------------------ writing
 
     def clear(self) -> None:

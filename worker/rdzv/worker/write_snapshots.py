@@ -50,9 +50,12 @@ def write(
     folder: Path, run: str, keep: int, mark: tuple[int, int, str], fds: Sequence[int]
 ) -> tuple[int, bool]:
     """Write a mark's parts from slots; return their size, and whether the step is whole."""
-    found = [(slot, header) for slot, header in map(_opened, fds) if _mark_of(header) == mark]
+    opened = [_opened(fd) for fd in fds]
+    found = [(slot, header) for slot, header in opened if _mark_of(header) == mark]
     if not found:
-        raise NotWrittenError("no slot holds it any more")
+        is_damaged = any(slot.is_damaged for slot, _ in opened)
+        lost = "a snapshot is damaged in memory, and" if is_damaged else ""
+        raise NotWrittenError(f"{lost} no slot holds it any more".strip())
     written, first = 0, found[0][1]
     assert first is not None
     step = StepWriter(folder, run, first)

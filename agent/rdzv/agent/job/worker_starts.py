@@ -14,6 +14,7 @@ from rdzv.agent.core.model import Assignment, StartedWorker, StartReport
 from rdzv.agent.system.error_files import describe_exit
 from rdzv.agent.workers.summary import ranges
 from rdzv.core.words import counted
+from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.agent")
 
@@ -37,6 +38,10 @@ class WorkerStarts:
         self._report = report
         self._round: Assignment | None = None
         """The current round, until all its workers take part in it."""
+        self._number = -1
+        """The number of the latest round."""
+        self._not_loaded = ""
+        """The first reason why its workers have not loaded snapshots."""
         self._reported: StartReport | None = None
         """The report on the current round, once it is complete."""
         self._is_first = True
@@ -57,6 +62,7 @@ class WorkerStarts:
             case commands.StartWorkers():
                 self._is_first = not self._stopped_ms
                 self._round, self._began_ms = command.assignment, self._now_ms()
+                self._number, self._not_loaded = command.assignment.round, ""
                 self._how, self._resumed, self._why_cold = {}, set(), {}
                 self._why_new, self._ended = self._ended, {}
             case commands.StopWorkers():
@@ -82,8 +88,14 @@ class WorkerStarts:
             case runner_link.WorkerStarted() if event.round == round_ and event.how:
                 self._how[event.local_rank] = event.how
                 self._tell_if_complete()
-            case runner_link.WorkerResumed() if event.round == round_:
+            case runner_link.WorkerResumed() if event.round == self._number:
                 self._resumed.add(event.local_rank)
+                if event.not_loaded and not self._not_loaded:
+                    self._not_loaded = event.not_loaded
+                    log.warning("%s: round %d: %s", self._rdzv_id, event.round, event.not_loaded)
+                    if self._reported is not None:
+                        self._reported = replace(self._reported, not_loaded=self._not_loaded)
+                        self._report(self._reported)
                 self._tell_if_complete()
 
     def say_again(self) -> None:
@@ -98,7 +110,7 @@ class WorkerStarts:
         assignment, self._round = self._round, None
         ranks = sorted(self._how)
         workers = tuple(StartedWorker(rank, self._how[rank], self._why(rank)) for rank in ranks)
-        self._reported = StartReport(assignment.run, assignment.round, workers)
+        self._reported = StartReport(assignment.run, assignment.round, workers, self._not_loaded)
         self._report(self._reported)
         if not self._is_first:
             log.info("%s: round %d: %s", self._rdzv_id, assignment.round, self._described(kept))

@@ -7,7 +7,7 @@ Both directions carry frames as defined in channel.py; requests.py lists the req
     exited            {round, local_rank, pid, exit_code, signal, age_ms}
                                                       `by_itself`: not caused by the runner
     suspect           {round, local_rank, pid, message, traceback, age_ms}
-    resumed           {round, local_rank, pid, step, source, healed, init_ms, heal_ms}
+    resumed           {round, local_rank, pid, step, source, healed, init_ms, heal_ms, not_loaded}
     gone              {round, kept}                   only its store host and the parked workers in
                                                       `kept` remain
     not_kept          {round, local_rank, pid, reason}    a worker failed to park and is killed

@@ -8,7 +8,8 @@ directions carry frames as defined in channel.py. Frames from the worker, of at 
     stuck    {round, place}                          it cannot park: gloo has lost an operation
     parked   {round, step, torn, shard, shards, oldest_step, connections}
                                                      it has left its round and is waiting
-    resumed  {round, step, source, healed, init_ms, heal_ms, is_unwatched}
+    resumed  {round, step, source, healed, init_ms, heal_ms, is_unwatched,
+            not_loaded}
                                                      it continues in a new round
     reserve  {bytes, copies}                         it requests two snapshot slots of this size
                                                      (snapshot_slots.py), or with 0 the ones that
@@ -372,6 +373,7 @@ class WorkerLink:
             "init_ms": _optional_number(frame, "init_ms") or 0,
             "heal_ms": _optional_number(frame, "heal_ms") or 0,
             "is_unwatched": frame.get("is_unwatched") is True,
+            "not_loaded": str(frame.get("not_loaded", ""))[:500],
         }
 
 

@@ -76,6 +76,8 @@ class WorkerResumed:
     """Whether the worker uses NCCL with torch's watchdog off, so nothing in the process ends a
     hang.
     """
+    not_loaded: str = ""
+    """Why it has not loaded snapshots that it should or could have loaded, in its own words."""
 
 
 @struct(frozen=True)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from rdzv.core.events import Event, NewWorker, WorkersStarted, WorkerStart
+from rdzv.core.events import Event, NewWorker, SnapshotsNotLoaded, WorkersStarted, WorkerStart
 from rdzv.core.model import Participant, Round, State
 from rdzv.core.words import LISTED
 from rdzv.errors import InvalidRequestError
@@ -34,13 +34,18 @@ class _Job:
     run: str
     round: int
     said: dict[str, tuple[messages.StartedWorker, ...]] = field(default_factory=dict)
+    not_loaded: set[str] = field(default_factory=set)
+    """The nodes, or the first few of them, that have not loaded some snapshots."""
 
 
 class WorkerStarts:
     """The reports about one server's jobs, with at most one for each node in a live round."""
 
     def __init__(self, tell: Callable[[str, tuple[Event, ...]], None]) -> None:
-        """Call `tell` with an event once all nodes in a round have reported."""
+        """Call `tell` with an event once all nodes in a round have reported.
+
+        It is also called for the first few nodes that have not loaded snapshots.
+        """
         self._tell = tell
         self._jobs: dict[str, _Job] = {}
 
@@ -65,6 +70,10 @@ class WorkerStarts:
         job = self._jobs.get(said.rdzv_id)
         if job is None or not state.membership.is_live(job.run, job.round):
             job = self._jobs[said.rdzv_id] = _Job(said.run, said.round)
+        if said.not_loaded and node_id not in job.not_loaded and len(job.not_loaded) < LISTED:
+            job.not_loaded.add(node_id)
+            event = SnapshotsNotLoaded(round_.number, node_id, said.not_loaded)
+            self._tell(said.rdzv_id, (event,))
         if node_id in job.said:
             return False
         job.said[node_id] = said.workers
