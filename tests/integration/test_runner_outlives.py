@@ -36,6 +36,7 @@ from rdzv.agent.runner_link import (
     WorkerStarted,
     boottime_ms,
     found_runner,
+    runner_link,
 )
 
 LONG_S = 600.0
@@ -294,6 +295,57 @@ async def test_the_fence_holds_without_an_agent(node: Orphanage) -> None:
     await node.adopt()
     await node.heard(WorkersFenced, round=0)
     await node.heard(WorkersGone, round=0)
+
+
+HIDES = "setsid env -i sleep 1000 & echo $! > {file}; exec sleep 1000"
+"""A worker with a child that has left its session and its environment."""
+
+
+async def hide(node: Orphanage) -> tuple[int, int]:
+    """Start a worker that hides a child. Return the pids of both."""
+    file = node.folder / "hidden"
+    (pid,) = await node.start(0, node.spec("/bin/sh", "-c", HIDES.format(file=file)))
+    await until(lambda: file.exists() and file.read_text())
+    return pid, int(file.read_text())
+
+
+async def handles_requests(node: Orphanage) -> None:
+    """Wait until the runner has handled all requests."""
+    node.link.stop_workers(-1, signal.SIGTERM, 0)
+    await node.heard(WorkersGone, round=-1)
+
+
+def is_alive(pid: int) -> bool:
+    return state_of(pid) not in ("", "Z")
+
+
+async def test_the_fence_holds_even_if_the_runner_hangs(node: Orphanage) -> None:
+    await node.begin()
+    pids = await hide(node)
+    node.link.renew_fence(boottime_ms() + 500)
+    await handles_requests(node)
+    os.kill(node.link.pid, signal.SIGSTOP)
+    await until(lambda: not any(map(is_alive, pids)), 10.0)
+    assert state_of(node.link.pid) == "T"
+    os.kill(node.link.pid, signal.SIGCONT)
+    await node.heard(WorkersFenced, round=0)
+    await node.heard(WorkersGone, round=0)
+
+
+async def test_a_runner_that_hangs_is_killed_with_all_that_it_has_started(
+    node: Orphanage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its agent is not its parent, so that its orphans go to init."""
+    await node.begin()
+    pids = await hide(node)
+    await node.lose_agent()
+    monkeypatch.setattr(runner_link, "PING_S", 0.1)
+    await node.adopt()
+    await handles_requests(node)
+    os.kill(node.link.pid, signal.SIGSTOP)
+    await node.heard(RunnerExited)
+    assert not any(map(is_alive, pids))
+    node.path.unlink()
 
 
 async def test_the_time_that_it_waits_can_be_changed(node: Orphanage) -> None:

@@ -26,6 +26,7 @@ from rdzv.agent.runner_link import (
     WorkerExited,
     WorkersGone,
     agent_children,
+    runner_link,
 )
 
 pytestmark = pytest.mark.slow
@@ -220,3 +221,89 @@ async def test_the_runners_own_end_comes_after_all_that_it_has_said(s: Story) ->
     s.handling[0].set_result(None)
     await s.until(lambda: len(s.heard) == 3)
     assert s.heard[1:] == [WorkersGone(0), RunnerExited(None)]
+
+
+class Pinged(Story):
+    """A fake runner that is pinged, with a process below it that no environment shows."""
+
+    def __init__(self) -> None:
+        script = "setsid env -i sleep 600 & echo $!; exec sleep 600"
+        self.process = subprocess.Popen(["/bin/sh", "-c", script], stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        self.hidden = int(self.process.stdout.readline())
+        self.process.stdout.close()
+        ours, theirs = socket.socketpair()
+        self.runner = Channel(theirs)
+        self.heard, self.handling = [], []
+        self.link = RunnerLink(self.process, Channel(ours), self.take)
+
+    def pings(self) -> int:
+        """Return the number of pings that have come."""
+        with contextlib.suppress(BlockingIOError, EOFError):
+            self.runner.receive()
+        told = 0
+        while self.runner.next_message() is not None:
+            told += 1
+        return told
+
+    def is_alive(self, pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return False
+
+
+@pytest.fixture
+async def pinged(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pinged]:
+    monkeypatch.setattr(runner_link, "PING_S", 0.01)
+    made = Pinged()
+    yield made
+    made.end()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(made.hidden, signal.SIGKILL)
+    await made.until(lambda: any(isinstance(event, RunnerExited) for event in made.heard))
+    made.runner.close()
+
+
+async def test_a_runner_that_no_longer_answers_is_killed_with_all_below_it(
+    pinged: Pinged, caplog: pytest.LogCaptureFixture
+) -> None:
+    answered = 0
+    while answered < 3 * runner_link.MAX_UNANSWERED:
+        await pinged.until(pinged.pings)
+        pinged.runner.send({"type": "pong"})
+        answered += 1
+    assert pinged.heard == [] and pinged.is_alive(pinged.hidden)
+    await pinged.until(lambda: pinged.heard)
+    assert pinged.heard == [RunnerExited(-signal.SIGKILL)]
+    assert not pinged.is_alive(pinged.hidden)
+    assert "it hangs: no answer for" in caplog.text
+
+
+async def test_a_runner_that_is_still_starting_is_not_killed(pinged: Pinged) -> None:
+    told = 0
+
+    def many() -> bool:
+        nonlocal told
+        told += pinged.pings()
+        return told > 3 * runner_link.MAX_UNANSWERED
+
+    await pinged.until(many)
+    assert pinged.heard == []
+
+
+async def test_a_runner_that_survives_sigkill_is_given_up(
+    pinged: Pinged, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner_link, "KILL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(pinged.process, "kill", lambda: None)
+    await pinged.until(pinged.pings)
+    pinged.runner.send({"type": "pong"})
+    await pinged.until(lambda: pinged.heard)
+    assert pinged.heard == [RunnerExited(-signal.SIGKILL)]
+    assert "survives SIGKILL" in caplog.text
+    monkeypatch.undo()
+
+
+async def test_a_runner_that_cannot_answer_is_not_asked(s: Story) -> None:
+    """The previous release's runners would answer each ping with an error."""
+    assert s.may_forget() == []

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from rdzv.agent.runner.child_exits import SHM_MANAGER, SHM_MANAGER_S, Child, Chi
 from rdzv.agent.runner.fence import Fence
 from rdzv.agent.runner.held_round import Round
 from rdzv.agent.runner.killing import HELPERS_S, QUIET_S, STUCK_AFTER_S, HelpersTime, Killing
-from rdzv.agent.runner.linux.boottime import Alarm
+from rdzv.agent.runner.linux.boottime import Alarm, boottime_ms
 from rdzv.agent.runner.linux.descriptors import short_path
 from rdzv.agent.runner.linux.libc import libc
 from rdzv.agent.runner.linux.process_tree import signal_relative
@@ -34,7 +35,7 @@ from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.parked_workers import ParkedWorkers
 from rdzv.agent.runner.requests import ZygoteSpec
 from rdzv.agent.runner.snapshot_slots import SavedSnapshot, SnapshotSlots
-from rdzv.agent.runner.spawn import NOT_STARTED
+from rdzv.agent.runner.spawn import NOT_STARTED, Program
 from rdzv.agent.runner.store_hosts import StoreHosts
 from rdzv.agent.runner.warm_forks import WarmForks
 from rdzv.agent.runner.worker_links import MAX_SHARDS, PROTOCOL, WorkerLink
@@ -102,7 +103,7 @@ class NoChildren(Children):
 def test_after_one_that_cannot_be_started_no_further_worker_is(
     loop: Loop, agent: AgentLink
 ) -> None:
-    with closing(NoChildren(loop)) as children, closing(Fence(agent)) as fence:
+    with closing(NoChildren(loop)) as children, closing(Fence(agent, children)) as fence:
         forks = WarmForks(loop, children, agent)
         workers = Workers(loop, children, agent, fence, forks, SnapshotSlots(agent))
         both = [{"local_rank": rank, "argv": ["true"], "env": {}} for rank in (0, 1)]
@@ -120,7 +121,7 @@ def test_snapshots_hear_from_which_step_kept_workers_continue(
         def begin_round(self, resume_step: int | None) -> None:
             told.append(resume_step)
 
-    with closing(NoChildren(loop)) as children, closing(Fence(agent)) as fence:
+    with closing(NoChildren(loop)) as children, closing(Fence(agent, children)) as fence:
         forks = WarmForks(loop, children, agent)
         workers = Workers(loop, children, agent, fence, forks, Told(agent))
         keep = {"kept": [], "source": source, "step": resume_step, "charged": [], "grace_s": 1.0}
@@ -401,16 +402,94 @@ def test_torch_shm_manager_is_killed_only_if_it_takes_too_long(loop: Loop, tmp_p
             process.kill()
 
 
-def test_a_round_reaches_its_fence_once() -> None:
+def test_a_round_reaches_its_fence_once(loop: Loop) -> None:
     told: list[str] = []
     agent: Any = type("Agent", (), {"emit": lambda _, kind, **fields: told.append(kind)})()
     nobody: Any = ()
     held = Round(3)
-    with closing(Fence(agent)) as fence:
-        fence.renew({"fence_at_ms": 1})
+    with closing(NoChildren(loop)) as children, closing(Fence(agent, children)) as fence:
         for _ in range(2):
+            fence.renew({"fence_at_ms": 1})
             fence.check(held, nobody)
     assert told == ["fenced"]
+    assert children.begun == ["the guard of the fence"] * 2, "it is tried again"
+
+
+class Guards(Children):
+    """Starts only guards, whose pipes the test reads."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        self.begun: list[tuple[int, Any]] = []
+        self.child: Any = type("Child", (), {"kill": lambda _: None})()
+
+    def start(self, _name: str, program: Program, on_exit: Any, **_: Any) -> Child:
+        (fd,) = program.pass_fds
+        self.begun.append((os.dup(fd), on_exit))
+        os.set_blocking(fd, False)
+        return self.child  # type: ignore[no-any-return]
+
+    def told(self) -> list[int]:
+        """What the last guard was told since the last call."""
+        try:
+            said = os.read(self.begun[-1][0], 4096)
+        except BlockingIOError:
+            return []
+        return [at_ms for (at_ms,) in struct.iter_unpack("q", said)]
+
+    def close(self) -> None:
+        super().close()
+        for fd, _ in self.begun:
+            os.close(fd)
+
+
+def test_the_guard_of_the_fence_knows_its_time_while_there_is_a_worker(loop: Loop) -> None:
+    agent: Any = type("Agent", (), {"emit": lambda _, kind, **fields: None})()
+    nobody: Any = ()
+    held, at_ms = Round(3), boottime_ms() + 60_000
+    with closing(Guards(loop)) as children, closing(Fence(agent, children)) as fence:
+        fence.renew({"fence_at_ms": at_ms})
+        fence.check(None, nobody)
+        fence.rest(None, nobody)
+        assert children.told() == []
+        for later in (0, 0, 5):
+            fence.renew({"fence_at_ms": at_ms + later})
+            fence.check(held, nobody)
+            fence.rest(held, nobody)
+        assert children.told() == [at_ms, at_ms + 5]
+        for _ in range(2):
+            fence.check(None, nobody)
+            fence.rest(None, nobody)
+        assert children.told() == [0]
+        # The second time.
+        fence.check(held, nobody)
+        assert children.told() == [at_ms + 5]
+        # One that has ended is replaced at the next renewal, and told.
+        fence_of_old = children.begun[-1][1]
+        fence_of_old(children.child, -9)
+        fence.check(held, nobody)
+        assert len(children.begun) == 1
+        fence.renew({"fence_at_ms": at_ms + 6})
+        fence.check(held, nobody)
+        assert len(children.begun) == 2 and children.told() == [at_ms + 6]
+
+
+def test_a_fence_that_is_reached_stays_guarded_until_no_worker_is_left(loop: Loop) -> None:
+    agent: Any = type("Agent", (), {"emit": lambda _, kind, **fields: None})()
+    nobody: Any = ()
+    held = Round(3)
+    with closing(Guards(loop)) as children, closing(Fence(agent, children)) as fence:
+        at_ms = boottime_ms() + 20
+        fence.renew({"fence_at_ms": at_ms})
+        fence.check(held, nobody)
+        while not held.fenced:
+            fence.check(held, nobody)
+        fence.renew({"fence_at_ms": at_ms + 60_000})
+        fence.check(held, nobody)
+        fence.rest(held, nobody)
+        assert children.told() == [at_ms]
+        fence.rest(None, nobody)
+        assert children.told() == [0]
 
 
 class Saving:

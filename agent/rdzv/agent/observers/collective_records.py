@@ -197,9 +197,10 @@ class RecordReader:
             raise NoRecordError("its torch does not answer in time") from None
         except SentDescriptorError:
             # It is not torch that answers, and each further request would cost a process.
-            self.on = False
             why = "a process of the job answers with a descriptor, as torch never does"
-            log.warning("%s: no more requests for collectives: %s", self._rdzv_id, why)
+            if self.on:
+                log.warning("%s: no more requests for collectives: %s", self._rdzv_id, why)
+            self.on = False
             raise NoRecordError(why) from None
         except OSError as error:
             why = error.strerror or str(error)

@@ -29,6 +29,7 @@ Both directions carry frames as defined in channel.py; requests.py lists the req
                                                       unless a reason is given
     serve_failed      {reason}                        the runner will still end with its agent
     error             {reason}
+    pong              {}                              response to `ping`, never resent
 
 After the request `serve`, events are numbered and are resent to each new agent until an agent has
 sent `heard` {number}, which covers all events up to that number. An exit's `age_ms` increases in

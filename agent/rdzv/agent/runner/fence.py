@@ -3,32 +3,55 @@
 The agent may be stopped or hang. It renews the fence as long as there is proof that the server is
 receiving this node's messages. A round requested after the fence starts no workers. Until the first
 `renew_fence`, there is no fence.
+
+The runner may hang, too. So another process, the guard, knows the time of the fence, and shares
+nothing with the runner but a pipe that it reads. If any worker may be left `GUARD_LATE_MS` after
+the fence, it kills everything below the runner.
 """
 
 from __future__ import annotations
 
+import os
+import select
+import struct
+import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 from .linux.boottime import Alarm, boottime_ms
+from .linux.descriptors import write_line
+from .linux.process_tree import kill_below
 from .requests import read_fence_at_ms
+from .spawn import Program
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .agent_link import AgentLink
+    from .child_exits import Child, Children
     from .held_round import Round
     from .parked_workers import ParkedWorkers
+
+GUARD_LATE_MS = 400
+"""The runner's own time to kill. The server keeps a fenced node's seat for 1 s after the fence."""
+
+_GUARD_KILLS_S = 5.0
+_LOOK_AGAIN_S = 0.02
+_TIME = struct.Struct("q")
+_PROGRAM = Path(__file__).with_name("__main__.py")
 
 
 class Fence:
     """The time of the fence, and an alarm that goes off at that time."""
 
-    def __init__(self, agent: AgentLink) -> None:
+    def __init__(self, agent: AgentLink, children: Children) -> None:
         self._agent = agent
         self._at_ms = 0
         # Created in advance, so that a fence never fails for lack of a descriptor.
         self._alarm = Alarm()
+        self._guard = _Guard(children)
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when `check` needs to be called."""
@@ -37,6 +60,7 @@ class Fence:
     def renew(self, request: Mapping[str, object]) -> None:
         """Handle `renew_fence`: move the fence forward, but never back."""
         self._at_ms = max(read_fence_at_ms(request), self._at_ms)
+        self._guard.start()
 
     def check(self, held: Round | None, parked: ParkedWorkers) -> None:
         """Start killing the round or the parked workers at the fence; until then, set the alarm."""
@@ -45,6 +69,7 @@ class Fence:
             self._alarm.set(None)
         elif boottime_ms() < self._at_ms:
             self._alarm.set(self._at_ms)
+            self._guard.set(self._at_ms)
         elif held is None:
             self._alarm.set(None)
             parked.end_all(0)
@@ -56,6 +81,95 @@ class Fence:
             # Reported before any worker's exit, so that no exit is mistaken for a failure.
             self._agent.emit("fenced", round=held.number, at_ms=boottime_ms())
 
+    def rest(self, held: Round | None, parked: ParkedWorkers) -> None:
+        """Tell the guard if there is no worker, so that it has nothing to kill at the fence."""
+        if held is None and not parked:
+            self._guard.set(None)
+
     def close(self) -> None:
-        """Close the alarm."""
+        """Close the alarm, and end the guard."""
         self._alarm.close()
+        self._guard.close()
+
+
+class _Guard:
+    """The process that guards the fence, and what it was told."""
+
+    def __init__(self, children: Children) -> None:
+        self._children = children
+        self._child: Child | None = None
+        self._fd: int | None = None
+        """The end of the pipe to the process, or None if there is none."""
+        self._at_ms: int | None = None
+
+    def start(self) -> None:
+        """Start the process, unless there is one."""
+        if self._fd is not None:
+            return
+        try:
+            read_end, self._fd = os.pipe2(os.O_CLOEXEC)
+            try:
+                os.set_blocking(self._fd, False)
+                argv = (sys.executable, "-I", "-S", str(_PROGRAM), "--guard", str(read_end))
+                program = Program(argv=argv, env={}, pass_fds=(read_end,))
+                self._child = self._children.start(
+                    "the guard of the fence", program, self._end, spared=True
+                )
+            finally:
+                os.close(read_end)
+        except OSError as error:
+            self.close()
+            write_line(f"nothing guards the fence but this runner, pid {os.getpid()}: {error}")
+
+    def set(self, at_ms: int | None) -> None:
+        """Tell the process the time of the fence; with None, it has nothing to do."""
+        if self._fd is None or at_ms == self._at_ms:
+            return
+        self._at_ms = at_ms
+        try:
+            os.write(self._fd, _TIME.pack(at_ms or 0))
+        except OSError:  # It is gone, or does not read. The next renewal starts another.
+            self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = self._at_ms = None
+        if self._child is not None:
+            with suppress(OSError):
+                self._child.kill()
+
+    def _end(self, child: Child, _code: int) -> None:
+        if child is self._child:
+            self._child = None
+            self.close()
+
+
+def guard(fd: int) -> None:
+    """Run as the guard of the process that has started this one, until it closes its pipe."""
+    runner, alarm = os.getppid(), Alarm()
+    while True:
+        ready, _, _ = select.select([fd, alarm.fileno()], [], [])
+        if fd in ready:
+            if not (said := os.read(fd, 512 * _TIME.size)):
+                return
+            (at_ms,) = _TIME.unpack(said[-_TIME.size :])
+            alarm.set(at_ms + GUARD_LATE_MS if at_ms else None)
+        else:
+            alarm.set(None)
+            _kill_all(runner)
+
+
+def _kill_all(runner: int) -> None:
+    """Kill all processes below the runner but this one."""
+    until = time.monotonic() + _GUARD_KILLS_S
+    told = False
+    while time.monotonic() < until:
+        with suppress(OSError):
+            if not kill_below(runner, {os.getpid()}):
+                return
+            if not told:
+                told = True
+                write_line(f"runner pid {runner} has not killed all at the fence; its guard does")
+        time.sleep(_LOOK_AGAIN_S)

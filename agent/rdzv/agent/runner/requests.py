@@ -29,6 +29,7 @@ A refused request changes nothing and is answered with `error` (agent_link.py li
     serve             {socket, orphan_timeout_s, grace_s}         only the first socket is used
     keep              {name, value}
     heard             {number}
+    ping              {}                              answered with `pong`
     adopt             {}
     shutdown          {}
 

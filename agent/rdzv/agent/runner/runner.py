@@ -30,9 +30,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_CROSS_A_SHUTDOWN = ("heard", "shutdown")
+_CROSS_A_SHUTDOWN = ("heard", "ping", "shutdown")
 """Requests that may still arrive after a shutdown. They are not refused, because the agent would
-respond to a refusal with another request.
+respond to a refusal with another request, and kills a runner that does not answer pings.
 """
 
 
@@ -45,8 +45,8 @@ class Runner:
         self.next_agent = NextAgent(loop, self.agent, self._hello, self._stop_orphaned)
         self.agent.attach(agent)
         self.agent.in_charge = True
-        self._fence = Fence(self.agent)
         self._children = Children(loop)
+        self._fence = Fence(self.agent, self._children)
         self.forks = WarmForks(loop, self._children, self.agent)
         self._slots = SnapshotSlots(self.agent)
         self._slots.copies = copies = SnapshotCopies(loop, self._children, self._slots)
@@ -75,6 +75,7 @@ class Runner:
             "serve": self.next_agent.serve,
             "keep": self.next_agent.keep,
             "heard": self.agent.forget_confirmed,
+            "ping": lambda _request: self.agent.send({"type": "pong"}),
             "shutdown": self._shut_down,
         }
         """The handler for each request, by request type."""
@@ -90,6 +91,7 @@ class Runner:
             # Done at the end of a turn, so that workers requested together are forked together.
             self._attempt(self.forks.fork_wanted)
             self._attempt(self._advance)
+            self._fence.rest(self._workers.round, self._workers.parked)
         self.close()
 
     def close(self) -> None:
@@ -192,6 +194,7 @@ class Runner:
             "snapshots": True,
             "writes_snapshots": True,
             "carries_copies": True,
+            "answers_pings": True,
         }
 
 

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import logging
 import os
+import select
 import socket
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from typing import Any
 from rdzv.agent.runner.linux.process_tree import (
     SWEEP_INTERVAL_S,
     children_of,
+    kill_below,
     kill_descendants,
     reap,
 )
@@ -30,6 +32,7 @@ SWEEP_TIMEOUT_S = 2.0
 """How long a dead runner's processes may take to disappear."""
 _KILL_TIMEOUT_S = 1.0
 _STARTING_RETRY_S = 0.05
+_LOOK_AGAIN_S = 0.02
 
 MAX_ANSWER_BYTES = 8 << 20
 """The maximum size of a program's output; more is an error."""
@@ -86,6 +89,19 @@ async def sweep_orphans(timeout_s: float = SWEEP_TIMEOUT_S) -> None:
             log.error("processes left by a dead runner survived SIGKILL: pid %s", pids)
             return
         await (_exited(left[0], SWEEP_INTERVAL_S) if left else asyncio.sleep(_STARTING_RETRY_S))
+
+
+async def kill_all_below(pid: int, pidfd: int, timeout_s: float = SWEEP_TIMEOUT_S) -> None:
+    """Kill all descendants of a runner that may hang, until none is left or the time is over."""
+    deadline_s = time.monotonic() + timeout_s
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    # Once the runner has exited, its pid may be another's.
+    while not poll.poll(0) and time.monotonic() < deadline_s:
+        with suppress(OSError):
+            if not kill_below(pid):
+                return
+        await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 async def _exited(pid: int, within_s: float) -> None:

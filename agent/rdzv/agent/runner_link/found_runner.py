@@ -142,6 +142,7 @@ def read_hello(said: Mapping[str, Any]) -> Hello:
             store_hosts=frozenset(said["store_hosts"]),
             zygote=bool(said["zygote"]),
             carries_copies=bool(said.get("carries_copies")),
+            answers_pings=bool(said.get("answers_pings")),
             kept={str(name): str(value) for name, value in said["kept"].items()},
         )
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -48,7 +48,10 @@ log = logging.getLogger("rdzv.agent.runner")
 _PROGRAM = Path(runner.__file__).with_name("__main__.py")
 _STORE_HOST = Path(job_programs.__file__).with_name("store_host.py")
 _SNAPSHOT_CARRIER = Path(job_programs.__file__).with_name("snapshot_carrier.py")
-_KILL_TIMEOUT_S = 1.0
+KILL_TIMEOUT_S = 1.0
+PING_S = 2.0
+MAX_UNANSWERED = 8
+"""The pings that a runner may leave unanswered, one after another; then it hangs, and is killed."""
 CLOSE_TIMEOUT_S = 10.0
 """How long a runner that has not started anything may take to end."""
 
@@ -74,6 +77,7 @@ class Hello:
     """The values that the runner keeps for its next agent, by name."""
     carries_copies: bool = False
     """Whether the runner can keep copies of other nodes' snapshots."""
+    answers_pings: bool = False
 
 
 @struct(frozen=True)
@@ -177,6 +181,12 @@ class RunnerLink:
         else:
             self._loop.add_reader(self._pidfd, self._notice_exit)
         self._loop.add_reader(channel.fileno(), self._read)
+        self._ending: asyncio.Task[None] | None = None
+        self._unanswered: int | None = None
+        """The pings since the runner last sent anything; None until it first has."""
+        self._next_ping: asyncio.TimerHandle | None = None
+        if adopted is None or adopted.answers_pings:
+            self._ping()
 
     @classmethod
     async def spawn(cls, on_event: OnEvent) -> RunnerLink:
@@ -210,6 +220,7 @@ class RunnerLink:
     async def let_go(self, timeout_s: float) -> None:
         """Leave the runner to the next agent: send unsent requests and stop receiving events."""
         self._loop.remove_reader(self._channel.fileno())
+        self._stop_pings()
         if self._pidfd is not None:
             self._loop.remove_reader(self._pidfd)
         try:
@@ -402,7 +413,7 @@ class RunnerLink:
                 await self._exited.wait()
         except TimeoutError:
             self._give_up(f"it has not ended everything within {timeout_s:g} s")
-            async with asyncio.timeout(_KILL_TIMEOUT_S):
+            async with asyncio.timeout(agent_children.SWEEP_TIMEOUT_S + 2 * KILL_TIMEOUT_S):
                 await self._exited.wait()
 
     # ------------------------------------------------------------------ to the runner
@@ -418,6 +429,23 @@ class RunnerLink:
             self._give_up(str(error))
         except OSError:
             pass  # It has exited, as its pidfd is about to show.
+
+    def _ping(self) -> None:
+        """Ask for an answer again and again, and kill a runner that gives none.
+
+        What is counted is pings, not seconds, so that a pause of this process counts only once.
+        """
+        if self._unanswered is not None:
+            if self._unanswered == MAX_UNANSWERED:
+                self._give_up(f"it hangs: no answer for {MAX_UNANSWERED * PING_S:g} s")
+                return
+            self._unanswered += 1
+        self._send({"type": "ping"})
+        self._next_ping = self._loop.call_later(PING_S, self._ping)
+
+    def _stop_pings(self) -> None:
+        if self._next_ping is not None:
+            self._next_ping.cancel()
 
     def _await_writable(self) -> None:
         if self._channel.has_unsent:
@@ -444,6 +472,7 @@ class RunnerLink:
     def _read(self) -> None:
         try:
             self._channel.receive()
+            self._unanswered = 0
         except EOFError:
             self._loop.remove_reader(self._channel.fileno())
         self._deliver()
@@ -454,6 +483,8 @@ class RunnerLink:
             while not self._exited.is_set() and self._handling is None:
                 if (message := self._channel.next_message()) is None:
                     break
+                if message.get("type") == "pong":
+                    continue
                 event, number = decode_event(message), number_of(message)
                 self._log.write(event)
                 handling = self._on_event(event)
@@ -499,6 +530,7 @@ class RunnerLink:
         """Deliver the event of the runner's exit, once the previous event has been handled."""
         if self._handling is not None or self._exited.is_set():
             return
+        self._stop_pings()
         self._loop.remove_reader(self._channel.fileno())
         self._loop.remove_writer(self._channel.fileno())
         self._channel.close()
@@ -514,13 +546,31 @@ class RunnerLink:
             pass
 
     def _give_up(self, reason: str) -> None:
-        """Kill a malfunctioning runner. `RunnerExited` follows."""
-        log.error("killing the runner (pid %d): %s", self.pid, reason)
+        """Kill a malfunctioning runner, and all that it has started. `RunnerExited` follows."""
+        if self._ending is None:
+            log.error("killing the runner (pid %d): %s", self.pid, reason)
+            self._ending = self._loop.create_task(self._kill_all())
+
+    async def _kill_all(self) -> None:
+        # Its descendants are killed first: once an adopted runner is dead, they are children of
+        # init, which knows nobody's. While it lives, none of them can leave it.
+        if self._pidfd is not None:
+            await agent_children.kill_all_below(self._pid, self._pidfd)
         if self._process is not None:
             self._process.kill()
         elif self._pidfd is not None:
             with suppress(OSError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                await self._exited.wait()
+        if self._exit is None:
+            # Something in the kernel holds it; nothing else may wait for that.
+            log.error("the runner (pid %d) survives SIGKILL", self.pid)
+            if self._pidfd is not None:
+                self._loop.remove_reader(self._pidfd)
+            self._exit = RunnerExited(-signal.SIGKILL)
+            self._end(self._exit)
 
 
 def _start_runner(fd: int) -> subprocess.Popen[bytes]:

@@ -71,6 +71,21 @@ def kill_descendants(except_pids: Collection[int] = ()) -> list[int]:
     return found
 
 
+def kill_below(pid: int, except_pids: Collection[int] = ()) -> list[int]:
+    """Send SIGKILL to every descendant of another process. Returns those that have not ended.
+
+    Repeat it until it returns none. That process need not reap them, nor do anything else.
+
+    Raises:
+        OSError: its children cannot be listed, so some may remain.
+    """
+    found = descendants_of(children_of(pid), except_pids)
+    family = {pid, *found}
+    for one in found:
+        signal_relative(one, signal.SIGKILL, family)
+    return [one for one in found if not _has_ended(one)]
+
+
 def descendants_of(children: Iterable[int], except_pids: Collection[int] = ()) -> list[int]:
     """List these processes and their descendants, zombies included, parents before children.
 
@@ -174,6 +189,15 @@ def reap(pids: Iterable[int]) -> None:
     for pid in pids:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or a zombie none of whose threads runs on."""
+    try:
+        stat = _stat_of(pid)
+        return stat[0] in b"ZX" and int(stat[17]) <= 1
+    except (OSError, LookupError):
+        return True
 
 
 def _parent_of(pid: int) -> int:
