@@ -452,9 +452,9 @@ class ControlClient:
         )
         return node_of(self._call(lambda stub: stub.DrainNode, request))
 
-    def undrain(self, node_id: str) -> Node:
-        """Lift a node's drain, and allow submitted jobs on it again."""
-        request = pb.UndrainNodeRequest(node_id=_checked_name(node_id, "node"))
+    def undrain(self, node_id: str, *, cordon: bool = False) -> Node:
+        """Lift a node's drain and, with `cordon`, its cordon; return the node."""
+        request = pb.UndrainNodeRequest(node_id=_checked_name(node_id, "node"), cordon=cordon)
         return node_of(self._call(lambda stub: stub.UndrainNode, request))
 
     def servers(self) -> tuple[Server, ...]:

@@ -4404,6 +4404,7 @@ class Node(google.protobuf.message.Message):
     DRAIN_REASON_FIELD_NUMBER: builtins.int
     DRAIN_LEFT_MS_FIELD_NUMBER: builtins.int
     DRAINED_BY_OPERATOR_FIELD_NUMBER: builtins.int
+    CORDONED_BESIDES_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     state: builtins.str
     """connected, away, gone (known only because it is cordoned or quarantined)"""
@@ -4414,6 +4415,7 @@ class Node(google.protobuf.message.Message):
     agent_version: builtins.str
     gpus_free: builtins.int
     cordoned: builtins.bool
+    """Also while an operator drains it; the reason and the age are the drain's then."""
     cordon_reason: builtins.str
     cordon_age_ms: builtins.int
     metrics: builtins.str
@@ -4433,6 +4435,10 @@ class Node(google.protobuf.message.Message):
     """How much longer its workers have; 0: their time is over."""
     drained_by_operator: builtins.bool
     """Whether an operator requested it, and can lift it; otherwise the node leaves by itself."""
+    cordoned_besides: builtins.bool
+    """It has a cordon besides the operator's drain, which stays when the drain is lifted. Reason and age
+    of the cordon are this one's then.
+    """
     @property
     def resources(self) -> global___Resources:
         """Unset if it takes no submitted jobs."""
@@ -4466,9 +4472,10 @@ class Node(google.protobuf.message.Message):
         drain_reason: builtins.str = ...,
         drain_left_ms: builtins.int = ...,
         drained_by_operator: builtins.bool = ...,
+        cordoned_besides: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["resources", b"resources"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "agent_version", b"agent_version", "cordon_age_ms", b"cordon_age_ms", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "drain", b"drain", "drain_left_ms", b"drain_left_ms", "drain_reason", b"drain_reason", "drained_by_operator", b"drained_by_operator", "gpus_free", b"gpus_free", "jobs", b"jobs", "metrics", b"metrics", "node_id", b"node_id", "program", b"program", "quarantine", b"quarantine", "quarantine_age_ms", b"quarantine_age_ms", "quarantine_left_ms", b"quarantine_left_ms", "resources", b"resources", "state", b"state", "state_age_ms", b"state_age_ms", "unhealthy", b"unhealthy", "unhealthy_age_ms", b"unhealthy_age_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "agent_version", b"agent_version", "cordon_age_ms", b"cordon_age_ms", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "cordoned_besides", b"cordoned_besides", "drain", b"drain", "drain_left_ms", b"drain_left_ms", "drain_reason", b"drain_reason", "drained_by_operator", b"drained_by_operator", "gpus_free", b"gpus_free", "jobs", b"jobs", "metrics", b"metrics", "node_id", b"node_id", "program", b"program", "quarantine", b"quarantine", "quarantine_age_ms", b"quarantine_age_ms", "quarantine_left_ms", b"quarantine_left_ms", "resources", b"resources", "state", b"state", "state_age_ms", b"state_age_ms", "unhealthy", b"unhealthy", "unhealthy_age_ms", b"unhealthy_age_ms"]) -> None: ...
 
 global___Node = Node
 
@@ -4558,13 +4565,17 @@ class UndrainNodeRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NODE_ID_FIELD_NUMBER: builtins.int
+    CORDON_FIELD_NUMBER: builtins.int
     node_id: builtins.str
+    cordon: builtins.bool
+    """Lift its cordon, too, which otherwise stays. A quarantine stays."""
     def __init__(
         self,
         *,
         node_id: builtins.str = ...,
+        cordon: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["node_id", b"node_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cordon", b"cordon", "node_id", b"node_id"]) -> None: ...
 
 global___UndrainNodeRequest = UndrainNodeRequest
 

@@ -43,7 +43,8 @@ def nodes(server: str, found: Sequence[Node], page: Page, store_away: str | None
 def node(found: Node, page: Page) -> str:
     """Format everything known about one node."""
     since = f"for {duration(found.state_age_ms)}, since {page.ago(found.state_age_ms)}"
-    marks = [found.drain] if found.drain else ["cordoned"] * found.cordoned
+    marks = [found.drain] if found.drain else []
+    marks += ["cordoned"] * _is_cordoned(found)
     marks += ["quarantined"] * bool(found.quarantine) + ["unhealthy"] * bool(found.unhealthy)
     mark = Cell(", ".join(marks), "yellow")
     state = Cell(found.state or _UNKNOWN, _STATE_STYLES.get(found.state, ""))
@@ -83,6 +84,12 @@ def undrained(found: Node) -> str:
     if found.drain is not None:
         why = f": {harmless(found.drain_reason)}" if found.drain_reason else ""
         return f"{name} is about to leave by itself{why}"
+    if found.cordoned:
+        why = _because(found.cordon_reason)
+        return (
+            f"{name} is not drained, but still cordoned{why}, so no submitted job is placed on it; "
+            f"`rdzvctl uncordon {name}` lifts that"
+        )
     return f"the drain of {name} is lifted: {_takes_jobs(found)}"
 
 
@@ -107,6 +114,11 @@ def _because(reason: str | None) -> str:
     return f" ({harmless(reason)})" if reason else ""
 
 
+def _is_cordoned(node: Node) -> bool:
+    """Return whether a node has a cordon, besides any drain."""
+    return node.cordoned_besides or (node.cordoned and node.drain is None)
+
+
 def _why_taken_out(node: Node) -> str:
     """Describe a node's drain, with the time left, or its cordon; empty if it has neither."""
     if node.drain == "draining":
@@ -127,7 +139,7 @@ def _facts(found: Node, page: Page) -> list[tuple[str, Cell]]:
     if found.drain is not None:
         by = "an operator" if found.drained_by_operator else "itself"
         facts.append((found.drain, Cell(f"by {by}, {_why_taken_out(found)}", "yellow")))
-    elif found.cordoned:
+    if _is_cordoned(found):
         at = "" if found.cordon_age_ms is None else f", since {page.ago(found.cordon_age_ms)}"
         why = f", {found.cordon_reason}" if found.cordon_reason else ""
         facts.append(("cordoned", Cell(f"nothing is placed on it{at}{why}", "yellow")))
@@ -185,11 +197,12 @@ def _row(node: Node) -> tuple[Cell, ...]:
 def _unusable(node: Node, header: str) -> str:
     """Return the reason why nothing is placed on a node, as text for the column `header`."""
     if header == "CORDONED":
-        return _why_taken_out(node)
+        besides = f"; cordoned {node.cordon_reason or ''}".rstrip() if node.cordoned_besides else ""
+        return _why_taken_out(node) + besides
     whys = []
     if node.drain is not None:
         whys.append(f"{node.drain}: {_why_taken_out(node)}")
-    elif node.cordoned:
+    if _is_cordoned(node):
         whys.append("cordoned" + (f" {node.cordon_reason}" if node.cordon_reason else ""))
     if node.quarantine:
         whys.append(f"quarantined: {node.quarantine}")

@@ -128,6 +128,8 @@ def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) ->
     for number, node_id in enumerate(node_ids, 1):
         before = f"{number} of {len(node_ids)}, {node_id}: "
         jobs = _drain_when_it_may(client, rolling, node_id, lambda text, b=before: say(b + text))  # type: ignore[misc]
+        if jobs is None:
+            continue
         began_s = time.monotonic()
         wait_empty(client, node_id, say)
         took = duration(round((time.monotonic() - began_s) * 1000))
@@ -137,23 +139,32 @@ def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) ->
             if code != 0:
                 say(f"{before}the command of --undrain-after exited with {code}; it stays drained")
                 return EXIT_COMMAND_FAILED
-            _insist(lambda node_id=node_id: client.undrain(node_id), say)  # type: ignore[misc]
-            say(f"{before}undrained")
+            found = _insist(lambda node_id=node_id: client.undrain(node_id), say)  # type: ignore[misc]
+            still = ", and still cordoned" if found.cordoned else ""
+            say(f"{before}undrained{still}")
         _wait_running(client, jobs, say)
     return 0
 
 
 def _drain_when_it_may(
     client: ControlClient, rolling: Rolling, node_id: str, say: Callable[[str], None]
-) -> Sequence[str]:
-    """Drain a node as soon as its jobs can run without it; return these jobs."""
+) -> Sequence[str] | None:
+    """Drain a node as soon as its jobs can run without it; return these jobs.
+
+    Return None if the node is skipped: it is not known, or is drained for another reason, which
+    the success of `--undrain-after` says nothing about.
+    """
     told = ""
     while True:
         try:
             found = next(iter(client.nodes(node_id)), None)
             if found is None:
                 say("it is no longer known; skipping it")
-                return ()
+                return None
+            reason = found.drain_reason or "no reason was given"
+            if found.drained_by_operator and not _is_ours(reason, rolling):
+                say(f"it is drained already, and stays so ({harmless(reason)}); skipping it")
+                return None
             if found.drained_by_operator:
                 say("it is already drained")
             else:
@@ -168,17 +179,20 @@ def _drain_when_it_may(
         time.sleep(LOOK_EVERY_S)
 
 
-def _insist(ask: Callable[[], object], say: Callable[[str], None]) -> None:
-    """Repeat a request until the server responds."""
+def _is_ours(reason: str, rolling: Rolling) -> bool:
+    """Return whether a drain with this reason may be this command's, run before."""
+    return rolling.command is None or reason.startswith(rolling.reason)
+
+
+def _insist(ask: Callable[[], Node], say: Callable[[str], None]) -> Node:
+    """Repeat a request until the server responds, and return the response."""
     told = ""
     while True:
         try:
-            ask()
+            return ask()
         except RendezvousConnectionError as error:
             told = _say_once(f"waiting for the server: {error}", told, say)
             time.sleep(LOOK_EVERY_S)
-        else:
-            return
 
 
 def _wait_running(client: ControlClient, jobs: Sequence[str], say: Callable[[str], None]) -> None:

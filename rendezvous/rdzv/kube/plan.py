@@ -17,10 +17,6 @@ from rdzv.view.answers import Node
 MARK = "Kubernetes: "
 """The prefix of the reasons that rdzv-kube gives for its drains and cordons."""
 
-BEFORE = '; it was cordoned before: "'
-"""The text in a drain's reason that precedes the reason of somebody else's cordon that it
-replaced."""
-
 LEAVING_TAINTS = (
     "node.kubernetes.io/out-of-service",
     "ToBeDeletedByClusterAutoscaler",
@@ -69,9 +65,10 @@ class Cordon:
 
 @struct(frozen=True)
 class Lift:
-    """A command to lift one of our drains or cordons."""
+    """A command to lift our drain and, with `cordon`, the cordon, which must be ours, too."""
 
     node_id: str
+    cordon: bool = False
 
 
 Command = Drain | Cordon | Lift
@@ -181,29 +178,20 @@ def _less_margin(grace_s: float) -> float:
 
 def _commands(node: Node, wish: _Wish | None, *, lifts: bool) -> list[Command]:
     """Return the commands that bring one node to its desired state."""
-    name, ordered, reason = node.node_id, node.cordoned, node.cordon_reason or ""
-    ours = ordered and reason.startswith(MARK)
-    theirs = _before(reason) if ours else reason or "no reason was given"
+    name, drained = node.node_id, node.drain is not None and node.drained_by_operator
+    drain_is_ours = drained and (node.drain_reason or "").startswith(MARK)
+    cordon_is_ours = node.cordoned and (node.cordon_reason or "").startswith(MARK)
     if wish is not None and wish.deadline_s is not None:
         left_s = (node.drain_left_ms or 0) / 1000
-        sooner = node.drained_by_operator and ours and wish.deadline_s < left_s - SOONER_S
-        if node.drain is not None and not sooner:
-            return []
-        before = f'{BEFORE}{theirs}"' if ordered and theirs else ""
-        return [Drain(name, wish.deadline_s, wish.reason + before)]
+        sooner = drain_is_ours and wish.deadline_s < left_s - SOONER_S
+        return [Drain(name, wish.deadline_s, wish.reason)] if node.drain is None or sooner else []
     cordon = [Cordon(name, wish.reason)] if wish is not None else []
-    if not ordered and node.drain is None:
+    if not node.cordoned and node.drain is None:
         return [*cordon]
-    over = ours and (wish is None or node.drained_by_operator)
-    if not over or not lifts:
+    if not drained:
+        return [Lift(name, cordon=True)] if cordon_is_ours and wish is None and lifts else []
+    if not drain_is_ours or not lifts:
         return []
-    return [Lift(name), *([Cordon(name, theirs)] if theirs else cordon)]
-
-
-def _before(reason: str) -> str:
-    """Return the reason for the cordon that our drain replaced; empty if there was none.
-
-    >>> _before('Kubernetes: node a is being deleted; it was cordoned before: "by ada" [rdzv-kube]')
-    'by ada'
-    """
-    return reason.partition(BEFORE)[2].rpartition('"')[0]
+    if node.cordoned_besides:
+        return [Lift(name, cordon=cordon_is_ours and wish is None)]
+    return [Lift(name), *cordon]

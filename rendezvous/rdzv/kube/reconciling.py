@@ -104,8 +104,8 @@ def _do(client: ControlClient, command: Command) -> None:
             case Cordon(_, reason):
                 client.cordon(name, reason)
                 log.info("cordoned %s: %s", name, reason)
-            case Lift():
-                client.undrain(name)
-                log.info("%s is no longer drained or cordoned", name)
+            case Lift(_, cordon):
+                client.undrain(name, cordon=cordon)
+                log.info("%s is no longer %s", name, "cordoned" if cordon else "drained")
     except UnknownNodeError:
         log.info("%s has left in the meantime", name)

@@ -363,6 +363,8 @@ class Node:
     drain_left_ms: int | None = None
     """The time that its workers have left, or 0 if they have none."""
     drained_by_operator: bool = False
+    cordoned_besides: bool = False
+    """Whether it has a cordon besides an operator's drain, which stays when that is lifted."""
 
 
 @struct(frozen=True)

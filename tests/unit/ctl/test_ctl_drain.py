@@ -89,7 +89,8 @@ class Floor(FakeControl):
         self._misbehave(context)
         self.asked.append(f"undrain {request.node_id}")
         node = self.nodes[request.node_id]
-        node.drain, node.drained_by_operator, node.cordoned = "", False, False
+        node.drain, node.drained_by_operator = "", False
+        node.cordoned, node.cordoned_besides = node.cordoned_besides, False
         if self.preempted:
             node.drain, node.drain_reason = "draining", "preempted"
         return node
@@ -213,6 +214,43 @@ def test_a_roll_drains_one_after_another_when_each_may_go(
         for what, more in (("drain", " 60000 keeping min"), ("undrain", ""))
     ]
     assert done.read_text().split() == ["n1", "n2", "n10"]
+
+
+def test_a_roll_takes_back_no_cordon_and_no_drain_of_somebody_else(floor: Floor, out: Out) -> None:
+    floor.jobs["job"] = control_samples.running()
+    broken, drained = floor.nodes["n1"], floor.nodes["n2"]
+    broken.cordoned = broken.cordoned_besides = True
+    drained.drain, drained.drain_reason = "drained", "by bob: roof leaks"
+    drained.drained_by_operator = True
+    assert run(["drain", "--all-of=rack=a1", "--undrain-after=true", "--reason=kernel"]) == 0
+    lines = out().splitlines()
+    assert "1 of 3, n1: undrained, and still cordoned" in lines
+    assert (
+        "2 of 3, n2: it is drained already, and stays so (by bob: roof leaks); skipping it" in lines
+    )
+    assert lines[-1] == "3 of 3, n10: undrained"
+    assert floor.asked == [
+        f"{what} {name}{more}"
+        for name in ("n1", "n10")
+        for what, more in (("drain", " 300000 keeping min"), ("undrain", ""))
+    ]
+
+
+def test_an_undrained_node_that_is_cordoned_says_so(floor: Floor, out: Out) -> None:
+    node = floor.nodes["n1"]
+    node.cordoned, node.cordoned_besides, node.cordon_reason = True, True, "by ada: fan"
+    node.drain, node.drain_reason, node.drained_by_operator = "drained", "by bob: roll", True
+    assert run(["nodes", "n1"]) == 0
+    shown = out()
+    assert "drained, cordoned" in shown.splitlines()[0]
+    assert "by ada: fan" in shown and "by bob: roll" in shown
+    assert run(["nodes"]) == 0
+    assert "by bob: roll; cordoned by ada: fan" in out()
+    assert run(["undrain", "n1"]) == 0
+    assert out() == (
+        "n1 is not drained, but still cordoned (by ada: fan), so no submitted job is placed on it; "
+        "`rdzvctl uncordon n1` lifts that\n"
+    )
 
 
 def test_a_command_that_fails_ends_the_roll_and_leaves_its_node_drained(

@@ -228,6 +228,7 @@ def test_nodes_for_programs(server: str, capsys: pytest.CaptureFixture[str]) -> 
         "drain_reason",
         "drain_left_ms",
         "drained_by_operator",
+        "cordoned_besides",
     ]
     assert list(first["resources"]) == [
         *("cpus", "memory_bytes", "gpus", "labels", "capacity", "topology"),

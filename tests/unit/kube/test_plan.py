@@ -42,6 +42,11 @@ def drained(reason: str, left_s: float = 100) -> dict[str, Any]:
     return {**cordoned(reason), **drain, "drain_left_ms": round(left_s * 1000)}
 
 
+def besides(reason: str) -> dict[str, Any]:
+    """Return what a drained node has if it is cordoned, too."""
+    return {"cordon_reason": reason, "cordoned_besides": True}
+
+
 def leaving(reason: str = "preempted") -> dict[str, Any]:
     return {"drain": "draining", "drain_reason": reason, "drain_left_ms": 20_000}
 
@@ -131,7 +136,12 @@ DECISIONS: list[tuple[str, Machine | Pod, Node, tuple[Command, ...]]] = [
     ),
     # No longer needed.
     ("a drain of ours", Machine("gpu-7"), agent(**drained(TAINTED)), (Lift("gpu-7"),)),
-    ("a cordon of ours", Machine("gpu-7"), agent(**cordoned(CLOSED)), (Lift("gpu-7"),)),
+    (
+        "a cordon of ours",
+        Machine("gpu-7"),
+        agent(**cordoned(CLOSED)),
+        (Lift("gpu-7", cordon=True),),
+    ),
     ("a drain of ada's", Machine("gpu-7"), agent(**drained("by ada")), ()),
     ("a cordon of ada's", Machine("gpu-7"), agent(**cordoned("by ada")), ()),
     ("ours, without its machine", Machine("x"), agent(**drained(TAINTED)), (Lift("gpu-7"),)),
@@ -147,18 +157,42 @@ DECISIONS: list[tuple[str, Machine | Pod, Node, tuple[Command, ...]]] = [
         agent(**drained(TAINTED)),
         (Lift("gpu-7"), Cordon("gpu-7", CLOSED)),
     ),
-    # A person's cordon comes back when the drain that replaced it is over.
+    # A person's cordon stays when the drain is over, and so does ours while it is wanted.
     (
         "a machine that ada has cordoned goes",
         Machine("gpu-7", taints=(OUT,)),
-        agent(**cordoned('by ada: "disk"')),
-        (Drain("gpu-7", 300, f'{TAINTED}; it was cordoned before: "by ada: "disk""'),),
+        agent(**cordoned("by ada")),
+        (Drain("gpu-7", 300, TAINTED),),
     ),
     (
         "and stays after all",
         Machine("gpu-7"),
-        agent(**drained(f'{TAINTED}; it was cordoned before: "by ada: "disk"" [rdzv-kube]')),
-        (Lift("gpu-7"), Cordon("gpu-7", 'by ada: "disk"')),
+        agent(**drained(TAINTED) | besides("by ada")),
+        (Lift("gpu-7"),),
+    ),
+    (
+        "also where we would cordon it",
+        Machine("gpu-7", unschedulable=True),
+        agent(**drained(TAINTED) | besides("by ada")),
+        (Lift("gpu-7"),),
+    ),
+    (
+        "a drain and a cordon of ours",
+        Machine("gpu-7"),
+        agent(**drained(TAINTED) | besides(CLOSED)),
+        (Lift("gpu-7", cordon=True),),
+    ),
+    (
+        "of which the cordon is still wanted",
+        Machine("gpu-7", unschedulable=True),
+        agent(**drained(TAINTED) | besides(CLOSED)),
+        (Lift("gpu-7"),),
+    ),
+    (
+        "a cordon of ours under ada's drain",
+        Machine("gpu-7"),
+        agent(**drained("by ada") | besides(CLOSED)),
+        (),
     ),
 ]
 
@@ -213,14 +247,20 @@ def test_an_agent_is_not_taken_for_a_pod_by_its_number() -> None:
 
 def after(known: Node, command: Command) -> Node:
     """Return rdzvd's state after a command."""
-    none = {"cordoned": False, "cordon_reason": None, "drain": None, "drain_reason": None}
+    has_drain = known.drain is not None and known.drained_by_operator
+    has_cordon = known.cordoned_besides or (known.cordoned and not has_drain)
     match command:
         case Drain(_, deadline_s, reason):
             change = drained(reason, deadline_s)
+            if has_cordon:
+                change |= besides(known.cordon_reason or "")
         case Cordon(_, reason):
-            change = cordoned(reason)
-        case Lift():
-            change = {**none, "drained_by_operator": False, "drain_left_ms": None}
+            change = besides(reason) if has_drain else cordoned(reason)
+        case Lift(_, cordon):
+            none = {"drain": None, "drain_reason": None, "drain_left_ms": None}
+            change = {**none, "drained_by_operator": False, "cordoned_besides": False}
+            if cordon or not has_cordon:
+                change |= {"cordoned": False, "cordon_reason": None}
     return replace(known, **change)
 
 
@@ -240,7 +280,12 @@ PODS = st.builds(
     disrupted=st.sampled_from(["", "evicted"]),
     ended=st.booleans(),
 )
-ORDERS = st.sampled_from([{}, cordoned("by ada"), drained("by ada", 5), leaving()])
+ORDERS = st.sampled_from(
+    [
+        *({}, cordoned("by ada"), drained("by ada", 5), leaving()),
+        drained("by ada", 5) | besides("by eve"),
+    ]
+)
 
 
 @pytest.mark.slow
@@ -257,9 +302,9 @@ def test_a_plan_is_carried_out_once_and_takes_back_only_its_own(
         assert commands(cluster, *known.values()) == ()
     for name, now in known.items():
         then = before[name]
-        assert (now.cordoned, now.drain, now.cordon_reason) == (
+        assert (now.cordoned, now.drain, now.cordon_reason, now.cordoned_besides) == (
             *(then.cordoned, then.drain),
-            then.cordon_reason,
+            *(then.cordon_reason, then.cordoned_besides),
         )
 
 

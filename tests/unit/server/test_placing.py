@@ -454,6 +454,38 @@ async def test_a_second_drain_has_another_deadline_and_a_cordon_lifts_none() -> 
         assert drains(n1) == [UndrainNode()]
 
 
+async def test_a_drain_leaves_the_cordon_of_its_node_alone() -> None:
+    """Whichever came first, and whoever lifts the drain; also a second time."""
+    store, clock = MemoryStore(), FakeClock()
+    async with server(store, clock) as s:
+        (n1, n2) = await daemons(s, "n1", "n2")
+        drain = s.driver.nodes.drain
+        assert not (await s.driver.nodes.cordon("n1", "fan")).cordoned_besides
+        shown = await drain("n1", 60_000, "roll")
+        assert (shown.cordon_reason, shown.drain_reason) == ("fan", "roll")
+        assert shown.cordoned_besides
+        await drain("n1", 5_000, "roll, sooner")
+        assert not (await drain("n2", 60_000, "roll")).cordoned_besides
+        assert (await s.driver.nodes.cordon("n2", "disk")).cordoned_besides
+    async with server(store, clock) as s:
+        (n1, n2) = await daemons(s, "n1", "n2")
+        for node, why in ((n1, "fan"), (n2, "disk")):
+            for _ in range(2):
+                shown = await s.driver.nodes.undrain(node.node_id)
+                assert (shown.drain, shown.cordoned, shown.cordon_reason) == (None, True, why)
+                assert not shown.cordoned_besides
+            assert drains(node)[-1] == UndrainNode()
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
+        await s.clock.advance(QUIET_MS)
+        assert "n1: cordoned (fan); n2: cordoned (disk)" in await reason(s, "job-7")
+        # What is uncordoned as well is in service again.
+        assert not (await s.driver.nodes.undrain("n1", cordon=True)).cordoned
+        await s.driver.nodes.drain("n1", 5_000, "roll")
+        assert not (await s.driver.nodes.undrain("n1")).cordoned
+        await s.driver.nodes.drain("n2", 5_000, "roll")
+        assert not (await s.driver.nodes.uncordon("n2")).cordoned
+
+
 async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() -> None:
     async with server() as s:
         n1, _, n3 = await running_pair(s)

@@ -203,7 +203,7 @@ def _drain_one(
 @output_option
 @connection_options
 def undrain_command(node: str, output: str, server: str | None, timeout_s: float | None) -> str:
-    """Lift the drain of NODE, and allow submitted jobs there again.
+    """Lift the drain of NODE, and allow submitted jobs there again unless it is cordoned.
 
     Workers that are still there get no further notice and are not killed. Workers that exit because
     of the notice leave their job.

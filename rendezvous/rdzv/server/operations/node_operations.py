@@ -48,7 +48,7 @@ class NodeOperations:
         """
         if not await self._scheduling.quarantine.lift(node_id):
             self._scheduling.cordons.check_known(node_id)
-        await self._scheduling.drains.lift(node_id)
+        await self._scheduling.drains.lift(node_id, cordon=True)
         self._streams.send(node_id, LookAgain())
         self._watchers.nodes_changed()
         return self._views.summary(node_id)
@@ -67,10 +67,10 @@ class NodeOperations:
         self._show_drain(node_id)
         return self._views.summary(node_id)
 
-    async def undrain(self, node_id: str) -> Node:
-        """Lift a node's drain or cordon."""
+    async def undrain(self, node_id: str, *, cordon: bool = False) -> Node:
+        """Lift a node's drain and, with `cordon`, its cordon."""
         self._scheduling.cordons.check_known(node_id)
-        await self._scheduling.drains.lift(node_id)
+        await self._scheduling.drains.lift(node_id, cordon=cordon)
         self._show_drain(node_id)
         return self._views.summary(node_id)
 

@@ -99,7 +99,8 @@ class NodeViews:
         jobs_of: Mapping[str, list[NodeJob]],
         now_ms: int,
     ) -> Node:
-        cordon, known = self._cordons.of(node_id), self._known.of(node_id)
+        ordered, known = self._cordons.of(node_id), self._known.of(node_id)
+        cordon = ordered and (ordered.alone or ordered)
         quarantined = self._quarantine.nodes.get(node_id)
         drain = self._drains.of(node_id)
         since_ms = record.since_ms if record is not None else now_ms
@@ -118,6 +119,7 @@ class NodeViews:
             cordon_reason=(cordon.reason if cordon is not None else "") or None,
             cordon_age_ms=max(now_ms - cordon.at_ms, 0) if cordon is not None else None,
             metrics=(known.metrics if known is not None else "") or None,
+            cordoned_besides=ordered is not None and ordered.besides is not None,
         )
         if quarantined is not None:
             shown = replace(

@@ -166,7 +166,7 @@ class ControlService(pb_grpc.ControlServicer):
         """End a node's drain."""
         node_id = bounds.node_id_of(request.node_id, self._limits)
         before = self._use(node_id)
-        found = await self._replica.driver.nodes.undrain(node_id)
+        found = await self._replica.driver.nodes.undrain(node_id, cordon=request.cordon)
         note_change(before, _use_of(found))
         return outbound.node(found)
 

@@ -22,12 +22,19 @@ CORDONS = "cordons"
 
 
 class Cordon(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A node's cordon and the reason for it. A cordon with a deadline is a drain."""
+    """A node's cordon or, with a deadline, its drain; each with its reason."""
 
     reason: str
     at_ms: int
     due_ms: int | None = None
     """When workers still on the node are killed, or None if they may continue."""
+    besides: Cordon | None = None
+    """The cordon that the node has besides this drain, and keeps when the drain is lifted."""
+
+    @property
+    def alone(self) -> Cordon | None:
+        """The node's cordon without its drain; None if it is only drained."""
+        return self if self.due_ms is None else self.besides
 
     @property
     def drain(self) -> Drain | None:
@@ -108,24 +115,30 @@ class Cordons:
         now_ms = self._clock.now_ms()
 
         def cordoned(cordons: dict[str, Cordon]) -> dict[str, Cordon]:
-            if node_id in cordons and cordons[node_id].due_ms is not None:
-                # A drain includes a cordon.
-                return cordons
-            return {**cordons, node_id: Cordon(reason, now_ms)}
+            ordered, known = Cordon(reason, now_ms), cordons.get(node_id)
+            if known is not None and known.due_ms is not None:
+                ordered = msgspec.structs.replace(known, besides=ordered)
+            return {**cordons, node_id: ordered}
 
         await self.store(cordoned)
         log.warning("node %s is cordoned: %s", node_id, reason or "no reason was given")
 
-    async def lift(self, node_id: str) -> Cordon | None:
-        """Allow jobs on a node again, and return the cordon that was lifted, if there was one.
+    async def lift(self, node_id: str, *, cordon: bool) -> tuple[Cordon | None, Cordon | None]:
+        """Lift a node's drain and, with `cordon`, its cordon; return what it had, and still has.
 
         Raises:
             RendezvousError: the change was not stored; retry.
 
         """
+
+        def lifted(cordons: dict[str, Cordon]) -> dict[str, Cordon]:
+            left = {n: c for n, c in cordons.items() if n != node_id}
+            alone = cordons[node_id].alone if node_id in cordons else None
+            return left if cordon or alone is None else {**left, node_id: alone}
+
         if (known := self.of(node_id)) is not None:
-            await self.store(lambda cordons: {n: c for n, c in cordons.items() if n != node_id})
-        return known
+            await self.store(lifted)
+        return known, self.of(node_id)
 
     async def store(self, change: Callable[[dict[str, Cordon]], dict[str, Cordon]]) -> None:
         """Store a change to the cordons before putting it into effect.

@@ -74,31 +74,37 @@ class Drains:
         """
         self._cordons.check_known(node_id)
         now_ms = self._clock.now_ms()
-        cordon = Cordon(reason, now_ms, now_ms + deadline_ms)
 
         def drained(cordons: dict[str, Cordon]) -> dict[str, Cordon]:
             # The lock is held, so no job is placed and no other node is drained in between.
             if short is not None and (why := short(node_id)):
                 raise TooFewNodesError(why)
-            return {**cordons, node_id: cordon}
+            known = cordons.get(node_id)
+            besides = known.alone if known is not None else None
+            return {**cordons, node_id: Cordon(reason, now_ms, now_ms + deadline_ms, besides)}
 
         await self._cordons.store(drained)
         within = duration(deadline_ms)
         log.warning("draining node %s within %s: %s", node_id, within, reason or "no reason")
         self._record(NodeDrained(node_id, drain_words(reason), deadline_ms))
 
-    async def lift(self, node_id: str) -> None:
-        """Lift a node's cordon or drain, if it has one.
+    async def lift(self, node_id: str, *, cordon: bool) -> None:
+        """Lift a node's drain and, with `cordon`, its cordon, as far as it has them.
 
         Raises:
             RendezvousError: the change was not stored; retry.
 
         """
-        if (lifted := await self._cordons.lift(node_id)) is None:
+        before, after = await self._cordons.lift(node_id, cordon=cordon)
+        if before is None or after == before:
             return
-        if lifted.drain is not None:
+        if before.drain is not None:
             self._record(NodeUndrained(node_id))
-        log.warning("node %s is no longer cordoned", node_id)
+        if after is None:
+            log.warning("node %s is no longer cordoned", node_id)
+        else:
+            reason = after.reason or "no reason was given"
+            log.warning("node %s is no longer drained, and still cordoned: %s", node_id, reason)
 
     def tell_changes(self, before: Mapping[str, Cordon]) -> None:
         """Notify each node whose drain has begun, changed or ended since `before`."""
