@@ -86,13 +86,13 @@ def runners() -> Any:
         runner.close()
 
 
-def sealing_of(width: int = 3) -> Sealing:
+def sealing_of(width: int = 3, nonce: str = "as all ranks have") -> Sealing:
     """Create a state as a new process has it."""
     torch.manual_seed(1)
     model = nn.Linear(4, width)
     optimizer = torch.optim.AdamW(model.parameters())
     sealing = Sealing({"model": model, "optimizer": optimizer, "step": 0})
-    sealing.nonce = "as all ranks have"
+    sealing.nonce = nonce
     return sealing
 
 
@@ -100,9 +100,11 @@ def round_of(number: int, rank: int, size: int = 2) -> Round:
     return Round(number, rank, size, local_rank=0, restarts=0, token="")
 
 
-def train(runner: Runner, steps: int, rank: int = 0, size: int = 2, every: int = 1) -> Sealing:
+def train(
+    runner: Runner, steps: int, rank: int = 0, size: int = 2, every: int = 1, **how: Any
+) -> Sealing:
     """Train on one node and save; return the last step."""
-    sealing = sealing_of()
+    sealing = sealing_of(**how)
     sealing.begin_round(rank, size, lambda: None)
     snapshots = Snapshots(sealing, runner, every)  # type: ignore[arg-type]
     snapshots.begin_round(round_of(0, rank, size))
@@ -118,13 +120,13 @@ def train(runner: Runner, steps: int, rank: int = 0, size: int = 2, every: int =
 
 
 def resume(
-    runners: Sequence[Runner], number: int = 1, width: int = 3
+    runners: Sequence[Runner], number: int = 1, **how: Any
 ) -> tuple[list[Sealing], list[bool]]:
     """Start a process on each node; return the steps they resumed from."""
     from torch._C._distributed_c10d import HashStore
 
     store, found = HashStore(), [False] * len(runners)
-    sealings = [sealing_of(width) for _ in runners]
+    sealings = [sealing_of(**how) for _ in runners]
 
     def one(rank: int) -> None:
         snapshots = Snapshots(sealings[rank], runners[rank], None)  # type: ignore[arg-type]

@@ -93,10 +93,56 @@ def test_the_newest_are_kept_and_what_is_no_step_is_left_alone(
 ) -> None:
     train(runner, 2)
     (folder / "notes").mkdir(parents=True)
-    for run in ("a", "b", "c"):
-        assert write(runner, folder, 2, run=run)
-    assert [one.run for one in whole_steps(folder)] == ["b", "c"]
+    for step in (1, 2):
+        assert write(runner, folder, step)
+    train(runner, 3)
+    assert write(runner, folder, 3)
+    assert [one.header.step for one in whole_steps(folder)] == [2, 3]
     assert sorted(one.name for one in folder.iterdir())[0] == "notes"
+
+
+def test_steps_of_other_runs_are_removed_only_if_this_one_has_gone_on_from_them(
+    folder: Path,
+) -> None:
+    made: list[Runner] = []
+
+    def run_on(name: str, nonce: str, begins_with: list[Runner] | None = None) -> list[str]:
+        """Begin a run with what is on disk, or with what these runners hold, then write a step."""
+        if begins_with is not None:
+            resume(begins_with, nonce=nonce)
+        made.append(Runner())
+        train(made[-1], 3, nonce=nonce)
+        assert write(made[-1], folder, 3, keep=1, run=name)
+        return [one.run for one in whole_steps(folder)]
+
+    try:
+        assert run_on("a", "n0") == ["a"]
+        # The model was changed by mistake: it has loaded nothing.
+        assert run_on("b", "n1") == ["a", "b"]
+        assert run_on("c", "n2", [Runner()]) == ["a", "c"]  # It has loaded what "b" wrote.
+        # Before "d" writes, all its workers are lost, and others go on from memory.
+        resume([Runner()], nonce="n3")
+        made.append(Runner())
+        train(made[-1], 3, nonce="n3")
+        assert run_on("d", "n4", [made[-1]]) == ["a", "d"]
+        (left,) = (one for one in whole_steps(folder) if one.run == "a")
+        assert left.is_sound(0)
+    finally:
+        for runner in made:
+            runner.close()
+
+
+def test_what_a_run_has_gone_on_from_goes_with_what_that_had_gone_on_from(
+    runner: Runner, folder: Path
+) -> None:
+    train(runner, 2)
+    for run, step in (("a", 1), ("b", 2)):
+        write(runner, folder, step, run=run)
+    first, second = whole_steps(folder)
+    first.mark_loaded("b")
+    second.mark_loaded("c")
+    assert write(runner, folder, 2, keep=1, run="c")
+    assert [one.run for one in whole_steps(folder)] == ["c"]
 
 
 def test_a_damaged_file_is_found_wherever_the_bit_is_and_the_step_before_is_used(

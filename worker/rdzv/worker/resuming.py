@@ -140,7 +140,7 @@ class OnDisk:
     is_copy = False
 
     def __init__(self, step: WholeStep, shard: int) -> None:
-        self._step = step
+        self.step = step
         self.header = replace(step.header, shard=shard)
         self.where = f"in {step.folder}"
         # Lineages from different runs cannot be compared.
@@ -149,11 +149,11 @@ class OnDisk:
 
     def is_sound(self) -> bool:
         """Return whether the snapshot is undamaged, reading all of it once."""
-        return self._step.is_sound(self.header.shard)
+        return self.step.is_sound(self.header.shard)
 
     def read(self) -> tuple[Content, int, int]:
         """Return the content, and the rank and world size it was saved with."""
-        return self._step.read(self.header.shard)
+        return self.step.read(self.header.shard)
 
     def give_up(self) -> None:
         """Leave the snapshot in place, because it belongs to the user."""
@@ -284,6 +284,7 @@ class Resuming:
             if any(of == key and (not is_copy or shard in lost) for of, shard, is_copy in one)
         ]
         if self._round.rank == readers[0]:
+            self._mark_loaded(chosen[0])
             size = sum(one.bytes for one in chosen)
             parts = f" (copies of parts {', '.join(map(str, sorted(lost)[:8]))})" if lost else ""
             self._say(
@@ -291,6 +292,16 @@ class Resuming:
                 f"a checkpoint: {size / 1e6:.1f} MB in {time.monotonic() - begun:.2f} s"
             )
         return True
+
+    def _mark_loaded(self, one: Found) -> None:
+        """Let this training remove the steps on disk that it goes on from, if newer ones follow."""
+        nonce = self._sealing.nonce
+        if isinstance(one, OnDisk):
+            one.step.mark_loaded(nonce)
+        elif folder := os.environ.get(FOLDER_VARIABLE):
+            for step in whole_steps(Path(folder)):
+                if one.header.nonce in step.loaded_by():
+                    step.mark_loaded(nonce)
 
     def _on_disk(self, folder: str) -> list[OnDisk]:
         """List the steps on disk that this rank can load.

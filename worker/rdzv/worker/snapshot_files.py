@@ -3,10 +3,12 @@
     DIR/step-000000480.RUN.ROUND/    one step of a state
         part-00000-of-00002.pt       one file per part, made by torch.save: dicts and tensors
         manifest.json                written last; without it, the step is not whole
+        loaded.RUN                   empty: that run has gone on from this step
 
 A part is written under a temporary name, synced and then renamed, so a file with a part's final
 name is complete. Each node writes the parts that it holds. The last node to finish writes the
-manifest, and only then removes older steps. So an incomplete step never replaces a whole one.
+manifest, and only then removes older steps. So an incomplete step never replaces a whole one. Steps
+of runs that this one has not gone on from are left alone: it may have been unable to load them.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 
 _MANIFEST = "manifest.json"
+_LOADED = "loaded."
 _COMMON = ("step", "lineage", "shards", "world_size", "state", "part")
 """The fields that are equal in all of a step's parts."""
 _STEP = re.compile(r"step-\d{9,}\.[\w-]+\.\d+")
@@ -60,6 +63,16 @@ class WholeStep:
     run: str
     header: Header
     """The fields common to all parts; `shard` and `rank` are 0."""
+
+    def mark_loaded(self, nonce: str) -> None:
+        """Note that the training with this nonce goes on from here; its writer adds its run."""
+        with contextlib.suppress(OSError):
+            (self.folder / f"{_LOADED}{nonce}").touch()
+
+    def loaded_by(self) -> set[str]:
+        """Return the runs, by the names in their folders, that have gone on from here."""
+        names = [one.name for one in self.folder.glob(f"{_LOADED}*")]
+        return {name.removeprefix(_LOADED) for name in names}
 
     def part(self, shard: int) -> Path:
         """Return the path of a part's file."""
@@ -133,7 +146,7 @@ class StepWriter:
 
     def __init__(self, folder: Path, run: str, header: Header) -> None:
         """Prepare to write the step described by `header` to `folder`, which holds all steps."""
-        name = f"step-{header.step:09d}.{re.sub(r'[^A-Za-z0-9-]', '-', run)[:16]}.{header.round}"
+        name = f"step-{header.step:09d}.{_short(run)}.{header.round}"
         self.all_steps, self.folder = folder, folder / name
         self._run, self._header = run, header
 
@@ -172,7 +185,8 @@ class StepWriter:
     def finish(self, keep: int) -> bool:
         """Write the manifest if all parts are there, then remove all but the newest `keep` steps.
 
-        Returns whether the step is whole.
+        Only steps of this run and of those that it has gone on from are removed. Returns whether
+        the step is whole.
         """
         header = self._header
         names = [_part_name(shard, header.shards) for shard in range(header.shards)]
@@ -197,7 +211,7 @@ class StepWriter:
             temporary.replace(manifest)
             _sync(self.folder)
             _sync(self.all_steps)
-        _tidy(self.all_steps, keep)
+        _tidy(self.all_steps, keep, _short(self._run), header.nonce)
         return True
 
 
@@ -229,14 +243,29 @@ def _sync(folder: Path) -> None:
         os.close(fd)
 
 
-def _tidy(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` whole steps, and any old incomplete steps."""
-    whole = whole_steps(folder)
-    for one in whole[:-keep]:
+def _short(run: str) -> str:
+    return re.sub(r"[^A-Za-z0-9-]", "-", run)[:16]
+
+
+def _tidy(folder: Path, keep: int, run: str, nonce: str) -> None:
+    """Remove a training's steps: whole ones but the newest `keep`, and old incomplete ones."""
+    whole, runs = whole_steps(folder), {run}
+    for one in whole:
+        with contextlib.suppress(OSError):
+            (one.folder / f"{_LOADED}{nonce}").rename(one.folder / f"{_LOADED}{run}")
+    # A run that this one has gone on from may itself have gone on from another.
+    while found := {_short(one.run) for one in whole if one.loaded_by() & runs} - runs:
+        runs |= found
+    for one in [one for one in whole if _short(one.run) in runs][:-keep]:
         _remove(one.folder)
     known = {one.folder for one in whole}
     for path in folder.iterdir():
-        if _STEP.fullmatch(path.name) and path not in known:
+        if (
+            _STEP.fullmatch(path.name)
+            and path.name.split(".")[1] in runs
+            and path not in known
+            and not (path / _MANIFEST).exists()
+        ):
             with contextlib.suppress(OSError):
                 times = [one.stat().st_mtime for one in path.iterdir()]
                 if time.time() - max(times, default=0.0) > _LEFTOVER_S:
