@@ -177,12 +177,19 @@ def test_steps_that_kept_workers_redo_are_forgotten_with_their_copies(
     two.slots.begin_round(50)
     assert [(said["step"], "copy_of" in said) for said in two.said["snapshots"]] == [(50, False)]
     assert two.read() == []
-    # One that is still under way is not kept either.
+    # One that is still under way is not kept either, unless its step is not redone.
+    assert one.copies.carrier is not None
+    os.kill(one.copies.carrier.pid, signal.SIGSTOP)
     two.order(one, 60)
+    assert not two.copies.free()
     two.slots.begin_round(50)
-    two.order(one, 50)
-    two.until(two.copied)
-    assert two.copied() == [50] and two.read() == [bytes(snapshot(50))]
+    assert two.copies.free() and two.copies.reserved() == 0
+    two.order(one, 60)
+    two.slots.begin_round(60)
+    assert not two.copies.free()
+    os.kill(one.copies.carrier.pid, signal.SIGCONT)
+    two.until(lambda: two.copied() == [60])
+    assert two.read() == [bytes(snapshot(60))]
 
 
 def test_with_certificates_copies_are_encrypted_and_another_one_is_refused(

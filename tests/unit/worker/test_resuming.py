@@ -172,13 +172,15 @@ def test_new_processes_come_to_the_last_step(runners: list[Runner]) -> None:
     assert bits(new[0]) == bits(last[0]) != bits(sealing_of())
 
 
-def test_a_rank_without_a_snapshot_gets_what_another_has_loaded(
-    runners: list[Runner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when both workers are killed while only one has saved."""
+def heal(
+    sealings: Sequence[Sealing],
+    runners: Sequence[Runner],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int = 1,
+) -> list[healing.Healed]:
+    """Heal two ranks in threads; RANK 0 is the source."""
     from torch._C._distributed_c10d import HashStore
 
-    last = train(runners[0], 3)
     store, sent, here = HashStore(), queue.Queue[list[torch.Tensor]](), threading.local()
     monkeypatch.setattr("torch.distributed.new_group", lambda ranks: ranks)
     monkeypatch.setattr("torch.distributed.destroy_process_group", lambda group: None)
@@ -191,17 +193,54 @@ def test_a_rank_without_a_snapshot_gets_what_another_has_loaded(
                 one.copy_(came)
 
     monkeypatch.setattr(healing, "broadcast", broadcast)
-    sealings = [sealing_of(), sealing_of()]
 
-    def heal(rank: int) -> healing.Healed:
+    def one(rank: int) -> healing.Healed:
         here.rank = rank
         snapshots = Snapshots(sealings[rank], runners[rank], None)  # type: ignore[arg-type]
-        round_ = round_of(1, rank)
+        round_ = round_of(number, rank)
         resuming = partial(Resuming, snapshots.held, sealings[rank], round_)
         return healing.heal(sealings[rank], round_, store, None, resuming)
 
     with ThreadPoolExecutor() as ranks:
-        healed = list(ranks.map(heal, range(2), timeout=60))
+        return list(ranks.map(one, range(2), timeout=60))
+
+
+@pytest.mark.parametrize("other", ["new", "kept", "a step behind"])
+def test_a_healed_rank_continues_the_lineage_of_its_source(
+    runners: list[Runner], monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    """Else its snapshots would not fit those of the others, and no step would be whole again."""
+    source, healed = sealing_of(nonce="theirs"), sealing_of(nonce="mine")
+    source.lineage = 3
+    for one in (source, healed)[: 1 if other == "new" else 2]:
+        one.begin_round(0, 2, lambda: None)
+        one.commit()
+    if other == "a step behind":
+        source.commit()
+    step = source.step
+    for number in (5, 6):  # In the next round, nobody needs to be healed.
+        found = heal([source, healed], runners, monkeypatch, number)
+        assert [(one.source, one.step) for one in found] == [(0, step)] * 2
+        assert [(one.lineage, one.nonce) for one in (source, healed)] == [(3, "theirs")] * 2
+        healed.begin_round(1, 2, lambda: None)
+    assert [one.received for one in found] == [False, False]
+
+
+def test_new_ranks_begin_a_lineage_together(
+    runners: list[Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealings = [sealing_of(nonce="first"), sealing_of(nonce="second")]
+    heal(sealings, runners, monkeypatch, 4)
+    assert [(one.lineage, one.nonce) for one in sealings] == [(4, "first")] * 2
+
+
+def test_a_rank_without_a_snapshot_gets_what_another_has_loaded(
+    runners: list[Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when both workers are killed while only one has saved."""
+    last = train(runners[0], 3)
+    sealings = [sealing_of(), sealing_of()]
+    healed = heal(sealings, runners, monkeypatch)
     assert [(one.source, one.step, one.received) for one in healed] == [(0, 3, False), (0, 3, True)]
     assert bits(sealings[1]) == bits(sealings[0]) == bits(last)
 
