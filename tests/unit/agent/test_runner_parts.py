@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -547,6 +548,8 @@ def test_a_worker_that_has_said_hello_says_what_it_has_saved(loop: Loop, agent: 
         ({"step": 0}, {"step": -1}),
         ({"shard": 1, "shards": 2}, {"shard": 2, "shards": 2}),
         ({"shards": MAX_SHARDS}, {"shards": MAX_SHARDS + 1}),
+        ({"lineage": 2**31 - 1}, {"lineage": 2**31}),
+        ({"world_size": 2**31 - 1}, {"world_size": 2**31}),
     ],
 )
 def test_a_number_that_no_snapshot_has_ends_the_link(
@@ -558,3 +561,33 @@ def test_a_number_that_no_snapshot_has_ends_the_link(
         assert worker.link.is_open and len(worker.noted) == 1
         worker.say("saved", **{**SAVED, **refused})
         assert not worker.link.is_open and len(worker.noted) == 1
+
+
+def test_all_that_a_worker_may_say_is_what_the_wire_can_carry(loop: Loop, agent: AgentLink) -> None:
+    """Otherwise its agent fails, and blames itself."""
+    told: list[dict[str, Any]] = []
+    said: Any = type("Agent", (), {"emit": lambda _, kind, **fields: told.append(fields)})()
+    with closing(Saving(loop, said)) as worker:
+        worker.link.child = cast(Child, SimpleNamespace(pid=9))
+        worker.hello()
+        worker.say("suspect", round=0, message="\ud800 a", traceback="b \udfff")
+        worker.say("saved", bytes=1, **{**SAVED, "series": "\ud800", "digest": "\udc00"})
+        worker.say("resumed", round=0, step=2**53, source=2**31 - 1, init_ms=2**31 - 1)
+        assert worker.link.is_open
+        assert [one.get("message") or one.get("init_ms") for one in told] == ["? a", 2**31 - 1]
+        assert told[0]["traceback"] == "b ?"
+        ((_, _, saved),) = worker.noted
+        assert saved is not None and (saved.series, saved.digest) == ("?", "?")
+        worker.say("stuck", round=0, place="\ud800 in all_reduce")
+        assert worker.link.stuck_in == "? in all_reduce"
+
+
+@pytest.mark.parametrize("name", ["source", "init_ms", "heal_ms"])
+def test_a_worker_resumes_with_numbers_of_32_bits(loop: Loop, name: str) -> None:
+    told: list[str] = []
+    said: Any = type("Agent", (), {"emit": lambda _, kind, **fields: told.append(kind)})()
+    with closing(Saving(loop, said)) as worker:
+        worker.link.child = cast(Child, SimpleNamespace(pid=9))
+        worker.hello()
+        worker.say("resumed", round=0, **{name: 2**31})
+        assert not worker.link.is_open and told == []

@@ -281,14 +281,17 @@ def test_what_a_carrier_does_not_read_for_a_while_reaches_it_later(
     assert two.read() == [bytes(snapshot(40))]
 
 
+@pytest.mark.parametrize(
+    "nonsense", [b"\xff" * 100, b'\0\0\0\x35{"type":"listening","port":1099511627776,"token":"x"}']
+)
 def test_a_carrier_that_sends_nonsense_is_killed(
-    pair: tuple[Node, Node], capfd: pytest.CaptureFixture[str]
+    pair: tuple[Node, Node], capfd: pytest.CaptureFixture[str], nonsense: bytes
 ) -> None:
     """It is a process of the job, which the job may have changed."""
     one, two = pair
     one.carry("secret")
     one.save(40, 50)
-    program = "import os, sys, time; os.write(int(sys.argv[-1]), b'\\xff' * 100); time.sleep(600)"
+    program = f"import os, sys, time; os.write(int(sys.argv[-1]), {nonsense!r}); time.sleep(600)"
     two.give("x", argv=[sys.executable, "-c", program])
     two.until(lambda: two.copies.carrier is None)
     said = "cannot exchange copies of snapshots: the process that fetches them closed its socket"

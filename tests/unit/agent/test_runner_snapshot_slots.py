@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import errno
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -17,7 +18,12 @@ from rdzv.agent.runner import snapshot_slots
 from rdzv.agent.runner.agent_link import AgentLink
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.requests import RequestError
-from rdzv.agent.runner.snapshot_slots import SavedSnapshot, SnapshotSlots
+from rdzv.agent.runner.snapshot_slots import (
+    REPORTS_A_SECOND,
+    REPORTS_AT_ONCE,
+    SavedSnapshot,
+    SnapshotSlots,
+)
 
 MIB = 1 << 20
 SAVED = SavedSnapshot(3, 10, "abc", 0, 1, 1, MIB, "d")
@@ -135,6 +141,80 @@ def test_slots_that_have_become_too_small_are_held_until_something_is_in_the_new
     assert story.ask(0, 0).inodes() == larger
     story.slots.note(0, 0, SAVED)
     assert story.ask(0, 0).inodes() == largest
+
+
+def test_slots_without_a_snapshot_are_not_held_beside_those_that_replace_them(
+    story: Story,
+) -> None:
+    story.slots.hold({"limit_bytes": 24 * MIB})
+    first = ask_and_close(story, 1)
+    story.slots.note(0, 0, SAVED)
+    for _ in range(2):
+        for size in (2, 3, 4, 5):
+            ask_and_close(story, size)
+            # Reported, but without a snapshot.
+            story.slots.note(0, 0, None)
+        # Those that hold a snapshot, and the newest.
+        assert held_in_memory() == 2 * (1 + 5) * MIB
+        assert ask_and_close(story, 0) == first
+    assert story.ask(0, 8 * MIB).refused
+    story.slots.note(0, 0, SAVED)
+    assert held_in_memory() == 2 * 5 * MIB
+
+
+def ask_and_close(story: Story, mib: int) -> list[int]:
+    """Ask for slots as a worker that has ended since; return their files."""
+    link = story.ask(0, mib * MIB)
+    found = link.inodes()
+    for fd in link.given.pop()[1]:
+        os.close(fd)
+    return found
+
+
+def held_in_memory() -> int:
+    """Return the size of all the slots that this process holds."""
+    found = {}
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if "rdzv snapshot" in str(fd.readlink()):
+                stat = fd.stat()
+                found[stat.st_ino] = stat.st_size
+    return sum(found.values())
+
+
+def reports(story: Story) -> list[dict[str, Any]]:
+    return [told for told in story.agent.told if told["type"] == "snapshots_held"]
+
+
+def test_many_changes_share_a_report_and_the_last_is_never_missed(story: Story) -> None:
+    story.ask(0, MIB)
+    story.slots.hold({"limit_bytes": None})
+    story.agent.told.clear()
+    begun = time.monotonic()
+    for round_ in range(2):
+        for step in range(1000):
+            story.slots.note(0, 0, replace(SAVED, step=1000 * round_ + step))
+            for at in story.slots.wake_times():
+                assert at is None or at < time.monotonic() + 1.0
+        most = REPORTS_AT_ONCE + (time.monotonic() - begun) * REPORTS_A_SECOND + 1
+        assert round_ < len(reports(story)) <= most
+        (at,) = story.slots.wake_times()
+        assert at is not None
+        story.slots.do_due(at - 0.001)
+        assert list(story.slots.wake_times()) == [at]
+        story.slots.do_due(at)
+        assert list(story.slots.wake_times()) == [None]
+        assert reports(story)[-1]["snapshots"][0]["step"] == 1000 * round_ + 999
+
+
+def test_a_new_agent_is_told_at_once(story: Story) -> None:
+    story.ask(0, MIB)
+    story.slots.hold({"limit_bytes": None})
+    for step in range(1000):
+        story.slots.note(0, 0, replace(SAVED, step=step))
+    story.agent.told.clear()
+    story.slots.hold({"limit_bytes": None})
+    assert reports(story)[0]["snapshots"][0]["step"] == 999
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ class Runner:
             return SWEEP_INTERVAL_S
         times = [
             *self._workers.wake_times(),
+            *self._slots.wake_times(),
             *self.next_agent.wake_times(),
             *self._children.wake_times(),
             *self.forks.zygote.wake_times(),
@@ -135,6 +136,7 @@ class Runner:
         self.forks.zygote.do_due(now)
         self.forks.do_due(now)
         self._workers.do_due(now)
+        self._slots.do_due(now)
 
     def _advance(self) -> None:
         """Continue ending the round, or shutting down, as far as currently possible."""

@@ -261,6 +261,8 @@ class SnapshotCopies:
         kind = message.get("type")
         if kind == "listening":
             port, token = read_field(message, "port", int), read_field(message, "token", str)
+            if not 0 < port < 1 << 16:
+                raise RequestError(f"port: expected 1 to 65535, got {port!r:.80}")
             if token == self._given["token"]:
                 self._port, self._used = port, self._given
                 self._slots.tell()
@@ -271,7 +273,8 @@ class SnapshotCopies:
             if 0 <= number < len(self._coming.all):
                 self._coming.all[number].is_there = True
         elif kind == "done":
-            self._finish(read_field(message, "reason", str))
+            # JSON may escape what UTF-8 cannot carry.
+            self._finish(read_field(message, "reason", str).encode(errors="replace").decode())
 
     def _finish(self, reason: str) -> None:
         assert self._coming is not None

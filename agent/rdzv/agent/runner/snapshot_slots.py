@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from dataclasses import asdict, dataclass
 
 from .linux.descriptors import close_fds, dup_fds
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 SLOTS = 2
 MAX_SLOT_BYTES = 1 << 50
+
+REPORTS_AT_ONCE = 20
+REPORTS_A_SECOND = 50.0
+"""Each report lists the snapshots of all workers, so changes that come faster share one."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -110,6 +115,10 @@ class SnapshotSlots:
         self._limit: int | None = None
         self._watermark: dict[str, Any] | None = None
         self._pinned: Mapping[str, object] | None = None
+        self._reports_left = float(REPORTS_AT_ONCE)
+        self._counted_at = time.monotonic()
+        self._tell_at: float | None = None
+        """When to report the changes that no report has shown yet; None if there are none."""
         self.copies: SnapshotCopies | None = None
         """The copies of other nodes' snapshots, or None if this runner keeps none."""
 
@@ -124,7 +133,7 @@ class SnapshotSlots:
             self._limit = limit
         self._agent.hears_of_snapshots = True
         self._agent.hears_of_copies = request.get("copies") is True
-        self.tell()
+        self._report()
 
     def announce(self, request: Mapping[str, object]) -> None:
         """Handle `watermark`: tell all workers which step is whole."""
@@ -252,13 +261,15 @@ class SnapshotSlots:
             return held
         self.refuse_too_large("two slots need", SLOTS * size)
         self._slots[local_rank] = made = Slots(size)
-        if self.copies is not None:
-            self.copies.send_slots(local_rank, size, made.fds)
         if held is not None:
-            if held.is_used:
+            # Of slots that were replaced before, only the first hold snapshots: theirs are closed
+            # as soon as later ones do.
+            if held.is_used and local_rank not in self._replaced:
                 self._replaced[local_rank] = held
             else:
                 held.close()
+        if self.copies is not None:
+            self.copies.send_slots(local_rank, size, made.fds)
         return made
 
     def refuse_too_large(self, what: str, wanted: int) -> None:
@@ -291,7 +302,28 @@ class SnapshotSlots:
             )
 
     def tell(self) -> None:
-        """Report all snapshots to the agent, if it has asked for reports."""
+        """Report all snapshots to the agent, now or soon, if it has asked for reports."""
+        now = time.monotonic()
+        more = (now - self._counted_at) * REPORTS_A_SECOND
+        self._reports_left = min(self._reports_left + more, REPORTS_AT_ONCE)
+        self._counted_at = now
+        if self._reports_left >= 1:
+            self._reports_left -= 1
+            self._report()
+        elif self._tell_at is None:
+            self._tell_at = now + 1 / REPORTS_A_SECOND
+
+    def wake_times(self) -> Iterator[float | None]:
+        """Yield the time at which `do_due` has something to do, if any."""
+        yield self._tell_at
+
+    def do_due(self, now: float) -> None:
+        """Report changes that have waited for others."""
+        if self._tell_at is not None and now >= self._tell_at:
+            self._report()
+
+    def _report(self) -> None:
+        self._tell_at = None
         if self._agent.hears_of_snapshots:
             snapshots: list[dict[str, object]] = [
                 {"local_rank": local_rank, **asdict(snapshot)}

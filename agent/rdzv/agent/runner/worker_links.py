@@ -86,7 +86,9 @@ MAX_CONNECTIONS = 4096
 MAX_SHARDS = 1 << 20
 MAX_NAME_CHARS = 64
 MAX_NUMBER = 1 << 53
-"""The largest accepted step or time."""
+"""The largest accepted step, or number of bytes."""
+MAX_SMALL_NUMBER = (1 << 31) - 1
+"""The largest accepted round, rank or time in milliseconds; the wire has 32 bits for them."""
 
 _marks = itertools.count()
 
@@ -102,8 +104,8 @@ class Parked:
         """Parse the frame. Raises `FrameError` if it is invalid."""
         self.step = _optional_number(frame, "step")
         self.torn = bool(frame.get("torn", False))
-        self.shard = _optional_number(frame, "shard") or 0
-        self.shards = _optional_number(frame, "shards") or 1
+        self.shard = _number(frame, "shard")
+        self.shards = _number(frame, "shards") or 1
         if not self.shard < self.shards <= MAX_SHARDS:
             raise FrameError(f"shard {self.shard} of {self.shards}")
         self.oldest_step = _optional_number(frame, "oldest_step")
@@ -344,12 +346,12 @@ class WorkerLink:
                 round=self.round,
                 local_rank=self.local_rank,
                 pid=self.pid,
-                message=str(frame.get("message", "")),
-                traceback=str(frame.get("traceback", "")),
+                message=_text(frame, "message"),
+                traceback=_text(frame, "traceback"),
                 age_ms=0,
             )
         elif kind == "stuck":
-            self.stuck_in = str(frame.get("place", ""))[:500]
+            self.stuck_in = _text(frame, "place")[:500]
         elif kind == "parked" and self.parked is None:
             self.parked = Parked(frame)
         elif kind == "resumed" and not self._resumed:
@@ -368,10 +370,10 @@ class WorkerLink:
             "local_rank": self.local_rank,
             "pid": self.pid,
             "step": _optional_number(frame, "step"),
-            "source": _optional_number(frame, "source"),
+            "source": _optional_number(frame, "source", MAX_SMALL_NUMBER),
             "healed": bool(frame.get("healed", False)),
-            "init_ms": _optional_number(frame, "init_ms") or 0,
-            "heal_ms": _optional_number(frame, "heal_ms") or 0,
+            "init_ms": _number(frame, "init_ms"),
+            "heal_ms": _number(frame, "heal_ms"),
             "is_unwatched": frame.get("is_unwatched") is True,
             "not_loaded": str(frame.get("not_loaded", ""))[:500],
         }
@@ -384,24 +386,32 @@ def _store_of(spec: WorkerSpec) -> list[tuple[str, int]]:
     return []
 
 
-def _optional_number(frame: Mapping[str, object], name: str) -> int | None:
+def _optional_number(frame: Mapping[str, object], name: str, most: int = MAX_NUMBER) -> int | None:
     value = frame.get(name)
     if value is None:
         return None
-    if type(value) is not int or not 0 <= value <= MAX_NUMBER:
+    if type(value) is not int or not 0 <= value <= most:
         raise FrameError(f"{name}: {value!r:.80}")
     return value
 
 
+def _number(frame: Mapping[str, object], name: str) -> int:
+    return _optional_number(frame, name, MAX_SMALL_NUMBER) or 0
+
+
+def _text(frame: Mapping[str, object], name: str) -> str:
+    """Return a text as UTF-8 can carry it: JSON may escape what it cannot."""
+    return str(frame.get(name, "")).encode(errors="replace").decode()
+
+
 def _snapshot(frame: Mapping[str, object]) -> SavedSnapshot:
     """Parse a worker's report of a snapshot."""
-    lineage, step, shard, shards, world_size, size = (
-        _optional_number(frame, name) or 0
-        for name in ("lineage", "step", "shard", "shards", "world_size", "bytes")
-    )
+    step, size = (_optional_number(frame, name) or 0 for name in ("step", "bytes"))
+    names = ("lineage", "shard", "shards", "world_size")
+    lineage, shard, shards, world_size = (_number(frame, name) for name in names)
     if not shard < shards <= MAX_SHARDS:
         raise FrameError(f"shard {shard} of {shards}")
-    series, digest = str(frame.get("series", "")), str(frame.get("digest", ""))
+    series, digest = _text(frame, "series"), _text(frame, "digest")
     if len(series) > MAX_NAME_CHARS or len(digest) > MAX_NAME_CHARS:
         raise FrameError("series or digest: too long")
     return SavedSnapshot(lineage, step, series, shard, shards, world_size, size, digest)
