@@ -144,6 +144,10 @@ import torch.distributed as dist
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
+dist.new_group([0])
+dist.new_group([0], use_local_synchronization=True)
+(groups,) = glob.glob("collectives.*.groups")
+print(*(line.rpartition(" ")[2].strip() for line in open(groups)))
 GLOO = "[/src/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] it took too long"
 
 def inside(function, statement):
@@ -194,7 +198,10 @@ dist.destroy_process_group()
 
 
 def test_an_exception_is_a_collectives_by_its_type_and_where_it_was_raised(tmp_path: Path) -> None:
-    """What its text says does not matter, except for the place in gloo that raised it."""
+    """What its text says does not matter, except for the place in gloo that raised it.
+
+    The RANKs of the groups that the script has made are shown, too.
+    """
     (tmp_path / "ends.py").write_text(ENDS)
     environ = {**os.environ, "RDZV_PROGRESS_FILE": str(tmp_path / "progress")}
     done = subprocess.run(
@@ -206,8 +213,8 @@ def test_an_exception_is_a_collectives_by_its_type_and_where_it_was_raised(tmp_p
         timeout=DEADLINE_S,
         check=False,
     )
-    said = ["None", *["None"] * 4, "True", "True", *["False"] * 3]
-    assert done.stdout.split() == said, done.stderr
+    groups, said = ["0", "0"], ["None", *["None"] * 4, "True", "True", *["False"] * 3]
+    assert done.stdout.split() == groups + said, done.stderr
 
 
 def test_without_the_trace_nobody_is_watched_by_collectives(train: Path) -> None:

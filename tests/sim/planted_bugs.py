@@ -856,7 +856,7 @@ MUTANTS = (
     Mutant(
         "keeping: suspects are charged beside workers that survive SIGKILL",
         "charged_failures",
-        "return () if given_up and failures and failures[0].suspect else failures",
+        "return () if given_up and consequences else failures",
         "return failures",
         by=KEEPING_TESTS,
     ),
@@ -1533,13 +1533,13 @@ MUTANTS = (
     Mutant(
         "a node succeeds with its first worker",
         "_note_exit",
-        "    elif state.phase is Phase.RUNNING and not work.state.alive:",
-        "    elif state.phase is Phase.RUNNING:",
+        "        if not work.state.alive:\n",
+        "        if True:\n",
     ),
     Mutant(
         "a failure is not reported",
         "machine._note_failure",
-        "        work.do(SayFailed(state.run, event.round, work.state.failures))\n",
+        "        work.do(SayFailed(state.run, event.round, work.state.evidence))\n",
         "        work.state = replace(work.state, failures=())\n",
         by="tests/unit/agent/test_agent_machine.py",
     ),
@@ -1578,8 +1578,8 @@ MUTANTS = (
     ),
     Mutant(
         "a suspect is a failure like any other",
-        "machine._note_failure",
-        "        suspect=isinstance(event, WorkerSuspected),",
+        "events.ended_worker",
+        "        suspect=exited is None,",
         "        suspect=False,",
         by="tests/unit/agent/test_agent_parking.py",
     ),
@@ -1787,7 +1787,7 @@ MUTANTS = (
     Mutant(
         "a failed connection is held against its node",
         "strikes_in",
-        "            if is_connection_error(failure):",
+        "            if is_connection_error(failure) or failure.finished:",
         "            if False:",
         by=QUARANTINE_TESTS,
     ),
@@ -2099,7 +2099,7 @@ MUTANTS = (
     Mutant(
         "a rank that is stopped, and gives no record, is not named",
         "collectives._missing",
-        "    held = {rank for rank in absent | unknown if known[rank].state in _HELD}\n",
+        "    held = {rank for rank in absent | unproven if known[rank].state in _HELD}\n",
         "    held = {rank for rank in absent if known[rank].state in _HELD}\n",
         by="tests/unit/core/evidence/test_collectives.py",
     ),

@@ -1304,7 +1304,9 @@ class WorkerFailure(google.protobuf.message.Message):
     rank: builtins.int
     pid: builtins.int
     exit_code: builtins.int
-    """Exactly one of the two is set for a worker that has exited; neither for one that hung."""
+    """Exactly one of the two is set for a worker that has exited; neither for one that hung. A worker
+    that exited with 0 is sent with failures, which may be due to its absence; it is charged then.
+    """
     signal: builtins.int
     message: builtins.str
     """One line: the exception, or how it ended."""
@@ -1987,12 +1989,14 @@ class WorkerStack(google.protobuf.message.Message):
     NODE_ID_FIELD_NUMBER: builtins.int
     COLLECTIVES_FIELD_NUMBER: builtins.int
     NO_RECORD_FIELD_NUMBER: builtins.int
+    EXITED_MS_FIELD_NUMBER: builtins.int
     rank: builtins.int
     local_rank: builtins.int
     pid: builtins.int
     state: builtins.str
     """As in /proc/PID/stat: R, S, D (in the kernel, cannot even be killed), T (stopped by a signal),
-    t (held by a debugger), Z. Empty if it could not be read.
+    t (held by a debugger), Z; X (ended in a collective), 0 (exited with 0). Empty if it could not be
+    read.
     """
     note: builtins.str
     """Why something is missing, and the remedy."""
@@ -2000,6 +2004,8 @@ class WorkerStack(google.protobuf.message.Message):
     """Unset in messages from the node itself."""
     no_record: builtins.str
     """Why that record is missing."""
+    exited_ms: builtins.int
+    """With state 0, how long ago it exited."""
     @property
     def threads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ThreadStack]:
         """Python's main thread first. Empty if Python's frames could not be read."""
@@ -2025,8 +2031,11 @@ class WorkerStack(google.protobuf.message.Message):
         node_id: builtins.str = ...,
         collectives: collections.abc.Iterable[global___GroupRecord] | None = ...,
         no_record: builtins.str = ...,
+        exited_ms: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["collectives", b"collectives", "kernel", b"kernel", "local_rank", b"local_rank", "no_record", b"no_record", "node_id", b"node_id", "note", b"note", "pid", b"pid", "rank", b"rank", "state", b"state", "threads", b"threads"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_exited_ms", b"_exited_ms", "exited_ms", b"exited_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_exited_ms", b"_exited_ms", "collectives", b"collectives", "exited_ms", b"exited_ms", "kernel", b"kernel", "local_rank", b"local_rank", "no_record", b"no_record", "node_id", b"node_id", "note", b"note", "pid", b"pid", "rank", b"rank", "state", b"state", "threads", b"threads"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_exited_ms", b"_exited_ms"]) -> typing.Literal["exited_ms"] | None: ...
 
 global___WorkerStack = WorkerStack
 
@@ -2069,6 +2078,7 @@ class GroupRecord(google.protobuf.message.Message):
     DESCRIPTION_FIELD_NUMBER: builtins.int
     ENTERED_FIELD_NUMBER: builtins.int
     LATEST_FIELD_NUMBER: builtins.int
+    MEMBERS_FIELD_NUMBER: builtins.int
     group: builtins.str
     """The name of the group, the same for all its workers."""
     description: builtins.str
@@ -2078,6 +2088,10 @@ class GroupRecord(google.protobuf.message.Message):
     def latest(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CollectiveRecord]:
         """The latest of them, oldest first."""
 
+    @property
+    def members(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The RANKs in the group; empty if unknown, or if the worker does not wait in it."""
+
     def __init__(
         self,
         *,
@@ -2085,8 +2099,9 @@ class GroupRecord(google.protobuf.message.Message):
         description: builtins.str = ...,
         entered: builtins.int = ...,
         latest: collections.abc.Iterable[global___CollectiveRecord] | None = ...,
+        members: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["description", b"description", "entered", b"entered", "group", b"group", "latest", b"latest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["description", b"description", "entered", b"entered", "group", b"group", "latest", b"latest", "members", b"members"]) -> None: ...
 
 global___GroupRecord = GroupRecord
 

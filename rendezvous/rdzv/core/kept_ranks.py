@@ -155,7 +155,9 @@ def _last_round(prior: Round | None, window_ms: int) -> _LastRound:
     return _LastRound(
         number=prior.number,
         sizes={p.node_id: p.offer.local_world_size for p in prior.participants},
-        failed=frozenset((f.node_id, f.local_rank) for f in prior.end.failures if not f.suspect),
+        failed=frozenset(
+            (f.node_id, f.local_rank) for f in prior.end.failures if not (f.suspect or f.finished)
+        ),
         charged=(first.node_id, first.local_rank) if first and first.suspect else None,
         keeps=prior.end.keep,
     )

@@ -299,6 +299,11 @@ class Failure:
     suspect: bool = False
     """A collective raised an exception, perhaps because another worker failed. The worker parks."""
 
+    @property
+    def finished(self) -> bool:
+        """Whether the worker exited with 0, which is a failure only if others still needed it."""
+        return self.exit_code == 0
+
 
 @struct(frozen=True)
 class RoundEnd:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 
 from rdzv.core.model import Cause, Failure, Round
+from rdzv.core.words import duration, ranks_text
+from rdzv.structs import replace
 
 MAX_FAILURES = 64
 """The maximum number of failures kept per round; the earliest are kept."""
@@ -50,14 +52,33 @@ def root_cause(failures: Iterable[Failure], window_ms: int) -> tuple[Failure, ..
     information (killed by a signal, or no error file), and finally connection errors, which are a
     consequence of another failure. Within each class, the earliest comes first. Suspects count only
     if there is no other failure.
+
+    If there are only connection errors, and a worker had exited with 0 before them, that worker is
+    the root cause: the others still needed it.
     """
     by_time = sorted(failures, key=lambda f: (f.at_ms, f.node_id, f.local_rank))
+    finished = [failure for failure in by_time if failure.finished]
+    by_time = [failure for failure in by_time if not failure.finished]
     by_time = [failure for failure in by_time if not failure.suspect] or by_time
     if not by_time:
-        return ()
+        return tuple(finished[:1])
     earliest_ms = by_time[0].at_ms
     together = [f for f in by_time if f.at_ms - earliest_ms <= window_ms]
-    return tuple(sorted(together, key=lambda f: (_tier(f), f.at_ms)))
+    found = tuple(sorted(together, key=lambda f: (_tier(f), f.at_ms)))
+    if finished and finished[0].at_ms <= earliest_ms and is_connection_error(found[0]):
+        return (_exited_early(finished[0], found), *found)
+    return found
+
+
+def _exited_early(finished: Failure, found: tuple[Failure, ...]) -> Failure:
+    if finished.message:
+        return finished
+    before = duration(min(failure.at_ms for failure in found) - finished.at_ms)
+    ranks = ranks_text(failure.rank for failure in found)
+    message = (
+        f"exited with 0, {before} before; then collectives or connections of RANK {ranks} failed"
+    )
+    return replace(finished, message=message)
 
 
 def _tier(failure: Failure) -> int:
@@ -69,32 +90,38 @@ def _tier(failure: Failure) -> int:
 def charged_failures(round_: Round, window_ms: int) -> tuple[Failure, ...]:
     """Return the failures to which the end of a round is charged, with the root cause first.
 
-    The result is empty if the end is charged to something else. A suspect is not charged if a
-    participant was given up before its workers had finished, for instance because they survive
-    SIGKILL.
+    The result is empty if the end is charged to something else. Neither a suspect nor a worker that
+    exited with 0 is charged if a participant was given up before its workers had finished, for
+    instance because they survive SIGKILL.
     """
     end = round_.end
     if end is None or end.cause is not Cause.WORKER_FAILURE:
         return ()
     failures = root_cause(end.failures, window_ms)
     given_up = frozenset(round_.gone).difference(round_.succeeded)
-    return () if given_up and failures and failures[0].suspect else failures
+    consequences = bool(failures) and (failures[0].suspect or failures[0].finished)
+    return () if given_up and consequences else failures
 
 
 def only_suspects(failures: Iterable[Failure]) -> bool:
-    """Return whether all these failures are suspects."""
-    return all(failure.suspect for failure in failures)
+    """Return whether all these workers are suspects, or have exited with 0."""
+    return all(failure.suspect or failure.finished for failure in failures)
 
 
 def keep_earliest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """Return one failure per worker, at most the earliest `MAX_FAILURES`, with suspects last.
 
-    A worker's own failure replaces the failure for which it was a suspect.
+    A worker's own failure replaces the failure for which it was a suspect. Of the workers that
+    exited with 0, only the first to do so is kept, after all others.
     """
     by_worker: dict[tuple[str, int], Failure] = {}
     for failure in sorted(failures, key=lambda f: f.suspect):
         by_worker.setdefault((failure.node_id, failure.local_rank), failure)
-    return tuple(sorted(by_worker.values(), key=lambda f: (f.suspect, f.at_ms))[:MAX_FAILURES])
+    by_time = sorted(by_worker.values(), key=lambda f: (f.suspect, f.at_ms))
+    failed = [failure for failure in by_time if not failure.finished][:MAX_FAILURES]
+    # One that was charged by evidence of a hang has a message.
+    finished = sorted((f for f in by_time if f.finished), key=lambda f: (not f.message, f.at_ms))
+    return (*failed, *finished[:1])
 
 
 def describe_failure(failure: Failure) -> str:
@@ -104,6 +131,8 @@ def describe_failure(failure: Failure) -> str:
         how = ": a collective failed"
     elif failure.signal is not None:
         how = f": signal {failure.signal}"
+    elif failure.finished and failure.message:
+        how = ""
     elif failure.exit_code is None:
         # The worker hung, or its end was not observed; the message contains all that is known.
         how = "" if failure.message else ": how it ended is not known"

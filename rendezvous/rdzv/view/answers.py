@@ -446,6 +446,8 @@ class GroupRecord:
     description: str
     entered: int
     latest: tuple[CollectiveRecord, ...]
+    members: tuple[int, ...] = ()
+    """The RANKs in the group; empty if unknown, or if the worker does not wait in it."""
 
 
 @struct(frozen=True)
@@ -466,6 +468,8 @@ class WorkerStack:
     """Torch's record of its collectives, or empty if there is none."""
     no_record: str | None = None
     """The reason why there is no record of its collectives."""
+    exited_ms: int | None = None
+    """How long ago it exited with 0 (state `0`), if that is known."""
 
 
 @struct(frozen=True)

@@ -34,6 +34,7 @@ from rdzv.agent.observers.collective_records import (
     with_hook,
 )
 from rdzv.agent.observers.hang_watch import HangWatch, HungReport
+from rdzv.core.evidence.collectives import Collective, GroupRecord
 from rdzv.core.evidence.hang_culprit import HangTimeout
 from tests.support.lingering import LINGER_S, lingering
 
@@ -103,6 +104,32 @@ async def test_the_record_of_a_worker(tmp_path: Path) -> None:
     async with serving(tmp_path / f"collectives.{PID}.0a1b2c3d", Torch(trace(41, waits=True))):
         found = await ask(tmp_path)
     assert (found.completed, found.waits, found.groups[0].entered) == (41, True, 42)
+
+
+@pytest.mark.parametrize(
+    ("text", "members"),
+    [
+        ("1 0,2\n2 0,1\n1 1,3\n", (1, 3)),
+        ("my group 0,1\n1 4\n", (4,)),
+        ("2 0,1\n", ()),
+        ("1 0,x\n", ()),
+        ("1 -1\n", ()),
+        (f"1 {1 << 32}\n", ()),
+        (f"1 {','.join(map(str, range(5_000)))}\n", tuple(range(4_096))),
+        (None, ()),
+    ],
+)
+def test_the_ranks_of_a_group_in_which_a_worker_waits(
+    tmp_path: Path, text: str | None, members: tuple[int, ...]
+) -> None:
+    records, file = RecordReader("job", on=True), str(tmp_path / "progress")
+    if text is not None:
+        (tmp_path / "collectives.7.groups").write_text(text)
+    waits = GroupRecord("1", "", 1, (Collective(1, "barrier"),))
+    done = GroupRecord("2", "", 1, (Collective(1, "barrier", done=True),))
+    found = records.with_members(file, 7, (waits, done))
+    assert [one.members for one in found] == [members, ()]
+    assert records.with_members(file, 8, (waits,)) == (waits,)
 
 
 async def test_an_older_torch_has_another_name_for_it(tmp_path: Path) -> None:

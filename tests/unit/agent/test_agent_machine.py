@@ -485,14 +485,38 @@ def test_the_end_of_the_run_during_the_sweep_waits_for_it() -> None:
 
 
 def test_a_round_that_ends_after_success_has_no_workers_to_stop() -> None:
-    assert at_barrier().hear(ended()) == [StopStoreHost(0), SayJoin("r1", 0, ())]
+    node = at_barrier()
+    assert node.hear(ended()) == [StopStoreHost(0), SayJoin("r1", 0, node.state.finished)]
 
 
 def test_a_round_that_ends_during_the_sweep_is_left_when_that_is_done() -> None:
     node = sweeping()
     assert node.hear(ended()) == []
-    assert node.hear(gone()) == [StopStoreHost(0), SayJoin("r1", 0, ())]
+    assert node.hear(gone()) == [StopStoreHost(0), SayJoin("r1", 0, node.state.finished)]
     assert node.hear(completed(1)) == [StartWorkers(line(1))]
+
+
+def test_a_worker_that_exited_with_0_is_told_with_the_failures_of_others() -> None:
+    """They may need it still. In the next round it has not."""
+    node = running()
+    assert node.hear(exited(1, 0, age_ms=300)) == []
+    say, _ = node.hear(exited(0, 1))
+    assert isinstance(say, SayFailed)
+    failed, finished = say.failures
+    assert (failed.local_rank, failed.exit_code) == (0, 1)
+    assert (finished.local_rank, finished.rank, finished.exit_code) == (1, 3, 0)
+    assert failed.at_ms - finished.at_ms == 300
+    assert node.hear(gone())[-1] == SayJoin("r1", 0, (failed, finished))
+    node.hear(completed(1))
+    assert node.state.evidence == ()
+
+
+def test_also_where_no_worker_of_this_node_fails_but_not_if_it_was_told_to_end() -> None:
+    node = running()
+    node.hear(exited(1, 0))
+    node.hear(ended(), exited(0, 0))
+    (join,) = [say for say in node.hear(gone()) if isinstance(say, SayJoin)]
+    assert [(one.local_rank, one.exit_code) for one in join.failures] == [(1, 0)]
 
 
 # ------------------------------------------------------------------ the end of the run
@@ -929,7 +953,8 @@ def test_a_server_that_comes_back_in_time_decides() -> None:
     node = at_barrier()
     node.hear(LOST)
     node.wait(599_999)
-    assert node.hear(CONNECTED, ended()) == [StopStoreHost(0), SayJoin("r1", 0, ())]
+    join = SayJoin("r1", 0, node.state.finished)
+    assert node.hear(CONNECTED, ended()) == [StopStoreHost(0), join]
 
 
 # ------------------------------------------------------------------ the fence

@@ -130,6 +130,40 @@ def test_an_address_in_use_is_the_cause_of_the_connections_that_break() -> None:
     assert names(root_cause(failures, WINDOW_MS)) == ["b", "a"]
 
 
+def finished(node_id: str, at_ms: int, rank: int = 3) -> Failure:
+    return replace(failure(node_id, at_ms), exit_code=0, rank=rank)
+
+
+def test_a_worker_that_exited_with_0_is_the_cause_of_the_connections_that_break_after_it() -> None:
+    lost = [replace(failure(n, 5_000, RESET, RESET), rank=i) for i, n in enumerate("abc")]
+    found = root_cause([finished("d", 100), *lost, finished("e", 90, 4)], WINDOW_MS)
+    assert names(found) == ["e", "a", "b", "c"]
+    assert describe_failure(found[0]) == (
+        "rank 4 (local_rank 0) on e: exited with 0, 4.9 s before; then collectives or connections "
+        "of RANK 0-2 failed"
+    )
+    suspects = [replace(one, suspect=True) for one in lost]
+    assert names(root_cause([finished("d", 100), *suspects], WINDOW_MS))[0] == "d"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param([failure("a", 50, RESET, RESET)], id="a connection that broke before"),
+        pytest.param([failure("a", 5_000, "KeyError: 'x'", "KeyError: 'x'")], id="an exception"),
+        pytest.param([failure("a", 5_000, signal=9)], id="a kill"),
+    ],
+)
+def test_it_is_not_the_cause_of(others: list[Failure]) -> None:
+    assert names(root_cause([finished("d", 100), *others], WINDOW_MS)) == ["a"]
+
+
+def test_of_those_that_exited_with_0_the_first_is_kept_whatever_the_number_of_failures() -> None:
+    many = [failure(f"n{i}", 1_000 + i) for i in range(500)]
+    kept = keep_earliest([finished("y", 9), *many, finished("z", 8)])
+    assert (len(kept), names(kept)[-1]) == (MAX_FAILURES + 1, "z")
+
+
 def test_one_failure_is_kept_for_each_worker_the_first_that_was_told() -> None:
     first, again = failure("n1", 5, "first"), failure("n1", 6, "again")
     other = failure("n1", 4, "other", local_rank=1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rdzv.core.commands import Command, Fail, Leave
-from rdzv.core.evidence.collectives import Collective, GroupRecord
+from rdzv.core.evidence.collectives import FINISHED, Collective, GroupRecord
 from rdzv.core.evidence.hang_culprit import HungWorker, verdict
 from rdzv.core.evidence.stacks import EXITED, Frame, Report, Thread, WorkerStack, grouped
 from rdzv.core.model import Cause, Failure, LeaveCause, Membership, Result, Settings, State
@@ -242,6 +242,26 @@ async def test_a_timeout_without_a_cause_is_left_to_its_node(
         await clock.advance(3_000)
         assert await live(s)
         assert s.driver.diagnosis.hangs.episodes == 0
+
+
+async def test_a_worker_that_exited_with_0_is_charged_if_the_others_wait_for_it() -> None:
+    clock = FakeClock()
+    async with server(clock=clock) as s:
+        n1, n2 = await s.pair()
+        hang(s, n1, 0, 1)
+        hang(s, n2, 3)
+        await settle()
+        await say(s, n1, recorded(0, 41, 9, done=False), recorded(1, 41, 9, done=False))
+        finished = WorkerStack(2, 0, 102, FINISHED, exited_ms=64_000)
+        await say(s, n2, finished, recorded(3, 41, 9, done=False))
+        found = await failure(s)
+        assert (found.node_id, found.rank, found.exit_code) == ("n2", 2, 0)
+        assert found.message.startswith(
+            "hung: RANK 2 exited with 0, 1 min 4 s before; RANK 0-1,3 have waited in all_reduce #9 "
+            "of the default group for 60 s; "
+        )
+        rows = await s.driver.views.history("job-7", 100)
+        assert "WorkerFailed" in [row.name for row in rows]
 
 
 async def test_once_every_node_has_said_so_nobody_is_waited_for() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from rdzv.core.commands import Succeed
+from rdzv.core.evidence.collectives import FINISHED, Collective, GroupRecord
 from rdzv.core.evidence.stacks import Frame, Group, Report, SilentNode, Thread, WorkerStack
 from rdzv.errors import (
     InvalidRequestError,
@@ -129,6 +130,26 @@ async def test_a_node_that_goes_or_is_not_there_or_has_none_says_why() -> None:
         assert (await asking.report()).silent == (
             SilentNode("n1", 0, 2, "its agent is not connected"),
         )
+
+
+async def test_the_workers_of_a_node_that_has_succeeded_are_known_to_have_exited() -> None:
+    """Also if that node says nothing, or goes."""
+    async with server() as s:
+        n1, n2 = await s.pair()
+        succeed = Succeed("n2", n2.incarnation, "run-1", 0)
+        await s.driver.engine.submit("job-7", succeed)
+        asking = await ask(s)
+        record = GroupRecord("0", "default_pg", 9, (Collective(9, "barrier", age_ms=30_000),))
+        await say(s, n1, *(replace(stack(rank), collectives=(record,)) for rank in (0, 1)))
+        s.driver.connections.detach(n2)
+        report = await asking.report()
+        assert report.silent == ()
+        assert [(one.rank, one.node_id) for one in report.stacks if one.state == FINISHED] == [
+            (2, "n2"),
+            (3, "n2"),
+        ]
+        assert report.cause is not None
+        assert (report.cause.kind, report.cause.ranks) == ("exited", (2, 3))
 
 
 async def test_what_is_not_asked_for_is_dropped() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rdzv.agent.core.model import Assignment, KeptWorker, NodeFailure
+from rdzv.agent.core.model import Assignment, KeptWorker, NodeFailure, WorkerFailure
 from rdzv.core.model import UNMOVED, Cause, Moved, Result, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.structs import struct
@@ -105,6 +105,24 @@ class WorkerSuspected:
     message: str
     traceback: str
     age_ms: int
+
+
+def ended_worker(
+    event: WorkerExited | WorkerSuspected, assignment: Assignment | None, now_ms: int
+) -> WorkerFailure:
+    """Return what the server is told of a worker that ended or that is suspect."""
+    exited = event if isinstance(event, WorkerExited) else None
+    return WorkerFailure(
+        local_rank=event.local_rank,
+        rank=event.local_rank + (assignment.rank_first if assignment else 0),
+        pid=event.pid,
+        exit_code=exited.exit_code if exited else None,
+        signal=exited.signal if exited else None,
+        message=event.message,
+        traceback=event.traceback,
+        at_ms=now_ms - event.age_ms,
+        suspect=exited is None,
+    )
 
 
 @struct(frozen=True)

@@ -58,6 +58,7 @@ from rdzv.agent.core.events import (
     WorkersGone,
     WorkersStuck,
     WorkerSuspected,
+    ended_worker,
 )
 from rdzv.agent.core.exit_codes import (
     EXIT_DENIED,
@@ -74,7 +75,6 @@ from rdzv.agent.core.model import (
     Leaving,
     Outcome,
     Phase,
-    WorkerFailure,
 )
 from rdzv.agent.core.server_contact import (
     note_server_found,
@@ -223,6 +223,7 @@ def _start(work: Draft, assignment: Assignment) -> None:
         given_up=None,
         ending_kept=False,
         failures=(),
+        finished=(),
         moved=UNMOVED,
         stopping_since_ms=None,
         stuck_pids=(),
@@ -261,7 +262,9 @@ def _give_back_seat(work: Draft, round_: int) -> None:
     """Give back the seat in a round whose completion never arrived, so no workers were started."""
     state = work.state
     if state.left_round is None or state.left_round < round_:
-        work.state = replace(state, left_round=round_, failures=(), moved=UNMOVED, fenced=False)
+        work.state = replace(
+            state, left_round=round_, failures=(), finished=(), moved=UNMOVED, fenced=False
+        )
         if state.kept:
             # They took part in a round before that one, so no later round can keep them.
             end_kept(work)
@@ -353,8 +356,11 @@ def _note_exit(work: Draft, event: WorkerExited) -> None:
         leave_with_workers(work, event)
     elif event.exit_code != 0:
         _note_failure(work, event)
-    elif state.phase is Phase.RUNNING and not work.state.alive:
-        _succeed(work)
+    elif state.phase is Phase.RUNNING:
+        finished = ended_worker(event, state.assignment, work.now_ms)
+        work.state = replace(work.state, finished=(*state.finished, finished))
+        if not work.state.alive:
+            _succeed(work)
 
 
 def _note_failure(work: Draft, event: WorkerExited | WorkerSuspected) -> None:
@@ -364,28 +370,15 @@ def _note_failure(work: Draft, event: WorkerExited | WorkerSuspected) -> None:
     still counts if nothing sent to the worker explains it; the join reports it before the server
     charges the end of the round.
     """
-    state, failed_at_ms = work.state, work.now_ms - event.age_ms
-    assignment = state.assignment
-    exit_code, signum, by_itself = None, None, False
-    if isinstance(event, WorkerExited):
-        exit_code, signum, by_itself = event.exit_code, event.signal, event.by_itself
-    stopping = state.stopping_since_ms is not None and failed_at_ms >= state.stopping_since_ms
+    state = work.state
+    failure = ended_worker(event, state.assignment, work.now_ms)
+    by_itself = isinstance(event, WorkerExited) and event.by_itself
+    stopping = state.stopping_since_ms is not None and failure.at_ms >= state.stopping_since_ms
     if stopping and not by_itself:
         return
-    failure = WorkerFailure(
-        local_rank=event.local_rank,
-        rank=event.local_rank + (assignment.rank_first if assignment else 0),
-        pid=event.pid,
-        exit_code=exit_code,
-        signal=signum,
-        message=event.message,
-        traceback=event.traceback,
-        at_ms=failed_at_ms,
-        suspect=isinstance(event, WorkerSuspected),
-    )
     work.state = replace(state, failures=(*state.failures, failure))
     if state.phase is Phase.RUNNING:
-        work.do(SayFailed(state.run, event.round, work.state.failures))
+        work.do(SayFailed(state.run, event.round, work.state.evidence))
         stop(work, state.job.failure_stop_timeout_ms, keep=True)
 
 

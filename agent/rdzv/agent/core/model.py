@@ -270,6 +270,10 @@ class AgentState:
     """Whether the runner was told to end the parked workers and has not confirmed their end yet."""
     failures: tuple[WorkerFailure, ...] = ()
     """The worker failures of the last round on this node."""
+    finished: tuple[WorkerFailure, ...] = ()
+    """The workers of the last round that have exited with 0 by themselves. If others fail because
+    these are gone, one of them is the cause.
+    """
     moved: Moved = UNMOVED
     """How far the last round's workers had got by the time they were gone."""
     stopping_since_ms: int | None = None
@@ -294,6 +298,11 @@ class AgentState:
     leaving: Leaving | None = None
     outcome: Outcome | None = None
     """Set once the job has ended on this node; the node exits when its workers are gone."""
+
+    @property
+    def evidence(self) -> tuple[WorkerFailure, ...]:
+        """What the server is told of workers that ended, so that it finds the root cause."""
+        return (*self.failures, *self.finished)
 
     @property
     def is_ending(self) -> bool:

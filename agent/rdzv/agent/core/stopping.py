@@ -124,7 +124,7 @@ def rejoin(state: AgentState) -> SayJoin:
     """Return the join request of a node whose workers are not part of any round."""
     fenced = state.fenced and not state.failures
     kept = () if state.ending_kept else state.kept
-    return SayJoin(state.run, state.left_round, state.failures, fenced, state.moved, kept)
+    return SayJoin(state.run, state.left_round, state.evidence, fenced, state.moved, kept)
 
 
 def _exit(work: Draft, outcome: Outcome) -> None:

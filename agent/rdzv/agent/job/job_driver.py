@@ -39,6 +39,8 @@ from rdzv.agent.system.owned_tasks import OwnedTasks
 from rdzv.agent.workers.event_log import EventLog
 from rdzv.agent.workers.fates import FateRecorder, NodeOutcome
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
+from rdzv.core.evidence.collectives import FINISHED
+from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.model import Offer
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime.clock import monotonic_ms
@@ -354,15 +356,28 @@ class JobDriver:
         """Start sampling and reporting the stacks of a round's workers."""
         state, assignment = self._decisions.state, self._decisions.state.assignment
         targets: tuple[Target, ...] = ()
+        finished: tuple[WorkerStack, ...] = ()
         why_none = f"it has no workers of round {asked.round}"
         asked_round = (asked.run, asked.round)
         if assignment is not None and (assignment.run, assignment.round) == asked_round:
             why_none = f"its workers of round {asked.round} have all exited"
+            finished = tuple(
+                WorkerStack(
+                    one.rank,
+                    one.local_rank,
+                    one.pid,
+                    FINISHED,
+                    exited_ms=max(monotonic_ms() - one.at_ms, 0),
+                )
+                for one in state.finished
+            )
+            if len(finished) == state.job.local_world_size:
+                why_none = ""
             if not state.workers_gone and state.alive and self._context.last_round is not None:
                 targets = self._context.last_round.stack_targets(state.alive)
                 why_none = "" if targets else "its workers are about to be started"
         world_size = assignment.world_size if assignment is not None else 1
-        self._decisions.guard(self._reports.stacks, asked, targets, why_none, world_size)
+        self._decisions.guard(self._reports.stacks, asked, targets, why_none, world_size, finished)
 
     def _current_offer(self) -> Offer | None:
         """Return the offer, including a reserved port if this node is waiting for a round.

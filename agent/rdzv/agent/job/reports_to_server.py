@@ -107,10 +107,15 @@ class Reports:
         return self._link.server_clock.read(time.monotonic_ns())
 
     def stacks(
-        self, asked: StacksAsked, targets: tuple[Target, ...], why_none: str, world_size: int
+        self,
+        asked: StacksAsked,
+        targets: tuple[Target, ...],
+        why_none: str,
+        world_size: int,
+        finished: tuple[WorkerStack, ...],
     ) -> None:
         """Start sampling and sending workers' stacks, or send the reason why there are none."""
-        self._stacks.answer(asked, targets, why_none, world_size)
+        self._stacks.answer(asked, targets, why_none, world_size, finished)
 
     async def _say_stacks(
         self, request: int, workers: tuple[WorkerStack, ...], last: bool, error: str

@@ -16,7 +16,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -35,7 +35,8 @@ from rdzv.agent.runner.linux.descriptors import (
     receive_data,
 )
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
-from rdzv.structs import struct
+from rdzv.core.evidence.collectives import GroupRecord
+from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.agent")
 
@@ -49,12 +50,16 @@ KEPT_PATH = "RDZV_PYTHONPATH"
 
 MAX_NAMES = 64
 """The maximum number of names examined in a worker's folder."""
+MAX_MEMBERS = 4_096
+"""The maximum number of RANKs read for a process group."""
 MAX_TRIED = 4
 """The maximum number of sockets tried."""
 MAX_BYTES = 16 << 20
 """The size limit for a response; torch's 2,000 entries take one megabyte."""
 MAX_WHY_BYTES = 300
 MAX_ERROR_BYTES = 4_000
+MAX_GROUPS_BYTES = 1 << 18
+"""The size limit for the file with the RANKs of a worker's process groups."""
 MAX_TOLD = 8
 """The maximum number of reasons logged for one job."""
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
@@ -181,6 +186,27 @@ class RecordReader:
             log.debug("cannot read the last response from pid %d", pid)
         return None
 
+    def with_members(
+        self, file: str, pid: int, groups: Iterable[GroupRecord]
+    ) -> tuple[GroupRecord, ...]:
+        """Return a worker's groups, those in which it waits with the RANKs that are in them."""
+        members: dict[str, tuple[int, ...]] = {}
+        if any(group.pending is not None for group in groups):
+            with contextlib.suppress(OSError, ValueError):
+                path = Path(file).with_name(f"collectives.{pid}.groups")
+                with acting_as(self.identity):
+                    fd = open_untrusted(path, os.O_RDONLY)
+                with os.fdopen(fd, "rb") as text:
+                    lines = text.read(MAX_GROUPS_BYTES).decode().splitlines()
+                for name, _, ranks in (line.rpartition(" ") for line in lines):
+                    members[name] = tuple(map(_rank, ranks.split(",")[:MAX_MEMBERS]))
+        return tuple(
+            group
+            if group.pending is None or group.group not in members
+            else replace(group, members=members[group.group])
+            for group in groups
+        )
+
     def forget(self) -> None:
         """Drop the last responses, because the round is over."""
         self._latest.clear()
@@ -205,6 +231,18 @@ class RecordReader:
         except OSError as error:
             why = error.strerror or str(error)
             raise NoRecordError(f"the request to its torch failed: {why}") from error
+
+
+def _rank(text: str) -> int:
+    """Read a RANK.
+
+    Raises:
+        ValueError: it is none.
+    """
+    rank = int(text)
+    if 0 <= rank < 1 << 32:
+        return rank
+    raise ValueError(f"no RANK: {rank}")
 
 
 def _read(reader: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

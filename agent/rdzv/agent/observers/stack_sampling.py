@@ -112,16 +112,22 @@ class StackAnswers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def answer(
-        self, asked: StacksAsked, targets: Sequence[Target], why_none: str, world_size: int = 1
+        self,
+        asked: StacksAsked,
+        targets: Sequence[Target],
+        why_none: str,
+        world_size: int = 1,
+        finished: tuple[WorkerStack, ...] = (),
     ) -> None:
         """Start handling a request; `why_none` says why there is no worker to sample.
 
-        The more workers the round has in total, the less of each worker's record is sent.
+        `finished` are the workers that have exited with 0. The more workers the round has in total,
+        the less of each worker's record is sent.
         """
         if len(self._tasks) >= MAX_ASKED:
             targets, why_none = (), f"this node already answers {MAX_ASKED} requests for stacks"
         task = asyncio.get_running_loop().create_task(
-            self._answer(asked, targets, why_none, world_size)
+            self._answer(asked, targets, why_none, world_size, finished)
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -133,11 +139,18 @@ class StackAnswers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _answer(
-        self, asked: StacksAsked, targets: Sequence[Target], error: str, world_size: int
+        self,
+        asked: StacksAsked,
+        targets: Sequence[Target],
+        error: str,
+        world_size: int,
+        finished: tuple[WorkerStack, ...],
     ) -> None:
         look = partial(self._with_record, entries=entries_for(world_size))
         timeout_s = self._timeout_s(asked)
         try:
+            for worker in finished:
+                await self._say(asked.request, (worker,), False, "")
             async with contextlib.aclosing(
                 take_all(targets, timeout_s, look, self._records.identity)
             ) as stacks:
@@ -160,11 +173,13 @@ class StackAnswers:
         left = self._records.left(target.file, target.pid, entries, gone=gone)
         if left is not None:
             who = target.rank, target.local_rank, target.pid
-            return WorkerStack(*who, EXITED, note=left.error, collectives=left.record.groups)
+            groups = self._records.with_members(target.file, target.pid, left.record.groups)
+            return WorkerStack(*who, EXITED, note=left.error, collectives=groups)
         if stack is None:
             return None
         if isinstance(record, FlightRecord):
-            return replace(stack, collectives=record.groups)
+            groups = self._records.with_members(target.file, target.pid, record.groups)
+            return replace(stack, collectives=groups)
         if isinstance(record, NoRecordError):
             return replace(stack, no_record=str(record)[:MAX_NOTE_CHARS])
         raise record

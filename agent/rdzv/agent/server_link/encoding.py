@@ -69,7 +69,7 @@ def belief(
 ) -> pb.Belief:
     """Encode everything that this node believes about its job."""
     # A node that is waiting for a round has already included its failures in its join.
-    failures = () if state.phase is Phase.JOINING else state.failures
+    failures = state.evidence if state.failures and state.phase is not Phase.JOINING else ()
     believed = pb.Belief(
         phase=_PHASES[state.phase],
         join=join(_rejoin(state), state, offer, now_ms, refuse_reuse=refuse_reuse, secret=secret),

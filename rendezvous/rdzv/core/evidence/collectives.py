@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from rdzv.core.words import ranks_text
+from rdzv.core.words import duration, ranks_text
 from rdzv.structs import replace, struct
 
 MIN_WAIT_MS = 2_000
@@ -23,12 +23,16 @@ MAX_SENTENCE_CHARS = 600
 
 KINDS = (
     *("absent", "other_operation", "other_sizes", "other_order", "unfinished"),
-    *("stopped", "traced", "uninterruptible", "dead", "loader", "gil_held"),
+    *("exited", "stopped", "traced", "uninterruptible", "dead", "loader", "gil_held"),
 )
 """All kinds of causes, for metrics."""
 
+FINISHED = "0"
+"""The state of a worker that has exited with 0."""
+
 _HELD = {"T": "stopped", "t": "traced", "D": "uninterruptible", "Z": "dead"}
 _WORDS = {
+    "exited": ("exited with 0", "exited with 0"),
     "stopped": ("is stopped by a signal", "are stopped by a signal"),
     "traced": ("is held by a debugger", "are held by a debugger"),
     "uninterruptible": (
@@ -69,6 +73,8 @@ class GroupRecord:
     """The sequence number of the last collective that the rank entered."""
     latest: tuple[Collective, ...] = ()
     """The latest collectives, oldest first; always includes the first one that is not done."""
+    members: tuple[int, ...] = ()
+    """The RANKs in the group, or empty if unknown. Only known where the rank is waiting in it."""
 
     @property
     def pending(self) -> Collective | None:
@@ -96,7 +102,9 @@ class Evidence:
     records: tuple[GroupRecord, ...] | None = None
     """The rank's records, or None if it has none or could not send them."""
     state: str = ""
-    """The state of the rank's process, as in /proc."""
+    """The state of the rank's process, as in /proc, or `FINISHED`."""
+    exited_ms: int | None = None
+    """How long ago it exited, if it has `FINISHED` and that is known."""
     busy: str = ""
     """`loader` or `gil_held`, if the rank's stack shows this."""
     where: str = ""
@@ -141,26 +149,34 @@ class _Wait:
     """The collective in which each rank is waiting, by rank."""
     absent: frozenset[int]
     """The ranks that have not entered the collective in which others of the group are waiting."""
+    gone: frozenset[int]
+    """The ranks of the group that have exited with 0, having entered that collective or not."""
+    unknown: frozenset[int]
+    """The other ranks of the group that have no record."""
     entered: Mapping[int, Collective]
     """Each rank's record of the first collective in which any rank is waiting, by rank."""
     whole: bool
     """Whether the group contains all ranks of the round."""
+    closed: bool
+    """Whether all ranks of the group are known."""
 
     @property
     def place(self) -> str:
         return f"{self.operation} #{self.sequence} of {self.name}"
 
 
-def compare(evidence: Iterable[Evidence]) -> Cause | None:
+def compare(evidence: Iterable[Evidence], world_size: int = 0) -> Cause | None:
     """Return the cause for which ranks of a round are waiting, or None if the records show none.
 
     Waits shorter than `MIN_WAIT_MS` are ignored. The result is the first of these causes that
-    applies: ranks that have entered another operation or other sizes than most; ranks that have not
-    entered a collective in which others are waiting, and are not waiting in any themselves; ranks
-    that wait for each other in different groups; ranks without a record where all others have
-    entered; ranks still in a collective that others have left.
+    applies: ranks that have entered another operation or other sizes than most; ranks that have
+    exited with 0; ranks that have not entered a collective in which others are waiting, and are not
+    waiting in any themselves; ranks that wait for each other in different groups; ranks without a
+    record where all others have entered; ranks still in a collective that others have left. Nothing
+    is known of the ranks below `world_size` that have no evidence.
     """
-    known = {one.rank: one for one in evidence}
+    known = {rank: Evidence(rank) for rank in range(world_size)}
+    known |= {one.rank: one for one in evidence}
     waits = [wait for wait in _waits(known) if wait.waiting_ms >= MIN_WAIT_MS]
     if not waits:
         return None
@@ -173,31 +189,36 @@ def compare(evidence: Iterable[Evidence]) -> Cause | None:
 def _waits(known: Mapping[int, Evidence]) -> list[_Wait]:
     """Return the groups in which ranks are waiting, largest first."""
     groups: dict[str, dict[int, GroupRecord]] = {}
-    recorded = [rank for rank, one in known.items() if one.records is not None]
-    for rank in recorded:
-        for record in known[rank].records or ():
+    for rank, one in known.items():
+        for record in one.records or ():
             groups.setdefault(record.group, {})[rank] = record
-    found = [_wait(records, recorded) for records in groups.values()]
+    found = [_wait(records, known) for records in groups.values()]
     return sorted(filter(None, found), key=lambda wait: (-len(wait.pending), wait.group))
 
 
-def _wait(records: Mapping[int, GroupRecord], recorded: Iterable[int]) -> _Wait | None:
+def _wait(records: Mapping[int, GroupRecord], known: Mapping[int, Evidence]) -> _Wait | None:
     """Return the wait in a group, given its members' records, or None if no rank is waiting."""
     pending = {rank: one for rank, r in records.items() if (one := r.pending) is not None}
     if not pending:
         return None
     some = next(iter(records.values()))
     whole = some.description == DEFAULT_GROUP
-    entered = {rank: records[rank].entered if rank in records else 0 for rank in recorded}
-    latest = max(one.sequence for one in pending.values())
-    absent = {
-        rank
-        for rank, last in entered.items()
-        if (whole or rank in records) and rank not in pending and last < latest
+    # A rank that has never entered one of the group's collectives has no record of the group.
+    named = (rank for record in records.values() for rank in record.members if rank in known)
+    members = frozenset(known if whole else named)
+    closed = bool(members)
+    members |= records.keys()
+    entered = {
+        rank: records[rank].entered if rank in records else 0
+        for rank in members
+        if known[rank].records is not None
     }
+    latest = max(one.sequence for one in pending.values())
+    absent = {rank for rank, last in entered.items() if rank not in pending and last < latest}
     reached = min((entered[rank] for rank in absent), default=0)
     first = min(one.sequence for one in pending.values() if one.sequence > reached)
     at_first = [one for one in pending.values() if one.sequence == first]
+    gone = {rank for rank in members if known[rank].state == FINISHED}
     return _Wait(
         name=some.name,
         group=some.group,
@@ -206,8 +227,11 @@ def _wait(records: Mapping[int, GroupRecord], recorded: Iterable[int]) -> _Wait 
         waiting_ms=max(one.age_ms for one in at_first),
         pending=dict(sorted(pending.items())),
         absent=frozenset(absent),
+        gone=frozenset(gone),
+        unknown=frozenset(members - entered.keys() - gone),
         entered={rank: one for rank, r in sorted(records.items()) if (one := r.at(first))},
         whole=whole,
+        closed=closed,
     )
 
 
@@ -221,7 +245,7 @@ def _mismatch(waits: Iterable[_Wait]) -> Cause | None:
         if len(operations) > 1:
             return _differing(wait, "other_operation", operations)
         # If a rank is missing, the collective cannot finish, whatever the sizes.
-        if not wait.absent and _equal_sizes(wait.operation):
+        if not (wait.absent or wait.gone) and _equal_sizes(wait.operation):
             sizes = _sides({rank: one.sizes for rank, one in wait.entered.items()})
             if len(sizes) > 1:
                 return _differing(wait, "other_sizes", sizes)
@@ -267,10 +291,15 @@ def _differing(wait: _Wait, kind: str, sides: Sequence[tuple[str, list[int]]]) -
 
 def _missing(waits: Sequence[_Wait], known: Mapping[int, Evidence]) -> Cause | None:
     """Find ranks that others are waiting for in a collective and that wait in none themselves."""
+    if gone := {rank for wait in waits for rank in wait.gone}:
+        return _of_missing([wait for wait in waits if wait.gone], known, gone)
     absent = {rank for wait in waits for rank in wait.absent}
     somewhere = {rank for wait in waits for rank in wait.pending}
-    unknown = {rank for rank, one in known.items() if one.records is None}
-    held = {rank for rank in absent | unknown if known[rank].state in _HELD}
+    unknown = {rank for wait in waits for rank in wait.unknown}
+    unproven = {rank for rank, one in known.items() if one.records is None}
+    if all(wait.closed for wait in waits):
+        unproven = unknown
+    held = {rank for rank in absent | unproven if known[rank].state in _HELD}
     idle = absent - somewhere
     # A rank whose stack is inside torch.distributed is also waiting, even without a pending record.
     idle = {rank for rank in idle if not known[rank].in_collective} or idle
@@ -286,18 +315,21 @@ def _missing(waits: Sequence[_Wait], known: Mapping[int, Evidence]) -> Cause | N
 def _of_missing(
     waits: Sequence[_Wait], known: Mapping[int, Evidence], found: Collection[int]
 ) -> Cause:
-    kinds = {rank: _HELD.get(known[rank].state, known[rank].busy or "absent") for rank in found}
+    kinds = {rank: _kind(known[rank]) for rank in found}
     # If one of several ranks is held, that explains the others.
     kind = min(kinds.values(), key=lambda one: (one == "absent", one not in _HELD.values(), one))
     ranks = sorted(rank for rank in found if kinds[rank] == kind)
-    seen = [wait for wait in waits if wait.absent & set(ranks)]
+    seen = [wait for wait in waits if (wait.absent | wait.gone | wait.unknown) & set(ranks)]
     wait = (seen or [one for one in waits if one.whole] or list(waits))[0]
     parts = []
     if kind != "absent":
         where = known[ranks[0]].where if kind in ("loader", "gil_held") else ""
         one, several = _WORDS[kind]
         parts.append((one if len(ranks) == 1 else several) + (f" ({where})" if where else ""))
-    if wait.absent & set(ranks):
+    if kind == "exited":
+        ago_ms = [ms for rank in ranks if (ms := known[rank].exited_ms) is not None]
+        parts[0] += f", {duration(max(ago_ms))} before" if ago_ms else ""
+    elif wait.absent & set(ranks):
         parts.append(f"{_has(ranks)} not entered {wait.place}")
     elif kind == "absent":
         parts.append(f"{_has(ranks)} no record, and all others have entered {wait.place}")
@@ -307,6 +339,12 @@ def _of_missing(
     if wait.place not in sentence:
         since = since.replace("in it", f"in {wait.place}", 1)
     return _cause(wait, kind, ranks, f"{sentence}; {since}", waiting)
+
+
+def _kind(one: Evidence) -> str:
+    if one.state == FINISHED:
+        return "exited"
+    return _HELD.get(one.state, one.busy or "absent")
 
 
 def _other_order(waits: Sequence[_Wait]) -> Cause | None:
@@ -334,9 +372,12 @@ def _unfinished(wait: _Wait) -> Cause:
         ahead = [rank for rank in wait.pending if rank not in behind]
         sentence = f"{_ranks(behind, 'is')} still in {wait.place}, which others have left"
         return _cause(wait, "unfinished", behind, sentence, ahead)
+    missing = "no rank is missing" if wait.closed else "whose other members are not known"
+    if wait.unknown:
+        missing = f"nothing is known of RANK {ranks_text(wait.unknown)}"
     sentence = (
-        f"{_ranks(wait.pending, 'has')} entered {wait.place}, no rank is missing, and it has not "
-        f"ended for {wait.waiting_ms // 1000} s"
+        f"{_ranks(wait.pending, 'has')} entered {wait.place}, {missing}, and it has not ended for "
+        f"{wait.waiting_ms // 1000} s"
     )
     return _cause(wait, "unfinished", (), sentence, list(wait.pending))
 

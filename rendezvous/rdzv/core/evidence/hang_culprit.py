@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from rdzv.core.evidence.collectives import FINISHED
 from rdzv.core.evidence.stacks import Report, as_traceback, odd_one_out
 from rdzv.core.words import ranks_text
 from rdzv.structs import struct
@@ -48,6 +49,8 @@ class Verdict:
     pid: int
     message: str
     traceback: str
+    finished: bool = False
+    """Whether the worker has exited with 0, and the others wait for it."""
 
 
 def describe_hung(workers: Iterable[HungWorker]) -> str:
@@ -76,7 +79,8 @@ def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, w
     odd = _waited_for(report) if report is not None else None
     if odd is not None and odd in stacks:
         of = stacks[odd]
-        return Verdict(of.node_id, of.rank, of.local_rank, of.pid, message, as_traceback(of))
+        who = (of.node_id, of.rank, of.local_rank, of.pid, message, as_traceback(of))
+        return Verdict(*who, finished=of.state == FINISHED)
     node_id, worker = min(known, key=lambda one: (-one[1].silent_ms, one[1].rank))
     traceback = as_traceback(stacks[worker.rank]) if worker.rank in stacks else ""
     return Verdict(node_id, worker.rank, worker.local_rank, worker.pid, message, traceback)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from rdzv.core.evidence.collectives import Cause, Evidence, GroupRecord
+from rdzv.core.evidence.collectives import FINISHED, Cause, Evidence, GroupRecord
 from rdzv.core.words import listed, ranks_text
 from rdzv.structs import struct
 
@@ -30,6 +30,7 @@ _ODD_STATES = {
     UNINTERRUPTIBLE: "uninterruptible in the kernel (D state)",
     ZOMBIE: "dead, and not reaped",
     EXITED: "ended in a collective",
+    FINISHED: "exited with 0",
 }
 
 _LIBRARY = re.compile(
@@ -90,6 +91,8 @@ class WorkerStack:
     """The worker's record in each process group, or empty if there is none."""
     no_record: str = ""
     """The reason why there is no record of the worker's collectives."""
+    exited_ms: int | None = None
+    """How long ago the worker exited, if it has `FINISHED` and that is known."""
 
     @property
     def frames(self) -> tuple[Frame, ...]:
@@ -202,6 +205,7 @@ def evidence(stack: WorkerStack) -> Evidence:
         rank=stack.rank,
         records=stack.collectives or None,
         state=stack.state,
+        exited_ms=stack.exited_ms,
         busy=busy,
         where=where(stack) if known else "",
         in_collective=stack.waits_for_others if known else None,

@@ -114,7 +114,7 @@ def strikes_in(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> 
         match event:
             case RoundSettled(cause=Cause.WORKER_FAILURE, root_cause=Failure() as failure):
                 machine = _points_to_machine(failure)
-                if is_connection_error(failure):
+                if is_connection_error(failure) or failure.finished:
                     continue
                 node_id, reason = failure.node_id, describe_failure(failure)
             case NodeStuck():

@@ -45,11 +45,24 @@ def report_store_host(work: Draft, command: ReportStoreHost) -> Ignored | None:
 
 def end_by_failure(work: Draft, failures: tuple[Failure, ...]) -> None:
     """End the live round because workers failed."""
+    failures = (*failures, *_finished_nodes(work))
     first = root_cause(failures, work.state.tuning.root_cause_window_ms)
     reason = describe_failure(first[0]) if first else "a worker failed"
     node_id = first[0].node_id if first else ""
     end_round(work, Cause.WORKER_FAILURE, reason, broken=True, node_id=node_id)
     add_failures(work, failures)
+
+
+def _finished_nodes(work: Draft) -> tuple[Failure, ...]:
+    """Return the first worker of each node whose workers have all exited with 0."""
+    round_ = work.membership.round
+    found = []
+    for node in round_.participants if round_ is not None else ():
+        seat = work.state.seats.get(node.node_id)
+        if seat is not None and seat.succeeded:
+            who = (node.node_id, node.offer.address, 0, node.rank_first, 0)
+            found.append(Failure(*who, 0, None, message="", traceback="", at_ms=seat.since_ms))
+    return tuple(found)
 
 
 def failures_from(
@@ -91,6 +104,6 @@ def add_failures(work: Draft, failures: tuple[Failure, ...]) -> bool:
     work.events += [
         WorkerFailed(round_.number, f, max(work.now_ms - f.at_ms, 0))
         for f in kept
-        if (f.node_id, f.local_rank, f.suspect) not in before
+        if (f.node_id, f.local_rank, f.suspect) not in before and (f.message or not f.finished)
     ]
     return True

@@ -153,7 +153,7 @@ def _confirm_stopped(work: Draft, command: Join, number: int) -> None:
             node_id = command.node_id
             end_round(work, Cause.NODE_LEFT, reason, broken=True, dead_ms=dead_ms, node_id=node_id)
             charge_instead(work, Cause.NODE_LEFT, reason, node_id)
-        elif round_.live and failures:
+        elif round_.live and any(not failure.finished for failure in failures):
             end_by_failure(work, failures)
         elif round_.live:
             reason = f"{command.node_id}: it has stopped its workers, and joins again"

@@ -265,11 +265,11 @@ def _failure(state: State, episode: _Episode, report: Report | None, why: str) -
         local_rank=known.local_rank,
         rank=known.rank,
         pid=known.pid,
-        exit_code=None,
+        exit_code=0 if known.finished else None,
         signal=None,
         message=known.message,
         traceback=known.traceback,
         # The timeouts that this worker caused are later failures.
-        age_ms=HELD_BACK_MS if episode.timed_out else 0,
+        age_ms=HELD_BACK_MS if episode.timed_out or known.finished else 0,
     )
     return Fail(node_id, incarnation, episode.run, episode.round, (failure,))

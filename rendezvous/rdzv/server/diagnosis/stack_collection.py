@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rdzv.core.evidence.collectives import Evidence, compare
+from rdzv.core.evidence.collectives import FINISHED, Evidence, compare
 from rdzv.core.evidence.stacks import (
     Frame,
     Key,
@@ -24,7 +24,7 @@ from rdzv.core.evidence.stacks import (
     groups,
     key_of,
 )
-from rdzv.core.model import Participant, State, is_placeholder
+from rdzv.core.model import Participant, Round, State, is_placeholder
 from rdzv.errors import InvalidRequestError, LimitExceededError, RendezvousConnectionError
 from rdzv.runtime.clock import Clock, Timer
 from rdzv.server.messages import Announcement, Stacks, TakeStacks
@@ -72,6 +72,15 @@ class _Taking:
             self.room -= size
             self.kept[stack.rank] = stack
 
+    def add_finished(self, node: Participant, most_groups: int) -> None:
+        """Add the workers of a node that has succeeded, as far as it has not sent them."""
+        self.end(node.node_id)
+        self.silent.pop(node.node_id, None)
+        for local_rank in range(node.offer.local_world_size):
+            rank = node.rank_first + local_rank
+            finished = WorkerStack(rank, local_rank, 0, FINISHED, node_id=node.node_id)
+            self.add(finished, most_groups)
+
     def end(self, node_id: str, why: str = "") -> None:
         """Stop waiting for a node; `why` says why stacks are missing, and is empty if none are."""
         node = self.waits_for.pop(node_id, None)
@@ -93,7 +102,9 @@ def _elsewhere(stack: WorkerStack) -> WorkerStack:
 def _size(stack: WorkerStack) -> int:
     """Estimate the size of a stack when it is stored."""
     frames = (frame for thread in stack.threads for frame in thread.frames)
-    recorded = sum(100 + 100 * len(record.latest) for record in stack.collectives)
+    recorded = sum(
+        100 + 100 * len(record.latest) + 4 * len(record.members) for record in stack.collectives
+    )
     return 200 + len(stack.note) + recorded + sum(len(f.name) + len(f.file) + 40 for f in frames)
 
 
@@ -153,10 +164,13 @@ class StackRelay:
         if self._closed:
             raise RendezvousConnectionError("this server no longer serves; ask again")
         seconds = answer_ms / 1000
+        for node in round_.participants:
+            if node.node_id in round_.succeeded:
+                taking.add_finished(node, self._limits.stack_groups)
         for node_id in tuple(taking.waits_for):
             why = f"no answer within {seconds:g} s: its agent is held up, or too old to take stacks"
             taking.end(node_id, why)
-        return _report(taking, membership.rdzv_id, membership.run, round_.number, at_ms, reason)
+        return _report(taking, membership.rdzv_id, membership.run, round_, at_ms, reason)
 
     def take_in(self, node_id: str, said: Stacks) -> None:
         """Add stacks from a node; drop stacks that no collection is waiting for."""
@@ -188,17 +202,17 @@ def _of_node(stack: WorkerStack, node_id: str) -> WorkerStack:
 
 
 def _report(
-    taking: _Taking, rdzv_id: str, run: str, round_: int, at_ms: int, reason: str
+    taking: _Taking, rdzv_id: str, run: str, round_: Round, at_ms: int, reason: str
 ) -> Report:
     return Report(
         rdzv_id=rdzv_id,
         run=run,
-        round=round_,
+        round=round_.number,
         at_ms=at_ms,
         reason=reason,
         groups=tuple(groups(taking.ranks, taking.one_of)),
         stacks=tuple(stack for _, stack in sorted(taking.kept.items())),
         left_out=len(taking.told) - len(taking.kept),
         silent=tuple(taking.silent.values()),
-        cause=compare(taking.evidence),
+        cause=compare(taking.evidence, round_.world_size),
     )

@@ -319,6 +319,6 @@ def _culprits(round_: Round | None) -> dict[str, tuple[int, ...]]:
     """Return the LOCAL_RANKs of the workers whose own failure ended a round, by node_id."""
     found: dict[str, tuple[int, ...]] = {}
     for failure in round_.end.failures if round_ is not None and round_.end is not None else ():
-        if not failure.suspect:
+        if not (failure.suspect or failure.finished):
             found[failure.node_id] = (*found.get(failure.node_id, ()), failure.local_rank)
     return found

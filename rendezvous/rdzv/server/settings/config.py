@@ -166,6 +166,8 @@ class Limits:
     """The number of process groups per worker whose collectives are kept. Others are omitted."""
     record_entries: int = 64
     """The number of collectives kept for each process group. Others are omitted."""
+    record_members: int = 4_096
+    """The number of RANKs kept for each process group. Others are omitted."""
     history_default: int = 200
     """The number of rows that ListEvents returns if the caller does not specify one."""
     pending_rows: int = 256

@@ -84,9 +84,12 @@ def _offer(message: pb.Offer, limits: Limits, least_port: int) -> Offer:
 
 
 def _failures(messages: Iterable[pb.WorkerFailure], limits: Limits) -> tuple[FailureReport, ...]:
-    """Read reports of failed workers. Above the limit, drop suspects first, then the latest."""
+    """Read reports of workers that ended.
+
+    Above the limit, drop those that exited with 0 first, then suspects, then the latest.
+    """
     reports = [_failure(message, limits) for message in messages]
-    earliest = sorted(reports, key=lambda report: (report.suspect, -report.age_ms))
+    earliest = sorted(reports, key=lambda one: (one.exit_code == 0, one.suspect, -one.age_ms))
     return tuple(earliest[: limits.failures])
 
 
@@ -557,6 +560,9 @@ def _worker_stack(message: pb.WorkerStack, limits: Limits) -> WorkerStack:
             _group_record(record, limits) for record in message.collectives[: limits.record_groups]
         ),
         no_record=bounds.sentence(message.no_record, limits),
+        exited_ms=(
+            min(message.exited_ms, limits.timeout_ms) if message.HasField("exited_ms") else None
+        ),
     )
 
 
@@ -575,6 +581,7 @@ def _group_record(message: pb.GroupRecord, limits: Limits) -> GroupRecord:
             )
             for one in message.latest[: limits.record_entries]
         ),
+        tuple(message.members[: limits.record_members]),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rdzv.core.evidence.collectives import (
+    FINISHED,
     KINDS,
     Cause,
     Collective,
@@ -12,6 +13,7 @@ from rdzv.core.evidence.collectives import (
     GroupRecord,
     compare,
 )
+from rdzv.structs import replace
 
 WAIT_MS = 32_000
 
@@ -32,6 +34,16 @@ def group(*latest: Collective, name: str = "0", description: str = "default_pg")
 
 def pair(*latest: Collective) -> GroupRecord:
     return group(*latest, name="1", description="pair")
+
+
+def first(number: int, *members: int) -> Evidence:
+    """Return the evidence of a rank that waits in the first collective of a subgroup."""
+    of = replace(pair(waits(1, "barrier", "")), members=members)
+    return rank(number, group(entered(40)), of, in_collective=True)
+
+
+def gone(number: int, exited_ms: int | None = 4_900) -> Evidence:
+    return rank(number, state=FINISHED, exited_ms=exited_ms)
 
 
 def rank(number: int, *records: GroupRecord, **more: object) -> Evidence:
@@ -192,6 +204,53 @@ THREE = (waiting(0), waiting(1), waiting(2))
             "has not ended for 32 s",
             id="all have entered the same",
         ),
+        pytest.param(
+            (*THREE, gone(3)),
+            "exited",
+            (3,),
+            "RANK 3 exited with 0, 4.9 s before; RANK 0-2 have waited in all_reduce #41 of the "
+            "default group for 32 s",
+            id="one has exited early",
+        ),
+        pytest.param(
+            (waiting(0), absent(1), gone(2, None), gone(3, None)),
+            "exited",
+            (2, 3),
+            "RANK 2-3 exited with 0; RANK 0 has waited in all_reduce #41 of the default group for "
+            "32 s",
+            id="two have, and another is on its way",
+        ),
+        pytest.param(
+            (absent(0, 41), first(1, 0, 1, 2), first(2, 0, 1, 2)),
+            "absent",
+            (0,),
+            "RANK 0 has not entered barrier #1 of group pair; RANK 1-2 have waited in it for 32 s",
+            id="the first collective of a subgroup",
+        ),
+        pytest.param(
+            (absent(0, 41), first(1, 1, 2), first(2, 1, 2), gone(3)),
+            "unfinished",
+            (),
+            "RANK 1-2 have entered barrier #1 of group pair, no rank is missing, and it has not "
+            "ended for 32 s",
+            id="others are not in the subgroup",
+        ),
+        pytest.param(
+            (absent(0, 41), first(1), first(2), rank(3)),
+            "unfinished",
+            (),
+            "RANK 1-2 have entered barrier #1 of group pair, whose other members are not known, "
+            "and it has not ended for 32 s",
+            id="the members of a subgroup are not known",
+        ),
+        pytest.param(
+            (absent(0, 41), first(1, 1, 2, 3, 4), first(2, 1, 2, 3, 4, 99), rank(3), rank(4)),
+            "unfinished",
+            (),
+            "RANK 1-2 have entered barrier #1 of group pair, nothing is known of RANK 3-4, and it "
+            "has not ended for 32 s",
+            id="nothing is known of some members",
+        ),
     ],
 )
 def test_whom_they_wait_for(
@@ -230,6 +289,13 @@ def test_ranks_may_rightly_differ_in_sizes(operation: str) -> None:
     found = compare(evidence)
     assert found is not None
     assert (found.kind, found.ranks) == ("unfinished", ())
+
+
+def test_ranks_of_the_round_that_show_nothing_are_counted() -> None:
+    found = compare(THREE, world_size=5)
+    assert found is not None
+    assert (found.kind, found.ranks, found.finds) == ("unfinished", (), False)
+    assert "nothing is known of RANK 3-4, and it has not ended" in found.sentence
 
 
 def test_sizes_prove_nothing_while_a_rank_is_absent() -> None:

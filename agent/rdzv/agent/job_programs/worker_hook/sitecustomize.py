@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 NAME = "collectives"
 """The prefix of the files' names: `NAME.PID.RANDOM` is a socket, `NAME.PID.why` is a text file,
-`NAME.PID.last` is the record of a process that ended because of a collective's error, and
-`NAME.PID.exits` shows that the script is over.
+`NAME.PID.last` is the record of a process that ended because of a collective's error,
+`NAME.PID.groups` has the RANKs of its process groups, and `NAME.PID.exits` shows that the script is
+over.
 """
 MODULE = "torch.distributed.distributed_c10d"
 MAX_PATH_BYTES = 107
@@ -47,6 +48,8 @@ plain `RuntimeError`.
 NO_COLLECTIVES = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "monitored_barrier")
 """Functions of torch.distributed that its record does not contain."""
 MAX_CHAIN = 8
+MAX_MEMBERS = 4_096
+MAX_GROUPS_BYTES = 1 << 18
 QUIET = 2
 """The log level at which torch writes nothing but errors."""
 
@@ -116,6 +119,37 @@ def _wrap(module: Any) -> None:
         return init(*args, **kwargs)
 
     module.init_process_group = init_process_group
+    for name in ("_new_group_with_tag", "split_group"):
+        if hasattr(module, name):
+            setattr(module, name, _showing_members(getattr(module, name), module))
+
+
+def _showing_members(make: Any, module: Any) -> Any:
+    """Wrap a function that makes process groups: torch's record does not say who is in them."""
+    import functools
+
+    @functools.wraps(make)
+    def make_group(*args: Any, **kwargs: Any) -> Any:
+        group = make(*args, **kwargs)
+        try:
+            _show_members(module, group)
+        except Exception as error:
+            _write_reason(f"{type(error).__name__}: {error}")
+        return group
+
+    return make_group
+
+
+def _show_members(module: Any, group: Any) -> None:
+    """Write a group's name and RANKs on a line; a later line replaces an earlier one."""
+    name = module._world.pg_names.get(group)
+    ranks = module._world.pg_group_ranks.get(group, ())
+    if name is None or not 0 < len(ranks) <= MAX_MEMBERS or _recorded_by["pid"] != os.getpid():
+        return
+    line = f"{name} {','.join(map(str, ranks))}\n"
+    with open(os.path.join(_folder(), f"{NAME}.{os.getpid()}.groups"), "a") as file:
+        if file.tell() + len(line) <= MAX_GROUPS_BYTES:
+            file.write(line)
 
 
 def _serve() -> None:
