@@ -287,7 +287,7 @@ class AgentState:
     store_host_failed: str = ""
     disconnected_since_ms: int | None = 0
     """When the connection to the server was lost, or the job began; None while connected."""
-    disconnected_reason: str = "none was tried"
+    disconnected_reason: str = "none has answered yet"
     """Why there is no connection to a server, or why the last one was lost."""
     idle_since_ms: int = 0
     """When a worker on this node last took part in a round, or when the job began."""

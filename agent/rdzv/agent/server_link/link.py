@@ -283,10 +283,18 @@ class ServerLink:
             if wait_s is None:
                 log.debug("%s", error)
                 continue
-            for job in list(self._jobs.values()):
-                job.post(events.ServerLost(str(error)))
+            self._tell_lost(str(error))
             self._log.lost(endpoint, str(error), again=wait_s > 0, most_ms=self._waits_ms())
             await self._wait(wait_s)
+
+    def _tell_lost(self, reason: str) -> None:
+        for job in list(self._jobs.values()):
+            job.post(events.ServerLost(reason))
+
+    def _tell_silent(self, endpoint: Endpoint) -> None:
+        """Report an attempt without a response, for a job may give up before the attempt ends."""
+        self._tell_lost(f"no answer from {endpoint} within {SILENT_S:g} s")
+        self._log.silent(endpoint, SILENT_S, self._waits_ms())
 
     def close(self) -> None:
         """End the stream once all messages have been sent."""
@@ -363,9 +371,7 @@ class ServerLink:
 
     async def _first_answer(self, call: Call, endpoint: Endpoint) -> pb.ServerMessage | None:
         """Send the Hello once connected, and return the first response. Logs if it takes long."""
-        silent = asyncio.get_running_loop().call_later(
-            SILENT_S, lambda: self._log.silent(endpoint, SILENT_S, self._waits_ms())
-        )
+        silent = asyncio.get_running_loop().call_later(SILENT_S, self._tell_silent, endpoint)
         try:
             await call.wait_for_connection()
             self.outbox.let_through()
