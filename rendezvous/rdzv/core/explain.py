@@ -439,6 +439,9 @@ def _state_since_ms(state: State) -> int:
     membership, round_ = state.membership, state.membership.round
     if membership.ended is not None:
         return membership.ended.at_ms
+    submission = membership.submission
+    if state.queued and submission is not None and submission.queued_again_ms is not None:
+        return submission.queued_again_ms
     if round_ is None:
         return membership.began_at_ms
     return round_.end.at_ms if round_.end else round_.at_ms

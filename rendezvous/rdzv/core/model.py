@@ -477,6 +477,8 @@ class Submission:
     declined: tuple[Declined, ...] = ()
     """The nodes that declined, oldest first. Bounded, because the job is given up when there are
     too many."""
+    queued_again_ms: int | None = None
+    """When the job last went back to the queue, which does not cost it its place there."""
 
 
 @struct(frozen=True)

@@ -859,7 +859,9 @@ def test_without_a_server_a_node_that_never_ran_gives_up_after_the_join_timeout(
     node = Node()
     assert node.wait(99_999) == []
     outcome = outcome_of(node.wait(1))
-    assert outcome == Outcome(75, "no server admitted this node within 100 s: none has answered yet")
+    assert outcome == Outcome(
+        75, "no server admitted this node within 100 s: none has answered yet"
+    )
 
 
 def test_attempts_that_fail_do_not_put_the_end_off() -> None:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from rdzv.core.commands import Decline, Place, Submit, Withdraw
 from rdzv.core.explain import node_views, view, waiting_reason
 from rdzv.core.model import (
+    JobSpec,
     JobState,
     LeaveCause,
     Membership,
@@ -293,3 +295,34 @@ def test_budgets_show_what_is_spent_and_how_much_there_is() -> None:
     assert (shown.store_failures, shown.max_store_failures) == (2, 12)
     assert (shown.restarts_in_vain, shown.no_progress_restarts) == (4, 13)
     assert (shown.furthest_step, shown.restart_window_ms) == (5, 14)
+
+
+# ------------------------------------------------------------------ for how long
+
+
+def test_a_job_is_queued_for_as_long_as_it_has_had_no_nodes() -> None:
+    """It keeps its place in the queue; but it has not waited there all the time."""
+    job = Job()
+    job.do(Submit("run-1", SETTINGS, JobSpec(("train.py",)), "ada"))
+
+    def age_after(delay_ms: int) -> int:
+        job.pass_until(job.now_ms + delay_ms)
+        shown = view(job.state, job.now_ms)
+        assert shown.state is JobState.QUEUED
+        return shown.state_age_ms
+
+    assert age_after(7_000) == 7_000
+    job.do(Place("run-1", ("n1", "n2")))
+    job.pass_until(job.now_ms + 10_000)
+    job.do(Withdraw("run-1", ("n1",), "drained"))
+    job.pass_until(job.now_ms + 1_000)
+    job.do(Decline("n2", "run-1", "no such account"))
+    assert age_after(3_000) == 3_000
+    # And once more, after a round.
+    job.do(Place("run-1", ("n3", "n4")))
+    job.join("n3", "n4", run="run-1")
+    job.lost("n4")
+    job.stopped("n3")
+    job.pass_until(job.now_ms + 20_000)
+    job.do(Withdraw("run-1", ("n3",), "drained"))
+    assert age_after(4_000) == 4_000

@@ -74,6 +74,7 @@ def decline_job(work: Draft, command: Decline) -> Ignored | None:
     work.events.append(NodeDeclined(node_id, command.reason))
     if work.state.present(node_id):
         depart(work, node_id, NodeState.LEFT, command.reason, None)
+    _note_queued(work)
     return None
 
 
@@ -112,6 +113,13 @@ def withdraw_nodes(work: Draft, node_ids: tuple[str, ...], reason: str) -> None:
             depart(work, node_id, NodeState.LEFT, reason, None)
     work.store_submission(withdraw(work.membership.submission or submission, node_ids))
     work.events.append(NodesWithdrawn(node_ids, reason))
+    _note_queued(work)
+
+
+def _note_queued(work: Draft) -> None:
+    """Record the time if the job has just lost its last node."""
+    if work.state.queued:
+        work.store_submission(replace(_submission(work), queued_again_ms=work.now_ms))
 
 
 def withdraw_barred(work: Draft) -> bool:
