@@ -208,9 +208,9 @@ class ControlClient:
         request = pb.ListEventsRequest(rdzv_id=_checked_name(rdzv_id), limit=limit)
         return tuple(map(event_of, self._call(lambda stub: stub.ListEvents, request).events))
 
-    def forget(self, rdzv_id: str) -> None:
+    def forget(self, rdzv_id: str, reason: str) -> None:
         """Delete a job that has ended, along with its history."""
-        request = pb.ForgetJobRequest(rdzv_id=_checked_name(rdzv_id))
+        request = pb.ForgetJobRequest(rdzv_id=_checked_name(rdzv_id), reason=reason)
         self._call(lambda stub: stub.ForgetJob, request)
 
     def logs(
@@ -434,9 +434,9 @@ class ControlClient:
         request = pb.CordonNodeRequest(node_id=_checked_name(node_id, "node"), reason=reason)
         return node_of(self._call(lambda stub: stub.CordonNode, request))
 
-    def uncordon(self, node_id: str) -> Node:
+    def uncordon(self, node_id: str, reason: str) -> Node:
         """Allow submitted jobs on a node again."""
-        request = pb.UncordonNodeRequest(node_id=_checked_name(node_id, "node"))
+        request = pb.UncordonNodeRequest(node_id=_checked_name(node_id, "node"), reason=reason)
         return node_of(self._call(lambda stub: stub.UncordonNode, request))
 
     def drain(self, node_id: str, deadline_ms: int, reason: str, *, keep_min: bool = False) -> Node:
@@ -452,9 +452,10 @@ class ControlClient:
         )
         return node_of(self._call(lambda stub: stub.DrainNode, request))
 
-    def undrain(self, node_id: str, *, cordon: bool = False) -> Node:
+    def undrain(self, node_id: str, reason: str, *, cordon: bool = False) -> Node:
         """Lift a node's drain and, with `cordon`, its cordon; return the node."""
-        request = pb.UndrainNodeRequest(node_id=_checked_name(node_id, "node"), cordon=cordon)
+        name = _checked_name(node_id, "node")
+        request = pb.UndrainNodeRequest(node_id=name, cordon=cordon, reason=reason)
         return node_of(self._call(lambda stub: stub.UndrainNode, request))
 
     def servers(self) -> tuple[Server, ...]:

@@ -3937,13 +3937,17 @@ class ForgetJobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RDZV_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
+    reason: builtins.str
+    """Who asks, and why; for the audit."""
     def __init__(
         self,
         *,
         rdzv_id: builtins.str = ...,
+        reason: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id", "reason", b"reason"]) -> None: ...
 
 global___ForgetJobRequest = ForgetJobRequest
 
@@ -4539,13 +4543,17 @@ class UncordonNodeRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NODE_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
     node_id: builtins.str
+    reason: builtins.str
+    """Who asks, and why; for the audit."""
     def __init__(
         self,
         *,
         node_id: builtins.str = ...,
+        reason: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["node_id", b"node_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id", "reason", b"reason"]) -> None: ...
 
 global___UncordonNodeRequest = UncordonNodeRequest
 
@@ -4581,16 +4589,20 @@ class UndrainNodeRequest(google.protobuf.message.Message):
 
     NODE_ID_FIELD_NUMBER: builtins.int
     CORDON_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     cordon: builtins.bool
     """Lift its cordon, too, which otherwise stays. A quarantine stays."""
+    reason: builtins.str
+    """Who asks, and why; for the audit."""
     def __init__(
         self,
         *,
         node_id: builtins.str = ...,
         cordon: builtins.bool = ...,
+        reason: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cordon", b"cordon", "node_id", b"node_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cordon", b"cordon", "node_id", b"node_id", "reason", b"reason"]) -> None: ...
 
 global___UndrainNodeRequest = UndrainNodeRequest
 

@@ -139,7 +139,7 @@ def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) ->
             if code != 0:
                 say(f"{before}the command of --undrain-after exited with {code}; it stays drained")
                 return EXIT_COMMAND_FAILED
-            found = _insist(lambda node_id=node_id: client.undrain(node_id), say)  # type: ignore[misc]
+            found = _insist(lambda node_id=node_id: client.undrain(node_id, rolling.reason), say)  # type: ignore[misc]
             still = ", and still cordoned" if found.cordoned else ""
             say(f"{before}undrained{still}")
         _wait_running(client, jobs, say)

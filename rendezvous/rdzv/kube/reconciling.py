@@ -16,7 +16,7 @@ from rdzv.client import ControlClient
 from rdzv.errors import RendezvousError, UnknownNodeError
 from rdzv.kube.following import Following
 from rdzv.kube.objects import Cluster, Machine, Pod
-from rdzv.kube.plan import Command, Cordon, Drain, Lift, Rules, decide
+from rdzv.kube.plan import MARK, Command, Cordon, Drain, Lift, Rules, decide
 
 log = logging.getLogger("rdzv.kube")
 
@@ -105,7 +105,7 @@ def _do(client: ControlClient, command: Command) -> None:
                 client.cordon(name, reason)
                 log.info("cordoned %s: %s", name, reason)
             case Lift(_, cordon):
-                client.undrain(name, cordon=cordon)
+                client.undrain(name, f"{MARK}no longer about to leave", cordon=cordon)
                 log.info("%s is no longer %s", name, "cordoned" if cordon else "drained")
     except UnknownNodeError:
         log.info("%s has left in the meantime", name)

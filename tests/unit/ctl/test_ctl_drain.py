@@ -39,6 +39,8 @@ class Floor(FakeControl):
         """Why nodes may not be drained yet, one reason per request."""
         self.preempted = False
         """Whether the nodes are about to leave by themselves."""
+        self.reasons: list[str] = []
+        """Who asked for what takes no reason of the user's."""
         self.looks = 0
         """How often a node is polled before it is empty."""
 
@@ -88,12 +90,25 @@ class Floor(FakeControl):
     ) -> pb.Node:
         self._misbehave(context)
         self.asked.append(f"undrain {request.node_id}")
+        self.reasons.append(request.reason)
         node = self.nodes[request.node_id]
         node.drain, node.drained_by_operator = "", False
         node.cordoned, node.cordoned_besides = node.cordoned_besides, False
         if self.preempted:
             node.drain, node.drain_reason = "draining", "preempted"
         return node
+
+    def UncordonNode(  # noqa: N802
+        self, request: pb.UncordonNodeRequest, context: grpc.ServicerContext
+    ) -> pb.Node:
+        self.reasons.append(request.reason)
+        return self.nodes[request.node_id]
+
+    def ForgetJob(  # noqa: N802
+        self, request: pb.ForgetJobRequest, context: grpc.ServicerContext
+    ) -> pb.ForgetJobResponse:
+        self.reasons.append(request.reason)
+        return pb.ForgetJobResponse()
 
 
 @pytest.fixture(name="floor")
@@ -129,6 +144,13 @@ def test_a_node_is_drained_and_undrained(floor: Floor, out: Out) -> None:
     assert run(["drain", "n1", "--deadline=90s", "-o", "json"]) == 0
     document = json.loads(out())
     assert (document["drain"], document["drain_left_ms"]) == ("draining", 90_000)
+
+
+def test_the_audit_hears_who_takes_something_back(floor: Floor) -> None:
+    for words in (["undrain", "n1"], ["uncordon", "n1"], ["forget", "job"]):
+        assert run(words) == 0
+    assert len(floor.reasons) == 3
+    assert all(reason.startswith(WHO) and " at " in reason for reason in floor.reasons)
 
 
 def test_what_a_drain_costs_a_job_is_said(floor: Floor, capsys: pytest.CaptureFixture[str]) -> None:

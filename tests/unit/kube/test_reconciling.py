@@ -48,7 +48,7 @@ class Rdzvd:
     def cordon(self, node_id: str, reason: str) -> None:
         self._change("cordon", node_id, cordoned(reason))
 
-    def undrain(self, node_id: str, *, cordon: bool) -> None:
+    def undrain(self, node_id: str, reason: str, *, cordon: bool) -> None:
         none = {"drain": None, "drained_by_operator": False, "cordon_reason": None}
         self._change("lift", node_id, {**none, "cordoned": False})
 

@@ -517,7 +517,8 @@ async def test_who_did_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> 
         )
         await control(server, "ada", "ScaleJob", scale)
         await control(server, "ada", "StopJob", stop)
-        await control(server, "ada", "ForgetJob", pb.ForgetJobRequest(rdzv_id="job-7"))
+        forget = pb.ForgetJobRequest(rdzv_id="job-7", reason="by root at head-1")
+        await control(server, "ada", "ForgetJob", forget)
         made = await control(
             server, "admin", "CreateToken", pb.CreateTokenRequest(name="eve", roles=["read"])
         )
@@ -527,10 +528,7 @@ async def test_who_did_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> 
         assert rows[0] == f"submit job job-7 from unknown to queued: by root at head-1 {at}"
         assert rows[1] == f"scale job job-7 from 1:1 nodes to 2:3 nodes: by night rate {at}"
         assert rows[2] == f"stop job job-7 from queued to stopped: enough {at}"
-        assert rows[3] == (
-            f"forget job job-7 from stopped to forgotten, by ada (token {id_}), "
-            "from address 127.0.0.1"
-        )
+        assert rows[3] == (f"forget job job-7 from stopped to forgotten: by root at head-1 {at}")
         made = pb.CreateTokenResponse.FromString(made)
         assert rows[4].startswith(
             f"create token eve from nothing to token {made.token.id} with read, by admin (token "

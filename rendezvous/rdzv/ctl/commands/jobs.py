@@ -251,5 +251,5 @@ def scale_command(
 def forget_command(job: str, server: str | None, timeout_s: float | None) -> str:
     """Delete JOB and its history. The job must have ended; `rdzvctl stop` ends it."""
     with opened_client(server, timeout_s) as client:
-        client.forget(job)
+        client.forget(job, by_whom(None))
     return f"{job} is forgotten"

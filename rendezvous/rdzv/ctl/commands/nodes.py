@@ -91,7 +91,7 @@ def uncordon_command(node: str, output: str, server: str | None, timeout_s: floa
     from rdzv.view import as_json
 
     with opened_client(server, timeout_s) as client:
-        found = client.uncordon(node)
+        found = client.uncordon(node, by_whom(None))
     return uncordoned(found) if output == "text" else as_asked(output, as_json.node(found))
 
 
@@ -212,5 +212,5 @@ def undrain_command(node: str, output: str, server: str | None, timeout_s: float
     from rdzv.view import as_json
 
     with opened_client(server, timeout_s) as client:
-        found = client.undrain(node)
+        found = client.undrain(node, by_whom(None))
     return undrained(found) if output == "text" else as_asked(output, as_json.node(found))
