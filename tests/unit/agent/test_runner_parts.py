@@ -27,6 +27,7 @@ from rdzv.agent.runner.channel import Channel
 from rdzv.agent.runner.child_exits import SHM_MANAGER, SHM_MANAGER_S, Child, Children
 from rdzv.agent.runner.fence import Fence
 from rdzv.agent.runner.held_round import Round
+from rdzv.agent.runner.kept_workers import KeptStart
 from rdzv.agent.runner.killing import HELPERS_S, QUIET_S, STUCK_AFTER_S, HelpersTime, Killing
 from rdzv.agent.runner.linux.boottime import Alarm, boottime_ms
 from rdzv.agent.runner.linux.descriptors import short_path
@@ -516,6 +517,7 @@ class Saving:
         self._worker.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_sends_a_descriptor_loses_its_link_and_keeps_nobody(
     loop: Loop, agent: AgentLink
 ) -> None:
@@ -591,3 +593,42 @@ def test_a_worker_resumes_with_numbers_of_32_bits(loop: Loop, name: str) -> None
         worker.hello()
         worker.say("resumed", round=0, **{name: 2**31})
         assert not worker.link.is_open and told == []
+
+
+@pytest.mark.slow
+def test_the_output_files_of_a_kept_worker_go_past_the_runner(loop: Loop, tmp_path: Path) -> None:
+    """Closing a job's file may take as long as the job likes, so the runner never holds one."""
+    out = tmp_path / "out"
+    orders: list[tuple[int, ...]] = []
+    link: Any = SimpleNamespace(child=object(), go=lambda *args: orders.append(args[-1]))
+    held: Any = SimpleNamespace(kill_at=None, number=3, add=lambda *_: None)
+    workers: Any = SimpleNamespace(
+        parked=SimpleNamespace(waiting=lambda: [link], remove=lambda *_: None),
+        end_worker=lambda *_: None,
+        report_start=lambda *_: None,
+        fail_start=lambda *args: orders.append(args),
+    )
+    spec: Any = SimpleNamespace(local_rank=0, stdout=str(out), stderr=str(out), identity=None)
+    keep: Any = SimpleNamespace(source=None, step=None)
+    with closing(Children(loop)) as children:
+        children.listen()
+        KeptStart(workers, children, held, spec, keep, link).begin()
+        while not orders:
+            for call in loop.wait(10.0):
+                call()
+        ((fd,),) = orders
+        with socket.socket(fileno=fd) as opener:
+            opener.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                opener.recv(1)  # Nothing waits in a socket that the runner has held.
+            assert not [one for one in Path("/proc/self/fd").iterdir() if one.resolve() == out]
+            opener.settimeout(10.0)
+            opener.send(b"0")
+            _, fds, _, _ = socket.recv_fds(opener, 1, 2)
+        for one in fds:
+            os.write(one, b"x")
+            os.close(one)
+        while children.known():
+            for call in loop.wait(10.0):
+                call()
+    assert len(fds) == 2 and out.read_text() == "xx"
