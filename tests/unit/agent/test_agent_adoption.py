@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
-from collections.abc import AsyncIterator, Callable
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +44,7 @@ from rdzv.agent.job import store_offer as module
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.node.node import daemon_identity
-from rdzv.agent.runner_link import Hello, NotAdoptableError
+from rdzv.agent.runner_link import Hello, NotAdoptableError, SilentRunnerError
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.client import Endpoint
 from rdzv.core.model import (
@@ -183,8 +186,10 @@ def meets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Set which runner answers at which socket."""
     there: dict[str, Any] = {}
 
-    async def meet(path: Path) -> Any:
+    async def meet(path: Path, timeout_s: float = 0.0) -> Any:
         answer = there.get(path.name)
+        if isinstance(answer, list):
+            answer = answer.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -281,6 +286,58 @@ async def test_one_that_can_not_be_adopted_keeps_nobody_from_the_others(
     meets["b.sock"] = found(tmp_path / "b")
     assert len(await adopting.adopt_runners()) == 1
     assert "is not adopted; it ends after its orphan timeout: pid 4 speaks version 9" in caplog.text
+
+
+@pytest.fixture
+def hung() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does not answer, and has a child that has left its session."""
+    script = "setsid env -i sleep 600 & echo $!; exec sleep 600"
+    with subprocess.Popen(["/bin/sh", "-c", script], stdout=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def child_of(process: subprocess.Popen[bytes]) -> Path:
+    assert process.stdout is not None
+    return Path(f"/proc/{int(process.stdout.readline())}")
+
+
+def is_alive(process: Path) -> bool:
+    with suppress(OSError):
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(10.0):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_a_runner_that_hangs_is_killed_with_its_descendants(
+    tmp_path: Path, meets: dict[str, Any], hung: subprocess.Popen[bytes]
+) -> None:
+    """It would never end, and the node would start no job before it has."""
+    adopting, child = await heir(tmp_path), child_of(hung)
+    (tmp_path / "runners" / "a.sock").touch()
+    meets["a.sock"] = [SilentRunnerError(hung.pid, 3.0), SilentRunnerError(hung.pid, 16.0), None]
+    assert await adopting.adopt_runners() == []
+    await until(lambda: hung.poll() is not None)
+    assert hung.returncode == -signal.SIGKILL and not is_alive(child)
+    await until(lambda: not list((tmp_path / "runners").iterdir()))
+
+
+async def test_a_runner_that_answers_late_is_left_to_its_end(
+    tmp_path: Path, meets: dict[str, Any], hung: subprocess.Popen[bytes]
+) -> None:
+    adopting, child, late = await heir(tmp_path), child_of(hung), found(tmp_path / "a")
+    (tmp_path / "runners" / "a.sock").touch()
+    meets["a.sock"] = [SilentRunnerError(hung.pid, 3.0), late]
+    assert await adopting.adopt_runners() == []
+    await until(lambda: late.did)
+    assert late.did == ["leave"] and hung.poll() is None and is_alive(child)
+    child_pid = int(child.name)
+    os.kill(child_pid, signal.SIGKILL)
 
 
 # ---------------------------------------------------------------------- one job

@@ -30,7 +30,12 @@ from rdzv.agent.handover.handover_state import (
     decode_state,
 )
 from rdzv.agent.handover.leaked_processes import kill_leaked, mark_of
-from rdzv.agent.runner_link import FoundRunner, NotAdoptableError
+from rdzv.agent.runner_link import (
+    FoundRunner,
+    NotAdoptableError,
+    SilentRunnerError,
+    kill_hung,
+)
 from rdzv.agent.system.side_thread import in_time
 from rdzv.structs import struct
 
@@ -38,6 +43,11 @@ log = logging.getLogger("rdzv.agent")
 
 KILL_WITHIN_S = 10.0
 """How long it may take to find and kill a dead runner's processes, as the kernel may be slow."""
+
+HANGS_AFTER_S = 16.0
+"""How long a runner that does not answer has before it is killed. It would never end by itself, and
+this node starts no job before it has.
+"""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -74,6 +84,7 @@ class RunnerAdoption:
         self._node_id = node_id
         self.instance = Instance(uuid.uuid4().hex)
         """The instance as which this agent runs, which is decided by `adopt_runners`."""
+        self._silent: set[asyncio.Task[None]] = set()
 
     def new_socket(self) -> Path:
         """Return a socket path for a new runner."""
@@ -124,11 +135,30 @@ class RunnerAdoption:
                 await in_time(KILL_WITHIN_S, kill_leaked, mark_of(path))
                 _remove(path)
             return found
+        except SilentRunnerError as error:
+            log.warning("the runner at %s is not adopted: %s", path, error)
+            task = asyncio.create_task(self._end_if_hung(path))
+            self._silent.add(task)
+            task.add_done_callback(self._silent.discard)
         except NotAdoptableError as error:
             self._tell_left(path, str(error))
         except OSError as error:
             log.error("cannot check for processes left by the dead runner of %s: %s", path, error)
         return None
+
+    async def _end_if_hung(self, path: Path) -> None:
+        """Kill a runner that still does not answer; another one ends after its orphan timeout."""
+        try:
+            found = await FoundRunner.meet(path, HANGS_AFTER_S)
+        except SilentRunnerError as error:
+            log.error("killing the runner at %s: it hangs: %s", path, error)
+            await kill_hung(error.pid)
+            await self._meet(path)  # Nothing listens there any more, so it is cleared up.
+        except NotAdoptableError as error:
+            self._tell_left(path, str(error))
+        else:
+            if found is not None:
+                found.leave()
 
     def _adopt(self, found: FoundRunner, former: Instance | None) -> AdoptedRunner | None:
         try:

@@ -14,12 +14,17 @@ from rdzv.agent.runner_link.agent_children import (
     ask_spared,
     connected_pair,
     end_spared,
+    kill_hung,
     spare,
     spare_no_more,
     start_spared,
     sweep_orphans,
 )
-from rdzv.agent.runner_link.found_runner import FoundRunner, NotAdoptableError
+from rdzv.agent.runner_link.found_runner import (
+    FoundRunner,
+    NotAdoptableError,
+    SilentRunnerError,
+)
 from rdzv.agent.runner_link.runner_events import (
     KeptExited,
     KeptGone,
@@ -65,6 +70,7 @@ __all__ = [
     "RunnerLink",
     "RunnerRefused",
     "ServeFailed",
+    "SilentRunnerError",
     "SnapshotRefused",
     "SnapshotsHeld",
     "SnapshotsWritten",
@@ -91,6 +97,7 @@ __all__ = [
     "boottime_ms",
     "connected_pair",
     "end_spared",
+    "kill_hung",
     "spare",
     "spare_no_more",
     "start_spared",

@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import select
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -102,6 +103,21 @@ async def kill_all_below(pid: int, pidfd: int, timeout_s: float = SWEEP_TIMEOUT_
             if not kill_below(pid):
                 return
         await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+async def kill_hung(pid: int) -> None:
+    """Kill a runner that hangs; first its descendants, which could not be found afterwards.
+
+    Returns once it is gone, or at the latest after some seconds.
+    """
+    with suppress(OSError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            await kill_all_below(pid, pidfd)
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
+        await _exited(pid, SWEEP_TIMEOUT_S)
 
 
 async def _exited(pid: int, within_s: float) -> None:

@@ -25,6 +25,14 @@ class NotAdoptableError(Exception):
     """Raised if a runner cannot be adopted; the message says why. The runner will end by itself."""
 
 
+class SilentRunnerError(NotAdoptableError):
+    """Raised if a runner does not respond. One that hangs will not end by itself either."""
+
+    def __init__(self, pid: int, timeout_s: float) -> None:
+        super().__init__(f"pid {pid} does not answer within {timeout_s:g} s")
+        self.pid = pid
+
+
 class FoundRunner:
     """A runner that has lost its agent. It is not adopted yet; call `adopt` or `leave`."""
 
@@ -39,26 +47,30 @@ class FoundRunner:
         """Connect to the runner listening at a path. Returns None if there is none.
 
         Raises:
-            NotAdoptableError: it has another agent, is of a newer version, or does not respond.
+            SilentRunnerError: it does not respond.
+            NotAdoptableError: it has another agent, or is of a newer version.
         """
-        refused = f"it does not answer within {timeout_s:g} s"
+        refused, pid = f"it cannot be reached within {timeout_s:g} s", 0
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    if (channel := await _connect(path)) is None:
+                    if (met := await _connect(path)) is None:
                         return None
+                    channel, pid = met
                     try:
                         if (said := await _first_message(channel)) is not None:
                             if said.get("type") != "refused":
                                 return cls(path, channel, read_hello(said))
                             # Its agent may have died a moment ago.
-                            refused = str(said.get("reason"))
+                            refused, pid = str(said.get("reason")), 0
                     except BaseException:
                         channel.close()
                         raise
                     channel.close()
                     await asyncio.sleep(_BUSY_RETRY_S)
         except TimeoutError:
+            if pid:
+                raise SilentRunnerError(pid, timeout_s) from None
             raise NotAdoptableError(refused) from None
         except OSError as error:
             raise NotAdoptableError(str(error)) from error
@@ -86,7 +98,8 @@ class FoundRunner:
         self._channel.close()
 
 
-async def _connect(path: Path) -> Channel | None:
+async def _connect(path: Path) -> tuple[Channel, int] | None:
+    """Return a channel to the process that listens at a path, and its pid, if there is one."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
@@ -96,12 +109,13 @@ async def _connect(path: Path) -> Channel | None:
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
             return None
-        if peer_of(connection)[1] not in (0, os.geteuid()):
+        pid, uid = peer_of(connection)
+        if uid not in (0, os.geteuid()):
             raise NotAdoptableError(f"another user's process listens at {path}")
     except BaseException:
         connection.close()
         raise
-    return Channel(connection)
+    return Channel(connection), pid
 
 
 async def _first_message(channel: Channel) -> Mapping[str, object] | None:
