@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.snapshot_writers import SnapshotWriters
 
 REQUEST = {"lineage": 0, "step": 40, "series": "a", "argv": ["write"], "env": {}}
@@ -22,11 +23,16 @@ class Runner:
 
     def __init__(self) -> None:
         self.fds = [os.memfd_create("slot")]
+        self.has_memory = False
         self.pinned: list[Any] = []
         self.told: list[dict[str, Any]] = []
 
     def copies_of(self, _mark: object) -> list[int]:
         return self.fds
+
+    def has_memory_for_copies(self, fds: Any) -> bool:
+        assert list(fds) == self.fds
+        return self.has_memory
 
     def pin(self, mark: Any) -> None:
         self.pinned.append(mark)
@@ -38,16 +44,68 @@ class Runner:
         self.told.append({"type": name, **what})
 
 
-def test_a_writer_that_cannot_start_is_told_with_its_reason() -> None:
+@pytest.mark.parametrize("has_memory", [False, True])
+def test_a_writer_that_cannot_start_is_told_with_its_reason(has_memory: bool) -> None:
     """And pins nothing: workers would skip saves for a process that is not there."""
     runner = Runner()
-    writers = SnapshotWriters(runner, runner, runner)  # type: ignore[arg-type]
+    runner.has_memory = has_memory
+    writers = SnapshotWriters(Loop(), runner, runner, runner)  # type: ignore[arg-type]
     writers.write(REQUEST)
     (told,) = runner.told
     assert (told["type"], told["step"]) == ("snapshots_written", 40)
     assert told["reason"] == "Resource temporarily unavailable"
     assert runner.pinned == []
     assert not os.path.exists(f"/proc/self/fd/{runner.fds[0]}")  # noqa: PTH110
+
+
+class Starting(Runner):
+    """A runner whose writers get descriptors, as a forked process does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[tuple[Any, list[int], Callable[[Any, int], None]]] = []
+
+    def start(self, _what: str, program: Any, end: Any, **_: Any) -> None:  # type: ignore[override]
+        self.started.append((program, [os.dup(fd) for fd in program.pass_fds], end))
+
+
+def test_a_step_may_be_overwritten_once_the_writer_has_copied_it() -> None:
+    runner, loop = Starting(), Loop()
+    writers = SnapshotWriters(loop, runner, runner, runner)  # type: ignore[arg-type]
+    mark = {name: REQUEST[name] for name in ("lineage", "step", "series")}
+
+    def write(*, has_memory: bool) -> tuple[list[int], Callable[[Any, int], None]]:
+        runner.fds, runner.has_memory = [os.memfd_create("slot")], has_memory
+        runner.told.clear()
+        writers.write(REQUEST)
+        program, fds, end = runner.started[-1]
+        assert ("RDZV_SNAPSHOT_COPIED" in program.env) == has_memory
+        turn()
+        assert runner.pinned[-1] == mark
+        return fds, end
+
+    def turn() -> None:
+        for call in loop.wait(0):
+            call()
+
+    for said in (b"", b"whatever"):  # It is a process of the job.
+        (slot, pipe), end = write(has_memory=True)
+        os.write(pipe, said)
+        os.close(pipe)
+        turn()
+        assert runner.pinned[-1] is None and not runner.told
+        turn()
+        end(SimpleNamespace(failure=""), 0)
+        assert [one["step"] for one in runner.told] == [40]
+        os.close(slot)
+        # Without memory for a copy, it stays pinned until the end.
+        (slot,), end = write(has_memory=False)
+        os.close(slot)
+        turn()
+        assert runner.pinned[-1] == mark
+        end(SimpleNamespace(failure=""), 0)
+        assert runner.pinned[-1] is None
+    loop.close()
 
 
 @pytest.mark.parametrize(
@@ -61,17 +119,12 @@ def test_a_writer_that_cannot_start_is_told_with_its_reason() -> None:
     ],
 )
 def test_the_end_of_a_writer_is_told_with_its_reason(code: int, failure: str, reason: str) -> None:
-    ends: list[Callable[[Any, int], None]] = []
-
-    class Starting(Runner):
-        def start(self, _what: str, _program: Any, end: Any, **_: Any) -> None:  # type: ignore[override]
-            ends.append(end)
-
     runner = Starting()
-    writers = SnapshotWriters(runner, runner, runner)  # type: ignore[arg-type]
+    writers = SnapshotWriters(Loop(), runner, runner, runner)  # type: ignore[arg-type]
     writers.write(REQUEST)
     assert (runner.told, len(runner.pinned)) == ([], 1)
-    (end,) = ends
+    (_, fds, end) = runner.started[0]
+    os.close(fds[0])
     end(SimpleNamespace(failure=failure), code)
     assert [said["reason"] for said in runner.told] == [reason]
     assert runner.pinned[-1] is None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -229,6 +231,50 @@ def test_an_incomplete_step_is_removed_once_nobody_writes_to_it_any_more(
     write(runner, folder, 3)
     assert not left.folder.exists()
     assert [one.header.step for one in whole_steps(folder)] == [3]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_slot_may_be_overwritten_once_it_is_copied(
+    runner: Runner, folder: Path, monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    last = train(runner, 3)
+    reads, copied = os.pipe()
+    save = torch.save
+
+    def overwrite(*args: Any) -> None:
+        """Do what a worker does as soon as it may."""
+        if copies:
+            assert os.read(reads, 1) == b""
+        for fd in runner.fds:
+            os.pwrite(fd, bytes(runner.size), 0)
+        save(*args)
+
+    monkeypatch.setattr(torch, "save", overwrite)
+    of = mark(runner, 3)
+    if copies:
+        assert write_snapshots.write(folder, "run-1", 2, of, runner.fds, copied)[1]
+        assert bits(new_processes(1)[0][0]) == bits(last)
+    else:
+        with pytest.raises(NotWrittenError, match="it was overwritten in the meantime"):
+            write_snapshots.write(folder, "run-1", 2, of, runner.fds)
+        assert not whole_steps(folder)
+        os.close(copied)
+    os.close(reads)
+
+
+def test_a_slot_is_copied_without_torch(runner: Runner) -> None:
+    """To import it takes seconds, in which workers could not save."""
+    train(runner, 3)
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from rdzv.worker import write_snapshots\n"
+        "for fd in map(int, sys.argv[1:]):\n"
+        "    slot, header = write_snapshots._opened(fd)\n"
+        "    copy = slot.copied(header)\n"
+        "    assert copy.header() == header and copy.size == header.bytes\n"
+    )
+    command = [sys.executable, "-c", program, *map(str, runner.fds)]
+    subprocess.run(command, check=True, pass_fds=runner.fds, timeout=60)
 
 
 def test_a_full_disk_leaves_what_is_there(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 import pickle
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -188,10 +189,7 @@ class Slot:
 
     def __init__(self, memory: memoryview | bytearray) -> None:
         """Wrap more than 64 KiB of writable memory."""
-        import torch
-
         self._bytes = memoryview(memory)
-        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
 
     @property
     def size(self) -> int:
@@ -215,6 +213,15 @@ class Slot:
         return any(self._bytes[: _SEAL.size]) and self.header() is None
 
     # ------------------------------------------------------------------ writing
+
+    def copied(self, header: Header) -> Slot:
+        """Return a copy of the snapshot in this process's own memory, without importing torch.
+
+        Raises `OSError` if there is no memory for it.
+        """
+        memory = mmap.mmap(-1, header.bytes)
+        memory[:] = self._bytes[: header.bytes]
+        return Slot(memoryview(memory))
 
     def clear(self) -> None:
         """Mark the slot as empty."""
@@ -304,8 +311,12 @@ class Slot:
         return places
 
     def _tensors_digest(self, header: Header, threads: int = 1) -> str:
-        memory = self._memory[TENSORS_AT : TENSORS_AT + header.tensors_bytes]
-        return digest([("tensors", memory)], threads)
+        import torch
+
+        memory = torch.frombuffer(self._bytes, dtype=torch.uint8)
+        return digest(
+            [("tensors", memory[TENSORS_AT : TENSORS_AT + header.tensors_bytes])], threads
+        )
 
     def _digest(self, header: Header, tensors_digest: str) -> str:
         begin = TENSORS_AT + header.tensors_bytes

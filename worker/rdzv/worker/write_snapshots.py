@@ -5,6 +5,9 @@
 The runner starts it with the job's interpreter, under the job's account, and passes the slots as
 descriptors. It does not need the workers. On success, it prints a line about what it wrote. If the
 step cannot be written, it prints one line on stderr and exits with 1; older steps stay on disk.
+
+If the runner has found memory for it, the process first copies the snapshots, which takes no torch,
+and closes a pipe: from then on, workers may overwrite their slots.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from pathlib import Path
 
 from .snapshot_files import NotWrittenError, StepWriter
 from .snapshot_slot import Header, Slot
+
+COPIED_VARIABLE = "RDZV_SNAPSHOT_COPIED"
+"""The descriptor to close once the snapshots are copied; not set if there is no memory for that."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     begun = time.monotonic()
     try:
         mark = (int(lineage), int(step), series)
-        size, is_whole = write(options.folder, options.run, options.keep, mark, options.fds)
+        fd = os.environ.pop(COPIED_VARIABLE, "")
+        copied = int(fd) if fd else None
+        size, is_whole = write(options.folder, options.run, options.keep, mark, options.fds, copied)
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
         sys.exit(f"rdzv: cannot write step {step} to {options.folder}: {reason}")
@@ -47,34 +55,51 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write(
-    folder: Path, run: str, keep: int, mark: tuple[int, int, str], fds: Sequence[int]
+    folder: Path,
+    run: str,
+    keep: int,
+    mark: tuple[int, int, str],
+    fds: Sequence[int],
+    copied: int | None = None,
 ) -> tuple[int, bool]:
-    """Write a mark's parts from slots; return their size, and whether the step is whole."""
+    """Write a mark's parts from slots; return their size, and whether the step is whole.
+
+    The descriptor `copied` is closed once the slots are no longer needed.
+    """
     opened = [_opened(fd) for fd in fds]
-    found = [(slot, header) for slot, header in opened if _mark_of(header) == mark]
+    found = [(slot, header) for slot, header in opened if header and _mark_of(header) == mark]
     if not found:
         is_damaged = any(slot.is_damaged for slot, _ in opened)
         lost = "a snapshot is damaged in memory, and" if is_damaged else ""
         raise NotWrittenError(f"{lost} no slot holds it any more".strip())
-    written, first = 0, found[0][1]
-    assert first is not None
-    step = StepWriter(folder, run, first)
+    if copied is not None:
+        copies = [(slot.copied(header), header) for slot, header in found]
+        _refuse_overwritten(found)
+        found = copies
+        os.close(copied)
+    written = 0
+    step = StepWriter(folder, run, found[0][1])
     for slot, header in found:
-        assert header is not None
         if not slot.is_sound(header):
             raise NotWrittenError("it is damaged in memory")
         content = slot.read(header, in_place=True)
         temporary = step.write(header, content, slot.devices(header))
         if temporary is None:
             continue
-        # The worker may have begun to overwrite the slot before it was notified that the step is
-        # pinned.
-        if slot.header() != header:
+        try:
+            _refuse_overwritten([(slot, header)])
+        except NotWrittenError:
             temporary.unlink()
-            raise NotWrittenError("it was overwritten in the meantime")
+            raise
         step.give_name(temporary)
         written += header.bytes
     return written, step.finish(keep)
+
+
+def _refuse_overwritten(found: Sequence[tuple[Slot, Header]]) -> None:
+    """Raise an error if a worker has overwritten a slot before it was notified of the pin."""
+    if any(slot.header() != header for slot, header in found):
+        raise NotWrittenError("it was overwritten in the meantime")
 
 
 def _opened(fd: int) -> tuple[Slot, Header | None]:

@@ -26,7 +26,7 @@ from .spawn import reason_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import Any
 
     from .agent_link import AgentLink
@@ -178,6 +178,14 @@ class SnapshotSlots:
             and mark == {"lineage": one.lineage, "step": one.step, "series": one.series}
         ]
         return dup_fds(*found)
+
+    def has_memory_for_copies(self, fds: Iterable[int]) -> bool:
+        """Return whether the memory that snapshots may use suffices for a copy of these slots."""
+        try:
+            self.refuse_too_large("a copy needs", sum(os.fstat(fd).st_size for fd in fds))
+        except NoSlotsError:
+            return False
+        return True
 
     def pin(self, mark: Mapping[str, object] | None) -> None:
         """Forbid workers to overwrite a step, until the next call. None forbids nothing."""

@@ -1,12 +1,14 @@
 """Starts the process that writes a snapshot to disk under the job's account.
 
 The process is `python -m rdzv.worker.write_snapshots`, which receives the slots as descriptors and
-does not depend on the workers. While it runs, the workers do not overwrite that step; they skip
-saves instead. It outlives its round, but not the runner.
+does not depend on the workers. It first copies the slots if there is memory for that, and closes a
+pipe. Until then, or else while it runs, the workers do not overwrite that step; they skip saves
+instead. It outlives its round, but not the runner.
 """
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 from .linux.descriptors import close_fds
@@ -19,17 +21,25 @@ if TYPE_CHECKING:
 
     from .agent_link import AgentLink
     from .child_exits import Child, Children
+    from .loop import Loop
     from .snapshot_slots import SnapshotSlots
+
+_COPIED = "RDZV_SNAPSHOT_COPIED"
 
 
 class SnapshotWriters:
     """Runs the writer process, at most one at a time."""
 
-    def __init__(self, children: Children, agent: AgentLink, slots: SnapshotSlots) -> None:
+    def __init__(
+        self, loop: Loop, children: Children, agent: AgentLink, slots: SnapshotSlots
+    ) -> None:
+        self._loop = loop
         self._children = children
         self._agent = agent
         self._slots = slots
         self._writer: Child | None = None
+        self._copied: int | None = None
+        """The end of the pipe that the writer closes once it has copied the slots."""
 
     def write(self, request: Mapping[str, object]) -> None:
         """Handle `write_snapshots`. An event reports the result."""
@@ -52,27 +62,40 @@ class SnapshotWriters:
             self._tell(mark, "this node holds no part of it")
             return
         named = f"{mark['lineage']}:{mark['step']}:{mark['series']}"
-        program = Program(
-            argv=(*argv, "--mark", named, *map(str, fds)),
-            env=env,
-            cwd=cwd,
-            pass_fds=fds,
-            identity=identity,
-        )
+        words = (*argv, "--mark", named, *map(str, fds))
         try:
+            if self._slots.has_memory_for_copies(fds):
+                self._copied, theirs = os.pipe2(os.O_CLOEXEC)
+                fds = (*fds, theirs)
+                env = {**env, _COPIED: str(theirs)}
+                self._loop.watch(self._copied, self._unpin)
             self._writer = self._children.start(
-                f"the writer of step {mark['step']}", program, partial(self._end, mark), spared=True
+                f"the writer of step {mark['step']}",
+                Program(argv=words, env=env, cwd=cwd, pass_fds=fds, identity=identity),
+                partial(self._end, mark),
+                spared=True,
             )
         except OSError as error:
+            self._close_copied()
             self._tell(mark, reason_of(error))
         else:
             self._slots.pin(mark)
         finally:
             close_fds(fds)
 
+    def _unpin(self) -> None:
+        """Let workers overwrite the step. The pipe is a job's, and is closed whatever it says."""
+        self._close_copied()
+        self._slots.pin(None)
+
+    def _close_copied(self) -> None:
+        if self._copied is not None:
+            self._loop.close_watched(self._copied)
+            self._copied = None
+
     def _end(self, mark: Mapping[str, object], child: Child, code: int) -> None:
         self._writer = None
-        self._slots.pin(None)
+        self._unpin()
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         said = "; its stderr says why" if code > 0 else ""
         reason = child.failure or f"its writer ended with {how}{said}"
