@@ -114,7 +114,7 @@ def test_the_time_limit_lets_workers_save_and_the_job_goes_on_in_its_next_life(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved"
-    job = slurm.submit(REPORT, f"term={saved}")
+    job = slurm.submit(REPORT, f"term={saved}", "child")
     slurm.wait_for_all(0)
     os.kill(int((slurm.state / "batch").read_text()), signal.SIGUSR1)
     slurm.wait_for_all(1)

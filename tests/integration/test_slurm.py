@@ -94,11 +94,11 @@ def test_two_allocations_are_one_job(s: Slurm) -> None:
         finish(s, job)
 
 
-def test_sigterm_to_the_step_lets_workers_save(s: Slurm, tmp_path: Path) -> None:
+def test_sigurg_to_the_step_lets_workers_save(s: Slurm, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    job = start(s, "told", REPORT, f"term={saved}", nodes=2)
+    job = start(s, "told", REPORT, f"term={saved}", "child", nodes=2)
     s.wait_for_round("told", 0, workers=2)
-    s.do("scancel", "--signal=TERM", f"{job}.0")
+    s.do("scancel", "--signal=URG", f"{job}.0")
     s.wait_for_job(job, "FAILED")
     assert saved.read_text() == "saved"
     assert "forcing job termination" not in s.output(job)
@@ -110,7 +110,7 @@ def test_the_time_limit_lets_workers_save_and_the_job_goes_on_in_its_next_life(
     saved = tmp_path / "saved"
     # Slurm checks every 30 s, and signals ahead of time: with a minute it may do so at the start.
     options = ("--nodes=2", "--time=2", "--signal=B:USR1@50")
-    script = (QUICK, REPORT, f"term={saved}")
+    script = (QUICK, REPORT, f"term={saved}", "child")
     job = s.sbatch(*script, options=options, environ={"RDZV_ID": "limit", "RDZV_NNODES": "2:2"})
     first = s.wait_for_round("limit", 0, workers=2)
     s.wait("it is queued again", lambda: s.job(job)["Restarts"] == "1")

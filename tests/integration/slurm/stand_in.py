@@ -2,8 +2,8 @@
 
 It supports the options that the script may use, and refuses all others as Slurm would. srun runs
 one task per node and ends with the highest exit code; a SIGTERM to srun kills all tasks at once, as
-in Slurm 22.05. scancel delivers a signal to the tasks. State is kept in $SLURM_STAND_IN: `requeue`
-exists after a requeue by scontrol, `tasks/` names the pid of each node.
+in Slurm 22.05. scancel delivers a signal to all processes of the tasks. State is kept in
+$SLURM_STAND_IN: `requeue` exists after a requeue by scontrol, `tasks/` names the pid of each node.
 """
 
 import os
@@ -83,11 +83,15 @@ def srun(args: list[str]) -> int:
 
 
 def scancel(args: list[str]) -> int:
-    """Deliver a signal to the tasks of the job's first step."""
+    """Deliver a signal to all processes of the job's first step, parents last."""
     given, targets = options(args, {"signal"})
     assert targets == [f"{JOB_ID}.0"], targets
-    for task in (STATE / "tasks").iterdir():
-        os.kill(int(task.read_text()), signal.Signals[f"SIG{given['signal']}"])
+    pids = [int(task.read_text()) for task in (STATE / "tasks").iterdir()]
+    for pid in pids:  # This loop also visits the added ones.
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            pids += map(int, children.read_text().split())
+    for pid in reversed(pids):
+        os.kill(pid, signal.Signals[f"SIG{given['signal']}"])
     return 0
 
 

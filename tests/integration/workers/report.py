@@ -1,10 +1,10 @@
 """A worker without torch: identifies itself, then waits until it is told to end.
 
 Options: `exit=N` exits with N at once; `fail-first` fails in the first attempt; `child` leaves a
-grandchild in a session of its own; `term=FILE` writes FILE when it gets SIGTERM; `deaf` ignores
-SIGTERM and SIGINT; `say=TEXT` writes TEXT to stdout and stderr; `error=TEXT` writes TEXT to the
-error file; `read` reports the content of stdin; `boom` makes RANK 1 raise an exception that torch's
-`@record` writes down.
+grandchild in a session of its own; `term=FILE` writes FILE when it gets SIGTERM, with "saved" if
+the grandchild goes on; `deaf` ignores SIGTERM and SIGINT; `say=TEXT` writes TEXT to stdout and
+stderr; `error=TEXT` writes TEXT to the error file; `read` reports the content of stdin; `boom`
+makes RANK 1 raise an exception that torch's `@record` writes down.
 """
 
 import contextlib
@@ -41,10 +41,15 @@ def descriptors() -> list[int]:
 
 
 def on_sigterm(*_: object) -> None:
-    Path(OPTIONS["term"]).write_text("saved")
+    text = "saved"
+    for child in CHILDREN:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            text = f"its child has ended with {child.wait(0.2)}"
+    Path(OPTIONS["term"]).write_text(text)
     sys.exit(0)
 
 
+CHILDREN: list["subprocess.Popen[bytes]"] = []
 FDS = descriptors()
 if "deaf" in OPTIONS:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -52,7 +57,8 @@ if "deaf" in OPTIONS:
 if "term" in OPTIONS:
     signal.signal(signal.SIGTERM, on_sigterm)
 if "child" in OPTIONS:
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    CHILDREN.append(subprocess.Popen(sleep, start_new_session=True))
 if "error" in OPTIONS:
     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(OPTIONS["error"])
 if "say" in OPTIONS:

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from rdzv.agent.handover.runner_adoption import Instance
     from rdzv.stores.etcd_config import EtcdConfig
 
+STEP_SIGNAL = signal.SIGURG
+"""Like SIGTERM, for schedulers that signal every process of a job step. All others ignore it unless
+they handle it, so it ends no process that a worker needs to save its state.
+"""
+
 LOG_FINISH_TIMEOUT_S = 2.0
 """How long log readers may take to get the last lines once the jobs have ended."""
 
@@ -159,10 +164,11 @@ def _signals_to(
     loop = asyncio.get_running_loop()
     for signum in signals:
         loop.add_signal_handler(signum, take, signum)
+    loop.add_signal_handler(STEP_SIGNAL, take, signal.SIGTERM)
     try:
         yield early
     finally:
-        for signum in signals:
+        for signum in (*signals, STEP_SIGNAL):
             loop.remove_signal_handler(signum)
 
 
