@@ -16,7 +16,7 @@ import click
 from rdzv.agent.system import grpc_forks  # noqa: F401  # before anything imports gRPC
 
 # isort: on
-from rdzv.agent.app.agent_config import DEFAULT_FILE, Config, check_state_dir, read_config
+from rdzv.agent.app.agent_config import DEFAULT_FILE, Config, check_directories, read_config
 from rdzv.agent.app.agent_settings import why_not_here
 from rdzv.agent.core.exit_codes import EXIT_FAILED, EXIT_SUCCESS, EXIT_TRY_AGAIN, EXIT_USAGE
 from rdzv.agent.run import EXIT_INTERRUPTED, set_up_logging
@@ -87,7 +87,7 @@ def main(path: Path, check_config: bool, print_config: bool) -> NoReturn:
                 f"rdzv-agent: it cannot start as root, the account used here: {why}", err=True
             )
         if check_config and not config.launches:
-            check_state_dir(config)
+            check_directories(config, for_another=as_root)
         if check_config or print_config:
             click.echo(
                 render(config.loaded) if print_config else f"rdzv-agent: {path} is in order",

@@ -11,7 +11,7 @@ from tls_files import Files
 
 from rdzv.agent import __main__ as main
 from rdzv.agent.app import agent_settings, daemon
-from rdzv.agent.app.agent_config import check_state_dir, read_config
+from rdzv.agent.app.agent_config import check_directories, read_config
 from rdzv.agent.app.agent_settings import AgentSettings, own_account
 from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids
 from rdzv.core.fleet.node_resources import Gpu, Resources
@@ -19,6 +19,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.settings.rendering import render
 from rdzv.settings.toml_files import compare, load
 from rdzv.transport.channels import Credentials
+from tests.support.accounts import needs_root, own_folder, passable_folder
 
 OWN = own_account()
 
@@ -238,7 +239,7 @@ def test_accounts_must_be_able_to_reach_their_folders(
     closed.mkdir(mode=0o700)
     lines = f'state_dir = "{closed}/state"\nruntime_dir = "/tmp"\n[[user]]\nname = "*"'
     with pytest.raises(InvalidRequestError, match=r"cannot enter .* let others pass: chmod o\+x"):
-        check_state_dir(read_config(users(tmp_path, lines, monkeypatch)))
+        check_directories(read_config(users(tmp_path, lines, monkeypatch)))
 
 
 def test_no_job_runs_as_somebody_else(tmp_path: Path) -> None:
@@ -312,21 +313,41 @@ def checked(path: Path) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("state_dir", "said"),
+    ("place", "said"),
     [
         ("{folder}/file/a/b", "/file/a/b' in {folder}/file: Not a directory; give another"),
-        ("{folder}/file", "cannot write to `state_dir` = '{folder}/file': Not a directory; give"),
-        ("/proc/a/b", "cannot create `state_dir` = '/proc/a/b' in /proc: "),
+        ("{folder}/file", "cannot write to `{key}` = '{folder}/file': Not a directory; give"),
+        ("/proc/a/b", "cannot create `{key}` = '/proc/a/b' in /proc: "),
     ],
 )
+@pytest.mark.parametrize("key", ["state_dir", "runtime_dir"])
 def test_a_check_refuses_a_folder_that_can_not_be_made(
-    tmp_path: Path, state_dir: str, said: str
+    tmp_path: Path, key: str, place: str, said: str
 ) -> None:
     (tmp_path / "file").touch()
-    path = written(tmp_path, f'state_dir = "{state_dir.format(folder=tmp_path)}"')
+    path = written(tmp_path, f'{key} = "{place.format(folder=tmp_path)}"')
     result = checked(path)
     assert result.exit_code == 2
-    assert said.format(folder=tmp_path) in result.output
+    assert said.format(folder=tmp_path, key=key) in result.output
+
+
+@needs_root
+@pytest.mark.parametrize("key", ["state_dir", "runtime_dir"])
+def test_a_check_refuses_a_folder_that_the_start_refuses(tmp_path: Path, key: str) -> None:
+    with passable_folder() as folder:
+        config = [f'{name} = "{folder}/{name}/x"' for name in ("state_dir", "runtime_dir")]
+        users = '[[user]]\nname = "*"'
+        path = written(tmp_path, "\n".join([*config, users]), account="")
+        assert checked(path).exit_code == 0
+        own_folder(folder, key).chmod(0o711)
+        result = checked(path)
+        assert result.exit_code == 2
+        assert f"`{key}` = '{folder}/{key}/x' is not safe: {folder}/{key} belongs to" in (
+            result.output
+        )
+        # Root may check the configuration of an agent that runs as that account.
+        path = written(tmp_path, "\n".join(config))
+        assert checked(path).exit_code == 0
 
 
 def test_a_check_makes_nothing(tmp_path: Path) -> None:

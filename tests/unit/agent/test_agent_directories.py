@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.app.daemon import check_own, locked
+from rdzv.agent.app.agent_config import check_own
+from rdzv.agent.app.daemon import locked
 from rdzv.errors import InvalidRequestError
 from tests.support.accounts import ADA, needs_root, own_folder, passable_folder
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import pwd
 import stat
@@ -19,13 +20,21 @@ from rdzv.agent.inventory.preemption import Preemption
 from rdzv.agent.inventory.xid import CODES, KMSG, Lifted
 from rdzv.agent.launch.launch import Launch, check_startable
 from rdzv.agent.node.submitted_launch import passed_on
-from rdzv.agent.system.accounts import Accounts, SubmitterRule, parse_limits, parse_umask
+from rdzv.agent.system.accounts import (
+    Accounts,
+    SubmitterRule,
+    name_of,
+    parse_limits,
+    parse_umask,
+)
 from rdzv.core.fleet.node_resources import Resources
 from rdzv.errors import InvalidRequestError
 from rdzv.settings.toml_files import Loaded, load
 from rdzv.structs import struct
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.transport.endpoints import Endpoint, parse_endpoints
+
+log = logging.getLogger("rdzv.agent")
 
 DEFAULT_FILE = Path("/etc/rdzv/agent.toml")
 
@@ -111,29 +120,70 @@ def _account_environ() -> dict[str, str]:
     return environ | names | {"HOME": account.pw_dir, "SHELL": account.pw_shell or "/bin/sh"}
 
 
-def check_state_dir(config: Config) -> None:
-    """Check whether `state_dir` can be created and written to, without creating it.
+def check_directories(config: Config, *, for_another: bool = False) -> None:
+    """Check whether the agent's directories can be created and used, without creating them.
 
-    The runtime directory is not checked, because the service manager creates it at each start.
+    With `for_another`, the agent may run under another account, whom they may belong to.
 
     Raises:
-        InvalidRequestError: it cannot be created or written to.
+        InvalidRequestError: one cannot be created or written to, or is not safe.
     """
-    path = config.settings.state_dir
-    if config.settings.user:
-        for place in (path, config.settings.runtime_dir):
-            _check_passable(place)
-    above = next(place for place in (path, *path.parents) if os.path.lexists(place))
-    try:
-        # Only an actual attempt reveals every obstacle; permissions are just one of them.
-        with tempfile.TemporaryFile(dir=above):
-            pass
-    except OSError as error:
-        where = "" if above == path else f" in {above}"
-        what = "write to" if above == path else "create"
-        raise InvalidRequestError(
-            f"cannot {what} `state_dir` = {str(path)!r}{where}: {error.strerror}; give another"
-        ) from error
+    settings = config.settings
+    for key, path in (("state_dir", settings.state_dir), ("runtime_dir", settings.runtime_dir)):
+        if settings.user:
+            _check_passable(path)
+        if settings.user or not for_another:
+            check_own(key, path, strictly=bool(settings.user))
+        above = next(place for place in (path, *path.parents) if os.path.lexists(place))
+        try:
+            # Only an actual attempt reveals every obstacle; permissions are just one of them.
+            with tempfile.TemporaryFile(dir=above):
+                pass
+        except OSError as error:
+            if key == "runtime_dir" and above != path and isinstance(error, PermissionError):
+                continue  # The service manager creates it at each start.
+            where = "" if above == path else f" in {above}"
+            what = "write to" if above == path else "create"
+            raise InvalidRequestError(
+                f"cannot {what} `{key}` = {str(path)!r}{where}: {error.strerror}; give another"
+            ) from error
+
+
+def check_own(key: str, path: Path, *, strictly: bool) -> None:
+    """Refuse a directory that another account may have created or could replace.
+
+    It need not exist yet. The agent trusts its contents: it removes files, and kills a dead
+    runner's processes. A world-writable directory is refused if `strictly`; otherwise a warning is
+    logged, because the agent may be alone in its container. A directory below another account's
+    folder is refused as well. Unless `strictly`, that applies only where anyone could have created
+    the folder, as in /tmp; elsewhere, root must have allowed it, as with a home directory inside a
+    group's folder.
+
+    Raises:
+        InvalidRequestError: another account owns it, a directory above it, or a link to it.
+    """
+    path = path.absolute()
+    ends = (path, path.resolve())
+    # This includes "/": in a container, root may have any uid.
+    trusted = {0, os.geteuid(), Path("/").lstat().st_uid}
+    for place in dict.fromkeys(above for end in ends for above in (end, *end.parents)):
+        if not os.path.lexists(place):
+            continue
+        found = place.lstat()
+        anybodys = place in ends or place.parent.stat().st_mode & stat.S_IWOTH
+        if found.st_uid not in trusted and (strictly or anybodys):
+            raise InvalidRequestError(
+                f"`{key}` = {str(path)!r} is not safe: {place} belongs to "
+                f"{name_of(found.st_uid)}, who could put anything in its place; remove "
+                "it, or give another directory"
+            )
+        # The entries of a sticky folder, such as /tmp, are safe.
+        safe = stat.S_ISLNK(found.st_mode) or (found.st_mode & stat.S_ISVTX and place not in ends)
+        if found.st_mode & stat.S_IWOTH and not safe:
+            why = f"`{key}` = {str(path)!r} is not safe: everyone may write to {place}"
+            if strictly:
+                raise InvalidRequestError(f"{why}; chmod o-w {place}, or give another")
+            log.warning("%s; run `chmod o-w %s`, unless only this agent can use it", why, place)
 
 
 def _check_passable(path: Path) -> None:

@@ -13,13 +13,12 @@ import fcntl
 import logging
 import os
 import signal
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rdzv.agent import runner_link
-from rdzv.agent.app.agent_config import Config, read_config
+from rdzv.agent.app.agent_config import Config, check_own, read_config
 from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption
 from rdzv.agent.handover.runner_records import RunnerRecords
 from rdzv.agent.inventory.health import Health
@@ -32,7 +31,7 @@ from rdzv.agent.node.submitted_launch import Surroundings
 from rdzv.agent.observers.progress_files import PREFIX
 from rdzv.agent.output.run_folders import RunFolders
 from rdzv.agent.server_link.link import ServerLink
-from rdzv.agent.system.accounts import identity_of_owner, name_of, open_untrusted
+from rdzv.agent.system.accounts import identity_of_owner, open_untrusted
 from rdzv.agent.system.folder_trees import remove_tree
 from rdzv.agent.system.side_thread import in_thread, in_time
 from rdzv.core.fleet.node_resources import Resources
@@ -382,40 +381,6 @@ def _own_directories(config: Config) -> Iterator[None]:
         check_own(key, path, strictly=bool(settings.user))
     with locked("state_dir", settings.state_dir), locked("runtime_dir", settings.runtime_dir):
         yield
-
-
-def check_own(key: str, path: Path, *, strictly: bool) -> None:
-    """Refuse a directory that another account may have created or could replace.
-
-    The agent trusts its contents: it removes files, and kills a dead runner's processes. A
-    world-writable directory is refused if `strictly`; otherwise a warning is logged, because the
-    agent may be alone in its container. A directory below another account's folder is refused as
-    well. Unless `strictly`, that applies only where anyone could have created the folder, as in
-    /tmp; elsewhere, root must have allowed it, as with a home directory inside a group's folder.
-
-    Raises:
-        InvalidRequestError: another account owns it, a directory above it, or a link to it.
-    """
-    path = path.absolute()
-    ends = (path, path.resolve())
-    # This includes "/": in a container, root may have any uid.
-    trusted = {0, os.geteuid(), Path("/").lstat().st_uid}
-    for place in dict.fromkeys(above for end in ends for above in (end, *end.parents)):
-        found = place.lstat()
-        anybodys = place in ends or place.parent.stat().st_mode & stat.S_IWOTH
-        if found.st_uid not in trusted and (strictly or anybodys):
-            raise InvalidRequestError(
-                f"`{key}` = {str(path)!r} is not safe: {place} belongs to "
-                f"{name_of(found.st_uid)}, who could put anything in its place; remove "
-                "it, or give another directory"
-            )
-        # The entries of a sticky folder, such as /tmp, are safe.
-        safe = stat.S_ISLNK(found.st_mode) or (found.st_mode & stat.S_ISVTX and place not in ends)
-        if found.st_mode & stat.S_IWOTH and not safe:
-            why = f"`{key}` = {str(path)!r} is not safe: everyone may write to {place}"
-            if strictly:
-                raise InvalidRequestError(f"{why}; chmod o-w {place}, or give another")
-            log.warning("%s; run `chmod o-w %s`, unless only this agent can use it", why, place)
 
 
 def _share(memory: int | None, jobs: int) -> int | None:
