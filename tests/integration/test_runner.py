@@ -26,7 +26,12 @@ from runners import FOR_EVER_MS, PATIENCE_S, RUNNER, STORE_HOST, Node, marked, s
 
 from rdzv.agent.runner.channel import MAX_FRAME_BYTES
 from rdzv.agent.runner.linux.boottime import boottime_ms
-from rdzv.agent.runner.linux.process_tree import SWEEP_INTERVAL_S, children_of
+from rdzv.agent.runner.linux.process_tree import (
+    SWEEP_INTERVAL_S,
+    children_of,
+    is_of_family,
+    mark_of,
+)
 from rdzv.agent.runner_link import (
     RunnerExited,
     RunnerLink,
@@ -337,6 +342,21 @@ async def test_torch_shm_manager_holds_up_no_round_and_the_runner_waits_for_it(n
     await closing
     os.close(opened)
     assert done.exists()
+
+
+@pytest.mark.parametrize("environ", [{"RDZV_RUNNER": "r7"}, {"RDZV_WORKER_MARK": "4711"}, {}])
+async def test_what_a_worker_starts_has_its_mark(node: Node, environ: dict[str, str]) -> None:
+    """By the mark it is found in whatever session it is, and nobody reads its memory for that."""
+    pid, ready = node.folder / "pid", node.folder / "ready"
+    script = f"echo $$ >{pid}; mv {pid} {ready}; exec sleep 1000"
+    code = f"import subprocess\nsubprocess.Popen(['sh', '-c', {script!r}], start_new_session=True)"
+    worker = node.python(f"{code}.wait()")
+    await node.start(0, replace(worker, env={**worker.env, **environ}))
+    await until(ready.exists)
+    mark = mark_of(int(ready.read_text()))
+    assert is_of_family(mark, "r7") is ("RDZV_RUNNER" in environ)
+    assert (mark == 4711) is ("RDZV_WORKER_MARK" in environ)
+    await node.stop(0, 0)
 
 
 async def test_orphans_that_exit_are_reaped(node: Node) -> None:

@@ -2,9 +2,9 @@
 
 A runner is a child subreaper, so no process escapes it while it is alive, and if it dies, its agent
 inherits its children. But the parent of an adopted runner is init, which then inherits the
-processes that a worker had started, and such a process may hold a GPU forever. A variable in a
-process's initial environment shows which runner it belongs to. All descendants of a worker have it,
-except processes deliberately started with a different value; systemd stops those with the unit.
+processes that a worker had started, and such a process may hold a GPU forever. A worker's mark,
+which its descendants inherit, shows which runner it belonged to, unless they have deliberately
+changed it; systemd stops those with the unit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from rdzv.agent.runner.linux.process_tree import is_of_family
+from rdzv.agent.runner.linux.process_tree import mark_of as mark_of_process
 from rdzv.core.words import counted
 
 log = logging.getLogger("rdzv.agent")
@@ -47,7 +49,7 @@ def kill_leaked(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
     """
     deadline, killed = time.monotonic() + timeout_s, set[int]()
     while True:
-        found, unseen = _kill_marked(f"{RUNNER}={mark}".encode())
+        found, unseen = _kill_marked(mark)
         killed.update(found)
         late = time.monotonic() >= deadline
         if unseen is not None and late:
@@ -67,8 +69,8 @@ def kill_leaked(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
     return len(killed)
 
 
-def _kill_marked(wanted: bytes) -> tuple[list[int], OSError | None]:
-    """Kill each process with this variable. Returns their pids, and why one could not be read."""
+def _kill_marked(wanted: str) -> tuple[list[int], OSError | None]:
+    """Kill each process with this mark. Returns their pids, and why one could not be read."""
     found, unseen = [], None
     try:
         pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]  # noqa: PTH208
@@ -79,17 +81,17 @@ def _kill_marked(wanted: bytes) -> tuple[list[int], OSError | None]:
             if pid != os.getpid() and _kill_if_marked(pid, wanted):
                 found.append(pid)
         except OSError as error:
-            # Otherwise it is gone, belongs to another user, or has made its environment unreadable.
+            # Otherwise it is gone.
             if error.errno in _LACKING:
                 unseen = error
     return found, unseen
 
 
-def _kill_if_marked(pid: int, wanted: bytes) -> bool:
+def _kill_if_marked(pid: int, wanted: str) -> bool:
     # The process is pinned first, because its pid may be reused.
     pidfd = os.pidfd_open(pid)
     try:
-        if wanted not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        if not is_of_family(mark_of_process(pid), wanted):
             return False
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)

@@ -55,6 +55,7 @@ import json
 import mmap
 import os
 import random
+import resource
 import select
 import signal
 import socket
@@ -609,11 +610,20 @@ def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
         except OSError as error:
             raise StartError(f"cpus {spec['cpus']!r:.80}: {error.strerror}") from error
     change_environment(env, given)
+    _set_mark(env)
     _renew_streams()
     importlib.invalidate_caches()
     _show_as([os.fsencode(word) for word in getattr(sys, "orig_argv", ())] or argv, env)
     # The zygote blocks all signals intended for workers, so none has reached this process.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _set_mark(env: Mapping[bytes, bytes]) -> None:
+    """Mark this process and its descendants, as the runner's process_tree.py does."""
+    limits, mark = 10, env.get(b"RDZV_WORKER_MARK", b"")
+    if mark.isdigit():
+        with suppress(OSError, ValueError):
+            resource.setrlimit(limits, (int(mark), resource.getrlimit(limits)[1]))
 
 
 def _watch_torch(address: str, env: Mapping[str, str]) -> None:

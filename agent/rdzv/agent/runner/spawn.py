@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .linux.identity import Identity, become
 from .linux.libc import PR_SET_PDEATHSIG, prctl
+from .linux.process_tree import new_mark, set_own_mark
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -140,6 +141,10 @@ def _prepare_child(program: Program, parent: int, says: int) -> None:
     if program.cpus is not None:
         with _step(f"cpus {program.cpus!r:.80}", says):
             os.sched_setaffinity(0, program.cpus)
+    if (mark := program.env.get("RDZV_WORKER_MARK", "")).isdigit():
+        set_own_mark(int(mark))
+    elif family := program.env.get("RDZV_RUNNER"):
+        set_own_mark(new_mark(family))
     drop_oom_protection()
     if program.identity is not None:
         with _step(f"user {program.identity.uid}, with its groups and limits", says):

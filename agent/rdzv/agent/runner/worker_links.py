@@ -46,14 +46,13 @@ worker is then ended like one without a link. A parked worker exits when its lin
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import time
 from contextlib import suppress
 
 from .channel import Channel, MalformedFrameError
-from .linux.process_tree import has_variable, session_of
+from .linux.process_tree import mark_of, new_mark, session_of
 from .linux.tcp_connections import live_connection
 from .snapshot_slots import MAX_SLOT_BYTES, SavedSnapshot
 
@@ -72,7 +71,10 @@ LINK_VARIABLE = "RDZV_WORKER_LINK"
 """The environment variable that names the descriptor of a worker's link."""
 
 MARK_VARIABLE = "RDZV_WORKER_MARK"
-"""The environment variable that identifies the descendants of one worker."""
+"""The environment variable that tells a worker's process the mark of it and its descendants."""
+
+RUNNER_VARIABLE = "RDZV_RUNNER"
+"""The environment variable that identifies the runner, if it may outlive its agent."""
 
 SNAPSHOTS_VARIABLE = "RDZV_SNAPSHOTS"
 """The environment variable that is set if this runner handles `reserve`."""
@@ -89,8 +91,6 @@ MAX_NUMBER = 1 << 53
 """The largest accepted step, or number of bytes."""
 MAX_SMALL_NUMBER = (1 << 31) - 1
 """The largest accepted round, rank or time in milliseconds; the wire has 32 bits for them."""
-
-_marks = itertools.count()
 
 
 class FrameError(Exception):
@@ -135,7 +135,7 @@ class WorkerLink:
         self._queue: int | None = None
         """The number of the queue for its connections."""
         self.local_rank = spec.local_rank
-        self.mark = f"{os.getpid()}.{next(_marks)}"
+        self.mark = new_mark(spec.env.get(RUNNER_VARIABLE, str(os.getpid())))
         self.round = round_
         """The round in which the worker is taking part, or took part most recently."""
         self.child: Child | None = None
@@ -178,7 +178,11 @@ class WorkerLink:
 
     def owns(self, pid: int) -> bool:
         """Return whether a child that the runner inherited was started by this worker."""
-        return session_of(pid) == self.pid or has_variable(pid, MARK_VARIABLE, self.mark)
+        if session_of(pid) == self.pid:
+            return True
+        with suppress(OSError):
+            return mark_of(pid) == self.mark
+        return False
 
     def has_left(self, pid: int) -> bool:
         """Like `owns`, but also true of dying processes, whose session and mark are gone."""
@@ -203,7 +207,7 @@ class WorkerLink:
     def environ(self, env: Mapping[str, str], *, fd: int | None = None) -> dict[str, str]:
         """Return a worker's environment with its mark and the descriptor of its link."""
         link = {} if fd is None else {LINK_VARIABLE: str(fd)}
-        return {**env, MARK_VARIABLE: self.mark, SNAPSHOTS_VARIABLE: "1", **link}
+        return {**env, MARK_VARIABLE: str(self.mark), SNAPSHOTS_VARIABLE: "1", **link}
 
     def describe(self) -> dict[str, object]:
         """Return a description of the parked worker for the agent."""

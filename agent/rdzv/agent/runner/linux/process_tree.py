@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import resource
 import select
 import signal
 import time
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +22,7 @@ SWEEP_INTERVAL_S = 0.25
 """How often a kill is repeated until no process remains. Exits are detected at once."""
 
 _LOOK_AGAIN_S = 0.02
+_marks = itertools.count(1)
 
 
 def become_subreaper() -> None:
@@ -172,16 +176,42 @@ def session_of(pid: int) -> int | None:
         return None
 
 
-def has_variable(pid: int, name: str, value: str) -> bool:
-    """Return whether a process was started with an environment variable, or False if it is gone."""
-    try:
-        # Reading would block on a process that is waiting for a hung file system.
-        if _stat_of(pid)[0] == b"D":
-            return False
-        environ = Path(f"/proc/{pid}/environ").read_bytes()
-    except (OSError, LookupError):
-        return False
-    return f"{name}={value}".encode() in environ.split(b"\0")
+RLIMIT_LOCKS = 10
+"""A resource limit that no Linux since 2.4.24 enforces. Its value serves as a mark."""
+
+
+def new_mark(family: str) -> int:
+    """Return a mark for a process and its descendants, which belong to a named family."""
+    return zlib.crc32(family.encode()) << 20 | next(_marks) & 0xFFFFF
+
+
+def is_of_family(mark: int | None, family: str) -> bool:
+    """Return whether a mark was made for a family."""
+    return mark is not None and mark >> 20 == zlib.crc32(family.encode())
+
+
+def set_own_mark(mark: int) -> None:
+    """Mark this process. The processes that it starts inherit the mark."""
+    with suppress(OSError, ValueError):
+        resource.setrlimit(RLIMIT_LOCKS, (mark, resource.getrlimit(RLIMIT_LOCKS)[1]))
+
+
+def mark_of(pid: int) -> int | None:
+    """Return the mark that a process was given or has inherited, or None if it has none or is dead.
+
+    Only the kernel is asked: reading a process's memory, such as its environment, would block for
+    as long as a job likes, if it has mapped a file of its own making there.
+
+    Raises:
+        OSError: the process is gone, or there is a lack of resources.
+    """
+    if _stat_of(pid)[0] in (b"Z", b"X"):
+        return None
+    for line in Path(f"/proc/{pid}/limits").read_bytes().splitlines():
+        if line.startswith(b"Max file locks"):
+            soft = line.split()[3]
+            return int(soft) if soft.isdigit() else None
+    return None
 
 
 def reap(pids: Iterable[int]) -> None:
