@@ -95,8 +95,8 @@ def weights(state: State) -> str:
 
 def die_while_healing() -> None:
     """Send a few tensors at a time, and die before one of these sends if ordered."""
-    healing._BUCKET_BYTES = 600
-    broadcast, divided = healing.broadcast, healing._buckets
+    healing.BUCKET_BYTES = 600
+    broadcast, divided = healing.broadcast, healing.buckets_of
     sends = False
 
     def noted(tensors: list[torch.Tensor], source: int, group: Any) -> None:
@@ -113,7 +113,7 @@ def die_while_healing() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield bucket
 
-    healing.broadcast, healing._buckets = noted, buckets
+    healing.broadcast, healing.buckets_of = noted, buckets
 
 
 @elastic

@@ -102,6 +102,10 @@ class SimulatedNode:
             self._state, self._current_offer(), monotonic_ms(), refuse_reuse=False
         )
 
+    def waits_ms(self) -> int | None:
+        """Return None: it never gives up."""
+        return None
+
     def ask_answer(self) -> None:
         """Send a heartbeat that the server answers."""
         self._asked = True

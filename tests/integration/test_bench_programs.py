@@ -1,0 +1,107 @@
+"""Every program of bench/ starts, at the smallest size that it has, and prints its figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+QUICK = {
+    "commits": ("--nodes=2", "commits succeed  nodes=2 "),
+    "floor": ("--nodes=16", "floor plain  clients=16 "),
+    "store": ("--stores=memory --nodes=3 --writers=1 --seconds=0.05", "store memory"),
+}
+"""What takes a second or two: a program's options, and a part of what it prints."""
+
+LONG = {
+    "goodput": ("--minutes=0.1 --every=2 --launchers=rdzvrun", '"failures": 1'),
+    "hangs": ("--hangs=1 --limit=2 --nodes=1 --ranks=2", "| 1 |"),
+    "hangs_cost": ("", "us an all-reduce"),
+    "kept": ("--cases=worker --times=1", "| worker | 1 of 1 |"),
+    "launch": ("--starts=1 --idle=1 --launchers=rdzvrun", '"case": "idle"'),
+    "recovery": ("--runs=1 --nodes=2 --launchers=rdzvrun", "1 of 1"),
+    "scale": ("--nodes=8 --no-peer --repetitions=1", "scale rdzvd   nodes=8 "),
+    "snapshots": ("--gb=0.01 --steps=20 --step-ms=2 --threads=1", "1 threads: cost "),
+    "snapshot_faults": (
+        "--kills=1 --copy-kills=1 --flips=1 --gb=0.01 --loads=1",
+        "1 kills",
+    ),
+    "store_ranks": ("--kinds=lazy --ranks=8", '"ranks": 8'),
+    "stragglers": ("--slow=1 --calm=0.01 --step=0.02", "| 1 |"),
+    "takeover": ("--cases=memory --nodes=2 --repetitions=1 --no-peer", '"failed": []'),
+    "warm": ("--workers=1 --times=1", "warm"),
+}
+
+NEEDS = {
+    "dashboard": ("prometheus", "written: "),
+    "page": ("chromium", "written: "),
+}
+"""Pictures: the program that each needs."""
+
+PEERS = {"snapshot_dlrover": ("--gb=0.01 --steps=20 --step-ms=2 --loads=1", "DLRover, n=1")}
+"""What needs the environment of `make build/peers/.ready`."""
+
+STARTED_BY_OTHERS = re.compile(r"c10d_crowd|c10d_peer|crowd|\w+_worker|sections")
+"""Children of the others; and what writes RESULTS.md, which test_bench_sections.py tests."""
+
+
+def run(name: str, options: list[str], says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, BENCH / f"{name}.py", *options],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert says in done.stdout
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert all("bench" in line for line in lines)
+
+
+def test_no_program_is_left_out() -> None:
+    text = {path.stem: path.read_text() for path in BENCH.glob("*.py")}
+    programs = {name for name, code in text.items() if '__name__ == "__main__"' in code}
+    programs = {name for name in programs if not STARTED_BY_OTHERS.fullmatch(name)}
+    assert programs == {*QUICK, *LONG, *NEEDS, *PEERS}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_program_measures_the_smallest_that_it_can(name: str) -> None:
+    options, says = QUICK[name]
+    run(name, options.split(), says)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_program_measures_the_smallest_that_it_can(name: str) -> None:
+    options, says = LONG[name]
+    run(name, options.split(), says)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_picture_is_drawn(name: str, tmp_path: Path) -> None:
+    program, says = NEEDS[name]
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed (Debian's package {program} has it)")
+    run(name, [str(tmp_path / "picture")], says)
+    assert (tmp_path / "picture").stat().st_size > 0
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_is_measured(name: str) -> None:
+    if not (BENCH.parent / "build/peers/.ready").exists():
+        pytest.skip("there is no build/peers (make build/peers/.ready)")
+    options, says = PEERS[name]
+    run(name, options.split(), says)
