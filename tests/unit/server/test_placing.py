@@ -558,6 +558,21 @@ async def test_a_cordoned_node_is_none_that_a_roll_could_count_on() -> None:
             await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)
 
 
+async def test_a_node_that_is_away_is_none_that_a_roll_could_count_on() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        n3 = await s.connect("n3")
+        await s.join(n3)
+        s.driver.connections.detach(n2)
+        await settle()
+        with pytest.raises(TooFewNodesError, match="would have 1 of the 2 nodes that it needs"):
+            await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)
+        assert drains(n1) == []
+        await s.join(await s.connect("n4"))
+        assert (await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)).drain == "draining"
+        assert len(drains(n1)) == 1
+
+
 async def test_a_job_of_rdzvrun_is_kept_at_its_min_as_well() -> None:
     async with server() as s:
         n1, n2 = await s.pair()

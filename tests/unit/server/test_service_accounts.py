@@ -30,6 +30,7 @@ from rdzv.server.security.service_accounts import ServiceAccounts, proving  # no
 from rdzv.server.settings.config import Oidc, OidcAccount  # noqa: E402
 from rdzv.server.settings.server_settings import ROLES  # noqa: E402
 from tests.support.issuer import AUDIENCE, Issuer, Key, issuing  # noqa: E402
+from tests.unit.server.test_driver import settle  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -264,6 +265,93 @@ async def test_keys_are_not_kept_for_ever(issuer: Issuer) -> None:
         with pytest.raises(RendezvousConnectionError):
             await held.key("one")
     following.cancel()
+
+
+class Fetches:
+    """The keys of an issuer that the test hands out, fetch by fetch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, key: Any, hold_s: float = 10.0) -> None:
+        monkeypatch.setattr(issuer_keys, "RETRY_S", 0.0)
+        monkeypatch.setattr(issuer_keys, "HOLD_S", hold_s)
+        self._key = key
+        self._answers: asyncio.Queue[tuple[str, ...] | None] = asyncio.Queue()
+        self.begun = 0
+        self.keys = issuer_keys.IssuerKeys(
+            self._fetch, "https://issuer", refresh_s=3_600, kept_s=7_200
+        )
+        self.following = asyncio.create_task(self.keys.follow())
+
+    async def _fetch(self) -> issuer_keys.Keys:
+        self.begun += 1
+        if (kids := await self._answers.get()) is None:
+            raise issuer_keys.FetchError("no answer")
+        return dict.fromkeys(kids, self._key)
+
+    async def answer(self, *kids: str, fails: bool = False) -> None:
+        self._answers.put_nowait(None if fails else kids)
+        await settle()
+
+    async def ask(self, kid: str) -> asyncio.Task[Any]:
+        asked = asyncio.create_task(self.keys.key(kid))
+        await settle()
+        return asked
+
+
+@pytest.fixture
+async def fetches(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fetches]:
+    made = Fetches(monkeypatch, jwt.PyJWK.from_dict(Key("any").public))
+    await settle()
+    yield made
+    made.following.cancel()
+
+
+@pytest.mark.quick
+async def test_a_call_that_comes_during_a_fetch_is_woken_by_it_or_waits_for_the_next(
+    fetches: Fetches,
+) -> None:
+    known, unknown = await fetches.ask("one"), await fetches.ask("two")
+    await fetches.answer("one")
+    assert known.done(), "its key has come"
+    # The fetch that was under way may have been answered before the key was made.
+    assert not unknown.done()
+    assert fetches.begun == 2
+    await fetches.answer("one", "two")
+    assert unknown.done() and unknown.exception() is None
+    # A call asks anew each time, and nobody's wish is left over.
+    third = await fetches.ask("three")
+    assert fetches.begun == 3
+    await fetches.answer("one")
+    with pytest.raises(UnauthenticatedError, match="signed with key 'three'"):
+        await third
+    assert fetches.begun == 3
+
+
+@pytest.mark.quick
+async def test_calls_that_have_waited_take_no_place_from_those_that_follow(
+    fetches: Fetches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(issuer_keys, "MOST_WAITING", 1)
+    for number in range(3):
+        asked = await fetches.ask(f"k{number}")
+        if number == 0:
+            await fetches.answer()
+        await fetches.answer(f"k{number}")
+        assert asked.done() and asked.exception() is None
+
+
+@pytest.mark.quick
+async def test_after_a_fetch_that_failed_the_next_one_counts(fetches: Fetches) -> None:
+    first = await fetches.ask("one")
+    await fetches.answer(fails=True)
+    # Until a fetch succeeds, one follows another.
+    assert fetches.begun == 2
+    await fetches.answer("one")
+    assert first.done() and first.exception() is None
+    assert fetches.begun == 2
+    stranger = await fetches.ask("two")
+    await fetches.answer("one")
+    with pytest.raises(UnauthenticatedError, match="signed with key 'two'"):
+        await stranger
 
 
 async def test_a_fetch_has_a_deadline(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:

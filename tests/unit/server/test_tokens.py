@@ -118,6 +118,14 @@ async def test_when_it_was_used_is_stored_now_and_then() -> None:
         driver.tokens.caller(text)
         await settle()
         assert (await store.load_document(tokens.TOKENS) or (b"", 0))[1] == revision
+        # Then again, and what is stored of the tokens otherwise takes nothing of it back.
+        clock.at_ms += HOUR_MS
+        driver.tokens.caller(text)
+        await driver.tokens.create("bob", [Role.READ], 0)
+        await settle()
+        kept = {one["name"]: one["used_ms"] for one in json.loads(await stored(store))["tokens"]}
+        assert kept == {"ada": clock.now_ms(), "bob": None}
+        assert [one.used_ms for one in driver.tokens.listed()] == [clock.now_ms(), None]
 
 
 async def test_too_many_are_refused() -> None:
@@ -141,6 +149,18 @@ async def test_the_first_admins_token_is_made_once(tmp_path: Path) -> None:
         await driver.tokens.revoke("admin")
     # Nobody can administer any more, except with the token file or a new token.
     async with driving(store, init_admin_token=file) as driver:
+        assert driver.tokens.caller(file.read_text().strip()).admin
+
+
+async def test_an_admin_whose_token_has_expired_is_none(tmp_path: Path) -> None:
+    file, store, clock = tmp_path / "admin", MemoryStore(), FakeClock()
+    async with driving(store, clock) as driver:
+        await driver.tokens.create("ada", [Role.ADMIN], 12 * HOUR_MS)
+    clock.at_ms += 12 * HOUR_MS - 1
+    async with driving(store, clock, init_admin_token=file):
+        assert not file.exists()
+    clock.at_ms += 1
+    async with driving(store, clock, init_admin_token=file) as driver:
         assert driver.tokens.caller(file.read_text().strip()).admin
 
 

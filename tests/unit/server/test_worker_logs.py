@@ -474,7 +474,28 @@ async def test_a_node_gets_new_credit_as_the_reader_takes() -> None:
         await settle()
         # Three pieces: the first has no data.
         assert sum(credit.bytes for credit in granted(n1)) == 6_000 + 3 * PIECE_COST
+        for _ in range(3):
+            # Each time anew, and no more than what was taken since.
+            await say(s, n1, request, b"x" * 3_000, b"y" * 3_000)
+            assert sum(credit.bytes for credit in granted(n1)) == 6_000 + 3 * PIECE_COST
         await reading.stop()
+
+
+async def test_what_a_slow_reader_has_taken_is_granted_once() -> None:
+    """Else a node that was granted too much fills the server's memory with what nobody reads."""
+    async with server(limits=Limits(log_window=8_192)) as s:
+        n1, _ = await pair(s)
+        state = await s.driver.views.state("job-7")
+        reader = s.driver.diagnosis.logs.open(state, LogsWanted(follow=True, rank=0))
+        request, granted_bytes = asked(n1), 0
+        for _ in range(6):
+            await say(s, n1, request, b"x" * 2_000)
+            for _ in range(2):
+                assert await reader.next() is not None
+            granted_bytes += sum(credit.bytes for credit in granted(n1))
+        taken = 6 * (2_000 + 2 * PIECE_COST)
+        assert taken - 4_096 < granted_bytes <= taken
+        reader.close()
 
 
 @pytest.mark.quick

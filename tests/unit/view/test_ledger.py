@@ -399,6 +399,26 @@ TABLE: dict[str, tuple[Story, float, list[str]]] = {
             "21..22 training",
         ],
     ),
+    "where the last round has not stopped yet, the queue begins at the decline": (
+        [
+            *TRAINS,
+            (20, ended(0, Cause.NODE_LOST, "n2")),
+            (20, lost("n2", 0)),
+            (21, history.NodesPlaced(1, ("n3",), was_queued=False)),
+            (25, events.NodeDeclined("n3", "no such folder")),
+            (30, history.NodesPlaced(1, ("n4",), was_queued=True)),
+            (31, joined("n4")),
+            (31, complete(1, "n1", "n4")),
+        ],
+        32,
+        [
+            *("0..4 waiting", "4..6 forming", "6..10 starting", "10..20 training"),
+            "20..25 stopping (node lost) n2",
+            "25..30 queued (node lost) n2",
+            "30..31 waiting (node lost) n2",
+            "31..32 loading (node lost) n2",
+        ],
+    ),
     "a job that goes back to the queue has waited before": (
         [
             (0, SUBMITTED),

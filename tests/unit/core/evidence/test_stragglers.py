@@ -159,6 +159,30 @@ async def test_of_a_lock_step_training_it_is_the_one_that_the_others_wait_for(
         ]
 
 
+async def test_who_straggled_by_rate_no_longer_does_once_collectives_are_compared() -> None:
+    """Workers that wait for each other in collectives all have the same rate."""
+    clock = FakeClock()
+    async with server(clock=clock) as s:
+        n1, n2 = await s.pair()
+
+        async def go_on(times: int, *, recorded: bool) -> None:
+            for _ in range(times):
+                say(s, n1, 0, 2.0, 2.0)
+                say(s, n2, 2, 2.0, 0.5)
+                if recorded:
+                    now_s = clock.now_ms() // 1_000
+                    arrive(s, n1, now_s, {0: 0, 1: 1})
+                    arrive(s, n2, now_s, {2: 2, 3: 1})
+                await clock.advance(5_000)
+                s.driver.connections.heard(n1)
+                s.driver.connections.heard(n2)
+
+        await go_on(20, recorded=False)
+        assert [one.rank for one in s.driver.views.stragglers("job-7")] == [3]
+        await go_on(2, recorded=True)
+        assert s.driver.views.stragglers("job-7") == ()
+
+
 async def test_arrivals_of_another_round_or_node_do_not_count() -> None:
     async with server(clock=FakeClock()) as s:
         n1, _ = await s.pair()

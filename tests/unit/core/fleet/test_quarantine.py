@@ -163,6 +163,12 @@ CASES = {
         ["n3"],
         "n3 is quarantined",
     ),
+    "until then it is blamed, long after the strikes themselves are forgotten": (
+        f"{THRICE}; 43190 n3 a; 43200 n3 a; 43210 n3 a",
+        {"max_nodes": 4},
+        ["n2"],
+        "a node was quarantined for this run of job-a already",
+    ),
     "a run may have another one then": (
         f"{THRICE}; 43230 n3 a; 43240 n3 a; 43250 n3 a",
         {},
