@@ -59,14 +59,14 @@ class Node:
         last = record(waited_s, at_ns, retired=True)
         path.write_bytes(json.dumps(head).encode() + b"\n" + last)
 
-    def hold(self, signum: int | None = None) -> asyncio.Task[None]:
+    def hold(self, signum: int | None = None) -> asyncio.Task[str]:
         coroutine = self.exits.hold(1, PID, str(self.file), signum)
         return asyncio.get_running_loop().create_task(coroutine)
 
 
-async def ends_in_time(held: asyncio.Task[None]) -> None:
+async def ends_in_time(held: asyncio.Task[str]) -> str:
     async with asyncio.timeout(60):
-        await held
+        return await held
 
 
 async def test_a_timeout_is_told_and_held_until_the_round_is_over(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ async def test_a_timeout_is_told_and_held_until_the_round_is_over(tmp_path: Path
     assert worker.silent_ms >= 3_200
     assert worker.reason == "its collective timed out after 3 s"
     node.exits.close_round()
-    await ends_in_time(held)
+    assert await ends_in_time(held) == "all_reduce #2 of the default group"
 
 
 @pytest.mark.slow
@@ -118,17 +118,17 @@ async def test_a_lost_connection_is_told_by_nobody_and_held_while_the_server_ask
 
 
 @pytest.mark.parametrize(
-    ("waited_s", "failed"),
-    [(None, True), (0.5, True), (60.0, False)],
+    ("waited_s", "failed", "place"),
+    [(None, True, ""), (0.5, True, "all_reduce #2 of the default group"), (60.0, False, "")],
     ids=["no record", "it waited for a moment only", "all of its collectives had ended"],
 )
 async def test_other_failures_are_processed_at_once(
-    tmp_path: Path, waited_s: float | None, failed: bool
+    tmp_path: Path, waited_s: float | None, failed: bool, place: str
 ) -> None:
     node = Node(tmp_path)
     if waited_s is not None:
         node.leave(waited_s, failed=failed)
-    await ends_in_time(node.hold(signal.SIGABRT))
+    assert await ends_in_time(node.hold(signal.SIGABRT)) == place
     assert node.told == []
 
 

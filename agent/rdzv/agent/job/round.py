@@ -274,12 +274,14 @@ class Round:
         except Exception as failure:
             error = unread(failure)
         observers = self._context.observers
-        await observers.held_exits.hold(
+        place = await observers.held_exits.hold(
             exited.local_rank,
             exited.pid,
             observers.progress.file(exited.local_rank),
             exited.signal,
         )
+        if place:
+            error = replace(error, message=f"{error.message} (in {place})")
         return replace(exited, age_ms=exited.age_ms + monotonic_ms() - heard_ms), error
 
     def worker_exited(self, exited: runner_link.WorkerExited, error: WorkerError) -> None:

@@ -76,6 +76,12 @@ class FlightRecord:
         pending = (group.pending for group in self.groups)
         return max((one.age_ms for one in pending if one is not None), default=0)
 
+    @property
+    def place(self) -> str:
+        """The pending collective of the first group that has one; empty if there is none."""
+        pending = ((group, one) for group in self.groups if (one := group.pending) is not None)
+        return next((f"{one.operation} #{one.sequence} of {g.name}" for g, one in pending), "")
+
 
 @struct(frozen=True)
 class GroupTimes:

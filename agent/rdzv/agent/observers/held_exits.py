@@ -63,18 +63,20 @@ class HeldExits:
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time() + HELD_S)
 
-    async def hold(self, local_rank: int, pid: int, file: str, signum: int | None) -> None:
+    async def hold(self, local_rank: int, pid: int, file: str, signum: int | None) -> str:
         """If a worker's collective has failed, wait a limited time for the round to end.
 
-        `signum` is the signal that ended the worker, if any. If the collective waited only for a
-        moment, the exit is not held back.
+        Returns which collective that is, such as `barrier #4 of the default group`, or an empty
+        string. `signum` is the signal that ended the worker, if any. If the collective waited only
+        for a moment, the exit is not held back.
         """
         assignment = self._assignment
-        if assignment is None:
-            return
-        left = self._records.left(file, pid)
-        if left is None or left.record.waiting_ms < MIN_WAIT_MS:
-            return
+        left = self._records.left(file, pid) if assignment is not None else None
+        if assignment is None or left is None:
+            return ""
+        place = left.record.place if left.error else ""
+        if left.record.waiting_ms < MIN_WAIT_MS:
+            return place
         # NCCL's watchdog aborts the worker. Another signal says nothing of its collective.
         timed_out = left.record.timed_out and (bool(left.error) or signum == signal.SIGABRT)
         if timed_out:
@@ -91,3 +93,4 @@ class HeldExits:
             self.close_round()
         finally:
             self._limit = None
+        return place
