@@ -172,6 +172,8 @@ async def test_without_an_import_of_torch_there_is_no_zygote(job: Job) -> None:
     job.runs()
     [said] = await job.round(1, workers=1)
     assert said["warm"] is False
+    [cold] = [event for event in job.events if isinstance(event, WorkersStartedCold)]
+    assert cold.round == 1 and cold.reason.startswith("this job began ")
     await job.heard(ZygoteReady)
 
 

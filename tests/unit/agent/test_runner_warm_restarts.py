@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent.runner.warm_restarts import MAX_REPORTS_PER_WORKER, SETTLE_S, WarmRestarts
+from rdzv.agent.runner.warm_restarts import (
+    MAX_REPORTS_PER_WORKER,
+    SETTLE_S,
+    YOUNG_S,
+    WarmRestarts,
+)
 from tests.support.lingering import LINGER_S, lingering
 
 
@@ -147,3 +152,25 @@ def test_a_report_with_a_descriptor_keeps_nobody_and_ends_the_reports(watched: W
         watched.loop.turn()
         assert time.monotonic() - begun < LINGER_S / 4
     assert watched.restarts.report_to is None and not watched.zygote.given_up
+
+
+def test_a_cold_restart_of_a_young_job_says_why(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert watched.restarts.cold_because == ""  # The first round is no restart.
+    watched.restarts.begin_round(2)
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 20.2)
+    assert watched.restarts.cold_because.startswith("this job began 20 s ago on this node; ")
+    monkeypatch.setattr(time, "monotonic", lambda: began + YOUNG_S)
+    assert watched.restarts.cold_because == ""
+
+
+def test_a_restart_says_nothing_of_the_jobs_age_once_there_is_another_reason(
+    watched: Watched,
+) -> None:
+    watched.restarts.begin_round(2)
+    watched.zygote.begun = True
+    assert watched.restarts.cold_because == ""
+    watched.zygote.begun, watched.zygote.given_up = False, True
+    assert watched.restarts.cold_because == ""

@@ -36,6 +36,11 @@ WATCH_HOOK = ZYGOTE_HOOK.with_name("watch_hook")
 SETTLE_S = 10.0
 """How long after the first import of torch the CPUs are left to the other workers' imports."""
 
+YOUNG_S = 60.0
+"""The age of a job up to which its restarts without a zygote are explained. Later ones are usual:
+its workers do not import torch.
+"""
+
 CRASH_WITHIN_S = 10.0
 """The time after its start within which a warm worker's crash is blamed on the fork."""
 
@@ -69,6 +74,20 @@ class WarmRestarts:
         self._imported: set[int] = set()
         """The pids of the processes that have imported torch in this round."""
         self._start_at: float | None = None
+        self._rounds = 0
+        self._since = 0.0
+        """When the first round began here."""
+
+    @property
+    def cold_because(self) -> str:
+        """Why a restart so soon is cold, or an empty string if the reason is another."""
+        age_s = time.monotonic() - self._since
+        if self._rounds < 2 or age_s >= YOUNG_S or not self._wanted or self._zygote.begun:
+            return ""
+        return (
+            f"this job began {age_s:.0f} s ago on this node; restarts are warm once its workers, "
+            "and then the zygote, have imported torch"
+        )
 
     @property
     def _wanted(self) -> bool:
@@ -91,6 +110,9 @@ class WarmRestarts:
         """Start receiving reports from a new round's workers."""
         if not self._wanted:
             return
+        self._rounds += 1
+        if self._rounds == 1:
+            self._since = time.monotonic()
         self._workers = workers
         self._imported.clear()
         self._reports_left = MAX_REPORTS_PER_WORKER * workers

@@ -212,7 +212,8 @@ class Workers:
             return
         within_s = self._forks.within_s()
         if within_s is None:
-            self._start_all_cold(started, specs, self._forks.zygote.not_ready_because)
+            why = self._forks.zygote.not_ready_because or self._forks.restarts.cold_because
+            self._start_all_cold(started, specs, why)
         else:
             self._forks.want(
                 WarmWorker(self, started, spec, self._forks, within_s) for spec in specs
