@@ -5,8 +5,8 @@ All of it comes from the job's history and status; nothing is guessed.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 from rdzv.core.events import NodeLeft, NodeLost
 from rdzv.core.model import Cause
@@ -52,7 +52,7 @@ def explain(status: JobStatus, history: Sequence[Event], page: Page) -> str:
         spent = next(one for one in ledgers_of(history, now_ms, status.state) if one.run == run.run)
         if run.rounds:
             lines += ["", page.line(Cell("What it cost", "bold"))]
-            costs = [*_costs(run, now_ms), *_spent(spent)]
+            costs = [*_costs(spent), *_spent(spent)]
             lines += [line for cost in costs for line in page.sentence(cost)]
     lines += ["", page.line(Cell("Now", "bold")), *_now(status, page)]
     return "\n".join(lines)
@@ -230,25 +230,27 @@ def _first_failure(run: Run, failures: Sequence[tuple[int, str]], page: Page) ->
     return lines
 
 
-def _costs(run: Run, now_ms: int) -> list[str]:
-    """Summarize, by cause, how often and for how long no round was running."""
-    number: Counter[str] = Counter()
-    lost_ms: Counter[str] = Counter()
-    for round_ in run.rounds:
-        if round_.ended_ms is None or round_.cause == "":
-            continue
-        after = following(run, round_)
-        if after is None and run.ended_ms is not None:
-            # The run ended with this round, so nothing was waiting afterwards.
-            continue
-        until_ms = now_ms if after is None else after.at_ms
-        cause = round_.charge or round_.cause
-        number[cause] += 1
-        lost_ms[cause] += max(until_ms - round_.ended_ms + round_.dead_ms, 0)
+def _costs(spent: Ledger) -> list[str]:
+    """Summarize what each cause has cost, until training was where it had been before."""
+    times: Counter[str] = Counter()
+    lost: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for cost in spent.costs:
+        times[cost.cause] += cost.times
+    for one in spent.intervals:
+        if one.cause and one.phase != LedgerPhase.TRAINING:
+            lost[one.cause][one.phase] += one.ms
     return [
-        f"  {cause}: {_times(number[cause])}, {duration(lost_ms[cause])} without a round."
-        for cause, _ in lost_ms.most_common()
+        f"  {cause}: {_times(times[cause])}, {duration(phases.total())} without training "
+        f"({_listed(phases)})."
+        for cause, phases in sorted(lost.items(), key=lambda one: -one[1].total())
+        if phases.total()
     ]
+
+
+def _listed(phases: Mapping[str, int]) -> str:
+    return ", ".join(
+        f"{phase} {duration(phases[phase])}" for phase in LedgerPhase if phases.get(phase)
+    )
 
 
 def _spent(spent: Ledger) -> list[str]:
@@ -259,9 +261,8 @@ def _spent(spent: Ledger) -> list[str]:
     trained_ms = phases.pop(LedgerPhase.TRAINING)
     share = as_text_report.share(spent.goodput, steps_reported=spent.steps_reported)
     told = [f"  Training took {duration(trained_ms)} of {duration(spent.wall_ms)} ({share})."]
-    rest = [f"{phase} {duration(ms)}" for phase, ms in phases.items() if ms]
-    if rest:
-        told.append(f"  The rest: {', '.join(rest)}; `rdzvctl report` has causes and nodes.")
+    if rest := _listed(phases):
+        told.append(f"  The rest: {rest}; `rdzvctl report` has causes and nodes.")
     told += [f"  {note}" for note in as_text_report.notes(spent)]
     return told
 

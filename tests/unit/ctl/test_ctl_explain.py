@@ -67,7 +67,7 @@ async def test_workers_that_a_fence_has_killed_are_not_live() -> None:
     of = await told(fenced)
     text = explain(of.status, of.history, of.page(width=None))
     assert "n1: it was cut off, and has killed its workers 22 s ago (--fence-after)." in text
-    assert "node left: once, 22 s without a round." in text
+    assert "node left: once, 22 s without training (detecting 22 s)." in text
     assert "Training took 56 s of 1 min 18 s (at most 71.8%)." in text
     assert "The rest: detecting 22 s; " in text
     spans = [
@@ -139,7 +139,7 @@ async def test_a_long_story_is_summed_up_in_the_middle() -> None:
     told_each = [number for number in range(rounds) if f"Round {number} is complete" in text]
     assert told_each == [*range(FIRST), *range(rounds - LAST, rounds)]
     assert f"Rounds {FIRST} to {rounds - LAST - 1} came and went: worker failure 13 times." in text
-    assert "worker failure: 20 times, 10 s without a round." in text
+    assert "worker failure: 20 times, 10 s without training (stopping 10 s)." in text
 
 
 async def test_a_history_whose_beginning_is_gone_says_so() -> None:
