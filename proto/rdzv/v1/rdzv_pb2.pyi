@@ -4424,6 +4424,7 @@ class Node(google.protobuf.message.Message):
     DRAIN_LEFT_MS_FIELD_NUMBER: builtins.int
     DRAINED_BY_OPERATOR_FIELD_NUMBER: builtins.int
     CORDONED_BESIDES_FIELD_NUMBER: builtins.int
+    DRAIN_AGE_MS_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     state: builtins.str
     """connected, away, gone (known only because it is cordoned or quarantined)"""
@@ -4458,6 +4459,8 @@ class Node(google.protobuf.message.Message):
     """It has a cordon besides the operator's drain, which stays when the drain is lifted. Reason and age
     of the cordon are this one's then.
     """
+    drain_age_ms: builtins.int
+    """Since when it leaves, or has left."""
     @property
     def resources(self) -> global___Resources:
         """Unset if it takes no submitted jobs."""
@@ -4492,9 +4495,10 @@ class Node(google.protobuf.message.Message):
         drain_left_ms: builtins.int = ...,
         drained_by_operator: builtins.bool = ...,
         cordoned_besides: builtins.bool = ...,
+        drain_age_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["resources", b"resources"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "agent_version", b"agent_version", "cordon_age_ms", b"cordon_age_ms", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "cordoned_besides", b"cordoned_besides", "drain", b"drain", "drain_left_ms", b"drain_left_ms", "drain_reason", b"drain_reason", "drained_by_operator", b"drained_by_operator", "gpus_free", b"gpus_free", "jobs", b"jobs", "metrics", b"metrics", "node_id", b"node_id", "program", b"program", "quarantine", b"quarantine", "quarantine_age_ms", b"quarantine_age_ms", "quarantine_left_ms", b"quarantine_left_ms", "resources", b"resources", "state", b"state", "state_age_ms", b"state_age_ms", "unhealthy", b"unhealthy", "unhealthy_age_ms", b"unhealthy_age_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "agent_version", b"agent_version", "cordon_age_ms", b"cordon_age_ms", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "cordoned_besides", b"cordoned_besides", "drain", b"drain", "drain_age_ms", b"drain_age_ms", "drain_left_ms", b"drain_left_ms", "drain_reason", b"drain_reason", "drained_by_operator", b"drained_by_operator", "gpus_free", b"gpus_free", "jobs", b"jobs", "metrics", b"metrics", "node_id", b"node_id", "program", b"program", "quarantine", b"quarantine", "quarantine_age_ms", b"quarantine_age_ms", "quarantine_left_ms", b"quarantine_left_ms", "resources", b"resources", "state", b"state", "state_age_ms", b"state_age_ms", "unhealthy", b"unhealthy", "unhealthy_age_ms", b"unhealthy_age_ms"]) -> None: ...
 
 global___Node = Node
 

@@ -42,7 +42,9 @@ def nodes(server: str, found: Sequence[Node], page: Page, store_away: str | None
 
 def node(found: Node, page: Page) -> str:
     """Format everything known about one node."""
-    since = f"for {duration(found.state_age_ms)}, since {page.ago(found.state_age_ms)}"
+    since = ""
+    if found.state_age_ms is not None:
+        since = f"for {duration(found.state_age_ms)}, since {page.ago(found.state_age_ms)}"
     marks = [found.drain] if found.drain else []
     marks += ["cordoned"] * _is_cordoned(found)
     marks += ["quarantined"] * bool(found.quarantine) + ["unhealthy"] * bool(found.unhealthy)
@@ -181,10 +183,12 @@ def _gpus(found: Node, gpus: Sequence[Gpu]) -> str:
 
 def _row(node: Node) -> tuple[Cell, ...]:
     resources = node.resources
+    shows_drain = node.drain is not None and node.state == "connected"
+    age_ms = node.drain_age_ms if shows_drain else node.state_age_ms
     return (
         Cell(node.node_id),
         _state(node),
-        Cell(duration(node.state_age_ms)),
+        Cell(_UNKNOWN if age_ms is None else duration(age_ms)),
         Cell(node.program or _UNKNOWN),
         Cell(f"{_number(node.gpus_free)}/{len(resources.gpus)}" if resources else _UNKNOWN),
         Cell(_number(resources.cpus) if resources else _UNKNOWN),

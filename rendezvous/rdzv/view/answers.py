@@ -333,13 +333,14 @@ class NodeJob:
 class Node:
     """One node with all its jobs. `resources` is None if it takes no submitted jobs.
 
-    `gpus_free` is None if the number of its GPUs is unknown. A node that is cordoned, quarantined
-    or unhealthy takes no more jobs; `quarantine` and `unhealthy` give the reasons.
+    `gpus_free` is None if the number of its GPUs is unknown, and `state_age_ms` if the node is
+    gone. A node that is cordoned, quarantined or unhealthy takes no more jobs; `quarantine` and
+    `unhealthy` give the reasons.
     """
 
     node_id: str
     state: str
-    state_age_ms: int
+    state_age_ms: int | None
     program: str | None
     address: str | None
     agent_version: str | None
@@ -365,6 +366,7 @@ class Node:
     drained_by_operator: bool = False
     cordoned_besides: bool = False
     """Whether it has a cordon besides an operator's drain, which stays when that is lifted."""
+    drain_age_ms: int | None = None
 
 
 @struct(frozen=True)

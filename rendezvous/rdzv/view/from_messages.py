@@ -67,6 +67,8 @@ def node_of(node: pb.Node) -> Node:
         quarantine_left_ms=node.quarantine_left_ms if node.quarantine else None,
         unhealthy_age_ms=node.unhealthy_age_ms if node.unhealthy else None,
         drain_left_ms=node.drain_left_ms if node.drain else None,
+        drain_age_ms=node.drain_age_ms if node.drain else None,
+        state_age_ms=None if node.state == "gone" else node.state_age_ms,
     )
 
 

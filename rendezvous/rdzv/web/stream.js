@@ -94,7 +94,9 @@ export class Stream {
   /** Record when a row arrived, because its ages grow from then on. */
   stamped(row) {
     row.at = Date.now();
-    row.since = row.at - row.state_age_ms;
+    // A node's drain stands in place of "connected", and since when a node is gone is not known.
+    const age = row.state === "connected" && row.drain ? row.drain_age_ms : row.state_age_ms;
+    row.since = age === null ? null : row.at - age;
     return row;
   }
 

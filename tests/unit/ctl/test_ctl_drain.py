@@ -178,11 +178,13 @@ def test_who_waits_hears_for_what(floor: Floor, capsys: pytest.CaptureFixture[st
 
 def test_nodes_show_how_far_they_are(floor: Floor, out: Out) -> None:
     run(["drain", "n1", "--reason", "fan"])
+    floor.nodes["n1"].state_age_ms, floor.nodes["n1"].drain_age_ms = 9_000_000, 61_000
     floor.nodes["n2"].drain, floor.nodes["n2"].drain_reason = "drained", "by bob: roof leaks"
     out()
     run(["nodes"])
     lines = {line.split()[0]: line for line in out().splitlines()}
     assert "draining" in lines["n1"]
+    assert "1 min 1 s" in lines["n1"], "not for how long it is connected"
     assert "leaves in 5 min 0 s: by" in lines["n1"]
     assert "drained" in lines["n2"]
     assert "by bob: roof leaks" in lines["n2"]

@@ -126,7 +126,6 @@ def sample() -> list[pb.Node]:
         pb.Node(
             node_id="old-7",
             state="gone",
-            state_age_ms=180_000_000,
             cordoned=True,
             cordon_age_ms=180_000_000,
         ),
@@ -229,6 +228,7 @@ def test_nodes_for_programs(server: str, capsys: pytest.CaptureFixture[str]) -> 
         "drain_left_ms",
         "drained_by_operator",
         "cordoned_besides",
+        "drain_age_ms",
     ]
     assert list(first["resources"]) == [
         *("cpus", "memory_bytes", "gpus", "labels", "capacity", "topology"),

@@ -68,7 +68,7 @@ FULL = replace(
     has_secret=True,
 )
 PLAIN_NODE = answers.Node(
-    *("n1", "gone", 5, None, None, None, None, None, (), False, None, None),
+    *("n1", "gone", None, None, None, None, None, None, (), False, None, None),
 )
 HAS = answers.Resources(
     *(8, 1 << 36, (answers.Gpu("GPU-1", "H100", 80 << 30), answers.Gpu("GPU-2", None, None))),
@@ -83,6 +83,7 @@ FULL_NODE = answers.Node(
     **{"quarantine": "at fault", "quarantine_age_ms": 1, "quarantine_left_ms": 0},
     **{"unhealthy": "disk /data", "unhealthy_age_ms": 0, "drain": "drained"},
     **{"drain_reason": "kernel", "drain_left_ms": 0, "drained_by_operator": True},
+    **{"drain_age_ms": 3, "cordoned_besides": True},
 )
 STACK = WorkerStack(
     3, 1, 99, "D", (Thread("main", True, (Frame("step", "train.py", 0),)),), "n", ("futex",), "n1"

@@ -461,7 +461,9 @@ async def test_a_drain_leaves_the_cordon_of_its_node_alone() -> None:
         (n1, n2) = await daemons(s, "n1", "n2")
         drain = s.driver.nodes.drain
         assert not (await s.driver.nodes.cordon("n1", "fan")).cordoned_besides
+        await clock.advance(7_000)
         shown = await drain("n1", 60_000, "roll")
+        assert (shown.cordon_age_ms, shown.drain_age_ms) == (7_000, 0)
         assert (shown.cordon_reason, shown.drain_reason) == ("fan", "roll")
         assert shown.cordoned_besides
         await drain("n1", 5_000, "roll, sooner")
@@ -499,6 +501,12 @@ async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() 
             False,
             False,
         )
+        # It repeats its wish in each hello; it has had it since the first time.
+        age_ms = shown.drain_age_ms
+        assert age_ms is not None
+        await s.clock.advance(5_000)
+        s.driver.scheduling.note_draining("n1", Draining(25_000, "preempted", 0, own=True))
+        assert s.driver.node_views.summaries(["n1"])[0].drain_age_ms == age_ms + 5_000
         # Another instance of its agent does not wish to leave any more.
         s.driver.connections.detach(n1)
         await s.connect("n1", instance="two", resources=HAS)

@@ -279,7 +279,8 @@ async def test_it_outlives_the_server() -> None:
     async with server(store, clock) as s:
         # Also before the node has come back.
         assert await quarantined(s) == ["n2"]
-        assert (await shown(s, "n2")).state == "gone"
+        gone = await shown(s, "n2")
+        assert (gone.state, gone.state_age_ms) == ("gone", None)
         n1, n2 = await daemons(s, "n1", "n2")
         await s.clock.advance(QUIET_MS)
         assert (await s.driver.views.status("job-7")).submission.placed == ()  # type: ignore[union-attr]

@@ -14,6 +14,8 @@ class Drain:
     """The reason, or empty if none was given."""
     due_ms: int
     """The time at which the remaining workers are killed."""
+    at_ms: int
+    """The time since which the node is leaving."""
     number: int = 0
     """The number of the drain if an operator requested it, or 0 if the node drains itself."""
 
@@ -34,7 +36,7 @@ class Drain:
     def describe(self, now_ms: int) -> str:
         """Describe the drain: its reason, and how soon the node leaves.
 
-        >>> Drain("kernel upgrade", due_ms=50_000, number=1).describe(now_ms=10_000)
+        >>> Drain("kernel upgrade", due_ms=50_000, at_ms=0, number=1).describe(now_ms=10_000)
         'drained (kernel upgrade), leaves in 40 s'
         """
         what = "drained" if self.by_operator else "about to leave"

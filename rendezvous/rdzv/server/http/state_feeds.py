@@ -326,7 +326,8 @@ def _content(node: answers.Node, now_ms: int) -> object:
     left_ms = node.quarantine_left_ms
     return replace(
         node,
-        state_age_ms=now_ms - node.state_age_ms,
+        state_age_ms=None if node.state_age_ms is None else now_ms - node.state_age_ms,
+        drain_age_ms=None if node.drain_age_ms is None else now_ms - node.drain_age_ms,
         cordon_age_ms=None if cordoned_ms is None else now_ms - cordoned_ms,
         quarantine_age_ms=None if quarantined_ms is None else now_ms - quarantined_ms,
         quarantine_left_ms=None if left_ms is None else now_ms + left_ms,

@@ -103,12 +103,11 @@ class NodeViews:
         cordon = ordered and (ordered.alone or ordered)
         quarantined = self._quarantine.nodes.get(node_id)
         drain = self._drains.of(node_id)
-        since_ms = record.since_ms if record is not None else now_ms
         state = "gone" if record is None else "away" if record.stream is None else "connected"
         shown = Node(
             node_id=node_id,
             state=state,
-            state_age_ms=max(now_ms - since_ms, 0),
+            state_age_ms=max(now_ms - record.since_ms, 0) if record is not None else None,
             program="rdzv-agent" if host is not None else "rdzvrun" if record is not None else None,
             address=(record.address if record is not None else "") or None,
             agent_version=(known.version if known is not None else "") or None,
@@ -139,6 +138,7 @@ class NodeViews:
                 drain="draining" if shown.jobs else "drained",
                 drain_reason=drain.reason or None,
                 drain_left_ms=drain.left_ms(now_ms),
+                drain_age_ms=max(now_ms - drain.at_ms, 0),
                 drained_by_operator=drain.by_operator,
             )
         return shown

@@ -41,7 +41,7 @@ class Cordon(msgspec.Struct, frozen=True, omit_defaults=True):
         """The drain as announced to the node, or None if the node is only cordoned."""
         if self.due_ms is None:
             return None
-        return Drain(self.reason, self.due_ms, max(self.at_ms, 2))
+        return Drain(self.reason, self.due_ms, self.at_ms, max(self.at_ms, 2))
 
 
 def _read_cordons(data: bytes) -> dict[str, Cordon]:

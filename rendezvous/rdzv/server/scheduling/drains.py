@@ -132,9 +132,10 @@ class Drains:
 
     def note_hello(self, hello: Hello) -> None:
         """Record whether a node's hello says that it is leaving on its own initiative."""
-        self._wishes.pop(hello.node_id, None)
         if hello.draining is not None and hello.draining.own:
             self._note_wish(hello.node_id, hello.draining)
+        else:
+            self._wishes.pop(hello.node_id, None)
 
     def note_draining(self, node_id: str, draining: Draining) -> None:
         """Record that a node is about to leave all its jobs on its own initiative."""
@@ -143,7 +144,9 @@ class Drains:
         self._record(NodeDrained(node_id, draining.reason, draining.left_ms))
 
     def _note_wish(self, node_id: str, draining: Draining) -> None:
-        self._wishes[node_id] = Drain(draining.reason, self._clock.now_ms() + draining.left_ms)
+        now_ms, known = self._clock.now_ms(), self._wishes.get(node_id)
+        at_ms = known.at_ms if known is not None else now_ms
+        self._wishes[node_id] = Drain(draining.reason, now_ms + draining.left_ms, at_ms)
 
     def note_lost(self, node_id: str) -> None:
         """Forget the drain that a lost node had announced itself."""
