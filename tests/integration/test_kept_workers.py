@@ -201,8 +201,11 @@ def test_a_timeout_that_the_script_caught_is_reported_at_the_commit(tmp_path: Pa
 
 
 def history(folder: Path, sizes: list[int], faults: list[dict[str, Any]], steps: int) -> World:
-    """Train in rounds of several sizes; each but the last ends with a fault."""
-    with world(folder, steps=steps, faults=faults) as made:
+    """Train in rounds of several sizes; each but the last ends with a fault.
+
+    Sums of three ranks depend on their order, and DDP changes it after the first step of a round.
+    """
+    with world(folder, steps=steps, faults=faults, settles=True) as made:
         kept: list[Worker] = []
         for number, size in enumerate(sizes):
             made.begin(size, kept[:size])
@@ -220,16 +223,16 @@ def test_losses_are_those_of_a_run_that_nothing_disturbed(tmp_path: Path) -> Non
     """Rounds end in the middle of steps, at every place; no worker is lost."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    undisturbed = history(tmp_path / "a", [2], [], 26)
+    undisturbed = history(tmp_path / "a", [3], [], 26)
     places = ["forward", "collective", "backward", "step", "commit", "forward"]
     faults = [
-        at(number % 2, 3 + 4 * number, where, "sleep", number, seconds=0.3)
+        at(number % 3, 3 + 4 * number, where, "sleep", number, seconds=0.3)
         for number, where in enumerate(places)
     ]
-    disturbed = history(tmp_path / "b", [2] * 7, faults, 26)
+    disturbed = history(tmp_path / "b", [3] * 7, faults, 26)
     expected, found = losses(undisturbed.all), losses(disturbed.all)
     # If a rank's peer had sealed one more step, the rank has received it and prints no loss for it.
-    assert len(expected) == 52 and len(found) >= 46
+    assert len(expected) == 78 and len(found) >= 66
     assert found == {place: expected[place] for place in found}
     ends = [
         [one.lines("done")[0]["weights"] for one in made.all] for made in (undisturbed, disturbed)

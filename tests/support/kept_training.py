@@ -127,9 +127,13 @@ def train(
     faults: list[dict[str, Any]] | None = None,
     workers: int = 0,
     stops_at: tuple[int, int] | None = None,
+    settles: bool = False,
     **options: Any,
 ) -> None:
-    """Train a model with dropout and batch norm for a number of steps."""
+    """Train a model with dropout and batch norm for a number of steps.
+
+    With `settles`, let DDP divide the gradients before the first step as it does after it.
+    """
     faults = faults or []
     if stops_at is not None:
         stop_at(*stops_at)
@@ -144,6 +148,11 @@ def train(
         fault(faults, round_, state.step, "begin")
         model = DistributedDataParallel(state.model)
         model.register_comm_hook(None, _faulty_hook(faults, state, round_))
+        if settles:
+            model.eval()
+            model(torch.zeros(1, 8)).sum().backward()
+            model.train()
+            state.optimizer.zero_grad()
         say("begin", round=round_.number, step=state.step, rank=round_.rank, weights=weights(state))
         while state.step < steps:
             # As scripts do; by default a child of a fork server does not, and each imports torch.
