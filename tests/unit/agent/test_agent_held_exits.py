@@ -93,7 +93,7 @@ async def test_a_server_that_does_nothing_is_not_waited_for_long_nor_twice(
     node.leave(3.0)
     await ends_in_time(node.hold())
     monkeypatch.setattr(held_exits, "HELD_S", 60.0)
-    await ends_in_time(node.hold())
+    assert await ends_in_time(node.hold()) == "all_reduce #2 of the default group"
     assert len(node.told) == 1
 
 

@@ -70,12 +70,11 @@ class HeldExits:
         string. `signum` is the signal that ended the worker, if any. If the collective waited only
         for a moment, the exit is not held back.
         """
-        assignment = self._assignment
-        left = self._records.left(file, pid) if assignment is not None else None
-        if assignment is None or left is None:
+        assignment, left = self._assignment, self._records.left(file, pid)
+        if left is None:
             return ""
         place = left.record.place if left.error else ""
-        if left.record.waiting_ms < MIN_WAIT_MS:
+        if assignment is None or left.record.waiting_ms < MIN_WAIT_MS:
             return place
         # NCCL's watchdog aborts the worker. Another signal says nothing of its collective.
         timed_out = left.record.timed_out and (bool(left.error) or signum == signal.SIGABRT)
