@@ -100,6 +100,12 @@ async def test_what_a_worker_writes_is_its_own(node: Node, home: Path) -> None:
     assert read(log) == "x\n"
 
 
+async def test_what_goes_to_no_file_does_not_go_to_the_agents_log(node: Node, home: Path) -> None:
+    """The runner's own streams are root's log."""
+    script = "readlink /proc/$$/fd/2"
+    assert await said(node, home, shell(node, home, script)) == ["/dev/null"]
+
+
 def owner(path: Path) -> int:
     return path.stat().st_uid
 

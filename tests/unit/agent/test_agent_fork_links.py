@@ -58,6 +58,28 @@ def test_a_runner_that_is_closed_leaves_no_descriptor() -> None:
     assert open_fds() == before
 
 
+@pytest.mark.parametrize("is_private", [False, True])
+def test_a_fork_with_an_account_of_its_own_gets_nothing_of_the_agents_log(is_private: bool) -> None:
+    (ours, fork_end), (own, their) = socket.socketpair(), os.pipe()
+    loop = Loop()
+    fork = Fork(loop, ours, None, lambda _fork, _answer: None)
+    fork.is_private = is_private
+    fork.send_order({}, (0, 1, 2, own, their))
+    _, fds, *_ = socket.recv_fds(fork_end, 64, 5)
+    shown, given = (
+        [str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in each]
+        for each in (fds, (0, 1, 2, own, their))
+    )
+    fork.close()
+    fork_end.close()
+    loop.close()
+    for fd in (*fds, own, their):
+        os.close(fd)
+    if is_private:
+        given[1:3] = [os.devnull] * 2
+    assert shown == given
+
+
 def test_a_fork_that_sends_descriptors_has_its_link_closed(told: Told) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     before = open_fds()

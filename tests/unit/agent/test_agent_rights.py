@@ -200,6 +200,8 @@ REASONS: dict[str, tuple[str, ...]] = {
         "spawn._open_log: Path(path).parent.mkdir",
         "spawn._open_log: os.open",
         "spawn._open_streams: os.open",
+        "spawn._open_streams: os.open",
+        "warm_forks.Fork.send_order: os.open",
     ),
     "the runner stays root, so that no job can end or escape it": (
         "runner_link._start_runner: subprocess.Popen",
@@ -227,9 +229,6 @@ REASONS: dict[str, tuple[str, ...]] = {
         "worker_group.LocalWorkerGroup.prepare: self._logs_specs.open",
         # Of a job that is not here: it is empty.
         "worker_log_reader._Request.__init__: Written(), which is not told whose",
-    ),
-    "it runs this interpreter with no code and no environment": (
-        "descriptors._close_elsewhere: os.posix_spawn",
     ),
     "an abstract address is no file": (
         "torch_watch._Watch._report: sender.sendto",

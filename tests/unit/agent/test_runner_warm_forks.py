@@ -36,7 +36,7 @@ class Zygote:
     is_ready, imports = True, False
 
     def __init__(self) -> None:
-        self.spec = SimpleNamespace(spare_forks=0, wait_s=1.0)
+        self.spec = SimpleNamespace(spare_forks=0, wait_s=1.0, identity=None)
         self.asked: dict[int, list[Channel]] = {}
 
     def ask(self, batch: int, links: Sequence[int]) -> None:

@@ -72,7 +72,7 @@ class SnapshotWriters:
             self._writer = self._children.start(
                 f"the writer of step {mark['step']}",
                 Program(argv=words, env=env, cwd=cwd, pass_fds=fds, identity=identity),
-                partial(self._end, mark),
+                partial(self._end, mark, identity is not None),
                 spared=True,
             )
         except OSError as error:
@@ -93,11 +93,11 @@ class SnapshotWriters:
             self._loop.close_watched(self._copied)
             self._copied = None
 
-    def _end(self, mark: Mapping[str, object], child: Child, code: int) -> None:
+    def _end(self, mark: Mapping[str, object], is_private: bool, child: Child, code: int) -> None:
         self._writer = None
         self._unpin()
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        said = "; its stderr says why" if code > 0 else ""
+        said = "; its stderr says why" if code > 0 and not is_private else ""
         reason = child.failure or f"its writer ended with {how}{said}"
         self._tell(mark, "" if code == 0 else reason)
 

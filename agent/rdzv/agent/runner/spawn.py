@@ -50,8 +50,8 @@ class Program:
     """A program for a child to run.
 
     A stream is one of the runner's descriptors, or a path to append to. None means the runner's own
-    stream, except that stdin is empty unless `shares_stdin`. `pass_fds` are other descriptors to
-    pass to the program.
+    stream, or /dev/null with an identity; stdin is empty unless `shares_stdin`. `pass_fds` are
+    other descriptors to pass to the program.
     """
 
     argv: tuple[str, ...]
@@ -167,6 +167,11 @@ def _open_streams(program: Program, says: int) -> None:
             os.close(log)
         elif stream is not None:
             os.dup2(stream, fd)
+        elif program.identity is not None:
+            # The runner's own stream is the agent's log, which another account must not write to.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, fd)
+            os.close(null)
 
 
 def _open_log(path: str) -> int:

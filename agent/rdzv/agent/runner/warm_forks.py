@@ -10,6 +10,7 @@ process named in its order. workers.py and store_hosts.py define the two kinds o
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from abc import ABC, abstractmethod
@@ -76,6 +77,8 @@ class Fork:
         """Whether the fork was requested as a spare fork, whatever it has become since then."""
         self.has_order = False
         """Whether the fork has received its order, and its link is being watched."""
+        self.is_private = False
+        """Whether the fork has an account of its own, which must not write to the agent's log."""
 
     @property
     def is_open(self) -> bool:
@@ -86,8 +89,13 @@ class Fork:
         """Send the fork its order. If the fork is already gone, its exit will reveal that."""
         self.has_order = True
         self._loop.watch(self._link.fileno(), self.read)
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            copies = dup_fds(*(null if self.is_private and fd in (1, 2) else fd for fd in fds))
+        finally:
+            os.close(null)
         with suppress(ConnectionError):
-            self._link.send(order, *dup_fds(*fds))
+            self._link.send(order, *copies)
             self._loop.watch_channel(self._link)
 
     def read(self) -> None:
@@ -376,6 +384,8 @@ class WarmForks:
 
     def _send_order(self, start: WarmStart, fork: Fork, child: Child) -> None:
         child.spared = start.outlives_rounds
+        spec = self.zygote.spec
+        fork.is_private = spec is not None and spec.identity is not None
         try:
             start.send_order(fork, child)
         except (OSError, ValueError, BufferError) as error:

@@ -86,6 +86,9 @@ class SideProcess(asyncio.Protocol):
                     process = subprocess.Popen(  # noqa: ASYNC220
                         runner_link.aside([python, str(_SCRIPT), str(theirs.fileno())], chdir),
                         stdin=subprocess.DEVNULL,
+                        # Another account must not write to the agent's log.
+                        stdout=None if account is None else subprocess.DEVNULL,
+                        stderr=None if account is None else subprocess.DEVNULL,
                         env=environ,
                         pass_fds=[theirs.fileno()],
                         # The agent itself handles Ctrl-C.
