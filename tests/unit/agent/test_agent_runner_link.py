@@ -114,10 +114,31 @@ def no_process(pid: int) -> int:
     raise ProcessLookupError
 
 
+@pytest.mark.parametrize(("program", "ends"), [("true", True), ("sleep 600", False)])
+async def test_what_a_dead_runner_has_left_may_end_by_itself_for_a_while(
+    program: str, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_children, "HELPERS_S", PATIENCE_S if ends else 0.05)
+    killed: list[list[int]] = []
+
+    def kill(_spared: object) -> list[int]:
+        killed.append([helper.pid])
+        helper.kill()
+        helper.wait()
+        return []
+
+    monkeypatch.setattr(agent_children, "kill_descendants", kill)
+    with subprocess.Popen(program.split()) as helper:  # noqa: ASYNC220
+        await agent_children.sweep_orphans()
+        assert helper.poll() is not None
+    assert bool(killed) != ends
+
+
 @pytest.mark.quick
 async def test_what_a_dead_runner_has_left_is_killed_until_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(agent_children, "HELPERS_S", 0.0)
     looks: list[list[int]] = [[7, 8], [8], []]
     monkeypatch.setattr(agent_children, "kill_descendants", lambda spared: looks.pop(0))
     monkeypatch.setattr(os, "pidfd_open", no_process)
@@ -130,6 +151,7 @@ async def test_runners_that_live_are_spared_until_they_end(
     s: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spared: list[set[int]] = []
+    monkeypatch.setattr(agent_children, "HELPERS_S", 0.0)
     monkeypatch.setattr(agent_children, "kill_descendants", lambda pids: spared.append(pids) or [])
     ours, theirs = socket.socketpair()
     with theirs, subprocess.Popen(["sleep", "600"]) as process:  # noqa: ASYNC220
@@ -147,6 +169,7 @@ async def test_a_child_that_is_no_runners_is_spared_until_that_is_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spared: list[set[int]] = []
+    monkeypatch.setattr(agent_children, "HELPERS_S", 0.0)
     monkeypatch.setattr(agent_children, "kill_descendants", lambda pids: spared.append(pids) or [])
     agent_children.spare(7)
     await agent_children.sweep_orphans()
@@ -158,6 +181,7 @@ async def test_a_child_that_is_no_runners_is_spared_until_that_is_taken_back(
 async def test_what_sigkill_does_not_end_is_named_and_waited_for_no_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(agent_children, "HELPERS_S", 0.0)
     monkeypatch.setattr(agent_children, "kill_descendants", lambda spared: [7, 8])
     monkeypatch.setattr(os, "pidfd_open", no_process)
     await agent_children.sweep_orphans(-1)
@@ -168,6 +192,7 @@ async def test_while_a_child_is_being_started_nobody_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killed, loads = [], asyncio.Event()
+    monkeypatch.setattr(agent_children, "HELPERS_S", 0.0)
     monkeypatch.setattr(
         agent_children, "kill_descendants", lambda spared: killed.append(spared) or []
     )

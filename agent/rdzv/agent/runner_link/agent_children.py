@@ -24,6 +24,7 @@ from rdzv.agent.runner.linux.process_tree import (
     children_of,
     kill_below,
     kill_descendants,
+    list_descendants,
     reap,
 )
 
@@ -31,6 +32,7 @@ log = logging.getLogger("rdzv.agent.runner")
 
 SWEEP_TIMEOUT_S = 2.0
 """How long a dead runner's processes may take to disappear."""
+HELPERS_S = 1.0
 _KILL_TIMEOUT_S = 1.0
 _STARTING_RETRY_S = 0.05
 _LOOK_AGAIN_S = 0.02
@@ -64,19 +66,23 @@ def forget_runner(pid: int) -> None:
 async def sweep_orphans(timeout_s: float = SWEEP_TIMEOUT_S) -> None:
     """Kill processes left behind by dead runners, if this process is a subreaper.
 
-    Other runners keep running. Waits until all these processes are gone, but for no longer than
+    Other runners keep running. The workers have died with their runner; what they have started has
+    `HELPERS_S` to end by itself, as Python's resource tracker does when it has removed their files
+    in /dev/shm. Then this waits until all these processes are gone, but for no longer than
     `timeout_s`, because one may be stuck in the kernel.
 
     Raises:
         OSError: the children cannot be listed, so some may remain.
     """
-    deadline_s = time.monotonic() + timeout_s
+    kill_from_s = time.monotonic() + HELPERS_S
+    deadline_s = kill_from_s + timeout_s
     while True:
         late = time.monotonic() > deadline_s
         others = _runner_pids | _spared_pids
+        kill = kill_descendants if time.monotonic() >= kill_from_s else list_descendants
         try:
             # A child that is still being started has not been recorded.
-            left = [] if _starting else kill_descendants(others)
+            left = [] if _starting else kill(others)
             reap(pid for pid in left if pid in children_of(os.getpid()))
         except OSError:
             if late:

@@ -68,7 +68,7 @@ def kill_descendants(except_pids: Collection[int] = ()) -> list[int]:
     Raises:
         OSError: the children cannot be listed, so some may remain.
     """
-    found = descendants_of(children_of(os.getpid()), except_pids)
+    found = list_descendants(except_pids)
     family = {os.getpid(), *found}
     for pid in found:
         signal_relative(pid, signal.SIGKILL, family)
@@ -88,6 +88,11 @@ def kill_below(pid: int, except_pids: Collection[int] = ()) -> list[int]:
     for one in found:
         signal_relative(one, signal.SIGKILL, family)
     return [one for one in found if not _has_ended(one)]
+
+
+def list_descendants(except_pids: Collection[int] = ()) -> list[int]:
+    """List the descendants of this process. Raises `OSError` if its children cannot be listed."""
+    return descendants_of(children_of(os.getpid()), except_pids)
 
 
 def descendants_of(children: Iterable[int], except_pids: Collection[int] = ()) -> list[int]:
