@@ -10,6 +10,7 @@ import pytest
 
 from rdzv.core.commands import Command, Fail, Leave
 from rdzv.core.evidence.collectives import FINISHED, Collective, GroupRecord
+from rdzv.core.evidence.collectives import Cause as HangCause
 from rdzv.core.evidence.hang_culprit import HungWorker, verdict
 from rdzv.core.evidence.stacks import EXITED, Frame, Report, Thread, WorkerStack, grouped
 from rdzv.core.model import Cause, Failure, LeaveCause, Membership, Result, Settings, State
@@ -91,8 +92,26 @@ def test_where_the_stacks_do_not_tell_it_is_the_longest_silent() -> None:
     alone = verdict(hung, None, "too many are being taken")
     assert (alone.node_id, alone.rank, alone.traceback) == ("n1", 1, "")
     assert alone.message.startswith(
-        "hung: no stacks were taken: too many are being taken (RANK 0-2"
+        "hung: which rank is at fault is not known; no stacks were taken: too many are being taken "
+        "(RANK 0-2"
     )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("member", "rank"), [(False, 0), (True, 2)])
+def test_a_worker_that_has_exited_is_charged_only_if_it_may_be_in_the_group(
+    member: bool, rank: int
+) -> None:
+    """The records show who is in it; without them, it may be."""
+    at_barrier = [on("n1", recorded(n, 41, 9, done=False)) for n in (0, 1)]
+    report = a_report(*at_barrier, on("n1", WorkerStack(2, 2, 102, FINISHED)))
+    if not member:
+        report = replace(
+            report, cause=HangCause("unfinished", (), "1", 9, "barrier", (0, 1), 9, "so")
+        )
+    found = verdict({"n1": (worker(0), worker(1))}, report, "")
+    assert (found.rank, found.finished) == (rank, member)
+    assert ("at fault is not known" in found.message) is not member
 
 
 @pytest.mark.quick

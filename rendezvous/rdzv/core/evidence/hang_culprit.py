@@ -74,9 +74,11 @@ def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, w
     told = describe_hung(worker for _, worker in known)
     what = report.summary if report is not None else f"no stacks were taken: {why}"
     how = "a collective timed out" if any(one.timed_out for _, one in known) else "hung"
-    message = f"{how}: {what} ({told})"[:MAX_MESSAGE_CHARS]
     stacks = {stack.rank: stack for stack in report.stacks} if report is not None else {}
     odd = _waited_for(report) if report is not None else None
+    if odd is None and len(known) > 1:
+        what = f"which rank is at fault is not known; {what}"
+    message = f"{how}: {what} ({told})"[:MAX_MESSAGE_CHARS]
     if odd is not None and odd in stacks:
         of = stacks[odd]
         who = (of.node_id, of.rank, of.local_rank, of.pid, message, as_traceback(of))
@@ -88,6 +90,9 @@ def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, w
 
 def _waited_for(report: Report) -> int | None:
     """Return the RANK that the others are waiting for, or None if unknown."""
-    if report.cause is not None and report.cause.ranks:
+    if report.cause is None:
+        return odd_one_out(report.groups)
+    if report.cause.ranks:
         return report.cause.ranks[0]
-    return odd_one_out(report.groups)
+    # The others do not wait for those that have exited: these are in other process groups.
+    return odd_one_out([group for group in report.groups if group.state != FINISHED])
