@@ -148,6 +148,29 @@ def test_a_zygote_that_cannot_be_forked_is_tried_again(
         assert open_fds() == before
 
 
+def test_a_zygote_that_has_forked_is_replaced_soon_and_one_that_is_given_up_never(
+    loop: Loop, agent: AgentLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[float | None] = []
+    monkeypatch.setattr(agent, "emit", lambda _, **about: said.append(about["retry_s"]))
+    with closing(NoChildren(loop)) as children:
+        zygote = WarmForks(loop, children, agent).zygote
+        zygote.spec = ZygoteSpec(("python", "train.py"), {}, None, ())
+        zygote.begin()
+        for _ in range(3):
+            zygote.do_due(math.inf)
+        assert said == [1.0, 2.0, 4.0, 8.0]
+        zygote.has_forked()
+        zygote.do_due(math.inf)
+        assert said.pop() == 1.0
+        zygote.give_up_for_good("the script changes OMP_NUM_THREADS")
+        assert said.pop() is None
+        zygote.do_due(math.inf)
+        zygote.begin()
+        assert said == [1.0, 2.0, 4.0, 8.0]
+        assert not [at for at in zygote.wake_times() if at is not None]
+
+
 @pytest.mark.parametrize(
     ("free", "begun"), [(None, True), (NEEDS_BYTES, True), (NEEDS_BYTES - 1, False)]
 )
@@ -269,6 +292,48 @@ def test_a_replacement_starts_once_nothing_is_left_of_the_parked_worker(
     assert replaced == []
     parked.do_due(now)
     assert replaced == [True] and not parked
+
+
+def test_a_second_request_to_end_parked_workers_shortens_and_never_lengthens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rdzv.agent.runner.parked_workers.signal_child", lambda pid, signum: None)
+    unused: Any = None
+    parked, link = ParkedWorkers(unused, unused), Parked()
+    typed: Any = link
+    parked.add(typed)
+    for grace_s, left_s in ((60.0, 60.0), (3_600.0, 60.0), (5.0, 5.0), (60.0, 5.0)):
+        parked.end_all(grace_s)
+        assert link.kill_at is not None
+        assert link.kill_at - time.monotonic() == pytest.approx(left_s, abs=2.5)
+
+
+def test_that_all_parked_workers_are_gone_is_said_once_for_each_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rdzv.agent.runner.parked_workers.signal_child", lambda pid, signum: None)
+    told: list[str] = []
+    agent: Any = type("Agent", (), {"emit": lambda _, kind, **fields: told.append(kind)})()
+    children: Any = type("Children", (), {"kill_family": lambda _, *how: []})()
+    parked = ParkedWorkers(children, agent)
+    for _ in range(2):
+        link = Parked()
+        typed: Any = link
+        parked.add(typed)
+        parked.end_all(5.0)
+        link.child.on_exit(link.child, 0)
+        for _ in range(3):
+            parked.do_due(time.monotonic())
+        assert told == ["kept_exited", "kept_gone"]
+        told.clear()
+    # One that ends for another reason is no answer to a request that was answered.
+    link = Parked()
+    typed = link
+    parked.add(typed)
+    parked.end(typed, 5.0)
+    link.child.on_exit(link.child, 0)
+    parked.do_due(time.monotonic())
+    assert told == ["kept_exited"] and not parked
 
 
 def test_without_a_grace_what_a_parked_worker_has_started_has_no_time_either() -> None:

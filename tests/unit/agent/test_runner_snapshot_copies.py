@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -279,6 +280,37 @@ def test_what_a_carrier_does_not_read_for_a_while_reaches_it_later(
     os.kill(two.copies.carrier.pid, signal.SIGCONT)
     two.until(two.copied)
     assert two.read() == [bytes(snapshot(40))]
+
+
+def test_no_carrier_is_started_before_the_one_that_is_being_killed_is_gone() -> None:
+    """It might still write to memory that another one would be given."""
+    started: list[tuple[Any, socket.socket]] = []
+
+    def start(_name: str, program: Any, on_exit: Any, *, spared: bool) -> Any:
+        child = SimpleNamespace(pid=len(started), kill=lambda: None, failure="")
+        child.reap = lambda: on_exit(child, -9)
+        started.append((child, socket.socket(fileno=os.dup(program.pass_fds[0]))))
+        return child
+
+    loop = Loop()
+    children: Any = SimpleNamespace(start=start)
+    slots: Any = SimpleNamespace(tell=lambda: None, all=list)
+    copies = SnapshotCopies(loop, children, slots)
+    request = {"argv": ["carrier"], "env": {}, "pem": "", "token": "t", "fingerprint": ""}
+    copies.carry(request)
+    child, link = started[0]
+    link.sendall(b"\xff" * 100)
+    for call in loop.wait(0):
+        call()
+    copies.carry(request)
+    assert len(started) == 1
+    child.reap()
+    copies.carry(request)
+    assert len(started) == 2
+    copies.close()
+    for _, link in started:
+        link.close()
+    loop.close()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -120,6 +122,33 @@ def test_reports_are_received_up_to_a_number_and_again_in_the_next_round(watched
     assert watched.restarts.report_to is None
     watched.restarts.begin_round(2)
     assert watched.restarts.report_to not in (None, address)
+    # A round that has used some of its reports leaves all of them to the next one.
+    address = watched.restarts.report_to
+    for _ in range(2):
+        for _ in range(2 * MAX_REPORTS_PER_WORKER - 1):
+            watched.report(changed=7)
+        watched.restarts.begin_round(2)
+    assert watched.restarts.report_to == address
+
+
+REPORTS = """
+import socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
+    worker.sendto(b'{"changed": []}', "\\0" + sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_imports_of_the_round_before_do_not_count(watched: Watched) -> None:
+    address = watched.restarts.report_to
+    assert address is not None
+    subprocess.run([sys.executable, "-S", "-c", REPORTS, address], check=True, timeout=60)
+    watched.loop.turn()
+    assert watched.starts_in_s is not None
+    watched.restarts.begin_round(2)
+    watched.report()
+    watched.restarts.do_due(time.monotonic())
+    assert not watched.zygote.begun, "one of two has imported"
 
 
 def test_a_change_that_a_fork_would_not_see_is_named(watched: Watched) -> None:

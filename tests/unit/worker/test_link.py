@@ -122,12 +122,20 @@ def test_a_worker_that_cannot_park_says_so_once(
     runner: tuple[Link, Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Lost:
+        def __init__(self) -> None:
+            self._place = place
+
         def place(self) -> str:
-            return "graph.py:979"
+            return self._place
+
+    place = "of the round before"
 
     monkeypatch.setattr("rdzv.worker.link.LostWait", Lost)
     link, other = runner
     cut = Cut()
+    link.begin(2, Cut())  # type: ignore[arg-type]
+    # What a round has seen of the main thread does not count in the next one.
+    place = "graph.py:979"
     link.begin(3, cut)  # type: ignore[arg-type]
     other.say(type="round_over", round=3)
     assert other.hear() == {"type": "stuck", "round": 3, "place": "graph.py:979"}

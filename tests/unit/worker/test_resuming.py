@@ -499,6 +499,52 @@ def test_what_was_refused_is_not_asked_for_again_in_this_round(runners: list[Run
     assert steps(runners[0]) == [1]
 
 
+def test_a_larger_slot_that_was_refused_is_asked_for_again_in_the_next_round(
+    runners: list[Runner],
+) -> None:
+    _, snapshots = saving(runners[0])
+    snapshots.save()
+    snapshots.finish()
+    held, larger = snapshots.held, 10 * runners[0].size
+    assert held is not None
+    runners[0].refuses = "no memory is free"
+    assert not held.ask(larger)
+    runners[0].refuses = ""
+    assert not held.ask(larger)
+    snapshots.begin_round(round_of(1, 0))
+    assert held.ask(larger) and held.size == larger
+
+
+def test_steps_that_were_given_up_may_become_whole_in_the_next_round(
+    runners: list[Runner],
+) -> None:
+    _, snapshots = saving(runners[0])
+    runners[0].watermark = Watermark(0, 20, "s", (0, 30))
+    snapshots.begin_round(round_of(1, 0))
+    assert runners[0].watermark == Watermark(0, 20, "s")
+
+
+def test_a_part_that_comes_in_a_later_round_is_described(runners: list[Runner]) -> None:
+    sealing, parts = sharded(0)
+    sealing.begin_round(0, 2, lambda: None)
+    snapshots = Snapshots(sealing, runners[0], None)  # type: ignore[arg-type]
+
+    def described() -> set[bool]:
+        sealing.commit()
+        assert snapshots.save()
+        snapshots.finish()
+        assert snapshots.held is not None
+        headers = [slot.header() for slot in snapshots.held.slots]
+        newest = max((one for one in headers if one), key=lambda one: one.step)
+        return {bool(newest.part)}
+
+    snapshots.begin_round(round_of(0, 0))
+    assert described() == {False}
+    snapshots.begin_round(round_of(1, 0))
+    sealing.add(parts, holds_last=False)
+    assert described() == {True}
+
+
 def test_a_step_changes_nothing_until_the_one_before_is_copied(
     runners: list[Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
