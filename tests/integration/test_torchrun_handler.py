@@ -269,6 +269,7 @@ class FakeStream:
         lock: threading.Condition,
         beliefs: Callable[[], list[pb.Belief]],
         hear: Callable[[pb.ServerMessage], None],
+        join_timeout_s: float,
     ) -> None:
         self.hello, self.lock, self.beliefs, self._hear = hello, lock, beliefs, hear
         self.said: list[pb.NodeMessage] = []
