@@ -71,6 +71,25 @@ $(FRAMEWORKS)/.ready: $(READY)
 	  accelerate==1.15.0 transformers==5.23.0 lightning==2.6.6 submitit==1.5.4
 	@touch $@
 
+# The torch that `pip install torch` gives, in an environment of its own: gigabytes, with CUDA.
+TORCH_CURRENT ?= 2.14.1
+CURRENT := build/torch-$(TORCH_CURRENT)
+CURRENT_TESTS := tests/conformance/test_conformance.py tests/unit/worker tests/unit/agent/test_worker_hook.py \
+  $(patsubst %,tests/integration/test_%.py,torchrun_plugin torchrun_handler torchrun_launches warm warm_restarts \
+  warm_store_host kept_workers kept_processes kept_shards kept_shards_in_process kept_shards_processes parking \
+  hangs hangs_of_torch resumed_from_memory copied_snapshots snapshot_slots)
+
+$(CURRENT)/.ready: $(READY)
+	$(call environment-beside,$(CURRENT))
+	@ln -s ../../../$(BIN)/py-spy $(CURRENT)/bin/py-spy
+	@$(CURRENT)/bin/python -m pip --disable-pip-version-check install --quiet torch==$(TORCH_CURRENT) --editable .
+	@touch $@
+
+.PHONY: torch-current
+torch-current: $(CURRENT)/.ready  ## what depends on torch, with the newest: conformance, plug-in, warm, kept, hangs, snapshots
+	@$(CURRENT)/bin/python -m pytest $(CURRENT_TESTS) -q $(FORKED) --forks 4 --durations=5 \
+	  -m 'not campaign and not clusters and not frameworks and not release'
+
 .PHONY: clusters
 clusters: $(FRAMEWORKS)/.ready  ## Slurm, the manifests for Kubernetes, the Debian package on a booted machine; root
 	@timeout 30m $(BIN)/python -m pytest tests -q -n 2 --dist loadfile --durations=5 -m clusters \
@@ -86,7 +105,7 @@ campaigns: $(READY)  ## tests that do the same many times over: restarts, kills,
 	@$(BIN)/python -m pytest tests -q --durations=5 -m campaign
 
 .PHONY: ci
-ci: test clusters frameworks campaigns dist-test  ## all five
+ci: test torch-current clusters frameworks campaigns dist-test  ## all six
 
 .PHONY: unit
 # Tests that start programs, serve gRPC or HTTP, import torch, or take more than some milliseconds otherwise
@@ -121,8 +140,9 @@ conformance-warm: $(READY)  ## the conformance table with workers forked from a 
 	@CONFORMANCE_WARM=1 $(BIN)/python -m pytest tests/conformance/test_conformance_warm.py -q
 
 .PHONY: conformance-record
-conformance-record: $(READY)  ## what torchrun shows for each case of that table, written anew; then review it
-	@$(BIN)/python -m pytest tests/conformance/test_conformance.py -q -m campaign -k recorded --rewrite
+conformance-record: $(READY) $(CURRENT)/.ready  ## what torchrun shows for each case of that table, written anew; then review it
+	@for bin in $(BIN) $(CURRENT)/bin; do \
+	  $$bin/python -m pytest tests/conformance/test_conformance.py -q -m campaign -k recorded --rewrite || exit 1; done
 
 .PHONY: integration
 integration: $(READY)  ## real processes, real gRPC, kill -9

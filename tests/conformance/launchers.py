@@ -295,13 +295,14 @@ class Launched:
         for node in range(self._case.nodes):
             own = self._home(node) / "error.json"
             if own.exists():
-                found[own.name] = error_in(own.read_text())
+                found[own.name] = self._mask(error_in(own.read_text()))
             for attempt in self._home(node).rglob("attempt_*"):
                 for path in attempt.rglob("*"):
                     if path.is_file():
                         name = str(path.relative_to(attempt.parent))
                         text = path.read_text()
-                        found[name] = error_in(text) if path.name == "error.json" else text
+                        is_error = path.name == "error.json"
+                        found[name] = self._mask(error_in(text) if is_error else text)
         return found
 
     def _mask(self, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What torchrun has shown for each case of the table, as recorded with one torch and one Python.
+"""What torchrun has shown for each case of the table, as recorded with each torch and one Python.
 
 The same torch shows the same, so `make test` compares rdzvrun with the recording, and
 `make campaigns` compares the recording with torchrun. `make conformance-record` writes it anew.
@@ -19,7 +19,8 @@ from typing import Any
 
 from launchers import Case, Seen
 
-FILE = Path(__file__).with_name("torchrun_results.jsonl")
+TORCH = importlib.metadata.version("torch").partition("+")[0]
+FILE = Path(__file__).with_name(f"torchrun_{TORCH}.jsonl")
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,14 @@ def _input(case: Case) -> list[Any]:
 
 
 def _here() -> dict[str, Any]:
-    torch = importlib.metadata.version("torch").partition("+")[0]
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"torch": torch, "python": python, "gpus": len([*Path("/dev").glob("nvidia[0-9]*")])}
+    return {"torch": TORCH, "python": python, "gpus": len([*Path("/dev").glob("nvidia[0-9]*")])}
 
 
 @functools.cache
 def _rows() -> Mapping[str, dict[str, Any]]:
     """Return what is recorded, by the name of the case; nothing, if not with what runs here."""
+    if not FILE.exists():
+        return {}
     made_with, *rows = map(json.loads, FILE.read_text().splitlines())
     return {row["name"]: row for row in rows} if made_with == _here() else {}

@@ -116,7 +116,7 @@ WITHOUT_TRACEBACK = json.dumps({"message": "gone", "timestamp": 7})
 
 # ---------------------------------------------------------------------- the table
 
-CASES: Sequence[Case] = [
+CASES: list[Case] = [
     # -------------------------------------------------------------- one node, and what it runs
     Case("nothing but a script", "see.py a 'b c' ''", {"exit codes": [0], "env WORLD_SIZE": ["1"]}),
     Case(
@@ -765,9 +765,32 @@ CASES: Sequence[Case] = [
         {"workers": 0},
         USAGE,
     ),
-    Case("no such module", f"{ALONE} -m no_such", {"exit codes": [1], "workers": 0}),
+    Case(
+        "no such module",
+        f"{ALONE} -m no_such",
+        {"exit codes": [1], "workers": 0},
+        {
+            "files": Differ(
+                {},
+                {"attempt_0/0/error.json": "VENV/bin/python: No module named no_such"},
+                "the text with which a script exits is its failure's message",
+            )
+        },
+    ),
     Case("a log folder that is a file", f"{ALONE} --log-dir=see.py see.py", {"workers": 0}, USAGE),
 ]
+
+if recording.TORCH.split(".") >= ["2", "14"]:
+    CASES += [
+        Case(
+            "a prefix of teed lines",
+            "PET_NODE_RANK=@NODE PET_MASTER_PORT=@PORT --nnodes 2 --nproc-per-node 2 --tee 3 "
+            "--log-line-prefix-template '${hostname}:${rank}: ' see.py say=hello",
+            {"exit codes": [0, 0], "workers": 4},
+            nodes=2,
+        ),
+        Case("a completion script", "--print-completion=bash", {"exit codes": [1], "workers": 0}),
+    ]
 
 
 # ---------------------------------------------------------------------- the test
@@ -918,6 +941,7 @@ STAND_FOR = {
     "$NUM_TRAINERS": "2",
     "NUM_GPUS_YOU_HAVE": "2",
     "--nproc-per-node=8": "--nproc-per-node=2",
+    "--nproc-per-node 8": "--nproc-per-node 2",
     "$JOB_ID": "job",
     "$HOST_NODE_ADDR": "localhost:@PORT",
     "192.168.1.1": "127.0.0.1",
@@ -931,11 +955,11 @@ STAND_FOR = {
 @pytest.mark.parametrize("launcher", ["torch.distributed.run", "torch.distributed.launch"])
 def test_every_line_of_torchs_own_documentation_is_in_the_table(launcher: str) -> None:
     text = importlib.import_module(launcher).__doc__ or ""
-    program = r"(torchrun|python -m torch\.distributed\.launch)\s+(--.+?)\s\S+\.py\b"
+    program = r"(torchrun|python -m torch\.distributed\.launch)\s+(--(?:(?!\n\n).)+?)\s\S+\.py\b"
     shown = re.findall(rf"^ {{4}}{program}", text, re.MULTILINE | re.DOTALL)
     assert len(shown) >= {"torch.distributed.run": 5, "torch.distributed.launch": 3}[launcher]
     tried = {
-        (case.launchers[0], *(word for word in case.line.split() if not VARIABLE.match(word)))
+        (case.launchers[0], *(word for word in shlex.split(case.line) if not VARIABLE.match(word)))
         for case in CASES
     }
     for name, line in shown:
@@ -962,7 +986,14 @@ def test_every_abbreviation_that_torchrun_takes_means_the_same() -> None:
 
     from rdzv.launch_options import declared_flags, flags
 
-    theirs = {name: act.dest for act in get_args_parser()._actions for name in act.option_strings}
+    # A flag that only newer versions of torchrun have is ours in any case: with each torch, one
+    # abbreviation means the same.
+    theirs = {
+        name: act.dest
+        for act in get_args_parser()._actions
+        for name in act.option_strings
+        if name.replace("_", "-") not in declared_flags.OWN
+    }
     actions = flags.options(flags.make_parser({}, legacy=False))
     own = {name for name in actions if name.startswith("--")} - theirs.keys()
     assert {name.replace("_", "-") for name in own} == declared_flags.OWN & {*actions}

@@ -70,9 +70,11 @@ class _Torch:
                 # Generators need this of all that was put off.
                 core = getattr(module, "_C", None)  # A test's stand-in for torch has none.
                 if set_metaclass := getattr(core, "_set_generator_metaclass", None):
-                    from torch._opaque_base import OpaqueBaseMeta
-
-                    set_metaclass(OpaqueBaseMeta)
+                    try:
+                        from torch._custom_class_base import CustomClassBaseMeta as Meta
+                    except ImportError:  # Before torch 2.14.
+                        from torch._opaque_base import OpaqueBaseMeta as Meta
+                    set_metaclass(Meta)
 
             spec.loader.exec_module = run_uncollected
             _put_off()
