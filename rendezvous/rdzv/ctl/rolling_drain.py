@@ -181,7 +181,8 @@ def _drain_when_it_may(
 
 def _is_ours(reason: str, rolling: Rolling) -> bool:
     """Return whether a drain with this reason may be this command's, run before."""
-    return rolling.command is None or reason.startswith(rolling.reason)
+    # The server appends the name of a caller that is proven.
+    return rolling.command is None or f"{reason} [".startswith(f"{rolling.reason} [")
 
 
 def _insist(ask: Callable[[], Node], say: Callable[[str], None]) -> Node:

@@ -260,6 +260,17 @@ def test_a_roll_takes_back_no_cordon_and_no_drain_of_somebody_else(floor: Floor,
     ]
 
 
+def test_a_roll_goes_on_with_its_own_drains_alone(floor: Floor, out: Out) -> None:
+    """Not with those that its user ordered for another reason; the server may have signed them."""
+    floor.jobs["job"] = control_samples.running()
+    run(["drain", "n1", "--reason=roof leaks"])
+    run(["drain", "n2"])
+    floor.nodes["n2"].drain_reason += " [ada (token 7)]"
+    floor.asked.clear()
+    assert run(["drain", "--all-of=rack=a1", "--undrain-after=true"]) == 0
+    assert floor.asked == ["undrain n2", "drain n10 300000 keeping min", "undrain n10"]
+
+
 def test_an_undrained_node_that_is_cordoned_says_so(floor: Floor, out: Out) -> None:
     node = floor.nodes["n1"]
     node.cordoned, node.cordoned_besides, node.cordon_reason = True, True, "by ada: fan"
