@@ -338,6 +338,30 @@ async def test_a_round_that_ends_otherwise_ends_the_hang() -> None:
         assert round_.end.cause is Cause.NODE_LOST
 
 
+async def test_a_hang_that_is_still_looked_into_does_not_end_that_of_the_next_round() -> None:
+    """The stacks of its round are waited for, though the round is over."""
+    clock = FakeClock()
+    async with server(clock=clock) as s:
+        n1, n2 = await s.pair()
+        hang(s, n1, 0)
+        await clock.advance(GATHER_MS + ANSWER_MS - 1_000)
+        assert was_asked(n1, n2) == [True, True]
+        number = (await membership(s)).next_round
+        for stream in (n1, n2):
+            fail = Leave(stream.node_id, stream.incarnation, "run-1", LeaveCause.SIGNAL, "bye")
+            await s.driver.engine.submit("job-7", replace(fail, left_round=number - 1))
+        assert s.driver.diagnosis.hangs.episodes == 0
+        for stream in (n1, n2):
+            await s.join(stream)
+        joined = await membership(s)
+        assert joined.round is not None and joined.round.live
+        hang(s, n1, 0, run=joined.run, number=joined.round.number)
+        assert s.driver.diagnosis.hangs.episodes == 1
+        await clock.advance(2_000)
+        assert s.driver.diagnosis.hangs.episodes == 1
+        assert s.driver.views.hangs("job-7")
+
+
 async def test_a_round_that_is_over_hangs_no_more_from_that_moment_on() -> None:
     async with server() as s:
         n1, _ = await s.pair()

@@ -598,12 +598,18 @@ async def test_refused_calls_are_counted_and_logged_now_and_then(
         await refusal(server, "/rdzv.v1.Control/Backup", "read")
         lines = [r.getMessage() for r in caplog.records if r.name == "rdzv.access"]
         assert "2 more were refused" in lines[-1]
+        # Those that were told of once are not counted again.
+        await server.clock.advance(role_gate.LOG_EVERY_MS)
+        await refusal(server, "/rdzv.v1.Control/Backup", "read")
+        lines = [r.getMessage() for r in caplog.records if r.name == "rdzv.access"]
+        assert len(lines) == 3
+        assert "more were refused" not in lines[-1]
         assert "needs the role admin, and it has read" in lines[-1]
         async with aiohttp.ClientSession() as session:
             url = f"{server.url}/metrics"
             async with session.get(url, headers=dict(server.header("read"))) as answer:
                 text = await answer.text()
-        assert 'rdzv_refused_calls_total{reason="DeniedError"} 3' in text
+        assert 'rdzv_refused_calls_total{reason="DeniedError"} 4' in text
         assert 'rdzv_refused_calls_total{reason="UnauthenticatedError"} 1' in text
 
 

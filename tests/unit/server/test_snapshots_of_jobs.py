@@ -109,6 +109,12 @@ async def test_a_node_that_missed_it_hears_of_it_when_it_is_back() -> None:
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
         s.driver.reports.note_snapshots(n1, holds(0, mark(40)))
         assert heard(n1) == whole_at(40)
+        # Also if it had heard of it on the stream that has ended.
+        s.driver.connections.detach(n1)
+        n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
+        for told in (whole_at(40), []):
+            s.driver.reports.note_snapshots(n1, holds(0, mark(40)))
+            assert heard(n1) == told
 
 
 def saved(shard: int, *steps: int) -> SnapshotsHeld:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import stat
@@ -121,10 +122,33 @@ async def test_when_it_was_used_is_stored_now_and_then() -> None:
         # Then again, and what is stored of the tokens otherwise takes nothing of it back.
         clock.at_ms += HOUR_MS
         driver.tokens.caller(text)
-        await driver.tokens.create("bob", [Role.READ], 0)
         await settle()
+        assert json.loads(await stored(store))["tokens"][0]["used_ms"] == clock.now_ms()
+        await driver.tokens.create("bob", [Role.READ], 0)
         kept = {one["name"]: one["used_ms"] for one in json.loads(await stored(store))["tokens"]}
         assert kept == {"ada": clock.now_ms(), "bob": None}
+        assert [one.used_ms for one in driver.tokens.listed()] == [clock.now_ms(), None]
+
+
+async def test_a_use_while_the_tokens_are_being_stored_is_not_forgotten() -> None:
+    class Slow(MemoryStore):
+        may_write = asyncio.Event()
+
+        async def swap_document(self, name: str, data: bytes, revision: int) -> int:
+            await self.may_write.wait()
+            return await super().swap_document(name, data, revision)
+
+    store, clock = Slow(), FakeClock()
+    store.may_write.set()
+    async with driving(store, clock) as driver:
+        _, text = await driver.tokens.create("ada", [Role.READ], 0)
+        store.may_write.clear()
+        creating = asyncio.create_task(driver.tokens.create("bob", [Role.READ], 0))
+        await settle()
+        clock.at_ms += 5
+        driver.tokens.caller(text)
+        store.may_write.set()
+        await creating
         assert [one.used_ms for one in driver.tokens.listed()] == [clock.now_ms(), None]
 
 

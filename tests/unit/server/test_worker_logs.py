@@ -306,6 +306,35 @@ async def test_a_node_that_is_back_goes_on_where_it_was() -> None:
         await reading.stop()
 
 
+async def test_a_node_that_is_back_goes_on_in_the_round_that_was_being_read() -> None:
+    """Positions in files of the round before would skip what is at them."""
+    async with server() as s:
+        n1, _ = await pair(s)
+        reading = await begin(s, follow=True, rank=0)
+        request = asked(n1)
+        await say(s, n1, request, b"12345")
+        later = LogPiece(request.request, 1, local_rank=0, rank=0, offset=0, data=b"67")
+        s.driver.reports.take_log(n1, later)
+        await settle()
+        s.driver.connections.detach(n1)
+        second = asked(await s.connect("n1", instance="one"))
+        assert second.positions == (LogPosition("", 1, 0, False, 2),)
+        await reading.stop()
+
+
+async def test_that_a_round_is_not_there_yet_is_not_said_once_it_is() -> None:
+    async with server() as s:
+        n1, n2 = await pair(s)
+        state = await s.driver.views.state("job-7")
+        reader = s.driver.diagnosis.logs.open(state, LogsWanted(follow=True, round=1))
+        await end_round(s, n1, n2)
+        taking = asyncio.create_task(reader.next())
+        await settle()
+        assert not taking.done()
+        taking.cancel()
+        reader.close()
+
+
 async def test_a_stream_that_replaces_another_is_asked_anew() -> None:
     async with server() as s:
         n1, _ = await pair(s)
