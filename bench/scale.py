@@ -330,7 +330,13 @@ def joins(count: int) -> list[Join]:
             number + 1,
             "",
             settings,
-            Offer("10.0.0.1", 8, store_port=20_000, machine=f"{number:x}", can_host_store=True),
+            Offer(
+                f"10.0.{number >> 8}.{number & 255}",
+                8,
+                store_port=20_000,
+                machine=f"{number:x}",
+                can_host_store=True,
+            ),
             new_run="run",
         )
         for number in range(count)

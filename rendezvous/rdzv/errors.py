@@ -106,6 +106,13 @@ class DeniedError(RendezvousError):
     grpc_status = "PERMISSION_DENIED"
 
 
+class UnreachableNodeError(RendezvousError):
+    """A node could not reach another, or not tell itself from it. The caller retries later."""
+
+    code = "UnreachableNodeError"
+    grpc_status = "ABORTED"
+
+
 class LimitExceededError(RendezvousError):
     """The request exceeds one of the server's limits. The caller backs off."""
 
@@ -188,6 +195,7 @@ ERRORS = _table(
     StaleRoundError,
     UnauthenticatedError,
     DeniedError,
+    UnreachableNodeError,
     LimitExceededError,
     TooFewNodesError,
     RendezvousConnectionError,

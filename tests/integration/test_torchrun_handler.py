@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.utils import store as store_util
 
+from rdzv import errors
 from rdzv.client import Endpoint
 from rdzv.core.events import RoundSettled
 from rdzv.core.explain import view
@@ -120,6 +123,7 @@ def test_its_stream_is_by_tls(tmp_path: Path, trusts: str, trouble: str) -> None
         news,
         list,
         lambda message: None,
+        lambda server: "10.0.0.1",
     )
     try:
         stream.open()
@@ -130,12 +134,54 @@ def test_its_stream_is_by_tls(tmp_path: Path, trusts: str, trouble: str) -> None
         server.stop(None).wait()
 
 
+class Listening(RendezvousServicer):
+    """Hears Hellos, and ends each stream after its first message."""
+
+    def __init__(self) -> None:
+        self.hellos: queue.SimpleQueue[pb.Hello] = queue.SimpleQueue()
+
+    def Attach(  # noqa: N802
+        self, request_iterator: Iterator[pb.NodeMessage], context: grpc.ServicerContext
+    ) -> Iterator[pb.ServerMessage]:
+        for message in request_iterator:
+            self.hellos.put(message.hello)
+            return
+        yield pb.ServerMessage()
+
+
+def test_its_address_is_that_of_the_connection_that_carries_the_hello() -> None:
+    """It was chosen once, before the network was there: loopback, or a name nobody else knew."""
+    asked: list[str] = []
+
+    def place(server: Endpoint) -> str:
+        asked.append(str(server))
+        if len(asked) == 1:
+            raise errors.RendezvousConnectionError("cannot tell this node's address")
+        return f"10.0.0.{len(asked)}"
+
+    served, server = Listening(), grpc.server(ThreadPoolExecutor(4))
+    add_RendezvousServicer_to_server(served, server)
+    at = Endpoint("127.0.0.1", server.add_insecure_port("127.0.0.1:0"))
+    news = threading.Condition(threading.RLock())
+    stream = NodeStream(
+        (at,), PLAIN, pb.Hello(node_id="n1"), news, list, lambda message: None, place
+    )
+    server.start()
+    stream.open()
+    try:
+        heard = [served.hellos.get(timeout=60).address for _ in range(2)]
+        assert heard == ["10.0.0.2", "10.0.0.3"]
+    finally:
+        stream.close(60)
+        server.stop(None).wait()
+
+
 def test_since_when_there_is_no_server_does_not_move_while_there_is_none(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     news = threading.Condition(threading.RLock())
     nobody = (Endpoint("127.0.0.1", 9),)
-    stream = NodeStream(nobody, PLAIN, pb.Hello(), news, list, lambda message: None)
+    stream = NodeStream(nobody, PLAIN, pb.Hello(), news, list, lambda message: None, str)
     first_s = stream.apart_since_s
     stream.note_lost("refused", again=False)
     assert stream.apart_since_s == first_s
@@ -263,15 +309,17 @@ class FakeStream:
 
     def __init__(
         self,
-        endpoints: object,
+        endpoints: Sequence[Endpoint],
         credentials: object,
         hello: pb.Hello,
         lock: threading.Condition,
         beliefs: Callable[[], list[pb.Belief]],
         hear: Callable[[pb.ServerMessage], None],
+        place: Callable[[Endpoint], str],
         join_timeout_s: float,
     ) -> None:
         self.hello, self.lock, self.beliefs, self._hear = hello, lock, beliefs, hear
+        self._place = partial(place, endpoints[0])
         self.said: list[pb.NodeMessage] = []
         self.answers: list[pb.ServerMessage] = []
         self.apart_since_s: float | None = None
@@ -279,6 +327,7 @@ class FakeStream:
         self.hung_up = False
 
     def open(self) -> None:
+        self.hello.address = self._place()
         for belief in self.beliefs():
             self.say(pb.NodeMessage(join=belief.join))
 
@@ -830,7 +879,8 @@ def test_a_watch_that_is_interrupted_as_it_begins_has_ended(
 def test_a_stream_that_was_interrupted_before_it_opened_is_closed_all_the_same() -> None:
     news = threading.Condition(threading.RLock())
     endpoints, credentials = (Endpoint("127.0.0.1", 1),), Credentials()
-    NodeStream(endpoints, credentials, pb.Hello(), news, list, lambda message: None).close(60)
+    stream = NodeStream(endpoints, credentials, pb.Hello(), news, list, lambda _: None, str)
+    stream.close(60)
 
 
 def test_a_stream_that_is_closed_while_it_connects_ends() -> None:
@@ -850,7 +900,7 @@ def test_a_stream_that_is_closed_while_it_connects_ends() -> None:
     with serving(welcome) as start:
         start()
         endpoints = (Endpoint("127.0.0.1", start()),)
-        stream = NodeStream(endpoints, Closes(), pb.Hello(), news, list, lambda message: None)
+        stream = NodeStream(endpoints, Closes(), pb.Hello(), news, list, lambda _: None, str)
         stream.open()
         (thread,) = (t for t in threading.enumerate() if t.name == "rdzv-stream")
         thread.join(10)
@@ -980,7 +1030,7 @@ def test_a_new_lease_changes_how_often_the_node_is_heard() -> None:
     with serving(script) as start:
         start()
         endpoints = (Endpoint("127.0.0.1", start()),)
-        stream = NodeStream(endpoints, PLAIN, pb.Hello(node_id="n1"), news, list, hear)
+        stream = NodeStream(endpoints, PLAIN, pb.Hello(node_id="n1"), news, list, hear, str)
         stream.open()
         try:
             # One answers the welcome, and one the message after the lease.

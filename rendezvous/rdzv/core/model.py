@@ -661,6 +661,8 @@ class State:
     """The time at which a participant most recently returned from being away."""
     loopback_machine: str | None = None
     """The machine that all nodes must be on, if one of them may be reachable only from there."""
+    machines: Mapping[str, str] = field(default_factory=dict)
+    """The machine that last offered each address. Its node may have left, or offer another now."""
     reported_ms: int = 0
     """The time at which the last recovery report for an adopted round arrived."""
     superseded: Mapping[str, Superseded] = field(default_factory=dict)

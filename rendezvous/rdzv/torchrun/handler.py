@@ -19,6 +19,7 @@ import time
 import uuid
 import weakref
 from concurrent.futures import Future
+from functools import partial
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -62,7 +63,6 @@ class RdzvHandler(RendezvousHandler):
     def __init__(self, options: Options) -> None:
         self._options = options
         self._offer = _offer(options)
-        address, name = self._offer.address, self._offer.host_name
         part = Part(
             options.rdzv_id,
             options.settings,
@@ -70,8 +70,7 @@ class RdzvHandler(RendezvousHandler):
             refuse_reuse=options.refuse_reuse,
             secret=options.secret,
         )
-        only_loopback = addresses.is_loopback(address) and not name
-        self.talk = Talk(part, addresses.StoreSocket(loopback_only=only_loopback))
+        self.talk = Talk(part, addresses.StoreSocket(loopback_only=_loopback_only(self._offer)))
         """The conversation with the server."""
         self._part, self._news = part, self.talk.news
         self._joined_at_s = 0.0
@@ -211,7 +210,6 @@ class RdzvHandler(RendezvousHandler):
             instance=uuid.uuid4().hex,
             # torch's agent does not adopt workers: once it has exited, they count as gone.
             kind=pb.AGENT_KIND_FOREGROUND,
-            address=self._offer.address,
             pid=os.getpid(),
             agent_version=f"torchrun-{VERSION}",
         )
@@ -222,6 +220,7 @@ class RdzvHandler(RendezvousHandler):
             self._news,
             self._part.beliefs,
             self._part.hear,
+            partial(_place, self.talk, self._offer, fixed=bool(self._options.local_addr)),
             self._join_timeout_s,
         )
 
@@ -343,7 +342,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _offer(options: Options) -> pb.Offer:
-    address = options.local_addr or _local_address(options.endpoints[0])
+    """Return the offer. Without --local-addr, its address follows with the connection."""
+    address = options.local_addr
     return pb.Offer(
         address=address,
         host_name=_own_name() if addresses.is_loopback(address) else "",
@@ -356,12 +356,37 @@ def _offer(options: Options) -> pb.Offer:
     )
 
 
-def _local_address(server: Endpoint) -> str:
+def _place(talk: Talk, offer: pb.Offer, server: Endpoint, *, fixed: bool) -> str:
+    """Offer this node's end of the open connection to a server, unless an address is given.
+
+    Returns the address that is offered.
+
+    Raises:
+        RendezvousConnectionError: the address is not known yet, or others cannot use it.
+    """
+    if fixed:
+        return offer.address
     try:
-        found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
     except OSError:
         found = []
-    return addresses.address_towards(found) or _own_name() or "127.0.0.1"
+    address = addresses.own_address(found, str(server))
+    host_name = _own_name() if addresses.is_loopback(address) else ""
+    with talk.news:
+        # While a round runs, it goes on with what was offered for it.
+        if talk.part.phase is Phase.JOINING:
+            offer.address, offer.host_name = address, host_name
+            talk.store_socket.confine(loopback_only=_loopback_only(offer))
+            try:
+                offer.store_port = talk.store_socket.port
+            except OSError as error:
+                reason = f"no port can be bound for the round's store: {error}"
+                raise errors.RendezvousConnectionError(reason) from error
+    return address
+
+
+def _loopback_only(offer: pb.Offer) -> bool:
+    return addresses.is_loopback(offer.address) and not offer.host_name
 
 
 def _own_name() -> str:

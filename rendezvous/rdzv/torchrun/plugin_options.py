@@ -25,7 +25,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.launch_options.job_options import parse_scale_up
 from rdzv.structs import struct
 from rdzv.transport.channels import PLAIN, Credentials
-from rdzv.transport.endpoints import Endpoint, parse_endpoints
+from rdzv.transport.endpoints import Endpoint, parse_endpoints, refuse_link_local
 from rdzv.transport.job_secret import read_secret
 
 log = logging.getLogger("rdzv.torchrun")
@@ -91,7 +91,7 @@ def read_options(params: RendezvousParameters) -> Options:
     return Options(
         rdzv_id=params.run_id,
         node_id=conf.get("node_id") or _own_name(),
-        endpoints=_endpoints(params.endpoint),
+        endpoints=_endpoints(params.endpoint, params.local_addr or ""),
         credentials=_credentials(conf),
         settings=Settings(
             min_nodes=params.min_nodes,
@@ -157,14 +157,16 @@ def _warn_of_unknown(config: Mapping[str, Any]) -> None:
             log.warning("--rdzv-conf: ignoring unknown key %s; known keys: %s", key, known)
 
 
-def _endpoints(text: str) -> tuple[Endpoint, ...]:
+def _endpoints(text: str, local_addr: str) -> tuple[Endpoint, ...]:
     if not text.strip():
         raise ValueError(
             "--rdzv-endpoint is missing: --rdzv-backend=rdzv needs a server; start rdzvd and give "
             "its address as --rdzv-endpoint=HOST:PORT"
         )
     try:
-        return parse_endpoints(text)
+        endpoints = parse_endpoints(text)
+        refuse_link_local(endpoints, local_addr)
+        return endpoints
     except InvalidRequestError as error:
         raise ValueError(f"--rdzv-endpoint: {error}") from error
 

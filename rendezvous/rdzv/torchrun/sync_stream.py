@@ -51,8 +51,14 @@ class NodeStream:
         lock: threading.Condition,
         beliefs: Callable[[], list[pb.Belief]],
         hear: Callable[[pb.ServerMessage], None],
+        place: Callable[[Endpoint], str],
         join_timeout_s: float = 600,
     ) -> None:
+        """Prepare a stream.
+
+        `place` returns this node's address on a connection to a server that was just opened, or
+        raises a RendezvousConnectionError if it is not known yet.
+        """
         self._attempts = Attempts(endpoints)
         self._join_timeout_s = join_timeout_s
         self._credentials = credentials
@@ -60,10 +66,13 @@ class NodeStream:
         self._lock = lock
         self._beliefs = beliefs
         self._hear = hear
+        self._place = place
         self.apart_since_s: float | None = time.monotonic()
         """When the last connection was lost, or this object was created; None while connected."""
         self.trouble = "no attempt was made"
         """Why no server is connected."""
+        self._states: queue.SimpleQueue[grpc.ChannelConnectivity | None] = queue.SimpleQueue()
+        """The states of the channel that is being connected; None on `close`."""
         self._outbox: _Outbox | None = None
         self._call: grpc.Call | None = None
         self._heartbeat_interval_s = WELCOME_TIMEOUT_S
@@ -89,6 +98,7 @@ class NodeStream:
         """
         with self._lock:
             self._closing.set()
+            self._states.put(None)
             if self._outbox is not None:
                 self._outbox.put(None)
             if self._call is not None:
@@ -139,6 +149,12 @@ class NodeStream:
             # This is not final, because the certificate may be renewed soon.
             return RendezvousConnectionError(f"cannot connect to {endpoint}: {error}")
         with opened as channel:
+            try:
+                connected = self._connects(channel)
+                if connected:
+                    self._hello.address = self._place(endpoint)
+            except RendezvousConnectionError as error:
+                return error
             call = RendezvousStub(channel).Attach(self._outgoing(outbox), metadata=metadata)
             watchdog = _timer(WELCOME_TIMEOUT_S, call)
             try:
@@ -147,11 +163,13 @@ class NodeStream:
                         # Nothing else would end this stream, because it did not exist yet when
                         # `close` was called.
                         return RendezvousConnectionError("it was closed before it opened")
-                    # This Hello has the state so far; later messages follow it.
-                    self._hello.ClearField("beliefs")
-                    self._hello.beliefs.extend(self._beliefs())
-                    outbox.put(pb.NodeMessage(hello=self._hello))
-                    self._outbox, self._call = outbox, call
+                    self._call = call
+                    if connected:
+                        # This Hello has the state so far; later messages follow it.
+                        self._hello.ClearField("beliefs")
+                        self._hello.beliefs.extend(self._beliefs())
+                        outbox.put(pb.NodeMessage(hello=self._hello))
+                        self._outbox = outbox
                 return RendezvousConnectionError(self._listen(call, endpoint, watchdog))
             except grpc.RpcError:
                 return self._judge(endpoint, call)
@@ -163,6 +181,27 @@ class NodeStream:
                         self._cut.cancel()
                 outbox.put(None)
                 call.cancel()
+
+    def _connects(self, channel: grpc.Channel) -> bool:
+        """Wait until a channel has a connection; return False if that fails, or on `close`.
+
+        The call on the channel then fails as well, and says why.
+        """
+        states: queue.SimpleQueue[grpc.ChannelConnectivity | None] = queue.SimpleQueue()
+        self._states = states
+        deadline_s = time.monotonic() + WELCOME_TIMEOUT_S
+        channel.subscribe(states.put, try_to_connect=True)
+        state = None
+        try:
+            while state is not grpc.ChannelConnectivity.READY and not self._closing.is_set():
+                state = states.get(timeout=max(deadline_s - time.monotonic(), 0))
+                if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                    return False
+        except queue.Empty:
+            return False
+        finally:
+            channel.unsubscribe(states.put)
+        return not self._closing.is_set()
 
     def _outgoing(self, outbox: _Outbox) -> Iterator[pb.NodeMessage]:
         """Yield the messages to send, and a heartbeat after each interval without one."""

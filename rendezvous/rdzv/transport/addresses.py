@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from rdzv.errors import RendezvousConnectionError
 
 AddressInfo: TypeAlias = Sequence[tuple[Any, Any, int, str, tuple[Any, ...]]]
 """The result of `getaddrinfo`."""
@@ -32,17 +34,86 @@ def machine_id() -> str:
 def address_towards(found: AddressInfo) -> str:
     """Return this node's own address on the route to another node, or "" if there is no route.
 
-    `found` contains the other node's datagram addresses. The result is the local address of a
-    connected socket; nothing is sent.
+    The result is the local address of a connected datagram socket; nothing is sent.
     """
-    for family, kind, protocol, _, address in found:
+    for family, _, _, _, address in found:
         try:
-            with socket.socket(family, kind, protocol) as probe:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)
                 return str(probe.getsockname()[0])
         except OSError:
             continue
     return ""
+
+
+def own_address(found: AddressInfo, server: str) -> str:
+    """Return this node's own address on its connection to a server, or else on the route there.
+
+    `found` contains the server's addresses. gRPC does not say over which of them it is connected,
+    so this looks at the process's own sockets.
+
+    Raises:
+        RendezvousConnectionError: the address is not known yet, or other machines cannot use it.
+
+    """
+    peers = {(_plain(address[0]), address[1]) for *_, address in found}
+    ends = {_plain(own[0]) for peer, own in _connections() if (_plain(peer[0]), peer[1]) in peers}
+    address = _plain(address_towards(found))
+    if ends and address not in ends:
+        address = min(ends)
+    why = "" if found else "no such host name"
+    if found and not address:
+        why = "there is no route"
+    if is_link_local(address):
+        why = f"{address} is link-local, which other machines cannot use"
+    if why:
+        raise RendezvousConnectionError(
+            f"cannot tell this node's address towards {server}: {why}; if it stays so, give "
+            "--local-addr=ADDRESS"
+        )
+    return address
+
+
+def _connections() -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
+    """Yield both ends of each IP connection of this process, the other end first."""
+    try:
+        descriptors = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
+    except OSError:
+        return
+    for descriptor in descriptors:
+        try:
+            one = socket.socket(fileno=descriptor)
+        except OSError:
+            continue  # It is no socket, or is closed by now.
+        try:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                yield one.getpeername()[:2], one.getsockname()[:2]
+        except OSError:
+            continue
+        finally:
+            one.detach()
+
+
+def _plain(address: str) -> str:
+    """Return an IPv4 address as such if it is written as an IPv6 address."""
+    try:
+        mapped = getattr(ipaddress.ip_address(address), "ipv4_mapped", None)
+    except ValueError:
+        return address
+    return address if mapped is None else str(mapped)
+
+
+def is_link_local(address: str) -> bool:
+    """Return whether this is an IPv6 address that has a meaning only together with an interface.
+
+    >>> [is_link_local(a) for a in ("fe80::1%eth0", "fe80::1", "169.254.1.1", "n1", "2001:db8::1")]
+    [True, True, False, False, False]
+    """
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return found.version == 6 and found.is_link_local
 
 
 def leads_beyond_loopback(found: AddressInfo) -> bool:
@@ -121,6 +192,13 @@ class StoreSocket:
         self._bind_at = listen_at if listens else _reserve_at
         self._socket: socket.socket | None = None
         self._offered: set[int] = set()
+
+    def confine(self, *, loopback_only: bool) -> None:
+        """Bind on loopback only, or on all addresses; close a socket that is bound otherwise."""
+        host = "127.0.0.1" if loopback_only else ""
+        if host != self._host:
+            self.release()
+            self._host = host
 
     @property
     def port(self) -> int:

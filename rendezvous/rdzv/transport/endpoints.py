@@ -7,11 +7,12 @@ import ipaddress
 import os
 import re
 import socket
+from collections.abc import Iterable
 from urllib.parse import quote
 
 from rdzv.errors import InvalidRequestError, short
 from rdzv.structs import struct
-from rdzv.transport.addresses import is_loopback
+from rdzv.transport.addresses import is_link_local, is_loopback
 from rdzv.transport.protocol import DEFAULT_PORT
 
 __all__ = [
@@ -116,6 +117,27 @@ def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[Endpoi
     if not found:
         raise _unusable(text, "it names no host", "write HOST:PORT, or several with commas")
     return found
+
+
+def refuse_link_local(endpoints: Iterable[Endpoint], local_addr: str = "") -> None:
+    """Refuse addresses that a node's workers could not use: a link-local one has no interface.
+
+    Raises:
+        InvalidRequestError: the node's own address is link-local, or would be since a server's is.
+
+    """
+    linked = [str(endpoint) for endpoint in endpoints if is_link_local(endpoint.host)]
+    if is_link_local(local_addr):
+        given = f"--local-addr={local_addr}"
+    elif linked and not local_addr:
+        given = f"endpoint {linked[0]}"
+    else:
+        return
+    raise InvalidRequestError(
+        f"{given} is link-local: this node would be announced to the others under an address that "
+        "they cannot use, since only this machine knows its interface; give another address or a "
+        "name for the server, or --local-addr=ADDRESS with one that is not link-local"
+    )
 
 
 @struct(frozen=True)

@@ -231,9 +231,8 @@ async def test_runners_wait_for_a_lease_also_if_their_agent_has_not_reached_a_se
     meets["a.sock"] = found(tmp_path / "a")
     (tmp_path / "runners" / "a.sock").touch()
     await adopting.adopt_runners()
-    endpoint = Endpoint("127.0.0.1", 1)
-    who = await daemon_identity("n1", endpoint, adopting.instance)
-    assert ServerLink([endpoint], who).tolerated_ms == 60_000
+    who = daemon_identity("n1", adopting.instance)
+    assert ServerLink([Endpoint("127.0.0.1", 1)], who).tolerated_ms == 60_000
 
 
 async def test_an_agent_that_wrote_no_lease_down_had_the_usual_one(
@@ -502,7 +501,7 @@ async def s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[St
     monkeypatch.setattr(runner_link.RunnerLink, "spawn", spawn)
     monkeypatch.setattr(runner_link, "become_subreaper", lambda: None)
     monkeypatch.setattr(module, "has_torch", no_torch)
-    await made.driver.prepare(Endpoint("127.0.0.1", 1))
+    await made.driver.prepare()
     yield made
     for driver in made.drivers:
         await driver.close()

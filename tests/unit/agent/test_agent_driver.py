@@ -22,7 +22,6 @@ from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.observers.stack_sampling import StacksAsked
 from rdzv.agent.system.side_thread import in_thread
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
-from rdzv.client import Endpoint
 from rdzv.core.model import (
     Cause,
     Settings,
@@ -73,6 +72,7 @@ class Link:
         self.said: list[pb.NodeMessage] = []
         self.jobs: list[JobDriver] = []
         self.log_reader = SimpleNamespace(serve=lambda *_: None)
+        self.address, self.host_name = "10.0.0.5", ""
 
     def add(self, job: JobDriver) -> None:
         self.jobs.append(job)
@@ -139,8 +139,43 @@ async def f(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fi
         return False
 
     monkeypatch.setattr(module, "has_torch", no_torch)
-    await made.driver.prepare(Endpoint("127.0.0.1", 1))
+    await made.driver.prepare()
     yield made
+    await made.driver.close()
+
+
+async def test_it_offers_the_address_of_the_connection_until_it_has_a_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Fixture(tmp_path)
+    made.driver = JobDriver(
+        replace(made.launch, local_addr=""),
+        made.link,  # type: ignore[arg-type]
+        "r1",
+    )
+
+    async def spawn(on_event: Any) -> Runner:
+        return made.runner
+
+    async def no_torch(*_: Any) -> bool:
+        return False
+
+    monkeypatch.setattr(runner_link.RunnerLink, "spawn", spawn)
+    monkeypatch.setattr(runner_link, "become_subreaper", lambda: None)
+    monkeypatch.setattr(module, "has_torch", no_torch)
+    await made.driver.prepare()
+
+    def offered() -> str:
+        belief = made.driver.belief()
+        assert belief is not None
+        return belief.join.offer.address
+
+    assert offered() == "10.0.0.5"
+    made.link.address = "10.0.0.6"
+    assert offered() == "10.0.0.6"
+    made.driver.post(events.RoundCompleted(LINE))
+    made.link.address = "10.0.0.7"
+    assert offered() == "10.0.0.6", "the round goes on with what was offered for it"
     await made.driver.close()
 
 
@@ -390,7 +425,7 @@ async def test_the_event_loop_touches_nothing_that_may_be_on_a_file_server(
         snapshot=remote / "snapshot.pt",
     )
     driver = JobDriver(launch, f.link, "r1")  # type: ignore[arg-type]
-    await driver.prepare(Endpoint("127.0.0.1", 1))
+    await driver.prepare()
     driver.post(events.RoundCompleted(LINE))
     await until(lambda: f.runner.asked)
     await f.runner.tell(runner_link.WorkerExited(0, 0, 100, 1, None, 0))

@@ -26,8 +26,9 @@ from rdzv.agent.launch.launch import (
 )
 from rdzv.client import Endpoint
 from rdzv.core.model import Offer, Settings
-from rdzv.errors import InvalidRequestError
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.structs import replace
+from rdzv.transport import addresses
 from rdzv.transport.addresses import StoreSocket, is_loopback, machine_id
 
 JOB = Job("job-7", "n1", Settings(1, 1), local_world_size=1)
@@ -190,14 +191,30 @@ async def test_the_address_towards_a_local_server_is_loopback() -> None:
     assert is_loopback(await local_address(Endpoint("127.0.0.1", 29400)))
 
 
-async def test_without_a_name_service_there_is_still_an_address(
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["127.0.0.1", "::ffff:127.0.0.1"])
+async def test_the_address_is_this_end_of_the_connection_whatever_the_route(target: str) -> None:
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(family) as client:
+        port = server.getsockname()[1]
+        client.bind((target.replace(".1", ".9"), 0))
+        client.connect((target, port))
+        assert await local_address(Endpoint("127.0.0.1", port)) == "127.0.0.9"
+        assert await local_address(Endpoint("127.0.0.1", 29400)) == "127.0.0.1"
+        assert client.getpeername()[1] == port, "nothing was closed"
+
+
+async def test_without_a_name_service_no_address_is_offered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Loopback was, or the own name, which others may not know: it was chosen once, too soon."""
+
     async def fail(*_: object, **__: object) -> None:
         raise socket.gaierror("no name service")
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", fail)
-    assert await local_address(Endpoint("head", 29400)) == "127.0.0.1"
+    with pytest.raises(RendezvousConnectionError, match=r"towards head:29400: no such host name"):
+        await local_address(Endpoint("head", 29400))
 
 
 async def test_a_name_service_that_never_answers_is_not_waited_for(
@@ -208,7 +225,28 @@ async def test_a_name_service_that_never_answers_is_not_waited_for(
 
     monkeypatch.setattr(launch, "PROBE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", hang)
-    assert await local_address(Endpoint("head", 29400)) == "127.0.0.1"
+    with pytest.raises(RendezvousConnectionError, match="no such host name"):
+        await local_address(Endpoint("head", 29400))
+
+
+async def test_a_link_local_address_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "address_towards", lambda _: "fe80::1%eth0")
+    with pytest.raises(RendezvousConnectionError, match="fe80::1%eth0 is link-local, which other"):
+        await local_address(Endpoint("127.0.0.1", 29400))
+
+
+def test_a_node_that_moves_binds_its_store_where_the_others_reach_it() -> None:
+    offer = StoreOffer(Offer("127.0.0.1", can_host_store=True))
+    inside = offer.with_port()
+    offer.move_to("10.0.0.1", "")
+    outside = offer.with_port()
+    assert (outside.address, outside.store_port != inside.store_port) == ("10.0.0.1", True)
+    offer.move_to("10.0.0.2", "")
+    assert offer.with_port() == replace(outside, address="10.0.0.2")
+    taken = offer.take_socket()
+    assert taken is not None
+    with taken:
+        assert taken.getsockname()[0] in ("::", "0.0.0.0")
 
 
 # ------------------------------------------------------------------ the job's interpreter

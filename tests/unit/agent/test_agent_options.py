@@ -510,6 +510,16 @@ def test_what_makes_no_sense_is_refused_with_the_remedy(options: str, message: s
     assert str(refusal.value) == message
 
 
+def test_an_address_that_needs_an_interface_is_refused() -> None:
+    """The others would get it without its interface, and could not connect."""
+    options = ("--rdzv-endpoint=[fe80::1%eth0]:29400", "--rdzv-id=j", "--rdzv-backend=rdzv")
+    with pytest.raises(InvalidRequestError, match=r"endpoint \[fe80::1%eth0\]:29400 is link-local"):
+        launch(*options)
+    with pytest.raises(InvalidRequestError, match="--local-addr=fe80::2%eth0 is link-local"):
+        launch(*options, "--local-addr=fe80::2%eth0")
+    launch(*options, "--local-addr=10.0.0.2")
+
+
 @pytest.mark.parametrize("value", ["soon", "-1", "inf", "nan", ""])
 def test_a_variable_that_makes_no_sense_is_named(
     value: str, monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,12 @@ from rdzv.client import Endpoint, parse_endpoint
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
 from rdzv.core.fleet.nodes import NodesTuning
 from rdzv.core.model import JobSpec, Result
-from rdzv.errors import ERROR_CODE_METADATA_KEY, ERRORS, LEADER_METADATA_KEY
+from rdzv.errors import (
+    ERROR_CODE_METADATA_KEY,
+    ERRORS,
+    LEADER_METADATA_KEY,
+    RendezvousConnectionError,
+)
 from rdzv.runtime.concurrency import beside
 from rdzv.server.settings.config import Timings
 from rdzv.structs import replace
@@ -383,6 +388,54 @@ async def test_the_next_hello_says_what_is_believed_then(server: Server) -> None
         assert await talk.hear_all() == ["succeeded 6"]
 
 
+async def test_the_address_is_that_of_the_connection_that_carries_the_hello(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was chosen once, before the network was there, and stayed wrong."""
+    unknown = RendezvousConnectionError("cannot tell this node's address: no such host name")
+    answers: list[str | Exception] = ["127.0.0.1", unknown, "10.0.0.2"]
+
+    async def local_address(endpoint: Endpoint) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def own_name() -> str:
+        return "box1"
+
+    monkeypatch.setattr(server_link, "local_address", local_address)
+    monkeypatch.setattr(server_link, "reachable_host_name", own_name)
+    job = Job()
+    link = ServerLink([server.endpoint], replace(IDENTITY, address=""), HASTY)
+    link.add(job)
+    async with running(link):
+        talk, hello = await server.greet()
+        assert (hello.address, link.address, link.host_name) == ("127.0.0.1", "127.0.0.1", "box1")
+        talk.end()
+        while str(unknown) != (await job.hear(events.ServerLost)).reason:  # type: ignore[attr-defined]
+            pass
+        silent = await server.talk()
+        _, hello = await server.greet()
+        assert (hello.address, link.address, link.host_name) == ("10.0.0.2", "10.0.0.2", "")
+        assert silent is not talk
+
+
+async def test_a_link_that_is_closed_while_it_opens_says_hello_and_ends(server: Server) -> None:
+    link = link_to(server.endpoint, jobs=(Job(),))
+    talks = link.outbox.let_through
+
+    def close_first(hello: pb.Hello) -> None:
+        link.close()
+        talks(hello)
+
+    link.outbox.let_through = close_first  # type: ignore[method-assign]
+    async with running(link):
+        talk = await server.talk()
+        await talk.hello()
+        assert await talk.hear_all() == []
+
+
 async def test_what_is_said_before_the_welcome_follows_the_hello(server: Server) -> None:
     link = link_to(server.endpoint, jobs=(Job(),))
     async with running(link):
@@ -682,6 +735,39 @@ async def test_what_is_refused_for_now_is_said_again_later(server: Server) -> No
         await server.greet()
         await job.hear(events.ServerConnected)
     assert events.Refused not in {type(event) for event in job.everything}
+
+
+async def test_a_refusal_that_is_repeated_after_each_welcome_is_said_once(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rdzv.agent")
+    job = Job()
+
+    async def lost(text: str) -> None:
+        while text not in (await job.hear(events.ServerLost)).reason:  # type: ignore[attr-defined]
+            pass
+
+    backoff = replace(HASTY, steady_s=60)
+    async with running(link_to(server.endpoint, jobs=(job,), backoff=backoff)):
+        for _ in range(4):
+            talk, _ = await server.greet()
+            refused = pb.Refused(rdzv_id="job-7", code="UnreachableNodeError", message="twice")
+            await talk.say(refused=refused)
+            await lost("twice")
+        talk, _ = await server.greet()
+        await job.hear(events.ServerConnected)
+        for _ in range(2):
+            talk.end()
+            talk = await server.talk()
+            await talk.hello()
+        talk.end()
+        await lost("ended the stream")
+        await server.greet()
+        await job.hear(events.ServerConnected)
+    first, second, found = (one.message for one in caplog.records if one.name == "rdzv.agent")
+    assert first.startswith("the server refused for now: twice; retrying until a server admits")
+    assert second.startswith("the server ended the stream; retrying until a server admits")
+    assert found == f"connected to the server at {server.endpoint} again"
 
 
 async def test_a_server_that_welcomes_and_then_hangs_up_is_not_asked_without_a_pause(

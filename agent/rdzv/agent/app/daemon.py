@@ -149,7 +149,7 @@ class Daemon:
         )
         runner_link.become_subreaper()
         runners, folders = RunnerRecords(settings.state_dir), RunFolders(settings.state_dir)
-        identity = await daemon_identity(settings.node_id, config.endpoints[0], adoption.instance)
+        identity = daemon_identity(settings.node_id, adoption.instance)
         link = ServerLink(config.endpoints, identity, credentials=config.credentials)
         link.on_welcome = adoption.note_welcome
         uuids = frozenset(gpu.uuid for gpu in resources.gpus)

@@ -315,6 +315,8 @@ def _static(options: RendezvousOptions) -> Meeting:
 
 def owns(host: str) -> bool:
     """Return whether a host name or address belongs to this machine, i.e. can be bound."""
+    if host == socket.gethostname():
+        return True  # As under torchrun, also while nothing can be looked up.
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
     except OSError:

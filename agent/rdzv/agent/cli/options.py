@@ -46,6 +46,7 @@ from rdzv.launch_options.job_options import (
     snapshot_memory,
     unknown_keys,
 )
+from rdzv.transport.endpoints import refuse_link_local
 from rdzv.transport.job_secret import without_secrets
 
 log = logging.getLogger("rdzv.agent")
@@ -79,7 +80,7 @@ def parse_launch(
     args = flags.parse(argv, environ, legacy=legacy)
     check_words(args)
     conf = _conf(args.rdzv_conf)
-    meeting = backends.choose(_rendezvous_options(args, conf))
+    meeting = _meeting(args, conf)
     python = _python(environ, chdir)
     size = parse_nproc(args.nproc_per_node) or counted
     if size is None:
@@ -165,6 +166,13 @@ def _output(
     if output.log_dir == NO_FILES and not output.logs_specs:
         return Output(log_dir=NO_FILES)
     return output
+
+
+def _meeting(args: argparse.Namespace, conf: Mapping[str, str]) -> Meeting:
+    meeting = backends.choose(_rendezvous_options(args, conf))
+    if meeting.elect_by is None:
+        refuse_link_local(meeting.endpoints, args.local_addr)
+    return meeting
 
 
 def _rendezvous_options(args: argparse.Namespace, conf: Mapping[str, str]) -> RendezvousOptions:

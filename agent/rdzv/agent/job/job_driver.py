@@ -45,7 +45,6 @@ from rdzv.core.model import Offer
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
-from rdzv.transport.endpoints import Endpoint
 
 log = logging.getLogger("rdzv.agent")
 
@@ -118,12 +117,12 @@ class JobDriver:
 
     # ------------------------------------------------------------------ life cycle
 
-    async def prepare(self, endpoint: Endpoint) -> None:
+    async def prepare(self) -> None:
         """Get ready to join: determine this node's offer and start its runner."""
         context = self._context
         await context.fates.open()
         await context.workers.prepare()
-        context.offer = await StoreOffer.make(context.launch, endpoint)
+        context.offer = await StoreOffer.make(context.launch)
         runner_link.become_subreaper()
         if self._started is not None:
             runner = self._started.link(self._runner_event_router.hear)
@@ -387,6 +386,8 @@ class JobDriver:
         offer = self._context.offer
         if self._decisions.state.phase is not Phase.JOINING:
             return offer.fixed
+        if not self._context.launch.local_addr:
+            offer.move_to(self._link.address, self._link.host_name)
         try:
             return offer.with_port()
         except OSError as error:

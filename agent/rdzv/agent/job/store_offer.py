@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import socket
 
-from rdzv.agent.launch.launch import Launch, has_torch, local_address, reachable_host_name
+from rdzv.agent.launch.launch import Launch, has_torch, reachable_host_name
 from rdzv.core.model import Offer
 from rdzv.structs import replace
 from rdzv.transport.addresses import StoreSocket, is_loopback, machine_id
-from rdzv.transport.endpoints import Endpoint
 
 
 class StoreOffer:
@@ -17,26 +16,31 @@ class StoreOffer:
     def __init__(self, fixed: Offer) -> None:
         self.fixed = fixed
         """The part of the offer that stays the same between rounds, which is all but the port."""
-        only_loopback = is_loopback(fixed.address) and not fixed.host_name
-        self._socket = StoreSocket(loopback_only=only_loopback, listens=fixed.can_host_store)
+        self._socket = StoreSocket(
+            loopback_only=_loopback_only(fixed), listens=fixed.can_host_store
+        )
 
     @classmethod
-    async def make(cls, launch: Launch, endpoint: Endpoint) -> StoreOffer:
-        """Make this node's offer for a server at `endpoint`."""
-        address = launch.local_addr or await local_address(endpoint)
-        host_name = await reachable_host_name() if is_loopback(address) else ""
+    async def make(cls, launch: Launch) -> StoreOffer:
+        """Make this node's offer. Without --local-addr, its address follows by `move_to`."""
+        address = launch.local_addr
         return cls(
             Offer(
                 address=address,
                 local_world_size=launch.job.local_world_size,
                 role=launch.role,
                 topology=launch.topology,
-                host_name=host_name,
+                host_name=await reachable_host_name() if is_loopback(address) else "",
                 machine=machine_id(),
                 can_host_store=await has_torch(launch.python, launch.environ, launch.account),
                 shutdown_timeout_ms=max(launch.job.shutdown_timeout_ms, launch.job.keep_timeout_ms),
             )
         )
+
+    def move_to(self, address: str, host_name: str) -> None:
+        """Offer another address from now on."""
+        self.fixed = replace(self.fixed, address=address, host_name=host_name)
+        self._socket.confine(loopback_only=_loopback_only(self.fixed))
 
     def with_port(self) -> Offer:
         """Return the offer with the reserved port, binding a new port if none is reserved.
@@ -53,3 +57,7 @@ class StoreOffer:
     def release(self) -> None:
         """Free the port, which is not offered again."""
         self._socket.release()
+
+
+def _loopback_only(offer: Offer) -> bool:
+    return is_loopback(offer.address) and not offer.host_name

@@ -22,7 +22,7 @@ from rdzv.agent.system.accounts import Account, Identity, acting_as, started_as
 from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
-from rdzv.transport.addresses import address_towards, leads_beyond_loopback
+from rdzv.transport.addresses import leads_beyond_loopback, own_address
 from rdzv.transport.endpoints import Endpoint
 
 PROBE_TIMEOUT_S = 10.0
@@ -410,14 +410,18 @@ def _uncounted(kind: str, python: str, complaint: str) -> InvalidRequestError:
 
 
 async def local_address(endpoint: Endpoint) -> str:
-    """Return the local address used to connect to the server, or else this machine's host name."""
+    """Return this node's own address on its connection to a server, or else on the route there.
+
+    Raises:
+        RendezvousConnectionError: the address is not known yet, or other machines cannot use it.
+    """
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)
+            found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     except (OSError, TimeoutError):
-        return await reachable_host_name() or "127.0.0.1"
-    return address_towards(found) or await reachable_host_name() or "127.0.0.1"
+        found = []
+    return own_address(found, str(endpoint))
 
 
 async def reachable_host_name() -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rdzv.agent.core import events
 from rdzv.agent.inventory.preemption import Preemption, reporting_preemptions
 from rdzv.agent.job.job_driver import JobDriver
-from rdzv.agent.launch.launch import Launch, local_address
+from rdzv.agent.launch.launch import Launch
 from rdzv.agent.node.metrics_endpoint import metered
 from rdzv.agent.node.server_hosting import serving_if_elected, serving_itself, serving_others
 from rdzv.agent.runner_link import StartedRunner
@@ -84,7 +84,7 @@ async def take_part(
             if elect_by is not None:
                 elected = serving_if_elected(elect_by, launches[0].local_addr)
                 servers = [await stack.enter_async_context(elected)]
-            own_identity = await identity(node_id, endpoints[0])
+            own_identity = identity(node_id, launches[0].local_addr)
             options = STREAM_OPTIONS if endpoints_given else OWN_SERVER_OPTIONS
             link = ServerLink(servers, own_identity, credentials=credentials, options=options)
             runners = [started, *[None] * (len(launches) - 1)]
@@ -100,7 +100,7 @@ async def take_part(
                 await stack.enter_async_context(reporting_preemptions(source, link.drain_node))
             try:
                 for driver in drivers:
-                    await driver.prepare(endpoints[0])
+                    await driver.prepare()
                 return await _talk(link, drivers)
             finally:
                 link.log_reader.close()
@@ -108,23 +108,23 @@ async def take_part(
                     await driver.close()
 
 
-async def identity(node_id: str, endpoint: Endpoint) -> Identity:
+def identity(node_id: str, local_addr: str = "") -> Identity:
     """Return the identity that this start of an agent presents to the servers."""
     return Identity(
         node_id=node_id,
         instance=uuid.uuid4().hex,
         # Unlike a daemon's workers, these workers end with their agent.
         kind=pb.AGENT_KIND_FOREGROUND,
-        address=await local_address(endpoint),
+        address=local_addr,
         pid=os.getpid(),
         version=VERSION,
     )
 
 
-async def daemon_identity(node_id: str, endpoint: Endpoint, instance: Instance) -> Identity:
+def daemon_identity(node_id: str, instance: Instance) -> Identity:
     """Return a daemon's identity. Its workers outlive it, and it may continue an instance."""
     return replace(
-        await identity(node_id, endpoint),
+        identity(node_id),
         kind=pb.AGENT_KIND_DAEMON,
         instance=instance.instance,
         incarnation=instance.incarnation,

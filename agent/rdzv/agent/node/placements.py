@@ -464,7 +464,7 @@ class Placements:
 
     async def _begin(self, held: _Held, driver: JobDriver) -> None:
         # From here on, requests to end the job go to the driver.
-        await driver.prepare(self._around.endpoints[0])
+        await driver.prepare()
         held.driver = driver
         assert driver.runner_pid is not None, "a driver that is ready has a runner"
         self._runners.note(driver.runner_pid)

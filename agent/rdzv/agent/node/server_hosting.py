@@ -136,6 +136,7 @@ async def serving_if_elected(etcd: EtcdConfig, local_addr: str) -> AsyncIterator
 
     Raises:
         InvalidRequestError: etcd refuses this node.
+        RendezvousConnectionError: this node's address towards etcd is not known yet.
     """
     from rdzv.stores.election import Election
     from rdzv.stores.etcd_client import EtcdClient

@@ -22,15 +22,25 @@ class ConnectionLog:
         self._causes: set[str] = set()
         """The causes logged since a stream was last open."""
         self._was_connected = False
+        self._refused = False
+        """Whether the last stream ended because the server refused this node for now."""
 
     def lost(
-        self, endpoint: Endpoint, reason: str, *, again: bool, most_ms: int | None = None
+        self,
+        endpoint: Endpoint,
+        reason: str,
+        *,
+        again: bool,
+        refused: bool = False,
+        most_ms: int | None = None,
     ) -> None:
         """Log that there is no stream. `again` means that the immediate retry has failed as well.
 
         Without `again`, this is only a debug message. Each cause is logged once; causes that differ
-        only in numbers count as the same. `most_ms` is how long the agent will go on trying.
+        only in numbers count as the same. `refused` means that a server had responded, and refused
+        this node for now. `most_ms` is how long the agent will go on trying.
         """
+        self._refused = refused
         cause = _FIGURES.sub("", reason)
         if again and cause not in self._causes and len(self._causes) < CAUSES_MOST:
             self._causes.add(cause)
@@ -53,7 +63,7 @@ class ConnectionLog:
 
     def connected(self, endpoint: Endpoint) -> None:
         """Log that a server has responded, if its absence was logged."""
-        if self._causes:
+        if self._causes and not self._refused:
             self._causes.clear()
             again = " again" if self._was_connected else ""
             log.info("connected to the server at %s%s", endpoint, again)

@@ -19,6 +19,7 @@ import grpc
 
 from rdzv.agent.agent_metrics_interface import Meter
 from rdzv.agent.core import events
+from rdzv.agent.launch.launch import local_address, reachable_host_name
 from rdzv.agent.observers.server_clock import ServerClock
 from rdzv.agent.output.worker_log_reader import Piece, WorkerLogReader
 from rdzv.agent.server_link import encoding
@@ -39,6 +40,7 @@ from rdzv.errors import (
 )
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import struct
+from rdzv.transport.addresses import is_loopback
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.transport.endpoints import Endpoint
 from rdzv.transport.node_stream import (
@@ -76,6 +78,7 @@ class Identity:
     instance: str
     kind: pb.AgentKind.ValueType
     address: str
+    """This node's address, or empty to use its end of the connection that carries each Hello."""
     pid: int
     version: str
     incarnation: int = 0
@@ -103,6 +106,10 @@ class ServerLink:
         self.standby = Standby(credentials, options)
         """The connection kept open to the server that would take over next."""
         self._identity = identity
+        self.address = identity.address
+        """This node's address for others, which is known once there has been a connection."""
+        self.host_name = ""
+        """A name under which other machines reach this node, if its address is loopback."""
         self._jobs: dict[str, JobPort] = {}
         self.placements: PlacementPort | None = None
         """This node's submitted jobs, or None if it takes none."""
@@ -126,6 +133,8 @@ class ServerLink:
         self.superseded: NodeSupersededError | None = None
         """The refusal by which this agent was superseded; set along with `is_superseded`."""
         self.is_superseded = asyncio.Event()
+        self._refused = False
+        """Whether the server has ended the last stream by refusing this node for now."""
         self._log = ConnectionLog()
         self._closing = asyncio.Event()
         self._unanswered = 0
@@ -284,7 +293,10 @@ class ServerLink:
                 log.debug("%s", error)
                 continue
             self._tell_lost(str(error))
-            self._log.lost(endpoint, str(error), again=wait_s > 0, most_ms=self._waits_ms())
+            again, most_ms = wait_s > 0, self._waits_ms()
+            self._log.lost(
+                endpoint, str(error), again=again, refused=self._refused, most_ms=most_ms
+            )
             await self._wait(wait_s)
 
     def _tell_lost(self, reason: str) -> None:
@@ -339,6 +351,7 @@ class ServerLink:
     ) -> RendezvousError:
         """Hold a stream from its Hello to its end. Returns why it ended."""
         self._proofs.begin_stream()
+        self._refused = False
         fence_s = self._proofs.shortest_fence_s
         patience_s = welcome_timeout_s(self.tolerated_ms, self._unanswered)
         timeout_s = min(patience_s, fence_s or WELCOME_TIMEOUT_MOST_S)
@@ -347,13 +360,15 @@ class ServerLink:
         except InvalidRequestError as error:
             return RendezvousConnectionError(f"cannot connect to {endpoint}: {error}")
         attach = partial(stub.Attach, metadata=metadata)
-        call = self.outbox.begin(attach, self.hello)
+        call = self.outbox.begin(attach)
         try:
             async with asyncio.timeout(timeout_s):
                 welcome = await self._first_answer(call, endpoint)
             return RendezvousConnectionError(await self._listen(call, endpoint, welcome))
         except grpc.aio.AioRpcError as error:
             return self._judge(endpoint, error)
+        except RendezvousConnectionError as error:
+            return error
         except TimeoutError:
             self._unanswered += 1
             return RendezvousConnectionError(f"no answer from {endpoint} within {timeout_s:g} s")
@@ -374,7 +389,12 @@ class ServerLink:
         silent = asyncio.get_running_loop().call_later(SILENT_S, self._tell_silent, endpoint)
         try:
             await call.wait_for_connection()
-            self.outbox.let_through()
+            if not self._identity.address:
+                # The network may have come up, or changed, since the last connection.
+                address = await local_address(endpoint)
+                host_name = await reachable_host_name() if is_loopback(address) else ""
+                self.address, self.host_name = address, host_name
+            self.outbox.let_through(self.hello())
             return await _read(call)
         finally:
             silent.cancel()
@@ -393,6 +413,7 @@ class ServerLink:
                     await self._learn(one.servers)
                     continue
                 if one.HasField("refused") and one.refused.code not in FINAL_REFUSALS:
+                    self._refused = True
                     return f"the server refused for now: {one.refused.message}"
                 self._hear(endpoint, one)
             message = await _read(call)
@@ -484,7 +505,7 @@ class ServerLink:
             node_id=self._identity.node_id,
             instance=self._identity.instance,
             kind=self._identity.kind,
-            address=self._identity.address,
+            address=self.address,
             pid=self._identity.pid,
             leadership=self._leadership,
             incarnation=self._incarnation,

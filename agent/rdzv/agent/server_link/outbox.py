@@ -32,6 +32,10 @@ class Outbox:
         self._proofs = proofs
         self._waiting: asyncio.Queue[pb.NodeMessage | None] | None = None
         self._connected = asyncio.Event()
+        self._opening: asyncio.Queue[pb.NodeMessage | None] | None = None
+        """The queue of a stream whose Hello has not been written yet."""
+        self._ends = False
+        """Whether the stream that is being opened ends after its Hello."""
         self._idle = asyncio.Event()
         """Set whenever no messages are waiting to be sent."""
 
@@ -40,38 +44,36 @@ class Outbox:
         """The number of messages waiting to be sent, or None if there is no stream."""
         return None if self._waiting is None else self._waiting.qsize()
 
-    def begin(
-        self,
-        attach: Callable[[AsyncIterator[pb.NodeMessage]], Call],
-        hello: Callable[[], pb.Hello],
-    ) -> Call:
-        """Open a stream using `attach`, with `hello` as its first message.
-
-        Nothing is sent before `let_through` is called.
-        """
+    def begin(self, attach: Callable[[AsyncIterator[pb.NodeMessage]], Call]) -> Call:
+        """Open a stream using `attach`. Nothing is sent before `let_through` is called."""
         waiting: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue(OUTBOX_MESSAGES)
-        self._connected = asyncio.Event()
+        self._connected, self._opening, self._ends = asyncio.Event(), waiting, False
         call = attach(self._outgoing(waiting, self._connected))
-        # The hello covers all earlier messages.
-        waiting.put_nowait(pb.NodeMessage(hello=hello()))
-        self._waiting, self.hang_up = waiting, call.cancel
+        self.hang_up = call.cancel
         return call
 
-    def let_through(self) -> None:
-        """Start sending, now that there is a connection.
+    def let_through(self, hello: pb.Hello) -> None:
+        """Start sending, beginning with `hello`, now that there is a connection.
 
         gRPC would take the first message earlier. But the fence relies on the time at which a
-        message is sent, which must not be earlier than the connection.
+        message is sent, which must not be earlier than the connection; and the node's address is
+        its end of the connection.
         """
+        assert self._opening is not None
+        self._waiting, self._opening = self._opening, None
+        self._waiting.put_nowait(pb.NodeMessage(hello=hello))
+        if self._ends:
+            self.finish()
         self._connected.set()
 
     def forget(self) -> None:
         """Stop accepting messages for this stream, which has ended or was never connected."""
-        self._waiting = None
+        self._waiting = self._opening = None
         self._connected.set()
 
     def finish(self) -> bool:
         """End the stream once all messages have been sent. Returns False if the queue is full."""
+        self._ends = True
         if self._waiting is not None:
             try:
                 self._waiting.put_nowait(None)

@@ -41,7 +41,8 @@ def refuse_join(before: State, state: State, command: Join, now_ms: int, *, admi
         RunStoppingError: the last run is being stopped, or can only fail; retry.
         SettingsMismatchError: the job was launched with other settings.
         RendezvousClosedError: the last run has ended, and this node may not begin another.
-        InvalidRequestError: this node and another could not reach each other.
+        InvalidRequestError: other nodes could not reach this one.
+        UnreachableNodeError: this node could not reach another, or not tell itself from it; retry.
 
     """
     membership, node_id = state.membership, command.node_id

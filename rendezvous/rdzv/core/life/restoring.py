@@ -27,7 +27,7 @@ from rdzv.core.model import (
     is_placeholder,
     placeholder,
 )
-from rdzv.core.rounds.reachability import only_local
+from rdzv.core.rounds.reachability import note_address, only_local
 from rdzv.core.rounds.recovery_reports import (
     adoptable,
     first_report,
@@ -63,6 +63,7 @@ def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
         },
         stop_deadline_ms=None if round_.live else until_ms + longest_stop_ms(round_, tuning),
         loopback_machine=next((p.offer.machine for p in held if only_local(p.offer)), None),
+        machines={p.offer.address: p.offer.machine for p in held},
     )
 
 
@@ -117,6 +118,7 @@ def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
     )
     if only_local(report.offer):
         work.state = replace(work.state, loopback_machine=report.offer.machine)
+    note_address(work, report.offer)
     superseded = without(work.state.superseded, node_id)
     work.state = replace(work.state, reported_ms=work.now_ms, superseded=superseded)
     work.events.append(NodeAdopted(node_id, report.round, report.group_rank))

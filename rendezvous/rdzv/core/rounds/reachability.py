@@ -9,28 +9,44 @@ from ipaddress import ip_address
 from rdzv.core.commands import Join
 from rdzv.core.draft import Draft
 from rdzv.core.model import Offer, Participant, State, is_placeholder
-from rdzv.errors import InvalidRequestError
+from rdzv.core.shared_map import put
+from rdzv.errors import InvalidRequestError, UnreachableNodeError
 from rdzv.structs import replace
 
 
 def refuse_unreachable(state: State, command: Join) -> None:
-    """Refuse a join if two nodes are on different machines and one offers a loopback address."""
-    offer, local_to = command.offer, state.loopback_machine
+    """Refuse a join if nodes on different machines could not reach each other.
+
+    Raises:
+        InvalidRequestError: this node offers a loopback address, and others are elsewhere.
+        UnreachableNodeError: another node does, or offers this node's address from elsewhere. It
+            may be about to go, so this node retries.
+
+    """
+    offer, local_to, node_id = command.offer, state.loopback_machine, command.node_id
     if local_to == offer.machine:
         return
-    others = ((n, there) for n, there in _offers(state) if n != command.node_id)
-    if only_local(offer):
-        elsewhere = [n for n, there in others if there.machine != offer.machine]
-        if elsewhere:
-            raise _unreachable(command.node_id, offer, elsewhere[0])
-    elif local_to is not None:
-        for node_id, there in others:
-            if only_local(there):
-                raise _unreachable(node_id, there, command.node_id)
+    alone = state.machines.get(offer.address, offer.machine) == offer.machine
+    if local_to is None and alone and not only_local(offer):
+        return
+    for other, there in _offers(state):
+        if other == node_id or there.machine == offer.machine:
+            continue
+        if only_local(offer):
+            raise InvalidRequestError(_unreachable(node_id, offer, other))
+        if only_local(there):
+            raise UnreachableNodeError(_unreachable(other, there, node_id))
+        if there.address == offer.address and not _is_loopback(offer.address):
+            raise UnreachableNodeError(
+                f"{node_id} offers the address {offer.address}, and so does {other} on another "
+                "machine, so workers could reach the wrong one; unless one of them is about to be "
+                "given up, start each with a --local-addr=ADDRESS that the other can reach"
+            )
 
 
 def note_reach(work: Draft, offer: Offer) -> None:
     """Record which machine all nodes must be on if an address is loopback, or None otherwise."""
+    note_address(work, offer)
     local_to = work.state.loopback_machine
     if local_to == offer.machine:
         return
@@ -38,6 +54,13 @@ def note_reach(work: Draft, offer: Offer) -> None:
         work.state = replace(work.state, loopback_machine=offer.machine)
     elif local_to is not None:
         work.state = replace(work.state, loopback_machine=None)
+
+
+def note_address(work: Draft, offer: Offer) -> None:
+    """Record which machine offers an address."""
+    if work.state.machines.get(offer.address) != offer.machine:
+        machines = put(work.state.machines, offer.address, offer.machine)
+        work.state = replace(work.state, machines=machines)
 
 
 def _offers(state: State) -> Iterable[tuple[str, Offer]]:
@@ -48,8 +71,8 @@ def _offers(state: State) -> Iterable[tuple[str, Offer]]:
             yield participant.node_id, participant.offer
 
 
-def _unreachable(node_id: str, offer: Offer, other: str) -> InvalidRequestError:
-    return InvalidRequestError(
+def _unreachable(node_id: str, offer: Offer, other: str) -> str:
+    return (
         f"{node_id} offers the address {offer.address}, which {other} on another machine cannot "
         f"reach; start {node_id} with --local-addr=ADDRESS, or let it reach the server by another "
         "address than loopback"
