@@ -60,7 +60,7 @@ class Driver:
         self._node = node
         self._ended: asyncio.Future[NodeOutcome] = asyncio.get_running_loop().create_future()
 
-    async def prepare(self, _: Endpoint) -> None:
+    async def prepare(self) -> None:
         await self._node.ready.wait()
         if self._node.trouble is not None:
             raise self._node.trouble
