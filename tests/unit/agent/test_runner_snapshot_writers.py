@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -89,9 +90,10 @@ def test_a_step_may_be_overwritten_once_the_writer_has_copied_it() -> None:
             call()
 
     for said in (b"", b"whatever"):  # It is a process of the job.
-        (slot, pipe), end = write(has_memory=True)
-        os.write(pipe, said)
-        os.close(pipe)
+        (slot, link), end = write(has_memory=True)
+        assert stat.S_ISSOCK(os.fstat(link).st_mode), "a job holds the lock of a pipe as it likes"
+        os.write(link, said)
+        os.close(link)
         turn()
         assert runner.pinned[-1] is None and not runner.told
         turn()

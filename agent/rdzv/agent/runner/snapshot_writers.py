@@ -8,10 +8,10 @@ instead. It outlives its round, but not the runner.
 
 from __future__ import annotations
 
-import os
+import socket
 from functools import partial
 
-from .linux.descriptors import close_fds
+from .linux.descriptors import close_fds, close_job_socket
 from .requests import read_argv, read_env, read_field, read_identity, read_optional_text
 from .spawn import Program, reason_of
 
@@ -38,7 +38,7 @@ class SnapshotWriters:
         self._agent = agent
         self._slots = slots
         self._writer: Child | None = None
-        self._copied: int | None = None
+        self._copied: socket.socket | None = None
         """The end of the pipe that the writer closes once it has copied the slots."""
 
     def write(self, request: Mapping[str, object]) -> None:
@@ -65,10 +65,11 @@ class SnapshotWriters:
         words = (*argv, "--mark", named, *map(str, fds))
         try:
             if self._slots.has_memory_for_copies(fds):
-                self._copied, theirs = os.pipe2(os.O_CLOEXEC)
-                fds = (*fds, theirs)
-                env = {**env, _COPIED: str(theirs)}
-                self._loop.watch(self._copied, self._unpin)
+                # No pipe: a job holds its lock, and so delays its close, for as long as it likes.
+                self._copied, theirs = socket.socketpair()
+                fds = (*fds, theirs.detach())
+                env = {**env, _COPIED: str(fds[-1])}
+                self._loop.watch(self._copied.fileno(), self._unpin)
             self._writer = self._children.start(
                 f"the writer of step {mark['step']}",
                 Program(argv=words, env=env, cwd=cwd, pass_fds=fds, identity=identity),
@@ -84,13 +85,14 @@ class SnapshotWriters:
             close_fds(fds)
 
     def _unpin(self) -> None:
-        """Let workers overwrite the step. The pipe is a job's, and is closed whatever it says."""
+        """Let workers overwrite the step, whatever the job's end of the link says."""
         self._close_copied()
         self._slots.pin(None)
 
     def _close_copied(self) -> None:
         if self._copied is not None:
-            self._loop.close_watched(self._copied)
+            self._loop.unwatch(self._copied.fileno())
+            close_job_socket(self._copied)
             self._copied = None
 
     def _end(self, mark: Mapping[str, object], is_private: bool, child: Child, code: int) -> None:
