@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from rdzv.agent.runner_link import (
     agent_children,
     runner_link,
 )
+from tests.support.lingering import LINGER_S
 
 pytestmark = pytest.mark.slow
 
@@ -332,3 +335,35 @@ async def test_a_runner_that_survives_sigkill_is_given_up(
 async def test_a_runner_that_cannot_answer_is_not_asked(s: Story) -> None:
     """The previous release's runners would answer each ping with an error."""
     assert s.may_forget() == []
+
+
+LINGERS = f"""
+import socket, struct
+out = socket.socket(fileno=1)
+out.setblocking(False)
+try:
+    while True:
+        out.send(b"x" * 65536)
+except BlockingIOError:
+    out.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("2i", 1, {LINGER_S}))
+"""
+
+
+async def test_a_program_that_has_ended_before_its_output_is_closed_here_keeps_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It shares the socket, and may tell it to linger; then the last one to close it would wait."""
+    start = agent_children.start_spared
+
+    async def late(*args: str, **how: Any) -> asyncio.subprocess.Process:
+        process = await start(*args, **how)
+        await process.wait()
+        return process
+
+    monkeypatch.setattr(agent_children, "start_spared", late)
+    begun = time.monotonic()
+    code, said, _ = await agent_children.ask_spared(
+        sys.executable, "-I", "-S", "-c", LINGERS, timeout_s=PATIENCE_S
+    )
+    assert code == 0 and said.strip(b"x") == b"" and len(said) > 65536
+    assert time.monotonic() - begun < LINGER_S / 2

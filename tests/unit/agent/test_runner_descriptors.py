@@ -183,6 +183,6 @@ def test_a_shared_socket_is_closed_at_once(change: Callable[[socket.socket], Non
         shared = os.dup(sock.fileno())
         change(sock)
     with at_once():
-        close_shared(shared)
+        close_shared(socket.socket(fileno=shared))
     while held:
         held.pop().close()

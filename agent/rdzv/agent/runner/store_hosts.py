@@ -72,7 +72,7 @@ class StoreHosts:
             self._report_failure(read_field(request, "round", int), reason_of(error))
         finally:
             # Only the store host may hold the socket, so that clients notice if it dies.
-            close_shared(listen_fd)
+            close_shared(socket.socket(fileno=listen_fd))
 
     def stop(self, request: Mapping[str, object]) -> None:
         """Handle `stop_store_host`."""
@@ -191,7 +191,7 @@ class WarmStoreHost(WarmStart):
 
     def close(self) -> None:
         """Close this process's copy of the socket."""
-        close_shared(self.listen_fd)
+        close_shared(socket.socket(fileno=self.listen_fd))
 
 
 def _program_of(spec: StoreHostSpec, listen_fd: int, ready_fd: int) -> Program:

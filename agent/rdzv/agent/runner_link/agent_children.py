@@ -19,6 +19,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from rdzv.agent.runner.linux.descriptors import close_shared
 from rdzv.agent.runner.linux.process_tree import (
     SWEEP_INTERVAL_S,
     children_of,
@@ -178,13 +179,15 @@ async def ask_spared(
         args = ("/bin/sh", "-c", f'{first}; exec "$0" "$@"', *args)
     with ExitStack() as sockets:
         ours, theirs = zip(*(connected_pair() for _ in range(2)), strict=True)
-        for end in (*ours, *theirs):
+        for end in ours:
             sockets.enter_context(end)
+        for end in theirs:
+            sockets.callback(close_shared, end)
         process = await start_spared(
             *args, stdin=asyncio.subprocess.DEVNULL, stdout=theirs[0], stderr=theirs[1], **how
         )
         for end in theirs:
-            end.close()
+            close_shared(end)
         reading = [asyncio.ensure_future(_read_all(end)) for end in ours]
         try:
             async with asyncio.timeout(timeout_s):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rdzv.agent import runner_link
+from rdzv.agent.runner.linux.descriptors import close_shared
 from rdzv.agent.system.accounts import Account, started_as
 from rdzv.errors import InvalidRequestError
 
@@ -98,6 +99,7 @@ class SideProcess(asyncio.Protocol):
             except OSError:
                 ours.close()
                 raise
+            close_shared(theirs)
         runner_link.spare(process.pid)
         loop = asyncio.get_running_loop()
         _, side = await loop.create_connection(lambda: cls(process, python, on_message), sock=ours)

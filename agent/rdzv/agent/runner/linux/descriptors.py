@@ -99,12 +99,12 @@ def close_job_socket(sock: socket.socket) -> None:
     sock.close()
 
 
-def close_shared(fd: int) -> None:
+def close_shared(sock: socket.socket) -> None:
     """Close a TCP socket that a job may also hold, and may have told to linger when it is closed.
 
     A job that still holds it can still change that, but then this does not really close it.
     """
-    with socket.socket(fileno=fd) as sock, suppress(OSError):
+    with sock, suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("2i", 0, 0))
 
 
