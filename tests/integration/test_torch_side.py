@@ -477,7 +477,7 @@ async def test_what_a_class_has_teed_is_not_copied_where_there_is_no_console(
         )
         await group.prepare()
         async with asyncio.timeout(100):
-            _, workers = await group.open_round(LINE)
+            _, workers = await group.open_round(LINE, "127.0.0.1")
         assert len(workers) == 2
         assert followed == [tmp_path / "0.out"] * console
         await group.close()

@@ -6,9 +6,12 @@ names and passes in the addresses.
 
 from __future__ import annotations
 
+import array
+import fcntl
 import ipaddress
 import socket
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -114,6 +117,79 @@ def is_link_local(address: str) -> bool:
     except ValueError:
         return False
     return found.version == 6 and found.is_link_local
+
+
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+RDMA_DEVICES = Path("/sys/class/infiniband")
+_SIOCGIFCONF = 0x8912
+_IFREQ = 40 if struct.calcsize("P") == 8 else 32
+
+
+def socket_interfaces(address: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which gloo and NCCL use the interface that has this address.
+
+    gloo otherwise binds the address of the machine's own name, which may be loopback or on another
+    network. NCCL otherwise sends data over all interfaces. So it gets one only if it has no choice,
+    or if its data goes over RDMA and only its set-up over sockets. If `environ` already has one of
+    the variables, or no interface has the address, the result is empty.
+    """
+    if environ.get(GLOO_INTERFACE) or environ.get(NCCL_INTERFACE) or is_loopback(address):
+        return {}
+    names = interfaces()
+    own = names.get(_plain(address))
+    if own is None:
+        return {}
+    variables = {GLOO_INTERFACE: own}
+    others = {name for at, name in names.items() if name != own and not is_loopback(at)}
+    rdma = (
+        environ.get("NCCL_IB_DISABLE", "0") == "0"
+        and RDMA_DEVICES.is_dir()
+        and any(RDMA_DEVICES.iterdir())
+    )
+    if rdma or not others:
+        variables[NCCL_INTERFACE] = f"={own}"
+    return variables
+
+
+def missing_interfaces(environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each of gloo's and NCCL's variables that names no interface."""
+    present = [name for _, name in socket.if_nameindex()]
+    missing: list[str] = []
+    for variable in (GLOO_INTERFACE, NCCL_INTERFACE):
+        given = environ.get(variable, "")
+        names = [name.removeprefix("=") for name in given.split(",") if name]
+        # NCCL takes prefixes, and with "^" all others.
+        if names and not given.startswith("^"):
+            matches = any(one.startswith(name) for name in names for one in present)
+            if not matches:
+                missing.append(
+                    f"{variable}={given}: this machine has no such interface, so workers cannot "
+                    f"connect; it has {', '.join(present)}; correct it, or leave it out"
+                )
+    return missing
+
+
+def interfaces() -> dict[str, str]:
+    """Return the names of this machine's interfaces, by address; without link-local addresses."""
+    found: dict[str, str] = {}
+    answer = array.array("B", bytes(_IFREQ * 1_024))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("iP", len(answer), answer.buffer_info()[0])
+        size = struct.unpack("iP", fcntl.ioctl(probe, _SIOCGIFCONF, request))[0]
+    for start in range(0, size, _IFREQ):
+        entry = answer[start : start + _IFREQ].tobytes()
+        name = entry[:16].partition(b"\0")[0].decode(errors="replace")
+        found[socket.inet_ntoa(entry[20:24])] = name
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        digits, *_, name = line.split()
+        address = ipaddress.IPv6Address(int(digits, 16))
+        if not address.is_link_local:
+            found[str(address)] = name
+    return found
 
 
 def leads_beyond_loopback(found: AddressInfo) -> bool:

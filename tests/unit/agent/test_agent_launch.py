@@ -29,7 +29,13 @@ from rdzv.core.model import Offer, Settings
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.structs import replace
 from rdzv.transport import addresses
-from rdzv.transport.addresses import StoreSocket, is_loopback, machine_id
+from rdzv.transport.addresses import (
+    StoreSocket,
+    is_loopback,
+    machine_id,
+    missing_interfaces,
+    socket_interfaces,
+)
 
 JOB = Job("job-7", "n1", Settings(1, 1), local_world_size=1)
 
@@ -233,6 +239,47 @@ async def test_a_link_local_address_is_not_offered(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(addresses, "address_towards", lambda _: "fe80::1%eth0")
     with pytest.raises(RendezvousConnectionError, match="fe80::1%eth0 is link-local, which other"):
         await local_address(Endpoint("127.0.0.1", 29400))
+
+
+def interfaces(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
+    known = {address: name for name, text in found.items() for address in text.split()}
+    monkeypatch.setattr(addresses, "interfaces", lambda: {"127.0.0.1": "lo", **known})
+    monkeypatch.setattr(addresses, "RDMA_DEVICES", Path("/nowhere"))
+
+
+def test_workers_use_the_interface_of_the_nodes_address(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Gloo binds the address of the own name, which Debian resolves to 127.0.1.1."""
+    both = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
+    interfaces(monkeypatch, eth0="10.79.0.1 2001:db8::1")
+    for address in ("10.79.0.1", "2001:db8::1", "::ffff:10.79.0.1"):
+        assert socket_interfaces(address, {}) == both
+    for address in ("127.0.0.1", "::1", "10.79.0.2", "box1", ""):
+        assert socket_interfaces(address, {}) == {}
+    for variable in both:
+        assert socket_interfaces("10.79.0.1", {variable: "eth9"}) == {}
+        assert socket_interfaces("10.79.0.1", {variable: ""}) == both
+    interfaces(monkeypatch, eth0="10.79.0.1", eth1="10.80.0.1")
+    assert socket_interfaces("10.80.0.1", {}) == {"GLOO_SOCKET_IFNAME": "eth1"}, "NCCL uses both"
+    (tmp_path / "mlx5_0").touch()
+    monkeypatch.setattr(addresses, "RDMA_DEVICES", tmp_path)
+    assert socket_interfaces("10.79.0.1", {}) == both, "NCCL's data goes over RDMA"
+    without = socket_interfaces("10.79.0.1", {"NCCL_IB_DISABLE": "1"})
+    assert without == {"GLOO_SOCKET_IFNAME": "eth0"}
+
+
+def test_a_variable_that_names_no_interface_is_said() -> None:
+    (text,) = missing_interfaces(
+        {"GLOO_SOCKET_IFNAME": "eth9", "NCCL_SOCKET_IFNAME": "^docker,eth9"}
+    )
+    assert text.startswith("GLOO_SOCKET_IFNAME=eth9: this machine has no such interface, ")
+    assert "it has lo" in text
+    assert missing_interfaces({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo,eth9"}) == []
+
+
+def test_the_interfaces_of_this_machine_are_found() -> None:
+    assert addresses.interfaces()["127.0.0.1"] == "lo"
 
 
 def test_a_node_that_moves_binds_its_store_where_the_others_reach_it() -> None:

@@ -144,7 +144,8 @@ class Round:
         if context.unready:
             raise InvalidRequestError(context.unready)
         await context.observers.snapshot_file.begin_round()
-        self.outputs, workers = await context.workers.open_round(self.assignment)
+        address = context.offer.fixed.address
+        self.outputs, workers = await context.workers.open_round(self.assignment, address)
         return workers
 
     async def _await_end(self) -> None:

@@ -46,7 +46,7 @@ EACH_WORKERS_OWN = frozenset(
 ANY_ROUND = Assignment("", 0, 0, 1, 0, 1, 0, 1, "", 0, True, 0, 0)
 """A placeholder for an environment in which a round's variables do not matter."""
 
-_READ_LATE = ("NCCL_",)
+_READ_LATE = ("NCCL_", "GLOO_")
 """Variables with these prefixes are read when a process group is created."""
 
 

@@ -27,6 +27,7 @@ from rdzv.agent.runner.requests import WorkerSpec, ZygoteSpec
 from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside
 from rdzv.agent.workers import warm
 from rdzv.errors import InvalidRequestError
+from rdzv.transport.addresses import missing_interfaces, socket_interfaces
 
 log = logging.getLogger("rdzv.agent")
 
@@ -68,6 +69,8 @@ class LocalWorkerGroup:
         self.zygote: ZygoteSpec | None = None
         """The zygote from which the workers are forked, once known; None if they start cold."""
         self._told_cold: dict[int, str] = {}
+        self._interfaces: dict[str, str] = {}
+        """The variables that name the interface of this node's address, if they are needed."""
         self._gpus: tuple[str, ...] = ()
 
     async def prepare(self) -> None:
@@ -85,6 +88,8 @@ class LocalWorkerGroup:
             )
             for local_rank in range(self._launch.job.local_world_size):
                 self._cpus(local_rank)
+        for text in missing_interfaces(self._launch.environ):
+            log.warning("%s", text)
         if self._launch.warm or self._launch.warm_restarts:
             await self._prepare_zygote()
 
@@ -98,7 +103,7 @@ class LocalWorkerGroup:
         self.zygote = warm.zygote_spec(self._launch, environ, [self._cpus(n) for n in range(size)])
 
     async def open_round(
-        self, assignment: Assignment
+        self, assignment: Assignment, address: str
     ) -> tuple[tuple[WorkerOutput, ...], list[WorkerSpec]]:
         """Create a round's files, and follow the ones that are teed.
 
@@ -110,6 +115,7 @@ class LocalWorkerGroup:
                 does not answer.
             OSError: the files cannot be created, or the --logs-specs class does not answer.
         """
+        self._interfaces = socket_interfaces(address, self._launch.environ)
         try:
             files = await self._files.answer(self._make_files, assignment)
         except TimeoutError as error:
@@ -214,7 +220,7 @@ class LocalWorkerGroup:
             at = launch.master
             assignment = structs.replace(assignment, master_addr=at.host, master_port=at.port)
         return worker_environ(
-            base,
+            {**base, **self._interfaces},
             assignment,
             rdzv_id=launch.job.rdzv_id,
             role=launch.role,
