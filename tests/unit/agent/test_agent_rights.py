@@ -206,6 +206,9 @@ REASONS: dict[str, tuple[str, ...]] = {
     "the runner stays root, so that no job can end or escape it": (
         "runner_link._start_runner: subprocess.Popen",
     ),
+    "it runs nothing but this interpreter, which ends at once": (
+        "descriptors._close_elsewhere: os.posix_spawn",
+    ),
     "its caller acts as the account": (
         "inotify.Inotify.add_watch: _libc.inotify_add_watch",
         "accounts.open_untrusted: os.open",
