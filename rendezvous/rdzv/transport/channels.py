@@ -63,6 +63,8 @@ class Credentials:
     key: Path | None = None
     token_file: Path | None = None
     token: str = field(default="", repr=False)
+    by_node: bool = False
+    """Whether the server is one of the job's own nodes, which serve without TLS."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Path | None], environ: Mapping[str, str]) -> Credentials:
@@ -77,7 +79,7 @@ class Credentials:
             for name, variable in VARIABLES.items()
         }
         token = "" if files["token_file"] else environ.get(TOKEN_VARIABLE, "")
-        found = cls(**files, token=token)
+        found = cls(**files, token=token, by_node=False)
         found.check()
         return found
 
@@ -199,6 +201,8 @@ class Credentials:
 
 
 PLAIN = Credentials()
+BY_NODE = Credentials(by_node=True)
+CHECK_NODE = "check the address, and that the node that serves there has been started"
 
 
 # ------------------------------------------------------------------------------------ in words
@@ -226,6 +230,8 @@ def handshake_trouble(
     if not credentials.tls:
         if not _CLOSED.search(details):
             return None
+        if credentials.by_node:
+            return "the other side closed the connection at once", CHECK_NODE
         # A server killed at this moment also closes the connection in this way.
         return (
             "the other side closed the connection at once",

@@ -26,7 +26,7 @@ from rdzv.errors import (
 )
 from rdzv.structs import struct
 from rdzv.transport import protocol
-from rdzv.transport.channels import PLAIN, Credentials, handshake_trouble
+from rdzv.transport.channels import CHECK_NODE, PLAIN, Credentials, handshake_trouble
 from rdzv.transport.endpoints import Endpoint, parse_endpoint
 from rdzv.transport.same_fields import to_message
 from rdzv.v1 import rdzv_pb2 as pb
@@ -276,6 +276,7 @@ def error_from_status(
     rdzvd: the server was unreachable, did not respond in time, or is another program.
     """
     text = details or "no details given"
+    check = CHECK_NODE if credentials.by_node else _CHECK
     if code := _metadata(trailing, ERROR_CODE_METADATA_KEY):
         if code == NotLeaderError.code:
             return NotLeaderError(text, _metadata(trailing, LEADER_METADATA_KEY))
@@ -283,13 +284,13 @@ def error_from_status(
     match status:
         case grpc.StatusCode.UNAVAILABLE:
             if trouble := handshake_trouble(text, server, credentials):
-                return _unreachable(server, *trouble)
-            return _unreachable(server, _connection_reason(text), _CHECK)
+                return _unreachable(server, *trouble, credentials)
+            return _unreachable(server, _connection_reason(text), check, credentials)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            remedy = f"it may be stopped or overloaded, or a firewall drops packets; {_CHECK}"
-            return _unreachable(server, f"no answer within {timeout_s:g} s", remedy)
+            remedy = f"it may be stopped or overloaded, or a firewall drops packets; {check}"
+            return _unreachable(server, f"no answer within {timeout_s:g} s", remedy, credentials)
         case grpc.StatusCode.UNIMPLEMENTED:
-            return _unreachable(server, f"{_NOT_RDZV}, or an older one", _CHECK)
+            return _unreachable(server, f"{_NOT_RDZV}, or an older one", check, credentials)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return LimitExceededError(f"the call to the server at {server} exceeds a limit: {text}")
         case _:
@@ -311,5 +312,8 @@ def _connection_reason(details: str) -> str:
     return _PREAMBLE.sub("", details) or details
 
 
-def _unreachable(server: Endpoint, reason: str, remedy: str) -> RendezvousConnectionError:
-    return RendezvousConnectionError(f"cannot reach rdzvd at {server}: {reason}; {remedy}")
+def _unreachable(
+    server: Endpoint, reason: str, remedy: str, credentials: Credentials
+) -> RendezvousConnectionError:
+    what = "the serving node" if credentials.by_node else "rdzvd"
+    return RendezvousConnectionError(f"cannot reach {what} at {server}: {reason}; {remedy}")

@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 from signal import Signals
 
+import grpc
 import pytest
 from tls_files import Files
 
@@ -23,7 +24,8 @@ from rdzv.errors import InvalidRequestError
 from rdzv.launch_options import flags
 from rdzv.launch_options.job_options import parse_conf, parse_nnodes, parse_streams
 from rdzv.structs import replace
-from rdzv.transport.channels import PLAIN
+from rdzv.transport.channels import BY_NODE
+from rdzv.transport.node_stream import error_from_status
 
 HEAD = ("--rdzv-endpoint=head", "--rdzv-id=job-7")
 
@@ -88,7 +90,7 @@ def test_credentials_are_for_a_standing_rdzvd(tmp_path: Path) -> None:
         ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:1", "--nnodes=2"),
         ("--rdzv-backend=static", "--node-rank=0", "--nnodes=2"),
     ):
-        assert parse_launch([*own, *shown, "train.py"])[1].credentials(environ) == PLAIN
+        assert parse_launch([*own, *shown, "train.py"])[1].credentials(environ) == BY_NODE
     with pytest.raises(InvalidRequestError, match="without --tls-ca"):
         parse_launch([*standing, *shown, "train.py"])[1].credentials({})
 
@@ -508,6 +510,26 @@ def test_what_makes_no_sense_is_refused_with_the_remedy(options: str, message: s
     with pytest.raises(InvalidRequestError) as refusal:
         launch(*options.split())
     assert str(refusal.value) == message
+
+
+def test_what_has_no_effect_beside_c10d_is_mentioned() -> None:
+    c10d = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:29400")
+    said = "; --node-rank and --master-* have no effect with c10d"
+    assert parse_launch([*c10d, "--node-rank=1", "script.py"])[1].why.endswith(said)
+    assert said not in parse_launch([*c10d, "script.py"])[1].why
+
+
+def test_a_job_whose_node_serves_hears_nothing_of_rdzvd_and_tls() -> None:
+    c10d = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=head:29400", "script.py")
+    credentials = parse_launch(c10d)[1].credentials({})
+    closed = "failed to connect to all addresses; last error: UNKNOWN: Socket closed"
+    for details in ("connection refused", closed):
+        at = Endpoint("head", 29400)
+        unavailable = grpc.StatusCode.UNAVAILABLE
+        text = str(error_from_status(unavailable, details, None, at, 10, credentials))
+        assert text.startswith("cannot reach the serving node at head:29400: ")
+        assert "rdzvd" not in text
+        assert "tls" not in text.lower()
 
 
 def test_an_address_that_needs_an_interface_is_refused() -> None:

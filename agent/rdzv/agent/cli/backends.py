@@ -67,9 +67,9 @@ class Meeting:
         Raises:
             InvalidRequestError: they cannot be used.
         """
-        from rdzv.transport.channels import PLAIN, Credentials
+        from rdzv.transport.channels import BY_NODE, Credentials
 
-        return PLAIN if self.files is None else Credentials.parse(self.files, environ)
+        return BY_NODE if self.files is None else Credentials.parse(self.files, environ)
 
 
 @struct(frozen=True)
@@ -197,6 +197,8 @@ def _c10d(options: RendezvousOptions) -> Meeting:
     endpoint = parse_endpoint(options.endpoint, DEFAULT_PORT)
     hosts = owns(endpoint.host) if options.is_host is None else options.is_host
     where = "this node serves" if hosts else "served by the node that owns it"
+    if options.static:
+        where += "; --node-rank and --master-* have no effect with c10d"
     return Meeting(
         (endpoint,),
         options.rdzv_id or "none",
