@@ -24,12 +24,19 @@ class Runner:
 
     def __init__(self) -> None:
         self.fds = [os.memfd_create("slot")]
-        self.has_memory = False
+        self.has_memory = self.has_zygote = False
+        self.wanted: list[Any] = []
         self.pinned: list[Any] = []
         self.told: list[dict[str, Any]] = []
 
     def copies_of(self, _mark: object) -> list[int]:
         return self.fds
+
+    def has_imported(self, *_: object) -> bool:
+        return self.has_zygote
+
+    def want(self, starts: Any) -> None:
+        self.wanted += starts
 
     def has_memory_for_copies(self, fds: Any) -> bool:
         assert list(fds) == self.fds
@@ -50,12 +57,12 @@ def test_a_writer_that_cannot_start_is_told_with_its_reason(has_memory: bool) ->
     """And pins nothing: workers would skip saves for a process that is not there."""
     runner = Runner()
     runner.has_memory = has_memory
-    writers = SnapshotWriters(Loop(), runner, runner, runner)  # type: ignore[arg-type]
+    writers = SnapshotWriters(Loop(), runner, runner, runner, runner)  # type: ignore[arg-type]
     writers.write(REQUEST)
     (told,) = runner.told
     assert (told["type"], told["step"]) == ("snapshots_written", 40)
     assert told["reason"] == "Resource temporarily unavailable"
-    assert runner.pinned == []
+    assert not any(runner.pinned)
     assert not os.path.exists(f"/proc/self/fd/{runner.fds[0]}")  # noqa: PTH110
 
 
@@ -72,7 +79,7 @@ class Starting(Runner):
 
 def test_a_step_may_be_overwritten_once_the_writer_has_copied_it() -> None:
     runner, loop = Starting(), Loop()
-    writers = SnapshotWriters(loop, runner, runner, runner)  # type: ignore[arg-type]
+    writers = SnapshotWriters(loop, runner, runner, runner, runner)  # type: ignore[arg-type]
     mark = {name: REQUEST[name] for name in ("lineage", "step", "series")}
 
     def write(*, has_memory: bool) -> tuple[list[int], Callable[[Any, int], None]]:
@@ -122,7 +129,7 @@ def test_a_step_may_be_overwritten_once_the_writer_has_copied_it() -> None:
 )
 def test_the_end_of_a_writer_is_told_with_its_reason(code: int, failure: str, reason: str) -> None:
     runner = Starting()
-    writers = SnapshotWriters(Loop(), runner, runner, runner)  # type: ignore[arg-type]
+    writers = SnapshotWriters(Loop(), runner, runner, runner, runner)  # type: ignore[arg-type]
     writers.write(REQUEST)
     assert (runner.told, len(runner.pinned)) == ([], 1)
     (_, fds, end) = runner.started[0]
@@ -130,3 +137,47 @@ def test_the_end_of_a_writer_is_told_with_its_reason(code: int, failure: str, re
     end(SimpleNamespace(failure=failure), code)
     assert [said["reason"] for said in runner.told] == [reason]
     assert runner.pinned[-1] is None
+
+
+class Forked:
+    """A fork, which keeps what it was sent."""
+
+    def __init__(self) -> None:
+        self.order: Any = None
+        self.fds: list[int] = []
+
+    def send_order(self, order: Any, fds: Any) -> None:
+        self.order, self.fds = order["snapshot_writer"], [os.dup(fd) for fd in fds]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_writer_is_forked_if_the_zygote_has_torch_and_else_started_cold(refused: bool) -> None:
+    runner, loop = Starting(), Loop()
+    runner.has_memory = runner.has_zygote = True
+    writers = SnapshotWriters(loop, runner, runner, runner, runner)  # type: ignore[arg-type]
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    writers.write(REQUEST)
+    assert not runner.started and runner.pinned[-1]
+    (start,) = runner.wanted
+    if refused:
+        writers.start_cold_instead([start], "the zygote has ended")
+        program, fds, end = runner.started[0]
+        assert program.env["RDZV_SNAPSHOT_COPIED"] == str(program.pass_fds[-1])
+        assert program.argv == ("write", "--mark", "0:40:a", str(program.pass_fds[0]))
+    else:
+        fork = Forked()
+        start.send_order(fork, None)
+        assert fork.order["copied"] == "RDZV_SNAPSHOT_COPIED" and len(fork.fds) == 5
+        assert fork.order["argv"] == ("write", "--mark", "0:40:a")
+        start.take_running(None)
+        fds, end = fork.fds, start.take_exit
+    assert runner.pinned[-1]
+    for fd in fds:
+        os.close(fd)
+    for call in loop.wait(0):
+        call()
+    assert runner.pinned[-1] is None and not runner.told
+    end(SimpleNamespace(failure=""), 0)
+    assert [one["reason"] for one in runner.told] == [""]
+    assert len(os.listdir("/proc/self/fd")) < before  # noqa: PTH208
+    loop.close()

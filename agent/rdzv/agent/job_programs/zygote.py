@@ -62,6 +62,7 @@ import socket
 import struct
 import sys
 import time
+import traceback
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -540,6 +541,8 @@ def _carry_out_order(links: Sequence[int], mine: int, zygote_argv: Sequence[byte
             _take_streams(fds)
             if "store_host" in spec:
                 _be_store_host(spec["store_host"], fds[3], link)
+            if "snapshot_writer" in spec:
+                _be_snapshot_writer(spec["snapshot_writer"], fds[3:], link)
             if "link_variable" in spec:
                 spec["env"][spec["link_variable"]] = str(fds[3])
             _apply(spec, zygote_argv)
@@ -588,6 +591,41 @@ def _be_store_host(spec: Mapping[str, Any], listen_fd: int, link: socket.socket)
         names["keep_serving"](store)
     finally:
         os._exit(1)
+
+
+def _be_snapshot_writer(spec: Mapping[str, Any], fds: list[int], link: socket.socket) -> None:
+    """Write a snapshot as a fresh interpreter running `argv`, a module, would. Never returns.
+
+    Errors are raised only before the writer has begun.
+    """
+    _die_with_parent(spec["parent"])
+    os.sched_setaffinity(0, spec["cpus"])
+    if spec["cwd"] is not None:
+        _change_folder(_text(_bytes(spec["cwd"])))
+    env = _environment(spec["env"])
+    if spec["copied"]:
+        env[_bytes(spec["copied"])] = str(fds.pop()).encode()
+    argv = [*map(_bytes, spec["argv"]), *(str(fd).encode() for fd in fds)]
+    os.environb.clear()
+    os.environb.update(env)
+    _renew_streams()
+    _show_as(argv, env)
+    sys.argv = [_text(word) for word in argv[2:]]
+    writer = importlib.import_module(sys.argv[0])
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    code = 1
+    try:
+        _write_frame(link, {"ready": True})
+        link.close()
+        writer.main()
+        code = 0
+    except SystemExit as end:
+        sys.stderr.write(f"{end}\n")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 # ---------------------------------------------------------------------- a worker

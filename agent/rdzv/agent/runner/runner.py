@@ -50,7 +50,7 @@ class Runner:
         self.forks = WarmForks(loop, self._children, self.agent)
         self._slots = SnapshotSlots(self.agent)
         self._slots.copies = copies = SnapshotCopies(loop, self._children, self._slots)
-        writers = SnapshotWriters(loop, self._children, self.agent, self._slots)
+        writers = SnapshotWriters(loop, self._children, self.agent, self._slots, self.forks)
         self._workers = Workers(
             loop, self._children, self.agent, self._fence, self.forks, self._slots
         )

@@ -3,26 +3,31 @@
 The process is `python -m rdzv.worker.write_snapshots`, which receives the slots as descriptors and
 does not depend on the workers. It first copies the slots if there is memory for that, and closes a
 pipe. Until then, or else while it runs, the workers do not overwrite that step; they skip saves
-instead. It outlives its round, but not the runner.
+instead. It outlives its round, but not the runner. It is forked from the zygote if that has
+imported torch.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+from dataclasses import replace
 from functools import partial
 
-from .linux.descriptors import close_fds, close_job_socket
+from .linux.descriptors import close_fds, close_job_socket, write_line
 from .requests import read_argv, read_env, read_field, read_identity, read_optional_text
 from .spawn import Program, reason_of
+from .warm_forks import FORK_TIMEOUT_S, WarmStart
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from .agent_link import AgentLink
     from .child_exits import Child, Children
     from .loop import Loop
     from .snapshot_slots import SnapshotSlots
+    from .warm_forks import Fork, WarmForks
 
 _COPIED = "RDZV_SNAPSHOT_COPIED"
 
@@ -31,13 +36,20 @@ class SnapshotWriters:
     """Runs the writer process, at most one at a time."""
 
     def __init__(
-        self, loop: Loop, children: Children, agent: AgentLink, slots: SnapshotSlots
+        self,
+        loop: Loop,
+        children: Children,
+        agent: AgentLink,
+        slots: SnapshotSlots,
+        forks: WarmForks,
     ) -> None:
         self._loop = loop
         self._children = children
         self._agent = agent
         self._slots = slots
-        self._writer: Child | None = None
+        self._forks = forks
+        self._mark: Mapping[str, object] | None = None
+        """The step that is being written, or None."""
         self._copied: socket.socket | None = None
         """The end of the pipe that the writer closes once it has copied the slots."""
 
@@ -50,7 +62,7 @@ class SnapshotWriters:
         }
         argv, env = tuple(read_argv(request)), read_env(request)
         identity, cwd = read_identity(request), read_optional_text(request, "cwd")
-        if self._writer is not None:
+        if self._mark is not None:
             self._tell(mark, "another step is still being written")
             return
         try:
@@ -62,27 +74,53 @@ class SnapshotWriters:
             self._tell(mark, "this node holds no part of it")
             return
         named = f"{mark['lineage']}:{mark['step']}:{mark['series']}"
-        words = (*argv, "--mark", named, *map(str, fds))
+        self._mark = mark
+        program = Program(
+            argv=(*argv, "--mark", named), env=env, cwd=cwd, pass_fds=fds, identity=identity
+        )
         try:
             if self._slots.has_memory_for_copies(fds):
                 # No pipe: a job holds its lock, and so delays its close, for as long as it likes.
                 self._copied, theirs = socket.socketpair()
-                fds = (*fds, theirs.detach())
-                env = {**env, _COPIED: str(fds[-1])}
+                program = replace(program, pass_fds=(*fds, theirs.detach()))
                 self._loop.watch(self._copied.fileno(), self._unpin)
-            self._writer = self._children.start(
-                f"the writer of step {mark['step']}",
-                Program(argv=words, env=env, cwd=cwd, pass_fds=fds, identity=identity),
-                partial(self._end, mark, identity is not None),
-                spared=True,
-            )
         except OSError as error:
-            self._close_copied()
-            self._tell(mark, reason_of(error))
-        else:
+            close_fds(program.pass_fds)
+            self._finish(reason_of(error))
+            return
+        if self._forks.has_imported("torch", argv[0], identity):
             self._slots.pin(mark)
+            self._forks.want([WarmWriter(self, program, copies=self._copied is not None)])
+        else:
+            self._start_cold(program)
+
+    def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
+        """Start these writers cold."""
+        for start in starts:
+            if isinstance(start, WarmWriter) and not self._loop.shutting_down:
+                write_line(f"the writer of a snapshot will start cold: {reason}")
+                self._start_cold(start.program)
+            elif isinstance(start, WarmWriter):
+                start.close()
+
+    def _start_cold(self, program: Program) -> None:
+        """Start a writer, and close this process's copies of its descriptors."""
+        assert self._mark is not None
+        fds = [str(fd) for fd in program.pass_fds]
+        env = program.env
+        if self._copied is not None:
+            env = {**env, _COPIED: fds.pop()}
+        started = replace(program, argv=(*program.argv, *fds), env=env)
+        try:
+            name = f"the writer of step {self._mark['step']}"
+            end = partial(self.end, program.identity is not None)
+            self._children.start(name, started, end, spared=True)
+        except OSError as error:
+            self._finish(reason_of(error))
+        else:
+            self._slots.pin(self._mark)
         finally:
-            close_fds(fds)
+            close_fds(program.pass_fds)
 
     def _unpin(self) -> None:
         """Let workers overwrite the step, whatever the job's end of the link says."""
@@ -95,14 +133,61 @@ class SnapshotWriters:
             close_job_socket(self._copied)
             self._copied = None
 
-    def _end(self, mark: Mapping[str, object], is_private: bool, child: Child, code: int) -> None:
-        self._writer = None
-        self._unpin()
+    def end(self, is_private: bool, child: Child, code: int) -> None:
+        """Report the result of a writer that has ended."""
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         said = "; its stderr says why" if code > 0 and not is_private else ""
         reason = child.failure or f"its writer ended with {how}{said}"
-        self._tell(mark, "" if code == 0 else reason)
+        self._finish("" if code == 0 else reason)
+
+    def _finish(self, reason: str) -> None:
+        self._unpin()
+        mark, self._mark = self._mark, None
+        assert mark is not None
+        self._tell(mark, reason)
 
     def _tell(self, mark: Mapping[str, object], reason: str) -> None:
         if self._agent.hears_of_snapshots:
             self._agent.tell("snapshots_written", **mark, reason=reason)
+
+
+class WarmWriter(WarmStart):
+    """A writer that is forked from the zygote."""
+
+    outlives_rounds = True
+    replaced_after_exit = True  # Two writers of one part would remove each other's files.
+
+    def __init__(self, owner: SnapshotWriters, program: Program, *, copies: bool) -> None:
+        """Take ownership of the program's descriptors, the last of which is a pipe if it copies."""
+        super().__init__(owner, FORK_TIMEOUT_S)
+        self._writers = owner
+        self.program = program
+        self._copies = copies
+
+    def send_order(self, fork: Fork, child: Child) -> None:
+        """Order the fork to become this writer."""
+        order = {
+            "argv": self.program.argv,
+            "env": self.program.env,
+            "cwd": self.program.cwd,
+            "cpus": sorted(os.sched_getaffinity(0)),
+            "parent": os.getpid(),
+            "copied": _COPIED if self._copies else "",
+        }
+        stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fork.send_order({"snapshot_writer": order}, (stdin, 1, 2, *self.program.pass_fds))
+        finally:
+            os.close(stdin)
+
+    def take_running(self, child: Child) -> None:
+        """Close this process's copies of the descriptors, which the writer now has."""
+        self.close()
+
+    def take_exit(self, child: Child, code: int) -> None:
+        """Report the result."""
+        self._writers.end(self.program.identity is not None, child, code)
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        close_fds(self.program.pass_fds)

@@ -1,11 +1,12 @@
-"""Workers and store hosts that are forked from the zygote instead of being started cold.
+"""Processes that are forked from the zygote instead of being started cold.
 
 A fork is a child of the runner like any other. Its process is started cold instead if anything goes
 wrong: while the zygote is still importing, after it has died, or if it does not fork in time. Since
 forking takes a while, *spare forks* are made in advance and wait for an order.
 
 A `WarmStart` is a requested process. A `Fork` is a process made by the zygote, which turns into the
-process named in its order. workers.py and store_hosts.py define the two kinds of `WarmStart`.
+process named in its order. workers.py, store_hosts.py and snapshot_writers.py define the kinds of
+`WarmStart`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from .loop import Loop
 
     class ColdStarter(Protocol):
-        """The owner of warm starts, which are either workers or store hosts."""
+        """The owner of warm starts of one kind."""
 
         def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
             """Start these processes cold, because their forks no longer exist."""
