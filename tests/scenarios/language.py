@@ -300,6 +300,7 @@ def _read_join(line: Line, node_id: str, incarnation: int, said: Said) -> Comman
         moved=_read_moved(line),
         kept=_read_kept(line),
         snapshots=_read_snapshots(line),
+        preparing=line.take("preparing", "false") == "true",
     )
 
 

@@ -895,6 +895,7 @@ class Join(google.protobuf.message.Message):
     FENCED_AGE_MS_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
     SNAPSHOTS_FIELD_NUMBER: builtins.int
+    PREPARING_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     """The run that the node takes part in; empty for a fresh join."""
@@ -914,6 +915,10 @@ class Join(google.protobuf.message.Message):
     """
     fenced_age_ms: builtins.int
     """With `fenced`, how long ago that was; 0 if unknown."""
+    preparing: builtins.bool
+    """The node still imports what its workers will be forked from. A running round does not end for it
+    until it says otherwise in a later join, or for a minute.
+    """
     @property
     def settings(self) -> global___Settings: ...
     @property
@@ -949,9 +954,10 @@ class Join(google.protobuf.message.Message):
         fenced_age_ms: builtins.int = ...,
         kept: collections.abc.Iterable[global___KeptWorker] | None = ...,
         snapshots: collections.abc.Iterable[global___Snapshot] | None = ...,
+        preparing: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "furthest_step", b"furthest_step", "left_round", b"left_round", "offer", b"offer", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "failures", b"failures", "fenced", b"fenced", "fenced_age_ms", b"fenced_age_ms", "furthest_step", b"furthest_step", "kept", b"kept", "left_round", b"left_round", "offer", b"offer", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "secret", b"secret", "settings", b"settings", "snapshot_changed", b"snapshot_changed", "snapshots", b"snapshots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "failures", b"failures", "fenced", b"fenced", "fenced_age_ms", b"fenced_age_ms", "furthest_step", b"furthest_step", "kept", b"kept", "left_round", b"left_round", "offer", b"offer", "preparing", b"preparing", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "secret", b"secret", "settings", b"settings", "snapshot_changed", b"snapshot_changed", "snapshots", b"snapshots"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_furthest_step", b"_furthest_step"]) -> typing.Literal["furthest_step"] | None: ...
     @typing.overload

@@ -69,6 +69,8 @@ class Join:
     instance: Instance = UNKNOWN_INSTANCE
     kept: tuple[KeptWorker, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()
+    preparing: bool = False
+    """Whether the node's workers would start cold now, and warm soon."""
 
 
 @struct(frozen=True)

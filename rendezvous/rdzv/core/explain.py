@@ -20,6 +20,7 @@ from rdzv.core.life.forming import (
     completion_due_ms,
     holds,
     newcomers_due_ms,
+    preparing,
     restart_due_ms,
     superseded_until_ms,
 )
@@ -178,7 +179,10 @@ def _explain_running(state: State, now_ms: int) -> str:
         text += f"; away: {listed(away)}"
     due_ms = newcomers_due_ms(state, now_ms)
     if due_ms is not None:
-        text = text + "; newcomers are admitted within " + left(due_ms - now_ms, "newcomers")
+        coming = preparing(state, now_ms)
+        when = f"once {listed(coming)} can start workers warm, " if coming else ""
+        text += f"; newcomers are admitted {when}within "
+        text = text + left(due_ms - now_ms, "newcomers")
     return text + _missing(state, now_ms)
 
 

@@ -578,6 +578,8 @@ class Waiting:
     """Workers of `left_round` that are parked on the node."""
     snapshots: tuple[Snapshot, ...] = ()
     """The snapshots of this run's state that the node holds."""
+    preparing: bool = False
+    """Whether a running round should not end for this node yet."""
 
 
 @struct(frozen=True)

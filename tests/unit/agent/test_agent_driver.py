@@ -20,6 +20,7 @@ from rdzv.agent.job import store_offer as module
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.observers.stack_sampling import StacksAsked
+from rdzv.agent.runner.requests import ZygoteSpec
 from rdzv.agent.system.side_thread import in_thread
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.core.model import (
@@ -47,6 +48,9 @@ class Runner:
 
     def hold_snapshots(self, limit_bytes: int | None) -> None:
         pass
+
+    def keep_zygote(self, zygote: ZygoteSpec) -> None:
+        self.asked.append(("zygote", zygote.after_import))
 
     def start_workers(self, *what: Any) -> None:
         self.asked.append(("start", *what))
@@ -124,9 +128,20 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
+WARM = ZygoteSpec(argv=("python",), env={}, cwd=None, modules=("torch",))
+
+
 @pytest.fixture
 async def f(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fixture]:
+    async for made in fixture(tmp_path, monkeypatch):
+        yield made
+
+
+async def fixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: ZygoteSpec | None = None
+) -> AsyncIterator[Fixture]:
     made = Fixture(tmp_path)
+    made.driver._context.workers.zygote = zygote
 
     async def spawn(on_event: Any) -> Runner:
         made.runner.tell = on_event
@@ -187,6 +202,36 @@ async def test_it_joins_its_run_at_once_where_a_stream_is_open(f: Fixture) -> No
     belief = f.driver.belief()
     assert belief is not None
     assert (belief.phase, belief.join.run) == (pb.Belief.JOINING, "r1")
+
+
+READY = runner_link.ZygoteReady(pid=7, modules=("torch",), threads=1, memory_kb=1, seconds=5.0)
+LOST = runner_link.ZygoteLost("it was killed by signal 9", retry_s=1.0)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("over", [READY, LOST])
+async def test_it_prepares_until_its_zygote_is_ready_or_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: runner_link.RunnerEvent
+) -> None:
+    async for f in fixture(tmp_path, monkeypatch, zygote=WARM):
+        assert f.runner.asked == [("zygote", False)]
+        assert f.driver.belief().join.preparing  # type: ignore[union-attr]
+        f.runner.tell(over)
+        f.runner.tell(READY)  # Of its replacement, perhaps: it is ready once.
+        joins = [message.join for message in f.link.said if message.HasField("join")]
+        assert [join.preparing for join in joins] == [True, False]
+        assert not f.driver.belief().join.preparing  # type: ignore[union-attr]
+
+
+@pytest.mark.quick
+async def test_nobody_hears_of_its_zygote_once_it_has_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async for f in fixture(tmp_path, monkeypatch, zygote=WARM):
+        f.driver.post(events.Joined("r1", 1))
+        f.driver.post(events.RoundCompleted(LINE))
+        f.runner.tell(READY)
+        assert f.bodies().count("join") == 1
 
 
 @pytest.mark.quick

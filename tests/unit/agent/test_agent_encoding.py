@@ -164,6 +164,20 @@ def test_a_fresh_join_names_no_round() -> None:
     assert heard(pb.NodeMessage(join=join)) == asked.Join("n1", 12, "", SETTINGS, OFFER)
 
 
+@pytest.mark.parametrize("left_round", [None, 0])
+def test_a_node_that_leaves_a_round_prepares_nothing_that_others_wait_for(
+    left_round: int | None,
+) -> None:
+    state = AgentState(JOB, run="r1", left_round=left_round)
+    say = commands.SayJoin("r1", left_round, ())
+    join = encoding.join(say, state, OFFER, NOW_MS, refuse_reuse=False, preparing=True)
+    belief = encoding.belief(state, OFFER, NOW_MS, refuse_reuse=False, preparing=True)
+    assert join.preparing == belief.join.preparing == (left_round is None)
+    command = heard(pb.NodeMessage(join=join))
+    assert isinstance(command, asked.Join)
+    assert command.preparing == (left_round is None)
+
+
 def test_round_0_is_a_round_that_can_be_left() -> None:
     say = commands.SayJoin("r1", 0, ())
     join = encoding.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False)

@@ -27,7 +27,7 @@ def test_workers_without_a_watchdog_are_watched_for_hangs(is_unwatched: bool) ->
         observers=SimpleNamespace(watch_for_hangs=lambda: happened.append("watched")),
     )
     meter: Any = SimpleNamespace(runner_said=lambda _: None)
-    router = RunnerEventRouter(context, context, context, None, lambda: meter, meter)
+    router = RunnerEventRouter(context, context, context, None, lambda: meter, meter, meter)
     resumed = runner_link.WorkerResumed(4, 1, 300, 7, 0, False, 3, 0, is_unwatched)
     assert router.hear(resumed) is None
     assert happened == ["watched"] * is_unwatched + [WorkerResumed(4, 1)]
@@ -68,7 +68,7 @@ async def test_the_end_of_a_runner_is_told_once_its_processes_are_killed(
     )
     disk: Any = SimpleNamespace(note_runner_gone=lambda: None)
     meter: Any = SimpleNamespace(runner_said=lambda _: None)
-    router = RunnerEventRouter(context, disk, context, None, lambda: meter, context)
+    router = RunnerEventRouter(context, disk, context, None, lambda: meter, context, meter)
     ended = router.hear(RunnerExited(exit_code))
     assert ended is not None
     await ended

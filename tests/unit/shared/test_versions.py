@@ -325,6 +325,7 @@ def samples_of_nodes() -> Iterator[tuple[str, pb.NodeMessage]]:
     yield "heartbeat:bare", message(heartbeat=pb.Heartbeat())
     yield "join", message(join=stopped)
     yield "join:fresh", message(join=join)
+    yield "join:preparing", message(join=_preparing(join))
     yield "join:uncounted", message(join=uncounted)
     yield "failed", message(failed=pb.Failed(**job, round=2, failures=failures))
     yield "succeeded", message(succeeded=pb.Succeeded(**job, round=2))
@@ -420,6 +421,12 @@ def _samples_of_leaving(leave: pb.Leave) -> Iterator[tuple[str, pb.NodeMessage]]
     yield "draining", pb.NodeMessage(draining=draining)
     leaves = pb.Hello(protocol_version=1, node_id="n", instance="i", kind=2, draining=draining)
     yield "hello:draining", pb.NodeMessage(hello=leaves)
+
+
+def _preparing(join: pb.Join) -> pb.Join:
+    preparing = pb.Join(preparing=True)
+    preparing.MergeFrom(join)
+    return preparing
 
 
 def _after(join: pb.Join) -> pb.Join:

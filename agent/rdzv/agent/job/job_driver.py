@@ -113,6 +113,7 @@ class JobDriver:
             None if keeping is None else keeping.socket,
             lambda: self.meter,
             self._starts,
+            self._prepared,
         )
 
     # ------------------------------------------------------------------ life cycle
@@ -138,6 +139,7 @@ class JobDriver:
         if context.workers.zygote is not None:
             # The zygote is started now, so it can import while this node waits for the others.
             runner.keep_zygote(context.workers.zygote)
+            self._reports.preparing = not context.workers.zygote.after_import
         self._serve_server()
         self.post(events.Ticked())
         if self._decisions.state.phase is Phase.JOINING:
@@ -397,6 +399,13 @@ class JobDriver:
     def _join(self, say: commands.SayJoin) -> None:
         if (offer := self._current_offer()) is not None:
             self._reports.join(say, self._decisions.state, offer)
+
+    def _prepared(self) -> None:
+        """Tell the server that no zygote is importing any more, as a running round may wait."""
+        was, self._reports.preparing = self._reports.preparing, False
+        state = self._decisions.state
+        if was and state.phase is Phase.JOINING:
+            self._join(rejoin(state))
 
     # ------------------------------------------------------------------ events to the core
 

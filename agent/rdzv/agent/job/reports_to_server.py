@@ -39,6 +39,8 @@ class Reports:
             launch.job.rdzv_id, on=launch.collective_trace, identity=launch.identity
         )
         """The records of the workers' collectives."""
+        self.preparing = False
+        """Whether a zygote is importing for the node's first round."""
         self._snapshots = SnapshotReports(self._say_snapshots)
         self._stacks = StackAnswers(self._say_stacks, self.records)
 
@@ -46,7 +48,12 @@ class Reports:
         """Return what this node believes about the job."""
         launch = self._launch
         return encoding.belief(
-            state, offer, monotonic_ms(), refuse_reuse=launch.refuse_reuse, secret=launch.secret
+            state,
+            offer,
+            monotonic_ms(),
+            refuse_reuse=launch.refuse_reuse,
+            secret=launch.secret,
+            preparing=self.preparing,
         )
 
     def join(self, say: commands.SayJoin, state: AgentState, offer: Offer) -> None:
@@ -59,6 +66,7 @@ class Reports:
             monotonic_ms(),
             refuse_reuse=launch.refuse_reuse,
             secret=launch.secret,
+            preparing=self.preparing,
         )
         self._link.say(pb.NodeMessage(join=join))
 

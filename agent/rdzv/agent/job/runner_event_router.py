@@ -37,10 +37,12 @@ class RunnerEventRouter:
         socket: Path | None,
         meter: Callable[[], JobMeter],
         starts: WorkerStarts,
+        prepared: Callable[[], None],
     ) -> None:
         """Handle a job's events, and pass them on to its current `meter` and to `starts`.
 
-        `socket` is the runner's socket for the next agent, if the runner outlives this one.
+        `prepared` is called whenever a zygote is ready, or lost. `socket` is the runner's socket
+        for the next agent, if the runner outlives this one.
         """
         self._context = context
         self._disk = disk
@@ -49,6 +51,7 @@ class RunnerEventRouter:
         self._socket = socket
         self._meter = meter
         self._starts = starts
+        self._prepared = prepared
         self._ending_leftovers: asyncio.Task[None] | None = None
 
     def hear(self, event: runner_link.RunnerEvent) -> asyncio.Future[None] | None:
@@ -130,6 +133,8 @@ class RunnerEventRouter:
             case runner_link.SnapshotsHeld():
                 self._copies.note(self._context, event)
                 post(events.SnapshotsHeld(event.snapshots, event.carrier, event.missing))
+            case runner_link.ZygoteReady() | runner_link.ZygoteLost():
+                self._prepared()
             case runner_link.StoreHostReady():
                 post(events.StoreHostReady(event.round))
             case runner_link.StoreHostExited():

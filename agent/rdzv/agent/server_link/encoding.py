@@ -65,14 +65,28 @@ _RESULTS = {
 
 
 def belief(
-    state: AgentState, offer: Offer, now_ms: int, *, refuse_reuse: bool, secret: str = ""
+    state: AgentState,
+    offer: Offer,
+    now_ms: int,
+    *,
+    refuse_reuse: bool,
+    secret: str = "",
+    preparing: bool = False,
 ) -> pb.Belief:
     """Encode everything that this node believes about its job."""
     # A node that is waiting for a round has already included its failures in its join.
     failures = state.evidence if state.failures and state.phase is not Phase.JOINING else ()
     believed = pb.Belief(
         phase=_PHASES[state.phase],
-        join=join(_rejoin(state), state, offer, now_ms, refuse_reuse=refuse_reuse, secret=secret),
+        join=join(
+            _rejoin(state),
+            state,
+            offer,
+            now_ms,
+            refuse_reuse=refuse_reuse,
+            secret=secret,
+            preparing=preparing,
+        ),
         failures=_failures(failures, now_ms),
     )
     if state.assignment is not None:
@@ -99,6 +113,7 @@ def join(
     *,
     refuse_reuse: bool,
     secret: str = "",
+    preparing: bool = False,
 ) -> pb.Join:
     """Encode a request for a place, including this node's offer."""
     fenced_ms = now_ms - (state.stopping_since_ms or now_ms) if say.fenced else 0
@@ -117,6 +132,8 @@ def join(
         secret=secret,
         kept=[to_message(pb.KeptWorker(), one, without={"pid"}) for one in say.kept],
         snapshots=_held(commands.SaySnapshots(say.run, state.snapshots)).snapshots,
+        # A node that has left a round is awaited by the others already.
+        preparing=preparing and say.left_round is None,
     )
 
 

@@ -17,6 +17,9 @@ from rdzv.core.rounds.reachability import master_addr
 from rdzv.core.snapshots import base
 from rdzv.structs import replace
 
+PREPARE_MS = 60_000
+"""How long after the first newcomer's join a running round goes on while any of them prepares."""
+
 MAX_STORE_FAILURES = 3
 """After this many consecutive store host failures, RANK 0's worker serves the store itself."""
 
@@ -216,9 +219,22 @@ def newcomers_due_ms(state: State, now_ms: int) -> int | None:
     settings, round_ = state.membership.settings, state.membership.round
     if settings.scale_up is ScaleUp.AFTER and round_ is not None:
         earliest_ms = max(earliest_ms, round_.at_ms + settings.scale_up_after_ms)
+    if preparing(state, now_ms):
+        # Whoever ended the round, a node that is seated while it imports stops all others.
+        return max(min(since) + PREPARE_MS, earliest_ms)
     if len(newcomers) >= free:
         return max(*since, earliest_ms)
     return max(min(max(since) + quiet_ms, min(since) + state.tuning.gather_ms), earliest_ms)
+
+
+def preparing(state: State, now_ms: int) -> list[str]:
+    """Return the newcomers for which the running round goes on until they have prepared."""
+    return [
+        node_id
+        for node_id in _newcomers(state, now_ms)
+        if state.waiting[node_id].preparing
+        and now_ms < state.waiting[node_id].since_ms + PREPARE_MS
+    ]
 
 
 def next_newcomers_ms(state: State, now_ms: int) -> int | None:

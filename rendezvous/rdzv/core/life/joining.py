@@ -116,6 +116,7 @@ def _wait(work: Draft, command: Join, since_ms: int) -> None:
         # A fence kills workers rather than parking them.
         kept=() if command.fenced else command.kept,
         snapshots=command.snapshots if command.run == work.membership.run else (),
+        preparing=command.preparing,
     )
     if known is not None and _number(command.left_round) < _number(known.left_round):
         # This is a late duplicate; the node has since offered its parked workers.

@@ -413,6 +413,7 @@ def _join(message: pb.Join, speaker: Speaker, limits: Limits, least_port: int = 
         secret=_secret(message, limits),
         kept=_kept(message.kept, offer.local_world_size, limits),
         snapshots=readable_snapshots(message.snapshots, offer.local_world_size, limits),
+        preparing=message.preparing,
     )
 
 
