@@ -14,6 +14,7 @@ gc.disable()  # Imported objects are never garbage, so collecting would waste ti
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -25,6 +26,7 @@ from rdzv.agent.cli.backends import Meeting
 from rdzv.agent.cli.options import parse_launch
 from rdzv.agent.core.exit_codes import EXIT_FAILED, EXIT_TRY_AGAIN, EXIT_USAGE
 from rdzv.agent.launch.launch import Launch, check_startable
+from rdzv.agent.runner.spawn import reason_of
 from rdzv.agent.runner_link import StartedRunner
 from rdzv.agent.system.error_files import write_error
 from rdzv.agent.workers.fates import NodeOutcome
@@ -121,7 +123,10 @@ def _without_garbage() -> Iterator[None]:
 
 
 def _fail(error: Exception, exit_code: int) -> NoReturn:
-    complain(f"rdzvrun: {error}")
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        complain(f"rdzvrun: {reason_of(error)}")
+    else:
+        complain(f"rdzvrun: {error}")
     sys.exit(exit_code)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -37,7 +38,7 @@ from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.parked_workers import ParkedWorkers
 from rdzv.agent.runner.requests import ZygoteSpec
 from rdzv.agent.runner.snapshot_slots import SavedSnapshot, SnapshotSlots
-from rdzv.agent.runner.spawn import NOT_STARTED, Program
+from rdzv.agent.runner.spawn import NOT_STARTED, Program, reason_of
 from rdzv.agent.runner.store_hosts import StoreHosts
 from rdzv.agent.runner.warm_forks import WarmForks
 from rdzv.agent.runner.worker_links import MAX_SHARDS, PROTOCOL, WorkerLink
@@ -697,3 +698,11 @@ def test_the_output_files_of_a_kept_worker_go_past_the_runner(loop: Loop, tmp_pa
             for call in loop.wait(10.0):
                 call()
     assert len(fds) == 2 and out.read_text() == "xx"
+
+
+def test_a_reason_names_the_limit_that_was_met() -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reason = reason_of(OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a file"))
+    assert reason.startswith(f"Too many open files (this process may have {limit}: raise `ulimit")
+    # This limit is the machine's.
+    assert reason_of(OSError(errno.ENFILE, "No more")) == "No more"

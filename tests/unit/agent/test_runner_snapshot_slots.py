@@ -283,8 +283,9 @@ def test_a_lack_of_descriptors_or_of_memory_is_said(
     story.slots.hold({"limit_bytes": None})
     with monkeypatch.context() as patched:
         patched.setattr(os, call, lambda *_: (_ for _ in ()).throw(OSError(24, "Too many open")))
-        assert story.ask(0, MIB).refused == ["Too many open"]
-    assert story.agent.told[-1]["reason"] == "Too many open"
+        (reason,) = story.ask(0, MIB).refused
+    assert reason.startswith("Too many open (this process may have ")
+    assert story.agent.told[-1]["reason"] == reason
     assert story.ask(0, MIB).given
 
 

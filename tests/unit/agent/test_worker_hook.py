@@ -64,6 +64,14 @@ def test_an_exception_without_a_text_is_written_as_well(tmp_path: Path) -> None:
     assert error.traceback == done.stderr.strip()
 
 
+def test_an_exception_is_written_where_nothing_else_can_be_opened(tmp_path: Path) -> None:
+    few = "import resource as r\nr.setrlimit(r.RLIMIT_NOFILE, (32, 32))\n"
+    done = end(tmp_path, f"{few}held = []\nwhile True:\n    held.append(open('/dev/null'))\n")
+    error = read_error(tmp_path / "error.json", None, 1)
+    assert error.message == "OSError: [Errno 24] Too many open files: '/dev/null'"
+    assert error.traceback == done.stderr.strip()
+
+
 def test_a_file_that_the_script_has_written_is_kept(tmp_path: Path) -> None:
     text = json.dumps({"message": "it knows better"})
     done = end(tmp_path, f"open('error.json', 'w').write({text!r})\n{RAISE}")

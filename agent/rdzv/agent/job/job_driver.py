@@ -34,6 +34,7 @@ from rdzv.agent.job.worker_starts import WorkerStarts
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.stack_sampling import StacksAsked, Target
 from rdzv.agent.output.run_files import Written
+from rdzv.agent.runner.spawn import reason_of
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.agent.system.owned_tasks import OwnedTasks
 from rdzv.agent.workers.event_log import EventLog
@@ -393,7 +394,8 @@ class JobDriver:
         try:
             return offer.with_port()
         except OSError as error:
-            self.post(events.RunnerLost(f"no port can be bound for the c10d store: {error}"))
+            why = f"no port can be bound for the c10d store: {reason_of(error)}"
+            self.post(events.RunnerLost(why))
             return None
 
     def _join(self, say: commands.SayJoin) -> None:

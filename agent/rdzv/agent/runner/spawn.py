@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import socket
 from contextlib import contextmanager, suppress
@@ -227,5 +228,9 @@ def drop_oom_protection(score: Path = Path("/proc/self/oom_score_adj")) -> None:
 
 
 def reason_of(error: OSError | ValueError) -> str:
-    """Return an error's text, without its number and file name."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)
+    """Return an error's text, without its number and file name, and with a limit that was met."""
+    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        text += f" (this process may have {limit}: raise `ulimit -n`, or systemd's LimitNOFILE=)"
+    return text

@@ -205,13 +205,22 @@ def _start() -> None:
 
 def _watch_exceptions() -> None:
     """Record any exception that ends the script before the script ends."""
+    import errno
+
     before = sys.excepthook
     if getattr(before, "leaves", None) is _leave_exception:
         return
 
     def excepthook(kind: Any, error: Any, traceback: Any) -> None:
         try:
-            _leave_exception(kind, error, traceback)
+            try:
+                _leave_exception(kind, error, traceback)
+            except OSError as failure:
+                if failure.errno != errno.EMFILE:
+                    raise
+                # The script has all that it may open, but will read no more.
+                os.close(0)
+                _leave_exception(kind, error, traceback)
         except Exception as failure:
             _write_reason(f"{type(failure).__name__}: {failure}")
         before(kind, error, traceback)
