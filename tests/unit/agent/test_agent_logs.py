@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.core.model import Assignment
-from rdzv.agent.output.run_files import RunLogs
+from rdzv.agent.launch.launch import NO_FILES, Output
+from rdzv.agent.output.run_files import RunLogs, WorkerFiles
 from rdzv.structs import replace
 
 LINE = Assignment("r1", 0, 0, 1, 0, 2, 0, 2, "127.0.0.1", 1, True, restarts=0, max_restarts=3)
@@ -90,6 +91,34 @@ def test_without_a_log_directory_there_is_a_new_one_each_time(
     found = sorted(entry.name for entry in tmp_path.iterdir())
     assert len(found) == 2
     assert all(name.startswith("rdzv_") for name in found)
+
+
+def test_without_any_folder_there_are_no_files_unless_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    logs = RunLogs(None, "job-7", "n1", needed=False)
+    for round_ in range(2):
+        assert logs.open_round(line(round_), 2) == [WorkerFiles(NO_FILES, NO_FILES, NO_FILES)] * 2
+    assert "TMPDIR" in caplog.messages[0]
+    assert len(caplog.messages) == 1, "it is said once"
+    with pytest.raises(FileNotFoundError):
+        RunLogs(None, "job-7", "n1").open_round(line(0), 1)
+
+
+@pytest.mark.parametrize(
+    ("output", "asks"),
+    [
+        (Output(), False),
+        (Output(redirects={0: 0, 1: 0}, tee={0: 0}), False),
+        (Output(redirects={0: 0, 1: 2}), True),
+        (Output(tee={1: 1}), True),
+        (Output(stdout_filters=("loss",)), True),
+        (Output(stderr_filters=("loss",)), True),
+    ],
+)
+def test_which_output_asks_for_files(output: Output, asks: bool) -> None:
+    assert output.asks_for_files is asks
 
 
 def test_a_folder_that_can_not_be_made_is_an_error_of_the_system(tmp_path: Path) -> None:

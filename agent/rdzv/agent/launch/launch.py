@@ -59,6 +59,12 @@ class Output:
     console: bool = True
     """Whether any output is copied to this process's own stdout and stderr."""
 
+    @property
+    def asks_for_files(self) -> bool:
+        """Whether any output goes to files."""
+        streams = (*self.redirects.values(), *self.tee.values())
+        return any(streams) or bool(self.stdout_filters or self.stderr_filters)
+
 
 @struct(frozen=True)
 class EventSink:

@@ -12,6 +12,7 @@ no LOG_DIR of its own, its files are in the agent's state directory; see `run_fo
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,8 @@ from rdzv.agent.launch.launch import NO_FILES, Output
 from rdzv.agent.output.console_tee import Stream, route
 from rdzv.agent.system.accounts import Identity, acting_as
 from rdzv.structs import struct
+
+log = logging.getLogger("rdzv.agent")
 
 
 @struct(frozen=True)
@@ -150,12 +153,16 @@ class RunLogs:
         node_id: str,
         run_dir: Path | None = None,
         identity: Identity | None = None,
+        *,
+        needed: bool = True,
     ) -> None:
         """Use a folder for this run below `log_dir`, or `run_dir` itself if given.
 
-        Folders are created with the rights of the workers' account.
+        Folders are created with the rights of the workers' account. Unless logs are `needed`, a
+        machine without a folder for temporary files is not an error: there are no files then.
         """
         self._identity = identity
+        self._needed = needed
         self._base = log_dir
         self._run_dir = run_dir
         self._rdzv_id = rdzv_id
@@ -171,11 +178,11 @@ class RunLogs:
             return self._open_round(assignment, local_world_size)
 
     def _open_round(self, assignment: Assignment, local_world_size: int) -> list[WorkerFiles]:
-        if self._base == NO_FILES:
-            return [WorkerFiles(NO_FILES, NO_FILES, NO_FILES)] * local_world_size
         if self._base is None and self._run_dir is None:
             # It is created only now, so that a node without any round leaves nothing behind.
-            self._base = Path(tempfile.mkdtemp(prefix="rdzv_"))
+            self._base = self._make_base()
+        if self._base == NO_FILES:
+            return [WorkerFiles(NO_FILES, NO_FILES, NO_FILES)] * local_world_size
         run_dir = self._run_dir
         if run_dir is None:
             assert self._base is not None
@@ -192,6 +199,19 @@ class RunLogs:
             )
         _point(run_dir / f"attempt_{assignment.restarts}", round_dir.name)
         return files
+
+    def _make_base(self) -> Path:
+        try:
+            return Path(tempfile.mkdtemp(prefix="rdzv_"))
+        except OSError as error:
+            if self._needed:
+                raise
+            text = (
+                "workers get no error files (%s): if one fails, only its output says why; set "
+                "TMPDIR to a folder that can be written, or give --log-dir"
+            )
+            log.warning(text, error)
+            return NO_FILES
 
 
 def usual_output(files: Sequence[WorkerFiles], output: Output) -> RoundOutput:

@@ -58,7 +58,12 @@ class LocalWorkerGroup:
         self._notice_file = notice_file
         output, job = launch.output, launch.job
         self._logs = RunLogs(
-            output.log_dir, job.rdzv_id, job.node_id, output.run_dir, launch.identity
+            output.log_dir,
+            job.rdzv_id,
+            job.node_id,
+            output.run_dir,
+            launch.identity,
+            needed=output.asks_for_files,
         )
         specs = launch.output.logs_specs
         self._logs_specs = LogsSpecs(launch.job.local_world_size) if specs else None
