@@ -62,11 +62,19 @@ def weights(state: State) -> str:
     return found.hexdigest()
 
 
-def fault(faults: list[dict[str, Any]], round_: Round, step: int, at: str) -> None:
-    """Carry out the fault planned for this place, if any."""
+def fault(
+    faults: list[dict[str, Any]], round_: Round, step: int, at: str, saving: State | None = None
+) -> None:
+    """Carry out the fault planned for this place, if any, once `saving` has saved its last step.
+
+    Otherwise one rank's part of a step may be there and the other's not; that rank is healed, with
+    random numbers and buffers that are not its own.
+    """
     for one in faults:
         here = {"rank": round_.rank, "step": step, "at": at, "round": round_.number}
         if all(one.get(key, value) == value for key, value in here.items()):
+            if saving is not None:
+                saving._running("fault").snapshots.finish()
             say("fault", **here)
             if one["do"] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -173,7 +181,7 @@ def train(
     ) -> None:
         noise = torch.from_numpy(np.random.rand(len(x), 8).astype("float32")) * 0.01
         loss = nn.functional.mse_loss(model(x + noise), y)
-        fault(faults, round_, state.step, "forward")
+        fault(faults, round_, state.step, "forward", state)
         state.optimizer.zero_grad()
         loss.backward()
         fault(faults, round_, state.step, "backward")
@@ -473,7 +481,7 @@ def train_sharded(
             for _, x, y in DataLoader(data, batch_sampler=state.sampler):
                 fault(faults, round_, state.step, "begin")
                 loss = nn.functional.mse_loss(model(x), y)
-                fault(faults, round_, state.step, "forward")
+                fault(faults, round_, state.step, "forward", state)
                 optimizer.zero_grad()
                 state.scaler.scale(loss).backward()
                 state.scaler.unscale_(optimizer)

@@ -51,7 +51,10 @@ REASONS: dict[str, dict[str, str]] = {
     "sim/report.py": {"asyncio.tasks._all_tasks": PYTHON},
     "support/forked.py": {"config._tmp_path_factory": PYTEST, "factory._basetemp": PYTEST},
     "support/forked_programs.py": {"atexit._run_exitfuncs": PYTHON, "threading._shutdown": PYTHON},
-    "support/kept_training.py": {"dist.distributed_c10d._set_pg_timeout": TORCH},
+    "support/kept_training.py": {
+        "dist.distributed_c10d._set_pg_timeout": TORCH,
+        "saving._running": STATE,
+    },
     "support/kept_workers.py": {"multiprocessing.current_process()._config": PYTHON},
     "support/quick_torch/sitecustomize.py": {
         "module._C": TORCH,
