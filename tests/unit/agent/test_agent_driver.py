@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -482,6 +483,20 @@ async def test_the_event_loop_touches_nothing_that_may_be_on_a_file_server(
     await until(lambda: f.runner.asked[-1][:2] == ("start", 1))
     await driver.close()
     assert in_the_loop == []
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+async def test_loopback_is_said_to_be_no_peers_address_among_several_nodes(
+    f: Fixture, tmp_path: Path, nodes: int
+) -> None:
+    f.driver.post(events.RoundCompleted(replace(LINE, group_world_size=nodes)))
+    await until(lambda: f.runner.asked)
+    why = "[/gloo/transport/tcp/pair.cc:152] timed out connecting: refused, remote=[127.0.1.1]:28$1"
+    error = tmp_path / "run" / "round_0" / "0" / "error.json"
+    error.write_text(json.dumps({"message": f"RuntimeError: {why}"}))
+    await f.runner.tell(runner_link.WorkerExited(0, 0, 100, 1, None, 0))
+    (failed,) = [message.failed for message in f.link.said if message.HasField("failed")]
+    assert ("127.0.1.1 is loopback" in failed.failures[0].message) is (nodes > 1)
 
 
 # ---------------------------------------------------------------- a round is a task

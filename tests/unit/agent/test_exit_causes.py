@@ -14,12 +14,17 @@ import pytest
 from rdzv.agent.exit_causes import ExitedWorker, MemoryKills, explain_exit
 from rdzv.agent.exit_causes.core_dumps import find_core_dump
 from rdzv.agent.exit_causes.exit_messages import explain_signal
-from rdzv.agent.exit_causes.last_words import KNOWN, explain_last_words
+from rdzv.agent.exit_causes.last_words import (
+    KNOWN,
+    explain_last_words,
+    explain_peer_address,
+)
 from rdzv.agent.exit_causes.memory_kills import (
     INIT_PID_NAMESPACE,
     count_memory_kills,
     explain_memory_kill,
 )
+from rdzv.structs import replace
 
 PID = 4711
 
@@ -289,6 +294,36 @@ def test_other_words_are_not() -> None:
     assert explain_last_words("ValueError: lr must be positive\nloss 0.3, memory 12 GB\n") == ""
 
 
+UNREACHED = (
+    "RuntimeError: Gloo connectFullMesh failed with [/__w/pytorch/third_party/gloo/gloo/transport/"
+    "tcp/pair.cc:152] timed out connecting: SO_ERROR: Connection refused, remote=[{}]:28082$1"
+)
+
+
+@pytest.mark.parametrize(
+    ("address", "what"),
+    [
+        ("127.0.1.1", "127.0.1.1 is loopback"),
+        ("::1", "::1 is loopback"),
+        ("172.17.0.1", "172.17.0.1 is an address of this machine itself"),
+        ("10.0.0.6", ""),
+    ],
+)
+def test_an_unreached_peer_at_an_address_of_this_machine_is_said(address: str, what: str) -> None:
+    found = explain_peer_address(UNREACHED.format(address), lambda: {"172.17.0.1"})
+    assert found.startswith(what)
+    assert bool(found) is bool(what)
+    if what:
+        assert "GLOO_SOCKET_IFNAME" in found
+        assert "--local-addr" in found
+
+
+def test_a_peer_that_was_reached_before_is_not() -> None:
+    closed = "[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2808"
+    assert explain_peer_address(closed, tuple) == ""
+    assert explain_peer_address("cannot connect to the data base at [127.0.0.1]:5432", tuple) == ""
+
+
 def test_each_pattern_compiles_and_has_a_source() -> None:
     for words in KNOWN:
         re.compile(words.pattern)
@@ -319,6 +354,12 @@ def test_what_was_written_before_an_exception_does_not_explain_it(tmp_path: Path
     assert explain_exit(worker).message == "KeyError: 'x'"
     worker.error_file.unlink()
     assert "that rank is the one to look at" in explain_exit(worker).message
+
+
+def test_only_among_several_nodes_is_loopback_a_wrong_address(tmp_path: Path) -> None:
+    alone = exited(tmp_path, None, UNREACHED.format("127.0.1.1"))
+    assert "127.0.1.1 is" not in explain_exit(alone).message
+    assert "127.0.1.1 is loopback" in explain_exit(replace(alone, has_other_nodes=True)).message
 
 
 def test_a_message_that_nobody_knows_stays_as_it_is(tmp_path: Path) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Container
 from pathlib import Path
 
 from rdzv.agent.exit_causes.core_dumps import find_core_dump
-from rdzv.agent.exit_causes.last_words import ENLARGE_SHM, explain_last_words
+from rdzv.agent.exit_causes.last_words import (
+    ENLARGE_SHM,
+    explain_last_words,
+    explain_peer_address,
+)
 from rdzv.agent.exit_causes.memory_kills import MemoryKills, explain_memory_kill
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
 from rdzv.agent.system.error_files import MAX_MESSAGE_CHARS, WorkerError, read_error
 from rdzv.core.words import size_text
 from rdzv.structs import replace, struct
+from rdzv.transport.addresses import interfaces
 
 TAIL_BYTES = 64 << 10
 """How many bytes at the end of a worker's log are searched for known messages."""
@@ -36,6 +42,8 @@ class ExitedWorker:
     identity: Identity | None
     kills_before: MemoryKills
     """The kernel's counts from before the worker started."""
+    has_other_nodes: bool = False
+    """Whether other nodes took part in its round."""
 
 
 def explain_exit(worker: ExitedWorker) -> WorkerError:
@@ -52,11 +60,20 @@ def explain_exit(worker: ExitedWorker) -> WorkerError:
         explain_signal(worker),
     ]
     # What a worker wrote before an exception that is known need not have to do with it.
-    words = error.traceback or _tail(worker.stderr, worker.identity)
-    found.append(explain_last_words(f"{error.message}\n{words}"))
+    words = f"{error.message}\n{error.traceback or _tail(worker.stderr, worker.identity)}"
+    found.append(explain_last_words(words))
+    if worker.has_other_nodes:
+        found.append(explain_peer_address(words, _own_addresses))
     reasons = "; ".join(reason for reason in found if reason)
     explained = f"{error.message}: {reasons}" if reasons else error.message
     return replace(error, message=explained[:MAX_MESSAGE_CHARS])
+
+
+def _own_addresses() -> Container[str]:
+    try:
+        return interfaces()
+    except OSError:
+        return ()
 
 
 def explain_signal(worker: ExitedWorker, shm: Path = SHM) -> str:

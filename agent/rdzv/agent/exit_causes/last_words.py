@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Container
 
 from rdzv.structs import struct
+from rdzv.transport.addresses import is_loopback
 
 
 @struct(frozen=True)
@@ -115,6 +117,35 @@ KNOWN: tuple[LastWords, ...] = (
 """Causes come before the messages that follow from them. Lost connections to peers are not listed,
 because the server distinguishes causes from consequences (`rdzv.core.root_cause`).
 """
+
+
+_UNREACHED_PEER = re.compile(
+    r"gloo/transport/tcp/[^\n]*\] [^\n]*\bconnect(?:ing)?\b[^\n]*\[([\da-fA-F.:]+)\]:\d"
+)
+"""gloo/transport/tcp/pair.cc: `timed out connecting: SO_ERROR: ..., remote=[ADDRESS]:PORT`."""
+
+
+def explain_peer_address(text: str, own: Callable[[], Container[str]]) -> str:
+    """Say so if gloo did not reach a peer at an address that leads to this machine itself.
+
+    `own` returns this machine's addresses.
+    """
+    found = _UNREACHED_PEER.search(text)
+    if found is None:
+        return ""
+    address = found[1]
+    if is_loopback(address):
+        what = "is loopback"
+    elif address in own():
+        what = "is an address of this machine itself"
+    else:
+        return ""
+    return (
+        f"{address} {what}, so no peer on another machine is reached there: if it is on another, "
+        "gloo uses the wrong interface of that one; set GLOO_SOCKET_IFNAME there to the right one, "
+        "or set neither it nor NCCL_SOCKET_IFNAME and give --local-addr "
+        "(docs/troubleshooting.md)"
+    )
 
 
 def explain_last_words(text: str) -> str:

@@ -269,6 +269,7 @@ class Round:
             launch.chdir,
             launch.identity,
             self._memory_kills,
+            has_other_nodes=self.assignment.group_world_size > 1,
         )
         try:
             error = await self._context.error_files.answer(explain_exit, worker)
