@@ -51,6 +51,8 @@ from tests.support.lingering import LINGER_S, lingering
 def loop() -> Iterator[Loop]:
     made = Loop()
     yield made
+    if (listened := signal.set_wakeup_fd(-1)) >= 0:
+        os.close(listened)  # Its other end is closed: later tests' children would be told of it.
     made.close()
 
 
