@@ -147,6 +147,17 @@ async def test_the_first_round_is_cold_and_the_second_is_warm(job: Job) -> None:
     }
 
 
+async def test_the_first_round_is_warm_where_the_script_is_known_to_suit_a_zygote(job: Job) -> None:
+    job.link.begin_zygote()
+    await job.heard(ZygoteReady)
+    job.link.begin_zygote()
+    first = await job.round(0)
+    await job.stop(0)
+    second = await job.round(1)
+    assert [said["warm"] for said in (*first, *second)] == [True] * 4
+    assert len([event for event in job.events if isinstance(event, ZygoteReady)]) == 1
+
+
 @needs_root
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="there is no /usr/bin/python3")
 async def test_workers_of_another_account_are_warm_as_well() -> None:

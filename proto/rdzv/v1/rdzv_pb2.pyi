@@ -1624,12 +1624,17 @@ class WorkersStarted(google.protobuf.message.Message):
     ROUND_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
     NOT_LOADED_FIELD_NUMBER: builtins.int
+    FORKS_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     round: builtins.int
     not_loaded: builtins.str
     """Why one of them has not loaded snapshots that it should or could have loaded, in words. The message is
     sent again once this is known; empty: nothing to say.
+    """
+    forks: builtins.bool
+    """The node has a zygote that its workers have shown to serve this script. The message is sent again when
+    that changes.
     """
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StartedWorker]: ...
@@ -1641,8 +1646,9 @@ class WorkersStarted(google.protobuf.message.Message):
         round: builtins.int = ...,
         workers: collections.abc.Iterable[global___StartedWorker] | None = ...,
         not_loaded: builtins.str = ...,
+        forks: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["not_loaded", b"not_loaded", "rdzv_id", b"rdzv_id", "round", b"round", "run", b"run", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["forks", b"forks", "not_loaded", b"not_loaded", "rdzv_id", b"rdzv_id", "round", b"round", "run", b"run", "workers", b"workers"]) -> None: ...
 
 global___WorkersStarted = WorkersStarted
 
@@ -2808,17 +2814,23 @@ class Joined(google.protobuf.message.Message):
     RDZV_ID_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
     RUN_NUMBER_FIELD_NUMBER: builtins.int
+    FORKS_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     run_number: builtins.int
+    forks: builtins.bool
+    """While a round is running, whether all its nodes have sent `forks`. Unset otherwise."""
     def __init__(
         self,
         *,
         rdzv_id: builtins.str = ...,
         run: builtins.str = ...,
         run_number: builtins.int = ...,
+        forks: builtins.bool | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id", "run", b"run", "run_number", b"run_number"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_forks", b"_forks", "forks", b"forks"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_forks", b"_forks", "forks", b"forks", "rdzv_id", b"rdzv_id", "run", b"run", "run_number", b"run_number"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_forks", b"_forks"]) -> typing.Literal["forks"] | None: ...
 
 global___Joined = Joined
 

@@ -117,6 +117,7 @@ class Driver:
         self.diagnosis = Diagnosis(
             self.engine, self.store, clock, tasks, config, self.streams.send, self._note
         )
+        self.streams.forks = self.diagnosis.starts.forks
         self.scheduling = Scheduling(
             self.engine,
             self.store,

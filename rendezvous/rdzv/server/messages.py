@@ -138,6 +138,8 @@ class WorkersStarted:
     workers: tuple[StartedWorker, ...]
     not_loaded: str = ""
     """Why one of them has not loaded snapshots that it should or could have loaded."""
+    forks: bool = False
+    """Whether the node has a zygote that serves the script."""
 
 
 @struct(frozen=True)
@@ -266,6 +268,9 @@ class Joined:
     rdzv_id: str
     run: str
     run_number: int
+    forks: bool | None = None
+    """Whether zygotes serve the script on all nodes of the running round; None if none is running.
+    """
 
 
 @struct(frozen=True)

@@ -53,6 +53,9 @@ class Runner:
     def keep_zygote(self, zygote: ZygoteSpec) -> None:
         self.asked.append(("zygote", zygote.after_import))
 
+    def begin_zygote(self) -> None:
+        self.asked.append(("begin",))
+
     def start_workers(self, *what: Any) -> None:
         self.asked.append(("start", *what))
 
@@ -130,6 +133,7 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 WARM = ZygoteSpec(argv=("python",), env={}, cwd=None, modules=("torch",))
+FOR_RESTARTS = ZygoteSpec(argv=("python",), env={}, cwd=None, modules=("torch",), after_import=True)
 
 
 @pytest.fixture
@@ -142,7 +146,12 @@ async def fixture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: ZygoteSpec | None = None
 ) -> AsyncIterator[Fixture]:
     made = Fixture(tmp_path)
-    made.driver._context.workers.zygote = zygote
+
+    async def specify(workers: LocalWorkerGroup) -> None:
+        workers.zygote = zygote
+
+    if zygote is not None:
+        monkeypatch.setattr(LocalWorkerGroup, "prepare", specify)
 
     async def spawn(on_event: Any) -> Runner:
         made.runner.tell = on_event
@@ -219,9 +228,49 @@ async def test_it_prepares_until_its_zygote_is_ready_or_lost(
         assert f.driver.belief().join.preparing  # type: ignore[union-attr]
         f.runner.tell(over)
         f.runner.tell(READY)  # Of its replacement, perhaps: it is ready once.
-        joins = [message.join for message in f.link.said if message.HasField("join")]
-        assert [join.preparing for join in joins] == [True, False]
+        assert joins(f) == [True, False]
         assert not f.driver.belief().join.preparing  # type: ignore[union-attr]
+
+
+def joins(f: Fixture) -> list[bool]:
+    return [message.join.preparing for message in f.link.said if message.HasField("join")]
+
+
+@pytest.mark.quick
+async def test_it_starts_its_zygote_at_once_where_zygotes_are_known_to_serve_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async for f in fixture(tmp_path, monkeypatch, zygote=FOR_RESTARTS):
+        for forks in (None, True, True, False):
+            f.driver.post(events.Joined("r1", 1, forks))
+        assert f.runner.asked == [("zygote", True), ("begin",)]
+        assert joins(f) == [True]
+        f.runner.tell(READY)
+        f.driver.post(events.Joined("r1", 1, True))
+        assert joins(f) == [True, False]
+        assert f.runner.asked == [("zygote", True), ("begin",)]
+
+
+@pytest.mark.quick
+async def test_it_joins_as_it_is_where_zygotes_may_not_serve_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async for f in fixture(tmp_path, monkeypatch, zygote=FOR_RESTARTS):
+        f.driver.post(events.Joined("r1", 1, False))
+        f.driver.post(events.Joined("r1", 1, True))
+        assert joins(f) == [True, False]
+        assert f.runner.asked == [("zygote", True)]
+
+
+@pytest.mark.quick
+async def test_what_zygotes_elsewhere_do_concerns_no_node_that_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async for f in fixture(tmp_path, monkeypatch, zygote=WARM):
+        for forks in (False, True):
+            f.driver.post(events.Joined("r1", 1, forks))
+        assert joins(f) == [True]
+        assert f.runner.asked == [("zygote", False)]
 
 
 @pytest.mark.quick

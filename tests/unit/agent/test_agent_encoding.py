@@ -164,6 +164,12 @@ def test_a_fresh_join_names_no_round() -> None:
     assert heard(pb.NodeMessage(join=join)) == asked.Join("n1", 12, "", SETTINGS, OFFER)
 
 
+@pytest.mark.parametrize("forks", [None, False, True])
+def test_a_server_without_a_running_round_says_nothing_of_zygotes(forks: bool | None) -> None:
+    told = pb.ServerMessage(joined=pb.Joined(rdzv_id="job", run="r1", run_number=2, forks=forks))
+    assert encoding.event(told, NOW_MS) == events.Joined("r1", 2, forks)
+
+
 @pytest.mark.parametrize("left_round", [None, 0])
 def test_a_node_that_leaves_a_round_prepares_nothing_that_others_wait_for(
     left_round: int | None,

@@ -17,6 +17,8 @@ from rdzv.agent.runner_link import (
     WorkersGone,
     WorkersStartedCold,
     WorkerStarted,
+    ZygoteLost,
+    ZygoteReady,
 )
 from rdzv.structs import replace
 from tests.unit.agent.test_agent_machine import line
@@ -28,7 +30,7 @@ class Story:
     def __init__(self) -> None:
         self.now_ms = 1_000
         self.reports: list[StartReport] = []
-        self.starts = WorkerStarts("job", 3, lambda: self.now_ms, self.reports.append)
+        self.starts = WorkerStarts("job", 3, lambda: self.now_ms, self.reports.append, watched=True)
         self.start(0, "cold", "cold", "cold")
 
     def start(self, round_: int, *how: str) -> None:
@@ -55,6 +57,28 @@ def s(caplog: pytest.LogCaptureFixture) -> Story:
 
 def test_the_first_round_has_no_line(s: Story, caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.messages
+
+
+READY = ZygoteReady(pid=7, modules=("torch",), threads=1, memory_kb=1, seconds=5.0)
+LOST = ZygoteLost("it was killed by signal 9", retry_s=1.0)
+
+
+def test_a_zygote_that_serves_the_script_is_reported_until_it_is_lost(s: Story) -> None:
+    s.starts.runner_said(READY)
+    s.stop(0)
+    s.starts.runner_said(LOST)
+    s.starts.runner_said(READY)
+    s.start(1, "warm", "warm", "warm")
+    s.starts.runner_said(LOST)
+    told = [(report.round, report.forks) for report in s.reports]
+    assert told == [(0, False), (0, True), (1, True), (1, False)]
+
+
+def test_a_zygote_that_the_launch_asks_for_shows_nothing(s: Story) -> None:
+    s.starts = WorkerStarts("job", 3, lambda: s.now_ms, s.reports.append, watched=False)
+    s.start(0, "warm", "warm", "warm")
+    s.starts.runner_said(READY)
+    assert not any(report.forks for report in s.reports)
 
 
 def test_kept_and_new_workers_are_told_apart(s: Story, caplog: pytest.LogCaptureFixture) -> None:

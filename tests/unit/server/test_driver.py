@@ -1573,7 +1573,7 @@ async def test_who_has_not_heard_that_its_run_goes_on_as_another_hears_it_later(
         await settle()
         welcome, joined, waiting = read(n1)
         assert isinstance(welcome, Welcome)
-        assert joined == Joined("job-7", "former", 2)
+        assert joined == Joined("job-7", "former", 2, forks=False)
         assert isinstance(waiting, Waiting)
         assert (await s.states())["n1"] is NodeState.SPARE
         s.driver.connections.detach(n1)

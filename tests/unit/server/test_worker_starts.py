@@ -8,13 +8,13 @@ from rdzv.core.commands import Leave
 from rdzv.core.model import LeaveCause
 from rdzv.errors import InvalidRequestError
 from rdzv.server.diagnosis.worker_starts import Starts
-from rdzv.server.messages import Assignment, StartedWorker, WorkersStarted
+from rdzv.server.messages import Assignment, Joined, StartedWorker, WorkersStarted
 from rdzv.server.wire import inbound_reports
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import event_in
-from tests.unit.server.test_driver import FakeClock, Server, running, server
+from tests.unit.server.test_driver import FakeClock, Server, read, running, server
 from tests.unit.server.test_progress_of_jobs import LIMITS
 
 pytestmark = pytest.mark.slow
@@ -46,6 +46,27 @@ async def test_they_are_recorded_once_all_nodes_have_said_so() -> None:
         assert await told(s) == [
             f"workers of round 0: 2 kept, 1 warm, 1 cold: RANK 3 on n2 is warm ({LATE})"
         ]
+
+
+async def test_a_newcomer_hears_whether_the_zygotes_of_all_nodes_serve_the_script() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        n3 = await s.connect("n3")
+
+        async def heard() -> bool | None:
+            await s.join(n3)
+            (joined,) = [one for one in read(n3) if isinstance(one, Joined)]
+            return joined.forks
+
+        assert await heard() is False
+        forks = replace(said("cold", "cold"), forks=True)
+        s.driver.reports.note_started(n1, forks)
+        assert await heard() is False
+        s.driver.reports.note_started(n2, said("cold", "cold"))
+        s.driver.reports.note_started(n2, forks)
+        assert await heard() is True
+        s.driver.reports.note_started(n1, said("cold", "cold"))
+        assert await heard() is False, "it has lost its zygote"
 
 
 async def test_each_node_that_loads_no_snapshots_is_named_once_in_a_round() -> None:

@@ -375,6 +375,8 @@ def _samples_of_stacks() -> Iterator[tuple[str, pb.NodeMessage]]:
     ]
     sent = pb.WorkersStarted(**job, round=2, workers=started)
     yield "workers_started", pb.NodeMessage(workers_started=sent)
+    sent = pb.WorkersStarted(**job, round=2, workers=started, forks=True)
+    yield "workers_started:forks", pb.NodeMessage(workers_started=sent)
     states = [
         pb.GpuState(
             uuid="GPU-a",
@@ -506,6 +508,7 @@ def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
     yield "lease", message(lease=pb.Lease(heartbeat_interval_ms=10_000, lease_ms=30_000))
     yield "servers", message(servers=pb.Servers(addresses=["10.0.0.2:29400", "10.0.0.3:29400"]))
     yield "joined", message(joined=pb.Joined(**job, run_number=2))
+    yield "joined:forks", message(joined=pb.Joined(**job, run_number=2, forks=False))
     yield "round_completed", message(round_completed=_line())
     for cause in pb.Cause.values():
         ended = pb.RoundEnded(**job, round=2, cause=cause, reason="because", broken=True)

@@ -26,6 +26,9 @@ class Joined:
 
     run: str
     run_number: int
+    forks: bool | None = None
+    """Whether zygotes serve the script on all nodes of the running round; None if none is running.
+    """
 
 
 @struct(frozen=True)

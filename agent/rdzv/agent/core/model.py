@@ -169,6 +169,8 @@ class StartReport:
     workers: tuple[StartedWorker, ...]
     not_loaded: str = ""
     """Why one of them has not loaded snapshots that it should or could have loaded."""
+    forks: bool = False
+    """Whether a zygote serves the script here, as far as its workers have shown."""
 
 
 @struct(frozen=True)

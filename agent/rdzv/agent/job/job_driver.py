@@ -87,11 +87,14 @@ class JobDriver:
         self._keeping = keeping
         self._keeper: StateKeeper | None = None
         self._started = started
-        self._joined = False
-        self._handed_over = False
+        self._joined = self._handed_over = self._zygote_begun = False
         self._reports = Reports(launch, link)
         self._starts = WorkerStarts(
-            self.rdzv_id, self.local_world_size, monotonic_ms, self._reports.started
+            self.rdzv_id,
+            self.local_world_size,
+            monotonic_ms,
+            self._reports.started,
+            watched=not launch.warm,
         )
         self._decisions = Decisions(begin(launch.job, monotonic_ms(), run), self._act, self._fail)
         observers = WorkerObservers(launch, self._reports)
@@ -140,7 +143,8 @@ class JobDriver:
         if context.workers.zygote is not None:
             # The zygote is started now, so it can import while this node waits for the others.
             runner.keep_zygote(context.workers.zygote)
-            self._reports.preparing = not context.workers.zygote.after_import
+            self._reports.preparing = True
+            self._zygote_begun = not context.workers.zygote.after_import
         self._serve_server()
         self.post(events.Ticked())
         if self._decisions.state.phase is Phase.JOINING:
@@ -402,6 +406,16 @@ class JobDriver:
         if (offer := self._current_offer()) is not None:
             self._reports.join(say, self._decisions.state, offer)
 
+    def _prepare(self, forks: bool | None) -> None:
+        """Start the zygote before the first round if those of other nodes serve the script."""
+        if forks is None or self._zygote_begun or not self._reports.preparing:
+            return
+        if forks:
+            self._zygote_begun = True
+            self._context.runner.begin_zygote()
+        else:
+            self._prepared()
+
     def _prepared(self) -> None:
         """Tell the server that no zygote is importing any more, as a running round may wait."""
         was, self._reports.preparing = self._reports.preparing, False
@@ -426,7 +440,9 @@ class JobDriver:
     def _act(self, event: events.Event, before: AgentState, decided: Transition) -> None:
         """Store the decision in the runner for the next agent, and then carry it out."""
         log_event(event, before, joined=self._joined)
-        self._joined = self._joined or isinstance(event, events.Joined)
+        if isinstance(event, events.Joined):
+            self._joined = True
+            self._prepare(event.forks)
         for command in decided.commands:
             if isinstance(command, commands.StopWorkers):
                 self._context.round.note_stop(command)

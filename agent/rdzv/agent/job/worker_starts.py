@@ -30,8 +30,13 @@ class WorkerStarts:
         local_world_size: int,
         now_ms: Callable[[], int],
         report: Callable[[StartReport], None],
+        *,
+        watched: bool = False,
     ) -> None:
-        """Collect the starts of this job's workers. `report` sends the result to the server."""
+        """Collect the starts of this job's workers. `report` sends the result to the server.
+
+        `watched` means that a zygote starts only once workers have shown that it serves the script.
+        """
         self._rdzv_id = rdzv_id
         self._local_world_size = local_world_size
         self._now_ms = now_ms
@@ -42,6 +47,7 @@ class WorkerStarts:
         """The number of the latest round."""
         self._not_loaded = ""
         """The first reason why its workers have not loaded snapshots."""
+        self._watched, self._forks = watched, False
         self._reported: StartReport | None = None
         """The report on the current round, once it is complete."""
         self._is_first = True
@@ -80,6 +86,11 @@ class WorkerStarts:
                 self._ended.setdefault(event.local_rank, event.reason)
             case runner_link.WorkersGone():
                 self._parked_ms = self._now_ms() - self._stopped_ms
+            case runner_link.ZygoteReady() | runner_link.ZygoteLost():
+                self._forks = self._watched and isinstance(event, runner_link.ZygoteReady)
+                if self._reported is not None:
+                    self._reported = replace(self._reported, forks=self._forks)
+                    self._report(self._reported)
             case runner_link.KeptExited():
                 reasons = self._ended if self._round is None else self._why_new
                 reasons.setdefault(event.local_rank, "its worker was parked, and has ended")
@@ -110,7 +121,9 @@ class WorkerStarts:
         assignment, self._round = self._round, None
         ranks = sorted(self._how)
         workers = tuple(StartedWorker(rank, self._how[rank], self._why(rank)) for rank in ranks)
-        self._reported = StartReport(assignment.run, assignment.round, workers, self._not_loaded)
+        self._reported = StartReport(
+            assignment.run, assignment.round, workers, self._not_loaded, self._forks
+        )
         self._report(self._reported)
         if not self._is_first:
             log.info("%s: round %d: %s", self._rdzv_id, assignment.round, self._described(kept))

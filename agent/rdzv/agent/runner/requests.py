@@ -12,6 +12,7 @@ A refused request changes nothing and is answered with `error` (agent_link.py li
     renew_fence       {fence_at_ms}
     keep_zygote       {argv, env, cwd, modules, cpus, wait_s, identity, spare_forks,
                        after_import}                  sent once
+    begin_zygote      {}                              start it in spite of `after_import`
     hold_snapshots    {limit_bytes, copies}           limit_bytes null: half of the free memory;
                                                       copies: whether the agent supports copies
     carry_copies      {argv, env, identity, token, fingerprint, pem}

@@ -67,6 +67,7 @@ class Runner:
             "stop_store_host": self._store_hosts.stop,
             "renew_fence": self._renew_fence,
             "keep_zygote": self.forks.zygote.keep,
+            "begin_zygote": lambda _request: self.forks.zygote.begin(),
             "hold_snapshots": self._slots.hold,
             "watermark": self._slots.announce,
             "carry_copies": copies.carry,

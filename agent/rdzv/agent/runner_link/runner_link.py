@@ -244,6 +244,10 @@ class RunnerLink:
             fields = _portable(_fields(zygote))
             self._send({"type": "keep_zygote", **fields})
 
+    def begin_zygote(self) -> None:
+        """Start a zygote with `after_import` now, since the script is known to suit it."""
+        self._send({"type": "begin_zygote"})
+
     def start_workers(
         self, round: int, workers: Sequence[WorkerSpec], keep: KeepSpec | None = None
     ) -> None:

@@ -329,7 +329,9 @@ def event(message: pb.ServerMessage, now_ms: int) -> events.Event | None:
     """Decode a message about a job into an event. Returns None if the core does not need it."""
     match message.WhichOneof("body"):
         case "joined":
-            return events.Joined(message.joined.run, message.joined.run_number)
+            joined = message.joined
+            forks = joined.forks if joined.HasField("forks") else None
+            return events.Joined(joined.run, joined.run_number, forks)
         case "round_completed":
             return events.RoundCompleted(_assignment(message.round_completed, now_ms))
         case "round_ended":

@@ -36,6 +36,8 @@ class _Job:
     said: dict[str, tuple[messages.StartedWorker, ...]] = field(default_factory=dict)
     not_loaded: set[str] = field(default_factory=set)
     """The nodes, or the first few of them, that have not loaded some snapshots."""
+    forks: set[str] = field(default_factory=set)
+    """The nodes with a zygote that serves the script."""
 
 
 class WorkerStarts:
@@ -74,6 +76,7 @@ class WorkerStarts:
             job.not_loaded.add(node_id)
             event = SnapshotsNotLoaded(round_.number, node_id, said.not_loaded)
             self._tell(said.rdzv_id, (event,))
+        (job.forks.add if said.forks else job.forks.discard)(node_id)
         if node_id in job.said:
             return False
         job.said[node_id] = said.workers
@@ -86,6 +89,18 @@ class WorkerStarts:
         job = self._jobs.get(state.membership.rdzv_id)
         if job is not None and not state.membership.is_live(job.run, job.round):
             del self._jobs[state.membership.rdzv_id]
+
+    def forks(self, state: State) -> bool | None:
+        """Return whether zygotes serve the script on all nodes of the live round, if there is one.
+
+        Only then may a node that has not run the script fork its first workers.
+        """
+        round_, job = state.membership.live_round, self._jobs.get(state.membership.rdzv_id)
+        if round_ is None:
+            return None
+        if job is None or not state.membership.is_live(job.run, job.round):
+            return False
+        return all(p.node_id in job.forks for p in round_.participants)
 
     def shown(self, state: State) -> Mapping[str, Starts]:
         """Return how each node's workers were started for the live round, as far as known."""

@@ -130,6 +130,8 @@ class Streams:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self.forks: Callable[[State], bool | None] = lambda _state: None
+        """Whether zygotes serve a job's script, as in `Joined`; set by the driver."""
         self._open: dict[str, Stream] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -194,7 +196,8 @@ class Streams:
 
     def _announce_join(self, before: State, after: State, command: Join, now_ms: int) -> None:
         membership, node_id = after.membership, command.node_id
-        self.send(node_id, Joined(membership.rdzv_id, membership.run, membership.run_number))
+        run = (membership.rdzv_id, membership.run, membership.run_number)
+        self.send(node_id, Joined(*run, self.forks(after)))
         if node_id in after.waiting:
             self.send(node_id, announcements_to_nodes.waiting(after, node_id, now_ms))
         stream = self._open.get(node_id)

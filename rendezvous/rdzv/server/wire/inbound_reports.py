@@ -62,6 +62,7 @@ def started_of(message: pb.WorkersStarted, limits: Limits) -> WorkersStarted:
             for one in message.workers
         ),
         not_loaded=bounds.sentence(message.not_loaded, limits),
+        forks=message.forks,
     )
 
 
