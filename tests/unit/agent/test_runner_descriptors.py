@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,28 @@ def test_a_descriptor_is_noticed_and_left_in_the_queue(
                     with pytest.raises(SentDescriptorError):
                         receive_data(root, 100)
                 close_job_socket(root)
+
+
+def test_the_process_that_closes_it_outlives_a_slow_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spawn, pids = os.posix_spawn, []
+
+    def then_wait(*args: Any, **kwargs: Any) -> int:
+        pids.append(spawn(*args, **kwargs))
+        ended = os.pidfd_open(pids[0])
+        assert select.select([ended], [], [], 0.3)[0] == [], "it exits first"
+        os.close(ended)
+        return pids[0]
+
+    root, job = socket.socketpair()
+    with job, send(job, b"x") as peer:
+        monkeypatch.setattr(os, "posix_spawn", then_wait)
+        with at_once():
+            close_job_socket(root)
+        assert root.fileno() == -1
+        peer.close()
+        os.waitpid(pids[0], 0)
 
 
 def test_urgent_data_without_a_descriptor_is_data() -> None:

@@ -109,14 +109,21 @@ def close_shared(sock: socket.socket) -> None:
 
 
 def _close_elsewhere(sock: socket.socket) -> None:
-    """Make another process the last one that holds a socket; it exits at once, if it can."""
-    command = (sys.executable, "-I", "-S", "-c", "")
+    """Close a socket that another process still holds, which exits after that, if it can.
+
+    If it exited before, this process would be the last one to hold the socket.
+    """
+    command = (sys.executable, "-I", "-S", "-c", "import os; os.read(1, 1)")
+    pipe: tuple[int, ...] = ()
     try:
-        os.posix_spawn(
-            command[0], command, {}, file_actions=[(os.POSIX_SPAWN_DUP2, sock.fileno(), 0)]
-        )
+        pipe = os.pipe()
+        held = [(os.POSIX_SPAWN_DUP2, fd, n) for n, fd in enumerate((sock.fileno(), pipe[0]))]
+        os.posix_spawn(command[0], command, {}, file_actions=held)
+        sock.close()
     except OSError:
         sock.detach()  # Left open: closing it here could block.
+    finally:
+        close_fds(pipe)
 
 
 _PEER = struct.Struct("3i")
