@@ -92,6 +92,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "free_memory._read: path.read_text",
         "resources.read_text: path.read_text",
         "store_hosts.WarmStoreHost.send_order: os.open",
+        "snapshot_writers.WarmWriter.send_order: os.open",
         "process_tree.OwnChildren.__init__: os.open",
         "process_tree._stat_of: Path(f'/proc/{pid}/stat').read_bytes",
         "process_tree.runs_program: os.path.basename",
@@ -206,7 +207,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     "the runner stays root, so that no job can end or escape it": (
         "runner_link._start_runner: subprocess.Popen",
     ),
-    "it runs nothing but this interpreter, which ends at once": (
+    "it runs nothing but this interpreter, which then ends": (
         "descriptors._close_elsewhere: os.posix_spawn",
     ),
     "its caller acts as the account": (
