@@ -27,6 +27,7 @@ from rdzv.agent.runner.child_exits import Child, Children
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.requests import (
     ZygoteSpec,
+    read_fence_at_ms,
     read_socket_path,
     read_worker_specs,
     read_zygote_spec,
@@ -196,6 +197,7 @@ def _say(folder: Path, frames: bytes) -> None:
         "serve": listen,
         "start_workers": lambda request: [*map(_prepared, read_worker_specs(request))],
         "keep_zygote": lambda request: [_prepared(read_zygote_spec(request))],
+        "renew_fence": read_fence_at_ms,
     }
     try:
         with suppress(BlockingIOError, BrokenPipeError):
@@ -223,7 +225,7 @@ class _Unkillable(Child):
 
 def _hear_zygote(data: bytes) -> None:
     """Let a runner read a zygote's messages."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair()
     loop = Loop()
     children = Children(loop)
     agent = AgentLink(loop, lambda _request: None, lambda _was_in_charge: None)
@@ -235,7 +237,7 @@ def _hear_zygote(data: bytes) -> None:
         keeper.attach(zygote)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         with suppress(OSError):
-            ours.send(data[:100_000])
+            ours.send(struct.pack(">I", len(data)) + data[:100_000])
             keeper.read(zygote)
     finally:
         ours.close()

@@ -92,6 +92,7 @@ class Node:
             self.lock,
             lambda: self.beliefs,
             self.heard.append,
+            lambda _: "127.0.0.1",
         )
 
     def accept(self) -> Stream:
