@@ -285,6 +285,20 @@ async def test_nobody_hears_of_its_zygote_once_it_has_workers(
 
 
 @pytest.mark.quick
+async def test_nobody_hears_of_its_zygote_again_once_it_has_left_a_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async for f in fixture(tmp_path, monkeypatch, zygote=WARM):
+        f.driver.post(events.Joined("r1", 1))
+        f.driver.post(events.RoundCompleted(LINE))
+        f.driver.post(events.RoundEnded("r1", 0, Cause.NODES_JOINED, "n2", broken=False))
+        f.driver.post(events.WorkersGone(0))
+        assert joins(f) == [True, False]
+        f.runner.tell(READY)
+        assert joins(f) == [True, False]
+
+
+@pytest.mark.quick
 async def test_it_says_once_that_it_has_joined(
     f: Fixture, caplog: pytest.LogCaptureFixture
 ) -> None:

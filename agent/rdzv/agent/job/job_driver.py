@@ -420,7 +420,7 @@ class JobDriver:
         """Tell the server that no zygote is importing any more, as a running round may wait."""
         was, self._reports.preparing = self._reports.preparing, False
         state = self._decisions.state
-        if was and state.phase is Phase.JOINING:
+        if was and state.phase is Phase.JOINING and state.left_round is None:
             self._join(rejoin(state))
 
     # ------------------------------------------------------------------ events to the core
