@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,9 @@ from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import RendezvousStub
 
 log = logging.getLogger("rdzv.torchrun")
+
+CONNECT_TIMEOUT_S = 2.0
+"""How long a server may take to accept a connection. A stream that is closed waits for it."""
 
 WELCOME_TIMEOUT_S = 10.0
 """How long an open stream may wait for the server's Welcome."""
@@ -71,8 +75,6 @@ class NodeStream:
         """When the last connection was lost, or this object was created; None while connected."""
         self.trouble = "no attempt was made"
         """Why no server is connected."""
-        self._states: queue.SimpleQueue[grpc.ChannelConnectivity | None] = queue.SimpleQueue()
-        """The states of the channel that is being connected; None on `close`."""
         self._outbox: _Outbox | None = None
         self._call: grpc.Call | None = None
         self._heartbeat_interval_s = WELCOME_TIMEOUT_S
@@ -98,7 +100,6 @@ class NodeStream:
         """
         with self._lock:
             self._closing.set()
-            self._states.put(None)
             if self._outbox is not None:
                 self._outbox.put(None)
             if self._call is not None:
@@ -150,11 +151,15 @@ class NodeStream:
             return RendezvousConnectionError(f"cannot connect to {endpoint}: {error}")
         with opened as channel:
             try:
-                connected = self._connects(channel)
-                if connected:
+                # gRPC would say when it is connected in a thread of its own, which the launcher's
+                # forks do not survive.
+                with socket.create_connection((endpoint.host, endpoint.port), CONNECT_TIMEOUT_S):
                     self._hello.address = self._place(endpoint)
             except RendezvousConnectionError as error:
                 return error
+            except OSError as error:
+                why = error.strerror or str(error)
+                return RendezvousConnectionError(f"cannot connect to {endpoint}: {why}")
             call = RendezvousStub(channel).Attach(self._outgoing(outbox), metadata=metadata)
             watchdog = _timer(WELCOME_TIMEOUT_S, call)
             try:
@@ -163,13 +168,11 @@ class NodeStream:
                         # Nothing else would end this stream, because it did not exist yet when
                         # `close` was called.
                         return RendezvousConnectionError("it was closed before it opened")
-                    self._call = call
-                    if connected:
-                        # This Hello has the state so far; later messages follow it.
-                        self._hello.ClearField("beliefs")
-                        self._hello.beliefs.extend(self._beliefs())
-                        outbox.put(pb.NodeMessage(hello=self._hello))
-                        self._outbox = outbox
+                    # This Hello has the state so far; later messages follow it.
+                    self._hello.ClearField("beliefs")
+                    self._hello.beliefs.extend(self._beliefs())
+                    outbox.put(pb.NodeMessage(hello=self._hello))
+                    self._outbox, self._call = outbox, call
                 return RendezvousConnectionError(self._listen(call, endpoint, watchdog))
             except grpc.RpcError:
                 return self._judge(endpoint, call)
@@ -181,27 +184,6 @@ class NodeStream:
                         self._cut.cancel()
                 outbox.put(None)
                 call.cancel()
-
-    def _connects(self, channel: grpc.Channel) -> bool:
-        """Wait until a channel has a connection; return False if that fails, or on `close`.
-
-        The call on the channel then fails as well, and says why.
-        """
-        states: queue.SimpleQueue[grpc.ChannelConnectivity | None] = queue.SimpleQueue()
-        self._states = states
-        deadline_s = time.monotonic() + WELCOME_TIMEOUT_S
-        channel.subscribe(states.put, try_to_connect=True)
-        state = None
-        try:
-            while state is not grpc.ChannelConnectivity.READY and not self._closing.is_set():
-                state = states.get(timeout=max(deadline_s - time.monotonic(), 0))
-                if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                    return False
-        except queue.Empty:
-            return False
-        finally:
-            channel.unsubscribe(states.put)
-        return not self._closing.is_set()
 
     def _outgoing(self, outbox: _Outbox) -> Iterator[pb.NodeMessage]:
         """Yield the messages to send, and a heartbeat after each interval without one."""
