@@ -630,6 +630,6 @@ async def test_the_end_of_a_worker_group_waits_for_what_is_still_to_be_shown(
 
     made = parse_launch(["--tee=3", f"--log-dir={tmp_path}", __file__])[0]
     group = LocalWorkerGroup(made, lambda _: "", console=Shown)
-    await group.open_round(LINE)
+    await group.open_round(LINE, "127.0.0.1")
     await group.close()
     assert done == [f"drained within {DRAIN_TIMEOUT_S:g} s", "closed"]

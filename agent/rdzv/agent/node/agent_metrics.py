@@ -386,15 +386,9 @@ async def serving_metrics(
             placements.meter = metrics
         for driver in drivers:
             driver.meter = metrics.job(driver.local_world_size)
-        link.metrics_address = announced(bound, link.identity.address)
-        if link.metrics_address:
-            log.info(
-                "serving metrics at http://%s/metrics (an address listed by the server)",
-                link.metrics_address,
-            )
-        else:
-            text = "serving metrics at http://%s/metrics (accessible from this machine only)"
-            log.info(text, bound)
+        link.metrics_at = partial(announced, bound)
+        whom = "accessible from this machine only" if bound.loopback else "listed by the server"
+        log.info("serving metrics at http://%s/metrics (%s)", bound, whom)
         yield bound
 
 

@@ -150,8 +150,8 @@ class ServerLink:
             self.say,
         )
         self.meter = Meter()
-        self.metrics_address = ""
-        """The metrics page's address, as HOST:PORT, which is sent in every Hello."""
+        self.metrics_at: Callable[[str], str] = lambda _: ""
+        """Returns where a node of this address serves its metrics, as HOST:PORT, for each Hello."""
 
     @property
     def identity(self) -> Identity:
@@ -517,7 +517,7 @@ class ServerLink:
             health=encoding.health(placements.failing)
             if placements is not None and placements.failing
             else None,
-            metrics=self.metrics_address,
+            metrics=self.metrics_at(self.address),
             draining=encoding.draining(self.drain),
             takes_several=True,
         )
