@@ -158,8 +158,8 @@ class NodeStream:
             except RendezvousConnectionError as error:
                 return error
             except OSError as error:
-                why = error.strerror or str(error)
-                return RendezvousConnectionError(f"cannot connect to {endpoint}: {why}")
+                why = (error.strerror or str(error)).lower()
+                return RendezvousConnectionError(f"cannot reach rdzvd at {endpoint}: {why}")
             call = RendezvousStub(channel).Attach(self._outgoing(outbox), metadata=metadata)
             watchdog = _timer(WELCOME_TIMEOUT_S, call)
             try:
