@@ -76,7 +76,6 @@ def _struct(cls: type, *, order: bool, kw_only: bool) -> type:
 
 
 def _field(content: Field[Any]) -> Any:
-    """Convert a dataclass field to a msgspec field."""
     if not content.init or content.kw_only not in (MISSING, False):
         raise TypeError("a struct's fields are all given in the same way; make it a dataclass")
     if content.default_factory is not MISSING:

@@ -87,7 +87,6 @@ class Facade:
         return self._watch.view(rdzv_id, self._clock.now_ms())
 
     def views(self) -> tuple[JobView, ...]:
-        """Return the views of all jobs."""
         return self._watch.views(self._clock.now_ms())
 
     # ---------------------------------------------------------------- the life of the process
@@ -146,7 +145,6 @@ class Facade:
                 log.exception("c10d: a bug in rdzvd, please report it: lost one check")
 
     async def _take(self, answer: Answer) -> tuple[str, ...]:
-        """Record an answer and return the jobs that are now closed."""
         # Decode in a thread: a large state takes a while, and the server must not stall.
         states, unreadable = await asyncio.to_thread(decode_states, answer.states)
         for rdzv_id, why in unreadable.items():
@@ -328,7 +326,6 @@ class _StoreServer:
 async def _spawn(
     python: str, listening: socket.socket, control: socket.socket
 ) -> asyncio.subprocess.Process:
-    """Start the process and pass it copies of the two sockets."""
     # Start it from the main thread, because the kernel kills it when the thread that started it
     # ends.
     return await asyncio.create_subprocess_exec(

@@ -150,7 +150,6 @@ _LEFT_BY_ALL = "all its participants have left it"
 
 
 def _see(job: _Job, state: State | None, now_ms: int) -> None:
-    """Update a job from the state that was read."""
     before, job.state = job.state, state
     found = _job_state(state)
     new_round = _number_of(state) != _number_of(before)
@@ -200,7 +199,6 @@ def _last_complete(state: State | None) -> int | None:
 
 
 def _present(state: State) -> dict[Node, tuple[NodeState, int | None]]:
-    """Return the state and GROUP_RANK of every node in a shared state."""
     found: dict[Node, tuple[NodeState, int | None]] = {}
     for node in state.spare:
         found[node] = (NodeState.SPARE, None)
@@ -236,7 +234,6 @@ def _seen(
 
 
 def _dropped(seen: _Seen, state: State, now_ms: int) -> _Seen:
-    """Mark a node that is no longer in the state as having left or as lost."""
     if seen.state in (NodeState.LOST, NodeState.LEFT):
         return seen
     silent_ms = now_ms - seen.heard_ms

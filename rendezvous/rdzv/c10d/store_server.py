@@ -81,7 +81,6 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Serve a c10d TCPStore, and report its contents.")
     parser.add_argument("--fd", type=int, required=True, help="the listening socket")
     parser.add_argument("--control-fd", type=int, required=True, help="the socket for requests")
@@ -167,7 +166,6 @@ class Looks:
         return {"states": states, "gone": gone, "left_out": self.left_out}
 
     def list_jobs(self) -> list[str]:
-        """Update the set of jobs and return those that are gone."""
         self.since_listed += 1
         keys = self.store.num_keys()
         if keys == self.keys and self.since_listed < LIST_ANYWAY_AFTER:
@@ -230,7 +228,6 @@ def text(value: bytes) -> str | None:
 
 
 def say(control: socket.socket, message: dict[str, Any]) -> None:
-    """Send one message."""
     body = json.dumps(message).encode()
     control.sendall(len(body).to_bytes(4, "big") + body)
 

@@ -341,7 +341,6 @@ def _node(value: object) -> Node:
 
 
 def _fields(value: object, kind: _Class, names: tuple[str, ...]) -> Mapping[str, object]:
-    """Return the attributes of an instance of `kind`, which must have exactly these `names`."""
     if not isinstance(value, _Object) or value.kind is not kind or value.state is None:
         raise RendezvousStateError(f"{kind.value[1]} is expected")
     items = value.state.items

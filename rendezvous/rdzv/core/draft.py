@@ -20,7 +20,6 @@ class Draft:
 
     @property
     def membership(self) -> Membership:
-        """The durable half of the state."""
         return self.state.membership
 
     @property
@@ -59,14 +58,11 @@ class Draft:
         self.state = replace(after, hasty=hasty, unready=unready)
 
     def store(self, membership: Membership) -> None:
-        """Replace the durable half of the state."""
         self.state = replace(self.state, membership=membership)
 
     def store_round(self, round_: Round) -> None:
-        """Replace the latest round."""
         self.store(replace(self.membership, round=round_))
 
     def store_submission(self, submission: Submission) -> None:
-        """Replace the submission if it has changed."""
         if submission != self.membership.submission:
             self.store(replace(self.membership, submission=submission))

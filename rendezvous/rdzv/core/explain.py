@@ -139,7 +139,6 @@ class JobView:
 
 
 def job_state(state: State) -> JobState:
-    """Return the state to show for the job."""
     membership = state.membership
     if membership.ended is not None:
         return _JOB_STATE_OF_RESULT[membership.ended.result]
@@ -410,7 +409,6 @@ def _leavers(drains: Mapping[str, Drain], now_ms: int) -> str:
 
 
 def _drained_view(one: NodeView, drains: Mapping[str, Drain], now_ms: int) -> NodeView:
-    """Return a node's view, including its drain if it has one."""
     drain = drains.get(one.node_id)
     if drain is None:
         return one
@@ -490,7 +488,6 @@ def _participant_view(
 
 
 def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeState, int, str]:
-    """Return the state of a node that has or had a seat, when that state began, and its reason."""
     round_, ended = _round(state), state.membership.ended
     if ended is not None:
         return _final_state(state, node_id, ended)

@@ -260,7 +260,6 @@ def _new_round(before: State, after: State) -> list[str]:
 
 
 def _kept_workers(round_: Round) -> list[str]:
-    """Check that kept workers belong to their nodes and that the source is one of them."""
     found = []
     kept: set[int] = set()
     for participant in round_.participants:

@@ -199,7 +199,6 @@ def _sealed(offer: KeptWorker) -> int:
 
 
 def _fruitless(prior: Round | None, able: Mapping[int, KeptWorker]) -> bool:
-    """Return whether kept workers have sealed no step since a round that broke."""
     if prior is None or prior.end is None or not kept_workers(prior):
         return False
     furthest = max(map(_sealed, able.values()), default=0)
@@ -233,7 +232,6 @@ def _workers(participants: tuple[Participant, ...]) -> int:
 def _written(
     participant: Participant, kept: Collection[int], new: Mapping[int, WhyNew]
 ) -> Participant:
-    """Return a participant with its kept and charged workers filled in."""
     first = participant.rank_first
     ranks = range(first, first + participant.offer.local_world_size)
     charged = tuple(rank - first for rank in ranks if new.get(rank) is WhyNew.CHARGED)

@@ -533,7 +533,6 @@ class Membership:
         return round_ if self.ended is None and round_ is not None and round_.live else None
 
     def is_live(self, run: str, number: int) -> bool:
-        """Return whether the given round of the given run is the live one."""
         round_ = self.live_round
         return round_ is not None and (self.run, round_.number) == (run, number)
 

@@ -125,7 +125,6 @@ def keep_earliest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 
 
 def describe_failure(failure: Failure) -> str:
-    """Describe in one line which worker failed and how."""
     how = f": exit code {failure.exit_code}"
     if failure.suspect:
         how = ": a collective failed"

@@ -69,7 +69,6 @@ class SharedMap(Mapping[_K, _V]):
         self._size = size
 
     def put(self, key: _K, value: _V) -> SharedMap[_K, _V]:
-        """Return a copy of the map with the key set to a value."""
         over, added = self._over, self._added
         if key in added or key not in self:
             size = self._size + (key not in added)
@@ -77,7 +76,6 @@ class SharedMap(Mapping[_K, _V]):
         return self._changed({**over, key: value}, added, self._size)
 
     def without(self, key: _K) -> SharedMap[_K, _V]:
-        """Return a map without a key that this map has."""
         over, added = self._over, self._added
         if key in added:
             added = dict(added)
@@ -102,14 +100,12 @@ class SharedMap(Mapping[_K, _V]):
         yield from self._added.items()
 
     def __getitem__(self, key: _K) -> _V:
-        """Return the value for a key."""
         found = self.get(key, _NONE)
         if found is _NONE:
             raise KeyError(key)
         return cast("_V", found)
 
     def get(self, key: _K, default: Any = None) -> Any:
-        """Return the value for a key, or the default."""
         if key in self._added:
             return self._added[key]
         found = self._over.get(key, _NONE)
@@ -118,11 +114,9 @@ class SharedMap(Mapping[_K, _V]):
         return default if found is _GONE else found
 
     def __contains__(self, key: object) -> bool:
-        """Return whether the map has a key."""
         return self.get(cast("_K", key), _NONE) is not _NONE
 
     def __len__(self) -> int:
-        """Return the number of keys."""
         return self._size
 
     def __iter__(self) -> Iterator[_K]:
@@ -134,11 +128,9 @@ class SharedMap(Mapping[_K, _V]):
         return _Items(self)
 
     def values(self) -> ValuesView[_V]:
-        """Return the values."""
         return _Values(self)
 
     def __repr__(self) -> str:
-        """Return the representation of an equal dict."""
         return repr(dict(self._pairs()))
 
 

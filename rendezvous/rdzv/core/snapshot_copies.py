@@ -120,7 +120,6 @@ def orders(
 
 
 def why_no_keeper(node_id: str, participants: Sequence[Participant], able: Collection[str]) -> str:
-    """Return why no other node keeps copies for this one; `able` are the nodes with a carrier."""
     if len(participants) < 2:
         return "no other node takes part"
     groups = _apart(participants)

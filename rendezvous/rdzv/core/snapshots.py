@@ -88,7 +88,6 @@ def sealed_in(round_: Round) -> range:
 
 
 def base(membership: Membership, keeping: Keeping, joins: Iterable[Waiting]) -> Base:
-    """Decide with which snapshots the next round begins; `joins` are its participants' joins."""
     prior, number = membership.round, membership.next_round
     origin = prior.origin if prior is not None else number
     world_size = _workers(keeping.participants)
@@ -132,7 +131,6 @@ def _fits(mark: SnapshotMark, world_size: int) -> bool:
 
 
 def _in_vain(membership: Membership, loads: int) -> bool:
-    """Return whether rounds that loaded the same snapshots have repeatedly failed soon."""
     end = membership.round.end if membership.round is not None else None
     failed = end is not None and end.cause is Cause.WORKER_FAILURE
     return failed and min(loads, membership.spent.soon) >= MAX_LOADS
@@ -239,7 +237,6 @@ class HeldByNodes:
         return self.whole != known
 
     def held_by(self, node_id: str) -> tuple[Snapshot, ...]:
-        """Return the snapshots that a node has reported."""
         return self._held.get(node_id, ())
 
     def sole_holders(self, mark: SnapshotMark) -> set[str] | None:
@@ -291,7 +288,6 @@ class BlockedSaves:
         """The nodes with a rank that can save, and those that have reported nothing yet."""
 
     def note(self, node_id: str, snapshots: Iterable[Snapshot]) -> None:
-        """Record all snapshots that a node holds."""
         marks: dict[int, list[SnapshotMark]] = {}
         for one in snapshots:
             if one.copy_of is None:
@@ -300,7 +296,6 @@ class BlockedSaves:
         self._compare(node_id, ranks=len(marks))
 
     def advance(self, mark: SnapshotMark) -> None:
-        """Record that ranks may overwrite snapshots up to this mark."""
         if self._bound is None or mark > self._bound:
             self._bound = mark
             for node_id in self._newest.keys() - self._free:

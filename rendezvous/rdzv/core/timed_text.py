@@ -38,17 +38,14 @@ class TimedText(str):
     times: tuple[TimeInText, ...]
 
     def __new__(cls, text: str, times: tuple[TimeInText, ...] = ()) -> TimedText:
-        """Create a string with these times."""
         made = super().__new__(cls, text)
         made.times = times
         return made
 
     def __add__(self, other: str) -> TimedText:
-        """Append a string."""
         return _joined(self, other)
 
     def __radd__(self, other: str) -> TimedText:
-        """Prepend a string."""
         return _joined(other, self)
 
 

@@ -86,11 +86,9 @@ class Program:
         return None
 
     def ended(self) -> bool:
-        """Return whether the program has exited."""
         return self.process.poll() is not None
 
     def workers(self) -> list[int]:
-        """Return the pids of this node's workers: its descendants that have a RANK."""
         return [pid for pid in descendants(self.process.pid) if b"RANK" in environ_of(pid)]
 
     def kill_all(self) -> None:
@@ -117,7 +115,6 @@ class Program:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the pids of all descendants of a process."""
     found: list[int] = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():

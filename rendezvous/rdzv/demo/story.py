@@ -60,7 +60,6 @@ def play(python: str, *, keep: bool) -> None:
 
 
 def check_torch(python: str) -> None:
-    """Refuse an interpreter that cannot be run or has no torch."""
     try:
         done = subprocess.run([python, "-c", _HAS_TORCH], timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -89,7 +88,6 @@ class Demo:
         self.http = ""
 
     def play(self) -> None:
-        """Run and check all steps."""
         self.start_server()
         for name in ("n1", "n2"):
             self.start_node(name)
@@ -117,7 +115,6 @@ class Demo:
         self.await_end()
 
     def start_server(self) -> None:
-        """Start rdzvd on a free port."""
         command = command_of(SERVER, "--listen=127.0.0.1:0", "--http=127.0.0.1:0")
         command += [f"--data-dir={self.folder / 'rdzvd'}"]
         self.server = self._start("rdzvd", command)
@@ -194,7 +191,6 @@ class Demo:
         return answer
 
     def rdzvctl(self, *args: str) -> str:
-        """Run rdzvctl and return its output."""
         command = command_of(OPERATOR, "--server", self.endpoint, *args)
         done = subprocess.run(
             command, env=self.environ, capture_output=True, text=True, timeout=60, check=False
@@ -254,7 +250,6 @@ class Demo:
         over.wait()
 
     def stop(self) -> None:
-        """Stop all programs started by the demo."""
         for node in self.nodes.values():
             if node.process.poll() is None:
                 node.process.terminate()

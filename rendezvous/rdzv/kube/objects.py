@@ -73,7 +73,6 @@ class Cluster:
 
 
 def key_of(item: Json) -> str:
-    """Return an object's key, NAMESPACE/NAME."""
     metadata = _table(item, "metadata")
     return f"{_text(metadata, 'namespace')}/{_text(metadata, 'name')}"
 
@@ -91,7 +90,6 @@ def machine_of(item: Json) -> Machine:
 
 
 def pod_of(item: Json) -> Pod:
-    """Parse a pod."""
     metadata, spec, status = (_table(item, key) for key in ("metadata", "spec", "status"))
     grace = metadata.get("deletionGracePeriodSeconds", spec.get("terminationGracePeriodSeconds"))
     disruption = next((c for c in _true_conditions(item) if c.get("type") == DISRUPTION), None)

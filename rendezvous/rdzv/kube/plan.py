@@ -115,7 +115,6 @@ def decide(cluster: Cluster, nodes: Sequence[Node], rules: Rules, now_s: float) 
 def _found(
     node: Node, machines: Mapping[str, Machine], pods: Mapping[str, Sequence[Pod]]
 ) -> list[Machine | Pod]:
-    """Return the machine or pod that this node runs on; several if they share a name."""
     name = node.node_id
     found: list[Machine | Pod] = [*pods.get(name, ())]
     if name in machines:
@@ -177,7 +176,6 @@ def _less_margin(grace_s: float) -> float:
 
 
 def _commands(node: Node, wish: _Wish | None, *, lifts: bool) -> list[Command]:
-    """Return the commands that bring one node to its desired state."""
     name, drained = node.node_id, node.drain is not None and node.drained_by_operator
     drain_is_ours = drained and (node.drain_reason or "").startswith(MARK)
     cordon_is_ours = node.cordoned and (node.cordon_reason or "").startswith(MARK)

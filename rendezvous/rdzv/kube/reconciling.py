@@ -40,7 +40,6 @@ class Reconciling:
         rules: Rules,
         changed: threading.Event,
     ) -> None:
-        """Wake up when `changed` is set by changes to machines or pods; `client` opens a client."""
         self._machines = machines
         self._pods = pods
         self._client = client

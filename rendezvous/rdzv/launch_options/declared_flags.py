@@ -111,8 +111,6 @@ _UNITS = {"SECONDS": " of seconds", "GB": " of gigabytes", "MB": " of megabytes"
 
 
 def _number(kind: type[int] | type[float], unit: str) -> Callable[[str], float]:
-    """Return what reads a number of this kind, and says what to give in place of other text."""
-
     def read(text: str) -> float:
         try:
             return kind(text)
@@ -141,7 +139,6 @@ NO_WARM: Option = (
 
 
 def _job() -> list[Option]:
-    """Return the options for the job and its server."""
     conf = "\n".join(f"{key}: {text}" for key, text in CONF_KEYS.items())
     return [
         value("--nnodes", "N|MIN:MAX", "number of nodes of the job (default 1:1)", default="1:1"),
@@ -174,7 +171,6 @@ def _job() -> list[Option]:
 
 
 def _node() -> list[Option]:
-    """Return the options for this node."""
     return [
         value(
             "--node-id", "NAME", "name of this node (default: host name and process id)", default=""
@@ -208,7 +204,6 @@ def _node() -> list[Option]:
 
 
 def _credentials() -> list[Option]:
-    """Return the options for the connection to the server."""
     return [
         value(
             "--tls-ca",
@@ -234,7 +229,6 @@ def _credentials() -> list[Option]:
 
 
 def _budgets() -> list[Option]:
-    """Return the options that control when to give up on a job."""
     return [
         value(
             "--max-restarts",
@@ -289,7 +283,6 @@ def _budgets() -> list[Option]:
 
 
 def _program() -> list[Option]:
-    """Return the options for the workers' program."""
     return [
         value("--role", "ROLE", "role of this node's workers", default="default"),
         switch("--module", "run a module, as python -m does", short="-m"),
@@ -299,7 +292,6 @@ def _program() -> list[Option]:
 
 
 def _watching() -> list[Option]:
-    """Return the options for stopping and monitoring workers."""
     return [
         value(
             "--shutdown-timeout",
@@ -332,7 +324,6 @@ def _watching() -> list[Option]:
 
 
 def _keeping() -> list[Option]:
-    """Return the options for keeping workers and their state."""
     return [
         value(
             "--keep-timeout",
@@ -394,7 +385,6 @@ def _keeping() -> list[Option]:
 
 
 def _leaving() -> list[Option]:
-    """Return the options for how this node leaves."""
     return [
         value(
             "--notice-signal",
@@ -422,7 +412,6 @@ def _leaving() -> list[Option]:
 
 
 def _starting() -> list[Option]:
-    """Return the options for starting workers."""
     return [
         switch("--virtual-local-rank", "LOCAL_RANK is 0 for every worker, which sees one GPU"),
         value(
@@ -444,7 +433,6 @@ def _starting() -> list[Option]:
 
 
 def _output() -> list[Option]:
-    """Return the options for the workers' output."""
     streams = "1 stdout, 2 stderr, 3 both; for all, or by LOCAL_RANK as in 0:3,1:2"
     return [
         value(

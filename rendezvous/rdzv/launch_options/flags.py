@@ -93,7 +93,6 @@ def split(
 
 
 def expand(argv: Sequence[str], options: Mapping[str, argparse.Action]) -> list[str]:
-    """Expand abbreviated flags; see `split`."""
     given, rest = split(argv, options)
     return [*(word for one in given for word in one.words), *rest]
 
@@ -130,7 +129,6 @@ def _short(word: str, options: Mapping[str, argparse.Action]) -> tuple[list[argp
 
 
 def options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Return a parser's actions, keyed by each of their flags."""
     return {name: action for action in parser._actions for name in action.option_strings}
 
 
@@ -139,7 +137,6 @@ def add(
     option: Option,
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> argparse.Action:
-    """Add a flag in both spellings. The environment may set its default."""
     names, settings = option
     both = dict.fromkeys((*names, *(_underscored(name) for name in names)))
     action = parser.add_argument(*both, **settings)
@@ -158,7 +155,6 @@ def add(
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
-    """Add the script and its arguments to a parser."""
     parser.add_argument("training_script", metavar="script", help="script, module or program")
     parser.add_argument(
         "training_script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments"
@@ -166,7 +162,6 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 
 def make_parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.ArgumentParser:
-    """Return the parser of rdzvrun's flags, with defaults from `environ`."""
     program = "python -m rdzv.agent.distributed_launch" if legacy else "rdzvrun"
     parser = argparse.ArgumentParser(
         prog=program,

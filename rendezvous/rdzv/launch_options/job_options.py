@@ -154,7 +154,6 @@ def _restart_backoff_ms(args: argparse.Namespace, conf: Mapping[str, str]) -> tu
 
 
 def _flag_or_key(key: str, flag: str | None, conf: Mapping[str, str]) -> tuple[str, str | None]:
-    """Return an option given as a flag or in --rdzv-conf: its text for errors, and its value."""
     name = f"--{key.replace('_', '-')}"
     if flag is None:
         return f"--rdzv-conf: {key}={conf.get(key)}", conf.get(key)
@@ -272,7 +271,6 @@ def _seconds_ms(given: str, text: str, least_ms: int) -> int:
 
 
 def conf_bool(conf: Mapping[str, str], key: str, *, default: bool) -> bool:
-    """Parse true or false in --rdzv-conf."""
     text = conf.get(key, str(default)).lower()
     if text not in ("true", "false", "1", "0"):
         raise InvalidRequestError(f"--rdzv-conf: {key}={text} is not true or false")

@@ -82,11 +82,9 @@ class Timer:
             self._pending = self._clock.call_at(at_ms, self._fire)
 
     def arm_by(self, at_ms: int) -> None:
-        """Fire no later than `at_ms`."""
         self.arm(at_ms if self._due_ms is None else min(self._due_ms, at_ms))
 
     def cancel(self) -> None:
-        """Disarm the timer."""
         if self._pending is not None:
             self._pending.cancel()
         self._pending = self._due_ms = None
@@ -133,7 +131,6 @@ class LoopWatch:
         self.timer.arm(self._clock.now_ms() + self.every_ms)
 
     def stop(self) -> None:
-        """Stop watching."""
         self.timer.cancel()
 
     def late(self, due_ms: int) -> bool:

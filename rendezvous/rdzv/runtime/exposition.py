@@ -69,7 +69,6 @@ class Parts:
 
 
 def by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Return a gauge with one sample for each value of `label`."""
     family = GaugeMetricFamily(name, text, labels=(label,))
     for value, number in values.items():
         family.add_metric((value,), number)

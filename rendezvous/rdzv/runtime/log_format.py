@@ -39,12 +39,10 @@ class RepeatedWarnings(logging.Filter):
     """
 
     def __init__(self) -> None:
-        """Count from 0."""
         super().__init__()
         self._seen: dict[str, tuple[int, float]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record, and add the count to a repeated one."""
         if record.levelno < logging.WARNING or record.name == "rdzv.events":
             return True
         text = record.getMessage()
@@ -73,7 +71,6 @@ class JsonFormatter(logging.Formatter):
     """Formats each record as one line of JSON, for machines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format one record as a JSON object."""
         at = datetime.fromtimestamp(record.created, UTC)
         line = {
             "time": at.isoformat(timespec="milliseconds"),
@@ -97,7 +94,6 @@ class PlainFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format one record, followed by its traceback if there is one."""
         return escaped_lines(super().format(record), indent="")
 
 
@@ -126,7 +122,6 @@ def log_to_stderr(level: str, log_format: str) -> None:
 
 
 def formatter_for(log_format: str) -> logging.Formatter:
-    """Return the formatter for stderr, for the log format "human" or "json"."""
     lines = JsonFormatter() if log_format == "json" else None
     if stderr_is_journal():
         return JournalFormatter(lines)

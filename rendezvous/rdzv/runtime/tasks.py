@@ -28,7 +28,6 @@ class Tasks:
 
     @property
     def running(self) -> int:
-        """The number of unfinished tasks."""
         return len(self._running)
 
     async def finish(self, within_ms: int) -> None:

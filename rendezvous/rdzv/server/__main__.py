@@ -221,7 +221,6 @@ def _refuse_together(asked: dict[str, bool]) -> None:
 
 
 def _given(options: dict[str, Any]) -> dict[str, object]:
-    """Return the settings given on the command line, by key."""
     lists = {name: options[name].split(",") for name in _LISTS if options.get(name) is not None}
     # A flag that is not given sets nothing, so that the file may set it.
     return {_key(name): value for name, value in (options | lists).items() if value is not False}
@@ -284,7 +283,6 @@ def _reload(configuration: Configuration, tls: Tls | None) -> None:
 
 
 async def _run_relay(config: Config, to: RelayTo, tls: Tls | None, stop: asyncio.Event) -> None:
-    """Relay nodes' streams to the leading server."""
     from rdzv.server.stream_relay.running import relaying
 
     async with relaying(config, to, tls) as bound:
@@ -295,7 +293,6 @@ async def _run_relay(config: Config, to: RelayTo, tls: Tls | None, stop: asyncio
 async def _run_alone(
     config: Config, clock: Clock, facade: Facade | None, tls: Tls | None, stop: asyncio.Event
 ) -> None:
-    """Serve from a store that belongs to this process."""
     from rdzv.server.driver import Driver
     from rdzv.server.replication.replica import Replica
     from rdzv.server.rpc.grpc_listener import serving
@@ -356,7 +353,6 @@ async def _run_replica(
 def _metrics(
     replica: Replica, config: Config, facade: Facade | None, tls: Tls | None
 ) -> Metrics | None:
-    """Return the metrics, if this server has an address for /metrics."""
     if config.http is None:
         return None
     from rdzv.server.telemetry.server_metrics import Metrics

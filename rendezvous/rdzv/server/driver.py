@@ -131,7 +131,6 @@ class Driver:
         self.scrape_targets = ScrapeTargets(config.limits.nodes)
 
     def _make_entrances_of_nodes(self) -> None:
-        """Create the entry points for nodes."""
         clock, limits = self._clock, self._config.limits
         self.connections = Connections(
             clock,
@@ -170,7 +169,6 @@ class Driver:
         )
 
     def _make_entrances_of_operators(self) -> None:
-        """Create the entry points for operators."""
         clock = self._clock
         self.views = JobViews(
             self.engine,
@@ -326,7 +324,6 @@ class Driver:
         return self.store.state.trouble
 
     def figures(self) -> Figures:
-        """Return the current figures for the metrics."""
         now_ms, records = self._clock.now_ms(), self.leases.records.values()
         connected = sum(1 for record in records if record.stream is not None)
         return Figures(

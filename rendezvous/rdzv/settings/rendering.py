@@ -23,7 +23,6 @@ def render(loaded: Loaded[Any]) -> str:
 def _rendered(
     settings: Table, sources: Mapping[str, str], place: str = "", where: str = ""
 ) -> Iterator[str]:
-    """Yield the lines of one table; `place` prefixes table names, and `where` prefixes keys."""
     for section, of_section in _by_section(type(settings)).items():
         plain = [each for each in of_section if each.each is None]
         if section and plain:
@@ -46,7 +45,6 @@ def _rendered(
 
 
 def _by_section(table: type[Table]) -> dict[str, list[Setting]]:
-    """Group the settings by table, starting with those outside any table."""
     found: dict[str, list[Setting]] = {"": []}
     for each in settings_of(table).values():
         found.setdefault(each.key.rpartition(".")[0], []).append(each)
@@ -78,7 +76,6 @@ def _comment(text: str) -> list[str]:
 
 
 def as_markdown(table: type[Table], heading: str = "##") -> str:
-    """Return the documentation of all settings, as one Markdown table for each TOML table."""
     lines: list[str] = []
     for section, of_section in _by_section(table).items():
         if plain := [each for each in of_section if each.each is None]:

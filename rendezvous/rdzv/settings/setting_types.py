@@ -101,12 +101,10 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def type(self) -> Any:
-        """The type with its bounds, for msgspec."""
         return Annotated[self.annotation, *self.metas]
 
     @property
     def name(self) -> str:
-        """The name of the setting within its table."""
         return self.key.rpartition(".")[2]
 
     @property
@@ -118,7 +116,6 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def kind_words(self) -> str:
-        """A description of the kind of value."""
         return "a list of tables" if self.each else _KINDS.get(self.kind, "a text")
 
     @property
@@ -139,7 +136,6 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def default_text(self) -> str:
-        """A description of the default."""
         if self.required:
             return "none: it must be set"
         return self.default_words or (self.spelled(self.default) if self.has_default else "not set")
@@ -168,7 +164,6 @@ class Setting(Struct, frozen=True, kw_only=True):
         return f"{words}, {self.bounds}" if self.bounds else words
 
     def of(self, settings: Table) -> Any:
-        """Return the value of this setting in a configuration."""
         return attrgetter(self.key)(settings)
 
     def spelled(self, value: Any) -> str:
@@ -214,7 +209,6 @@ _EXAMPLES: Mapping[Any, str] = {
 
 @cache
 def settings_of(table: type[Table], prefix: str = "") -> Mapping[str, Setting]:
-    """Return the settings of a table and of its nested tables, by key."""
     found: dict[str, Setting] = {}
     for name, (annotation, default) in fields_of(table).items():
         key = f"{prefix}{name}"

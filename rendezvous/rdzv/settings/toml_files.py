@@ -170,7 +170,6 @@ class _Reading(Generic[T]):
                 self._note(source, key, f"= {_shown(raw)} must be a table; begin with [{key}]")
 
     def take(self, setting: Setting, raw: object, source: str, *, in_file: bool) -> None:
-        """Record one value, or the problem with it."""
         known = len(self.problems)
         self.sources[f"{self._where}{setting.key}"] = source
         try:
@@ -197,7 +196,6 @@ class _Reading(Generic[T]):
         return tuple(found)
 
     def completed(self, place: str) -> T:
-        """Add the defaults and check the rules; missing values are reported for `place`."""
         for key, setting in self._known.items():
             if setting.required and f"{self._where}{key}" not in self.sources:
                 self._bad.add(key)
@@ -214,7 +212,6 @@ class _Reading(Generic[T]):
 
 
 def _built(table: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
-    """Build a table from values by key."""
     found = {}
     for name, (annotation, _) in fields_of(table).items():
         key = f"{prefix}{name}"

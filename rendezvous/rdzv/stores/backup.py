@@ -131,7 +131,6 @@ class Tally:
         self._documents = 0
 
     def passed(self, line: _Line, data: bytes) -> bytes:
-        """Count a line; return its data."""
         self._hash.update(data)
         self._jobs += isinstance(line, JobLine)
         self._events += isinstance(line, EventLine)
@@ -176,7 +175,6 @@ async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
 
 
 def written_line(line: _Line) -> bytes:
-    """Return one encoded line of a backup file."""
     return _encoder.encode(line) + b"\n"
 
 

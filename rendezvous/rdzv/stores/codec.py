@@ -95,7 +95,6 @@ def later_successes(before: Membership | None, after: Membership) -> tuple[str, 
 
 
 def encode_nodes(node_ids: Sequence[str]) -> bytes:
-    """Encode nodes that have succeeded."""
     return _encoder.encode(node_ids)
 
 

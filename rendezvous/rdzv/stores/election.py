@@ -99,7 +99,6 @@ class Election:
 
     @property
     def address(self) -> str:
-        """The address at which this server can be reached."""
         return self._address
 
     @property
@@ -189,7 +188,6 @@ class Election:
                 return fence
 
     def _may_lead(self) -> bool:
-        """Return whether to try to lead: there is no leader, or this session is the leader."""
         session = self._session
         if session is None or session.lost is not None or self._seen_revision < 0:
             return False
@@ -364,7 +362,6 @@ class Election:
                 self._outage.note(error)
 
     def _deposed(self) -> KeyValue | None:
-        """Return the leader key if its leader has been deposed."""
         return self._held if self._held and read_leader(self._held).deposed else None
 
     async def _until(self, holds: Callable[[], bool]) -> None:

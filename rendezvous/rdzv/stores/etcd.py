@@ -136,7 +136,6 @@ class EtcdStore:
         return stored
 
     async def _read(self, rdzv_id: str) -> tuple[Stored, _Held] | None:
-        """Read a job, and its later successes at the same moment."""
         kv, revision = await self._client.get(self._job_key(rdzv_id))
         if kv is None:
             return None
@@ -216,7 +215,6 @@ class EtcdStore:
         return await self._names(f"{self._prefix}/jobs/")
 
     async def pages(self) -> AsyncGenerator[Page, None]:
-        """Yield all stored jobs, `JOBS_PER_PAGE` at a time."""
         self._check_open()
         folder = f"{self._prefix}/jobs/"
         async with aclosing(self._client.scan(*_below(folder), page=JOBS_PER_PAGE)) as pages:
@@ -351,7 +349,6 @@ class EtcdStore:
     async def _swap_job(
         self, fence: Fence, rdzv_id: str, held: _Held, operations: Sequence[Operation]
     ) -> int:
-        """Apply operations if the job is as it is held, and has no success beyond."""
         key = self._job_key(rdzv_id)
         unchanged = (Modified(key, held.base), Modified(self._success_key(rdzv_id, held.later), 0))
         return await self._swap(fence, f"job {rdzv_id}", key, unchanged, operations)

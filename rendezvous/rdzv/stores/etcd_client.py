@@ -129,7 +129,6 @@ class EtcdClient:
     # ---------------------------------------------------------------- calls
 
     async def get(self, key: bytes, timeout_s: float | None = None) -> tuple[KeyValue | None, int]:
-        """Read one key, and return it with the revision at which it was read."""
         request = pb.RangeRequest(key=key)
         response = await self._repeated(RANGE, request, timeout_s)
         return first_of(response), response.header.revision

@@ -32,7 +32,6 @@ class Login:
 
     @property
     def metadata(self) -> Metadata:
-        """The metadata to send with a call."""
         return (("token", self.token),) if self.token else ()
 
     def refused(self, sent: Metadata, reason: str) -> bool:

@@ -99,7 +99,6 @@ def authenticate_message(config: EtcdConfig) -> pb.AuthenticateRequest:
 
 
 def value_of(kv: pb.KeyValue) -> KeyValue:
-    """Return a key with its value."""
     return KeyValue(kv.key, kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
@@ -109,13 +108,11 @@ def first_of(response: pb.RangeResponse) -> KeyValue | None:
 
 
 def change_of(event: pb.Event) -> Change:
-    """Return a change reported by a watch."""
     deleted = event.type == pb.Event.DELETE
     return Change(None if deleted else value_of(event.kv), event.kv.mod_revision)
 
 
 def compare_message(condition: Condition) -> pb.Compare:
-    """Encode a condition of a transaction."""
     match condition:
         case Created(key, revision):
             return pb.Compare(key=key, target=pb.Compare.CREATE, create_revision=revision)
@@ -126,7 +123,6 @@ def compare_message(condition: Condition) -> pb.Compare:
 
 
 def operation_message(operation: Operation) -> pb.RequestOp:
-    """Encode an operation of a transaction."""
     match operation:
         case Get(key):
             return pb.RequestOp(request_range=pb.RangeRequest(key=key))

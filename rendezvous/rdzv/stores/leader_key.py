@@ -29,7 +29,6 @@ class Fence:
         return Created(self.key, self.create_revision), Leased(self.key, self.lease)
 
     def matches(self, held: KeyValue | None) -> bool:
-        """Return whether the key is still that of the term."""
         if held is None:
             return False
         return (held.create_revision, held.lease) == (self.create_revision, self.lease)

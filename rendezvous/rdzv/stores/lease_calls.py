@@ -60,7 +60,6 @@ class LeaseCalls:
         return self._ask(KEEP_ALIVE, pb.LeaseKeepAliveRequest(ID=lease), timeout_s).TTL
 
     def get(self, key: bytes, timeout_s: float) -> tuple[KeyValue | None, int]:
-        """Read one key, and return it with the revision at which it was read."""
         response = self._ask(RANGE, pb.RangeRequest(key=key), timeout_s)
         return first_of(response), response.header.revision
 

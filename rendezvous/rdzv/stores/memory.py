@@ -56,7 +56,6 @@ class MemoryStore:
         revision: int,
         records: Sequence[Record] = (),
     ) -> int:
-        """Write a membership and its records, and return the new revision."""
         self._check_revision(f"job {rdzv_id}", self.jobs.get(rdzv_id), revision)
         later = codec.later_successes(self._written.get(rdzv_id), membership)
         if later:
@@ -73,7 +72,6 @@ class MemoryStore:
         return revision + 1
 
     async def delete(self, rdzv_id: str, revision: int) -> None:
-        """Delete a job and its history."""
         self._check_revision(f"job {rdzv_id}", self.jobs.get(rdzv_id), revision)
         if revision:
             del self.jobs[rdzv_id]
@@ -113,7 +111,6 @@ class MemoryStore:
         return self.documents.get(name)
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
-        """Write a document and return its new revision."""
         check_document(name, data)
         self._check_revision(f"document {name}", self.documents.get(name), revision)
         self.documents[name] = (data, revision + 1)

@@ -104,7 +104,6 @@ class SqliteStore:
         revision: int,
         records: Sequence[Record] = (),
     ) -> int:
-        """Write a membership and its records in one commit, and return the new revision."""
         return await self.connection.write(
             partial(self._tables.swap, rdzv_id, membership, revision, records)
         )
@@ -139,7 +138,6 @@ class SqliteStore:
         return await self.connection.call(self._tables.load_document, name)
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
-        """Write a document and return its new revision."""
         check_document(name, data)
         return await self.connection.write(
             partial(self._tables.swap_document, name, data, revision)

@@ -52,7 +52,6 @@ class Tables:
     """Jobs, history, documents and leadership in one file."""
 
     def __init__(self, connection: Connection, history_rows: int) -> None:
-        """Keep about `history_rows` rows of each job's history."""
         self._connection = connection
         self._path = connection.path
         self._history_rows = history_rows
@@ -190,7 +189,6 @@ class Tables:
         return revision + 1
 
     def delete(self, rdzv_id: str, revision: int) -> None:
-        """Delete a job and its history."""
         self._check_job(rdzv_id, revision)
         if revision:
             for table in ("job", "success", "history"):
@@ -232,7 +230,6 @@ class Tables:
         self._written.clear()
 
     def append(self, records: Sequence[Record]) -> None:
-        """Append records and prune histories to their limit."""
         self._connection.db.executemany(
             "INSERT INTO history (rdzv_id, run, unix_ms, name, text) VALUES (?, ?, ?, ?, ?)",
             [(r.rdzv_id, r.run, r.unix_ms, r.name, r.data) for r in records],
@@ -256,7 +253,6 @@ class Tables:
         self._unpruned[rdzv_id] = 0
 
     def take_over(self, at_least: int) -> int:
-        """Write and return the next leadership number, which is at least `at_least`."""
         held: int = self._connection.db.execute("SELECT number FROM leadership").fetchone()[0]
         number = max(held + 1, at_least)
         self._connection.db.execute("UPDATE leadership SET number = ?", (number,))

@@ -342,7 +342,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _offer(options: Options) -> pb.Offer:
-    """Return the offer. Without --local-addr, its address follows with the connection."""
     address = options.local_addr
     return pb.Offer(
         address=address,

@@ -180,7 +180,6 @@ def _secret() -> str:
 
 
 def _credentials(conf: Mapping[str, str]) -> Credentials:
-    """Return this node's credentials, from --rdzv-conf or the environment."""
     keys = {"ca": "tls_ca", "cert": "tls_cert", "key": "tls_key", "token_file": "token_file"}
     given = {name: Path(conf[key]) for name, key in keys.items() if key in conf}
     try:

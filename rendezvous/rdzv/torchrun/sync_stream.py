@@ -141,7 +141,6 @@ class NodeStream:
     # ------------------------------------------------------------------ one stream
 
     def _converse(self, endpoint: Endpoint) -> RendezvousError:
-        """Run one stream from its Hello to its end; return why it ended."""
         outbox: _Outbox = queue.SimpleQueue()
         try:
             metadata = self._credentials.metadata(endpoint)
@@ -241,7 +240,6 @@ class NodeStream:
             self._lock.notify_all()
 
     def _judge(self, endpoint: Endpoint, call: grpc.Call) -> RendezvousError:
-        """Return why a stream failed, delivering a final refusal to the node."""
         if not self._attempts.welcome and call.code() is grpc.StatusCode.CANCELLED:
             return RendezvousConnectionError(
                 f"no answer from {endpoint} within {WELCOME_TIMEOUT_S:g} s"

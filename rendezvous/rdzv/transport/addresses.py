@@ -98,7 +98,6 @@ def _connections() -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
 
 
 def _plain(address: str) -> str:
-    """Return an IPv4 address as such if it is written as an IPv6 address."""
     try:
         mapped = getattr(ipaddress.ip_address(address), "ipv4_mapped", None)
     except ValueError:
@@ -231,7 +230,6 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def _reserve_at(host: str, port: int) -> socket.socket:
-    """Bind like `listen_at`, without listening."""
     family, address = _bind_address(host, port)
     reserved = socket.socket(family)
     try:

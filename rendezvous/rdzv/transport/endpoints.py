@@ -57,7 +57,6 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
 
 
 def _host_and_port(text: str, least_port: int) -> tuple[str, int | None]:
-    """Split HOST or HOST:PORT, where an IPv6 host is in brackets."""
     value = text.strip()
     if bracketed := _BRACKETED.fullmatch(value):
         host, port = bracketed["host"], bracketed["port"]

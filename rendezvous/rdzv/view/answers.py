@@ -581,7 +581,6 @@ def rank_progress(said: Sequence[tuple[int, Word]]) -> tuple[RankProgress, ...]:
 
 
 def event_in(row: Record) -> Event:
-    """Decode a row of history."""
     fields = fields_in(row.data)
     text = row.data if fields is None else sentence_of(row.name, fields)
     return Event(row.unix_ms, row.run or None, row.name, text, fields)

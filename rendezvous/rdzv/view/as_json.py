@@ -35,7 +35,6 @@ INDENT = 2
 
 
 def status(job: JobStatus, indent: int | None = INDENT) -> str:
-    """Return the document for one job, with the fields of `JobStatus` by name."""
     return _document(as_dict(job), indent)
 
 
@@ -72,7 +71,6 @@ def report(found: Report) -> str:
 
 
 def stacks(report: StackReport) -> str:
-    """Return the document for a stack report, with the fields of `StackReport` by name."""
     return _document(as_dict(report))
 
 
@@ -92,20 +90,17 @@ def token_made(token: Token, text: str) -> str:
 
 
 def servers(found: Sequence[Server], indent: int | None = INDENT) -> str:
-    """Return the document for the servers that share a store."""
     return _document({"servers": [as_dict(server) for server in found]}, indent)
 
 
 def nodes(
     found: Sequence[Node], indent: int | None = INDENT, *, store_away: str | None = None
 ) -> str:
-    """Return the document for a list of nodes; `store_away` is as in `jobs`."""
     nodes = [as_dict(node) for node in found]
     return _document({"nodes": nodes, "store_away": store_away}, indent)
 
 
 def node(found: Node, indent: int | None = INDENT) -> str:
-    """Return the document for one node, with the fields of `Node` by name."""
     return _document(as_dict(found), indent)
 
 
@@ -122,7 +117,6 @@ def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec) -> str:
 
 
 def one_line(document: str) -> str:
-    """Return a document as one line, for streams of documents."""
     return json.dumps(json.loads(document))
 
 

@@ -24,17 +24,14 @@ from rdzv.view.sentences import sentence
 
 
 def token_of(token: pb.Token) -> Token:
-    """Decode a token."""
     return from_message(Token, token)
 
 
 def server_of(server: pb.Server) -> Server:
-    """Decode a server."""
     return from_message(Server, server, version=server.server_version)
 
 
 def job_status_of(status: pb.JobStatus) -> JobStatus:
-    """Decode the status of a job."""
     said = [(one.rank, Word(one.step, one.age_ms, one.rate or None)) for one in status.progress]
     return from_message(
         JobStatus,
@@ -73,7 +70,6 @@ def node_of(node: pb.Node) -> Node:
 
 
 def job_summary_of(job: pb.JobSummary) -> JobSummary:
-    """Decode one job from a list."""
     return from_message(JobSummary, job, backend=job.backend or OWN_BACKEND)
 
 

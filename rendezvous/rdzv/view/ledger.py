@@ -92,7 +92,6 @@ class Interval:
 
     @property
     def ms(self) -> int:
-        """The length of the interval."""
         return self.until_unix_ms - self.from_unix_ms
 
 
@@ -219,7 +218,6 @@ def ledgers_of(past: Iterable[Event], now_ms: int, state: str = "") -> list[Ledg
 
 
 def run_numbers(runs: Iterable[Ledger]) -> list[int]:
-    """Return the numbers of the runs whose beginnings are in the history."""
     return [run.run_number for run in runs if run.run_number is not None]
 
 
@@ -313,7 +311,6 @@ class Book:
         self._held = [(self.began_ms, 0)]
 
     def ledger(self, now_ms: int, state: str = "") -> Ledger:
-        """Return the ledger up to now; `state` is as in `ledgers_of`."""
         book = self._until(now_ms, state)
         phases, wall_ms = summed(book.booked), book._now_ms - self.began_ms
         return Ledger(
@@ -348,7 +345,6 @@ class Book:
         return spent, {p: ms + self.folded_nodes.get(p, 0) for p, ms in of_nodes.items()}
 
     def _until(self, now_ms: int, state: str) -> Book:
-        """Return a copy in which everything up to now is booked."""
         book = copy.copy(self)
         book.booked, book._held = [*self.booked], [*self._held]
         if not self.result:
@@ -435,7 +431,6 @@ class Book:
         round_.cause, round_.node_id = event.cause.value, event.cause_node_id
 
     def _note_node(self, event: history.Kept | None, now_ms: int) -> None:
-        """Update the number of nodes that the job holds."""
         match event:
             case events.NodeJoined(node_id=node_id) | events.NodeAdopted(node_id=node_id):
                 if node_id not in self._present:
@@ -554,7 +549,6 @@ class Book:
         return node_ms
 
     def _close(self, until_ms: int) -> None:
-        """Book everything up to this time."""
         ended = self._round is None or self._round.ended_ms is not None
         self._book_round(until_ms)
         if ended:
@@ -645,7 +639,6 @@ def _further(*steps: int | None) -> int | None:
 
 
 def _starting(booked: Iterable[Interval]) -> list[Interval]:
-    """Return the intervals with all training rebooked as starting."""
     found: list[Interval] = []
     for one in booked:
         if one.phase != LedgerPhase.TRAINING:

@@ -26,7 +26,6 @@ class Printer:
     """Joins the chunks of several workers' logs into lines."""
 
     def __init__(self, out: BinaryIO, *, prefixed: bool, escaped: bool, as_it_comes: bool) -> None:
-        """Write to `out`; `as_it_comes` is for a single source, whose lines may be partial."""
         self._out = out
         self._prefixed = prefixed
         self._escaped = escaped
@@ -48,7 +47,6 @@ class Printer:
         self._out.flush()
 
     def end(self) -> None:
-        """Print the remaining unterminated lines."""
         for node_id in tuple(self._rounds):
             self._end_round(node_id)
         self._out.flush()

@@ -101,7 +101,6 @@ def spent_by(rdzv_id: str, runs: Iterable[Ledger], from_ms: int) -> Spent | None
 
 
 def report(jobs: Iterable[Spent | None], from_ms: int, until_ms: int) -> Report:
-    """Summarize how all jobs spent their time."""
     found = [job for job in jobs if job is not None]
     lines = [job.line for job in found]
     owed = [cost for job in found for cost in job.costs]

@@ -42,7 +42,6 @@ def sentence_of(name: str, fields: Fields) -> str:
 
 
 def failure(event: history.WorkerFailed) -> str:
-    """Describe which worker failed and how."""
     return one_line(
         describe_failure(
             Failure(

@@ -214,7 +214,6 @@ def most_held() -> int:
 
 
 def _groups() -> set[str]:
-    """Return the names of this process's groups."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     return set() if c10d is None else {str(one) for one in list(c10d._world.pg_names.values())}
 

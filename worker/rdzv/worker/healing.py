@@ -283,7 +283,6 @@ def _sent(sealing: Sealing) -> list[tuple[str, Tensor]]:
 
 
 def _head(sealing: Sealing, hashed: str = "") -> bytes:
-    """Pack everything except tensors, with a description and a digest of the tensors."""
     import torch
 
     contents = sealing.contents

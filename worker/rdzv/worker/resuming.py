@@ -251,7 +251,6 @@ class Resuming:
                 )
 
     def _load(self, store: Store, name: str, found: Sequence[Found]) -> bool:
-        """Load the newest whole step among the snapshots that all ranks have found."""
         begun = time.monotonic()
         attempt, are_sound = 0, False
         while not are_sound:

@@ -172,14 +172,12 @@ class ElasticBatchSampler:
             self._ends.clear()
 
     def _left(self, position: int) -> int:
-        """Return the number of samples still to yield from a position."""
         left = self.size - position
         if self.drop_tail and left < self.batch_size * self._world_size:
             return 0
         return left
 
     def _step(self, order: list[int], position: int, rank: int) -> tuple[list[int], int]:
-        """Return this rank's share of the step that begins at a position, and the step's end."""
         world_size = self._world_size
         count = min(self.batch_size * world_size, self.size - position)
         taken = order[position : position + count]

@@ -253,7 +253,6 @@ class Session:
                     raise
 
     def _ends_the_round(self, error: Exception) -> bool:
-        """Return whether an exception follows from the round's end; report it if it is suspect."""
         link = self._link
         if link is None or link.is_closed:
             return False

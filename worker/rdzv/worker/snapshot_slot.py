@@ -146,7 +146,6 @@ class _Shapes:
 
 
 def _with_copied_optimizers(image: Image, shapes: _Shapes) -> Image:
-    """Return the image with each optimizer tensor copied to its original device."""
     import torch
 
     olds = [value for _, value, _ in image.optimizers if is_tensor(value)]

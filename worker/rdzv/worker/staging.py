@@ -161,7 +161,6 @@ _pinned: list[Tensor] = []
 
 
 def _fetch(tensor: Tensor, place: Tensor, ready: Sequence[Any]) -> None:
-    """Copy a GPU tensor to CPU memory in chunks."""
     import torch
 
     if tensor.device not in _streams:

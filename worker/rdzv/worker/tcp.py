@@ -127,7 +127,6 @@ def duplicate(connection: socket.socket) -> socket.socket:
 
 
 def _connections(addresses: Collection[Address]) -> Iterator[tuple[int, socket.socket]]:
-    """Yield the descriptor of each matching connection, with a duplicate that is then closed."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):  # noqa: PTH115

@@ -164,7 +164,6 @@ class Daemon:
 
     @property
     def link(self) -> ServerLink:
-        """The stream to the server."""
         return self._link
 
     @property

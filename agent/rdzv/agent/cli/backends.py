@@ -186,7 +186,6 @@ def _standing(options: RendezvousOptions) -> Meeting:
 
 
 def _c10d(options: RendezvousOptions) -> Meeting:
-    """Meet at the endpoint, where the node that owns its host acts as the server."""
     if not options.endpoint:
         raise InvalidRequestError(
             f"--rdzv-backend=c10d with --nnodes={options.nnodes} needs --rdzv-endpoint=HOST:PORT, "
@@ -254,7 +253,6 @@ def _etcd(options: RendezvousOptions) -> Meeting:
 
 
 def _etcd_config(options: RendezvousOptions) -> EtcdConfig:
-    """Parse the etcd settings in --rdzv-conf: torchrun's keys, and a user with a password."""
     from rdzv.stores.etcd_config import EtcdConfig, first_line
 
     conf = options.conf
@@ -286,7 +284,6 @@ def _as_path(rdzv_id: str) -> str:
 
 
 def _static(options: RendezvousOptions) -> Meeting:
-    """Meet at the master's address, served by node rank 0. GROUP_RANKs are the node ranks."""
     if options.min_nodes != options.max_nodes:
         raise InvalidRequestError(
             f"--nnodes={options.nnodes}: the static back-end needs a fixed number of nodes; "

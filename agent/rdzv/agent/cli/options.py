@@ -245,7 +245,6 @@ def _snapshot_files(args: argparse.Namespace, chdir: Path | None) -> SnapshotFil
 def _environ(
     environ: Mapping[str, str], args: argparse.Namespace, chdir: Path | None
 ) -> dict[str, str]:
-    """Return the base for the workers' environment."""
     base = without_secrets(environ)
     base.pop(_SNAPSHOT_DIR_VARIABLE, None)
     folder = _path("--snapshot-dir", args.snapshot_dir, chdir)
@@ -263,7 +262,6 @@ def _absolute(flag: str, path: Path, chdir: Path | None) -> Path:
 
 
 def _conf(text: str) -> dict[str, str]:
-    """Parse --rdzv-conf. Warns about unknown keys and lists the known ones."""
     conf = parse_conf(text)
     for key in conf:
         if key in declared_flags.TORCH_CONF_KEYS:
@@ -281,7 +279,6 @@ def _python(environ: Mapping[str, str], chdir: Path | None) -> str:
 
 
 def _count(text: str, python: str, environ: Mapping[str, str]) -> int:
-    """Count the CPUs or devices, each of which gets one worker."""
     return count_cpus() if text == "cpu" else count_devices(text, python, environ)
 
 

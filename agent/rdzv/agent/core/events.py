@@ -113,7 +113,6 @@ class WorkerSuspected:
 def ended_worker(
     event: WorkerExited | WorkerSuspected, assignment: Assignment | None, now_ms: int
 ) -> WorkerFailure:
-    """Return what the server is told of a worker that ended or that is suspect."""
     exited = event if isinstance(event, WorkerExited) else None
     return WorkerFailure(
         local_rank=event.local_rank,

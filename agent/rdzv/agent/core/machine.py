@@ -470,7 +470,6 @@ def _lose_runner(work: Draft, event: RunnerLost) -> None:
 
 
 def _note_kept_exit(work: Draft, event: KeptExited) -> None:
-    """Stop offering a parked worker that has exited."""
     state = work.state
     kept = tuple(worker for worker in state.kept if worker.pid != event.pid)
     if kept == state.kept:

@@ -133,7 +133,6 @@ def _exit(work: Draft, outcome: Outcome) -> None:
 
 
 def _left(state: AgentState, leaving: Leaving) -> Outcome:
-    """Return the outcome of a node that has left, perhaps unheard by any server."""
     reason = leaving.reason
     if state.disconnected_since_ms is not None and state.assignment is not None:
         reason += (

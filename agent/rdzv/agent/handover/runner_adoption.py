@@ -87,7 +87,6 @@ class RunnerAdoption:
         self._silent: set[asyncio.Task[None]] = set()
 
     def new_socket(self) -> Path:
-        """Return a socket path for a new runner."""
         return self._sockets / f"{uuid.uuid4().hex}.sock"
 
     async def adopt_runners(self) -> list[AdoptedRunner]:

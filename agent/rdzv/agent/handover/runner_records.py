@@ -23,7 +23,6 @@ class RunnerRecords:
     """Records this agent's runners for the next agent."""
 
     def __init__(self, state_dir: Path, proc: Path = Path("/proc")) -> None:
-        """Keep the records in the folder `runners` of a state directory."""
         self._folder = state_dir / "runners"
         self._proc = proc
         self._own: set[int] = set()
@@ -38,7 +37,6 @@ class RunnerRecords:
             log.warning("cannot record runner pid %d for the next agent: %s", pid, error)
 
     def forget(self, pid: int) -> None:
-        """Remove the record of a runner that has ended."""
         self._own.discard(pid)
         with contextlib.suppress(OSError):
             (self._folder / str(pid)).unlink()

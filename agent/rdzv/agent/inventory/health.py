@@ -58,7 +58,6 @@ class Health:
         unused_gpus: Callable[[], frozenset[str]] = frozenset,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `on_change` when `failing` changes; `unused_gpus` returns the GPUs without a job."""
         self.unused_gpus = unused_gpus
         self.is_idle: Callable[[], bool] = lambda: True
         """Returns whether there is no job on this node. If there is one, checks run only when
@@ -146,7 +145,6 @@ class Health:
             await self.look(fresh_s=0.0)
 
     def close(self) -> None:
-        """Cancel hung checks."""
         for hung in self._hung.values():
             hung.task.cancel()
 
@@ -189,5 +187,4 @@ class Health:
 
 
 def describe(failing: Sequence[FailingCheck]) -> str:
-    """Describe the failing checks in one line."""
     return "; ".join(map(str, failing))

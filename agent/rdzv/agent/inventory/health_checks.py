@@ -50,7 +50,6 @@ class Command(Plain):
     environ: Mapping[str, str] = field(default_factory=dict)
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Run the command, and kill all processes in its session when it ends."""
         try:
             await in_time(self.timeout_s, find_program, self.args[0])
             process = await runner_link.start_spared(

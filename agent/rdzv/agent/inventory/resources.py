@@ -94,7 +94,6 @@ def _machine_bytes(proc: Path) -> list[int]:
 
 
 def _cgroup_bytes(proc: Path, cgroup: Path) -> list[int]:
-    """Return the limits of this process's cgroup and its ancestors."""
     texts = [read_text(place.limit).strip() for place in memory_cgroups(proc, cgroup)]
     return [int(text) for text in texts if text.isdigit() and 0 < int(text) < _NO_LIMIT_BYTES]
 
@@ -147,16 +146,16 @@ class Nvml(Protocol):
 
     NVMLError: type[Exception]
 
-    def nvmlInit(self) -> None: ...  # noqa: D102, N802
-    def nvmlShutdown(self) -> None: ...  # noqa: D102, N802
-    def nvmlDeviceGetCount(self) -> int: ...  # noqa: D102, N802
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...  # noqa: D102, N802
-    def nvmlDeviceGetUUID(self, handle: Any) -> str: ...  # noqa: D102, N802
-    def nvmlDeviceGetName(self, handle: Any) -> str: ...  # noqa: D102, N802
-    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...  # noqa: D102, N802
-    def nvmlDeviceGetMigMode(self, handle: Any) -> Sequence[int]: ...  # noqa: D102, N802
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...  # noqa: D102, N802
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...  # noqa: D102, N802
+    def nvmlInit(self) -> None: ...  # noqa: N802
+    def nvmlShutdown(self) -> None: ...  # noqa: N802
+    def nvmlDeviceGetCount(self) -> int: ...  # noqa: N802
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...  # noqa: N802
+    def nvmlDeviceGetUUID(self, handle: Any) -> str: ...  # noqa: N802
+    def nvmlDeviceGetName(self, handle: Any) -> str: ...  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...  # noqa: N802
+    def nvmlDeviceGetMigMode(self, handle: Any) -> Sequence[int]: ...  # noqa: N802
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...  # noqa: N802
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...  # noqa: N802
 
 
 def find_gpus(

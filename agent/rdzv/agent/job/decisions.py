@@ -75,6 +75,5 @@ class Decisions:
             self._timer = None
 
     def stop(self) -> None:
-        """Stop making decisions."""
         self.stopped = True
         self.cancel_tick()

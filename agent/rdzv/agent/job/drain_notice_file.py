@@ -32,7 +32,6 @@ class NoticeFile:
         self._path: Path | None = None
 
     def open_round(self) -> None:
-        """Determine the file's path for a round."""
         self._path = self._place(NAME)
 
     def path(self) -> str:

@@ -359,7 +359,6 @@ class JobDriver:
         log.info("%s: %s", self.rdzv_id, reason)
 
     def take_stacks(self, asked: StacksAsked) -> None:
-        """Start sampling and reporting the stacks of a round's workers."""
         state, assignment = self._decisions.state, self._decisions.state.assignment
         targets: tuple[Target, ...] = ()
         finished: tuple[WorkerStack, ...] = ()

@@ -83,7 +83,6 @@ class Reports:
         )
 
     def progress(self, report: Report) -> None:
-        """Report the workers' progress."""
         self._link.say(encoding.progress(report, self._rdzv_id))
 
     def started(self, report: StartReport) -> None:
@@ -98,7 +97,6 @@ class Reports:
         self._link.say(encoding.snapshots_held(say, self._rdzv_id))
 
     def hung(self, report: HungReport) -> None:
-        """Report hung workers."""
         self._link.say(encoding.hung(report, self._rdzv_id))
 
     def arrivals(self, report: ArrivalReport) -> None:
@@ -106,7 +104,6 @@ class Reports:
         self._link.say(encoding.arrivals(report, self._rdzv_id))
 
     def gpus(self, report: GpuReport) -> None:
-        """Report the workers' GPUs."""
         self._link.say(encoding.gpus(report, self._rdzv_id))
 
     def read_clock(self) -> Reading | None:

@@ -101,7 +101,6 @@ class Round:
                 await self._await_end()
 
     async def _start(self) -> None:
-        """Start the workers and, if this node serves the round's store, the store host."""
         context, number = self._context, self.assignment.round
         try:
             workers = await self._prepare()
@@ -195,7 +194,6 @@ class Round:
                 )
 
     def _report_lost_socket(self) -> None:
-        """Report that the announced store's socket was lost with the agent that had offered it."""
         port = self.assignment.master_port
         reason = f"the agent that offered port {port} was restarted before the round began"
         self._context.decisions.post(events.StoreHostExited(self.assignment.round, reason))

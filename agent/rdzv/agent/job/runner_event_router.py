@@ -191,7 +191,6 @@ class RunnerEventRouter:
 
 
 def _how_lost(exit_code: int | None) -> str:
-    """Describe a runner's unexpected end."""
     if exit_code is not None and exit_code < 0:
         return f"was killed by {signal_name(-exit_code)}, and its workers with it"
     how = "" if exit_code is None else f" with exit code {exit_code}"

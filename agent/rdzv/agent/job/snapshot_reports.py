@@ -40,7 +40,6 @@ class SnapshotReports:
             self._timer = loop.call_later(every_s, self._send_next, every_s)
 
     def close(self) -> None:
-        """Stop sending reports."""
         self._next = None
         if self._timer is not None:
             self._timer.cancel()

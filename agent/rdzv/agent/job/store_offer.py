@@ -38,7 +38,6 @@ class StoreOffer:
         )
 
     def move_to(self, address: str, host_name: str) -> None:
-        """Offer another address from now on."""
         self.fixed = replace(self.fixed, address=address, host_name=host_name)
         self._socket.confine(loopback_only=_loopback_only(self.fixed))
 

@@ -69,7 +69,6 @@ class WorkerObservers:
             self.worker_started(local_rank, pid)
 
     def worker_started(self, local_rank: int, pid: int) -> None:
-        """Watch a worker."""
         file = self.progress.file(local_rank)
         self._hangs.worker_started(local_rank, pid, file)
         self._arrivals.worker_started(local_rank, pid, file)
@@ -80,7 +79,6 @@ class WorkerObservers:
         self._hangs.watch_anyway()
 
     def worker_exited(self, local_rank: int) -> None:
-        """Stop watching a worker."""
         self._hangs.worker_exited(local_rank)
         self._arrivals.worker_exited(local_rank)
         self._gpus.worker_exited(local_rank)

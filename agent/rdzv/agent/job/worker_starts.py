@@ -146,7 +146,6 @@ class WorkerStarts:
         return f"local_rank {rank} is {self._how[rank]}" + (f": {why}" if why else "")
 
     def _why(self, rank: int) -> str:
-        """Return why a worker is new and why it is cold, as far as this node knows."""
         if self._how[rank] == _KEPT:
             return ""
         found = (self._why_new.get(rank), self._why_cold.get(rank))

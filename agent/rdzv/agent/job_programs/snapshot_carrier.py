@@ -78,7 +78,6 @@ class Memory:
     """A slot in memory, accessible as bytes and closed when no longer referenced."""
 
     def __init__(self, fd: int, size: int, *, writable: bool = False) -> None:
-        """Map the memory and close the descriptor."""
         try:
             if writable:
                 # Allocate all pages now, because running out of memory later would raise SIGBUS.
@@ -524,7 +523,6 @@ def die_with_parent() -> None:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Copy snapshots from node to node.")
     parser.add_argument("--fd", type=int, required=True, help="the socket to the runner")
     parser.add_argument("--rate", type=int, default=0, help="the most bytes to send per second")

@@ -63,7 +63,6 @@ def keep_serving(store: object) -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Serve a c10d TCPStore on a listening socket.")
     parser.add_argument("--fd", type=int, required=True, help="the listening socket")
     parser.add_argument("--ready-fd", type=int, required=True, help="written to once it is ready")

@@ -64,7 +64,6 @@ def main() -> None:
 
 
 def say(agent: socket.socket, message: dict[str, Any]) -> None:
-    """Send a line to the agent."""
     agent.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -158,7 +157,6 @@ def reify_logs_specs(
 
 
 def load_logs_specs(name: str) -> Any:
-    """Return the class that an entry point refers to."""
     importlib.import_module("torch.distributed.elastic.multiprocessing")
     group = [point for point in every_entry_point("torchrun.logs_specs") if point.name == name]
     if not group:

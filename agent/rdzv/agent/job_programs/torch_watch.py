@@ -112,7 +112,6 @@ class _Watch:
         self._report(changed)
 
     def _end(self) -> list[str]:
-        """Stop watching. Returns the variables that have changed."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         now, before = _environment_of_c(), self._before

@@ -405,7 +405,6 @@ def mapped_files() -> set[str]:
 
 
 def child_pids() -> list[str]:
-    """Return the pids of this process's children."""
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
@@ -446,7 +445,6 @@ def _serve(control: socket.socket, argv: Sequence[bytes]) -> None:
 
 
 def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
-    """Return the descriptors that were sent with a message."""
     fds = array.array("i")
     for _, _, part in ancillary:
         fds.frombytes(part[: len(part) - len(part) % fds.itemsize])
@@ -498,7 +496,6 @@ def _describe(status: int) -> str:
 
 
 def _fork_each(count: int, write_end: int) -> int:
-    """Fork in the intermediate process, which then exits. Returns the index in each fork."""
     code = 1
     try:
         for place in range(count):

@@ -61,7 +61,6 @@ class Output:
 
     @property
     def asks_for_files(self) -> bool:
-        """Whether any output goes to files."""
         streams = (*self.redirects.values(), *self.tee.values())
         return any(streams) or bool(self.stdout_filters or self.stderr_filters)
 

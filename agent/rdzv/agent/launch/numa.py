@@ -146,7 +146,6 @@ class _Machine:
     allowed: frozenset[int]
 
     def nodes(self) -> list[int]:
-        """List the NUMA nodes that have a CPU available to this process."""
         folders = (self.sysfs / "devices/system/node").glob("node[0-9]*")
         numbers = sorted(int(folder.name.removeprefix("node")) for folder in folders)
         return [node for node in numbers if self.cpus_of(node)]
@@ -248,7 +247,6 @@ class _Place:
 
 
 def _homes(machine: _Machine, local_world_size: int, gpus: Sequence[str]) -> list[int]:
-    """Return the NUMA node of each of the job's GPUs, or of each worker if there are no GPUs."""
     if not gpus:
         return _spread(machine, local_world_size)
     if local_world_size > len(gpus):

@@ -154,7 +154,6 @@ class AgentMetrics(Meter, Collector):
         )
 
     def add_process(self) -> None:
-        """Add metrics for this process and its interpreter."""
         add_process(self._registry)
 
     # ---------------------------------------------------------------- events
@@ -231,7 +230,6 @@ class AgentMetrics(Meter, Collector):
         )
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return prometheus_client.generate_latest(self._registry)
 
 
@@ -257,7 +255,6 @@ class _JobCounter(JobMeter):
         self.has_runner = False
 
     def workers(self) -> dict[str, int]:
-        """Count the workers by state."""
         running = len(self._running)
         if self._parked:
             return {"parked": self._parked}
@@ -350,7 +347,6 @@ def how_it_exited(exit_code: int | None, signum: int | None) -> str:
 
 
 def _collect_placements(placements: Placements) -> Iterable[Metric]:
-    """Yield the gauges for this node's places and GPUs."""
     occupancy = placements.occupancy()
     yield by_label(
         "rdzv_agent_jobs", "Submitted jobs that this node holds.", "state", occupancy.jobs

@@ -63,12 +63,10 @@ class Ledger:
         self._held.pop(key, None)
 
     def held_by(self, key: Key) -> tuple[str, ...]:
-        """Return the GPUs that a job holds."""
         return self._held.get(key, ())
 
     @property
     def free(self) -> tuple[str, ...]:
-        """The free GPUs."""
         held = {uuid for uuids in self._held.values() for uuid in uuids}
         return tuple(uuid for uuid in self.uuids if uuid not in held)
 

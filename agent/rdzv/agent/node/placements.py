@@ -152,7 +152,6 @@ class Placements:
 
     @property
     def failing(self) -> tuple[FailingCheck, ...]:
-        """The health checks that fail on this node."""
         return self._health.failing
 
     def look_again(self) -> None:
@@ -309,7 +308,6 @@ class Placements:
         self.gpu_queue.grant()
 
     def take_no_more(self) -> None:
-        """Accept no more jobs."""
         self._leaving = True
 
     def leave(self, signum: int, name: str) -> None:
@@ -320,7 +318,6 @@ class Placements:
             self._give_back(held, reason, events.Signalled(signum, name))
 
     def occupancy(self) -> Occupancy:
-        """Count the held jobs and their GPUs, separately for running and ending jobs."""
         jobs = Counter({"waiting": 0, "running": 0, "ending": 0})
         gpus = Counter({"free": len(self._ledger.free), "running": 0, "ending": 0})
         for held in self._held:
@@ -430,7 +427,6 @@ class Placements:
     async def _drive(
         self, held: _Held, launch: Launch, folder: RunFolder, gpus: tuple[str, ...]
     ) -> None:
-        """Drive a job to its end, then end whatever is left of it."""
         placed = held.placed
         keeping = Keeping(
             self._adoption.new_socket(),
@@ -492,7 +488,6 @@ class Placements:
             self._decline(held, f"a bug in its rdzv-agent: {bug!r}")
 
     async def _close(self, held: _Held, driver: JobDriver) -> None:
-        """End all of a job's processes; while any survives SIGKILL, the job keeps its GPUs."""
         while True:
             try:
                 await driver.close()

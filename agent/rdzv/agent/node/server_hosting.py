@@ -187,7 +187,6 @@ def _listen_at(endpoint: Endpoint) -> socket.socket | None:
 
 
 def _taken(at: Endpoint, remedy: str) -> RendezvousConnectionError:
-    """Return the error for a port in use, which is temporary: its process may be about to end."""
     return RendezvousConnectionError(
         f"{at} is in use by another process of this machine; if that is an rdzvd, what is missing "
         f"is --rdzv-backend=rdzv --rdzv-endpoint={at} --rdzv-id=NAME; if it is an earlier launch, "

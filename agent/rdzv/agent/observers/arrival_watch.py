@@ -95,11 +95,9 @@ class ArrivalWatch:
             self._workers[local_rank] = pid, file
 
     def worker_exited(self, local_rank: int) -> None:
-        """Stop watching a worker."""
         self._workers.pop(local_rank, None)
 
     def close_round(self) -> None:
-        """Stop watching."""
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None

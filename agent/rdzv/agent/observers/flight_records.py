@@ -171,7 +171,6 @@ def _with_latest_open(entries: list[_Entry]) -> list[_Entry]:
 
 
 def _by_group(trace: _Trace) -> dict[str, list[_Entry]]:
-    """Return the collectives of each process group, from its latest creation."""
     newest: dict[str, int] = {}
     for entry in trace.entries:
         name = entry.process_group[0]

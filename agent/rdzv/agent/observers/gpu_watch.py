@@ -59,7 +59,6 @@ class GpuWatch:
         say: Callable[[GpuReport], None],
         look_at: Callable[[], Sequence[UsedGpu]] = look_at_gpus,
     ) -> None:
-        """Report with `say`; `visible` is the workers' CUDA_VISIBLE_DEVICES."""
         self._rdzv_id = rdzv_id
         self._visible = visible
         self._local_world_size = local_world_size
@@ -76,16 +75,13 @@ class GpuWatch:
             self._watching = asyncio.get_running_loop().create_task(self._watch(assignment))
 
     def worker_started(self, local_rank: int, pid: int) -> None:
-        """Watch a worker's GPU."""
         if self._watching is not None:
             self._pids[local_rank] = pid
 
     def worker_exited(self, local_rank: int) -> None:
-        """Stop watching a worker's GPU."""
         self._pids.pop(local_rank, None)
 
     def close_round(self) -> None:
-        """Stop watching."""
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None

@@ -128,7 +128,6 @@ class HangWatch:
             self._workers[local_rank] = _Worker(pid, file, WorkerActivity())
 
     def worker_exited(self, local_rank: int) -> None:
-        """Stop watching a worker; if it was reported as hung, it no longer is."""
         worker = self._workers.pop(local_rank, None)
         if worker is not None and worker.hung:
             self._remember(worker)

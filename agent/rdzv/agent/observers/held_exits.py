@@ -39,7 +39,6 @@ class HeldExits:
     def __init__(
         self, rdzv_id: str, records: RecordReader, say: Callable[[HungReport], None]
     ) -> None:
-        """Report timeouts with `say`."""
         self._rdzv_id = rdzv_id
         self._records = records
         self._say = say

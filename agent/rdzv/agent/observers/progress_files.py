@@ -291,7 +291,6 @@ class ProgressFiles:
         self._files, self._assignment = (), None
 
     def close(self) -> None:
-        """Drop all state."""
         self.close_round()
         if self._watches is not None:
             self._watches.close()

@@ -81,7 +81,6 @@ class SnapshotFileWatch:
         look: Callable[[Path], Sight] = look,
         identity: Identity | None = None,
     ) -> None:
-        """Examine a path with its owner's rights."""
         self._path = path
         self._identity = identity
         self._look = look

@@ -164,7 +164,6 @@ class StackAnswers:
     async def _with_record(
         self, target: Target, sampling: Awaitable[WorkerStack | None], entries: int
     ) -> WorkerStack | None:
-        """Return a worker's stack together with the record of its collectives."""
         read = self._record(target, entries)
         stack, record = await asyncio.gather(sampling, read, return_exceptions=True)
         if isinstance(stack, BaseException):

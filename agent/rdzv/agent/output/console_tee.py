@@ -249,7 +249,6 @@ class _Sink:
     """A descriptor for writes that block until told to abort."""
 
     def __init__(self, fd: int) -> None:
-        """Take over a descriptor."""
         self._fd = fd
         self._abort = os.eventfd(0)
         self._poll = poll()

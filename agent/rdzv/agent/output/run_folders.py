@@ -80,7 +80,6 @@ class RunFolders:
     """
 
     def __init__(self, state_dir: Path) -> None:
-        """Use the folder `runs` in a state directory."""
         self._base = state_dir / "runs"
         self._lock = threading.Lock()
         self._in_use: set[Path] = set()

@@ -110,7 +110,6 @@ class WorkerLogReader:
         self._written.pop(rdzv_id, None)
 
     def read(self, request: ReadRequest) -> None:
-        """Start handling a request."""
         self.cancel(request.number)
         written = self._written.get(request.rdzv_id)
         answer = _Request(request, written, self._reader(request.rdzv_id), self._say, self.past)
@@ -121,7 +120,6 @@ class WorkerLogReader:
         answer.task.add_done_callback(lambda _: self._close_idle())
 
     def grant(self, number: int, credit: int) -> None:
-        """Increase a request's credit by `credit`."""
         if (request := self._requests.get(number)) is not None:
             request.grant(credit)
 
@@ -402,7 +400,6 @@ class _Request:
 
 
 def _without_file(stderr: bool, path: Path | None, ranks: Iterable[int]) -> str:
-    """Explain why there is no file, and how to get one."""
     who = f"RANK {', '.join(map(str, ranks))}: {'stderr' if stderr else 'stdout'}"
     if path is None:
         return (

@@ -62,7 +62,6 @@ class AgentLink:
         handle: Callable[[Mapping[str, object]], None],
         on_lost: Callable[[bool], None],
     ) -> None:
-        """Call `handle` for each request. `on_lost` is told whether the agent was in charge."""
         self._loop = loop
         self._handle = handle
         self._on_lost = on_lost
@@ -90,7 +89,6 @@ class AgentLink:
         self._channel = channel
 
     def disconnect(self) -> None:
-        """Close the connection, if there is one."""
         if self._channel is None:
             return
         self._loop.unwatch(self._channel.fileno())
@@ -101,7 +99,6 @@ class AgentLink:
         self._on_lost(was_in_charge)
 
     def read(self) -> None:
-        """Handle the requests that have arrived."""
         channel = self._channel
         if channel is None:
             return
@@ -146,7 +143,6 @@ class AgentLink:
             self.send({"type": event, **fields})
 
     def send(self, message: Mapping[str, object]) -> None:
-        """Send a message to the connected agent, if there is one."""
         channel = self._channel
         if channel is None:
             return

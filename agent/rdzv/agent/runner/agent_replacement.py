@@ -90,7 +90,6 @@ class NextAgent:
         self._orphan_timeout_s, self._grace_s = orphan_timeout_s, grace_s
 
     def keep(self, request: Mapping[str, object]) -> None:
-        """Handle `keep`: store a value for the next agent."""
         self._kept[read_field(request, "name", str)] = read_field(request, "value", str)
 
     def adopt(self) -> None:
@@ -106,7 +105,6 @@ class NextAgent:
             self._orphaned_until = time.monotonic() + self._orphan_timeout_s
 
     def wake_times(self) -> Iterator[float | None]:
-        """Yield the times at which `do_due` has something to do."""
         yield self._orphaned_until
         yield self._accept_again_at
 
@@ -118,7 +116,6 @@ class NextAgent:
             self._listen_again(now)
 
     def close(self) -> None:
-        """Stop listening for the next agent."""
         if self._listener is not None and self._listener.fileno() >= 0:
             self._accept_again_at = None
             self._loop.unwatch(self._listener.fileno())

@@ -138,7 +138,6 @@ class Children:
         """When inherited processes that run `SHM_MANAGER` are killed, by pid; None if they were."""
 
     def listen(self) -> None:
-        """Start receiving SIGCHLD."""
         self._sigchld = _sigchld_socket()
         self._loop.watch(self._sigchld.fileno(), self._read_sigchld)
 
@@ -256,7 +255,6 @@ class Children:
     # ------------------------------------------------------------------ time
 
     def wake_times(self) -> Iterator[float | None]:
-        """Yield the times at which `do_due` has something to do."""
         yield self._reap_again_at
         yield from self._cleaners.values()
         for child in self._launching:
@@ -356,14 +354,12 @@ class Children:
 
 
 def exit_fields(code: int) -> dict[str, int | None]:
-    """Split an exit code, which is negative for a signal, into an exit code and a signal."""
     if code < 0:
         return {"exit_code": None, "signal": -code}
     return {"exit_code": code, "signal": None}
 
 
 def _sigchld_socket() -> socket.socket:
-    """Return a socket that becomes readable when a child of this process has exited."""
     receiver, sender = socket.socketpair()
     receiver.setblocking(False)
     sender.setblocking(False)

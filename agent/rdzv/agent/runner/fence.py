@@ -87,7 +87,6 @@ class Fence:
             self._guard.set(None)
 
     def close(self) -> None:
-        """Close the alarm, and end the guard."""
         self._alarm.close()
         self._guard.close()
 
@@ -132,7 +131,6 @@ class _Guard:
             self.close()
 
     def close(self) -> None:
-        """End the process."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = self._at_ms = None
@@ -162,7 +160,6 @@ def guard(fd: int) -> None:
 
 
 def _kill_all(runner: int) -> None:
-    """Kill all processes below the runner but this one."""
     until = time.monotonic() + _GUARD_KILLS_S
     told = False
     while time.monotonic() < until:

@@ -67,7 +67,6 @@ class HeldConnections:
         return self._queues, theirs
 
     def close(self, queue: int) -> None:
-        """Release the connections in a queue."""
         self._tell({"close": queue})
 
     def close_later(self, queue: int) -> None:

@@ -48,7 +48,6 @@ class Round:
         """The pids of the workers that were killed before the others."""
 
     def add(self, child: Child, link: WorkerLink | None) -> None:
-        """Add a worker and its link, if it has one."""
         self.running.add(child.pid)
         if link is not None:
             link.child = child
@@ -112,7 +111,6 @@ class Round:
         return {link.pid for link in self.links.values() if link.kill_at is not None}
 
     def parked(self) -> list[WorkerLink]:
-        """Return the links of the workers that have parked and remain."""
         if not self.keeps:
             return []
         return [link for link in self.links.values() if link.parked is not None and link.is_open]
@@ -129,7 +127,6 @@ class Round:
         return parking
 
     def verify_parked(self, agent: AgentLink) -> None:
-        """Give up any parked workers that are still connected to the round."""
         for link in self.parked():
             if to := link.connected_to():
                 link.close()
@@ -138,7 +135,6 @@ class Round:
     # ------------------------------------------------------------------ time
 
     def wake_times(self) -> Iterator[float]:
-        """Yield the times at which a worker must be killed."""
         for pid, at in self._deadlines().items():
             if pid not in self._killed:
                 yield at

@@ -76,7 +76,6 @@ class HelpersTime:
 
 
 def _signal_members(groups: Collection[int], children: list[int]) -> None:
-    """Send SIGTERM to those of these children, and of their descendants, in process groups."""
     found = descendants_of(children)
     family = {os.getpid(), *found}
     for pid in found:

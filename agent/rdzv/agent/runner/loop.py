@@ -41,7 +41,6 @@ class Loop:
             self._selector.unregister(fd)
 
     def close_watched(self, fd: int) -> None:
-        """Stop watching a descriptor and close it."""
         self.unwatch(fd)
         os.close(fd)
 

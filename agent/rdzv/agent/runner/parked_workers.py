@@ -59,7 +59,6 @@ class ParkedWorkers:
         return self._links.get(local_rank)
 
     def add(self, link: WorkerLink) -> None:
-        """Add a worker that has parked."""
         assert link.child is not None
         self._links[link.local_rank] = link
         link.child.on_exit = partial(self._reap_parked, link)
@@ -124,7 +123,6 @@ class ParkedWorkers:
     # ------------------------------------------------------------------ time
 
     def wake_times(self) -> Iterator[float | None]:
-        """Yield the times at which `do_due` has something to do."""
         yield self._look_at
         for link in self._ending.keys() - self._exited.keys():
             yield link.kill_at

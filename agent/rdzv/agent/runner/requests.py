@@ -188,7 +188,6 @@ def _read_worker_spec(worker: object) -> WorkerSpec:
 
 
 def read_zygote_spec(request: Mapping[str, object]) -> ZygoteSpec:
-    """Parse the specification of the zygote."""
     modules = read_field(request, "modules", list)
     if not all(isinstance(name, str) for name in modules):
         raise RequestError(f"modules: expected strings, got {modules!r:.80}")
@@ -206,7 +205,6 @@ def read_zygote_spec(request: Mapping[str, object]) -> ZygoteSpec:
 
 
 def read_store_host_spec(request: Mapping[str, object]) -> StoreHostSpec:
-    """Parse the specification of a store host."""
     return StoreHostSpec(
         round=read_field(request, "round", int),
         argv=tuple(read_argv(request)),
@@ -233,7 +231,6 @@ def read_fence_at_ms(request: Mapping[str, object]) -> int:
 
 
 def read_socket_path(request: Mapping[str, object]) -> Path:
-    """Parse the path of the socket to listen on."""
     path = Path(read_field(request, "socket", str))
     if not path.is_absolute() or not path.name or "\0" in str(path):
         raise RequestError(f"socket: expected an absolute path, got {str(path)!r:.200}")
@@ -241,7 +238,6 @@ def read_socket_path(request: Mapping[str, object]) -> Path:
 
 
 def read_signal(request: Mapping[str, object]) -> int:
-    """Parse a signal number."""
     signum = read_field(request, "signal", int)
     if signum not in signal.valid_signals():
         raise RequestError(f"signal: there is no signal {signum}")

@@ -115,7 +115,6 @@ class SnapshotCopies:
         return {"carrier": carrier, "missing": self._missing}
 
     def held(self) -> list[dict[str, object]]:
-        """List the complete copies, in the format of `snapshots_held`."""
         return [
             {"local_rank": one.local_rank, "copy_of": one.copy_of, **asdict(one.snapshot)}
             for one in (copy.of for copy in self._there())
@@ -139,7 +138,6 @@ class SnapshotCopies:
         self._missing = None
 
     def close(self) -> None:
-        """Free all copies and end the carrier."""
         self._give_up_kept()
         self._give_up_coming()
         self.free()
@@ -337,7 +335,6 @@ class SnapshotCopies:
 
 
 def _read_source(said: object) -> tuple[dict[str, object], list[Wanted]]:
-    """Parse a node and the snapshots to fetch from it."""
     if not isinstance(said, dict):
         raise RequestError(f"sources: expected objects, got {said!r:.80}")
     names = ("node_id", "address", "token", "fingerprint")

@@ -125,7 +125,6 @@ class SnapshotSlots:
     # ------------------------------------------------------------------ the agent's requests
 
     def hold(self, request: Mapping[str, object]) -> None:
-        """Handle `hold_snapshots`: set the limit and report snapshots to this agent."""
         if request.get("limit_bytes") is not None:
             limit = read_field(request, "limit_bytes", int)
             if not 0 <= limit <= MAX_SLOT_BYTES:
@@ -251,7 +250,6 @@ class SnapshotSlots:
     # ------------------------------------------------------------------ memory
 
     def close(self) -> None:
-        """Free all slots and copies."""
         if self.copies is not None:
             self.copies.close()
         for slots in (*self._slots.values(), *self._replaced.values()):

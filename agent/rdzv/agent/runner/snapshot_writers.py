@@ -95,7 +95,6 @@ class SnapshotWriters:
             self._start_cold(program)
 
     def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
-        """Start these writers cold."""
         for start in starts:
             if isinstance(start, WarmWriter) and not self._loop.shutting_down:
                 write_line(f"the writer of a snapshot will start cold: {reason}")
@@ -104,7 +103,6 @@ class SnapshotWriters:
                 start.close()
 
     def _start_cold(self, program: Program) -> None:
-        """Start a writer, and close this process's copies of its descriptors."""
         assert self._mark is not None
         fds = [str(fd) for fd in program.pass_fds]
         env = program.env
@@ -134,7 +132,6 @@ class SnapshotWriters:
             self._copied = None
 
     def end(self, is_private: bool, child: Child, code: int) -> None:
-        """Report the result of a writer that has ended."""
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         said = "; its stderr says why" if code > 0 and not is_private else ""
         reason = child.failure or f"its writer ended with {how}{said}"
@@ -185,9 +182,7 @@ class WarmWriter(WarmStart):
         self.close()
 
     def take_exit(self, child: Child, code: int) -> None:
-        """Report the result."""
         self._writers.end(self.program.identity is not None, child, code)
 
     def close(self) -> None:
-        """Close the descriptors."""
         close_fds(self.program.pass_fds)

@@ -176,7 +176,6 @@ def _open_streams(program: Program, says: int) -> None:
 
 
 def _open_log(path: str) -> int:
-    """Open a log file for appending."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     # O_NONBLOCK, because opening a FIFO without a reader would block.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY | os.O_NONBLOCK
@@ -214,7 +213,6 @@ def _write_all(fd: int, text: str) -> None:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # The parent died before the call.
         os.kill(os.getpid(), signal.SIGKILL)

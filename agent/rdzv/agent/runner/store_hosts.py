@@ -51,7 +51,6 @@ class StoreHosts:
         return sorted({*self._hosts, *self._warm()})
 
     def start(self, request: Mapping[str, object]) -> None:
-        """Handle `start_store_host`."""
         listen_fd = self._agent.take_fd()
         if listen_fd is None and self._agent.lost_fds:
             number = read_field(request, "round", int)
@@ -75,7 +74,6 @@ class StoreHosts:
             close_shared(socket.socket(fileno=listen_fd))
 
     def stop(self, request: Mapping[str, object]) -> None:
-        """Handle `stop_store_host`."""
         number = read_field(request, "round", int)
         host = self._hosts.get(number)
         if host is not None:
@@ -91,12 +89,10 @@ class StoreHosts:
         self._agent.emit("store_host_ready", round=number)
 
     def report_exit(self, number: int, code: int) -> None:
-        """Report to the agent that a round's store host has exited."""
         del self._hosts[number]
         self._agent.emit("store_host_exited", round=number, **exit_fields(code))
 
     def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
-        """Start these store hosts cold."""
         for start in starts:
             if isinstance(start, WarmStoreHost):
                 write_line(f"round {start.spec.round}: its store host will start cold: {reason}")
@@ -107,7 +103,6 @@ class StoreHosts:
                     start.close()
 
     def _warm(self) -> dict[int, WarmStoreHost]:
-        """Return the store hosts that are being forked, by round."""
         starts = [start for start in self._forks.wanted() if isinstance(start, WarmStoreHost)]
         return {start.spec.round: start for start in starts}
 
@@ -181,12 +176,10 @@ class WarmStoreHost(WarmStart):
             os.close(stdin)
 
     def take_running(self, child: Child) -> None:
-        """Report that the store host is serving."""
         self.close()
         self._hosts.take_running(self.spec.round, child)
 
     def take_exit(self, child: Child, code: int) -> None:
-        """Report the store host's exit."""
         self._hosts.report_exit(self.spec.round, code)
 
     def close(self) -> None:

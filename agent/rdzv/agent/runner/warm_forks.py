@@ -213,7 +213,6 @@ class WarmForks:
         self._wanted += starts
 
     def drop(self, starts: Iterable[WarmStart]) -> None:
-        """Cancel these starts."""
         for start in starts:
             self._wanted.remove(start)
             self._end_fork_of(start)
@@ -239,7 +238,6 @@ class WarmForks:
                 self._give_up(starts, f"the request to the zygote failed: {error}")
 
     def wake_times(self) -> Iterator[float | None]:
-        """Yield the times at which `do_due` has something to do."""
         yield from self.restarts.wake_times()
         yield self._make_spares_at
         for start in self._wanted:
@@ -311,7 +309,6 @@ class WarmForks:
         return deque(fork for forks in self._asked.values() for fork in forks if not fork.start)
 
     def _make_spares(self) -> None:
-        """Request as many spare forks as are missing."""
         self._make_spares_at = None
         spec = self.zygote.spec
         if spec is None or not self.zygote.is_ready or self._loop.shutting_down:
@@ -324,7 +321,6 @@ class WarmForks:
     # ------------------------------------------------------------------ what the zygote reports
 
     def zygote_ready(self) -> None:
-        """Make spare forks."""
         self._make_spares()
 
     def zygote_lost(self, reason: str) -> None:

@@ -152,11 +152,9 @@ class WarmRestarts:
             )
 
     def wake_times(self) -> Iterator[float | None]:
-        """Yield the times at which `do_due` has something to do."""
         yield self._start_at
 
     def do_due(self, now: float) -> None:
-        """Start the zygote when its time has come."""
         if self._start_at is not None and now >= self._start_at:
             self._start_at = None
             if self._wanted and not self._loop.shutting_down:

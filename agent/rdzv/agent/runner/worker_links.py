@@ -210,7 +210,6 @@ class WorkerLink:
         return {**env, MARK_VARIABLE: str(self.mark), SNAPSHOTS_VARIABLE: "1", **link}
 
     def describe(self) -> dict[str, object]:
-        """Return a description of the parked worker for the agent."""
         assert self.parked is not None
         return {
             "local_rank": self.local_rank,
@@ -237,7 +236,6 @@ class WorkerLink:
     # ------------------------------------------------------------------ to the worker
 
     def ask_to_park(self) -> None:
-        """Tell the worker that its round is over."""
         self._send({"type": "round_over", "round": self.round})
 
     def go(
@@ -303,7 +301,6 @@ class WorkerLink:
     # ------------------------------------------------------------------ from the worker
 
     def read(self) -> None:
-        """Handle frames from the worker, if the link is open."""
         if not self.is_open:
             return
         try:
@@ -409,7 +406,6 @@ def _text(frame: Mapping[str, object], name: str) -> str:
 
 
 def _snapshot(frame: Mapping[str, object]) -> SavedSnapshot:
-    """Parse a worker's report of a snapshot."""
     step, size = (_optional_number(frame, name) or 0 for name in ("step", "bytes"))
     names = ("lineage", "shard", "shards", "world_size")
     lineage, shard, shards, world_size = (_number(frame, name) for name in names)

@@ -77,7 +77,6 @@ class Workers:
     # ------------------------------------------------------------------ starting
 
     def start(self, request: Mapping[str, object]) -> None:
-        """Handle `start_workers`."""
         number = read_field(request, "round", int)
         specs = read_worker_specs(request)
         ranks = read_field(request, "warm", list) if "warm" in request else []
@@ -191,7 +190,6 @@ class Workers:
             )
 
     def report_exit(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
-        """Report a worker's exit to the agent."""
         fields = {"by_itself": True} if of.forget(child) else {}
         of.exited[child.pid] = code
         self._agent.emit(
@@ -207,7 +205,6 @@ class Workers:
     # ------------------------------------------------------------------ warm
 
     def _start_warm(self, started: Round, specs: Sequence[WorkerSpec]) -> None:
-        """Fork workers, now or when the zygote is ready; start them cold if there is no zygote."""
         if not specs or started.kill_at is not None:
             return
         within_s = self._forks.within_s()
@@ -220,7 +217,6 @@ class Workers:
             )
 
     def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
-        """Start these workers cold."""
         workers = [start for start in starts if isinstance(start, WarmWorker)]
         self._start_all_cold(workers[0].of, [worker.spec for worker in workers], reason)
 
@@ -387,7 +383,6 @@ class WarmWorker(WarmStart):
             fork.send_order(order, (0, 1, 2, link.theirs.fileno()))
 
     def take_running(self, child: Child) -> None:
-        """Report that the worker is running."""
         self._workers.report_start(self.of, self.spec, "warm", child)
 
     def take_failure(self, reason: str) -> bool:
@@ -396,7 +391,6 @@ class WarmWorker(WarmStart):
         return True
 
     def take_exit(self, child: Child, code: int) -> None:
-        """Report the worker's exit."""
         if self.is_wanted and not self.of.exited:  # Otherwise another's exit may be the cause.
             self._forks.restarts.note_exit(child, code, self._ordered_at)
         self._workers.report_exit(self.of, self.spec, child, code)

@@ -112,7 +112,6 @@ class ZygoteProcess:
 
     @property
     def imports(self) -> bool:
-        """Whether there is a zygote that may still become ready."""
         return self._zygote is not None and not self._zygote.ready
 
     @property
@@ -123,7 +122,6 @@ class ZygoteProcess:
         return self._zygote.lost_because or "the zygote is still importing"
 
     def keep(self, request: Mapping[str, object]) -> None:
-        """Handle `keep_zygote`."""
         spec = read_zygote_spec(request)
         if self.spec is not None:
             raise RequestError("this job already has a zygote")
@@ -173,7 +171,6 @@ class ZygoteProcess:
         self._zygote = zygote
 
     def wake_times(self) -> Iterator[float | None]:
-        """Yield the times at which `do_due` has something to do."""
         yield self._retry_at
         if self._zygote is not None:
             yield self._zygote.ready_until

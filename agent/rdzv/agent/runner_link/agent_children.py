@@ -266,5 +266,4 @@ def spare(pid: int) -> None:
 
 
 def spare_no_more(pid: int) -> None:
-    """Undo `spare`."""
     _spared_pids.discard(pid)

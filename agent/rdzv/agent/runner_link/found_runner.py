@@ -81,7 +81,6 @@ class FoundRunner:
             self._channel.send({"type": "adopt"})
 
     def link(self, on_event: OnEvent) -> RunnerLink:
-        """Return the link to the runner, which must have been adopted."""
         return RunnerLink(None, self._channel, on_event, self.hello)
 
     def leave(self) -> None:
@@ -99,7 +98,6 @@ class FoundRunner:
 
 
 async def _connect(path: Path) -> tuple[Channel, int] | None:
-    """Return a channel to the process that listens at a path, and its pid, if there is one."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)

@@ -115,7 +115,6 @@ class StartedRunner:
 
     @property
     def pid(self) -> int:
-        """The runner's process id."""
         return self.process.pid
 
     def link(self, on_event: OnEvent) -> RunnerLink:
@@ -195,7 +194,6 @@ class RunnerLink:
 
     @property
     def pid(self) -> int:
-        """The runner's process id."""
         return self._pid
 
     def serve(self, path: Path, orphan_timeout_s: float, grace_s: float) -> None:
@@ -401,7 +399,6 @@ class RunnerLink:
         self._send({"type": "fetch_copies", **fields})
 
     def stop_store_host(self, round: int) -> None:
-        """Kill the round's store host, if there is one."""
         self._send({"type": "stop_store_host", "round": round})
 
     def kill(self) -> None:

@@ -242,7 +242,6 @@ def read_request(message: pb.ReadLog) -> ReadRequest:
 
 
 def log_piece(piece: Piece) -> pb.NodeMessage:
-    """Encode a piece of a log."""
     return pb.NodeMessage(log_piece=to_message(pb.LogPiece(), piece))
 
 
@@ -261,7 +260,6 @@ def stacks_asked(message: pb.TakeStacks) -> StacksAsked:
 def stacks(
     request: int, workers: Iterable[WorkerStack], *, last: bool, error: str
 ) -> pb.NodeMessage:
-    """Encode workers' stacks."""
     written = [to_message(pb.WorkerStack(), stack) for stack in workers]
     return pb.NodeMessage(
         stacks=pb.Stacks(request=request, workers=written, last=last, error=sendable(error))

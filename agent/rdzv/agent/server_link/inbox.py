@@ -41,7 +41,6 @@ class Inbox:
         self._say = say
 
     def take(self, message: pb.ServerMessage) -> None:
-        """Deliver one message."""
         placements = self._placements()
         match message.WhichOneof("body"):
             case "read_log":
@@ -90,7 +89,6 @@ class Inbox:
             placements.withdrawn(job.rdzv_id, job.run, job.reason)
 
     def _deliver(self, message: pb.ServerMessage) -> None:
-        """Deliver a message about a job to its driver."""
         job = self._jobs.get(encoding.rdzv_id_of(message))
         if job is None and message.HasField("round_completed"):
             # The seat was requested by a driver that is now gone, so it is given back here.

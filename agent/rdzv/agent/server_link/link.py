@@ -160,7 +160,6 @@ class ServerLink:
 
     @property
     def encrypts(self) -> bool:
-        """Whether the connections are encrypted."""
         return self._credentials.tls
 
     def certificate_expires(self) -> datetime | None:
@@ -190,7 +189,6 @@ class ServerLink:
             self.say_hello_again()
 
     def remove(self, job: JobPort) -> None:
-        """Stop serving a job."""
         if self._jobs.get(job.rdzv_id) is job:
             del self._jobs[job.rdzv_id]
 
@@ -256,7 +254,6 @@ class ServerLink:
 
     @property
     def server_clock(self) -> ServerClock:
-        """The estimate of the server's clock."""
         return self._proofs.server_clock
 
     def ask_clock(self) -> None:
@@ -349,7 +346,6 @@ class ServerLink:
     async def _hold_stream(
         self, stub: rdzv_pb2_grpc.RendezvousAsyncStub, endpoint: Endpoint
     ) -> RendezvousError:
-        """Hold a stream from its Hello to its end. Returns why it ended."""
         self._proofs.begin_stream()
         self._refused = False
         fence_s = self._proofs.shortest_fence_s
@@ -420,7 +416,6 @@ class ServerLink:
         return "the server ended the stream"
 
     def _hear(self, endpoint: Endpoint, message: pb.ServerMessage) -> None:
-        """Process one message from the server."""
         if message.HasField("welcome"):
             self._greet(endpoint, message.welcome)
         elif message.HasField("lease"):
@@ -465,7 +460,6 @@ class ServerLink:
         self.outbox.heartbeat_interval_s = interval_s
 
     def _check_fence(self, job: JobPort, lease_ms: int) -> bool:
-        """Refuse a job whose fence would be too late for the lease, as the server would."""
         try:
             check_fence(job.fence_after_ms, lease_ms)
         except InvalidRequestError as error:
@@ -474,7 +468,6 @@ class ServerLink:
         return True
 
     def _judge(self, endpoint: Endpoint, error: grpc.aio.AioRpcError) -> RendezvousError:
-        """Distinguish a final refusal, which ends the jobs, from a failure that can be retried."""
         trailing = error.trailing_metadata()
         failure = error_from_status(
             error.code(),

@@ -64,7 +64,6 @@ class NodeDrain:
             self.told = Notice(due_ms, reason, FORMER)
 
     def lift(self) -> None:
-        """Lift the server's drain."""
         self._change(self.wished, None)
 
     @property

@@ -19,7 +19,6 @@ class Placed:
 
     @property
     def key(self) -> Key:
-        """The key of the placed run."""
         return self.rdzv_id, self.run
 
 

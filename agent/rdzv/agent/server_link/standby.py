@@ -43,7 +43,6 @@ class Standby:
         self._task = asyncio.create_task(self._hold(endpoint, random.uniform(0, within_s)))
 
     async def take(self, endpoint: Endpoint) -> grpc.aio.Channel | None:
-        """Return the channel if it leads to this endpoint and its credentials are current."""
         channel = self._channel
         if channel is None or self._wanted != endpoint or self._stamp != self._credentials.stamp():
             return None
@@ -52,7 +51,6 @@ class Standby:
         return channel
 
     async def close(self) -> None:
-        """Close the channel, if there is one, and stop connecting."""
         task, self._task, self._wanted = self._task, None, None
         if task is not None:
             task.cancel()

@@ -82,7 +82,6 @@ class SubmitterRule:
     limits: tuple[tuple[str, int, int], ...] = ()
 
     def may_have(self, submitter: str) -> tuple[str, ...]:
-        """Return the accounts that this rule allows a submitter to use."""
         return self.accounts or (submitter,)
 
 
@@ -176,7 +175,6 @@ def own_account() -> str:
 
 
 def name_of(uid: int) -> str:
-    """Return an account's name, or its number if it has no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

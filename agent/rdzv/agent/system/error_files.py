@@ -69,7 +69,6 @@ def read_error(
 
 
 def unread(error: Exception) -> WorkerError:
-    """Return the error for an error file that may exist but cannot be read."""
     return WorkerError(f"cannot read the error file: {error}", "", 0)
 
 

@@ -111,7 +111,6 @@ class Watches:
         return folder
 
     def disarm(self, source: Watched) -> None:
-        """Stop waking a source."""
         with self._lock:
             watch, source.watch = source.watch, None
             if watch is None or watch not in self._sources:

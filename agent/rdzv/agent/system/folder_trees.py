@@ -33,7 +33,6 @@ class Measure:
     changed_s: float = 0.0
 
     def plus(self, status: os.stat_result, now_s: float) -> Measure:
-        """Return this measure with a file or folder added."""
         # A time in the future was set by hand; the change time (ctime) cannot be set.
         at = status.st_mtime if status.st_mtime <= now_s else status.st_ctime
         # This is the size on disk; a file with holes may be longer.
@@ -118,7 +117,6 @@ class _Place:
         os.close(self._above)
 
     def enter(self, *, force: bool = False) -> int:
-        """Open the folder itself."""
         with acting_as(self._rights):
             return _enter(self._above, self._top.name, self.status, force=force)
 

@@ -175,12 +175,10 @@ class SideProcess(asyncio.Protocol):
     # ------------------------------------------------------------------ asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the socket."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Pass on every complete line."""
         *ends, rest = data.split(b"\n")
         for end in ends:
             self._received += end
@@ -194,7 +192,6 @@ class SideProcess(asyncio.Protocol):
             self._end(f"a line of more than {MAX_LINE_BYTES:,} bytes", bytes(self._received))
 
     def _take(self, line: bytes) -> bool:
-        """Pass on a line; return whether the process may go on."""
         if not self._owed:
             return self._end("more than was asked for", line)
         try:

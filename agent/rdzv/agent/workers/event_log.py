@@ -100,7 +100,6 @@ class EventLog:
         self._joining_since_ms = now_ms
 
     def round_complete(self, assignment: Assignment, now_ms: int) -> None:
-        """Record that the round is complete and the node knows its ranks."""
         waited_ms = now_ms - self._joining_since_ms
         # As under torchrun, these still describe the previous round, except for the restarts.
         for state, duration_ms in (("RENDEZVOUS", waited_ms), ("ASSIGN_WORKER_RANKS", 0)):
@@ -110,7 +109,6 @@ class EventLog:
         self._last = assignment
 
     def worker_started(self, fate: WorkerFate) -> None:
-        """Record that a worker is running."""
         self._record("START", self._last, fate)
 
     def ended(self, local: LocalRound | None, outcome: NodeOutcome, now_ms: int) -> None:

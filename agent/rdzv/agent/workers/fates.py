@@ -257,5 +257,4 @@ class FateRecorder:
 
 
 def _started_in_order(local: LocalRound) -> int:
-    """Count the started workers whose LOCAL_RANKs are consecutive from 0."""
     return sum(1 for _ in takewhile(lambda worker: worker.pid is not None, local.workers))

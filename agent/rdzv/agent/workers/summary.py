@@ -66,7 +66,6 @@ def _worker(failure: NodeFailure) -> str:
 
 
 def _stopped(workers: Sequence[WorkerFate]) -> list[str]:
-    """Count this node's workers that were ended by the agent, grouped by how they ended."""
     by_end: dict[str, list[int]] = {}
     for fate in workers:
         if fate.stopped is not None and fate.pid is not None:
@@ -82,7 +81,6 @@ def _stopped(workers: Sequence[WorkerFate]) -> list[str]:
 
 
 def _end(fate: WorkerFate, stop: Stop) -> str:
-    """Describe how a worker that was told to end has ended."""
     sent = signal_name(stop.signum)
     if fate.exit_code is None and fate.signal is None:
         return f"{sent}; not seen to end"

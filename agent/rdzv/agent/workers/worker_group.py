@@ -203,7 +203,6 @@ class LocalWorkerGroup:
         )
 
     def _warmed(self, worker: WorkerSpec) -> WorkerSpec:
-        """Let a worker be forked from the zygote, if the zygote is suitable."""
         if self.zygote is None:
             return worker
         if why := warm.why_cold(self.zygote, worker):
@@ -250,7 +249,6 @@ class LocalWorkerGroup:
     # ------------------------------------------------------------------ output
 
     def _follow(self, assignment: Assignment, local_rank: int, output: WorkerOutput) -> None:
-        """Copy a worker's output from its teed files to the console."""
         if not self._launch.output.console:
             return
         rank = assignment.rank_first + local_rank

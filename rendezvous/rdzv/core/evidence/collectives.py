@@ -239,7 +239,6 @@ def _wait(records: Mapping[int, GroupRecord], known: Mapping[int, Evidence]) -> 
 
 
 def _mismatch(waits: Iterable[_Wait]) -> Cause | None:
-    """Find ranks that have entered another operation or other sizes than most ranks."""
     for wait in waits:
         operations = _sides({rank: one.operation for rank, one in wait.entered.items()})
         if len(operations) > 1:
@@ -365,7 +364,6 @@ def _other_order(waits: Sequence[_Wait]) -> Cause | None:
 
 
 def _unfinished(wait: _Wait) -> Cause:
-    """Find the ranks, if any, that are still in a collective that others have left."""
     latest = max(one.sequence for one in wait.pending.values())
     behind = [rank for rank, one in wait.pending.items() if one.sequence < latest]
     if behind and len(behind) < len(wait.pending) - len(behind):

@@ -230,7 +230,6 @@ def groups(ranks: Mapping[Key, Sequence[int]], one_of: Mapping[Key, WorkerStack]
 
 
 def grouped(stacks: Iterable[WorkerStack]) -> list[Group]:
-    """Group workers by their position."""
     ranks: dict[Key, list[int]] = {}
     one_of: dict[Key, WorkerStack] = {}
     for stack in stacks:

@@ -264,7 +264,6 @@ class _Plan:
         self._give(job, ready, min(wanted, len(ready)))
 
     def _ready(self, job: Demand, host: Host) -> bool:
-        """Return whether the job may have the node now."""
         return (
             host.node_id not in job.here
             and not host.unusable

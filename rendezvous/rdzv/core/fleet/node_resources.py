@@ -42,7 +42,6 @@ class FailingCheck:
 
 
 def gpus_needed(spec: JobSpec, resources: Resources) -> int:
-    """Return how many GPUs of a node the job takes."""
     if spec.gpus_per_node is not None:
         return spec.gpus_per_node
     if not resources.gpus:

@@ -580,7 +580,6 @@ def _expect(nodes: Nodes, command: Expect, now_ms: int) -> NodesTransition:
 
 
 def _pause(nodes: Nodes, now_ms: int) -> NodesTransition:
-    """Renew every lease, and give nodes that are away `takeover_grace_ms`."""
     grace_until_ms = now_ms + nodes.tuning.takeover_grace_ms
     records: dict[str, NodeRecord] = {}
     events: list[NodeAway] = []
@@ -672,7 +671,6 @@ def _returns(record: NodeRecord, now_ms: int) -> bool:
 
 
 def _coming_back(nodes: Nodes, now_ms: int) -> bool:
-    """Return whether nodes are coming back now and some are still missing."""
     return _arriving(nodes, now_ms) and any(
         _returns(record, now_ms) for record in nodes.records.values()
     )

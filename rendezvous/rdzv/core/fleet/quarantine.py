@@ -94,7 +94,6 @@ class Record:
     """Runs that got a node quarantined, with the time until which each is remembered."""
 
     def quarantined(self, now_ms: int) -> dict[str, Quarantined]:
-        """Return the nodes that are quarantined now, by name."""
         return {n: held for n, held in self.nodes.items() if now_ms < held.until_ms}
 
 

@@ -135,7 +135,6 @@ def charge_stuck(work: Draft, node_id: str, reason: str) -> None:
 
 
 def restarts_that_count(membership: Membership, now_ms: int) -> int:
-    """Count the spent restarts that are still within `restart_window`."""
     window_ms = membership.settings.restart_window_ms
     if not window_ms:
         return len(membership.restarts)

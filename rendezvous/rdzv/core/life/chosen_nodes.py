@@ -17,12 +17,10 @@ MAX_DECLINED = 16
 
 
 def place(submission: Submission, node_ids: Iterable[str]) -> Submission:
-    """Add nodes to those chosen for a submission."""
     return replace(submission, placed=tuple(dict.fromkeys((*submission.placed, *node_ids))))
 
 
 def withdraw(submission: Submission, node_ids: Iterable[str]) -> Submission:
-    """Remove nodes from those chosen for a submission."""
     gone = frozenset(node_ids)
     kept = tuple(node_id for node_id in submission.placed if node_id not in gone)
     return submission if kept == submission.placed else replace(submission, placed=kept)

@@ -54,7 +54,6 @@ def count_ready(work: Draft) -> bool:
 
 
 def _forming(work: Draft) -> bool:
-    """Return whether the run is open, has no live round, and may form another."""
     membership, round_ = work.membership, work.membership.round
     return work.open and not membership.stopping and (round_ is None or not round_.live)
 

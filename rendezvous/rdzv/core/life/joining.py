@@ -81,7 +81,6 @@ def _round_to_stop(state: State, node_id: str) -> int | None:
 
 
 def _admit(work: Draft, command: Join) -> None:
-    """Admit an absent node to this run or, if necessary, to a new one."""
     if replaces_run(work.state, command):
         close(work, Result.STOPPED, REPLACED)
     if not work.open:

@@ -202,7 +202,6 @@ def _refuse_reuse(rdzv_id: str, result: Result, reason: str, command: Join) -> N
 
 
 def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatchError:
-    """Return an error that names the settings in which a node differs from its job."""
     theirs, ours = command.settings, membership.settings
     differences = [
         f"{name.removesuffix('_ms')} is {_shown(name, here)} here and {_shown(name, there)} in the "

@@ -87,7 +87,6 @@ def resume(work: Draft, command: Resume) -> Ignored | None:
 
 
 def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
-    """Adopt a round that is unknown here, or replace a placeholder in a round already adopted."""
     node_id, incarnation = command.node_id, command.incarnation
     if not adoptable(work.state, command.run, report.round):
         return

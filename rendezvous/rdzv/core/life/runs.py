@@ -54,7 +54,6 @@ def ended_run(state: State, run: str) -> Ended | None:
 
 
 def begin_run(work: Draft, command: Join) -> None:
-    """Begin the run that a join requests."""
     old = work.membership
     run = command.run or command.new_run
     membership = next_run(old, run, command.settings, work.now_ms, command.owner)

@@ -38,7 +38,6 @@ def submit(work: Draft, command: Submit) -> Ignored | None:
 
 
 def choose_nodes(work: Draft, command: Place) -> Ignored | None:
-    """Add nodes to those chosen for a submitted run."""
     submission, was_queued = _submission(work), work.state.queued
     # A node may have been barred after it was chosen.
     chosen = [n for n in command.node_ids if n not in work.state.barred]
@@ -84,7 +83,6 @@ def _not_withdrawn(work: Draft, node_ids: Iterable[str]) -> Ignored:
 
 
 def give_up_job(work: Draft, command: GiveUp) -> None:
-    """Close a submitted run that no node can run."""
     close(work, Result.FAILED, command.reason)
 
 

@@ -57,7 +57,6 @@ def note_reach(work: Draft, offer: Offer) -> None:
 
 
 def note_address(work: Draft, offer: Offer) -> None:
-    """Record which machine offers an address."""
     if work.state.machines.get(offer.address) != offer.machine:
         machines = put(work.state.machines, offer.address, offer.machine)
         work.state = replace(work.state, machines=machines)

@@ -35,7 +35,6 @@ class ProgressBoard:
 
     @property
     def jobs(self) -> int:
-        """The number of jobs for which progress is known."""
         return len(self._jobs)
 
     def note(

@@ -100,7 +100,6 @@ def _elsewhere(stack: WorkerStack) -> WorkerStack:
 
 
 def _size(stack: WorkerStack) -> int:
-    """Estimate the size of a stack when it is stored."""
     frames = (frame for thread in stack.threads for frame in thread.frames)
     recorded = sum(
         100 + 100 * len(record.latest) + 4 * len(record.members) for record in stack.collectives
@@ -112,7 +111,6 @@ class StackRelay:
     """Runs one server's stack collections."""
 
     def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
-        """Allow nodes `answer_ms` to answer a request."""
         self._clock = clock
         self._limits = limits
         self._answer_ms = answer_ms
@@ -124,7 +122,6 @@ class StackRelay:
 
     @property
     def takings(self) -> int:
-        """The number of collections in progress."""
         return len(self._takings)
 
     async def take(self, state: State, reason: str, within_ms: int | None = None) -> Report:
@@ -186,7 +183,6 @@ class StackRelay:
             taking.end(node_id, said.error)
 
     def note_gone(self, node_id: str) -> None:
-        """Record that a node's stream has ended."""
         for taking in self._takings.values():
             taking.end(node_id, "its stream ended before it had answered")
 

@@ -55,7 +55,6 @@ class _Job:
 
     @property
     def stragglers(self) -> dict[int, Straggler]:
-        """The stragglers, by RANK."""
         found = {**self.pace.stragglers, **self.arrivals.stragglers}
         return {rank: replace(one, gpu=self._gpu(rank)) for rank, one in found.items()}
 
@@ -77,7 +76,6 @@ class Stragglers:
 
     @property
     def jobs(self) -> int:
-        """The number of jobs being tracked."""
         return len(self._jobs)
 
     def note(
@@ -176,7 +174,6 @@ class Stragglers:
         return bool(events)
 
     def tidy(self, state: State) -> None:
-        """Forget a round that is over."""
         job = self._jobs.get(state.membership.rdzv_id)
         if job is not None and not state.membership.is_live(job.run, job.round):
             del self._jobs[state.membership.rdzv_id]

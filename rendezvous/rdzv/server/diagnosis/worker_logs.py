@@ -128,14 +128,12 @@ class WorkerLogs:
             reader.note_gone(node_id)
 
     def close(self, error: RendezvousError) -> None:
-        """End every reader with this error."""
         for reader in self._readers:
             reader.fail(error)
 
     # ---------------------------------------------------------------- for readers
 
     def ask(self, reader: LogReader, ask: _Ask, told: ReadLog) -> bool:
-        """Send a request to a node, or return False if the node has no stream."""
         if not self._send(ask.node_id, told):
             return False
         ask.request = told.request
@@ -143,11 +141,9 @@ class WorkerLogs:
         return True
 
     def next_number(self) -> int:
-        """Return the number for a new request."""
         return next(self._numbers)
 
     def grant(self, ask: _Ask, credit: int) -> None:
-        """Grant a node additional credit."""
         if ask.request is not None:
             self._send(ask.node_id, LogCredit(ask.request, credit))
 
@@ -161,7 +157,6 @@ class WorkerLogs:
         ask.request = None
 
     def discard(self, reader: LogReader) -> None:
-        """Forget a reader."""
         self._readers.pop(reader, None)
 
 
@@ -296,7 +291,6 @@ class LogReader:
     # ---------------------------------------------------------------- called by WorkerLogs
 
     def take(self, ask: _Ask, piece: LogPiece) -> None:
-        """Accept a piece from a node."""
         cost = len(piece.data) + PIECE_COST
         if cost > ask.credit:
             self._end(ask, "it is sending more than was requested; the rest is dropped")
@@ -378,7 +372,6 @@ class LogReader:
             self._ask(node_id, number, {}, expected=True)
 
     def note_connected(self, node_id: str) -> None:
-        """Repeat the request to a node that has returned."""
         ask = self._asks.get(node_id)
         if ask is not None and not ask.done and ask.request is None:
             self._open -= 1

@@ -85,7 +85,6 @@ class WorkerStarts:
         return True
 
     def tidy(self, state: State) -> None:
-        """Forget a round that is over."""
         job = self._jobs.get(state.membership.rdzv_id)
         if job is not None and not state.membership.is_live(job.run, job.round):
             del self._jobs[state.membership.rdzv_id]

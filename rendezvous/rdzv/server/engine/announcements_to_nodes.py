@@ -147,7 +147,6 @@ def missed_placement(state: State, node_id: str, held: Collection[str]) -> Itera
 
 
 def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Announcement]]:
-    """Yield the end of the older round for its seated nodes when a later round is adopted."""
     membership, old = before.membership, before.membership.round
     if old is None:
         return
@@ -185,7 +184,6 @@ def missed_assignment(before: State, command: Join, now_ms: int) -> Assignment |
 def assignments(
     membership: Membership, round_: Round, now_ms: int
 ) -> Iterator[tuple[str, Assignment]]:
-    """Yield each participant's node_id and assignment in a round."""
     tally = tally_of(membership, now_ms)
     for group_rank, participant in enumerate(round_.participants):
         yield participant.node_id, _assignment(membership, round_, group_rank, tally)
@@ -316,7 +314,6 @@ def _over(membership: Membership, round_: Round, end: RoundEnd, node_id: str) ->
 
 
 def _culprits(round_: Round | None) -> dict[str, tuple[int, ...]]:
-    """Return the LOCAL_RANKs of the workers whose own failure ended a round, by node_id."""
     found: dict[str, tuple[int, ...]] = {}
     for failure in round_.end.failures if round_ is not None and round_.end is not None else ():
         if not (failure.suspect or failure.finished):

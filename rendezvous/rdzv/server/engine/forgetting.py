@@ -50,7 +50,6 @@ class Forgetting:
         self._timer = Timer(clock, lambda _: self.start_pruning())
 
     def stop(self) -> None:
-        """Stop scheduling pruning."""
         self._timer.cancel()
 
     async def forget(self, rdzv_id: str) -> None:

@@ -40,7 +40,6 @@ class History:
         self._pending_rows = pending_rows
 
     def rows(self, transition: Transition) -> tuple[Record, ...]:
-        """Return the history rows that a transition adds."""
         membership = transition.state.membership
         now_ms = self._clock.now_ms()
         return event_lines.records(membership.rdzv_id, membership.run, transition.events, now_ms)

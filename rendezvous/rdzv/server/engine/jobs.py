@@ -190,7 +190,6 @@ class Jobs:
 
     @property
     def in_memory(self) -> Mapping[str, Job]:
-        """The jobs in memory, by rdzv_id."""
         return self._jobs
 
     async def look(self, rdzv_id: str) -> State:
@@ -254,6 +253,5 @@ class Jobs:
                 log.error("not listing job %s: %s", rdzv_id, error)
 
     def stop_timers(self) -> None:
-        """Stop the timers of all jobs."""
         for job in self._jobs.values():
             job.timer.cancel()

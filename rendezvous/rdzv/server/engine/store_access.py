@@ -36,7 +36,6 @@ class StoreAccess:
         retry_ms: int,
         on_change: Callable[[str | None], None],
     ) -> None:
-        """Pass `on_change` on to `StoreState`."""
         self.store = store
         self._clock = clock
         self._meter = meter

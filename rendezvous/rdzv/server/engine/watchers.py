@@ -60,7 +60,6 @@ class Watchers:
             self._followers.discard(note)
 
     def job_changed(self, rdzv_id: str) -> None:
-        """Wake a job's watchers and the followers of all changes."""
         if (changed := self._changes.pop(rdzv_id, None)) is not None:
             changed.set()
         for note in self._followers:
@@ -91,5 +90,4 @@ class Watchers:
         self.nodes_changed()
 
     def stop(self) -> None:
-        """Stop the progress timer."""
         self._progress_timer.cancel()

@@ -66,7 +66,6 @@ class Api:
         self._asked = 0
 
     def routes(self) -> list[web.RouteDef]:
-        """Return a route for each operation."""
         handlers: Mapping[str, Callable[[web.Request, dict[str, Any]], Awaitable[Any]]] = {
             "listJobs": self._jobs,
             "getJob": self._job,
@@ -281,7 +280,6 @@ def _pattern(path: str) -> str:
 
 
 def _named(request: web.Request) -> str:
-    """Return the decoded name in a request's path."""
     (name,) = request.match_info.values()
     return name
 
@@ -355,7 +353,6 @@ def _fields(code: str, message: str, leader: str | None = None) -> dict[str, obj
 
 
 def error_response(error: RendezvousError) -> web.Response:
-    """Return the response for an error in the error table."""
     status = STATUSES.get(error.grpc_status, 500)
     response = _json(json.dumps(_error_fields(error), indent=2), status)
     if status == 401:

@@ -38,7 +38,6 @@ class ConnectionLimits:
         """The connections whose first request has not arrived yet."""
 
     def __call__(self) -> asyncio.Protocol:
-        """Return the protocol for a connection that was just accepted."""
         return _Connection(self)
 
     def enter(self, peer: str) -> str:
@@ -168,7 +167,6 @@ class GuardedSite(web.BaseSite):
 
     @property
     def name(self) -> str:
-        """The listener's URL."""
         scheme = "http" if self._ssl_context is None else "https"
         return f"{scheme}://{self._listen}"
 

@@ -142,7 +142,6 @@ U32 = 2**32 - 1
 
 
 def operations(limits: Limits) -> tuple[Operation, ...]:
-    """Return all operations, including the bounds of their parameters."""
     limit = Number("limit", "At most this number of events, the newest.", 1, limits.history_rows)
     rank = Number("rank", "The worker with this RANK; all workers if not given.", 0, U32)
     round_ = Number("round", "The round; the last if not given.", 0, U32)
@@ -279,7 +278,6 @@ _STORE_AWAY: Schema = {
 
 
 def document(limits: Limits) -> Schema:
-    """Return the OpenAPI document with these limits as bounds."""
     schemas = _values()
     # A standalone document has a version; one that is part of another document does not.
     schemas["NodeRow"] = schemas["Node"]
@@ -411,7 +409,6 @@ _STATES: Mapping[str, tuple[str, ...]] = {
 
 
 def _values() -> dict[str, Schema]:
-    """Return the schemas of the values in answers, by name; all fields are required."""
     _, schemas = msgspec.json.schema_components(_VALUES, ref_template=_REF)
     for name, schema in schemas.items():
         properties = {key: _plain(one) for key, one in schema["properties"].items()}

@@ -51,7 +51,6 @@ POLICY = "; ".join(
 
 
 def page_routes(grafana: str | None = None) -> list[web.RouteDef]:
-    """Return a route for each of the page's files; `/` is index.html, which links to `grafana`."""
     routes = []
     for path in sorted(FOLDER.iterdir()):
         if path.suffix in TYPES:
@@ -64,7 +63,6 @@ def page_routes(grafana: str | None = None) -> list[web.RouteDef]:
 
 
 def _file(data: bytes, content_type: str) -> Handler:
-    """Return a handler that serves this content from memory."""
     tag = hashlib.sha256(data).hexdigest()[:16]
 
     async def serve(request: web.Request) -> web.Response:

@@ -142,7 +142,6 @@ class Feed:
         return not self._fresh and not self.readers
 
     def fail(self, error: RendezvousError) -> None:
-        """End all readers with this error."""
         for reader in (*self._fresh, *self.readers):
             reader.end(error)
 

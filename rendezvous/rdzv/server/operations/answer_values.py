@@ -134,7 +134,6 @@ def job_summary(view: JobView, hangs: str) -> answers.JobSummary:
 
 
 def token(token: Token, now_ms: int) -> answers.Token:
-    """Return the answer for a token without its secret."""
     expires_ms, used_ms = token.expires_ms, token.used_ms
     return answers.Token(
         id=token.id,

@@ -70,7 +70,6 @@ class JobViews:
         return state
 
     def of(self, state: State) -> JobView:
-        """Return the view of the job that has this state."""
         rdzv_id, scheduling = state.membership.rdzv_id, self._scheduling
         wait, drains = scheduling.placer.queue_wait_of(rdzv_id), scheduling.drains.all()
         shown = view(state, self._clock.now_ms(), wait, drains)
@@ -105,11 +104,9 @@ class JobViews:
             self.watching -= 1
 
     async def list(self) -> tuple[JobView, ...]:
-        """Return the views of all readable jobs."""
         return tuple([view async for view in self.each()])
 
     async def each(self) -> AsyncGenerator[JobView, None]:
-        """Yield the views of all readable jobs, one at a time."""
         async with contextlib.aclosing(self._jobs.each()) as states:
             async for state in states:
                 # A job that was forgotten in the meantime is left out.

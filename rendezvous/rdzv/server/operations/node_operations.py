@@ -68,7 +68,6 @@ class NodeOperations:
         return self._views.summary(node_id)
 
     async def undrain(self, node_id: str, *, cordon: bool = False) -> Node:
-        """Lift a node's drain and, with `cordon`, its cordon."""
         self._scheduling.cordons.check_known(node_id)
         await self._scheduling.drains.lift(node_id, cordon=cordon)
         self._show_drain(node_id)

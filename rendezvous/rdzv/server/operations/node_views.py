@@ -40,7 +40,6 @@ class NodeViews:
         self._quarantine = scheduling.quarantine
 
     def room(self) -> Room:
-        """Count the nodes' resources for submitted jobs, and how many of these are free."""
         gpus, places = ({"free": 0, "taken": 0, "unusable": 0} for _ in range(2))
         hosts = self._hosts.all(self._jobs.states)
         for host in hosts:
@@ -57,7 +56,6 @@ class NodeViews:
         return Room(gpus, places, barred, self._count_drains(hosts))
 
     def _count_drains(self, hosts: Iterable[Host]) -> dict[str, int]:
-        """Count the draining nodes and the drained nodes, which have no jobs left."""
         found = {"draining": 0, "drained": 0}
         if drains := self._drains.all():
             busy = {host.node_id for host in hosts if host.taken}
@@ -151,7 +149,6 @@ def _resources(has: Resources) -> answers.Resources:
 
 
 def _memberships(state: State) -> Iterable[tuple[str, NodeJob]]:
-    """Yield each node that is in a job or chosen for it, along with its part in the job."""
     rdzv_id = state.membership.rdzv_id
     ended = state.membership.round is not None and not state.membership.round.live
     for node_id in state.seats:

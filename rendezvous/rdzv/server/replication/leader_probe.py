@@ -33,7 +33,6 @@ class LeaderProbe:
     """Watches the leader while another server leads."""
 
     def __init__(self, election: Election, on_change: Callable[[], None]) -> None:
-        """Call `on_change` whenever `suspect` changes."""
         self._election = election
         self._on_change = on_change
         self.suspect: Leader | None = None
@@ -59,7 +58,6 @@ class LeaderProbe:
             self._suspect(None)
 
     async def _watch(self, leader: Leader) -> None:
-        """Keep a connection to a leader; depose the leader if it later refuses a connection."""
         try:
             endpoint = parse_endpoint(leader.address)
         except InvalidRequestError:

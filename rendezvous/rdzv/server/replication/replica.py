@@ -175,7 +175,6 @@ class Replica:
         tell(self._driver is not None)
 
     def lead(self, driver: Driver) -> None:
-        """Start leading with this driver."""
         self._driver, self._since_ms = driver, self._clock.now_ms()
         self._tell_order()
         self._tell(True)

@@ -59,7 +59,6 @@ class ControlService(pb_grpc.ControlServicer):
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: AnyContext
     ) -> pb.JobStatus:
-        """Return the status of a job."""
         return self._status(await self._queries.view(request.rdzv_id))
 
     async def WatchJob(  # noqa: N802
@@ -74,7 +73,6 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListJobs(  # noqa: N802
         self, request: pb.ListJobsRequest, context: AnyContext
     ) -> pb.ListJobsResponse:
-        """Return all jobs, one line for each."""
         driver = self._replica.driver
         views = [view async for view in self._queries.views()]
         jobs = [outbound.job_summary(self._queries.summary_of(view)) for view in views]
@@ -91,7 +89,6 @@ class ControlService(pb_grpc.ControlServicer):
     async def StopJob(  # noqa: N802
         self, request: pb.StopJobRequest, context: AnyContext
     ) -> pb.JobStatus:
-        """End a run."""
         return await self._obey(request, inbound_operators.stop_of)
 
     async def RestartJob(  # noqa: N802
@@ -151,7 +148,6 @@ class ControlService(pb_grpc.ControlServicer):
     async def DrainNode(  # noqa: N802
         self, request: pb.DrainNodeRequest, context: AnyContext
     ) -> pb.Node:
-        """Drain a node."""
         driver = self._replica.driver
         node_id, deadline_ms, reason = inbound_operators.drain_of(request, self._limits)
         reason = signed(reason, callers.present.get())
@@ -184,7 +180,6 @@ class ControlService(pb_grpc.ControlServicer):
     async def ForgetJob(  # noqa: N802
         self, request: pb.ForgetJobRequest, context: AnyContext
     ) -> pb.ForgetJobResponse:
-        """Forget a job that has ended."""
         rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
         before = await self._doing(rdzv_id)
         await self._replica.driver.operations.forget(rdzv_id)
@@ -250,14 +245,12 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListTokens(  # noqa: N802
         self, request: pb.ListTokensRequest, context: AnyContext
     ) -> pb.ListTokensResponse:
-        """Return every token, without its text."""
         tokens = self._replica.driver.tokens.listed()
         return self._tokens(tokens)
 
     async def RevokeTokens(  # noqa: N802
         self, request: pb.RevokeTokensRequest, context: AnyContext
     ) -> pb.ListTokensResponse:
-        """Revoke one token or all tokens with a given name, and return the revoked tokens."""
         revoked = await self._replica.driver.tokens.revoke(request.id_or_name)
         note_change(listed(f"token {token.id}" for token in revoked), "revoked")
         return self._tokens(revoked)

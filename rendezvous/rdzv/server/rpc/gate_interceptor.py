@@ -125,7 +125,6 @@ class Interceptor(grpc.aio.ServerInterceptor):
             await end_call(context, error)
 
     async def _enter(self, method: str, request: Any, context: Any) -> Caller:
-        """Admit the caller and return it, or end the call."""
         caller, verb = callers.NOBODY, verb_of(method)
         try:
             if method not in roles.CALLS:

@@ -72,7 +72,6 @@ class RelayedCall:
     by_relay = True
 
     def __init__(self, number: int, outgoing: Batches[pb.ToNode], limit: int) -> None:
-        """Queue at most `limit` messages from the node."""
         self.cut = False
         """Whether the relay's call has ended."""
         self.node_id = ""

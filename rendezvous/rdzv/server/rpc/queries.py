@@ -69,7 +69,6 @@ class Queries:
         return self._facade is not None
 
     def all_watched(self) -> tuple[JobView, ...]:
-        """Return the views of all observed jobs."""
         return self._facade.views() if self._facade is not None else ()
 
     async def check_known(self, asked: str) -> None:
@@ -81,7 +80,6 @@ class Queries:
                 raise
 
     def status_of(self, view: JobView) -> answers.JobStatus:
-        """Return a job's status, computed from its view."""
         views = self.replica.driver.views
         rdzv_id, now_ms = view.rdzv_id, self.clock.now_ms()
         found = (views.progress(rdzv_id), views.stragglers(rdzv_id), views.starts(rdzv_id))

@@ -12,7 +12,6 @@ class RateLimit:
     """
 
     def __init__(self, burst: int, per_second: int) -> None:
-        """Start with all of the burst available."""
         self._most_ms = burst * 1000 / per_second
         self._each_ms = 1000 / per_second
         self._left_ms = self._most_ms

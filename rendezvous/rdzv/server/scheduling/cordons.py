@@ -84,7 +84,6 @@ class Cordons:
 
     @property
     def by_node(self) -> Mapping[str, Cordon]:
-        """All cordons, by node_id."""
         return self._document.value
 
     def of(self, node_id: str) -> Cordon | None:

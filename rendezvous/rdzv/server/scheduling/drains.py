@@ -34,7 +34,6 @@ class Drains:
         cordons: Cordons,
         send: Callable[[str, Announcement], object],
     ) -> None:
-        """Use `send` to send a message to a node."""
         self._engine = engine
         self._clock = clock
         self._cordons = cordons

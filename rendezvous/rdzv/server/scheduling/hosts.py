@@ -51,7 +51,6 @@ class Hosts:
         return hosts
 
     def _taken(self, states: Iterable[State]) -> dict[str, dict[tuple[str, str], int]]:
-        """Return how many GPUs each run placed on a node uses, by node_id."""
         taken: dict[str, dict[tuple[str, str], int]] = {}
         for state in states:
             membership = state.membership

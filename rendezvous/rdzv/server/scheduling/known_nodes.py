@@ -57,7 +57,6 @@ class KnownNodes:
         return known.resources if known is not None else None
 
     def held(self, node_id: str) -> dict[str, set[str]]:
-        """Return the runs of submitted jobs that a node holds, by rdzv_id."""
         held: dict[str, set[str]] = {}
         for holding in self._known[node_id].holdings if node_id in self._known else ():
             held.setdefault(holding.rdzv_id, set()).add(holding.run)

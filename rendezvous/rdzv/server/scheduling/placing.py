@@ -83,12 +83,10 @@ class Placer:
         self._waits: Mapping[str, QueuedWait] = {}
 
     def start(self) -> None:
-        """Start placing jobs."""
         self.settled_at_ms = self._clock.now_ms() + self._settle_ms
         self._timer.arm_by(self._clock.now_ms())
 
     def stop(self) -> None:
-        """Stop placing jobs."""
         self.stopped = True
         self._timer.cancel()
 

@@ -85,7 +85,6 @@ class Quarantine:
         return self._document.value
 
     def stop(self) -> None:
-        """Stop the timer that ends quarantines."""
         self._timer.cancel()
 
     @property

@@ -35,7 +35,6 @@ class Scheduling:
         send: Callable[[str, Announcement], object],
         on_quarantine: Callable[[], None],
     ) -> None:
-        """Call `on_quarantine` when a node enters or leaves quarantine."""
         lock = asyncio.Lock()
         self._on_quarantine = on_quarantine
         self.known_nodes = KnownNodes(clock, on_change=self._wake)
@@ -113,6 +112,5 @@ class Scheduling:
             self.placer.wake()
 
     def note_lost(self, node_id: str) -> None:
-        """Forget a node that was given up."""
         self.drains.note_lost(node_id)
         self.known_nodes.note_lost(node_id)

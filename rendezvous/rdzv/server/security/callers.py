@@ -58,7 +58,6 @@ class Caller:
     """The id of the rdzvd token that the caller sent; empty if it sent none."""
 
     def has(self, roles: Iterable[Role]) -> bool:
-        """Return whether the caller has one of these roles."""
         return not self.roles.isdisjoint(roles)
 
     @property
@@ -127,7 +126,6 @@ def roles_of(names: Iterable[str]) -> tuple[Role, ...]:
 
 
 def implied(roles: Iterable[Role]) -> frozenset[Role]:
-    """Return these roles and all roles that they imply."""
     return frozenset[Role]().union(*(IMPLIED[role] for role in roles))
 
 

@@ -114,7 +114,6 @@ class Gate:
         meter: Meter | None = None,
         accounts: Accounts | None = None,
     ) -> None:
-        """Accept the service accounts in `accounts`, if given."""
         self._leadership = leadership
         self._clock = clock
         self._config = config

@@ -35,7 +35,6 @@ class Row:
 
     @property
     def needed(self) -> str:
-        """The required roles in words."""
         return " or ".join(role for role in Role if role in self.roles)
 
 

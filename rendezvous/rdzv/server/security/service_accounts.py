@@ -99,7 +99,6 @@ class ServiceAccounts:
             raise UnauthenticatedError(trouble) from error
 
     def _known(self, claims: Mapping[str, Any]) -> Caller:
-        """Return the caller identified by verified claims."""
         found = _SUBJECT.fullmatch(str(claims["sub"]))
         if found is None:
             raise UnauthenticatedError(
@@ -121,7 +120,6 @@ class ServiceAccounts:
 
 
 def _name(account: OidcAccount, namespace: str, name: str, claims: Mapping[str, Any]) -> str:
-    """Return the name of a caller that uses this account."""
     if account.known_as != "node":
         return namespace if account.known_as == "namespace" else f"{name}@{namespace}"
     of_kubernetes = claims.get("kubernetes.io")

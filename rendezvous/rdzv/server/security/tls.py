@@ -70,7 +70,6 @@ class Tls:
 
     @property
     def shown(self) -> Certificate:
-        """The certificate currently in use."""
         return self._now.shown
 
     def expires(self) -> datetime:

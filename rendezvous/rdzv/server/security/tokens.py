@@ -73,7 +73,6 @@ class _Document:
 
 
 def new_text() -> str:
-    """Generate the text of a new token."""
     return f"rdzv_{secrets.token_hex(4)}_{secrets.token_urlsafe(32)}"
 
 

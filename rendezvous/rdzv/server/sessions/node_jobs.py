@@ -59,20 +59,16 @@ class NodeJobs:
 
     @property
     def node_ids(self) -> Set[str]:
-        """The nodes that may be in at least one job."""
         return self._jobs_of.keys()
 
     def jobs_of(self, node_id: str) -> Set[str]:
-        """Return a superset of the jobs in which a node is present."""
         return self._jobs_of.get(node_id, frozenset())
 
     def add(self, job: Job, node_id: str) -> None:
-        """Record that a node is in a job."""
         job.node_ids.add(node_id)
         self._jobs_of.setdefault(node_id, set()).add(job.rdzv_id)
 
     def _remove(self, job: Job, node_id: str) -> None:
-        """Record that a node is no longer in a job."""
         job.node_ids.discard(node_id)
         if stream := self._streams.of(node_id):
             stream.forget(job.rdzv_id)
@@ -82,7 +78,6 @@ class NodeJobs:
                 del self._jobs_of[node_id]
 
     def note_step(self, job: Job, news: News) -> None:
-        """Record the nodes that joined a job or were placed on it in a step."""
         if isinstance(news.command, Join | Resume):
             self._note_present(job, news.command)
         for event in news.events:
@@ -164,7 +159,6 @@ class NodeJobs:
     def _mark_command(
         self, job: Job, node_id: str, lost: nodes.NodeLost | None, state: State
     ) -> Command | None:
-        """Return the command, if one is needed, that updates a job in this state about a node."""
         held = state.incarnation(node_id)
         record = self._leases.records.get(node_id)
         if held is None and node_id in state.placed:

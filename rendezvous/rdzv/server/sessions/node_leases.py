@@ -44,7 +44,6 @@ class Leases:
         self._nodes = replace(self._nodes, leadership=leadership)
 
     def stop(self) -> None:
-        """Stop both timers."""
         self._timer.cancel()
         self._hear_timer.cancel()
 
@@ -55,7 +54,6 @@ class Leases:
 
     @property
     def records(self) -> Mapping[str, nodes.NodeRecord]:
-        """The nodes that are connected or away."""
         return self._nodes.records
 
     @property
@@ -64,7 +62,6 @@ class Leases:
         return self._nodes.tuning.lease_for(len(self._nodes.records))
 
     def heartbeat_interval_ms(self, lease_ms: int) -> int:
-        """Return the interval at which a node with this lease sends heartbeats."""
         return self._nodes.tuning.interval_for(lease_ms)
 
     def hear(self, node_id: str) -> None:

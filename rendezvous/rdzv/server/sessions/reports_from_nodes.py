@@ -137,12 +137,10 @@ class Reports:
             self._diagnosis.hangs.take_report(stream.node_id, stream.incarnation, said)
 
     def note_health(self, stream: Stream, failing: tuple[FailingCheck, ...]) -> None:
-        """Record which of a node's health checks are failing."""
         if self._streams.is_current(stream):
             self._scheduling.note_health(stream.node_id, failing)
 
     def note_draining(self, stream: Stream, draining: Draining) -> None:
-        """Record that a node is draining, and wake the watchers of its jobs."""
         if self._streams.is_current(stream):
             self._scheduling.note_draining(stream.node_id, draining)
             for rdzv_id in self._node_jobs.jobs_of(stream.node_id):
@@ -165,7 +163,6 @@ class Reports:
             self._watchers.nodes_changed()
 
     async def _note_let_go(self, stream: Stream, rdzv_id: str, run: str) -> None:
-        """Remove a node from a job that it has released."""
         node_id, reason = stream.node_id, "nothing of the job is left on it"
         state = self._jobs.peek(rdzv_id)
         if state is None or state.membership.run != run or state.membership.ended is not None:
@@ -178,7 +175,6 @@ class Reports:
             await self._commands.insist_or_log(stream, rdzv_id, withdrawn)
 
     def take_log(self, stream: Stream, piece: LogPiece) -> None:
-        """Pass a piece of a log on to its reader."""
         if self._streams.is_current(stream):
             self._diagnosis.logs.take(stream.node_id, piece)
 

@@ -68,7 +68,6 @@ class Stream:
 
     @property
     def open(self) -> bool:
-        """Whether the stream is still open."""
         return not self._ended.done()
 
     def send(self, told: Announcement, *, again: bool = False) -> None:
@@ -140,7 +139,6 @@ class Streams:
 
     @property
     def open(self) -> Mapping[str, Stream]:
-        """The open streams, by node_id."""
         return self._open
 
     def add(self, stream: Stream) -> None:
@@ -174,7 +172,6 @@ class Streams:
     # ---------------------------------------------------------------- sending to nodes
 
     def send(self, node_id: str, message: Announcement) -> bool:
-        """Send a message to a node; return whether the node has a stream."""
         stream = self._open.get(node_id)
         if stream is not None:
             stream.send(message)
@@ -208,13 +205,11 @@ class Streams:
     # ---------------------------------------------------------------- closing
 
     def close(self, node_id: str, number: int | None, why: str) -> None:
-        """Close a node's stream if it is the one with this number."""
         stream = self._open.get(node_id)
         if stream is not None and stream.number == number:
             stream.close(RendezvousConnectionError(f"this stream of {node_id} is closed: {why}"))
 
     def close_opened_with(self, tokens: frozenset[str]) -> None:
-        """Close the streams that were opened with these now revoked tokens."""
         for stream in self._open.values():
             if stream.caller.token in tokens:
                 stream.close(UnauthenticatedError("the token that opened this stream was revoked"))

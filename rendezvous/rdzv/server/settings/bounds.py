@@ -44,12 +44,10 @@ def name(what: str, text: str, limits: Limits) -> str:
 
 
 def rdzv_id_of(text: str, limits: Limits) -> str:
-    """Check the name of a job."""
     return name("rdzv_id", text, limits)
 
 
 def node_id_of(text: str, limits: Limits) -> str:
-    """Check the name of a node."""
     return name("node_id", text, limits)
 
 
@@ -89,7 +87,6 @@ def within(what: str, value: int, lowest: int, highest: int) -> int:
 
 
 def one_of(what: str, value: int, known: Mapping[int, T]) -> T:
-    """Return the value that a number in the protocol stands for."""
     if value not in known:
         allowed = ", ".join(str(number) for number in known)
         raise refusal(what, value, "is not known to this server", f"give one of {allowed}")

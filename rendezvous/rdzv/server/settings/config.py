@@ -325,7 +325,6 @@ class TlsFiles:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The certificate, the key and, if set, the client CA."""
         return (self.cert, self.key, *((self.client_ca,) if self.client_ca else ()))
 
     def check(self) -> Certificate:

@@ -169,7 +169,6 @@ class Configuration:
 
     @property
     def source(self) -> str:
-        """Where the configuration comes from, in words."""
         given = any(value is not None for value in self._given.values())
         parts = [str(self._file)] if self._file else []
         parts += ["the command line"] if given else []

@@ -36,7 +36,6 @@ PARTS: dict[str, Any] = {
 
 
 def _sets(*fields: str, reason: str, **more: Any) -> Meta:
-    """Describe a setting that sets these fields of `Config`, each named as `part.field`."""
     defaults = {getattr(PARTS[part], name) for part, name in (f.split(".") for f in fields)}
     assert len(defaults) == 1, f"{fields} have several defaults"
     default = defaults.pop() / 1000 if fields[0].endswith("_ms") else defaults.pop()

@@ -66,7 +66,6 @@ class Link:
     # ---------------------------------------------------------------- for a node
 
     def open(self, node: NodeEnd, caller: pb.RelayedCaller) -> int:
-        """Open a stream for a node and return the stream's number."""
         number = next(self._numbers)
         self._nodes[number] = node
         self._outgoing.put_now(pb.FromNode(stream=number, opened=caller), caller.ByteSize())
@@ -91,7 +90,6 @@ class Link:
     # ---------------------------------------------------------------- for the call
 
     def take(self, frame: pb.ToNode) -> None:
-        """Pass a frame from the server on to its node."""
         node = self._nodes.get(frame.stream)
         if node is None:
             return  # The node is gone, but the server does not know yet.
@@ -118,7 +116,6 @@ class Link:
             return  # The task that reads from the call finds out why the call ended.
 
     def end(self, error: RendezvousError) -> None:
-        """End all nodes' streams with this error."""
         self._over = True
         for node in self._nodes.values():
             node.end(error)

@@ -16,7 +16,6 @@ _HERE = (NodeState.SEATED, NodeState.WAITING, NodeState.SPARE, NodeState.LOST)
 
 
 def c10d_metrics(views: Iterable[JobView]) -> Iterator[Metric]:
-    """Yield the metrics of the jobs that are joining or running."""
     live = [view for view in views if view.state in _LIVE]
     jobs = Tally(view.state for view in live)
     family = GaugeMetricFamily(

@@ -47,7 +47,6 @@ class JobLedgers:
         self._jobs[membership.rdzv_id] = _Job(book)
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Add rows of history to their jobs' ledgers."""
         for row in rows:
             if row.name in _NO_MATTER or row.name not in history.KINDS or not row.run:
                 continue
@@ -81,7 +80,6 @@ class JobLedgers:
         )
 
     def drop(self, rdzv_id: str) -> None:
-        """Forget a job."""
         self._jobs.pop(rdzv_id, None)
 
     def clear(self) -> None:

@@ -291,7 +291,6 @@ class JobPage:
             add("rdzv_job_max_steps_per_second", job, rates[-1])
 
     def add_ended(self, rdzv_id: str, tally: JobTally, now_ms: int) -> None:
-        """Add the counters of a job that has ended."""
         assert tally.final is not None, "only an ended job has no present state"
         self._add_counted(_label("rdzv_id", rdzv_id), tally.final, tally, now_ms)
 

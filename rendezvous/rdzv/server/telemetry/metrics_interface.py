@@ -112,7 +112,6 @@ class Meters(Meter):
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Time the commit in every meter."""
         with ExitStack() as stack:
             for meter in self.meters:
                 stack.enter_context(meter.committing())

@@ -48,12 +48,10 @@ class _Names(IdGenerator):
 
 
 def trace_id_of(span: TraceSpan) -> int:
-    """Return the id of a span's trace, which is the same for all spans in a run."""
     return _digest(16, span.rdzv_id, span.run)
 
 
 def span_id_of(span: TraceSpan, key: str) -> int:
-    """Return the id of the span that has this key in the same trace."""
     return _digest(8, span.rdzv_id, span.run, key)
 
 
@@ -107,7 +105,6 @@ class OtlpSender:
         made.end(_ns(span.until_ms))
 
     def _below(self, span: TraceSpan, key: str) -> Context:
-        """Return the context of the parent span, which is sent later, and whether to sample it."""
         trace_id = trace_id_of(span)
         decision = self._provider.sampler.should_sample(None, trace_id, span.name).decision
         sampled = decision is Decision.RECORD_AND_SAMPLE

@@ -16,7 +16,6 @@ class ScrapeTargets:
     """The agents that serve /metrics on known nodes and on recently lost nodes."""
 
     def __init__(self, most: int) -> None:
-        """Keep the `most` most recently lost nodes."""
         self._most = most
         self._present: dict[str, str] = {}
         self._lost: dict[str, tuple[str, int]] = {}
@@ -31,14 +30,12 @@ class ScrapeTargets:
             self._present[node_id] = address
 
     def lose(self, node_id: str, now_ms: int) -> None:
-        """Record that a node was given up."""
         if (address := self._present.pop(node_id, "")) != "":
             self._lost[node_id] = (address, now_ms)
             if len(self._lost) > self._most:
                 del self._lost[next(iter(self._lost))]
 
     def listed(self, now_ms: int) -> Mapping[str, str]:
-        """Return the addresses to scrape, by node_id."""
         while self._lost:
             node_id, (_, lost_ms) = next(iter(self._lost.items()))
             if now_ms - lost_ms < KEPT_MS:

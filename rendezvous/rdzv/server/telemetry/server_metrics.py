@@ -126,7 +126,6 @@ class Metrics(Meter, Collector):
         about.labels(version, platform.python_version(), config.store).set(1)
 
     def add_process(self) -> None:
-        """Add metrics for this process and its interpreter."""
         add_process(self._registry)
 
     def _add_event_counters(self, registry: CollectorRegistry) -> None:
@@ -363,7 +362,6 @@ class Metrics(Meter, Collector):
         self._store_errors.labels("write" if writes else "read").inc()
 
     def call_refused(self, code: str) -> None:
-        """Count a refused call by its error code."""
         self._calls_refused.labels(code).inc()
 
     def loop_late(self, late_ms: int) -> None:
@@ -371,7 +369,6 @@ class Metrics(Meter, Collector):
         self._lag.observe(max(late_ms, 0) / 1000)
 
     def stream_opened(self) -> None:
-        """Count a stream that a node has opened."""
         self._streams_opened.inc()
 
     def node_lost(self) -> None:
@@ -444,7 +441,6 @@ class Metrics(Meter, Collector):
         )
 
     def _collect_room(self) -> Iterator[Metric]:
-        """Yield the gauges for the nodes' resources for submitted jobs."""
         figures = self._look()
         if figures is None:
             return
@@ -524,7 +520,6 @@ class Metrics(Meter, Collector):
 
 
 def _known(states: Iterable[State]) -> Iterator[State]:
-    """Yield the jobs that have a run in progress."""
     return (s for s in states if s.membership.run and s.membership.ended is None)
 
 

@@ -200,7 +200,6 @@ def _resources(message: pb.Resources, limits: Limits) -> Resources:
 
 
 def holdings_of(message: pb.Holdings, limits: Limits) -> tuple[Holding, ...]:
-    """Read the submitted jobs that a node holds."""
     if len(message.holdings) > limits.beliefs:
         most = f"at most {limits.beliefs}"
         raise bounds.refusal(
@@ -478,7 +477,6 @@ def away_ms_of(message: pb.Away, limits: Limits) -> int:
 
 
 def log_piece_of(message: pb.LogPiece, limits: Limits) -> LogPiece:
-    """Read a piece of a log."""
     if len(message.data) > limits.log_piece_bytes:
         raise bounds.refusal(
             "log_piece",

@@ -55,7 +55,6 @@ def logs_wanted_of(message: pb.ReadLogsRequest, limits: Limits) -> LogsWanted:
 
 
 def submit_of(message: pb.SubmitJobRequest, limits: Limits) -> Submit:
-    """Read a job submission."""
     settings = settings_of(message.settings, limits)
     if settings.max_restarts is None:
         raise bounds.refusal(
@@ -125,7 +124,6 @@ def _sized(what: str, texts: Iterable[str], most: int) -> None:
 
 
 def cordon_of(message: pb.CordonNodeRequest, limits: Limits) -> tuple[str, str]:
-    """Read the node to cordon and the reason."""
     return bounds.node_id_of(message.node_id, limits), bounds.sentence(message.reason, limits)
 
 

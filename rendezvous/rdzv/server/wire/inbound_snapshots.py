@@ -48,7 +48,6 @@ def mark_of(message: pb.SnapshotMark, limits: Limits) -> SnapshotMark:
 def _snapshots(
     messages: Collection[pb.Snapshot], local_world_size: int, limits: Limits
 ) -> tuple[Snapshot, ...]:
-    """Read the snapshots that a node holds for a job."""
     most = limits.snapshots_per_worker * local_world_size
     if len(messages) > most:
         raise bounds.refusal("snapshots", len(messages), "are too many", f"hold at most {most}")

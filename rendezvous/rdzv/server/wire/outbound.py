@@ -67,7 +67,6 @@ their messages are listed."""
 def server_message(
     told: Sequence[Announcement], leadership: int, server_version: str, now_ms: int
 ) -> pb.ServerMessage:
-    """Convert one or more announcements for a node into one message."""
     message = pb.ServerMessage(leadership=leadership)
     _write(message, told[0], server_version, now_ms)
     for other in told[1:]:
@@ -144,7 +143,6 @@ def log_lines(lines: LogLines) -> pb.LogLines:
 
 
 def event_row(record: Record) -> pb.Event:
-    """Convert one history row."""
     event = answers.event_in(record)
     return pb.Event(
         unix_ms=record.unix_ms,

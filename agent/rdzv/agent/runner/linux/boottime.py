@@ -44,7 +44,6 @@ class Alarm:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
 
     def fileno(self) -> int:
-        """Return the descriptor."""
         return self._fd
 
     def set(self, at_ms: int | None) -> None:
@@ -55,5 +54,4 @@ class Alarm:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
 
     def close(self) -> None:
-        """Close the descriptor."""
         os.close(self._fd)

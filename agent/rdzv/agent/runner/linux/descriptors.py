@@ -24,7 +24,6 @@ def close_fd(fd: int | None) -> None:
 
 
 def close_fds(fds: Iterable[int]) -> None:
-    """Close descriptors."""
     for fd in fds:
         os.close(fd)
 

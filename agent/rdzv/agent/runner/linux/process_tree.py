@@ -191,7 +191,6 @@ def new_mark(family: str) -> int:
 
 
 def is_of_family(mark: int | None, family: str) -> bool:
-    """Return whether a mark was made for a family."""
     return mark is not None and mark >> 20 == zlib.crc32(family.encode())
 
 
@@ -220,7 +219,6 @@ def mark_of(pid: int) -> int | None:
 
 
 def reap(pids: Iterable[int]) -> None:
-    """Reap those of these children that have exited."""
     for pid in pids:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
