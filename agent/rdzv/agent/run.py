@@ -18,6 +18,7 @@ import errno
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +29,7 @@ from rdzv.agent.core.exit_codes import EXIT_FAILED, EXIT_TRY_AGAIN, EXIT_USAGE
 from rdzv.agent.launch.launch import Launch, check_startable
 from rdzv.agent.runner.spawn import reason_of
 from rdzv.agent.runner_link import StartedRunner
+from rdzv.agent.system import temporary_folders
 from rdzv.agent.system.error_files import write_error
 from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.agent.workers.summary import summary
@@ -89,6 +91,7 @@ def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
     credentials = meeting.credentials(os.environ)
     # The runner starts up while this process imports the client for the server.
     runner = StartedRunner()
+    threading.Thread(target=temporary_folders.sweep, daemon=True).start()
     try:
         with _without_garbage():
             # Imported only once the command line is known to be valid.

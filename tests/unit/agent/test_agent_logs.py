@@ -93,6 +93,22 @@ def test_without_a_log_directory_there_is_a_new_one_each_time(
     assert all(name.startswith("rdzv_") for name in found)
 
 
+def test_a_temporary_folder_is_removed_unless_it_holds_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    caplog.set_level("INFO")
+    written, empty = RunLogs(None, "job-7", "n1"), RunLogs(None, "job-8", "n1")
+    (worker,) = written.open_round(line(0), 1)
+    worker.error.write_text("{}")
+    empty.open_round(line(0), 1)
+    for logs in (written, empty, written, empty):
+        logs.close()
+    (kept,) = tmp_path.iterdir()
+    assert worker.error.is_relative_to(kept)
+    assert caplog.messages == [f"job-7: the workers' logs and error files are in {kept}"]
+
+
 def test_without_any_folder_there_are_no_files_unless_they_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -161,8 +161,10 @@ REASONS: dict[str, tuple[str, ...]] = {
     ),
     "it was made this moment in a directory of the agent's own, and is then given away": (
         "progress_files.ProgressFiles.open_round: os.chown",
-        "progress_files.ProgressFiles.open_round: tempfile.mkdtemp",
         "run_folders.RunFolders._make_for: os.chown",
+        "temporary_folders._lock_new: os.open",
+        "temporary_folders._lock_new: path.exists",
+        "temporary_folders.make: tempfile.mkdtemp",
     ),
     "whoever configures the agent, or starts rdzvrun, has named it": (
         "agent_config._check_passable: os.path.lexists",
@@ -188,6 +190,13 @@ REASONS: dict[str, tuple[str, ...]] = {
         "preemption._run_into: start_spared",
         "stack_sampling.find_py_spy: os.access",
         "stack_sampling.find_py_spy: shutil.which",
+    ),
+    "only rdzvrun does so, in folders of its own account, which runs its workers too": (
+        "temporary_folders._remove_if_left: os.open",
+        "temporary_folders._remove_if_left: remove_tree(), which is not told whose",
+        "temporary_folders.has_files: os.walk",
+        "temporary_folders.sweep: os.scandir",
+        "temporary_folders.sweep: tempfile.gettempdir",
     ),
     "only what has a console is teed: `Output.console` is false for submitted jobs": (
         "console_tee.Tee.duplicate: os.open",

@@ -28,12 +28,12 @@ from rdzv.agent.node.metrics_endpoint import metered
 from rdzv.agent.node.node import LINK_CLOSE_TIMEOUT_S, LOG_FINISH_TIMEOUT_S, daemon_identity
 from rdzv.agent.node.placements import Placements
 from rdzv.agent.node.submitted_launch import Surroundings
-from rdzv.agent.observers.progress_files import PREFIX
 from rdzv.agent.output.run_folders import RunFolders
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.agent.system.accounts import identity_of_owner, open_untrusted
 from rdzv.agent.system.folder_trees import remove_tree
 from rdzv.agent.system.side_thread import in_thread, in_time
+from rdzv.agent.system.temporary_folders import PROGRESS
 from rdzv.core.fleet.node_resources import Resources
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime import systemd
@@ -390,7 +390,7 @@ def _share(memory: int | None, jobs: int) -> int | None:
 def _remove_leftovers(runtime_dir: Path, adopted: Iterable[AdoptedRunner]) -> None:
     """Remove the files left behind by an agent that was killed, except those still in use."""
     in_use = {runner.state.progress_folder for runner in adopted}
-    for path in runtime_dir.glob(f"{PREFIX}*"):
+    for path in runtime_dir.glob(f"{PROGRESS}*"):
         if str(path) not in in_use:
             with contextlib.suppress(OSError):
                 remove_tree(path, identity_of_owner(path, with_groups=False))

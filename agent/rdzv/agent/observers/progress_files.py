@@ -16,15 +16,16 @@ import asyncio
 import contextlib
 import logging
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rdzv.agent.core.model import Assignment
+from rdzv.agent.system import temporary_folders
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted, write_anew
 from rdzv.agent.system.file_watches import Watches
 from rdzv.agent.system.folder_trees import remove_tree
+from rdzv.agent.system.temporary_folders import MAX_FILES, PROGRESS
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import struct
 
@@ -36,13 +37,9 @@ INTERVAL_MS = 1_000
 """The minimum interval between progress reports to the server."""
 INTERVAL_MS_PER_NODE = 2
 """The same per node of the round, so that one job's nodes send at most 500 reports a second."""
-PREFIX = "rdzv_progress_"
-"""The prefix of the temporary folders' names."""
 MAX_BYTES = 64
 """The size limit for a file that contains a step."""
 MAX_STEP = 2**64 - 1
-MAX_REMOVED = 10_000
-"""The maximum number of files removed while everything else waits; each worker has a few."""
 
 # ---------------------------------------------------------------------- file content, and rates
 
@@ -200,6 +197,7 @@ class ProgressFiles:
         self._identity = identity
         self._below = below
         self._folder: Path | None = None
+        self._lock: int | None = None
         self._watches: Watches | None = None
         self._assignment: Assignment | None = None
         self._files: tuple[_File, ...] = ()
@@ -212,7 +210,7 @@ class ProgressFiles:
         self.close_round()
         try:
             if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._below))
+                self._folder, self._lock = temporary_folders.make(PROGRESS, self._below)
                 if self._identity is not None:
                     os.chown(self._folder, self._identity.uid, self._identity.gid)
             paths = self._paths(self._folder, local_world_size)
@@ -298,11 +296,14 @@ class ProgressFiles:
         if self._folder is not None:
             self._remove(self._folder)
             self._folder = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _remove(self, path: Path) -> None:
         # The next agent removes the rest.
         with contextlib.suppress(OSError):
-            remove_tree(path, self._identity, MAX_REMOVED)
+            remove_tree(path, self._identity, MAX_FILES)
 
     def _wake(self, file: _File) -> None:
         """Schedule a read of a file for when the next report is due."""

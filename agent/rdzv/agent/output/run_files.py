@@ -5,8 +5,9 @@
     LOG_DIR/RDZV_ID-RUN/NODE_ID/round_3/0/{stdout.log,stderr.log,error.json}
     LOG_DIR/RDZV_ID-RUN/NODE_ID/attempt_1 -> round_3       (the latest round of restart 1)
 
-The agent never deletes these files. With LOG_DIR=/dev/null there are none. If a submitted job has
-no LOG_DIR of its own, its files are in the agent's state directory; see `run_folders`.
+The agent never deletes these files. Without LOG_DIR, rdzvrun makes a temporary folder for them, and
+removes it if no worker has written a file. With LOG_DIR=/dev/null there are none. If a submitted
+job has no LOG_DIR of its own, its files are in the agent's state directory; see `run_folders`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -22,7 +22,9 @@ from pathlib import Path
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import NO_FILES, Output
 from rdzv.agent.output.console_tee import Stream, route
+from rdzv.agent.system import temporary_folders
 from rdzv.agent.system.accounts import Identity, acting_as
+from rdzv.agent.system.folder_trees import remove_tree
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
@@ -167,6 +169,8 @@ class RunLogs:
         self._run_dir = run_dir
         self._rdzv_id = rdzv_id
         self._node_id = node_id
+        self._temporary: tuple[Path, int] | None = None
+        """The folder made because none was given, and its lock."""
 
     def open_round(self, assignment: Assignment, local_world_size: int) -> list[WorkerFiles]:
         """Create the directories for a round's workers; return their files by LOCAL_RANK.
@@ -202,7 +206,7 @@ class RunLogs:
 
     def _make_base(self) -> Path:
         try:
-            return Path(tempfile.mkdtemp(prefix="rdzv_"))
+            self._temporary = temporary_folders.make(temporary_folders.LOGS)
         except OSError as error:
             if self._needed:
                 raise
@@ -212,6 +216,20 @@ class RunLogs:
             )
             log.warning(text, error)
             return NO_FILES
+        return self._temporary[0]
+
+    def close(self) -> None:
+        """Remove a temporary folder in which no file was written; otherwise log where it is."""
+        if self._temporary is None:
+            return
+        path, lock = self._temporary
+        self._temporary = None
+        if temporary_folders.has_files(path):
+            log.info("%s: the workers' logs and error files are in %s", self._rdzv_id, path)
+        else:
+            with contextlib.suppress(OSError):
+                remove_tree(path, self._identity)
+        os.close(lock)
 
 
 def usual_output(files: Sequence[WorkerFiles], output: Output) -> RoundOutput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -176,12 +177,14 @@ class LocalWorkerGroup:
             self._tee.unfollow()
 
     async def close(self) -> None:
-        """Show the workers' last output, waiting a limited time for the console."""
+        """Show the workers' last output, waiting a limited time; remove an empty log folder."""
         if self._logs_specs is not None:
             await self._logs_specs.close()
         if self._tee is not None:
             await self._tee.drain(DRAIN_TIMEOUT_S)
             self._tee.close()
+        with contextlib.suppress(TimeoutError):
+            await self._files.answer(self._logs.close)
 
     def _worker(self, assignment: Assignment, local_rank: int, output: WorkerOutput) -> WorkerSpec:
         self._follow(assignment, local_rank, output)
