@@ -1,0 +1,223 @@
+"""What our programs write, byte for byte, and every text with which a message is refused.
+
+`protocol/written.txt` has a line for each sample of a message: its name, and its bytes in
+hexadecimal. `protocol/refused.txt` has the refusals. `pytest --rewrite` writes both: review the
+diff, for a byte that changes is a change of the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+
+from rdzv.agent.core import commands
+from rdzv.agent.core.model import KeptWorker, StartedWorker, StartReport
+from rdzv.agent.observers.arrival_watch import ArrivalReport, GroupArrivals, RankArrivals
+from rdzv.agent.observers.gpu_watch import GpuReport, RankGpu
+from rdzv.agent.observers.hang_watch import HungReport
+from rdzv.agent.observers.progress_files import RankProgress, Report
+from rdzv.agent.output.worker_log_reader import Piece
+from rdzv.agent.server_link import encoding
+from rdzv.agent.server_link.node_drain import NodeDrain
+from rdzv.agent.server_link.placed_jobs import Holding
+from rdzv.core.evidence import collectives
+from rdzv.core.evidence.hang_culprit import HungWorker
+from rdzv.core.fleet.node_resources import FailingCheck, Gpu, Resources
+from rdzv.core.gpu_state import GpuState
+from rdzv.core.model import JobSpec, Moved, ScaleUp, Snapshot, SnapshotMark
+from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
+from rdzv.errors import InvalidRequestError
+from rdzv.server import messages as told
+from rdzv.server.wire import outbound
+from rdzv.stores.base import Record
+from rdzv.structs import replace
+from rdzv.v1 import rdzv_pb2 as pb
+from tests.unit.agent import test_agent_encoding as agent
+from tests.unit.server import test_answer_values as answered
+from tests.unit.server import test_wire as server
+
+PROTOCOL = Path(__file__).parents[1] / "protocol"
+NOW_MS = agent.NOW_MS
+MARK = SnapshotMark(2, 40, "2.a1b2", 2, 6)
+SNAPSHOTS = (Snapshot(0, MARK, 1, 1 << 30, "f00"), Snapshot(1, MARK, 0, 7, "f01", copy_of=0))
+CARRIER = CopyCarrier(40_000, "secret", "ab12")
+MISSING = MissingCopies(MARK, "n2: no file caf\udce9")
+STACK = replace(
+    answered.STACK,
+    collectives=(
+        collectives.GroupRecord(
+            "0", "default_pg", 5, (collectives.Collective(5, "all_reduce", "4 f", True, 9),), (0, 1)
+        ),
+    ),
+    no_record="caf\udce9",
+    exited_ms=0,
+)
+
+
+def by_agents() -> Iterator[tuple[str, Message]]:
+    """Yield each kind of message that a node sends."""
+    state = replace(agent.REJOINING, snapshots=SNAPSHOTS, stopping_since_ms=NOW_MS - 9)
+    kept = (KeptWorker(0, 99), KeptWorker(3, 98, 7, True, 1, 2, 0))
+    say = commands.SayJoin(
+        "r1", 5, (agent.FAILURE, agent.KILLED), True, Moved(7, snapshot=True), kept
+    )
+    settings = replace(
+        agent.SETTINGS,
+        scale_up=ScaleUp.AFTER,
+        max_restarts=None,
+        restart_backoff_ms=0,
+        restart_backoff_max_ms=5,
+        max_preemptions=0,
+        max_store_failures=6,
+        no_progress_restarts=7,
+    )
+    odd = replace(state, job=replace(agent.JOB, settings=settings))
+    given = {"refuse_reuse": True, "secret": "s" * 16, "preparing": True}
+    yield "join", encoding.join(say, state, agent.OFFER, NOW_MS, **given)
+    yield "join:settings", encoding.join(say, odd, agent.OFFER, NOW_MS, **given)
+    fresh = commands.SayJoin("", None, ())
+    yield "join:fresh", encoding.join(fresh, state, agent.OFFER, NOW_MS, **given)
+    round_ = replace(
+        agent.LINE,
+        tally=server.TALLY,
+        heard_at_ms=NOW_MS - 5,
+        kept=(0, 3),
+        source=0,
+        resume_step=0,
+        charged_suspects=(1,),
+        snapshot=MARK,
+        snapshot_loads=1,
+        origin=1,
+        lineage=2,
+    )
+    states = {name: state for name, (state, *_) in agent.BELIEFS.items()}
+    states["with all of a round"] = replace(agent.REJOINING, assignment=round_)
+    for name, believed in states.items():
+        belief = encoding.belief(believed, agent.OFFER, NOW_MS, refuse_reuse=False)
+        yield f"belief:{name}", belief
+    for case in cases(agent.test_a_report_is_heard_as_it_was_said):
+        yield f"report:{type(case[0]).__name__}", encoding.report(case[0], "job-7", NOW_MS)
+    suspect = replace(agent.FAILURE, message="caf\udce9", suspect=True)
+    failed = commands.SayFailed("r1", 5, (suspect,))
+    yield "report:suspect", encoding.report(failed, "job-7", NOW_MS)
+    progress = (RankProgress(8, 1_204, 300, 14.25), RankProgress(9, 0, 0, 0.0))
+    yield "progress", encoding.progress(Report("r1", 2, progress), "job-7")
+    held = commands.SaySnapshots("r1", SNAPSHOTS, CARRIER, MISSING)
+    yield "snapshots_held", encoding.snapshots_held(held, "job-7")
+    workers = (StartedWorker(0, "kept"), StartedWorker(1, "warm", "it did not park"))
+    started = StartReport("r1", 2, workers, "no file", forks=True)
+    yield "workers_started", encoding.started(started, "job-7")
+    entered = (RankArrivals(8, (1_000, -5)),)
+    groups = (GroupArrivals("0", 2.5, None, (4, 5), entered), GroupArrivals("1", 0.0, 0, (), ()))
+    yield "arrivals", encoding.arrivals(ArrivalReport("r1", 2, groups), "job-7")
+    gpus = (RankGpu(8, GpuState("a", 600, 1_980, ("slow",), 0, 91)), RankGpu(9, GpuState("b")))
+    yield "worker_gpus", encoding.gpus(GpuReport("r1", 2, gpus), "job-7")
+    hung = (HungWorker(9, 1, 99, 61_000, "no progress", timed_out=True),)
+    yield "hung", encoding.hung(HungReport("r1", 2, hung), "job-7")
+    yield "hung:none", encoding.hung(HungReport("r1", 2, ()), "job-7")
+    yield "log_piece", encoding.log_piece(Piece(5, 2, 3, 11, True, 4_711, b"x\xff", True, "why"))
+    yield "stacks", encoding.stacks(5, (STACK,), last=False, error="")
+    yield "stacks:last", encoding.stacks(5, (), last=True, error="caf\udce9")
+    has = Resources(8, 64, (Gpu("GPU-a", "H100", 80),), (("gpu", "h100"),), 2, "rack-1")
+    yield "resources", encoding.resources(has)
+    yield "holdings", encoding.holdings([Holding("job-7", "r1", 4), Holding("j", "r", 0)])
+    yield "health", encoding.health([FailingCheck("disk", "full")])
+    yield "declined", encoding.declined("job-7", "r1", "no folder \udcff", passing=True)
+    drain = NodeDrain(lambda: NOW_MS, lambda _: None)
+    drain.take_from_server(7, 60_000, "drained")
+    yield "draining", present(encoding.draining(drain))
+    drain.note_wish(5_000, "preempted")
+    yield "draining:own", present(encoding.draining(drain))
+    yield "gone", encoding.gone(pb.RoundCompleted(rdzv_id="job-7", run="r1", round=5))
+
+
+def by_servers() -> Iterator[tuple[str, Message]]:
+    """Yield each kind of message that a node is told, and of answers to operators."""
+    spec = JobSpec(
+        ("train.py", "--lr=1"),
+        (("A", "1"),),
+        "/srv",
+        (("gpu", "h100"),),
+        *(-3, 0, 4, True, "ada", "ada"),
+    )
+    source = CopySource("n2", "h2", 7_000, "secret", SNAPSHOTS, "ab12")
+    position = told.LogPosition("n1", 2, 3, True, 7)
+    job = ("job-7", "r1")
+    others: tuple[told.Announcement, ...] = (
+        told.Joined(*job, 2, forks=False),
+        told.KeepCopies(*job, MARK, (source,)),
+        told.ReadLog(5, "job-7", None, None, True, False, True, 9, 8, 7),
+        told.ReadLog(5, "job-7", 0, 0, True, False, True, 9, 8, 7, (position,), ("r2", "r1")),
+        told.LogCredit(5, 9, cancel=True),
+        told.Placed(*job, spec),
+        told.Placed(*job, JobSpec(("train.py",))),
+        told.Withdrawn(*job, "the job has stopped"),
+        told.LookAgain(),
+        told.TakeStacks(5, *job, 2, 10_000),
+        told.DrainNode(60_000, "drained by ada", 3),
+        told.UndrainNode(),
+    )
+    for announced in (*(case[0] for case in cases(server.test_what_nodes_are_told)), *others):
+        name = type(announced).__name__
+        yield f"told:{name}", outbound.server_message([announced], 3, "1.2", 5_000)
+    several = [told.Welcome(7, 1_666, 5_000), told.Servers(("b:1",)), told.LookAgain()]
+    yield "told:several", outbound.server_message(several, 3, "1.2", 5_000)
+    for value, write, _ in cases(answered.test_each_value_is_read_back_from_its_message):
+        yield f"answered:{type(value).__name__}", write(value)
+    for data in ("n1 joined", '{"node_id":"n1","round":3,"later":["x"]}'):
+        row = Record(5, "job-7", "r1", "NodeStopped", data)
+        yield "answered:Event", outbound.event_row(row)
+
+
+def cases(test: Callable[..., object]) -> Iterable[Any]:
+    """Return the cases of a parametrized test."""
+    (mark,) = test.pytestmark  # type: ignore[attr-defined]
+    return list(mark.args[1])
+
+
+def present(message: Message | None) -> Message:
+    assert message is not None
+    return message
+
+
+def check(path: Path, lines: Iterable[str], config: pytest.Config) -> None:
+    text = "".join(f"{line}\n" for line in lines)
+    if config.getoption("--rewrite"):
+        path.write_text(text)
+    assert path.read_text().splitlines() == text.splitlines(), "review the diff, then: --rewrite"
+
+
+def test_every_message_is_written_as_before(pytestconfig: pytest.Config) -> None:
+    lines = (
+        f"{name} {message.SerializeToString(deterministic=True).hex()}"
+        for name, message in chain(by_agents(), by_servers())
+    )
+    check(PROTOCOL / "written.txt", lines, pytestconfig)
+
+
+def test_every_refusal_reads_as_before(pytestconfig: pytest.Config) -> None:
+    texts = []
+    for read, _ in cases(server.test_what_is_wrong_is_refused_with_value_reason_and_remedy):
+        with pytest.raises(InvalidRequestError) as refused:
+            read()
+        texts.append(str(refused.value))
+    check(PROTOCOL / "refused.txt", texts, pytestconfig)
+
+
+def test_every_kind_of_message_is_recorded() -> None:
+    """A message that nobody recorded could change unseen."""
+    written = [message for _, message in chain(by_agents(), by_servers())]
+    told = {
+        message.WhichOneof("body") for message in written if isinstance(message, pb.ServerMessage)
+    }
+    said = {
+        message.WhichOneof("body") for message in written if isinstance(message, pb.NodeMessage)
+    }
+    said |= {"hello", "heartbeat", "away", "join", "holdings", "health", "draining"}
+    for kind, found in ((pb.ServerMessage, told), (pb.NodeMessage, said)):
+        assert found == {field.name for field in kind.DESCRIPTOR.oneofs_by_name["body"].fields}
