@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import resource
 from collections.abc import Iterator, Sequence
@@ -46,13 +45,13 @@ class Crowd:
             parts = [stack.enter_context(Asked.running(*arguments)) for _ in range(count)]
             yield cls(parts, nodes, timeout_s)
 
-    def gather(self, servers: Sequence[Sequence[str]], tls: str) -> dict[str, Any]:
-        """Let all nodes but the last one join, each process at one of these lists of servers."""
+    def gather(self, servers: Sequence[str], tls: str) -> dict[str, Any]:
+        """Let all nodes but the last one join."""
         count = len(self._parts)
         ends = [self._nodes * (part + 1) // count for part in range(count)]
         shares = zip([0, *ends], ends, strict=False)
-        for part, numbers, at in zip(self._parts, shares, itertools.cycle(servers), strict=False):
-            part.tell(act="gather", nodes=self._nodes, numbers=numbers, endpoints=at, tls=tls)
+        for part, numbers in zip(self._parts, shares, strict=False):
+            part.tell(act="gather", nodes=self._nodes, numbers=numbers, endpoints=servers, tls=tls)
         return self.answer()
 
     def ask(self, act: str, **how: object) -> dict[str, Any]:

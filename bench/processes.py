@@ -20,8 +20,6 @@ from rdzv.client import parse_endpoint
 BIN = Path(sys.executable).parent
 CALLER = "crowd"
 """The name in the certificate of simulated nodes."""
-RELAY = "relay"
-"""The name in the certificate of relays."""
 READY_S = 60.0
 
 
@@ -57,23 +55,16 @@ def resident_bytes(pid: int) -> int:
 
 
 def certified(folder: Path) -> list[str]:
-    """Make the certificates of a server, a relay and a crowd; return the server's options."""
+    """Make the certificates of a server and a crowd; return the server's options."""
     certs = [str(BIN / "rdzvctl"), "certs"]
-    clients = (["client", CALLER, "--role=submit"], ["client", RELAY, "--role=relay"])
-    for made in (["init", "--server=localhost"], *clients):
+    for made in (["init", "--server=localhost"], ["client", CALLER, "--role=submit"]):
         subprocess.run([*certs, *made, f"--dir={folder}"], check=True, stdout=subprocess.DEVNULL)
     files = {"cert": "server.crt", "key": "server.key", "client-ca": "ca.crt"}
     return [f"--tls-{name}={folder / file}" for name, file in files.items()]
 
 
-def upstream(folder: Path) -> list[str]:
-    """Return the options with which a relay calls the server that is `certified`."""
-    files = {"ca": "ca.crt", "cert": f"client-{RELAY}.crt", "key": f"client-{RELAY}.key"}
-    return [f"--upstream-{name}={folder / file}" for name, file in files.items()]
-
-
 class Rdzvd:
-    """One server, or one relay; it can be killed and restarted in the same place."""
+    """One server; it can be killed and restarted in the same place."""
 
     def __init__(self, address: str, options: Sequence[str], log: Path) -> None:
         self.endpoint = parse_endpoint(address)

@@ -19,14 +19,11 @@ to one rdzvd with its default store, SQLite:
 On a shared machine seconds say little: the CPU time of the server for each act, per node, says what
 the server costs, and is told apart from the CPU time of the crowd. `--tls` measures the same with
 mutual TLS, `--profile` shows where the time of the server goes (bench/profiling.py), and
-bench/floor.py what gRPC alone costs.
+bench/floor.py what gRPC alone costs. With more nodes than 10,000, the server gets the settings that
+docs/scale.md names for them.
 
 `core` is 10,000 joins through the rendezvous core alone, and with the invariants that the driver
 asks before each commit.
-
-`--relays` measures the same again with relays between. Then no process has a connection of each
-node, so there may be more nodes than a process may open files; of so many, or with `--only-relays`,
-only this is measured. The server gets the settings that docs/scale.md names for its nodes.
 
 The peer, in the same run: torch's c10d rendezvous, at the sizes that it can do; its nodes are
 threads of two processes, which do nothing else.
@@ -49,7 +46,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crowd_processes import CROWDS, TRAFFIC, Crowd, most_files
+from crowd_processes import TRAFFIC, Crowd, most_files
 from measure import (
     Json,
     Spread,
@@ -61,7 +58,7 @@ from measure import (
     say_conditions,
     say_progress,
 )
-from processes import Asked, Rdzvd, certified, cpu_s, resident_bytes, upstream
+from processes import Asked, Rdzvd, certified, cpu_s, resident_bytes
 from profiling import profiled
 
 from rdzv.core.commands import Join
@@ -102,8 +99,6 @@ class Samples:
     """By act: until all had received it."""
     server_cpu_s: dict[str, list[float]] = field(default_factory=dict)
     crowd_cpu_s: dict[str, list[float]] = field(default_factory=dict)
-    relay_cpu_s: dict[str, list[float]] = field(default_factory=dict)
-    """Of all relays together."""
     traffic: dict[str, dict[str, float]] = field(default_factory=dict)
     """By act: messages and bytes, per node; of the last repetition, since they hardly vary."""
     steady_cpu: list[float] = field(default_factory=list)
@@ -115,14 +110,11 @@ class Samples:
     given_up: int = 0
     failed: list[str] = field(default_factory=list)
 
-    def note(
-        self, act: str, seconds: float, server_s: float, crowd_s: float, relay_s: float
-    ) -> None:
+    def note(self, act: str, seconds: float, server_s: float, crowd_s: float) -> None:
         """Add one sample."""
         self.seconds.setdefault(act, []).append(seconds)
         self.server_cpu_s.setdefault(act, []).append(server_s)
         self.crowd_cpu_s.setdefault(act, []).append(crowd_s)
-        self.relay_cpu_s.setdefault(act, []).append(relay_s)
 
 
 During = Callable[[str, int], AbstractContextManager[None]]
@@ -135,14 +127,11 @@ def plainly(act: str, pid: int) -> AbstractContextManager[None]:
 
 
 class Trial:
-    """One server and one crowd, with relays between if there are any."""
+    """One server and one crowd."""
 
-    def __init__(
-        self, nodes: int, server: Rdzvd, relays: Sequence[Rdzvd], crowd: Crowd, samples: Samples
-    ) -> None:
+    def __init__(self, nodes: int, server: Rdzvd, crowd: Crowd, samples: Samples) -> None:
         self._nodes = nodes
         self._server = server
-        self._relays = relays
         self._crowd = crowd
         self._samples = samples
 
@@ -154,10 +143,9 @@ class Trial:
 
         """
         empty_bytes = resident_bytes(self._server.pid)
-        at = [[str(one.endpoint)] for one in self._relays or [self._server]]
         crowd = self._crowd
         self._during = during
-        self._act("gather", lambda: crowd.gather(at, tls))
+        self._act("gather", lambda: crowd.gather([str(self._server.endpoint)], tls))
         self._act("form", lambda: crowd.ask("form"))
         if not only_return:
             self._act("fail", lambda: crowd.ask("fail", each=False))
@@ -169,21 +157,17 @@ class Trial:
         self._return()
 
     def _act(self, act: str, do: Callable[[], dict[str, Any]]) -> None:
-        before_s, relays_before_s = cpu_s(self._server.pid), self._relays_cpu_s()
+        before_s = cpu_s(self._server.pid)
         with self._during(act, self._server.pid):
             answer = do()
         used_s = cpu_s(self._server.pid) - before_s
-        relays_s = self._relays_cpu_s() - relays_before_s
-        self._samples.note(act, answer["took_s"], used_s, answer["cpu_s"], relays_s)
+        self._samples.note(act, answer["took_s"], used_s, answer["cpu_s"])
         self._samples.traffic[act] = {k: answer["traffic"][k] / self._nodes for k in TRAFFIC}
         say_progress(
             f"{self._nodes} nodes: {act} {answer['took_s']:.2f} s, server "
             f"{1e3 * used_s / self._nodes:.3f} ms of CPU a node, "
             f"{answer['traffic']['tries'] / self._nodes:.2f} tries"
         )
-
-    def _relays_cpu_s(self) -> float:
-        return sum(cpu_s(relay.pid) for relay in self._relays)
 
     def _hold(self) -> None:
         """Wait until everything is over, and then measure heartbeats alone."""
@@ -199,7 +183,7 @@ class Trial:
         self._server.kill()
         self._server.start()
         ready_s = cpu_s(self._server.pid)
-        self._samples.note("start", time.monotonic() - died_s, ready_s, 0, 0)
+        self._samples.note("start", time.monotonic() - died_s, ready_s, 0)
         try:
             self._act("return", lambda: self._crowd.ask("await", since_s=died_s))
             self._crowd.ask("hold", seconds=CALM_S)
@@ -216,46 +200,33 @@ def measure(
     directory: Path,
     *,
     tls: bool,
-    relays: int = 0,
     timeout_s: float = TIMEOUT_S,
     during: During = plainly,
     only_return: bool = False,
 ) -> Samples:
-    """Measure one number of nodes, at the server itself or at this number of relays."""
+    """Measure one number of nodes."""
     from ports import free_port
 
     samples = Samples()
     for number in range(repetitions):
-        below = directory / f"{nodes}-{relays}-{'tls' if tls else 'plain'}-{number}"
+        below = directory / f"{nodes}-{'tls' if tls else 'plain'}-{number}"
         below.mkdir()
-        port = free_port()
         settings = below / "rdzvd.toml"
         settings.write_text(settings_for(nodes))
-        options = [f"--config={settings}"]
+        options = [f"--config={settings}", f"--data-dir={below / 'data'}"]
         if tls:
             options += certified(below)
         host = "localhost" if tls else "127.0.0.1"
-        stored = [*options, f"--data-dir={below / 'data'}"]
-        server = Rdzvd(f"{host}:{port}", stored, below / "rdzvd.log")
-        between = [
-            Rdzvd(
-                f"{host}:{free_port()}",
-                [*options, f"--relay={host}:{port}", *(upstream(below) if tls else [])],
-                below / f"relay-{one}.log",
-            )
-            for one in range(relays)
-        ]
+        server = Rdzvd(f"{host}:{free_port()}", options, below / "rdzvd.log")
         try:
-            for one in (server, *between):
-                one.start()
+            server.start()
             with Crowd.running(nodes, timeout_s) as crowd:
-                trial = Trial(nodes, server, between, crowd, samples)
+                trial = Trial(nodes, server, crowd, samples)
                 trial.run(str(below) if tls else "", during, only_return=only_return)
         except (TimeoutError, RuntimeError) as error:
             samples.failed.append(str(error))
         finally:
-            for one in (*between, server):
-                one.kill()
+            server.kill()
     return samples
 
 
@@ -270,17 +241,13 @@ def settings_for(nodes: int) -> str:
     )
 
 
-def say(nodes: int, samples: Samples, *, tls: bool, relays: int = 0) -> None:
+def say(nodes: int, samples: Samples, *, tls: bool) -> None:
     """Print one number of nodes."""
     spreads = {act: Spread.of(s) for act, s in samples.seconds.items()}
     told = "  ".join(f"{act} {figure(spread.median)} s" for act, spread in spreads.items())
     cpu = Spread.of(samples.steady_cpu).median if samples.steady_cpu else None
     memory = Spread.of(samples.bytes_per_node).median if samples.bytes_per_node else None
     name = "rdzvd-tls" if tls else "rdzvd"
-    name += f"-relays-{relays}" if relays else ""
-    by_relays = (
-        f"\n             CPU of all relays, ms a node: {_per_node(samples.relay_cpu_s, nodes)}"
-    )
     emit(
         f"scale {name:<6}  nodes={nodes:<6} {told}  steady "
         f"{figure(None if cpu is None else 100 * cpu)} % of a core, "
@@ -289,15 +256,13 @@ def say(nodes: int, samples: Samples, *, tls: bool, relays: int = 0) -> None:
         f"slowest answer {figure(max(samples.answer_s, default=None))} s  load {load():.0f}"
         + "".join(f"  FAILED: {why}" for why in samples.failed)
         + f"\n             CPU of the server, ms a node: {_per_node(samples.server_cpu_s, nodes)}"
-        + f"\n             CPU of the crowd, ms a node:  {_per_node(samples.crowd_cpu_s, nodes)}"
-        + (by_relays if relays else ""),
+        + f"\n             CPU of the crowd, ms a node:  {_per_node(samples.crowd_cpu_s, nodes)}",
         bench="scale",
         case=name,
         nodes=nodes,
         seconds={act: spread.as_json() for act, spread in spreads.items()},
         server_cpu_s=_medians(samples.server_cpu_s),
         crowd_cpu_s=_medians(samples.crowd_cpu_s),
-        relay_cpu_s=_medians(samples.relay_cpu_s),
         traffic={a: {k: round(v, 2) for k, v in t.items()} for a, t in samples.traffic.items()},
         steady_cpu=None if cpu is None else round(cpu, 4),
         bytes_per_node=None if memory is None else round(memory),
@@ -456,8 +421,6 @@ def arguments() -> argparse.Namespace:
     add("--nodes", default="", help=f"sizes, with commas (default: {NODES})")
     add("--peer-nodes", default="", help=f"sizes for c10d, with commas (default: {PEER_NODES})")
     add("--tls", action="store_true", help="with mutual TLS")
-    add("--relays", type=int, default=0, help="once more with this number of relays between")
-    add("--only-relays", action="store_true", help="not without relays")
     add("--timeout", type=float, default=TIMEOUT_S, help="seconds for an act (default: 120)")
     add("--only-return", action="store_true", help="nothing but gather, form, start and return")
     add("--profile", action="store_true", help="show where the server's time goes; needs perf")
@@ -468,23 +431,16 @@ def arguments() -> argparse.Namespace:
     chosen = parser.parse_args()
     chosen.nodes = _sizes(parser, chosen.nodes) or (QUICK_NODES if chosen.quick else NODES)
     chosen.peer_nodes = _sizes(parser, chosen.peer_nodes) or PEER_NODES
-    if not 0 <= chosen.relays <= CROWDS:
-        parser.error(f"--relays {chosen.relays}: give 1 to {CROWDS}, the processes of the crowd")
-    if chosen.only_relays and not chosen.relays:
-        parser.error("--only-relays: give a number of --relays")
     if chosen.timeout <= 0:
         parser.error(f"--timeout {chosen.timeout:g}: give more than 0 seconds")
     if chosen.repetitions < 0:
         parser.error(f"--repetitions {chosen.repetitions}: give at least 1")
     chosen.repetitions = chosen.repetitions or (1 if chosen.quick or chosen.profile else 3)
-    # A relay holds as many nodes as a process of the crowd.
-    each = -(-max(chosen.nodes) // max(chosen.relays, 1))
-    if each > (most := most_files()):
+    if max(chosen.nodes) > (most := most_files()):
         parser.error(
-            f"{max(chosen.nodes)} nodes need {each} open files in one process, and {most} are "
-            "allowed; raise the hard limit (ulimit -Hn), or give more --relays or fewer --nodes"
+            f"{max(chosen.nodes)} nodes need as many open files in the server, and {most} are "
+            "allowed; raise the hard limit (ulimit -Hn), or give fewer --nodes"
         )
-    chosen.most_direct = 0 if chosen.only_relays else most
     return chosen
 
 
@@ -521,17 +477,14 @@ def main() -> None:
         for nodes in chosen.nodes:
             repetitions = chosen.repetitions if nodes <= REPEATED_UP_TO else 1
             during = sampled if chosen.profile else plainly
-            direct = [0] if nodes <= chosen.most_direct else []
-            for relays in [*direct, *([chosen.relays] if chosen.relays else [])]:
-                samples = measure(
-                    *(nodes, repetitions, directory),
-                    tls=chosen.tls,
-                    relays=relays,
-                    timeout_s=chosen.timeout,
-                    during=during,
-                    only_return=chosen.only_return,
-                )
-                say(nodes, samples, tls=chosen.tls, relays=relays)
+            samples = measure(
+                *(nodes, repetitions, directory),
+                tls=chosen.tls,
+                timeout_s=chosen.timeout,
+                during=during,
+                only_return=chosen.only_return,
+            )
+            say(nodes, samples, tls=chosen.tls)
         if not chosen.no_peer:
             for nodes in chosen.peer_nodes:
                 say_peer(nodes, chosen.repetitions)

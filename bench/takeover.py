@@ -128,7 +128,7 @@ class Outages:
     def repeat(self, times: int) -> None:
         """Measure this many repetitions; a failed one is reported and is the last."""
         try:
-            self._crowd.gather([[str(one) for one in self._servers.endpoints]], tls="")
+            self._crowd.gather([str(one) for one in self._servers.endpoints], tls="")
             self._crowd.ask("form")
             self._all_seated()
             for _ in range(times):

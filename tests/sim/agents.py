@@ -881,7 +881,6 @@ class Agent:
         """Detect by unanswered pings that no message gets through."""
         cuts, server = self.world.network.cuts, connection.server.number
         silent = any(name == self.name and number == server for name, number, _ in cuts)
-        silent |= connection.lost or connection.relay in self.world.network.still
         dead = connection.server.process is not connection.process or not connection.server.up
         if self.connection is connection and (silent or dead or not connection.server_open):
             self.awake(lambda: self.hang_up("pings are not answered"))

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 CONFIG = Config(listen=Listen("127.0.0.1", 0), data_dir=Path("/dev/null"), store="memory")
 HISTORY_ROWS = 1_000
-QUIET_MS = CONFIG.nodes_tuning.quiet_for(CONFIG.nodes_tuning.lease_ms)
-"""After this silence of a relay, that of its nodes proves nothing."""
 
 T = TypeVar("T")
 
@@ -231,8 +229,6 @@ class _Door:
         self.stream = stream
         self.messages = messages
         self.tasks: list[asyncio.Task[None]] = []
-        self.cut = False
-        """Whether its relay is gone, or its relay's way here."""
 
 
 class Server:
@@ -344,30 +340,6 @@ class Server:
 
     # -------------------------------------------------------------- connections
 
-    def cut(self, connection: Connection) -> None:
-        """End a stream with the call of its relay; see `RelayedStreams`."""
-        self._do(connection.process, lambda: self._cut(connection))
-
-    def excuse(self, connection: Connection) -> None:
-        """Excuse the silence of a node whose relay is silent; see `RelayedStreams`."""
-        self._do(connection.process, lambda: self._excuse(connection))
-
-    def _excuse(self, connection: Connection) -> None:
-        door = self._doors.get(connection)
-        if door is not None:
-            self.world.count("relay: a node is excused")
-            self.driver.leases.excuse(frozenset({door.stream.node_id}), 2 * QUIET_MS)
-
-    def _cut(self, connection: Connection) -> None:
-        connection.server_open = False
-        door = self._doors.get(connection)
-        if door is not None:
-            self.world.count("relay: a stream is cut")
-            door.cut = True
-            for task in door.tasks:
-                task.cancel()
-            door.stream.close()
-
     def take(self, connection: Connection, message: Any) -> None:
         """Receive a message as soon as the process runs."""
         process, agenda = self.process, self.world.agenda
@@ -427,5 +399,5 @@ class Server:
         for task in door.tasks:
             task.cancel()
         self._doors.pop(door.connection, None)
-        self.driver.connections.detach(stream, cut=door.cut)
+        self.driver.connections.detach(stream)
         door.connection.end_by_server(error)

@@ -8,7 +8,6 @@ when the cut is mended, if the receiver still exists. The same holds for a conne
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,9 +46,6 @@ class Network:
         self.cuts: set[tuple[str, int, str]] = set()
         """Which node is cut off from which server, and in which direction."""
         self.connections: list[Connection] = []
-        self.still: set[int] = set()
-        """Relays that carry nothing now."""
-        self.choose_relay: Callable[[], int | None] = lambda: None
 
     def connect(self, node: Peer, server: Server) -> Connection | None:
         """Open a connection; None if the server cannot be reached."""
@@ -89,10 +85,6 @@ class Connection:
         self.server_open = True
         self.heard_ms = network.agenda.now_ms
         """When a message last got through to the server."""
-        self.relay = network.choose_relay()
-        """The relay that it goes through; None if through none."""
-        self.lost = False
-        """Whether its relay has gone, and all that was under way."""
         self._reset = False
         self._has_gap = False
         """Whether messages to the server were lost, so none that was sent after them arrives."""
@@ -145,11 +137,6 @@ class Connection:
         self.server_open = False
         self._forget()
 
-    def end_at_node(self) -> None:
-        """Let the relay, which is at the node's end of it, tell the node that it has ended."""
-        if self.node_open:
-            self.node.take(self, End())
-
     # -------------------------------------------------------------- receiving
 
     def _carry(self, direction: str, message: Any) -> None:
@@ -162,11 +149,7 @@ class Connection:
         if direction == UP and self._has_gap and not isinstance(message, End):
             return
         stalled = self._stalled[direction]
-        if (
-            stalled
-            or self.relay in self.network.still
-            or (self.node.name, self.server.number, direction) in self.network.cuts
-        ):
+        if stalled or (self.node.name, self.server.number, direction) in self.network.cuts:
             stalled.append(message)
         else:
             self._deliver(direction, message)
@@ -178,8 +161,6 @@ class Connection:
                 self._deliver(direction, stalled.popleft())
 
     def _deliver(self, direction: str, message: Any) -> None:
-        if self.lost:
-            return
         if direction == DOWN:
             if self.node_open and (isinstance(message, End) or not self._reset):
                 self.node.take(self, message)

@@ -17,7 +17,6 @@ QUARANTINE_TESTS = (
 NOTICE_TESTS = "tests/unit/agent/test_agent_notice.py"
 LEDGER_TESTS = "tests/unit/view/test_ledger.py tests/unit/server/test_step_milestones.py"
 QUEUE_TESTS = "tests/unit/server/test_placing.py"
-RELAY_TESTS = "tests/unit/server/test_relayed_streams.py"
 ROLE_TESTS = "tests/unit/server/test_roles.py"
 KEEPING_TESTS = (
     "tests/unit/core/test_kept_ranks.py "
@@ -62,35 +61,6 @@ def _unit(*words: str) -> str:
 
 
 MUTANTS = (
-    # ---------------------------------------------------------- relays
-    Mutant(
-        "the end of a relay is the end of its nodes",
-        "Connections.detach",
-        "            unheard = cut or self._clock.now_ms() < self._watch.settled_ms",
-        "            unheard = self._clock.now_ms() < self._watch.settled_ms",
-        by=RELAY_TESTS,
-    ),
-    Mutant(
-        "the silence of a relay is that of its nodes",
-        "_excuse",
-        "        node_id: replace(record, excused_until_ms=max(record.excused_until_ms, until_ms))",
-        "        node_id: record",
-        by="tests/unit/core/fleet/test_nodes.py",
-    ),
-    Mutant(
-        "the break of a node's own stream is taken for the relay's",
-        "RelayedStreams._drop",
-        "        del self._calls[number]",
-        "        self._calls.pop(number).cut = True",
-        by=RELAY_TESTS,
-    ),
-    Mutant(
-        "whoever a relay names is an admin if it says so",
-        "relayed",
-        "    known = {Role.NODE.value, Role.SUBMIT.value} & set(roles)",
-        "    known = set(roles)",
-        by=RELAY_TESTS,
-    ),
     # ---------------------------------------------------------- ledgers
     Mutant(
         "what is found broken before its round ends is in no phase",

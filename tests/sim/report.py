@@ -27,7 +27,6 @@ from tests.sim.swarm import (
     BUDGET_TROUBLES,
     NODE_TROUBLES,
     OPERATOR_TROUBLES,
-    RELAY_TROUBLES,
     SERVER_TROUBLES,
 )
 from tests.sim.world import World
@@ -302,10 +301,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--without",
         action="append",
         default=[],
-        choices=(
-            *(*NODE_TROUBLES, *SERVER_TROUBLES, *OPERATOR_TROUBLES),
-            *(*BUDGET_TROUBLES, *RELAY_TROUBLES),
-        ),
+        choices=(*(*NODE_TROUBLES, *SERVER_TROUBLES, *OPERATOR_TROUBLES, *BUDGET_TROUBLES),),
         help="a kind of trouble that never happens",
     )
     return parser.parse_args(arguments)

@@ -118,13 +118,6 @@ FENCED_SHARE = 0.25
 """The share of histories in which nodes kill their own workers once they are cut off."""
 
 
-RELAYED_SHARE = 0.25
-"""The share of histories in which nodes' streams may go through relays."""
-
-RELAY_TROUBLES = ("relay_dies", "relay_stands_still", "relay_is_split")
-"""Troubles only of such histories."""
-
-
 @struct(frozen=True)
 class Trouble:
     """One trouble, `gap_ms` after the previous one."""
@@ -162,8 +155,6 @@ class Swarm:
     park_timeout_ms: int = 600_000
     fence_after_ms: int = 0
     """After how long a node that is cut off kills its own workers; 0: never."""
-    relays: int = 0
-    """Relays that nodes' streams may go through."""
     replicas: int = 0
     """How many workers have each part of a sharded state; 0: each has all of a state."""
     snapshot_every_ms: int = 0
@@ -183,7 +174,6 @@ class Swarm:
         swarm = _with_fence(swarm, Random(f"{seed}, with a fence"))
         swarm = _with_shards(swarm, Random(f"{seed}, with shards"))
         swarm = _with_snapshots(swarm, Random(f"{seed}, with snapshots"))
-        swarm = _with_relays(swarm, Random(f"{seed}, with relays"), without)
         swarm = cls._with_aim(swarm, Random(f"{seed}, with aim"), without)
         return cls._with_operators(swarm, seed, without)
 
@@ -323,15 +313,6 @@ def _with_fence(swarm: Swarm, random: Random) -> Swarm:
     if random.random() >= FENCED_SHARE:
         return swarm
     return replace(swarm, fence_after_ms=random.choice((1_000, 2_500, 4_000)))
-
-
-def _with_relays(swarm: Swarm, random: Random, without: frozenset[str]) -> Swarm:
-    """Put relays between nodes and servers in some histories; all others are unchanged."""
-    if random.random() >= RELAYED_SHARE:
-        return swarm
-    rates = {name: random.choice((0.0, 1.0, 3.0)) for name in RELAY_TROUBLES}
-    rates = {name: 0.0 if name in without else rate for name, rate in rates.items()}
-    return replace(swarm, relays=random.choice((1, 1, 2)), rates={**swarm.rates, **rates})
 
 
 def _with_shards(swarm: Swarm, random: Random) -> Swarm:

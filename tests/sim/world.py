@@ -34,7 +34,6 @@ from tests.sim.daemons import Daemon
 from tests.sim.loop import Agenda, Process
 from tests.sim.network import DOWN, UP, Connection, Network
 from tests.sim.operators import Operators
-from tests.sim.relays import Relays
 from tests.sim.swarm import AIMED_TROUBLES, Swarm, Trouble
 
 TRACED = ("store", "trouble", "attach", "refused", "chance")
@@ -102,8 +101,6 @@ class World:
         self.servers_from_ms = 0
         """No server can start before this time."""
         self.operators = Operators(self)
-        self.relays = Relays(self, self.swarm.relays)
-        self.network.choose_relay = self.relays.choose
         self._instances = 0
         self._uids = 0
         self._pids = 0
@@ -247,8 +244,6 @@ class World:
             getattr(self, f"_{name}")(chance)
         elif name.startswith("operator_"):
             getattr(self.operators, name.removeprefix("operator_"))(chance)
-        elif name.startswith("relay_"):
-            getattr(self.relays, name.removeprefix("relay_"))(chance)
         else:
             alive = [agent for agent in self.agents if agent.alive]
             if alive:
@@ -424,12 +419,6 @@ class World:
         if (connection := agent.connection) is not None:
             self._notice_silence_later(agent, connection)
 
-    def notice_silence_later(self, connection: Connection) -> None:
-        """Let the node of a connection find out by its pings that nothing gets through."""
-        for agent in self.agents:
-            if agent.connection is connection:
-                self._notice_silence_later(agent, connection)
-
     def _notice_silence_later(self, agent: Agent, connection: Connection) -> None:
         in_ms = self.random.randint(*PING_MS)
         self.agenda.after(in_ms, partial(agent.notice_silence, connection))
@@ -559,7 +548,6 @@ class World:
         self.calm = True
         self.network.latencies_ms = (1, 2, 5)
         self._mend_store()
-        self.relays.heal()
         self._keep_one_server()
         names = sorted(self.specs)
         fewest = max(settings.min_nodes for settings in self.swarm.jobs.values())

@@ -39,11 +39,6 @@ class RendezvousStub(object):
                 request_serializer=rdzv_dot_v1_dot_rdzv__pb2.NodeMessage.SerializeToString,
                 response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ServerMessage.FromString,
                 _registered_method=True)
-        self.Relay = channel.stream_stream(
-                '/rdzv.v1.Rendezvous/Relay',
-                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.FromRelay.SerializeToString,
-                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ToRelay.FromString,
-                _registered_method=True)
 
 
 class RendezvousServicer(object):
@@ -59,15 +54,6 @@ class RendezvousServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Relay(self, request_iterator, context):
-        """The streams of many nodes, carried as one by a relay (`rdzvd --relay`). The relay's first message
-        has `hello`, the server's first has `welcome`. Each node's stream is served as if the node had
-        called Attach. The end of this call is not the end of any node.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_RendezvousServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,11 +61,6 @@ def add_RendezvousServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.NodeMessage.FromString,
                     response_serializer=rdzv_dot_v1_dot_rdzv__pb2.ServerMessage.SerializeToString,
-            ),
-            'Relay': grpc.stream_stream_rpc_method_handler(
-                    servicer.Relay,
-                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.FromRelay.FromString,
-                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.ToRelay.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -109,33 +90,6 @@ class Rendezvous(object):
             '/rdzv.v1.Rendezvous/Attach',
             rdzv_dot_v1_dot_rdzv__pb2.NodeMessage.SerializeToString,
             rdzv_dot_v1_dot_rdzv__pb2.ServerMessage.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Relay(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/rdzv.v1.Rendezvous/Relay',
-            rdzv_dot_v1_dot_rdzv__pb2.FromRelay.SerializeToString,
-            rdzv_dot_v1_dot_rdzv__pb2.ToRelay.FromString,
             options,
             channel_credentials,
             insecure,

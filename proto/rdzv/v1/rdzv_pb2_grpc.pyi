@@ -42,15 +42,6 @@ class RendezvousStub:
     not a goodbye: a node that leaves says Leave for each of its jobs.
     """
 
-    Relay: grpc.StreamStreamMultiCallable[
-        rdzv.v1.rdzv_pb2.FromRelay,
-        rdzv.v1.rdzv_pb2.ToRelay,
-    ]
-    """The streams of many nodes, carried as one by a relay (`rdzvd --relay`). The relay's first message
-    has `hello`, the server's first has `welcome`. Each node's stream is served as if the node had
-    called Attach. The end of this call is not the end of any node.
-    """
-
 class RendezvousAsyncStub:
     Attach: grpc.aio.StreamStreamMultiCallable[
         rdzv.v1.rdzv_pb2.NodeMessage,
@@ -60,15 +51,6 @@ class RendezvousAsyncStub:
     Welcome; a refused Hello ends the call with a status whose trailing
     metadata carries the error's code (`rdzv-error`). The end of the stream is
     not a goodbye: a node that leaves says Leave for each of its jobs.
-    """
-
-    Relay: grpc.aio.StreamStreamMultiCallable[
-        rdzv.v1.rdzv_pb2.FromRelay,
-        rdzv.v1.rdzv_pb2.ToRelay,
-    ]
-    """The streams of many nodes, carried as one by a relay (`rdzvd --relay`). The relay's first message
-    has `hello`, the server's first has `welcome`. Each node's stream is served as if the node had
-    called Attach. The end of this call is not the end of any node.
     """
 
 class RendezvousServicer(metaclass=abc.ABCMeta):
@@ -82,17 +64,6 @@ class RendezvousServicer(metaclass=abc.ABCMeta):
         Welcome; a refused Hello ends the call with a status whose trailing
         metadata carries the error's code (`rdzv-error`). The end of the stream is
         not a goodbye: a node that leaves says Leave for each of its jobs.
-        """
-
-    @abc.abstractmethod
-    def Relay(
-        self,
-        request_iterator: _MaybeAsyncIterator[rdzv.v1.rdzv_pb2.FromRelay],
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[rdzv.v1.rdzv_pb2.ToRelay], collections.abc.AsyncIterator[rdzv.v1.rdzv_pb2.ToRelay]]:
-        """The streams of many nodes, carried as one by a relay (`rdzvd --relay`). The relay's first message
-        has `hello`, the server's first has `welcome`. Each node's stream is served as if the node had
-        called Attach. The end of this call is not the end of any node.
         """
 
 def add_RendezvousServicer_to_server(servicer: RendezvousServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from rdzv.removed import CommandOfSettings
 from rdzv.runtime import systemd
 from rdzv.server.settings.config_loading import DEFAULT_FILE, Configuration
 from rdzv.server.settings.server_settings import RdzvdSettings
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from rdzv.server.replication.replica import Replica
     from rdzv.server.security.role_gate import Gate
     from rdzv.server.security.tls import Tls
-    from rdzv.server.settings.config import Config, RelayTo
+    from rdzv.server.settings.config import Config
     from rdzv.server.telemetry.metrics_interface import Meter
     from rdzv.server.telemetry.server_metrics import Metrics
     from rdzv.stores.base import Record, Store
@@ -52,9 +53,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 _SETTINGS = settings_of(RdzvdSettings)
-
-_LISTS = ("etcd_endpoints", "relay")
-"""Options that take several comma-separated values."""
 
 
 def _flag(name: str, **more: Any) -> Callable[[F], F]:
@@ -80,7 +78,10 @@ def _key(parameter: str) -> str:
     return dotted if dotted in _SETTINGS else parameter
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 96})
+@click.command(
+    cls=CommandOfSettings,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 96},
+)
 @click.option(
     "--config",
     "file",
@@ -111,11 +112,6 @@ def _key(parameter: str) -> str:
 @_flag("--tls-client-ca")
 @_flag("--tls-http-client-auth")
 @_flag("--tls-token-listen")
-@_flag("--relay", metavar="HOST:PORT,...")
-@_flag("--upstream-ca")
-@_flag("--upstream-cert")
-@_flag("--upstream-key")
-@_flag("--upstream-token-file")
 @_flag("--c10d")
 @_flag("--c10d-python", metavar="PATH")
 @_flag("--log-level")
@@ -221,9 +217,10 @@ def _refuse_together(asked: dict[str, bool]) -> None:
 
 
 def _given(options: dict[str, Any]) -> dict[str, object]:
-    lists = {name: options[name].split(",") for name in _LISTS if options.get(name) is not None}
+    if (endpoints := options.get("etcd_endpoints")) is not None:
+        options = options | {"etcd_endpoints": endpoints.split(",")}
     # A flag that is not given sets nothing, so that the file may set it.
-    return {_key(name): value for name, value in (options | lists).items() if value is not False}
+    return {_key(name): value for name, value in options.items() if value is not False}
 
 
 async def run(configuration: Configuration) -> None:
@@ -247,9 +244,6 @@ async def run(configuration: Configuration) -> None:
     loop.add_signal_handler(signal.SIGHUP, _reload, configuration, tls)
     clock = MonotonicClock()
     with systemd.watched():
-        if config.relay is not None:
-            await _run_relay(config, config.relay, tls, stop)
-            return
         async with serving_c10d(config.c10d, config.c10d_python, clock) as facade:
             if config.etcd is None:
                 await _run_alone(config, clock, facade, tls, stop)
@@ -280,14 +274,6 @@ def _reload(configuration: Configuration, tls: Tls | None) -> None:
     in_order = configuration.reload(log_to_stderr)
     outcome = "configuration reloaded" if in_order else "the configuration has errors, see the log"
     systemd.notify("READY=1", f"STATUS={outcome}")
-
-
-async def _run_relay(config: Config, to: RelayTo, tls: Tls | None, stop: asyncio.Event) -> None:
-    from rdzv.server.stream_relay.running import relaying
-
-    async with relaying(config, to, tls) as bound:
-        _say_ready(config, bound, f"relaying to {','.join(map(str, to.servers))}", None, None)
-        await _stopped(stop)
 
 
 async def _run_alone(

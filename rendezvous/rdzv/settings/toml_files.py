@@ -162,8 +162,8 @@ class _Reading(Generic[T]):
                 # The search for the nearest key is slow, and needed only for problems that are
                 # listed.
                 listed = len(self.problems) < LISTED_PROBLEMS
-                nearest = _nearest(key, {*self._known, *sections}) if listed else ""
-                self._note(source, key[:SHOWN_CHARS], f"is unknown; {nearest}")
+                why = _why_unknown(key, {*self._known, *sections}) if listed else "is unknown"
+                self._note(source, key[:SHOWN_CHARS], why)
             elif isinstance(raw, Mapping):
                 self.take_table(raw, source, f"{key}.")
             else:
@@ -232,9 +232,14 @@ def _broken_rules(
             yield Problem(setters[-1] if setters else place, text)
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
-    """Return the known key most similar to an unknown one, also comparing only the last parts."""
+def _why_unknown(key: str, known: Iterable[str]) -> str:
+    """Say that a key was removed, or which known key is most similar, also by its last part."""
     import difflib
+
+    from rdzv.removed import instead_of
+
+    if instead := instead_of(key):
+        return f"was removed: {instead}"
 
     def likeness(known: str) -> float:
         whole = difflib.SequenceMatcher(None, key, known).ratio()
@@ -242,7 +247,7 @@ def _nearest(key: str, known: Iterable[str]) -> str:
         return max(whole, 0.95 * last)
 
     key = key[:SHOWN_CHARS]
-    return f"the nearest known key is `{max(sorted(known), key=likeness)}`"
+    return f"is unknown; the nearest known key is `{max(sorted(known), key=likeness)}`"
 
 
 def _last(key: str) -> str:

@@ -88,8 +88,7 @@ RULES = (
         never=of("rdzv.v1"),
         but=of(
             *("server/rpc/*_service.py", "server/rpc/grpc_listener.py", "server/wire/*.py"),
-            *("server/rpc/node_calls.py", "server/rpc/node_messages.py"),
-            *("server/rpc/relayed_streams.py", "server/stream_relay/*.py"),
+            "server/rpc/node_messages.py",
             "server/__main__.py",
             *("view/from_messages.py", "client.py", "transport/*.py"),
             # The agent's reports and node only pass on messages that its link has encoded.
@@ -254,7 +253,7 @@ RULES = (
     Rule(
         "configurations are described without knowing any program",
         "settings/*.py",
-        only=of("rdzv.errors", "rdzv.settings", "msgspec"),
+        only=of("rdzv.errors", "rdzv.removed", "rdzv.settings", "msgspec"),
     ),
     Rule(
         "what a node's messages do is decided without gRPC, so the simulator decides the same",

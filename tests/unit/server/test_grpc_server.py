@@ -15,7 +15,12 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rdzv.errors import RendezvousStateError
+from rdzv.errors import (
+    ERROR_CODE_METADATA_KEY,
+    InvalidRequestError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+)
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
 from rdzv.server.replication.replica import Replica
@@ -25,6 +30,7 @@ from rdzv.server.rpc.grpc_server import grpc_server
 from rdzv.server.settings.config import Config, Timings
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.endpoints import Listen
+from rdzv.v1 import rdzv_pb2 as pb
 
 pytestmark = pytest.mark.slow
 
@@ -170,6 +176,32 @@ async def test_what_is_no_message_of_reflection_is_refused_without_a_traceback(
         with pytest.raises(grpc.aio.AioRpcError, match="cannot be read") as refused:
             await stream.read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert above_debug(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "error"),
+    [
+        # A node that is only busy tries again.
+        (None, RendezvousConnectionError.code, "no hello within 0.05 s"),
+        (b"\xff\xff\xff", InvalidRequestError.code, "a message cannot be read"),
+        (pb.NodeMessage(heartbeat=pb.Heartbeat()).SerializeToString(),
+         InvalidRequestError.code, "the first message of a stream must be a hello"),
+    ],
+)  # fmt: skip
+async def test_a_node_that_does_not_begin_with_a_hello_is_refused(
+    caplog: pytest.LogCaptureFixture, first: bytes | None, code: str, error: str
+) -> None:
+    async with (
+        server(Timings(hello_timeout_ms=50)) as at,
+        grpc.aio.insecure_channel(str(at)) as channel,
+    ):
+        stream = channel.stream_stream("/rdzv.v1.Rendezvous/Attach")(timeout=LONG_S)
+        if first is not None:
+            await stream.write(first)
+        trailing = dict(await stream.trailing_metadata() or ())
+        assert trailing[ERROR_CODE_METADATA_KEY] == code
+        assert error in (await stream.details() or "")
     assert above_debug(caplog) == []
 
 

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from tls_files import Files
 
 from rdzv.errors import InvalidRequestError
+from rdzv.removed import REMOVED, instead_of
 from rdzv.server.__main__ import main, reaches_etcd_by_tls
 from rdzv.server.settings import config_loading
 from rdzv.server.settings.config import Config, Limits, Timings
@@ -143,6 +144,23 @@ def test_all_that_is_wrong_in_a_file_is_said_at_once(file: Path) -> None:
     assert code == 2
     assert "the configuration has 3 problems:" in said
     assert f"{file}: `lisen` is unknown; the nearest known key is `listen`" in said
+
+
+@pytest.mark.parametrize("key", [*REMOVED, "upstream.ca"])
+def test_what_to_do_in_place_of_a_removed_setting_is_said(file: Path, key: str) -> None:
+    file.write_text(f"{key} = 1\n")
+    option = f"--{key.replace('.', '-').replace('_', '-')}"
+    for given in (f"--config={file}", option, f"{option}=1"):
+        code, said = run("--check-config", given)
+        assert code == 2
+        assert f"was removed: {instead_of(key)}" in " ".join(said.split()), given
+
+
+def test_an_unknown_setting_is_not_one_that_was_removed(file: Path) -> None:
+    file.write_text("relays = 1\nlease.relay = 1\n")
+    for given in (f"--config={file}", "--relays", "--lease-relay"):
+        code, said = run("--check-config", given)
+        assert code == 2 and "was removed" not in said
 
 
 @pytest.mark.parametrize("url", ["grafana:3000", "ftp://g", "https://", "https://g/?orgId=1"])

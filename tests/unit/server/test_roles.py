@@ -42,7 +42,6 @@ SUBMITTERS = frozenset({"submit", "admin"})
 
 EXPECTED = {
     "Attach": frozenset({"node", "submit", "admin"}),
-    "Relay": frozenset({"relay", "admin"}),
     **dict.fromkeys(("GetStatus", "WatchJob", "ListJobs", "ListEvents"), READERS),
     **dict.fromkeys(("ListServers", "ListNodes", "ServerReflectionInfo"), READERS),
     **dict.fromkeys(("ReadLogs", "TakeStacks", "StopJob", "RestartJob", "ScaleJob"), SUBMITTERS),

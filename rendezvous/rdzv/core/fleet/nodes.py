@@ -138,7 +138,7 @@ class NodeRecord:
     heard_ms: int
     lease_ms: int
     excused_until_ms: int = 0
-    """The time before which its lease does not end, because all nodes or its relay are silent."""
+    """The time before which its lease does not end, because all nodes are silent."""
     fence_after_ms: int = 0
     """The time after its last message by which it has killed its own workers, or 0 if it does not.
     """
@@ -205,22 +205,14 @@ class Hear:
 
 
 @struct(frozen=True)
-class Excuse:
-    """The path to these nodes is blocked, so their silence proves nothing for the next `for_ms`."""
-
-    node_ids: frozenset[str]
-    for_ms: int
-
-
-@struct(frozen=True)
 class Disconnect:
     """A stream has ended. This has no effect if a newer stream is open."""
 
     node_id: str
     stream: int
     unheard: bool = False
-    """Whether the server could not receive at that moment: the stream was only an attempt to reach
-    it, or passed through a relay whose own call has ended."""
+    """Whether the server could not receive at that moment, so that the stream may have been only an
+    attempt to reach it."""
 
 
 @struct(frozen=True)
@@ -258,7 +250,7 @@ class Tick:
     """Advance the time."""
 
 
-NodesCommand = Connect | Hear | Excuse | Disconnect | PlanAway | Expect | Pause | Tick
+NodesCommand = Connect | Hear | Disconnect | PlanAway | Expect | Pause | Tick
 
 
 # ------------------------------------------------------------------ events
@@ -341,8 +333,6 @@ def step(nodes: Nodes, command: NodesCommand, now_ms: int) -> NodesTransition:
             return _connect(nodes, command, now_ms)
         case Hear():
             return _hear(nodes, command, now_ms)
-        case Excuse():
-            return _excuse(nodes, command, now_ms)
         case Disconnect():
             return _disconnect(nodes, command, now_ms)
         case PlanAway():
@@ -488,16 +478,6 @@ def _hear(nodes: Nodes, command: Hear, now_ms: int) -> NodesTransition:
     due_ms = min(record.expires_at_ms for record in heard.values())
     heard_of = replace(nodes, records=put_all(nodes.records, heard))
     return NodesTransition(_end_excuses(_wake_by(heard_of, due_ms), now_ms), tuple(grown))
-
-
-def _excuse(nodes: Nodes, command: Excuse, now_ms: int) -> NodesTransition:
-    until_ms = now_ms + command.for_ms
-    excused = {
-        node_id: replace(record, excused_until_ms=max(record.excused_until_ms, until_ms))
-        for node_id in command.node_ids
-        if (record := nodes.records.get(node_id)) is not None and record.stream is not None
-    }
-    return NodesTransition(replace(nodes, records=put_all(nodes.records, excused)))
 
 
 def _end_excuses(nodes: Nodes, now_ms: int) -> Nodes:

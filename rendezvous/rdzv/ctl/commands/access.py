@@ -43,7 +43,7 @@ def audit_command(
     return as_text_access.audit(found, page_for(sys.stdout))
 
 
-_ROLES = ("read", "submit", "node", "relay", "admin")
+_ROLES = ("read", "submit", "node", "admin")
 
 
 @click.group("tokens", cls=Subcommands)

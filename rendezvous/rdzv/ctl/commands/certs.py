@@ -16,7 +16,7 @@ from rdzv.errors import InvalidRequestError
 if TYPE_CHECKING:
     from rdzv.ctl.authority import Made
 
-ROLES = ("read", "submit", "relay", "admin")
+ROLES = ("read", "submit", "admin")
 """The roles for clients; `rdzvctl certs node` creates certificates with the node role."""
 
 MOST_DAYS = 36_500

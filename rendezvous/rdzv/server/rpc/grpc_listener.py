@@ -68,22 +68,20 @@ async def serving(
     """
     gate = gate or Gate(replica, clock, config)
     quiet_grpc()
-    server = grpc_server([Interceptor(gate)], listener_options(config.limits, config.timings))
-    pb_grpc.add_RendezvousServicer_to_server(
-        RendezvousService(replica, clock, config, gate), server
-    )
+    server = grpc_server([Interceptor(gate)], _options(config.limits, config.timings))
+    pb_grpc.add_RendezvousServicer_to_server(RendezvousService(replica, clock, config), server)
     control = ControlService(replica, clock, config.limits, facade)
     pb_grpc.add_ControlServicer_to_server(control, server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     if reflection:
         _enable_reflection(server)
-    bound = bind_all(server, config, tls)
+    bound = _bind_all(server, config, tls)
     await server.start()
     try:
         at = str(config.advertise or bound)
         async with (
-            insisting_on(server, at),
+            _insisting_on(server, at),
             _telling_health(replica, health_servicer, at, config.exposed),
         ):
             yield bound
@@ -94,8 +92,7 @@ async def serving(
         await server.stop(config.timings.stop_grace_ms / 1000)
 
 
-def listener_options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
-    """Return the options for a gRPC server to which nodes connect."""
+def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
     connections = connections_at_once(limits)
     return [
         # Otherwise, two servers could share a port, and each would get some of the connections.
@@ -137,7 +134,7 @@ def connections_at_once(limits: Limits) -> int:
 
 
 @asynccontextmanager
-async def insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[None]:
+async def _insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[None]:
     """Cancel the body if gRPC's server stops, so that the process does not run on unreachable.
 
     Raises:
@@ -196,7 +193,7 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def bind_all(server: grpc.aio.Server, config: Config, tls: Tls | None) -> Listen:
+def _bind_all(server: grpc.aio.Server, config: Config, tls: Tls | None) -> Listen:
     """Bind every configured address, and return `listen` with the actual port for port 0.
 
     Raises:

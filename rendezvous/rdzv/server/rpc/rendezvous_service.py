@@ -1,4 +1,4 @@
-"""The Rendezvous service: one stream per node for all its jobs, either direct or through a relay.
+"""The Rendezvous service: one stream per node for all its jobs.
 
 An error about one job is sent to the node on its stream, which stays open. An error that ends the
 stream is raised and becomes the status of the call (see `gate_interceptor`).
@@ -10,29 +10,29 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock
 from rdzv.server.driver import Driver
-from rdzv.server.messages import Announcement, Servers
+from rdzv.server.messages import Announcement
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.gate_interceptor import end_stream_unheard
-from rdzv.server.rpc.node_calls import DirectCall, NodeCall, no_hello
 from rdzv.server.rpc.node_messages import NodeMessages
-from rdzv.server.rpc.relayed_streams import RelayedStreams
 from rdzv.server.security import callers
 from rdzv.server.security.callers import Caller
-from rdzv.server.security.role_gate import Gate
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
 from rdzv.server.wire import inbound_nodes, outbound
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from rdzv.version import VERSION
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage]
 
 LAST_WRITE_S = 1.0
 """How long a write in progress may take after its stream has ended."""
@@ -43,117 +43,116 @@ log = logging.getLogger("rdzv.service")
 class RendezvousService(pb_grpc.RendezvousServicer):
     """Serves one stream per node, for all of the node's jobs."""
 
-    def __init__(self, replica: Replica, clock: Clock, config: Config, gate: Gate) -> None:
+    def __init__(self, replica: Replica, clock: Clock, config: Config) -> None:
         self._replica = replica
         self._clock = clock
         self._config = config
-        self._gate = gate
-        self._version = VERSION
 
     # The generated base class expects handlers that yield, but these read and write concurrently.
     async def Attach(  # type: ignore[override]  # noqa: N802
         self,
         request_iterator: object,
-        context: grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage],
+        context: Context,
     ) -> None:
         """Serve one node until either side ends the stream."""
-        driver = await self._settled_driver(context)
-        await self._converse(driver, DirectCall(context), callers.present.get())
-
-    async def Relay(  # type: ignore[override]  # noqa: N802
-        self,
-        request_iterator: object,
-        context: grpc.aio.ServicerContext[pb.FromRelay, pb.ToRelay],
-    ) -> None:
-        """Serve the nodes behind a relay until either side ends the call."""
-        driver = await self._settled_driver(context)
-        converse = partial(self._converse, driver)
-        relay = RelayedStreams(driver, self._gate, converse, self._clock, self._config)
-        await relay.hold(context)
-
-    async def _settled_driver(self, context: Any) -> Driver:
         try:
-            return await self._replica.settled_driver(
+            driver = await self._replica.settled_driver(
                 self._config.timings.leaderless_hold_ms / 1000
             )
         except RendezvousError as error:
             await end_stream_unheard(context, error)
             raise
-
-    async def _converse(self, driver: Driver, call: NodeCall, caller: Caller) -> None:
-        conversation = Conversation(driver, self._replica, self._clock, self._config, self._version)
-        await conversation.hold(call, caller)
+        conversation = Conversation(driver, self._replica, self._clock, self._config, context)
+        await conversation.hold(callers.present.get())
 
 
 class Conversation:
     """A node's stream, served with the driver that led when the stream was opened."""
 
     def __init__(
-        self, driver: Driver, replica: Replica, clock: Clock, config: Config, version: str
+        self, driver: Driver, replica: Replica, clock: Clock, config: Config, context: Context
     ) -> None:
         self._driver = driver
         self._replica = replica
         self._clock = clock
         self._limits = config.limits
         self._timings = config.timings
-        self._version = version
+        self._context = context
 
-    async def hold(self, call: NodeCall, caller: Caller) -> None:
+    async def hold(self, caller: Caller) -> None:
         """Serve the node until either side ends the stream.
 
         Raises:
             RendezvousError: the reason why this server ended the stream.
 
         """
-        message = await self._first_message(call)
+        message = await self._first_message()
         hello = inbound_nodes.hello_of(message, self._limits)
         stream = self._driver.connections.attach(hello, caller)
         try:
-            end = await self._serve(stream, message.beliefs, call)
+            end = await self._serve(stream, message.beliefs)
         except grpc.aio.BaseError:
             end = None
         finally:
             # This also runs if the node has died, because gRPC then cancels the call.
-            self._driver.connections.detach(stream, cut=call.cut)
+            self._driver.connections.detach(stream)
         if end is not None:
             log.info("closed the stream of %s: %s", stream.node_id, end)
             raise end
 
-    async def _first_message(self, call: NodeCall) -> pb.Hello:
+    async def _first_message(self) -> pb.Hello:
         timeout_s = self._timings.hello_timeout_ms / 1000
         try:
             async with asyncio.timeout(timeout_s):
-                message = await call.receive()
+                message = await self._receive()
         except TimeoutError:
-            raise no_hello(timeout_s) from None
+            # A node that was merely busy will retry.
+            raise RendezvousConnectionError(
+                f"no hello within {timeout_s:g} s; send it as the first message of the stream"
+            ) from None
         if message is None or message.WhichOneof("body") != "hello":
             raise InvalidRequestError("the first message of a stream must be a hello")
         return message.hello
 
-    async def _serve(
-        self, stream: Stream, beliefs: Sequence[pb.Belief], call: NodeCall
-    ) -> RendezvousError | None:
+    async def _serve(self, stream: Stream, beliefs: Sequence[pb.Belief]) -> RendezvousError | None:
         messages = NodeMessages(self._driver, stream, self._clock, self._limits)
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(self._read(messages, stream, call)),
+                tasks.create_task(self._read(messages, stream)),
                 tasks.create_task(messages.obey(beliefs)),
             ]
-            await self._write(stream, call)
+            await self._write(stream)
             for task in running:
                 task.cancel()
         return await stream.ended()
 
-    async def _read(self, messages: NodeMessages, stream: Stream, call: NodeCall) -> None:
+    async def _read(self, messages: NodeMessages, stream: Stream) -> None:
         try:
-            while (message := await call.receive()) is not None:
+            while (message := await self._receive()) is not None:
                 messages.take(message)
         except InvalidRequestError as error:
             stream.close(error)
         # The end of a stream is not a leave: the messages before it are still handled.
         messages.finish()
 
-    async def _write(self, stream: Stream, call: NodeCall) -> None:
+    async def _receive(self) -> pb.NodeMessage | None:
+        """Wait for the node's next message; return None if its stream has ended for any reason.
+
+        Raises:
+            InvalidRequestError: the bytes are not a message.
+
+        """
+        try:
+            message = await self._context.read()
+        except DecodeError as error:
+            raise InvalidRequestError(
+                f"a message cannot be read: {error}; the sender speaks another protocol"
+            ) from error
+        except grpc.aio.BaseError:
+            return None
+        return message if isinstance(message, pb.NodeMessage) else None
+
+    async def _write(self, stream: Stream) -> None:
         """Write messages to a node until its stream ends.
 
         A write in progress at the end is given `LAST_WRITE_S` to finish. If the first write were
@@ -166,22 +165,19 @@ class Conversation:
             async with asyncio.timeout(None) as limit:
                 with stream.calling_on_end(lambda: limit.reschedule(loop.time() + LAST_WRITE_S)):
                     while told := await stream.outbox.take():
-                        await self._write_all(told, stream, call)
+                        await self._write_all(told, stream)
 
-    async def _write_all(
-        self, told: Sequence[Announcement], stream: Stream, call: NodeCall
-    ) -> None:
+    async def _write_all(self, told: Sequence[Announcement], stream: Stream) -> None:
         if not await self._replica.regain_word():
             # Another server may be leading by now, and may have sent a different state.
             unproven = "this server cannot prove that it leads"
             stream.close(RendezvousConnectionError(unproven))
-        if call.by_relay:
-            # A relayed node reaches another server through its relay, so it does not need the list.
-            told = [one for one in told if not isinstance(one, Servers)]
         for together in [told] if stream.takes_several else [[one] for one in told]:
-            if together and stream.open:
+            if stream.open:
                 message = outbound.server_message(
-                    together, self._driver.leadership, self._version, self._clock.now_ms()
+                    together, self._driver.leadership, VERSION, self._clock.now_ms()
                 )
-                if not await call.send(message):
+                try:
+                    await self._context.write(message)
+                except grpc.aio.BaseError:
                     stream.close()

@@ -25,7 +25,6 @@ class Role(StrEnum):
     READ = "read"
     SUBMIT = "submit"
     NODE = "node"
-    RELAY = "relay"
     ADMIN = "admin"
 
 
@@ -33,7 +32,6 @@ IMPLIED = {
     Role.READ: frozenset({Role.READ}),
     Role.SUBMIT: frozenset({Role.SUBMIT, Role.READ}),
     Role.NODE: frozenset({Role.NODE}),
-    Role.RELAY: frozenset({Role.RELAY}),
     Role.ADMIN: frozenset(Role),
 }
 """The roles that each role implies, including itself. A node's key is on a machine that runs users'
@@ -127,23 +125,6 @@ def roles_of(names: Iterable[str]) -> tuple[Role, ...]:
 
 def implied(roles: Iterable[Role]) -> frozenset[Role]:
     return frozenset[Role]().union(*(IMPLIED[role] for role in roles))
-
-
-def relayed(name: str, roles: Iterable[str], relay: str) -> Caller:
-    """Return the caller whose certificate was verified by a relay.
-
-    Only its roles `node` and `submit` count: a relay can bring in nodes, but never an admin.
-
-    Raises:
-        UnauthenticatedError: no caller can have this name.
-
-    """
-    if not _NAME.fullmatch(name):
-        raise UnauthenticatedError(
-            f"{relay} passes on a certificate of {name[:140]!r}, which is not the name of a caller"
-        )
-    known = {Role.NODE.value, Role.SUBMIT.value} & set(roles)
-    return Caller(name, implied(map(Role, known)), f"certificate, by {relay}")
 
 
 @functools.lru_cache(maxsize=4096)

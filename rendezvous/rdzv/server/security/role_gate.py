@@ -61,7 +61,6 @@ def note_change(before: str, after: str) -> None:
 
 _VERBS = {
     "Attach": "open a stream",
-    "Relay": "relay streams of nodes",
     "ServerReflectionInfo": "ask which calls there are",
 }
 """Plain words for calls whose names do not consist of a verb and its object."""

@@ -49,8 +49,6 @@ _ADMIN_CHANGES = Row(frozenset({Role.ADMIN}), changes=True)
 
 CALLS: dict[str, Row | None] = {
     "/rdzv.v1.Rendezvous/Attach": Row(frozenset({Role.NODE, Role.SUBMIT}), Whose.OWN_NODE),
-    # Each stream that a relay carries is checked again, like its node's own call of Attach.
-    "/rdzv.v1.Rendezvous/Relay": Row(frozenset({Role.RELAY})),
     "/rdzv.v1.Control/GetStatus": _READ,
     "/rdzv.v1.Control/WatchJob": _READ,
     "/rdzv.v1.Control/ListJobs": _READ,

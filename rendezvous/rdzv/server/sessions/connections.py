@@ -136,11 +136,8 @@ class Connections:
                 f"{self._limits.nodes} nodes; raise the limit `nodes`"
             )
 
-    def detach(self, stream: Stream, *, cut: bool = False) -> None:
-        """Record that a stream has ended. Its node is now away, and is lost if it stays away.
-
-        `cut` means that a connection on the way was cut and the node did not end its stream.
-        """
+    def detach(self, stream: Stream) -> None:
+        """Record that a stream has ended. Its node is now away, and is lost if it stays away."""
         stream.close()
         if self._streams.remove(stream):
             self._diagnosis.note_gone(stream.node_id)
@@ -148,7 +145,7 @@ class Connections:
             self._watch.listened_until_ms()
             # A node whose connection was lost while this server was paused may have been trying to
             # reach it.
-            unheard = cut or self._clock.now_ms() < self._watch.settled_ms
+            unheard = self._clock.now_ms() < self._watch.settled_ms
             self._leases.disconnect(nodes.Disconnect(stream.node_id, stream.number, unheard))
 
     def heard(self, stream: Stream) -> None:

@@ -69,10 +69,6 @@ class Leases:
         self._heard.add(node_id)
         self._hear_timer.arm_by(self._clock.now_ms() + self._hear_every_ms)
 
-    def excuse(self, node_ids: frozenset[str], for_ms: int) -> None:
-        """Do not give up these connected nodes for `for_ms` because the path to them is blocked."""
-        self.step(nodes.Excuse(node_ids, for_ms))
-
     def disconnect(self, command: nodes.Disconnect) -> None:
         """Record the end of a stream, after renewing the lease for any messages received on it."""
         if command.node_id in self._heard:

@@ -23,8 +23,6 @@ from rdzv.transport.endpoints import DEFAULT_PORT, Listen
 
 if TYPE_CHECKING:
     from rdzv.stores.etcd_config import EtcdConfig
-    from rdzv.transport.channels import Credentials
-    from rdzv.transport.endpoints import Endpoint
 
 PROTOCOL_VERSION = protocol.VERSION
 
@@ -420,32 +418,6 @@ class Notify:
 
 
 @struct(frozen=True)
-class RelayTo:
-    """The servers to which a relay carries streams, and the credentials that it uses."""
-
-    servers: tuple[Endpoint, ...]
-    ca: Path | None = None
-    """The servers' CA, or None if connections to them are not encrypted."""
-    cert: Path | None = None
-    key: Path | None = None
-    token_file: Path | None = None
-
-    def credentials(self) -> Credentials:
-        """Return the relay's credentials.
-
-        Raises:
-            InvalidRequestError: a file cannot be used.
-
-        """
-        # This imports gRPC, which must not be imported before its environment variables are set.
-        from rdzv.transport.channels import Credentials
-
-        found = Credentials(self.ca, self.cert, self.key, self.token_file)
-        found.check()
-        return found
-
-
-@struct(frozen=True)
 class Config:
     """The configuration of one rdzvd."""
 
@@ -477,8 +449,6 @@ class Config:
     """Where torch's own store is served for torchrun's own rendezvous, or None if nowhere."""
     c10d_python: str = sys.executable
     """The interpreter that runs torch's store and therefore needs torch."""
-    relay: RelayTo | None = None
-    """The servers to relay to, or None if this is a server itself."""
     log_level: str = "info"
     log_format: str = "human"
     limits: Limits = field(default_factory=Limits)
@@ -531,8 +501,6 @@ class Config:
         self._check_replica()
         if self.c10d is not None:
             self._check_c10d(self.c10d)
-        if self.relay is not None:
-            self.relay.credentials()
 
     @property
     def open(self) -> str:

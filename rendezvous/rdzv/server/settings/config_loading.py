@@ -20,7 +20,6 @@ from rdzv.server.settings.config import (
     Notify,
     Oidc,
     OidcAccount,
-    RelayTo,
     Timings,
     TlsFiles,
     alter,
@@ -29,7 +28,6 @@ from rdzv.server.settings.config import (
 from rdzv.server.settings.server_settings import PARTS, RdzvdSettings
 from rdzv.settings.setting_types import Setting, settings_of
 from rdzv.settings.toml_files import compare, load
-from rdzv.transport.endpoints import parse_endpoint
 
 if TYPE_CHECKING:
     from rdzv.stores.etcd_config import EtcdConfig
@@ -71,7 +69,6 @@ def make_config(settings: RdzvdSettings) -> Config:
         notify=_notify(settings),
         c10d=settings.c10d,
         c10d_python=str(settings.c10d_python or sys.executable),
-        relay=_relay(settings),
         log_level=settings.log_level,
         log_format=settings.log_format,
         **{name: type(PARTS[name])(**parts[name]) for name in PARTS},
@@ -111,19 +108,6 @@ def _oidc(settings: RdzvdSettings) -> Oidc | None:
         leeway_s=oidc.leeway,
         keys_refresh_s=oidc.keys_refresh,
         keys_kept_s=oidc.keys_kept,
-    )
-
-
-def _relay(settings: RdzvdSettings) -> RelayTo | None:
-    if not settings.relay:
-        return None
-    upstream = settings.upstream
-    return RelayTo(
-        tuple(map(parse_endpoint, settings.relay)),
-        ca=upstream.ca,
-        cert=upstream.cert,
-        key=upstream.key,
-        token_file=upstream.token_file,
     )
 
 

@@ -17,7 +17,7 @@ from rdzv.core.model import Tuning
 from rdzv.errors import InvalidRequestError
 from rdzv.server.settings.config import Limits, Timings, check_grafana, check_otlp
 from rdzv.settings.setting_types import Duration, Rule, Size, Table, setting, settings_of
-from rdzv.transport.endpoints import DEFAULT_PORT, Listen, parse_endpoint
+from rdzv.transport.endpoints import DEFAULT_PORT, Listen
 
 MINUTE = 60
 HOUR = 60 * MINUTE
@@ -84,7 +84,7 @@ def _issuer(text: str) -> None:
         )
 
 
-ROLES = ("read", "submit", "node", "relay", "admin")
+ROLES = ("read", "submit", "node", "admin")
 """The values of `security.callers.Role`. A test compares the two."""
 
 
@@ -120,7 +120,7 @@ class OidcAccount(Table, frozen=True, kw_only=True):
         check=_kubernetes_name, default_words="every account of the namespace", reason="""
         The account. A table with a name wins over the one of its namespace without.""")] = None
     roles: Annotated[tuple[str, ...], setting(check=_role, reason="""
-        The account's roles: any of read, submit, node, relay and admin.""")]
+        The account's roles: any of read, submit, node and admin.""")]
     known_as: Annotated[Literal["account", "namespace", "node"], setting(reason="""
         The caller's name, and so whose jobs are its own: ACCOUNT@NAMESPACE; the namespace, whose
         accounts then share their jobs; or the node that its pod runs on, for agents.""",
@@ -174,25 +174,6 @@ class Etcd(Table, frozen=True):
     ttl: Annotated[int, setting(ge=2, le=300, unit="seconds", reason="""
         How long a leader may be silent before another server takes over; raise it if leaders change
         without need.""")] = 3
-
-
-def _server(text: str) -> None:
-    if "," in text:
-        raise InvalidRequestError(f"{text!r} has a comma; give each server by itself")
-    parse_endpoint(text)
-
-
-class Upstream(Table, frozen=True):
-    """How a relay reaches the servers named in `relay`."""
-
-    ca: Annotated[Path | None, setting(default_words="connections are not encrypted", reason="""
-        The CA of the servers' certificates (PEM).""")] = None
-    cert: Annotated[Path | None, setting(reason="""
-        The certificate of the relay (PEM), with the role relay.""")] = None
-    key: Annotated[Path | None, setting(reason="""
-        The key of that certificate (PEM).""")] = None
-    token_file: Annotated[Path | None, setting(reason="""
-        A token with the role relay, in place of a certificate.""")] = None
 
 
 class Notify(Table, frozen=True):
@@ -489,28 +470,6 @@ def _oidc_together(settings: "RdzvdSettings") -> str:
     return ""
 
 
-def _relay_alone(settings: "RdzvdSettings") -> str:
-    upstream = settings.upstream
-    if not settings.relay:
-        given = upstream.ca or upstream.cert or upstream.key or upstream.token_file
-        return "`upstream` is how a relay reaches its servers; give `relay`" if given else ""
-    kept = {
-        "etcd.endpoints": settings.etcd.endpoints,
-        "http": settings.http,
-        "c10d": settings.c10d,
-        "otlp": settings.otlp,
-        "notify.url_file": settings.notify.url_file,
-        "oidc.issuer": settings.oidc.issuer,
-        "init_admin_token": settings.init_admin_token,
-    }
-    if found := [f"`{name}`" for name, value in kept.items() if value]:
-        return (
-            f"a relay decides and stores nothing, so {' and '.join(found)} would have no effect; "
-            "leave out what belongs to the server, or `relay`"
-        )
-    return ""
-
-
 # fmt: off
 class RdzvdSettings(Table, frozen=True, kw_only=True):
     """Everything that rdzvd.toml may contain."""
@@ -529,7 +488,6 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         _in_order("limits.job_timeout", "retention.ended_for"),
         Rule(tuple(f"tls.{name}" for name in Tls.__struct_fields__), _tls_together),
         Rule(("oidc.issuer", "oidc.account", "tls.cert", "auth"), _oidc_together),
-        Rule(("relay",), _relay_alone),
     )
 
     listen: Annotated[Listen, setting(unit="HOST:PORT", reason="""
@@ -567,10 +525,6 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
     store: Annotated[Literal["sqlite", "memory", "etcd"], setting(reason="""
         sqlite survives restarts; memory forgets; etcd is shared by several rdzvd, of which one
         leads and any other takes over.""")] = "sqlite"
-    relay: Annotated[tuple[str, ...], setting(
-        unit="HOST:PORT", check=_server, default_words="none: this is a server", reason="""
-        Be a relay: carry the streams of the nodes that connect here to these servers, all in one
-        connection. docs/operations.md.""")] = ()
     c10d: Annotated[Listen | None, setting(unit="HOST:PORT", default_words="nowhere", reason="""
         Serve torch's own store here too, for torchrun --rdzv-backend=c10d; `rdzvctl` shows its
         jobs. They end with this rdzvd. Any address but loopback needs `insecure`.""")] = None
@@ -584,7 +538,6 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
     tls: Tls
     oidc: Oidc
     etcd: Etcd
-    upstream: Upstream
     notify: Notify
     lease: Lease
     forming: Forming

@@ -13,7 +13,6 @@ from rdzv.core.fleet.nodes import (
     AgentKind,
     Connect,
     Disconnect,
-    Excuse,
     Expect,
     Hear,
     LeaseGrown,
@@ -105,22 +104,6 @@ def test_a_silent_node_is_lost_when_its_lease_is_over_and_not_before() -> None:
     fleet.pass_until(5_000)
     assert fleet.lost == ["n1"]
     assert fleet.nodes.wake_at_ms is None
-
-
-def test_a_node_whose_way_is_blocked_is_not_given_up_for_its_silence() -> None:
-    fleet = Fleet()
-    for name in ("n1", "n2", "n3"):
-        fleet.connect(name)
-    for at_ms in (4_000, 8_000, 12_000):
-        # That another is heard does not unblock the way.
-        fleet.pass_until(at_ms)
-        fleet.do(Hear(frozenset({"n3"})))
-        if at_ms == 4_000:
-            fleet.do(Excuse(frozenset({"n1", "unheard of"}), 10_000))
-    fleet.pass_until(13_999)
-    assert fleet.lost == ["n2"]
-    fleet.pass_until(14_000)
-    assert fleet.lost == ["n2", "n1"]
 
 
 def test_whatever_a_node_says_renews_its_lease() -> None:
