@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from rdzv.c10d.facade import Answer, decode_states
+from rdzv.c10d.facade import Answer
 from rdzv.c10d.observations import Watch
 from rdzv.c10d.store_server import PREFIX, Looks
 from rdzv.ctl import as_text
@@ -96,10 +96,22 @@ def _value(dice: random.Random) -> bytes:
     return base64.b64encode(pickled)
 
 
+_STATES = (
+    {"round": 1},
+    {
+        **{"round": -1, "complete": True, "closed": False, "last_call": False},
+        **{"participants": {"x": 7}, "waiting": ["_"], "spare": ["x"], "heartbeats": {"y": "z"}},
+    },
+)
+
+
 def _answer(dice: random.Random) -> bytes:
     said = {
         "ready": dice.choice((True, False, 1, None)),
-        "states": dice.choice(({surface.text(dice): surface.text(dice)}, {"j": None}, [], {1: 2})),
+        "states": dice.choice(
+            ({surface.text(dice): dice.choice(_STATES)}, {"j": None}, [], {1: 2})
+        ),
+        "unreadable": dice.choice(({surface.text(dice): "a reason"}, {"j": 1})),
         "gone": dice.choice(([], [surface.text(dice)], "x", [1])),
         "left_out": dice.choice((0, -1, 2**70, "1", 1e400)),
         "error": surface.text(dice, ("",)),
@@ -157,11 +169,10 @@ def _take(steps: Input) -> None:
 
 def _look(answer: Answer) -> None:
     """Pass an answer to the facade, and show the result."""
-    states, unreadable = decode_states(answer.states)
-    for why in unreadable.values():
+    for why in answer.unreadable.values():
         check_text("why a state is not shown", why)
     watch = Watch()
-    watch.take(states, (*answer.gone, *unreadable), 1_000)
+    watch.take(answer.states, (*answer.gone, *answer.unreadable), 1_000)
     for view in watch.views(2_000):
         message = outbound.job_status(answer_values.job_status(view, 2_000))
         message = type(message).FromString(message.SerializeToString())

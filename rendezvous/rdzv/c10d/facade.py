@@ -20,10 +20,9 @@ from pathlib import Path
 
 import msgspec
 
-from rdzv.c10d.observations import Watch
-from rdzv.c10d.unpickle import State, decode
+from rdzv.c10d.observations import State, Watch
 from rdzv.core.explain import JobView
-from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
+from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.runtime.clock import Clock
 from rdzv.transport.endpoints import Listen, cannot_listen
 
@@ -47,7 +46,7 @@ END_TIMEOUT_S = 5.0
 """How long the process may take to exit after its socket is closed before it is killed."""
 BACKLOG = 1_024
 MOST_ANSWER_BYTES = 64 * 1024 * 1024
-"""Eight times the process's own limit."""
+"""Sixteen times the process's own limit."""
 LISTED_JOBS = 8
 """The maximum number of jobs named in a log line."""
 WARNED_JOBS = 1_000
@@ -60,7 +59,8 @@ class Answer(msgspec.Struct, frozen=True):
     """A message from the child process; see `store_server` for its fields."""
 
     ready: bool = False
-    states: dict[str, str | None] = {}
+    states: dict[str, State | None] = {}
+    unreadable: dict[str, str] = {}
     gone: list[str] = []
     left_out: int = 0
     error: str = ""
@@ -139,20 +139,18 @@ class Facade:
                 self._complain(f"the jobs in torch's store cannot be listed: {answer.error}")
                 continue
             try:
-                closed = await self._take(answer)
+                closed = self._take(answer)
             except Exception:
                 # The store is still being served, and other jobs are still being watched.
                 log.exception("c10d: a bug in rdzvd, please report it: lost one check")
 
-    async def _take(self, answer: Answer) -> tuple[str, ...]:
-        # Decode in a thread: a large state takes a while, and the server must not stall.
-        states, unreadable = await asyncio.to_thread(decode_states, answer.states)
-        for rdzv_id, why in unreadable.items():
+    def _take(self, answer: Answer) -> tuple[str, ...]:
+        for rdzv_id, why in answer.unreadable.items():
             self._warn_of(rdzv_id, why)
         beyond = f"{answer.left_out} jobs in torch's store exceed the limit, and are not observed"
         self._complain(beyond if answer.left_out else "")
-        gone = (*answer.gone, *unreadable)
-        return self._watch.take(states, gone, self._clock.now_ms())
+        gone = (*answer.gone, *answer.unreadable)
+        return self._watch.take(answer.states, gone, self._clock.now_ms())
 
     async def _ask(self, server: _StoreServer, closed: tuple[str, ...]) -> Answer:
         asking = asyncio.ensure_future(server.ask(closed))
@@ -174,20 +172,6 @@ class Facade:
         if rdzv_id not in self._warned and len(self._warned) < WARNED_JOBS:
             self._warned.add(rdzv_id)
             log.warning("c10d: cannot show the state of job %a: %s", rdzv_id, why)
-
-
-def decode_states(values: dict[str, str | None]) -> tuple[dict[str, State | None], dict[str, str]]:
-    """Decode states; return the readable ones, and why the others cannot be read."""
-    states: dict[str, State | None] = {}
-    unreadable: dict[str, str] = {}
-    for rdzv_id, value in values.items():
-        try:
-            if value is None:
-                raise RendezvousStateError("it is too long, or not text")
-            states[rdzv_id] = decode(value.encode())
-        except RendezvousStateError as error:
-            unreadable[rdzv_id] = str(error)
-    return states, unreadable
 
 
 # ------------------------------------------------------------------------------------ the process

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from rdzv.c10d.unpickle import Node, State
+import msgspec
+
 from rdzv.core.explain import JobView, NodeView
 from rdzv.core.model import JobState, NodeState
 from rdzv.core.timed_text import past
 from rdzv.core.words import counted, duration, listed
+from rdzv.structs import struct
 
 BACKEND = "c10d"
 
@@ -35,6 +38,30 @@ MOST_CLOSED = 1_000
 _CLOSED = "closed by its nodes; c10d does not tell how it ended"
 
 
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+
+@struct(frozen=True)
+class State:
+    """The state shared by a job's nodes.
+
+    A node is one start of torchrun. It is named as torch names it: ADDR_PID_ID.
+    """
+
+    round: _Number
+    complete: bool
+    closed: bool
+    last_call: bool
+    """Whether enough nodes have joined, so that the round completes at a deadline by the nodes' own
+    clocks."""
+    participants: Mapping[str, _Number]
+    """The participants and their GROUP_RANKs, which are valid once the round is complete."""
+    waiting: frozenset[str]
+    spare: frozenset[str]
+    heartbeats: Mapping[str, str]
+    """The last heartbeat of each node, by its own clock; used only to detect new heartbeats."""
+
+
 @dataclass(slots=True)
 class _Seen:
     """A node's state at the last poll."""
@@ -43,7 +70,7 @@ class _Seen:
     since_ms: int
     group_rank: int | None = None
     reason: str = ""
-    heartbeat: bytes = b""
+    heartbeat: str = ""
     heard_ms: int = 0
 
 
@@ -57,7 +84,7 @@ class _Job:
     job_state: JobState = JobState.JOINING
     since_ms: int = 0
     heard_ms: int = 0
-    nodes: dict[Node, _Seen] = field(default_factory=dict)
+    nodes: dict[str, _Seen] = field(default_factory=dict)
 
 
 class Watch:
@@ -198,8 +225,8 @@ def _last_complete(state: State | None) -> int | None:
     return state.round - 1 if state.round else None
 
 
-def _present(state: State) -> dict[Node, tuple[NodeState, int | None]]:
-    found: dict[Node, tuple[NodeState, int | None]] = {}
+def _present(state: State) -> dict[str, tuple[NodeState, int | None]]:
+    found: dict[str, tuple[NodeState, int | None]] = {}
     for node in state.spare:
         found[node] = (NodeState.SPARE, None)
     for node in state.waiting:
@@ -216,12 +243,12 @@ def _present(state: State) -> dict[Node, tuple[NodeState, int | None]]:
 
 
 def _seen(
-    job: _Job, node: Node, state: State, now: tuple[NodeState, int | None], now_ms: int
+    job: _Job, node: str, state: State, now: tuple[NodeState, int | None], now_ms: int
 ) -> _Seen:
     before = job.nodes.get(node)
     node_state, group_rank = now
     since_ms = before.since_ms if before and before.state is node_state else now_ms
-    heartbeat = state.heartbeats.get(node, b"")
+    heartbeat = state.heartbeats.get(node, "")
     heard_ms = before.heard_ms if before and before.heartbeat == heartbeat else now_ms
     reason = ""
     if state.closed:
@@ -238,12 +265,12 @@ def _dropped(seen: _Seen, state: State, now_ms: int) -> _Seen:
         return seen
     silent_ms = now_ms - seen.heard_ms
     if silent_ms < KEEP_ALIVE_MS or state.closed:
-        return _Seen(NodeState.LEFT, now_ms, None, "it has left", b"", seen.heard_ms)
+        return _Seen(NodeState.LEFT, now_ms, None, "it has left", "", seen.heard_ms)
     reason = f"dropped by its peers after {duration(silent_ms)} of silence; c10d does not re-form"
-    return _Seen(NodeState.LOST, now_ms, None, f"{reason} for that", b"", seen.heard_ms)
+    return _Seen(NodeState.LOST, now_ms, None, f"{reason} for that", "", seen.heard_ms)
 
 
-def _order(node: Node, seen: _Seen) -> tuple[bool, int, str, Node]:
+def _order(node: str, seen: _Seen) -> tuple[bool, int, str, str]:
     """Return the sort key that puts participants first, by GROUP_RANK, and then other nodes."""
     return (seen.group_rank is None, seen.group_rank or 0, seen.state, node)
 
@@ -285,12 +312,12 @@ def _keeps_alive(seen: _Seen) -> bool:
 def _node_views(job: _Job, now_ms: int) -> tuple[NodeView, ...]:
     return tuple(
         NodeView(
-            node_id=str(node),
+            node_id=node,
             state=seen.state,
             group_rank=seen.group_rank,
             rank_first=None,
             local_world_size=0,
-            address=node.addr,
+            address=node.rsplit("_", 2)[0],
             role="",
             state_age_ms=now_ms - seen.since_ms,
             reason=_node_reason(seen, now_ms),

@@ -4,17 +4,22 @@
 
 It is run by path, and needs torch but no other part of rdzv. It serves a TCPStore on the listening
 socket N and sends `{"ready": true}` on the socket M. Then, each time it is asked, it reports which
-jobs' states have changed, without interpreting them.
+jobs' states have changed.
 
 Messages are JSON, preceded by their length in four bytes (big-endian). A request names the jobs
 that should not be read again: `{"closed": [...]}`. The answer contains
 
-        states    {rdzv_id: base64 as stored}, or null if it is too long or not text
-        gone      jobs whose key was removed
-        left_out  the number of jobs above the limit
+        states      {rdzv_id: the state, see `as_json`}, or null before any node has written one
+        unreadable  {rdzv_id: why its state cannot be read}
+        gone        jobs whose key was removed
+        left_out    the number of jobs above the limit
 
 or `error`, if the store cannot be listed. An answer is at most a few megabytes long; the rest
 follows in the next one.
+
+A state is base64 of a pickle, which anyone who can reach the store may have written. It is read
+here, where it can harm nothing but this process, which its author can end anyway by filling the
+store's memory: with five admitted names, a limited address space, and a limit on CPU time.
 
 The process lives as long as its parent: it ends when the socket closes, and is killed when the
 parent dies. It ignores the signals that a terminal or systemd sends to all processes of a service,
@@ -24,23 +29,28 @@ because the parent decides. Exit code 3 means that torch is missing.
 from __future__ import annotations
 
 import argparse
+import base64
+import contextlib
 import ctypes
+import datetime
 import functools
 import hashlib
 import importlib
+import io
 import json
 import os
+import pickle
 import re
 import resource
 import signal
 import socket
 import sys
-from datetime import timedelta
+from collections.abc import Iterator
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
 NO_TORCH = 3
-TIMEOUT = timedelta(seconds=10)
+TIMEOUT = datetime.timedelta(seconds=10)
 
 PREFIX = "torch.rendezvous."
 ROUNDS_OWN = re.compile(r"\.\d+/")
@@ -49,7 +59,15 @@ ROUNDS_OWN = re.compile(r"\.\d+/")
 MOST_JOBS = 10_000
 MOST_ID_CHARS = 1_024
 MOST_STATE_BYTES = 2 * 1024 * 1024
-MOST_ANSWER_BYTES = 8 * 1024 * 1024
+"""The size of the largest state, as stored and as JSON. That of 4,096 nodes takes 508 KB."""
+MOST_NODES = 10_000
+"""The maximum number of nodes in each part of a state."""
+MOST_READING_BYTES = 256 * 1024 * 1024
+"""How much the process's address space may grow while it reads one state."""
+MOST_READING_S = 5.0
+"""The CPU time for reading one state. That of 4,096 nodes takes 0.03 s. SIGPROF ends the process
+that takes longer, because nothing else interrupts the C code that unpickles."""
+MOST_ANSWER_BYTES = 4 * 1024 * 1024
 MOST_QUESTION_BYTES = 32 * 1024 * 1024
 BATCH = 100
 LIST_ANYWAY_AFTER = 30
@@ -61,6 +79,7 @@ def main() -> None:
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     options = parse_options()
     control = socket.socket(fileno=options.control_fd)
     try:
@@ -158,12 +177,17 @@ class Looks:
         self.closed.update(closed)
         try:
             gone = self.list_jobs()
-            states = self.look()
+            states, unreadable = self.look()
         except (RuntimeError, ValueError, AttributeError) as error:
             # Possible causes: a key that is not UTF-8, a key that was just deleted, a torch without
             # list_keys.
             return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
-        return {"states": states, "gone": gone, "left_out": self.left_out}
+        return {
+            "states": states,
+            "unreadable": unreadable,
+            "gone": gone,
+            "left_out": self.left_out,
+        }
 
     def list_jobs(self) -> list[str]:
         self.since_listed += 1
@@ -187,9 +211,13 @@ class Looks:
         self.keys, self.since_listed = keys, 0
         return gone
 
-    def look(self) -> dict[str, str | None]:
-        """Return the changed states, or as many of them as fit into one answer."""
-        changed: dict[str, str | None] = {}
+    def look(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Read the changed states, or as many of them as fit into one answer.
+
+        Returns the states, and why the others cannot be read.
+        """
+        states: dict[str, Any] = {}
+        unreadable: dict[str, str] = {}
         room = MOST_ANSWER_BYTES
         names = [name for name in self.jobs if name not in self.closed]
         for first in range(0, len(names), BATCH):
@@ -198,15 +226,21 @@ class Looks:
                 digest = hashlib.blake2b(value, digest_size=16).digest() if value else None
                 if value is None or digest is None or self.told.get(name) == digest:
                     continue
-                if len(value) > room:
+                try:
+                    state, size = read_state(value)
+                except UnreadableError as error:
+                    unreadable[name] = str(error)
+                    self.told[name] = digest
+                    continue
+                if size > room:
                     # This job comes first in the next answer.
                     self.jobs.remove(name)
                     self.jobs.insert(0, name)
-                    return changed
+                    return states, unreadable
+                states[name] = state
                 self.told[name] = digest
-                changed[name] = text(value)
-                room -= len(value) if changed[name] is not None else 0
-        return changed
+                room -= size
+        return states, unreadable
 
     def values(self, names: list[str]) -> list[bytes | None]:
         """Return the stored values of jobs, with None for each job deleted in the meantime."""
@@ -217,14 +251,188 @@ class Looks:
         return [self.store.get(key) if self.store.check([key]) else None for key in keys]
 
 
-def text(value: bytes) -> str | None:
-    """Return a state as text, or None if it is too long or not ASCII, as base64 would be."""
+# ------------------------------------------------------------------------------------ one state
+
+NO_STATE = b"Y2FuaW1hZGFt"
+"""Written by torch before the first state, because reading a missing key would block."""
+
+
+class UnreadableError(Exception):
+    """A value is not the state of a rendezvous, or exceeds a limit."""
+
+
+class _Attributes:
+    """An instance of one of torch's two classes: the attributes that its pickle gives it.
+
+    `__setstate__` also keeps a pickle from setting attributes of the class: called on that instead
+    of an instance, it lacks an argument. Instances are equal only to themselves, so none is hashed
+    by content that a pickle has chosen.
+    """
+
+    names: frozenset[str]
+
+    def __setstate__(self, attributes: Any) -> None:
+        if type(attributes) is not dict or attributes.keys() != self.names:
+            raise UnreadableError("an object does not have the attributes that torch gives it")
+        self.__dict__.update(attributes)
+
+
+class _Node(_Attributes):
+    names = frozenset(("addr", "pid", "local_id"))
+
+
+class _State(_Attributes):
+    names = frozenset(
+        [
+            "round",
+            "complete",
+            "deadline",
+            "closed",
+            "participants",
+            "wait_list",
+            "redundancy_list",
+            "last_heartbeats",
+        ]
+    )
+
+
+_DYNAMIC = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+ADMITTED = {
+    (_DYNAMIC, "_RendezvousState"): _State,
+    (_DYNAMIC, "_NodeDesc"): _Node,
+    ("datetime", "datetime"): datetime.datetime,
+    ("datetime", "timezone"): datetime.timezone,
+    ("datetime", "timedelta"): datetime.timedelta,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Admits only the classes that torch's states contain; the first two are replaced by ours."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = ADMITTED.get((module, name))
+        if found is None:
+            raise UnreadableError(f"{module}.{name} has no place in it")
+        return found
+
+
+def read_state(value: bytes) -> tuple[Any, int]:
+    """Read the stored value of a job's key: as JSON values, see `as_json`, and their size.
+
+    Returns None and 0 if no node has written a state yet. A value that takes more CPU time than
+    allowed ends this process.
+
+    Raises:
+        UnreadableError: the value is not such a state, or exceeds a limit.
+
+    """
+    if value == NO_STATE:
+        return None, 0
     if len(value) > MOST_STATE_BYTES:
-        return None
+        raise UnreadableError(f"it has {len(value)} bytes; {MOST_STATE_BYTES} are the most")
     try:
-        return value.decode("ascii")
-    except UnicodeDecodeError:
-        return None
+        with _limits():
+            pickled = io.BytesIO(base64.b64decode(value, validate=True))
+            state = as_json(_Unpickler(pickled).load())
+            if pickled.read(1):
+                raise UnreadableError("it does not end where it should")
+            size = len(json.dumps(state))
+    except UnreadableError as error:
+        raise UnreadableError(_one_line(str(error))) from None
+    except Exception as error:
+        # Nearly every exception of Python's can come from a pickle.
+        raise UnreadableError(_one_line(f"{type(error).__name__}: {error}")) from None
+    if size > MOST_STATE_BYTES:
+        raise UnreadableError(f"it takes {size} bytes as JSON; {MOST_STATE_BYTES} are the most")
+    return state, size
+
+
+@contextlib.contextmanager
+def _limits() -> Iterator[None]:
+    """Limit the growth of this process's address space, and its CPU time until the limits end."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as statm:  # noqa: PTH123
+        most = int(statm.read().split()[0]) * resource.getpagesize() + MOST_READING_BYTES
+    if soft != resource.RLIM_INFINITY:
+        most = min(most, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    signal.setitimer(signal.ITIMER_PROF, MOST_READING_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _one_line(text: str) -> str:
+    """Escape control characters for the log, and cut off what is too long for a line of it."""
+    return ascii(text[:200])[1:-1]
+
+
+def as_json(state: Any) -> dict[str, Any]:
+    """Return a state's attributes as JSON, nodes as ADDR_PID_ID; heartbeats are kept as text.
+
+    Each check descends one level, so a value that contains itself does no harm.
+    """
+    _check(type(state) is _State, "_RendezvousState is expected")
+    deadline = state.deadline
+    _check(deadline is None or type(deadline) is datetime.datetime, "a deadline is not a time")
+    return {
+        "round": _integer(state.round),
+        "complete": _boolean(state.complete),
+        "closed": _boolean(state.closed),
+        "last_call": deadline is not None,
+        "participants": {
+            _node(node): _integer(rank) for node, rank in _nodes(state.participants, dict).items()
+        },
+        "waiting": sorted(map(_node, _nodes(state.wait_list, set))),
+        "spare": sorted(map(_node, _nodes(state.redundancy_list, set))),
+        "heartbeats": {
+            _node(node): _time(at) for node, at in _nodes(state.last_heartbeats, dict).items()
+        },
+    }
+
+
+def _check(holds: bool, why: str) -> None:
+    if not holds:
+        raise UnreadableError(why)
+
+
+def _nodes(value: Any, kind: type[Any]) -> Any:
+    right = type(value) is kind and len(value) <= MOST_NODES
+    _check(right, f"a {kind.__name__} of at most {MOST_NODES} nodes is expected")
+    return value
+
+
+def _node(value: Any) -> str:
+    _check(type(value) is _Node, "_NodeDesc is expected")
+    addr = value.addr
+    right = type(addr) is str and 0 < len(addr) <= MOST_ID_CHARS
+    _check(right, "a node's address is not a text, or too long")
+    # Lone surrogates cannot be sent.
+    return (
+        f"{addr.encode(errors='replace').decode()}_{_integer(value.pid)}_{_integer(value.local_id)}"
+    )
+
+
+def _integer(value: Any) -> int:
+    # A bool is also an int, but torch never writes one where the other is expected.
+    right = type(value) is int and 0 <= value < 2**32
+    _check(right, "a number from 0 to 4294967295 is expected")
+    return int(value)
+
+
+def _boolean(value: Any) -> bool:
+    _check(type(value) is bool, "True or False is expected")
+    return bool(value)
+
+
+def _time(value: Any) -> str:
+    _check(type(value) is datetime.datetime, "a point in time is expected")
+    return str(value)
+
+
+# ------------------------------------------------------------------------------------ messages
 
 
 def say(control: socket.socket, message: dict[str, Any]) -> None:

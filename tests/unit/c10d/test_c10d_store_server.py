@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.c10d import facade, store_server
+from rdzv.c10d import facade, observations, store_server
 from rdzv.c10d.facade import serving_c10d
-from rdzv.c10d.store_server import Looks
+from rdzv.c10d.store_server import Looks, UnreadableError
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.settings.config import Config
@@ -56,13 +56,24 @@ class FakeStore:
 
 
 @pytest.fixture
-def store() -> FakeStore:
+def store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
+    """A store whose values are read as text, and are unreadable where they begin with `!`."""
+
+    def read(value: bytes) -> tuple[str, int]:
+        if value.startswith(b"!"):
+            raise UnreadableError(value[1:].decode())
+        return value.decode(), len(value)
+
+    monkeypatch.setattr(store_server, "read_state", read)
     return FakeStore()
+
+
+NOTHING = {"states": {}, "unreadable": {}, "gone": [], "left_out": 0}
 
 
 def test_only_what_has_changed_is_told(store: FakeStore) -> None:
     looks = Looks(store)
-    assert looks.answer([]) == {"states": {}, "gone": [], "left_out": 0}
+    assert looks.answer([]) == NOTHING
     store.put(a="1", b="2")
     assert looks.answer([])["states"] == {"a": "1", "b": "2"}
     store.put(b="3")
@@ -107,17 +118,20 @@ def test_a_key_that_goes_while_another_comes_is_found_in_the_end(store: FakeStor
     store.values.clear()
     store.put(b="2")
     for _ in range(store_server.LIST_ANYWAY_AFTER - 1):
-        assert looks.answer([]) == {"states": {}, "gone": [], "left_out": 0}
-    assert looks.answer([]) == {"states": {"b": "2"}, "gone": ["a"], "left_out": 0}
+        assert looks.answer([]) == NOTHING
+    assert looks.answer([]) == NOTHING | {"states": {"b": "2"}, "gone": ["a"]}
 
 
-def test_what_is_too_long_or_no_text_is_told_without_its_value(
-    store: FakeStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_server, "MOST_STATE_BYTES", 10)
-    store.put(long="x" * 11, binary="\xff", fits="x" * 10, empty="")
-    states = {"long": None, "binary": None, "fits": "x" * 10}
-    assert Looks(store).answer([])["states"] == states
+def test_why_a_state_is_unreadable_is_told_once(store: FakeStore) -> None:
+    looks = Looks(store)
+    store.put(bad="!too long", fits="1", empty="")
+    assert looks.answer([]) == NOTHING | {
+        "states": {"fits": "1"},
+        "unreadable": {"bad": "too long"},
+    }
+    assert looks.answer([]) == NOTHING
+    store.put(bad="repaired")
+    assert looks.answer([]) == NOTHING | {"states": {"bad": "repaired"}}
 
 
 def test_what_does_not_fit_into_an_answer_comes_with_the_next(
@@ -174,7 +188,6 @@ def serve(*answers):
         hear()
         say(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
 """
-NO_STATE = "Y2FuaW1hZGFt"
 
 
 @pytest.fixture
@@ -263,8 +276,7 @@ async def test_a_process_that_answers_nonsense_is_replaced(
     answer: str, why: str, config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "rdzv.c10d")
-    state = f"{{'states': {{'a': {NO_STATE!r}}}}}"
-    script(config, f"serve({state}, {answer})", "hear()")
+    script(config, f"serve({{'states': {{'a': None}}}}, {answer})", "hear()")
     async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()) as served:
         assert served is not None
         await until_logged(caplog, "serving a new, empty store")
@@ -279,7 +291,7 @@ async def test_what_it_tells_is_shown_and_a_slow_answer_is_waited_for(
     go = config.data_dir / "go"
     script(
         config,
-        f"serve({{'states': {{'a': {NO_STATE!r}, 'b': 'bad'}}, 'left_out': 7}}, {{'error': 'no'}})",
+        "serve({'states': {'a': None}, 'unreadable': {'b': ''}, 'left_out': 7}, {'error': 'no'})",
         f"while not os.path.exists({str(go)!r}): time.sleep(0.01)",
         "hear(); say(json.dumps({'gone': ['a']}).encode()); hear(); hear()",
     )
@@ -297,10 +309,10 @@ async def test_what_it_tells_is_shown_and_a_slow_answer_is_waited_for(
 async def test_a_bug_in_a_look_costs_nobody_the_store(
     config: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(values: object) -> None:
+    def broken(*look: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(facade, "decode_states", broken)
+    monkeypatch.setattr(observations.Watch, "take", broken)
     script(config, "say(b'{\"ready\": true}')", "while hear(): say(b'{}')")
     async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()):
         await until_logged(caplog, "please report it: lost one check")

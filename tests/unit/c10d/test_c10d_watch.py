@@ -7,23 +7,22 @@ from collections.abc import Iterable
 import pytest
 
 from rdzv.c10d import observations
-from rdzv.c10d.observations import GIVEN_UP_MS, KEEP_ALIVE_MS, STALE_MS, Watch
-from rdzv.c10d.unpickle import Node, State
+from rdzv.c10d.observations import GIVEN_UP_MS, KEEP_ALIVE_MS, STALE_MS, State, Watch
 from rdzv.core.explain import JobView
 
-N1, N2, N3, N4 = (Node(f"h{i}", 100 + i, 0) for i in (1, 2, 3, 4))
+N1, N2, N3, N4 = (f"h{i}_{100 + i}_0" for i in (1, 2, 3, 4))
 
 
 def state(
-    *participants: Node,
+    *participants: str,
     round_: int = 0,
     complete: bool = True,
     closed: bool = False,
     last_call: bool = False,
-    waiting: Iterable[Node] = (),
-    spare: Iterable[Node] = (),
+    waiting: Iterable[str] = (),
+    spare: Iterable[str] = (),
     beat: int = 0,
-    silent: Iterable[Node] = (),
+    silent: Iterable[str] = (),
 ) -> State:
     """A state in which all nodes but the silent ones have sent a heartbeat of this number."""
     waiting, spare, silent = frozenset(waiting), frozenset(spare), frozenset(silent)
@@ -36,7 +35,7 @@ def state(
         participants={node: rank for rank, node in enumerate(participants)},
         waiting=waiting,
         spare=spare,
-        heartbeats={n: b"" if n in silent else str(beat).encode() for n in everyone},
+        heartbeats={n: "" if n in silent else str(beat) for n in everyone},
     )
 
 

@@ -151,16 +151,9 @@ RULES = (
         only=of(),
     ),
     Rule(
-        "what strangers have pickled is read by a machine that can call nothing",
-        "c10d/unpickle.py",
-        never=of("pickle", "pickletools", "importlib", "copyreg", "builtins", "marshal"),
-        only=of("rdzv.errors", "rdzv.structs"),
-        stdlib=False,
-    ),
-    Rule(
         "what was seen of torch's jobs is told without I/O or a clock",
         "c10d/observations.py",
-        only=of("rdzv.core", "rdzv.c10d.unpickle"),
+        only=of("rdzv.core", "rdzv.structs", "msgspec"),
         stdlib=False,
     ),
     Rule(

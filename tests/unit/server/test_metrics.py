@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rdzv.c10d import unpickle as c10d
-from rdzv.c10d.observations import Watch
+from rdzv.c10d import observations as c10d
 from rdzv.core.commands import Fail, FailureReport, Join, Stop, Submit, Succeed, Tick
 from rdzv.core.events import NodeLost, RunBegan
 from rdzv.core.explain import JobView, explain, job_state, node_views
@@ -243,8 +242,8 @@ async def test_nodes_that_leave_are_counted_by_whether_something_is_left_on_them
 
 def torchs_own() -> tuple[JobView, ...]:
     """Two jobs in torch's own store, one of which is closed."""
-    watch = Watch()
-    nodes = [c10d.Node("10.0.0.1", 4711, number) for number in range(3)]
+    watch = c10d.Watch()
+    nodes = [f"10.0.0.1_4711_{number}" for number in range(3)]
     runs = c10d.State(
         round=3,
         complete=True,
