@@ -9,6 +9,7 @@ Errors have the same names as in `torch.distributed.elastic.rendezvous.api`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 ERROR_CODE_METADATA_KEY = "rdzv-error"
@@ -219,3 +220,29 @@ def short(value: str) -> str:
     ('night', 80, 'xx...')
     """
     return value if len(value) <= SHOWN_CHARS else f"{value[: SHOWN_CHARS - 3]}..."
+
+
+_SIMILAR = 0.65
+"""From which likeness, between 0 and 1, a known name is suggested."""
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
+    """Return the remedy for an unknown name: the known one most like it, or else `otherwise`.
+
+    The last parts of dotted names are compared, too; the dashes of flags are not.
+
+    >>> did_you_mean("staus", ["status", "stop"], "rdzvctl --help lists all")
+    'did you mean `status`?'
+    >>> did_you_mean("cert", ["tls.cert"], ""), did_you_mean("--limit", ["--timeout"], "see --help")
+    ('did you mean `tls.cert`?', 'see --help')
+    """
+    from difflib import SequenceMatcher
+
+    def likeness(name: str) -> float:
+        parts = [(each.lstrip("-"), each.rpartition(".")[2].lstrip("-")) for each in (word, name)]
+        whole, last = (SequenceMatcher(None, *pair).ratio() for pair in zip(*parts, strict=True))
+        return max(whole, 0.95 * last)
+
+    word = word[:SHOWN_CHARS]
+    nearest = max(sorted(known), key=likeness, default="")
+    return f"did you mean `{nearest}`?" if likeness(nearest) >= _SIMILAR else otherwise

@@ -43,7 +43,7 @@ USAGE = [
     ("--nproc-per-node=999999999", "--nproc-per-node=999999999 is too large; give at most"),
     ("--nproc-per-node=" + "9" * 5000, "is too large; give at most 1000000"),
     ("--max-restarts=99999999999", "--max-restarts=99999999999 is too large; give at most"),
-    ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
+    ("--no-such-flag", "--no-such-flag is not a flag; see rdzvrun --help"),
     ("--rdzv-conf=garbage", "--rdzv-conf: 'garbage' is not of the form key=value"),
     ("--rdzv-conf==,=", "--rdzv-conf: '=' is not of the form key=value"),
     ("--rdzv-conf=join_timeout=0", "join_timeout=0 is too short; give at least 0.001 seconds"),

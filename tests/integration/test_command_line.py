@@ -387,7 +387,7 @@ BAD_CONFIGS = [
     ("server = '\xff'", "it is not TOML: "),
     (
         f'server = "a"\nservers = "b"\n{JOB_TABLE}',
-        "`servers` is unknown; the nearest known key is `server`",
+        "`servers` is unknown; did you mean `server`?",
     ),
     (JOB_TABLE, "`server` is missing: The address of rdzvd; "),
     (f'server = ""\n{JOB_TABLE}', '`server` = "" must not be empty; give it a value'),
@@ -399,7 +399,7 @@ BAD_CONFIGS = [
     ('server = "a"\njob = [1]', "`job` = [1] must be a list of tables; begin with [[job]]"),
     ('server = "a"\n[[job]]', "`job[1].args` is missing: The arguments of rdzvrun"),
     ('server = "a"\n[[job]]\nargs = "b"', '`job[1].args` = "b" must be a list of texts'),
-    (f'server = "a"\n{JOB_TABLE}user = "b"', "`job[1].user` is unknown; the nearest known key is"),
+    (f'server = "a"\n{JOB_TABLE}user = "b"', "`job[1].user` is unknown; "),
     (
         f'server = "a"\n{JOB_TABLE}{JOB_TABLE}',
         "two [[job]] tables have the --rdzv-id a; rename one",
@@ -407,7 +407,7 @@ BAD_CONFIGS = [
     ('server = "a"\n[[job]]\nargs = ["script.py"]', "--rdzv-id is missing"),
     (
         'server = "a"\n[[job]]\nargs = ["--no-such"]',
-        "args ['--no-such'] are not valid rdzvrun arguments",
+        "args ['--no-such']: --no-such is not a flag",
     ),
     (
         'server = "a"\n[[job]]\nargs = ["--rdzv-id=a", "no-such.py"]',

@@ -113,7 +113,7 @@ def test_a_reload_applies_what_is_in_order_and_fails_on_what_is_not(machine: Boo
     eventually(lambda: 'log_level is now "debug"' in machine.log, machine)
     file.write_text(f"{usual}log_lavel = 1\n")
     assert machine.run("systemctl", "reload", "rdzvd").returncode != 0
-    assert "`log_lavel` is unknown; the nearest known key is `log_level`" in machine.log
+    assert "`log_lavel` is unknown; did you mean `log_level`?" in machine.log
     assert machine.show("rdzvd", "ActiveState") == {"ActiveState": "active"}
     # A broken configuration prevents a restart, too.
     assert machine.run("systemctl", "restart", "rdzvd").returncode != 0

@@ -77,7 +77,7 @@ async def test_a_broken_file_is_refused_and_the_server_goes_on(tmp_path: Path) -
         assert "this server holds 1" in await refusal(n1, "job-2")
         log = server.stderr.read_text()
         assert "did not reload the configuration; nothing was changed" in log
-        assert "`limits.noeds` is unknown; the nearest known key is `limits.nodes`" in log
+        assert "`limits.noeds` is unknown; did you mean `limits.nodes`?" in log
         await reload(server, file, USUAL.replace("jobs = 1", "jobs = 9"))
         await n1.join("job-2", (1, 1))
         await n1.line()

@@ -24,13 +24,18 @@ from rdzv.agent.workers.summary import summary
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousError
 from rdzv.runtime import systemd
 from rdzv.runtime.log_format import RepeatedWarnings, complain, formatter_for
+from rdzv.runtime.usage import Program
 from rdzv.settings.rendering import render
 from rdzv.version import VERSION
 
 log = logging.getLogger("rdzv.agent")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 96})
+@click.command(
+    "rdzv-agent",
+    cls=Program,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 96},
+)
 @click.option(
     "--config",
     "path",

@@ -11,12 +11,10 @@ import click
 
 from rdzv.ctl.command_line import (
     DENIED,
-    INTERRUPTED,
     OK,
     PROGRAM,
     REFUSED,
     UNREACHABLE,
-    USAGE,
     Connection,
     complain,
     connection_options,
@@ -28,6 +26,7 @@ from rdzv.errors import (
     RendezvousError,
     UnauthenticatedError,
 )
+from rdzv.runtime.usage import INTERRUPTED, USAGE, Choice, Group, usage_text
 from rdzv.version import VERSION
 
 _EPILOG = """\b
@@ -72,8 +71,7 @@ def run(arguments: Sequence[str]) -> int:
             click.echo(result)
             sys.stdout.flush()
     except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else PROGRAM
-        return complain(f"{error.format_message().rstrip('.')}; see {command} --help", USAGE)
+        return complain(usage_text(error), USAGE)
     except RendezvousConnectionError as error:
         return complain(str(error), UNREACHABLE)
     except (DeniedError, UnauthenticatedError) as error:
@@ -119,7 +117,7 @@ SECTIONS: dict[str, dict[str, str | None]] = {
 """All commands, grouped by task, with the module of `commands` that has each; None: here."""
 
 
-class _Rdzvctl(click.Group):
+class _Rdzvctl(Group):
     """The group of all commands: imports a command's module when the command is used."""
 
     def list_commands(self, _: click.Context) -> list[str]:
@@ -170,7 +168,7 @@ def _version() -> str:
 
 
 @rdzvctl.command("completion")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=Choice(["bash", "zsh", "fish"]))
 def _completion(shell: str) -> str:
     """Print the script that lets SHELL complete rdzvctl's commands, options, jobs and nodes.
 

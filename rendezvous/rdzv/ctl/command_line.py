@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import click
 
 from rdzv.errors import InvalidRequestError, RendezvousError
+from rdzv.runtime.usage import Choice, Group
 from rdzv.structs import struct
 
 if TYPE_CHECKING:
@@ -28,21 +29,9 @@ _DEFAULT_TIMEOUT_S = 5.0
 
 
 OK = 0
-
-
 REFUSED = 1
-
-
-USAGE = 2
-
-
 UNREACHABLE = 75
-
-
 DENIED = 77
-
-
-INTERRUPTED = 130
 
 
 def complain(message: str, exit_code: int) -> int:
@@ -51,6 +40,10 @@ def complain(message: str, exit_code: int) -> int:
 
     click.echo(f"{PROGRAM}: {harmless(message)}", err=True)
     return exit_code
+
+
+def warn(message: str) -> None:
+    complain(f"warning: {message}", OK)
 
 
 @struct(frozen=True)
@@ -161,8 +154,11 @@ def list_commands(
         formatter.write_dl([(c.name or "", c.get_short_help_str(_SENTENCE)) for c in commands])
 
 
-class Subcommands(click.Group):
+class Subcommands(Group):
     """An rdzvctl command that has subcommands."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **{**more, "no_args_is_help": False})
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands."""
@@ -172,7 +168,7 @@ class Subcommands(click.Group):
 output_option = click.option(
     "-o",
     "--output",
-    type=click.Choice(["text", "json", "yaml"]),
+    type=Choice(["text", "json", "yaml"]),
     default="text",
     show_default=True,
     help="text for people, json or yaml for programs.",

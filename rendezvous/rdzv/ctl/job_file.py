@@ -8,13 +8,12 @@ A key is a flag's long name, with underscores or dashes (`nnodes`, `nproc_per_no
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from rdzv.errors import InvalidRequestError
+from rdzv.errors import InvalidRequestError, did_you_mean
 from rdzv.launch_options.flags import Given
 from rdzv.settings.toml_files import read_document
 from rdzv.structs import struct
@@ -137,9 +136,8 @@ class _Keys:
 
     def _unknown(self, key: str) -> InvalidRequestError:
         known = sorted({*self._flags.keys() - self._refused.keys(), *_OTHERS} - _HIDDEN)
-        close = difflib.get_close_matches(key.replace("-", "_"), known, n=1)
-        remedy = f"did you mean `{close[0]}`?" if close else f"known: {', '.join(known)}"
-        return self._bad(key, "is not known", remedy)
+        remedy = did_you_mean(key.replace("-", "_"), known, f"known: {', '.join(known)}")
+        return self._bad(key, "is unknown", remedy)
 
     def _bad(self, key: str, why: str, remedy: str) -> InvalidRequestError:
         return InvalidRequestError(f"--file={self._path}: `{key}` {why}; {remedy}")

@@ -13,7 +13,6 @@ import secrets
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NoReturn
 
 from rdzv.core.model import JobSpec, Settings
 from rdzv.core.words import listed
@@ -139,7 +138,7 @@ def read(words: Sequence[str], caller: Caller) -> Request:
         raise InvalidRequestError(
             "what is to run is missing; give a script after the flags, or `script` in a --file"
         )
-    args = parser.parse_args([*_words(given), *rest])
+    args = parser.parse_split(given, rest)
     return _request(args, given, rest, file, caller)
 
 
@@ -197,17 +196,10 @@ def _request(
 # ------------------------------------------------------------------------------------ its flags
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser that raises our own error, which is printed on one line like any other."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InvalidRequestError(message)
-
-
 @functools.cache
-def make_parser() -> _Parser:
+def make_parser() -> flags.Parser:
     """Return the parser of the flags of `rdzvctl submit`."""
-    parser = _Parser(
+    parser = flags.Parser(
         prog="rdzvctl submit",
         usage="rdzvctl submit [rdzvrun's flags] [flags below] [--] script ...",
         formatter_class=HelpFormatter,
@@ -337,10 +329,6 @@ def _last_value(given: Sequence[Given], dest: str) -> str | None:
             _, equals, value = one.words[0].partition("=")
             return value if equals else (one.words[1] if len(one.words) > 1 else None)
     return None
-
-
-def _words(given: Iterable[Given]) -> list[str]:
-    return [word for one in given for word in one.words]
 
 
 # ------------------------------------------------------------------------------------ its parts

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import sys
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
+from typing import NoReturn
 
-from rdzv.errors import InvalidRequestError
+from rdzv.errors import InvalidRequestError, did_you_mean
 from rdzv.launch_options.declared_flags import NO_WARM, OWN, Option, grouped, legacy_flags
 from rdzv.launch_options.help_format import DESCRIPTION, EPILOG, HelpFormatter
 from rdzv.structs import struct
@@ -30,22 +32,62 @@ def parse(
     `legacy` adds --use-env, as in torch.distributed.launch.
 
     Raises:
-        SystemExit: wrong usage (2), or --help or --version (0).
+        InvalidRequestError: wrong usage.
+        SystemExit: --help, --version or --print-completion is done (0).
 
     """
     defaults = tuple((key, environ[key]) for key in sorted(environ) if key.startswith("PET_"))
     parser = _kept_parser(defaults, legacy)
-    words = sys.argv[1:] if argv is None else argv
-    try:
-        return parser.parse_args(expand(words, options(parser)))
-    except InvalidRequestError as error:
-        parser.error(str(error))
+    given, rest = split(sys.argv[1:] if argv is None else argv, options(parser))
+    if rest in ([], ["--"]) and not _answers(given):
+        raise InvalidRequestError("what is to run is missing; give a script after the flags")
+    return parser.parse_split(given, rest)
+
+
+def refuse_answers(argv: Sequence[str]) -> None:
+    """Refuse flags that print something and exit, for a command line that runs in a daemon.
+
+    Raises:
+        InvalidRequestError: there is one.
+    """
+    given, _ = split(argv, options(_kept_parser((), False)))
+    if answers := _answers(given):
+        raise InvalidRequestError(f"{answers[0]} runs nothing; leave it out")
+
+
+def _answers(given: Sequence[Given]) -> list[str]:
+    return [each.words[0] for each in given for action in each.actions if action.dest in _ANSWERS]
 
 
 @functools.lru_cache(maxsize=4)
-def _kept_parser(defaults: tuple[tuple[str, str], ...], legacy: bool) -> argparse.ArgumentParser:
+def _kept_parser(defaults: tuple[tuple[str, str], ...], legacy: bool) -> Parser:
     """Keep parsers: an agent parses one submission after the other with the same defaults."""
     return make_parser(dict(defaults), legacy=legacy)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are raised like all others, instead of printed below the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        # argparse names both spellings of a flag.
+        text = re.sub(r"^argument (-[^/:]*)[^:]*: ", r"\1: ", message)
+        raise InvalidRequestError(f"{text}; see {self.prog} --help")
+
+    def parse_split(self, given: Sequence[Given], rest: Sequence[str]) -> argparse.Namespace:
+        """Parse what `split` has returned."""
+        name = rest[0].partition("=")[0] if rest else ""
+        if name.startswith("-") and name.strip("-"):
+            known = [flag for flag in options(self) if "_" not in flag]
+            remedy = did_you_mean(name, known, f"see {self.prog} --help")
+            raise InvalidRequestError(f"{name} is not a flag; {remedy}")
+        return self.parse_args([*(word for each in given for word in each.words), *rest])
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is not None and value not in action.choices:
+            flag = next(name for name in action.option_strings if name.startswith("--"))
+            valid = ", ".join(action.choices)
+            remedy = did_you_mean(str(value), action.choices, "give one of them")
+            raise InvalidRequestError(f"{flag}={value} is not one of {valid}; {remedy}")
 
 
 @struct(frozen=True)
@@ -90,11 +132,6 @@ def split(
         given.append(Given(tuple(actions), (first, *argv[at + 1 : end])))
         at = end
     return given, list(argv[at:])
-
-
-def expand(argv: Sequence[str], options: Mapping[str, argparse.Action]) -> list[str]:
-    given, rest = split(argv, options)
-    return [*(word for one in given for word in one.words), *rest]
 
 
 def _written_out(name: str, options: Mapping[str, argparse.Action], whole: Set[str]) -> str:
@@ -150,7 +187,7 @@ def add(
     elif text.isdecimal():
         action.default = bool(int(text))
     else:
-        raise InvalidRequestError(f"{variable}={text} is not 0 or 1")
+        raise InvalidRequestError(f"{variable}={text} is not 0 or 1; set it to one of them")
     return action
 
 
@@ -161,9 +198,9 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make_parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.ArgumentParser:
+def make_parser(environ: Mapping[str, str], *, legacy: bool) -> Parser:
     program = "python -m rdzv.agent.distributed_launch" if legacy else "rdzvrun"
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program,
         usage=f"{program} [flags] script [its arguments]",
         formatter_class=HelpFormatter,
@@ -178,15 +215,12 @@ def make_parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.Argumen
         choices=("bash", "zsh", "tcsh"),
         help="print the script that completes rdzvrun's flags in this shell; needs shtab",
     )
-    try:
-        for title, options_ in grouped().items():
-            group = parser.add_argument_group(title)
-            for option in options_:
-                add(group, option, environ)
-        for option in legacy_flags() if legacy else ():
-            add(parser, option, environ)
-    except InvalidRequestError as error:
-        parser.error(str(error))
+    for title, options_ in grouped().items():
+        group = parser.add_argument_group(title)
+        for option in options_:
+            add(group, option, environ)
+    for option in legacy_flags() if legacy else ():
+        add(parser, option, environ)
     add_script(parser)
     return parser
 
@@ -204,11 +238,16 @@ class _PrintCompletion(argparse.Action):
         try:
             import shtab
         except ImportError:
-            parser.exit(1, "--print-completion needs the package shtab: pip install shtab\n")
+            raise InvalidRequestError(
+                "--print-completion needs the package shtab; pip install shtab"
+            ) from None
         parser.prog = "rdzvrun"
         sys.stdout.write(f"{shtab.complete(parser, shell=str(values))}\n")
         parser.exit()
 
+
+_ANSWERS = frozenset({"help", "version", "print_completion"})
+"""Flags that print something and exit, by dest."""
 
 _WITHOUT_ENVIRONMENT = frozenset(
     {

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rdzv.removed import CommandOfSettings
 from rdzv.runtime import systemd
+from rdzv.runtime.usage import Choice, Program
 from rdzv.server.settings.config_loading import DEFAULT_FILE, Configuration
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.settings.setting_types import settings_of
@@ -60,7 +60,7 @@ def _flag(name: str, **more: Any) -> Callable[[F], F]:
     setting = _SETTINGS[_key(name.removeprefix("--").replace("-", "_"))]
     options: dict[str, Any] = {"metavar": setting.unit or "TEXT", "default": None}
     if setting.choices:
-        options = {"type": click.Choice(setting.choices), "default": None}
+        options = {"type": Choice(setting.choices), "default": None}
     elif setting.kind is Path:
         options |= {"metavar": "FILE", "type": click.Path(path_type=Path)}
     elif setting.kind is int:
@@ -79,7 +79,8 @@ def _key(parameter: str) -> str:
 
 
 @click.command(
-    cls=CommandOfSettings,
+    "rdzvd",
+    cls=Program,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 96},
 )
 @click.option(

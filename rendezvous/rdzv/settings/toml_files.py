@@ -1,7 +1,7 @@
 """Reads settings from a TOML file, checks them as a whole, and compares them for a reload.
 
-msgspec converts each value to its type. This module adds units, a list of all problems, and the
-nearest known key for each unknown one. It reads a single file.
+msgspec converts each value to its type. This module adds units, a list of all problems, and a
+suggestion for each unknown key. It reads a single file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from msgspec import Struct, ValidationError, convert
 
-from rdzv.errors import InvalidRequestError
+from rdzv.errors import SHOWN_CHARS, InvalidRequestError, did_you_mean
 from rdzv.settings.setting_types import (
     DURATION_UNITS,
     Setting,
@@ -36,9 +36,6 @@ LISTED_PROBLEMS = 50
 
 MAX_NUMBER = 1e300
 """The exclusive upper bound of numbers, so that none overflows in another unit."""
-
-SHOWN_CHARS = 80
-"""The length to which a refused value is truncated in messages."""
 
 T = TypeVar("T", bound=Table)
 
@@ -233,25 +230,12 @@ def _broken_rules(
 
 
 def _why_unknown(key: str, known: Iterable[str]) -> str:
-    """Say that a key was removed, or which known key is most similar, also by its last part."""
-    import difflib
-
+    """Say that a key was removed, or which known key is similar."""
     from rdzv.removed import instead_of
 
     if instead := instead_of(key):
         return f"was removed: {instead}"
-
-    def likeness(known: str) -> float:
-        whole = difflib.SequenceMatcher(None, key, known).ratio()
-        last = difflib.SequenceMatcher(None, _last(key), _last(known)).ratio()
-        return max(whole, 0.95 * last)
-
-    key = key[:SHOWN_CHARS]
-    return f"is unknown; the nearest known key is `{max(sorted(known), key=likeness)}`"
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]
+    return f"is unknown; {did_you_mean(key, known, 'docs/configuration.md lists all')}"
 
 
 def _shown(raw: object) -> str:

@@ -373,9 +373,9 @@ def test_an_agent_with_jobs_of_its_own_needs_no_folder(tmp_path: Path) -> None:
     [
         (
             '["--rdzv-id=night"]',
-            "are not valid rdzvrun arguments: the following arguments are required: ",
+            "args ['--rdzv-id=night']: what is to run is missing; give a script",
         ),
-        ('["--help"]', "args ['--help'] are not valid rdzvrun arguments; see rdzvrun --help"),
+        ('["--help"]', "args ['--help']: --help runs nothing; leave it out"),
     ],
 )
 def test_of_arguments_that_are_not_rdzvruns_the_reason_alone_is_said(

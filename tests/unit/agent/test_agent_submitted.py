@@ -208,7 +208,7 @@ async def test_arguments_that_are_not_rdzvruns_are_refused_in_silence(
 ) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         await make_launch(placed("--max-restarts=many", "a.py"), AROUND, share)
-    said = "['--max-restarts=many', 'a.py'] are not valid for rdzvrun: argument --max-restarts/"
+    said = "--max-restarts: give a whole number, not 'many'"
     assert said in str(refused.value)
     assert capfd.readouterr() == ("", "")
 

@@ -493,9 +493,15 @@ def test_options_after_the_command_win(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["lst"], "No such command 'lst'"),
-        (["status"], "Missing argument 'JOB'; see rdzvctl status --help"),
-        (["status", "a", "-o", "xml"], "'xml' is not one of 'text', 'json', 'yaml'"),
+        (["lst"], "lst is not a command; did you mean `list`?"),
+        (["xyz"], "xyz is not a command; see rdzvctl --help"),
+        (["certs"], "Missing command; see rdzvctl certs --help"),
+        (["certs", "shw"], "shw is not a command; did you mean `show`?"),
+        (["list", "--al"], "--al is not an option; did you mean `--all`?"),
+        (["status"], "JOB is missing; see rdzvctl status --help"),
+        (["status", "a", "-o", "xml"], "--output=xml is not one of text, json, yaml; give one of"),
+        (["completion", "bsh"], "bsh is not one of bash, zsh, fish; did you mean `bash`?"),
+        (["--timeout", "x", "list"], "--timeout: 'x' is not a number; see rdzvctl --help"),
         (["--timeout", "0", "list"], "0.0 is not in the range"),
         (["--timeout", "nan", "list"], "timeout nan s cannot be used"),
         (["--server", "::1", "list"], "endpoint '::1' cannot be used"),

@@ -158,7 +158,9 @@ def test_what_a_drain_costs_a_job_is_said(floor: Floor, capsys: pytest.CaptureFi
     assert run(["drain", "n1"]) == 0
     said = capsys.readouterr()
     assert said.out == "n1 is draining; its workers have 5 min 0 s, and it has job\n"
-    assert said.err == "rdzvctl: without n1, job would have 1 of the 2 nodes that it needs\n"
+    assert (
+        said.err == "rdzvctl: warning: without n1, job would have 1 of the 2 nodes that it needs\n"
+    )
     assert floor.asked == ["drain n1 300000"]
 
 

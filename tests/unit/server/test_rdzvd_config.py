@@ -143,7 +143,7 @@ def test_all_that_is_wrong_in_a_file_is_said_at_once(file: Path) -> None:
     code, said = run("--check-config", f"--config={file}")
     assert code == 2
     assert "the configuration has 3 problems:" in said
-    assert f"{file}: `lisen` is unknown; the nearest known key is `listen`" in said
+    assert f"{file}: `lisen` is unknown; did you mean `listen`?" in said
 
 
 @pytest.mark.parametrize("key", [*REMOVED, "upstream.ca"])

@@ -224,13 +224,13 @@ def test_durations_are_seconds_or_have_a_unit(file: Path, spelled: str, ms: int)
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("cuont = 1", "`cuont` is unknown; the nearest known key is `count`"),
-        ('cert = "/x"', "`cert` is unknown; the nearest known key is `tls.cert`"),
-        ('"tls.cert" = "/x"', "`tls.cert` is unknown; the nearest known key is `tls.cert`"),
-        ("[tsl]\na = 1", "`tsl` is unknown; the nearest known key is `tls`"),
+        ("cuont = 1", "`cuont` is unknown; did you mean `count`?"),
+        ('cert = "/x"', "`cert` is unknown; did you mean `tls.cert`?"),
+        ('"tls.cert" = "/x"', "`tls.cert` is unknown; did you mean `tls.cert`?"),
+        ("[tsl]\na = 1", "`tsl` is unknown; did you mean `tls`?"),
         ("tls = 1", "`tls` = 1 must be a table; begin with [tls]"),
         ("[count]", f"`count` = (a table) {NO_INT}"),
-        ("[tls]\ncret = 1", "`tls.cret` is unknown; the nearest known key is `tls.cert`"),
+        ("[tls]\ncret = 1", "`tls.cret` is unknown; did you mean `tls.cert`?"),
         ("count = true", f"`count` = true {NO_INT}"),
         ("count = 1.0", f"`count` = 1.0 {NO_INT}"),
         ("count = 0", f"`count` = 0 {NO_INT}"),
@@ -276,7 +276,7 @@ def test_durations_are_seconds_or_have_a_unit(file: Path, spelled: str, ms: int)
         ("[[job]]", "`job[1].name` is missing: What name is."),
         (
             '[[job]]\nname = "a"\n[[job]]\nname = "b"\nnmae = 1',
-            "`job[2].nmae` is unknown; the nearest known key is `name`",
+            "`job[2].nmae` is unknown; did you mean `name`?",
         ),
         (
             "[wait]\nshort = 50\nlong = 40",
@@ -304,7 +304,7 @@ def test_everything_that_is_wrong_is_named_at_once(file: Path) -> None:
         )
     assert str(caught.value).splitlines() == [
         "the configuration has 5 problems:",
-        f"  {file}: `cuont` is unknown; the nearest known key is `count`",
+        f"  {file}: `cuont` is unknown; did you mean `count`?",
         f"  {file}: `quiet` = 1 must be true or false without quotes",
         f"  {file}: `tls.cert` = 2 {NO_PATH}",
         '  the command line: `level` = "x" must be one of "debug", "info"',

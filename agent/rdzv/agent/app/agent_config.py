@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
 import os
 import pwd
@@ -29,6 +27,7 @@ from rdzv.agent.system.accounts import (
 )
 from rdzv.core.fleet.node_resources import Resources
 from rdzv.errors import InvalidRequestError
+from rdzv.launch_options import flags
 from rdzv.settings.toml_files import Loaded, load
 from rdzv.structs import struct
 from rdzv.transport.channels import PLAIN, Credentials
@@ -232,23 +231,16 @@ def _read_jobs(settings: AgentSettings, endpoints: tuple[Endpoint, ...]) -> tupl
 def _read_job(args: tuple[str, ...], endpoints: tuple[Endpoint, ...], node_id: str) -> Launch:
     servers = ",".join(map(str, endpoints))
     given = list(args)
-    said = io.StringIO()
     try:
-        # The usage message ends with the reason.
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            launch, meeting = parse_launch(
-                [
-                    *("--rdzv-backend=rdzv", f"--rdzv-endpoint={servers}"),
-                    *(f"--node-id={node_id}", *given),
-                ]
-            )
-    except SystemExit as error:
-        _, _, why = said.getvalue().rpartition("error: ") if error.code else ("", "", "")
-        raise InvalidRequestError(
-            f"args {given} are not valid rdzvrun "
-            f"arguments{': ' if why else ''}{why.strip()}; see rdzvrun --help for its "
-            "options"
-        ) from error
+        flags.refuse_answers(given)
+        launch, meeting = parse_launch(
+            [
+                *("--rdzv-backend=rdzv", f"--rdzv-endpoint={servers}"),
+                *(f"--node-id={node_id}", *given),
+            ]
+        )
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"args {given}: {error}") from error
     if any((meeting.files or {}).values()):
         raise InvalidRequestError(
             f"args {given} include credentials, but all jobs of a node share one "

@@ -74,7 +74,7 @@ def parse_launch(
 
     Raises:
         InvalidRequestError: a value makes no sense; the message gives the value, reason and remedy.
-        SystemExit: the usage is wrong (2), or --help or --version was given (0).
+        SystemExit: --help, --version or --print-completion is done (0).
     """
     environ = dict(os.environ if environ is None else environ)
     args = flags.parse(argv, environ, legacy=legacy)

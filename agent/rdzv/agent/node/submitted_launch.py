@@ -7,10 +7,8 @@ agent's own environment it gets only the variables that the configuration names.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rdzv.agent.cli.options import parse_launch
@@ -115,9 +113,9 @@ async def make_launch(
         *([f"--topology={around.topology}"] if around.topology else []),
         *placed.spec.args,
     ]
-    with _usage_refused(placed.spec.args):
-        kind = flags.parse(args, environ).nproc_per_node
-        launch, meeting = parse_launch(args, environ=environ, chdir=chdir, counted=counted or 1)
+    flags.refuse_answers(placed.spec.args)
+    kind = flags.parse(args, environ).nproc_per_node
+    launch, meeting = parse_launch(args, environ=environ, chdir=chdir, counted=counted or 1)
     if not parse_nproc(kind) and not counted:
         size = count_cpus()
         if kind != "cpu":
@@ -156,20 +154,6 @@ def bare_launch(placed: Placed, around: Surroundings, share: Share, job: Job) ->
         progress_dir=around.progress_dir,
         output=Output(run_dir=share.run_dir),
     )
-
-
-@contextlib.contextmanager
-def _usage_refused(args: Sequence[str]) -> Iterator[None]:
-    """Turn argparse's exit on an invalid command line into a refusal."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            yield
-    except SystemExit as error:
-        why = said.getvalue().strip().rpartition("\n")[2].removeprefix("rdzvrun: error: ")
-        raise InvalidRequestError(
-            f"the arguments {list(args)} are not valid for rdzvrun: {why}"
-        ) from error
 
 
 def _to_files(output: Output, local_world_size: int, run_dir: Path) -> Output:

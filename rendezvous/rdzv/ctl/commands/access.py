@@ -13,6 +13,7 @@ from rdzv.ctl.command_line import (
     opened_client,
     output_option,
 )
+from rdzv.runtime.usage import Choice
 
 
 @click.command("audit")
@@ -58,7 +59,7 @@ def tokens_command() -> None:
     "roles",
     multiple=True,
     required=True,
-    type=click.Choice(_ROLES),
+    type=Choice(_ROLES),
     help="What its owner may do; may be given more than once.",
 )
 @click.option(

@@ -12,6 +12,7 @@ import click
 
 from rdzv.ctl.command_line import Subcommands
 from rdzv.errors import InvalidRequestError
+from rdzv.runtime.usage import Choice
 
 if TYPE_CHECKING:
     from rdzv.ctl.authority import Made
@@ -129,7 +130,7 @@ def _node(name: str, folder: Path, days: int, force: bool) -> str:
     "roles",
     multiple=True,
     required=True,
-    type=click.Choice(ROLES),
+    type=Choice(ROLES),
     help="What it may do; may be given several times.",
 )
 @_dir

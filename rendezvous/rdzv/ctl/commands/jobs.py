@@ -16,6 +16,7 @@ from rdzv.ctl.command_line import (
     reason_option,
 )
 from rdzv.errors import InvalidRequestError
+from rdzv.runtime.usage import Choice
 
 # Repeated from rdzv.core.model, because importing it would slow down --help.
 _STATES = ("queued", "joining", "running", "stopping", "succeeded", "failed", "stopped")
@@ -75,13 +76,13 @@ def status_command(
     "--state",
     "states",
     multiple=True,
-    type=click.Choice(_STATES),
+    type=Choice(_STATES),
     help="Only jobs in this state; may be repeated.",
 )
 @click.option(
     "--sort",
     "order",
-    type=click.Choice(["name", "state", "age", "nodes", "restarts"]),
+    type=Choice(["name", "state", "age", "nodes", "restarts"]),
     help="Sort by name or state, or with the latest change, most nodes or most restarts "
     "first. Default: by name, and ended jobs by when they ended.",
 )
@@ -95,7 +96,7 @@ def status_command(
 @click.option(
     "-o",
     "--output",
-    type=click.Choice(["text", "wide", "name", "json", "yaml"]),
+    type=Choice(["text", "wide", "name", "json", "yaml"]),
     default="text",
     show_default=True,
     help="text for people; wide: all columns and full reasons; name: only names; json or yaml "

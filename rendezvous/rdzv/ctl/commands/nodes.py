@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import click
 
 from rdzv.ctl.command_line import (
-    INTERRUPTED,
-    OK,
     as_asked,
     by_whom,
     complain,
@@ -19,8 +17,10 @@ from rdzv.ctl.command_line import (
     opened_client,
     output_option,
     reason_option,
+    warn,
 )
 from rdzv.errors import InvalidRequestError, TooFewNodesError, UnknownNodeError, short
+from rdzv.runtime.usage import INTERRUPTED
 
 if TYPE_CHECKING:
     from rdzv.client import ControlClient
@@ -190,7 +190,7 @@ def _drain_one(
     except TooFewNodesError as error:
         # An operator who names a node means it, so drain it and print the consequence.
         found = client.drain(node, deadline_ms, by_whom(reason))
-        complain(f"without {node}, {error}", OK)
+        warn(f"without {node}, {error}")
     if waits:
         found = (
             rolling_drain.wait_empty(client, node, lambda text: click.echo(text, err=True)) or found

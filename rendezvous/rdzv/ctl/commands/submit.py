@@ -9,14 +9,14 @@ import click
 
 from rdzv.ctl.command_line import (
     CREDENTIALS_KEY,
-    INTERRUPTED,
-    OK,
     as_asked,
     complain,
     opened_client,
     this_user,
+    warn,
 )
 from rdzv.errors import InvalidRequestError
+from rdzv.runtime.usage import INTERRUPTED
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -61,7 +61,7 @@ def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
     from rdzv.view import as_json
 
     for note in request.notes:
-        complain(note, OK)
+        warn(note)
     if request.dry_run:
         if request.output == "text":
             return to_submit(request.rdzv_id, request.settings, request.spec, page_for(sys.stdout))
