@@ -235,10 +235,7 @@ def settings_for(nodes: int) -> str:
     if nodes <= DEFAULT_NODES:
         return ""
     lease_s = math.ceil(NodesTuning().lease_max_ms * nodes / DEFAULT_NODES / 1000)
-    return (
-        f"[limits]\nnodes = {2 * nodes}\nnodes_per_job = {nodes}\n"
-        f"[lease]\nlongest = {lease_s}\nlongest_nodes = {nodes}\n"
-    )
+    return f"[limits]\nnodes = {2 * nodes}\n[lease]\nlongest = {lease_s}\nlongest_nodes = {nodes}\n"
 
 
 def say(nodes: int, samples: Samples, *, tls: bool) -> None:

@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
+_SERVER = "rdzv.server"
+
+CONSTANTS = {
+    "limits.away": f"{_SERVER}.settings.bounds.AWAY_MS",
+    "limits.commands_per_second": f"{_SERVER}.rpc.node_messages.COMMANDS_PER_SECOND",
+    "limits.http_connections": f"{_SERVER}.http.connection_limits.CONNECTIONS",
+    "limits.http_connections_per_peer": f"{_SERVER}.http.connection_limits.CONNECTIONS_PER_PEER",
+    "limits.http_requests": f"{_SERVER}.http.api.REQUESTS",
+    "limits.inbox": f"{_SERVER}.rpc.node_messages.INBOX",
+    "limits.job_timeout": f"{_SERVER}.settings.bounds.TIMEOUT_MS",
+    "limits.jobs_per_node": f"{_SERVER}.settings.bounds.JOBS_PER_NODE",
+    "limits.local_world_size": f"{_SERVER}.settings.bounds.LOCAL_WORLD_SIZE",
+    "limits.log_buffer": f"{_SERVER}.diagnosis.worker_logs.BUFFER_BYTES",
+    "limits.log_readers": f"{_SERVER}.diagnosis.worker_logs.READERS",
+    "limits.log_window": f"{_SERVER}.diagnosis.worker_logs.WINDOW_BYTES",
+    "limits.message": f"{_SERVER}.rpc.grpc_listener.MESSAGE_BYTES",
+    "limits.nodes_per_job": f"{_SERVER}.settings.bounds.NODES_PER_JOB",
+    "limits.outbox": f"{_SERVER}.sessions.connections.OUTBOX",
+    "limits.scrapes": f"{_SERVER}.telemetry.server_metrics.SCRAPES",
+    "limits.watchers": f"{_SERVER}.operations.job_views.WATCHERS",
+    "retention.events": "rdzv.stores.base.HISTORY_ROWS",
+}
+"""The constant that took the place of each setting that nobody set."""
+
 REMOVED = {
+    **{key: f"it is the constant {name}; leave it out" for key, name in CONSTANTS.items()},
     "relay": "nodes connect to the servers themselves, each of which holds 10,000; leave it out, "
     "and give agents the addresses of the servers",
     "upstream": "it was for `relay`, which was removed as well; leave it out",

@@ -27,13 +27,11 @@ from rdzv.core.commands import Submit
 from rdzv.ctl import job_request
 from rdzv.server.messages import Placed
 from rdzv.server.settings import bounds
-from rdzv.server.settings.config import Limits
 from rdzv.server.wire import inbound_operators, outbound
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.fuzz import messages, surface
 from tests.fuzz.surface import FoundError, Input, Step, Surface, Take, refusing
 
-_LIMITS = Limits()
 _ARGS = (
     *("--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-id=other", "--standalone"),
     *("--node-id=n9", "--log-dir=../../x", "--rdzv-endpoint=elsewhere:1", "--help", "--version"),
@@ -120,8 +118,8 @@ def _read(path: Path, kind: str, data: bytes) -> None:
 def _try(folder: Path, request: pb.SubmitJobRequest) -> None:
     """Follow a submission, as far as it is accepted."""
     with refusing():
-        rdzv_id = bounds.rdzv_id_of(request.rdzv_id, _LIMITS)
-        command = inbound_operators.submit_of(request, _LIMITS)
+        rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
+        command = inbound_operators.submit_of(request)
         _place(folder, rdzv_id, command)
 
 

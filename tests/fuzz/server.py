@@ -45,7 +45,7 @@ NODE = "bystander"
 JOB = "bystanders-job"
 """No surface generates these names, so no input may affect them."""
 
-LIMITS = Limits(jobs=200, message_bytes=256 * 1024)
+LIMITS = Limits(jobs=200)
 TIMINGS = Timings(
     hello_timeout_ms=200,
     log_answer_ms=100,

@@ -25,11 +25,17 @@ pytestmark = pytest.mark.timeout(240)
 
 PATIENCE_S = 60.0
 
+JOBS = "rdzv.server.settings.bounds.JOBS_PER_NODE"
+COMMANDS = "rdzv.server.rpc.node_messages.COMMANDS_PER_SECOND"
+CONNECTIONS_PER_PEER = "rdzv.server.http.connection_limits.CONNECTIONS_PER_PEER"
+
 
 @contextmanager
-def server(folder: Path, *lines: str) -> Iterator[Rdzvd]:
+def server(folder: Path, *lines: str, **constants: int) -> Iterator[Rdzvd]:
     with rdzvd(
-        folder, "--store=memory", "--http=127.0.0.1:0", config=PATIENT + "\n".join(lines)
+        *(folder, "--store=memory", "--http=127.0.0.1:0"),
+        config=PATIENT + "\n".join(lines),
+        constants=constants,
     ) as made:
         yield made
 
@@ -100,7 +106,7 @@ async def ends(connection: socket.socket) -> bytes:
 
 
 async def test_a_node_that_floods_with_joins_is_refused_and_fills_no_server(tmp_path: Path) -> None:
-    with server(tmp_path, "[limits]", "jobs_per_node = 20", "commands_per_second = 1") as made:
+    with server(tmp_path, **{JOBS: 20, COMMANDS: 1}) as made:
         async with witness(made) as others, attached(made.address, hello("flood")) as flood:
             refusals: set[str] = set()
             too_often = asyncio.Event()
@@ -224,8 +230,8 @@ async def test_giant_metadata_is_refused(tmp_path: Path) -> None:
 
 
 async def test_who_says_no_request_in_time_is_shown_out(tmp_path: Path) -> None:
-    lines = ("[limits]", "http_connections_per_peer = 40", "[timings]", 'first_request = "1 s"')
-    with server(tmp_path, *lines) as made, ExitStack() as stack:
+    lines = ("[timings]", 'first_request = "1 s"')
+    with server(tmp_path, *lines, **{CONNECTIONS_PER_PEER: 40}) as made, ExitStack() as stack:
         async with witness(made) as others:
             port = http_port(made)
             crowd = connect(port, 41, stack)

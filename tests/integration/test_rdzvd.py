@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -14,13 +15,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import grpc
 import grpc.aio
 import pytest
 from cluster import fork_rdzvd, run_forked
-from forked_programs import Forked
+from forked_programs import CONSTANTS, Forked
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -68,16 +70,21 @@ def rdzvd(
     *options: str,
     listen: str = "127.0.0.1:0",
     config: str | None = PATIENT,
+    constants: Mapping[str, int] = MappingProxyType({}),
     start: Callable[..., subprocess.Popen[str] | Forked] = fork_rdzvd,
 ) -> Iterator[Rdzvd]:
-    """Run a server until the body ends; its log is shown if the test fails."""
+    """Run a server, with some of its constants changed, until the body ends.
+
+    Its log is shown if the test fails.
+    """
     args = ["--listen", listen, "--data-dir", str(tmp_path / "data"), *options]
     if config is not None:
         file = tmp_path / "rdzvd.toml"
         file.write_text(config)
         args += ["--config", str(file)]
     stderr = tmp_path / "stderr"
-    process = start(args, os.environ, stderr)
+    environ = {CONSTANTS: json.dumps({**constants})} if constants else {}
+    process = start(args, {**os.environ, **environ}, stderr)
     assert process.stdout is not None
     try:
         yield Rdzvd(process, process.stdout.readline(), stderr)

@@ -40,7 +40,6 @@ from rdzv.core.explain import view
 from rdzv.core.model import Cause, JobState, LeaveCause, ScaleUp, Settings
 from rdzv.errors import SettingsMismatchError
 from rdzv.server.security.tls import Tls
-from rdzv.server.settings.config import Limits
 from rdzv.server.wire import inbound_nodes
 from rdzv.structs import replace
 from rdzv.torchrun import handler as handler_module
@@ -297,7 +296,7 @@ def test_settings_without_a_count_of_restarts_travel_as_such() -> None:
     offer = pb.Offer(address="10.0.0.1", local_world_size=1, store_port=4711)
     message = Part("job-7", UNCOUNTED, offer).say_join(4711)
     speaker = inbound_nodes.Speaker("n1", 1)
-    _, command = inbound_nodes.command_of(message, speaker, Limits())
+    _, command = inbound_nodes.command_of(message, speaker)
     assert getattr(command, "settings") == UNCOUNTED  # noqa: B009
 
 
@@ -500,7 +499,7 @@ def test_what_the_server_has_lost_is_said_again(made: Made) -> None:
     run.handler.next_rendezvous()
     (belief,) = run.stream.beliefs()
     assert (belief.phase, belief.round.round) == (pb.Belief.RUNNING, 3)
-    assert inbound_nodes.belief_of(belief, inbound_nodes.Speaker("n1", 1), Limits()).round == 3
+    assert inbound_nodes.belief_of(belief, inbound_nodes.Speaker("n1", 1)).round == 3
 
 
 @pytest.mark.parametrize(

@@ -372,7 +372,7 @@ class Server:
 
     def _attach(self, connection: Connection, message: pb.NodeMessage) -> None:
         try:
-            hello = inbound_nodes.hello_of(message.hello, CONFIG.limits)
+            hello = inbound_nodes.hello_of(message.hello)
             stream = self.driver.connections.attach(hello)
         except RendezvousError as error:
             self.world.count(f"attach refused: {error.code}")
@@ -380,7 +380,7 @@ class Server:
             connection.end_by_server(error)
             return
         self.world.judge.welcomed(self, connection.node, stream.incarnation)  # type: ignore[arg-type]
-        messages = NodeMessages(self.driver, stream, self.process, CONFIG.limits)
+        messages = NodeMessages(self.driver, stream, self.process)
         door = self._doors[connection] = _Door(connection, stream, messages)
         create, beliefs = self.process.create_task, message.hello.beliefs
         door.tasks = [create(messages.obey(beliefs)), create(self._write(door, stream))]

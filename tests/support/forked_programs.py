@@ -33,6 +33,8 @@ from typing import TextIO
 DEADLINE_S = 60.0
 NETWORK = "RDZV_TEST_NETWORK"
 """In the environment of a start: the file of the network namespace that the program is to be in."""
+CONSTANTS = "RDZV_TEST_CONSTANTS"
+"""In the environment of a start: the constants of our modules that differ, by name, as JSON."""
 _NUMBER = struct.Struct("!i")
 CLONE_NEWNET = 0x40000000
 
@@ -174,6 +176,10 @@ def become(command: list[str], cwd: str, environ: dict[str, str], streams: list[
         os.close(stream)
     if network := os.environ.pop(NETWORK, ""):
         enter(network)
+    for path, value in json.loads(os.environ.pop(CONSTANTS, "{}")).items():
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), path
+        setattr(importlib.import_module(module), name, value)
     random.seed()
     sys.argv[:] = command
     sys.path[0] = str(Path(command[0]).parent)

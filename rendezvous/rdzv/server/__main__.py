@@ -463,10 +463,10 @@ async def _open_store(config: Config) -> Store:
     if config.store == "memory":
         from rdzv.stores.memory import MemoryStore
 
-        return MemoryStore(config.limits.history_rows)
+        return MemoryStore()
     from rdzv.stores.sqlite import SqliteStore
 
-    return await SqliteStore.open(config.data_dir, config.limits.history_rows)
+    return await SqliteStore.open(config.data_dir)
 
 
 if __name__ == "__main__":

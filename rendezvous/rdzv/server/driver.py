@@ -110,7 +110,6 @@ class Driver:
             self.store,
             clock,
             tasks,
-            config.limits.tokens,
             self.streams.close_opened_with,
             auth=config.auth,
         )
@@ -145,9 +144,7 @@ class Driver:
             targets=self.scrape_targets,
             watchers=self.watchers,
         )
-        self.commands = NodeCommands(
-            self.engine, self.node_jobs, clock, limits, self._config.timings
-        )
+        self.commands = NodeCommands(self.engine, self.node_jobs, clock, self._config.timings)
         self.recovery = Recovery(
             self.jobs,
             clock,
@@ -177,7 +174,6 @@ class Driver:
             scheduling=self.scheduling,
             diagnosis=self.diagnosis,
             watchers=self.watchers,
-            most_watchers=self._config.limits.watchers,
         )
         self.operations = JobOperations(
             self.engine,

@@ -31,7 +31,6 @@ from rdzv.core.model import (
 from rdzv.core.root_cause import MAX_FAILURES
 from rdzv.core.snapshot_copies import CopySource
 from rdzv.core.spent import Spent, Tally
-from rdzv.server.settings.config import Limits
 from rdzv.server.wire import inbound_nodes
 from rdzv.structs import field_names, replace
 from rdzv.transport.tallies import tally_message, tally_of
@@ -78,7 +77,6 @@ FAILURE = WorkerFailure(1, 5, 99, 3, None, "ValueError: no", "Traceback ...", at
 KILLED = WorkerFailure(2, 6, 98, None, 9, "received SIGKILL (pid 98)", "", at_ms=NOW_MS + 5)
 LEAVING = Leaving(LeaveCause.SIGNAL, "its agent received SIGTERM", 143)
 SPEAKER = inbound_nodes.Speaker("n1", 12)
-LIMITS = Limits()
 
 REPORTED = asked.FailureReport(1, 5, 99, 3, None, "ValueError: no", "Traceback ...", 40)
 REPORTED_KILL = asked.FailureReport(2, 6, 98, None, 9, "received SIGKILL (pid 98)", "", 0)
@@ -87,7 +85,7 @@ REPORTED_KILL = asked.FailureReport(2, 6, 98, None, 9, "received SIGKILL (pid 98
 def heard(message: pb.NodeMessage) -> asked.Command:
     """Return the server's view of a message that was serialized and parsed again."""
     message = pb.NodeMessage.FromString(message.SerializeToString())
-    rdzv_id, command = inbound_nodes.command_of(message, SPEAKER, LIMITS)
+    rdzv_id, command = inbound_nodes.command_of(message, SPEAKER)
     assert rdzv_id == "job-7"
     return command
 
@@ -123,7 +121,7 @@ def test_how_far_a_round_has_come_is_heard_with_the_join_and_after_a_reconnect(
     assert isinstance(command, asked.Join)
     assert command.moved == moved
     belief = encoding.belief(state, OFFER, NOW_MS, refuse_reuse=False)
-    *_, again = inbound_nodes.belief_of(belief, SPEAKER, LIMITS).commands
+    *_, again = inbound_nodes.belief_of(belief, SPEAKER).commands
     assert isinstance(again, asked.Join)
     assert again.moved == moved
 
@@ -143,7 +141,7 @@ def test_a_jobs_secret_is_said_with_all_that_asks_for_a_place() -> None:
     command = heard(pb.NodeMessage(join=join))
     assert isinstance(command, asked.Join)
     belief = encoding.belief(state, OFFER, NOW_MS, refuse_reuse=False, secret=secret)
-    resume = inbound_nodes.belief_of(belief, SPEAKER, LIMITS).commands[0]
+    resume = inbound_nodes.belief_of(belief, SPEAKER).commands[0]
     assert isinstance(resume, asked.Join | asked.Resume)
     assert command.secret == resume.secret != ""
 
@@ -316,7 +314,7 @@ def belief_of(state: AgentState, offer: Offer = OFFER) -> pb.Belief:
 def test_the_server_learns_all_that_it_missed(
     state: AgentState, has_workers: bool, expected: tuple[asked.Command, ...]
 ) -> None:
-    found = inbound_nodes.belief_of(belief_of(state), SPEAKER, LIMITS)
+    found = inbound_nodes.belief_of(belief_of(state), SPEAKER)
     assert found.commands == expected
     assert found.has_workers == has_workers
     assert (found.rdzv_id, found.run) == ("job-7", state.run)
@@ -366,7 +364,7 @@ def test_a_node_with_workers_holds_no_port_and_is_heard_all_the_same() -> None:
     for state, has_workers, expected in BELIEFS.values():
         if has_workers:
             offer = replace(OFFER, store_port=0)
-            heard_of = inbound_nodes.belief_of(belief_of(state, offer), SPEAKER, LIMITS)
+            heard_of = inbound_nodes.belief_of(belief_of(state, offer), SPEAKER)
             resume = replace(RESUME, recovery=replace(REPORT_OF_ROUND, offer=offer))
             assert heard_of.commands == (resume, *expected[1:])
 

@@ -164,8 +164,8 @@ def test_what_the_round_begins_with_is_repeated_to_a_server_that_has_forgotten_i
     given = {"snapshot": mark(40), "snapshot_loads": 2, "origin": 1, "lineage": 2}
     node = running(round_=3, **given)
     belief = encoding.belief(node.state, OFFER, NOW_MS, refuse_reuse=False)
-    speaker, limits = test_agent_encoding.SPEAKER, test_agent_encoding.LIMITS
-    (resume,) = test_agent_encoding.inbound_nodes.belief_of(belief, speaker, limits).commands
+    speaker = test_agent_encoding.SPEAKER
+    (resume,) = test_agent_encoding.inbound_nodes.belief_of(belief, speaker).commands
     assert isinstance(resume, asked.Resume)
     report = resume.recovery
     assert report is not None

@@ -29,7 +29,7 @@ from rdzv.errors import RendezvousConnectionError
 from rdzv.server.driver import Driver
 from rdzv.server.http import state_feeds as feeds_module
 from rdzv.server.http.listener import Serving, serving_http
-from rdzv.server.http.openapi import PREFIX, document, operations
+from rdzv.server.http.openapi import LOG_BYTES, PREFIX, document, operations
 from rdzv.server.http.page_files import FOLDER, POLICY
 from rdzv.server.http.state_feeds import Reader
 from rdzv.server.http.views import Shown
@@ -220,7 +220,7 @@ async def test_the_documents_are_those_of_rdzvctl() -> None:
 
     async with asked() as s:
         await s.pair()
-        answers = Shown(s.replica, s.clock, CONFIG.limits)
+        answers = Shown(s.replica, s.clock)
         status = await answers.status("job-7")
         assert await s.get("/jobs/job-7") == json.loads(as_json.status(status))
         assert as_json.status(status, indent=None) == as_json.one_line(as_json.status(status))
@@ -403,8 +403,11 @@ async def test_a_server_that_stands_by_names_the_one_that_leads() -> None:
             assert "the one at 10.0.0.9:29400 leads" in error["message"]
 
 
-async def test_more_requests_at_once_than_the_limit_are_refused() -> None:
-    async with asked(Limits(http_requests=1), store := FlakyStore()) as s:
+async def test_more_requests_at_once_than_the_limit_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rdzv.server.http.api.REQUESTS", 1)
+    async with asked(store=(store := FlakyStore())) as s:
         await s.pair()
         store.gate = asyncio.Event()
         listing = asyncio.Event()
@@ -422,7 +425,10 @@ async def test_more_requests_at_once_than_the_limit_are_refused() -> None:
         first = asyncio.ensure_future(s.get("/jobs"))
         await listing.wait()
         error = await s.get("/jobs", 429)
-        assert error["code"] == "LimitExceededError" and "`http_requests`" in error["message"]
+        assert (
+            error["code"] == "LimitExceededError"
+            and "requests are being answered" in error["message"]
+        )
         store.gate.set()
         assert len((await first)["jobs"]) == 1
         assert len((await s.get("/jobs"))["jobs"]) == 1
@@ -516,7 +522,7 @@ async def test_logs_of_all_ranks_say_whose_lines_they_are() -> None:
         first, second = await ask_of(n1), await ask_of(n2)
         assert (first.tail_lines, first.tail_bytes, first.follow) == (
             7,
-            CONFIG.limits.http_log_bytes,
+            LOG_BYTES,
             False,
         )
         s.driver.reports.take_log(n1, piece(first, 0, b"one\ntw"))
@@ -532,8 +538,11 @@ async def test_logs_of_all_ranks_say_whose_lines_they_are() -> None:
     ]
 
 
-async def test_logs_of_one_rank_are_its_lines_alone_and_bounded() -> None:
-    async with asked(Limits(http_log_bytes=40)) as s:
+async def test_logs_of_one_rank_are_its_lines_alone_and_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rdzv.server.http.api.LOG_BYTES", 40)
+    async with asked() as s:
         n1, _ = await s.pair()
         reading = asyncio.ensure_future(s.get("/jobs/job-7/logs?rank=1&round=0"))
         request = await ask_of(n1)
@@ -712,8 +721,12 @@ async def test_a_stream_that_is_silent_beats() -> None:
             object.__setattr__(CONFIG.timings, "stream_beat_ms", 5_000)
 
 
-async def test_a_reader_that_is_too_slow_is_dropped_and_told_why() -> None:
-    reader = Reader(Limits(stream_frames=3))
+async def test_a_reader_that_is_too_slow_is_dropped_and_told_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rdzv.server.http.state_feeds.STREAM_FRAMES", 3)
+    monkeypatch.setattr("rdzv.server.http.state_feeds.STREAM_BYTES", 10)
+    reader = Reader()
     reader.put([b"1", b"2", b"3"])
     assert await reader.next() == b"1"
     reader.put([b"4"])
@@ -722,13 +735,16 @@ async def test_a_reader_that_is_too_slow_is_dropped_and_told_why() -> None:
     assert reader.ended is not None
     assert "read faster" in str(reader.ended)
     assert await reader.next() is None
-    reader = Reader(Limits(stream_bytes=10))
+    reader = Reader()
     reader.put([b"123456", b"123456"])
     assert reader.ended is not None
 
 
-async def test_a_slow_reader_hears_of_it_and_holds_up_nobody() -> None:
-    async with asked(Limits(stream_frames=4)) as s:
+async def test_a_slow_reader_hears_of_it_and_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rdzv.server.http.state_feeds.STREAM_FRAMES", 4)
+    async with asked() as s:
         await s.pair()
         async with s.stream("?job=job-7") as slow:
             await slow.first()
@@ -892,7 +908,7 @@ async def test_watched_jobs_that_come_and_go_are_pushed() -> None:
 
 def test_the_openapi_document_is_current(request: pytest.FixtureRequest) -> None:
     """`pytest --rewrite` updates it."""
-    wanted = json.dumps(document(Limits()), indent=2) + "\n"
+    wanted = json.dumps(document(), indent=2) + "\n"
     if request.config.getoption("--rewrite"):
         OPENAPI.write_text(wanted)
     assert OPENAPI.read_text() == wanted, "run: pytest tests/unit/server/test_api.py --rewrite"
@@ -902,7 +918,7 @@ async def test_the_openapi_document_is_served_and_names_every_route() -> None:
     async with asked() as s:
         served = await s.get("/openapi.json")
     assert served == json.loads(OPENAPI.read_text())
-    assert set(served["paths"]) == {one.path for one in operations(Limits())}
+    assert set(served["paths"]) == {one.path for one in operations()}
     for path in served["paths"].values():
         responses = path["get"]["responses"]
         assert {"200", "400", "429", "503"} <= responses.keys()

@@ -15,7 +15,6 @@ from served import served
 
 from rdzv.core.evidence.stacks import Report
 from rdzv.server.http.openapi import PREFIX, document, operations
-from rdzv.server.settings.config import Limits
 
 if TYPE_CHECKING:
     from schemathesis import GenerationMode
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 # Collecting these tests does not import schemathesis, which takes half a second.
 
-NAMES = [one.path for one in operations(Limits()) if one.path != "/stream"]
+NAMES = [one.path for one in operations() if one.path != "/stream"]
 KNOWN = {"rdzv_id": "job-7", "node_id": "n1"}
 SETTINGS = settings(
     max_examples=10,
@@ -50,7 +49,7 @@ def test_the_api_keeps_to_its_document(path: str, url: str) -> None:
     import schemathesis
     from schemathesis import GenerationMode
 
-    schema = schemathesis.openapi.from_dict(document(Limits()))
+    schema = schemathesis.openapi.from_dict(document())
     operation = schema[path]["GET"]
     # Any text may be a name, so that only the rest of the request can be wrong.
     modes = list(GenerationMode) if [*operation.query] else [GenerationMode.POSITIVE]

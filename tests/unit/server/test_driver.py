@@ -84,7 +84,7 @@ from rdzv.server.messages import (
     Welcome,
 )
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config, Limits, alter
+from rdzv.server.settings.config import Config, Limits
 from rdzv.server.telemetry import event_lines
 from rdzv.stores.base import Page, Record, RevisionConflictError, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
@@ -472,10 +472,9 @@ async def test_jobs_are_bounded() -> None:
             await s.driver.engine.submit("job-8", join(n1))
 
 
-async def test_the_jobs_of_a_node_are_bounded() -> None:
-    limits = Limits(beliefs=9)
-    async with server(limits=limits) as s:
-        alter(limits, "beliefs", 1)  # As a reload does.
+async def test_the_jobs_of_a_node_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rdzv.server.settings.bounds.JOBS_PER_NODE", 1)
+    async with server() as s:
         n1 = await s.connect("n1")
         await s.join(n1)
         await s.join(n1)  # As can happen at any time.
@@ -493,8 +492,9 @@ async def test_nodes_are_bounded() -> None:
             s.attach("n2")
 
 
-async def test_a_slow_reader_loses_its_stream_alone() -> None:
-    async with server(limits=Limits(outbox=3)) as s:
+async def test_a_slow_reader_loses_its_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rdzv.server.sessions.connections.OUTBOX", 3)
+    async with server() as s:
         n1, n2 = await s.connect("n1"), await s.connect("n2")
         for _ in range(4):
             await s.driver.commands.hear(n1, "job-7", join(n1, run="x y"))

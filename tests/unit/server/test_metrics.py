@@ -38,7 +38,7 @@ from rdzv.errors import LimitExceededError, RendezvousConnectionError, Rendezvou
 from rdzv.server.driver import Driver
 from rdzv.server.messages import Progress, RankProgress
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config, Limits
+from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.job_metrics_page import (
     JOB_METRICS,
     missing_nodes,
@@ -659,10 +659,10 @@ async def test_many_jobs_leave_the_event_loop_to_others() -> None:
     assert turns >= 2_000 // SLICE_JOBS + len(JOB_METRICS) - 2
 
 
-async def test_readers_are_bounded() -> None:
-    config = replace(CONFIG, limits=Limits(scrapes=2))
+async def test_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rdzv.server.telemetry.server_metrics.SCRAPES", 2)
     figures = Figures(0, 1, 0, 0, 0, 0, 0, ())
-    metrics = Metrics(lambda: figures, config, "1.2.3")
+    metrics = Metrics(lambda: figures, CONFIG, "1.2.3")
     answers = await asyncio.gather(*(metrics.text() for _ in range(3)), return_exceptions=True)
     assert [type(answer) for answer in answers] == [bytes, bytes, LimitExceededError]
     assert isinstance(await metrics.text(), bytes)

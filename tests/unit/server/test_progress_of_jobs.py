@@ -20,7 +20,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import Assignment, Progress
 from rdzv.server.messages import RankProgress as Said
 from rdzv.server.rpc.node_messages import NodeMessages
-from rdzv.server.settings.config import Limits
+from rdzv.server.settings import bounds
 from rdzv.server.wire import inbound_reports
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
@@ -31,7 +31,6 @@ from tests.unit.server.test_driver import FakeClock, Server, read, running, serv
 
 pytestmark = pytest.mark.slow
 
-LIMITS = Limits(local_world_size=4)
 PAGE = Page(width=None, colour=False, now_s=1_700_049_600.0, zone=UTC)
 
 
@@ -46,11 +45,9 @@ def message(*ranks: pb.RankProgress, **changes: object) -> pb.Progress:
 @pytest.mark.quick
 def test_progress_is_read() -> None:
     said = message(pb.RankProgress(rank=3, step=7, age_ms=9, rate=1.5))
-    assert inbound_reports.progress_of(said, LIMITS) == Progress(
-        "job-7", "feed", 2, (Said(3, 7, 9, 1.5),)
-    )
+    assert inbound_reports.progress_of(said) == Progress("job-7", "feed", 2, (Said(3, 7, 9, 1.5),))
     late = message(pb.RankProgress(age_ms=2**63))
-    assert inbound_reports.progress_of(late, LIMITS).ranks[0].age_ms == LIMITS.timeout_ms
+    assert inbound_reports.progress_of(late).ranks[0].age_ms == bounds.TIMEOUT_MS
 
 
 @pytest.mark.quick
@@ -66,9 +63,12 @@ def test_progress_is_read() -> None:
         (message(run=""), "run '' is empty"),
     ],
 )
-def test_what_can_not_be_is_refused(said: pb.Progress, why: str) -> None:
+def test_what_can_not_be_is_refused(
+    said: pb.Progress, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rdzv.server.settings.bounds.LOCAL_WORLD_SIZE", 4)
     with pytest.raises(InvalidRequestError, match=why):
-        inbound_reports.progress_of(said, LIMITS)
+        inbound_reports.progress_of(said)
 
 
 # ---------------------------------------------------------------------- what is kept
@@ -198,7 +198,7 @@ async def test_what_is_said_before_the_beliefs_are_decided_waits_for_them(
         n1, _ = await s.pair()
         s.driver.connections.detach(n1)
         stream = s.attach("n1", incarnation=n1.incarnation)
-        messages = NodeMessages(s.driver, stream, s.clock, Limits())
+        messages = NodeMessages(s.driver, stream, s.clock)
         for step in (5, 6):
             ranks = [pb.RankProgress(rank=0, step=step)]
             early = pb.Progress(rdzv_id="job-7", run="run-1", round=0, ranks=ranks)

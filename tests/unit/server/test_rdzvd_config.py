@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 from tls_files import Files
 
 from rdzv.errors import InvalidRequestError
-from rdzv.removed import REMOVED, instead_of
+from rdzv.removed import CONSTANTS, REMOVED, instead_of
 from rdzv.server.__main__ import main, reaches_etcd_by_tls
 from rdzv.server.settings import config_loading
 from rdzv.server.settings.config import Config, Limits, Timings
@@ -60,8 +61,7 @@ def test_without_a_file_everything_has_the_default_of_its_field() -> None:
 @pytest.mark.parametrize("setting", BOUND, ids=lambda setting: setting.key)
 def test_each_setting_sets_its_fields(setting: Setting) -> None:
     # A value that differs from the default and violates no rule about other settings.
-    down = {"lease.nodes", "lease.duration", "forming.gather_quiet", "limits.nodes_per_job"}
-    down |= {"limits.job_timeout", "lease.heartbeats", "limits.log_window"}
+    down = {"lease.nodes", "lease.duration", "forming.gather_quiet", "lease.heartbeats"}
     step = -1 if setting.key in down or setting.default == setting.most else 1
     given = {setting.key: setting.default + step}
     turned = make_config(load(RdzvdSettings, given=given).settings)
@@ -212,22 +212,19 @@ def test_a_secret_password_file_is_read_before_anything_starts(tmp_path: Path) -
             "`lease.heartbeats` = 20 is more often than every 250 ms with `lease.duration` = 4; "
             "lower it",
         ),
-        (
-            'retention.ended_for = "7 d"',
-            '`limits.job_timeout` = "30 d" is above `retention.ended_for` = "7 d"; lower the one '
-            "or raise the other",
-        ),
-        (
-            "limits.nodes = 5",
-            "`limits.nodes_per_job` = 10000 is above `limits.nodes` = 5; lower the one or raise "
-            "the other",
-        ),
     ],
 )  # fmt: skip
 def test_settings_have_to_agree(file: Path, text: str, problem: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         read(file, text)
     assert str(caught.value) == f"{file}: {problem}"
+
+
+@pytest.mark.parametrize("key", CONSTANTS)
+def test_the_constant_of_each_removed_setting_exists(key: str) -> None:
+    module, _, name = CONSTANTS[key].rpartition(".")
+    assert hasattr(importlib.import_module(module), name)
+    assert key not in settings_of(RdzvdSettings)
 
 
 def test_what_would_be_unsafe_is_refused_from_a_file_too(file: Path) -> None:
@@ -426,7 +423,7 @@ def test_only_limits_and_timings_are_reloaded() -> None:
         *("takeover_grace_ms", "reconnect_grace_ms", "gather_quiet_ms", "gather_ms"),
         *("claims_quiet_ms", "stop_margin_ms", "flap_window_ms", "flap_hold_ms"),
         *("store_backoff_ms", "store_backoff_max_ms", "root_cause_window_ms"),
-        *("window_ms", "ttl_ms", "max_nodes"),
+        *("failures", "window_ms", "ttl_ms", "max_nodes"),
     }
 
 

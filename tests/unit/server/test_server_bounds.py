@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from dataclasses import replace
 
 import pytest
 
@@ -28,12 +27,10 @@ def test_a_burst_is_allowed_and_then_a_rate(times_ms: list[int], expected: str) 
     assert "".join("y" if allowed.take(at) else "n" for at in times_ms) == expected
 
 
-def door(**limits: int) -> ConnectionLimits:
-    return ConnectionLimits(asyncio.Protocol, replace(Limits(), **limits), Timings())
-
-
-def test_one_address_has_a_part_of_the_connections() -> None:
-    made = door(http_connections=3, http_connections_per_peer=2)
+def test_one_address_has_a_part_of_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rdzv.server.http.connection_limits.CONNECTIONS", 3)
+    monkeypatch.setattr("rdzv.server.http.connection_limits.CONNECTIONS_PER_PEER", 2)
+    made = ConnectionLimits(asyncio.Protocol, Timings())
     assert [made.enter("a"), made.enter("a"), made.enter("b")] == ["", "", ""]
     assert made.enter("c") == "this server has 3 connections; try again later"
     made.leave("b")

@@ -20,7 +20,6 @@ from rdzv.errors import (
 from rdzv.server.diagnosis import stack_archive
 from rdzv.server.messages import Stacks, TakeStacks
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Limits
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, read, server, settle
@@ -170,9 +169,12 @@ async def test_what_is_not_asked_for_is_dropped() -> None:
 
 
 @pytest.mark.quick
-async def test_what_is_kept_is_bounded_and_one_of_each_group_is_kept() -> None:
-    limits = Limits(stack_bytes=2_000, stack_groups=2)
-    async with server(limits=limits) as s:
+async def test_what_is_kept_is_bounded_and_one_of_each_group_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rdzv.server.diagnosis.stack_collection.STACK_BYTES", 2_000)
+    monkeypatch.setattr("rdzv.server.diagnosis.stack_collection.STACK_GROUPS", 2)
+    async with server() as s:
         n1, n2 = await s.pair()
         asking = await ask(s)
         await say(s, n1, stack(0, size=30), stack(1, size=30))
@@ -184,8 +186,9 @@ async def test_what_is_kept_is_bounded_and_one_of_each_group_is_kept() -> None:
         assert report.groups[2].where == "in one of very many places at elsewhere"
 
 
-async def test_so_many_may_ask_at_once_and_no_more() -> None:
-    async with server(limits=Limits(stack_takings=1)) as s:
+async def test_so_many_may_ask_at_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rdzv.server.diagnosis.stack_collection.TAKINGS", 1)
+    async with server() as s:
         n1, n2 = await s.pair()
         first, second = await ask(s), await ask(s)
         with pytest.raises(LimitExceededError, match="try again"):

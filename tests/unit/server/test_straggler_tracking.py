@@ -11,7 +11,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import Progress, RankProgress, WorkerGpus
 from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Limits
+from rdzv.server.settings import bounds
 from rdzv.server.wire import inbound_reports
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import event_in
@@ -88,22 +88,22 @@ async def test_a_node_speaks_of_its_own_workers_alone(caplog: pytest.LogCaptureF
         n1, _n2 = await s.pair()
         with pytest.raises(InvalidRequestError, match="a GPU of RANK 3: n1 has no such"):
             s.driver.reports.note_gpus(n1, gpus({0: HOT, 3: HOT}))
-        messages = NodeMessages(s.driver, n1, s.clock, Limits())
+        messages = NodeMessages(s.driver, n1, s.clock)
         said = pb.WorkerGpus(rdzv_id="job-7", run="run-1", ranks=[pb.RankGpu(rank=3)])
         messages.take(pb.NodeMessage(worker_gpus=said))
         assert "n1: ignoring an invalid report: a GPU of RANK 3" in caplog.text
 
 
-def test_what_a_node_says_is_bounded() -> None:
-    limits = Limits(local_world_size=2)
+def test_what_a_node_says_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rdzv.server.settings.bounds.LOCAL_WORLD_SIZE", 2)
     job = {"rdzv_id": "job-7", "run": "feed", "round": 2}
     reasons = [f"reason {n}" for n in range(40)]
     state = pb.GpuState(uuid="GPU-a", clock_reasons=reasons, uncorrected_errors=2**64 - 1)
     said = pb.WorkerGpus(**job, ranks=[pb.RankGpu(rank=1, gpu=state)])
-    (gpu,) = inbound_reports.gpus_of(said, limits).by_rank.values()
-    assert gpu.clock_reasons == tuple(reasons[: limits.clock_reasons])
-    assert gpu.uncorrected_errors == limits.steps
+    (gpu,) = inbound_reports.gpus_of(said).by_rank.values()
+    assert gpu.clock_reasons == tuple(reasons[: bounds.CLOCK_REASONS])
+    assert gpu.uncorrected_errors == bounds.STEPS
     assert (gpu.clock_mhz, gpu.temperature_c) == (None, None)
     many = pb.WorkerGpus(**job, ranks=[pb.RankGpu(rank=n) for n in range(3)])
     with pytest.raises(InvalidRequestError, match="too many workers of one node; at most 2"):
-        inbound_reports.gpus_of(many, limits)
+        inbound_reports.gpus_of(many)

@@ -23,7 +23,7 @@ from rdzv.errors import (
 from rdzv.server.driver import Driver
 from rdzv.server.security import callers, tokens
 from rdzv.server.security.callers import Caller, Role
-from rdzv.server.settings.config import Config, Limits
+from rdzv.server.settings.config import Config
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.certificates import read_certificate
 from rdzv.transport.endpoints import Listen
@@ -152,10 +152,11 @@ async def test_a_use_while_the_tokens_are_being_stored_is_not_forgotten() -> Non
         assert [one.used_ms for one in driver.tokens.listed()] == [clock.now_ms(), None]
 
 
-async def test_too_many_are_refused() -> None:
-    async with driving(MemoryStore(), limits=Limits(tokens=1)) as driver:
+async def test_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rdzv.server.security.tokens.TOKENS_AT_ONCE", 1)
+    async with driving(MemoryStore()) as driver:
         await driver.tokens.create("ada", [Role.READ], 0)
-        with pytest.raises(LimitExceededError, match="raise the limit `tokens`"):
+        with pytest.raises(LimitExceededError, match="there are 1 tokens, which is the limit"):
             await driver.tokens.create("bob", [Role.READ], 0)
 
 

@@ -47,7 +47,7 @@ from rdzv.server.messages import (
     Welcome,
 )
 from rdzv.server.operations import answer_values
-from rdzv.server.settings.config import Limits
+from rdzv.server.settings import bounds
 from rdzv.server.wire import inbound_nodes, inbound_operators, inbound_snapshots, outbound
 from rdzv.server.wire.inbound_settings import settings_of
 from rdzv.stores.base import Record
@@ -56,7 +56,6 @@ from rdzv.transport.endpoints import Listen
 from rdzv.transport.node_stream import settings_message
 from rdzv.v1 import rdzv_pb2 as pb
 
-LIMITS = Limits()
 N1 = inbound_nodes.Speaker("n1", 7)
 
 
@@ -130,12 +129,12 @@ def snapshot(mark: pb.SnapshotMark = mark(), **changes: object) -> pb.Snapshot: 
 
 
 def test_hello() -> None:
-    assert inbound_nodes.hello_of(hello(), LIMITS) == Hello(
+    assert inbound_nodes.hello_of(hello()) == Hello(
         "n1", "0b-ad", AgentKind.DAEMON, "fe80::1%eth0", 99, 3, 7
     )
-    assert inbound_nodes.hello_of(hello(fence_after_ms=4_000), LIMITS).fence_after_ms == 4_000
+    assert inbound_nodes.hello_of(hello(fence_after_ms=4_000)).fence_after_ms == 4_000
     for at in ("10.0.0.5:29481", "gpu-7.cluster:1", "[fe80::1]:29481"):
-        assert inbound_nodes.hello_of(hello(metrics=at), LIMITS).metrics == at
+        assert inbound_nodes.hello_of(hello(metrics=at)).metrics == at
 
 
 CORE_SETTINGS = Settings(2, 4, 3, 600_000, 30_000, ScaleUp.ON_RESTART, 60_000)
@@ -226,10 +225,10 @@ CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
     ],
 )
 def test_messages_become_commands(message: pb.NodeMessage, command: commands.Command) -> None:
-    assert inbound_nodes.command_of(message, N1, LIMITS) == ("job-7", command)
+    assert inbound_nodes.command_of(message, N1) == ("job-7", command)
     # Through bytes as well: optional fields distinguish "0" from "unset".
     again = pb.NodeMessage.FromString(message.SerializeToString())
-    assert inbound_nodes.command_of(again, N1, LIMITS) == ("job-7", command)
+    assert inbound_nodes.command_of(again, N1) == ("job-7", command)
 
 
 LINE = pb.RoundCompleted(
@@ -391,7 +390,7 @@ WITH_TALLY.MergeFrom(LINE)
 def test_beliefs_become_commands(
     belief: pb.Belief, has_workers: bool, said: list[commands.Command]
 ) -> None:
-    read = inbound_nodes.belief_of(belief, N1, LIMITS)
+    read = inbound_nodes.belief_of(belief, N1)
     assert (read.rdzv_id, read.run) == ("job-7", "feed")
     assert read.round == (2 if belief.HasField("round") else None)
     assert read.has_workers is has_workers
@@ -399,21 +398,21 @@ def test_beliefs_become_commands(
 
 
 def read_join(**changes: object) -> Callable[[], object]:
-    return lambda: inbound_nodes.command_of(pb.NodeMessage(join=join(**changes)), N1, LIMITS)
+    return lambda: inbound_nodes.command_of(pb.NodeMessage(join=join(**changes)), N1)
 
 
 def read_held(*snapshots: pb.Snapshot) -> Callable[[], object]:
     message = pb.SnapshotsHeld(rdzv_id="job-7", run="feed", snapshots=snapshots)
-    return lambda: inbound_snapshots.snapshots_held_of(message, LIMITS)
+    return lambda: inbound_snapshots.snapshots_held_of(message)
 
 
 def read_hello(**changes: object) -> Callable[[], object]:
-    return lambda: inbound_nodes.hello_of(hello(**changes), LIMITS)
+    return lambda: inbound_nodes.hello_of(hello(**changes))
 
 
 def read_belief(**changes: object) -> Callable[[], object]:
     good: dict[str, object] = {"phase": pb.Belief.RUNNING, "join": join(), "round": LINE}
-    return lambda: inbound_nodes.belief_of(pb.Belief(**(good | changes)), N1, LIMITS)  # type: ignore[arg-type]
+    return lambda: inbound_nodes.belief_of(pb.Belief(**(good | changes)), N1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -440,7 +439,7 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_join(rdzv_id="job/7"), "rdzv_id 'job/7'"),
         (read_join(run="a/b"), "run 'a/b'"),
         (read_join(settings=settings(min_nodes=0)), "min_nodes 0 is out of bounds; give 1 to"),
-        (read_join(settings=settings(max_nodes=10_001)), "max_nodes 10001 is out of bounds"),
+        (read_join(settings=settings(max_nodes=1_000_001)), "max_nodes 1000001 is out of bounds"),
         (read_join(settings=settings(min_nodes=5)), "min_nodes 5 is above max_nodes 4; give MIN"),
         (read_join(settings=settings(max_restarts=2**31)), "max_restarts 2147483648"),
         (read_join(settings=settings(join_timeout_ms=0)), "join_timeout '0 s' is out of bounds"),
@@ -490,14 +489,14 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_belief(round=pb.RoundCompleted(rdzv_id="other")), "rdzv_id 'other' is not job-7"),
         (read_belief(join=pb.Join()), "min_nodes 0"),
         (read_belief(phase=pb.Belief.LEAVING), "cause 0 is not known"),
-        (lambda: inbound_nodes.command_of(pb.NodeMessage(), N1, LIMITS), "has no place here"),
+        (lambda: inbound_nodes.command_of(pb.NodeMessage(), N1), "has no place here"),
         (
-            lambda: inbound_nodes.command_of(pb.NodeMessage(hello=hello()), N1, LIMITS),
+            lambda: inbound_nodes.command_of(pb.NodeMessage(hello=hello()), N1),
             "send Hello only once",
         ),
-        (lambda: inbound_nodes.away_ms_of(pb.Away(), LIMITS), "deadline '0 s' is out of bounds"),
-        (lambda: inbound_nodes.away_ms_of(pb.Away(deadline_ms=2**40), LIMITS), "deadline '"),
-        (lambda: inbound_operators.history_limit(10_001, LIMITS), "limit 10001"),
+        (lambda: inbound_nodes.away_ms_of(pb.Away()), "deadline '0 s' is out of bounds"),
+        (lambda: inbound_nodes.away_ms_of(pb.Away(deadline_ms=2**40)), "deadline '"),
+        (lambda: inbound_operators.history_limit(10_001), "limit 10001"),
         (lambda: Listen.parse("host"), "'host' cannot be used: it has no port"),
         (lambda: Listen.parse("host:65536"), "'65536' is not a port; a port is a number from 0"),
         (lambda: Listen.parse("host:" + "9" * 5_000), "is not a port; a port is a number from 0"),
@@ -517,7 +516,7 @@ def test_what_is_wrong_is_refused_with_value_reason_and_remedy(
 def test_what_people_read_is_cut_not_refused() -> None:
     failures = [failure(message="m" * 5_000, traceback="t" * 50_000 + "the end", age_ms=2**60)]
     command = inbound_nodes.command_of(
-        pb.NodeMessage(failed=pb.Failed(rdzv_id="j", run="r", failures=failures)), N1, LIMITS
+        pb.NodeMessage(failed=pb.Failed(rdzv_id="j", run="r", failures=failures)), N1
     )[1]
     assert isinstance(command, commands.Fail)
     (cut,) = command.failures
@@ -525,13 +524,13 @@ def test_what_people_read_is_cut_not_refused() -> None:
     assert len(cut.traceback) == 16_384
     assert cut.traceback.startswith("...t")
     assert cut.traceback.endswith("the end")
-    assert cut.age_ms == LIMITS.timeout_ms
+    assert cut.age_ms == bounds.TIMEOUT_MS
 
 
 def test_of_too_many_failures_the_earliest_are_kept() -> None:
     failures = [failure(local_rank=n, age_ms=n) for n in range(100)]
     message = pb.NodeMessage(failed=pb.Failed(rdzv_id="j", run="r", failures=failures))
-    command = inbound_nodes.command_of(message, N1, LIMITS)[1]
+    command = inbound_nodes.command_of(message, N1)[1]
     assert isinstance(command, commands.Fail)
     assert [f.local_rank for f in command.failures] == list(range(99, 35, -1))
 
@@ -836,7 +835,7 @@ def test_a_budget_that_is_none_is_not_told() -> None:
 def test_who_knows_no_backoff_leaves_it_to_the_server() -> None:
     """A node of an older version counts as one launched without the flag."""
     read = [
-        inbound_nodes.command_of(pb.NodeMessage(join=join(settings=one)), N1, LIMITS)[1]
+        inbound_nodes.command_of(pb.NodeMessage(join=join(settings=one)), N1)[1]
         for one in (
             settings(),
             settings(restart_backoff_ms=1_000, restart_backoff_max_ms=60_000),
@@ -857,7 +856,7 @@ def test_how_far_a_round_has_come_is_read_as_it_is_said() -> None:
         ({"furthest_step": 2**64 - 1, "snapshot_changed": True}, Moved(2**64 - 1, snapshot=True)),
     )
     for given, moved in said:
-        _, read = inbound_nodes.command_of(pb.NodeMessage(join=join(**given)), N1, LIMITS)
+        _, read = inbound_nodes.command_of(pb.NodeMessage(join=join(**given)), N1)
         assert isinstance(read, commands.Join)
         assert read.moved == moved
 
@@ -901,7 +900,7 @@ def test_a_row_of_history() -> None:
         unix_ms=5, rdzv_id="job-7", run="feed", name="NodeStopped", fields=fields,
         text="n1 stopped its workers of round 3",
     )  # fmt: skip
-    assert inbound_operators.history_limit(0, LIMITS) == LIMITS.history_default
+    assert inbound_operators.history_limit(0) == bounds.HISTORY_DEFAULT
 
 
 @pytest.mark.parametrize(
@@ -911,7 +910,7 @@ def test_a_row_of_history() -> None:
 def test_settings_are_read_as_they_were_said(given: dict[str, int]) -> None:
     said = replace(Settings(2, 4, max_restarts=3), **given)
     message = settings_message(said)
-    assert settings_of(message, LIMITS) == said
+    assert settings_of(message) == said
     # Nodes with and without support for it must send the same.
     for name in ("restart_backoff_ms", "restart_backoff_max_ms"):
         assert message.HasField(name) == (name in given)

@@ -27,7 +27,6 @@ from rdzv.server.messages import (
     ReadLog,
 )
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Limits
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from tests.unit.server.test_driver import FakeClock, Server, read, server, settle
@@ -488,9 +487,9 @@ async def test_why_a_node_sends_nothing_is_passed_on_and_ends_what_can_not_go_on
 # ------------------------------------------------------------------ bounds
 
 
-async def test_a_node_gets_new_credit_as_the_reader_takes() -> None:
-    limits = Limits(log_window=8_192)
-    async with server(limits=limits) as s:
+async def test_a_node_gets_new_credit_as_the_reader_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rdzv.server.diagnosis.worker_logs.WINDOW_BYTES", 8_192)
+    async with server() as s:
         n1, _ = await pair(s)
         reading = await begin(s, follow=True, rank=0)
         request = asked(n1)
@@ -510,9 +509,12 @@ async def test_a_node_gets_new_credit_as_the_reader_takes() -> None:
         await reading.stop()
 
 
-async def test_what_a_slow_reader_has_taken_is_granted_once() -> None:
+async def test_what_a_slow_reader_has_taken_is_granted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else a node that was granted too much fills the server's memory with what nobody reads."""
-    async with server(limits=Limits(log_window=8_192)) as s:
+    monkeypatch.setattr("rdzv.server.diagnosis.worker_logs.WINDOW_BYTES", 8_192)
+    async with server() as s:
         n1, _ = await pair(s)
         state = await s.driver.views.state("job-7")
         reader = s.driver.diagnosis.logs.open(state, LogsWanted(follow=True, rank=0))
@@ -528,8 +530,11 @@ async def test_what_a_slow_reader_has_taken_is_granted_once() -> None:
 
 
 @pytest.mark.quick
-async def test_a_node_that_sends_more_than_it_may_is_not_listened_to() -> None:
-    async with server(limits=Limits(log_window=8_192)) as s:
+async def test_a_node_that_sends_more_than_it_may_is_not_listened_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rdzv.server.diagnosis.worker_logs.WINDOW_BYTES", 8_192)
+    async with server() as s:
         n1, _ = await pair(s)
         reading = await begin(s, follow=True, rank=0)
         request = asked(n1)
@@ -545,9 +550,11 @@ async def test_a_node_that_sends_more_than_it_may_is_not_listened_to() -> None:
 
 
 @pytest.mark.quick
-async def test_many_nodes_share_what_one_reader_may_have_on_its_way() -> None:
-    limits = Limits(log_buffer=20_000, log_window_least=4_096)
-    async with server(limits=limits) as s:
+async def test_many_nodes_share_what_one_reader_may_have_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rdzv.server.diagnosis.worker_logs.BUFFER_BYTES", 20_000)
+    async with server() as s:
         n1, n2 = await pair(s)
         reading = await begin(s)
         assert [asked(stream).credit for stream in (n1, n2)] == [10_000, 10_000]
@@ -555,15 +562,18 @@ async def test_many_nodes_share_what_one_reader_may_have_on_its_way() -> None:
 
 
 @pytest.mark.quick
-async def test_readers_are_bounded_and_leave_nothing_behind() -> None:
-    async with server(limits=Limits(log_readers=1)) as s:
+async def test_readers_are_bounded_and_leave_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rdzv.server.diagnosis.worker_logs.READERS", 1)
+    async with server() as s:
         n1, n2 = await pair(s)
         reading = await begin(s, follow=True)
         requests = asked(n1).request, asked(n2).request
         assert readers(s) == (1, 2)
         second = await begin(s)
         assert isinstance(second.error, LimitExceededError)
-        assert "log_readers" in str(second.error)
+        assert "which is the limit" in str(second.error)
         await reading.stop()
         assert readers(s) == (0, 0)
         cancelled = [granted(stream)[-1] for stream in (n1, n2)]

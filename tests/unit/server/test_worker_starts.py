@@ -9,13 +9,13 @@ from rdzv.core.model import LeaveCause
 from rdzv.errors import InvalidRequestError
 from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.messages import Assignment, Joined, StartedWorker, WorkersStarted
+from rdzv.server.settings import bounds
 from rdzv.server.wire import inbound_reports
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import event_in
 from tests.unit.server.test_driver import FakeClock, Server, read, running, server
-from tests.unit.server.test_progress_of_jobs import LIMITS
 
 pytestmark = pytest.mark.slow
 
@@ -129,9 +129,9 @@ async def test_each_worker_of_the_node_is_named_once(how: tuple[str, ...]) -> No
 def test_a_report_is_bounded() -> None:
     message = pb.WorkersStarted(rdzv_id="job-7", run="feed", round=2)
     message.workers.add(local_rank=1, how="warm", why="a\nb" * 1_000)
-    (worker,) = inbound_reports.started_of(message, LIMITS).workers
+    (worker,) = inbound_reports.started_of(message).workers
     assert worker.why.startswith("a ba b")
-    assert len(worker.why) == LIMITS.label_chars
-    message.workers.extend(pb.StartedWorker() for _ in range(LIMITS.local_world_size))
+    assert len(worker.why) == bounds.LABEL_CHARS
+    message.workers.extend(pb.StartedWorker() for _ in range(bounds.LOCAL_WORLD_SIZE))
     with pytest.raises(InvalidRequestError, match="are too many workers of one node"):
-        inbound_reports.started_of(message, LIMITS)
+        inbound_reports.started_of(message)

@@ -12,7 +12,6 @@ from rdzv.agent.cli.options import parse_launch
 from rdzv.core import rendezvous
 from rdzv.core.commands import Resume
 from rdzv.errors import DeniedError, InvalidRequestError
-from rdzv.server.settings.config import Limits
 from rdzv.server.wire import inbound_nodes
 from rdzv.structs import replace
 from rdzv.transport.job_secret import read_secret
@@ -77,7 +76,7 @@ def read_join(secret: str, rdzv_id: str = "job-7") -> Any:
         ),
         secret=secret,
     )
-    return inbound_nodes.command_of(pb.NodeMessage(join=message), SPEAKER, Limits())[1]
+    return inbound_nodes.command_of(pb.NodeMessage(join=message), SPEAKER)[1]
 
 
 def test_a_server_keeps_a_hash_that_is_good_for_one_job() -> None:

@@ -24,14 +24,13 @@ from rdzv.agent.server_link import encoding as agent_wire
 from rdzv.client import LOG_POSITIONS
 from rdzv.errors import InvalidRequestError
 from rdzv.server.diagnosis import worker_logs
-from rdzv.server.settings import config
+from rdzv.server.settings import bounds, config
 from rdzv.server.wire import inbound_nodes, inbound_reports, inbound_snapshots
 from rdzv.structs import as_dict
 from rdzv.transport.node_stream import PROTOCOL_VERSION as AGENT_PROTOCOL_VERSION
 from rdzv.v1 import rdzv_pb2 as pb
 
 FOLDER = Path(__file__).parents[1] / "protocol"
-LIMITS = config.Limits()
 SPEAKER = inbound_nodes.Speaker("n1", 7)
 KINDS = {kind.DESCRIPTOR.name: kind for kind in (pb.NodeMessage, pb.ServerMessage)}
 
@@ -57,41 +56,41 @@ def meaning(message: Message) -> Any:
     assert isinstance(message, pb.NodeMessage)
     match message.WhichOneof("body"):
         case "hello":
-            beliefs = [inbound_nodes.belief_of(b, SPEAKER, LIMITS) for b in message.hello.beliefs]
-            hello = as_dict(inbound_nodes.hello_of(message.hello, LIMITS))
+            beliefs = [inbound_nodes.belief_of(b, SPEAKER) for b in message.hello.beliefs]
+            hello = as_dict(inbound_nodes.hello_of(message.hello))
             return _plain({"hello": hello, "beliefs": [_belief(b) for b in beliefs]})
         case "away":
-            return {"away_ms": inbound_nodes.away_ms_of(message.away, LIMITS)}
+            return {"away_ms": inbound_nodes.away_ms_of(message.away)}
         case "heartbeat":
             return {"number": message.heartbeat.number}
         case "log_piece":
-            piece = as_dict(inbound_nodes.log_piece_of(message.log_piece, LIMITS))
+            piece = as_dict(inbound_nodes.log_piece_of(message.log_piece))
             return {**piece, "data": piece["data"].hex()}
         case "progress":
-            return _plain(as_dict(inbound_reports.progress_of(message.progress, LIMITS)))
+            return _plain(as_dict(inbound_reports.progress_of(message.progress)))
         case "snapshots_held":
-            held = inbound_snapshots.snapshots_held_of(message.snapshots_held, LIMITS)
+            held = inbound_snapshots.snapshots_held_of(message.snapshots_held)
             return _plain(as_dict(held))
         case "workers_started":
-            return _plain(as_dict(inbound_reports.started_of(message.workers_started, LIMITS)))
+            return _plain(as_dict(inbound_reports.started_of(message.workers_started)))
         case "arrivals":
-            return _plain(as_dict(inbound_reports.arrivals_of(message.arrivals, LIMITS)))
+            return _plain(as_dict(inbound_reports.arrivals_of(message.arrivals)))
         case "worker_gpus":
-            return _plain(as_dict(inbound_reports.gpus_of(message.worker_gpus, LIMITS)))
+            return _plain(as_dict(inbound_reports.gpus_of(message.worker_gpus)))
         case "hung":
-            return _plain(as_dict(inbound_nodes.hung_of(message.hung, LIMITS)))
+            return _plain(as_dict(inbound_nodes.hung_of(message.hung)))
         case "stacks":
-            return _plain(as_dict(inbound_nodes.stacks_of(message.stacks, LIMITS)))
+            return _plain(as_dict(inbound_nodes.stacks_of(message.stacks)))
         case "health":
-            failing = inbound_nodes.failing_of(message.health, LIMITS)
+            failing = inbound_nodes.failing_of(message.health)
             return {"failing": [as_dict(check) for check in failing]}
         case "draining":
-            return as_dict(inbound_nodes.draining_of(message.draining, LIMITS))
+            return as_dict(inbound_nodes.draining_of(message.draining))
         case "holdings":
-            held = inbound_nodes.holdings_of(message.holdings, LIMITS)
+            held = inbound_nodes.holdings_of(message.holdings)
             return {"holdings": [as_dict(holding) for holding in held]}
         case _:
-            rdzv_id, command = inbound_nodes.command_of(message, SPEAKER, LIMITS)
+            rdzv_id, command = inbound_nodes.command_of(message, SPEAKER)
             return _plain({"rdzv_id": rdzv_id, type(command).__name__: as_dict(command)})
 
 
@@ -169,8 +168,8 @@ def test_the_present_protocol_is_recorded_with_every_message() -> None:
 def test_agent_and_server_of_one_build_speak_the_same_protocol() -> None:
     assert AGENT_PROTOCOL_VERSION == config.PROTOCOL_VERSION
     assert worker_log_reader.PIECE_COST == worker_logs.PIECE_COST
-    assert LIMITS.log_piece_bytes == worker_log_reader.PIECE_BYTES
-    assert LIMITS.log_positions == LOG_POSITIONS
+    assert bounds.LOG_PIECE_BYTES == worker_log_reader.PIECE_BYTES
+    assert bounds.LOG_POSITIONS == LOG_POSITIONS
 
 
 @pytest.mark.parametrize(

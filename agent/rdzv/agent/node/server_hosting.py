@@ -202,7 +202,7 @@ def _from_memory(listen: Listen) -> Config:
 async def _serving(config: Config) -> AsyncIterator[tuple[Driver, Listen]]:
     """Serve from memory until the body ends; yield the driver and the bound address."""
     clock = MonotonicClock()
-    store = MemoryStore(config.limits.history_rows)
+    store = MemoryStore()
     replica = Replica(clock, store.place, VERSION)
     async with Driver.running(store, clock, config) as driver:
         replica.lead(driver)

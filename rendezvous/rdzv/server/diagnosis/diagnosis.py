@@ -38,15 +38,15 @@ class Diagnosis:
         note: Callable[[str, tuple[Event, ...]], None],
     ) -> None:
         """Use `send` to send messages to nodes and `note` to record events not caused by a step."""
-        limits, timings = config.limits, config.timings
+        timings = config.timings
         self._clock = clock
         self.progress = ProgressBoard()
         self.milestones = StepMilestones(note)
         self.starts = WorkerStarts(note)
         self.snapshots = SnapshotTracking(send)
         self.stragglers = Stragglers(timings.straggler_after_ms, note)
-        self.logs = WorkerLogs(clock, limits, timings.log_answer_ms, send)
-        self.stacks = StackRelay(clock, limits, timings.stacks_answer_ms, send)
+        self.logs = WorkerLogs(clock, timings.log_answer_ms, send)
+        self.stacks = StackRelay(clock, timings.stacks_answer_ms, send)
         self.stack_archive = StackArchive(store)
         self.hangs = ReportedHangs(
             clock,

@@ -22,7 +22,7 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.stacks")
 
 PLACES = tuple(f"stacks-{letter}" for letter in "abcdefghijklmnop")
-"""The names of the records. Each record takes at most `Limits.stack_bytes` plus the JSON
+"""The names of the records. Each record takes at most `STACK_BYTES` plus the JSON
 overhead."""
 PLACES_OF_JOB = 4
 """The maximum number of records for one job."""

@@ -28,7 +28,6 @@ from rdzv.core.model import Participant, Round, State, is_placeholder
 from rdzv.errors import InvalidRequestError, LimitExceededError, RendezvousConnectionError
 from rdzv.runtime.clock import Clock, Timer
 from rdzv.server.messages import Announcement, Stacks, TakeStacks
-from rdzv.server.settings.config import Limits
 from rdzv.structs import replace
 
 Send = Callable[[str, Announcement], bool]
@@ -107,12 +106,21 @@ def _size(stack: WorkerStack) -> int:
     return 200 + len(stack.note) + recorded + sum(len(f.name) + len(f.file) + 40 for f in frames)
 
 
+TAKINGS = 8
+"""The number of rounds whose stacks are being collected at once. Each may use `STACK_BYTES`."""
+
+STACK_BYTES = 384 * 1024
+"""The size of the stacks kept from one round, well below the limit for a key-value record."""
+
+STACK_GROUPS = 256
+"""The number of groups of workers in one round, each with the same stack."""
+
+
 class StackRelay:
     """Runs one server's stack collections."""
 
-    def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
+    def __init__(self, clock: Clock, answer_ms: int, send: Send) -> None:
         self._clock = clock
-        self._limits = limits
         self._answer_ms = answer_ms
         self._send = send
         self._takings: dict[int, _Taking] = {}
@@ -136,13 +144,13 @@ class StackRelay:
         membership, round_ = state.membership, state.membership.round
         if membership.ended is not None or round_ is None or not round_.live:
             raise InvalidRequestError(f"{membership.rdzv_id} has no workers now: no round is live")
-        if len(self._takings) >= self._limits.stack_takings:
+        if len(self._takings) >= TAKINGS:
             raise LimitExceededError(
                 f"stacks of {len(self._takings)} rounds are being taken here, which is the limit; "
                 "try again in some seconds"
             )
         nodes = {p.node_id: p for p in round_.participants}
-        taking = _Taking(dict(nodes), self._limits.stack_bytes)
+        taking = _Taking(dict(nodes), STACK_BYTES)
         number = next(self._numbers)
         self._takings[number] = taking
         timer = Timer(self._clock, lambda _: taking.done.set())
@@ -163,7 +171,7 @@ class StackRelay:
         seconds = answer_ms / 1000
         for node in round_.participants:
             if node.node_id in round_.succeeded:
-                taking.add_finished(node, self._limits.stack_groups)
+                taking.add_finished(node, STACK_GROUPS)
         for node_id in tuple(taking.waits_for):
             why = f"no answer within {seconds:g} s: its agent is held up, or too old to take stacks"
             taking.end(node_id, why)
@@ -178,7 +186,7 @@ class StackRelay:
         ranks = range(node.rank_first, node.rank_first + node.offer.local_world_size)
         for stack in said.workers:
             if stack.rank in ranks:
-                taking.add(_of_node(stack, node_id), self._limits.stack_groups)
+                taking.add(_of_node(stack, node_id), STACK_GROUPS)
         if said.last:
             taking.end(node_id, said.error)
 

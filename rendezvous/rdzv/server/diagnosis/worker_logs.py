@@ -34,7 +34,6 @@ from rdzv.server.messages import (
     LogsWanted,
     ReadLog,
 )
-from rdzv.server.settings.config import Limits
 
 PIECE_COST = 256
 """The credit that a piece costs in addition to its data; this bounds the number of small pieces."""
@@ -65,13 +64,25 @@ class _Ask:
     """The positions in that round's files, by LOCAL_RANK and whether the file is stderr."""
 
 
+READERS = 32
+"""The number of callers that read logs at once. Up to `BUFFER_BYTES` may wait for each."""
+
+BUFFER_BYTES = 4 * 1024 * 1024
+"""The size of the logs that wait for one slow reader, over all nodes."""
+
+WINDOW_BYTES = 256 * 1024
+"""How much one node sends ahead of one reader: four pieces, so that neither side waits."""
+
+WINDOW_BYTES_LEAST = 4 * 1024
+"""The same if many nodes share `BUFFER_BYTES`."""
+
+
 class WorkerLogs:
     """One server's log readers and their requests."""
 
-    def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
+    def __init__(self, clock: Clock, answer_ms: int, send: Send) -> None:
         """Give a node `answer_ms` to answer or, if it is away, to return."""
         self.clock = clock
-        self.limits = limits
         self.answer_ms = answer_ms
         self.expects_until_ms = clock.now_ms() + answer_ms
         """The time until which nodes may still be reconnecting to a server that has just
@@ -96,10 +107,9 @@ class WorkerLogs:
 
         """
         _check(state.membership, wanted)
-        if len(self._readers) >= self.limits.log_readers:
+        if len(self._readers) >= READERS:
             raise LimitExceededError(
-                f"{len(self._readers)} callers read logs here, which is the limit; try again "
-                "later, or raise the limit `log_readers`"
+                f"{len(self._readers)} callers read logs here, which is the limit; try again later"
             )
         reader = LogReader(self, state, wanted)
         self._readers[reader] = None
@@ -224,8 +234,7 @@ class LogReader:
             self._first = last.number
         candidates = _candidates(state, self._first, wanted.rank)
         self._credit = min(
-            logs.limits.log_window,
-            max(logs.limits.log_buffer // max(len(candidates), 1), logs.limits.log_window_least),
+            WINDOW_BYTES, max(BUFFER_BYTES // max(len(candidates), 1), WINDOW_BYTES_LEAST)
         )
         positions = by_node(wanted.positions)
         for node_id in {**dict.fromkeys(candidates), **positions}:

@@ -76,7 +76,7 @@ class Engine:
             on_due=self._on_due,
             is_waiting=lambda rdzv_id: bool(self._waiting.get(rdzv_id)),
         )
-        self.history = History(self.jobs, store, clock, tasks, meter, config.limits.pending_rows)
+        self.history = History(self.jobs, store, clock, tasks, meter)
 
     async def submit(self, rdzv_id: str, command: Command, guard: Guard | None = None) -> State:
         """Run one command to completion: decide, persist, publish, in that order.

@@ -19,6 +19,10 @@ from rdzv.stores.base import Record
 log = logging.getLogger("rdzv.jobs")
 
 
+PENDING_ROWS = 256
+"""The number of rows that may wait for their job's next commit. With more, they get their own."""
+
+
 class History:
     """Writes and reads the history of one server's jobs."""
 
@@ -29,15 +33,12 @@ class History:
         clock: Clock,
         tasks: Tasks,
         meter: Meter,
-        pending_rows: int,
     ) -> None:
-        """Commit a job's rows separately once more than `pending_rows` of them are waiting."""
         self._jobs = jobs
         self._store = store
         self._clock = clock
         self._tasks = tasks
         self._meter = meter
-        self._pending_rows = pending_rows
 
     def rows(self, transition: Transition) -> tuple[Record, ...]:
         membership = transition.state.membership
@@ -52,7 +53,7 @@ class History:
     def postpone(self, job: Job, rows: tuple[Record, ...]) -> None:
         """Keep rows for the next commit; if too many are waiting, commit them separately."""
         job.pending += rows
-        if len(job.pending) > self._pending_rows:
+        if len(job.pending) > PENDING_ROWS:
             rows, job.pending = job.pending, ()
             self._tasks.start(self.append(rows))
 

@@ -23,7 +23,7 @@ from rdzv.errors import (
     NotLeaderError,
     RendezvousError,
 )
-from rdzv.server.http.openapi import PREFIX, Operation, document, operations
+from rdzv.server.http.openapi import LOG_BYTES, PREFIX, Operation, document, operations
 from rdzv.server.http.state_feeds import Feeds, frame
 from rdzv.server.http.views import Shown
 from rdzv.server.messages import LogsWanted
@@ -51,6 +51,9 @@ STATUSES = {
 }
 """The HTTP status for each gRPC status in the error table. All others map to 500."""
 
+REQUESTS = 32
+"""The number of requests that are answered at once."""
+
 BEAT = b": still here\n" + frame("beat", json.dumps({"version": as_json.VERSION}))
 
 
@@ -60,9 +63,8 @@ class Api:
     def __init__(self, answers: Shown, feeds: Feeds, config: Config) -> None:
         self._answers = answers
         self._feeds = feeds
-        self._limits = config.limits
         self._timings = config.timings
-        self._operations = operations(config.limits)
+        self._operations = operations()
         self._asked = 0
 
     def routes(self) -> list[web.RouteDef]:
@@ -105,10 +107,10 @@ class Api:
 
     @contextmanager
     def _one_more(self) -> Iterator[None]:
-        if self._asked >= self._limits.http_requests:
+        if self._asked >= REQUESTS:
             raise LimitExceededError(
                 f"{self._asked} requests are being answered, which is the limit; ask again soon, "
-                "follow the stream, or raise the limit `http_requests`"
+                "or follow the stream"
             )
         self._asked += 1
         try:
@@ -162,7 +164,7 @@ class Api:
         return as_json.servers(await self._answers.servers())
 
     async def _openapi(self, request: web.Request, given: dict[str, Any]) -> str:
-        return json.dumps(document(self._limits), indent=2)
+        return json.dumps(document(), indent=2)
 
     # ---------------------------------------------------------------- logs
 
@@ -173,7 +175,7 @@ class Api:
             round=given["round"],
             follow=follow,
             tail_lines=given["tail"],
-            tail_bytes=self._limits.http_log_bytes,
+            tail_bytes=LOG_BYTES,
         )
         pieces = self._answers.logs(_named(request), wanted)
         async with (
@@ -188,7 +190,7 @@ class Api:
 
     async def _whole(self, texts: AsyncIterator[str]) -> str:
         """Return the whole text, or truncate it with a note at the limits on size and time."""
-        parts, size, most = list[str](), 0, self._limits.http_log_bytes
+        parts, size, most = list[str](), 0, LOG_BYTES
         try:
             async with asyncio.timeout(self._timings.log_answer_most_ms / 1000):
                 async for text in texts:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from rdzv.server.security import handshake_timeouts
-from rdzv.server.settings.config import Limits, Timings
+from rdzv.server.settings.config import Timings
 from rdzv.transport.endpoints import Listen
 
 _END_OF_HEADERS = b"\r\n\r\n"
@@ -23,16 +23,20 @@ _MAX_HEADER_BYTES = 32 * 1024
 """More than aiohttp accepts, so that aiohttp answers larger headers with its own error."""
 
 
+CONNECTIONS = 2_048
+"""The number of connections to the HTTP port."""
+
+CONNECTIONS_PER_PEER = 512
+"""The number of connections from one address. Browsers behind a proxy share one."""
+
+
 class ConnectionLimits:
     """Creates and counts the protocols for one server's connections."""
 
-    def __init__(
-        self, handlers: Callable[[], asyncio.Protocol], limits: Limits, timings: Timings
-    ) -> None:
+    def __init__(self, handlers: Callable[[], asyncio.Protocol], timings: Timings) -> None:
         """Pass each connection to a protocol from `handlers` once its first request has arrived."""
         self.handlers = handlers
         self.first_request_s = timings.first_request_ms / 1000
-        self._limits = limits
         self._inside: Counter[str] = Counter()
         self.waiting: set[_Connection] = set()
         """The connections whose first request has not arrived yet."""
@@ -42,11 +46,10 @@ class ConnectionLimits:
 
     def enter(self, peer: str) -> str:
         """Count a new connection and return ""; if it exceeds a limit, return the reason."""
-        most, most_of_peer = self._limits.http_connections, self._limits.http_connections_per_peer
-        if self._inside.total() >= most:
-            return f"this server has {most} connections; try again later"
-        if self._inside[peer] >= most_of_peer:
-            return f"{peer} has {most_of_peer} connections here; close some"
+        if self._inside.total() >= CONNECTIONS:
+            return f"this server has {CONNECTIONS} connections; try again later"
+        if self._inside[peer] >= CONNECTIONS_PER_PEER:
+            return f"{peer} has {CONNECTIONS_PER_PEER} connections here; close some"
         self._inside[peer] += 1
         return ""
 
@@ -154,14 +157,13 @@ class GuardedSite(web.BaseSite):
         self,
         runner: web.AppRunner,
         listen: Listen,
-        limits: Limits,
         timings: Timings,
         tls: ssl.SSLContext | None,
     ) -> None:
         """Create the listener without binding the address, which `start` does."""
         super().__init__(runner, ssl_context=tls)
         assert runner.server is not None
-        self._limits = ConnectionLimits(runner.server, limits, timings)
+        self._limits = ConnectionLimits(runner.server, timings)
         self._listen = listen
         self._handshake_s = handshake_timeouts.http_timeout_s(timings)
 

@@ -79,7 +79,7 @@ async def serving_http(
         ]
     )
     app.on_response_prepare.append(harmless_headers)
-    answers = Shown(replica, clock, config.limits, facade)
+    answers = Shown(replica, clock, facade)
     async with Feeds.running(answers, config.limits, config.timings) as feeds:
         app.add_routes(Api(answers, feeds, config).routes())
         app.add_routes(page_routes(config.grafana))
@@ -94,7 +94,7 @@ async def serving_http(
         await runner.setup()
         try:
             context = None if tls is None else tls.http
-            site = GuardedSite(runner, listen, config.limits, config.timings, context)
+            site = GuardedSite(runner, listen, config.timings, context)
             try:
                 await site.start()
             except OSError as error:

@@ -1,8 +1,7 @@
 """The HTTP API's operations, their parameters, and its OpenAPI document.
 
 `api` parses requests with the same parameters, and msgspec derives the schemas from the values that
-rdzvctl prints, so the document always matches the code. `docs/openapi.json` is this document with
-the default limits.
+rdzvctl prints, so the document always matches the code. `docs/openapi.json` is this document.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import msgspec
 
 from rdzv.core.model import JobState, NodeState
 from rdzv.errors import ERRORS, InvalidRequestError
-from rdzv.server.settings.config import Limits
+from rdzv.stores.base import HISTORY_ROWS
 from rdzv.structs import struct
 from rdzv.view import answers, as_json
 from rdzv.view.ledger import Ledger
@@ -140,13 +139,18 @@ _MORE = {
 
 U32 = 2**32 - 1
 
+LOG_BYTES = 1024 * 1024
+"""The size of the logs in one answer, over all RANKs, unless the logs are followed."""
 
-def operations(limits: Limits) -> tuple[Operation, ...]:
-    limit = Number("limit", "At most this number of events, the newest.", 1, limits.history_rows)
+LOG_LINES = 10_000
+"""The maximum number of lines from each file that can be requested in one answer."""
+
+
+def operations() -> tuple[Operation, ...]:
+    limit = Number("limit", "At most this number of events, the newest.", 1, HISTORY_ROWS)
     rank = Number("rank", "The worker with this RANK; all workers if not given.", 0, U32)
     round_ = Number("round", "The round; the last if not given.", 0, U32)
-    most = limits.http_log_lines
-    tail = Number("tail", "The number of lines from the end of each file.", 1, most, min(200, most))
+    tail = Number("tail", "The number of lines from the end of each file.", 1, LOG_LINES, 200)
     follow = Flag("follow", "Continue with new lines until the run ends.")
     job = Name("job", "The job to follow; the whole fleet if not given.")
     contains = Name("contains", "Only lines that contain this text, in upper or lower case.")
@@ -185,7 +189,7 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             "The output of a job's workers, from the nodes that have it",
             "Whole lines; without `rank`, each begins with the RANK of its worker. If the logs of "
             "a node cannot be read, a line that begins with `rdzv: ` says why. At most "
-            f"{limits.http_log_bytes} bytes, unless `follow` is true.",
+            f"{LOG_BYTES} bytes, unless `follow` is true.",
             query=(rank, round_, tail, contains, follow),
             media_type="text/plain",
             of="job",
@@ -277,7 +281,7 @@ _STORE_AWAY: Schema = {
 }
 
 
-def document(limits: Limits) -> Schema:
+def document() -> Schema:
     schemas = _values()
     # A standalone document has a version; one that is part of another document does not.
     schemas["NodeRow"] = schemas["Node"]
@@ -306,7 +310,7 @@ def document(limits: Limits) -> Schema:
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": PREFIX}],
-        "paths": _paths(operations(limits)),
+        "paths": _paths(operations()),
         "components": {"schemas": dict(sorted(schemas.items()))},
     }
 

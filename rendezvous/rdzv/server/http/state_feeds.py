@@ -66,11 +66,18 @@ def _marker(event: str) -> bytes:
 BEGIN, READY = _marker("begin"), _marker("ready")
 
 
+STREAM_FRAMES = 512
+"""The number of events that may be queued for a reader of the stream: a minute's worth in a busy
+fleet. Slower readers are dropped."""
+
+STREAM_BYTES = 8 * 1024 * 1024
+"""The size of the events queued for a reader: twice the initial state of 10,000 jobs."""
+
+
 class Reader:
     """A reader of a feed, with a bounded queue."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self) -> None:
         self._frames: deque[bytes] = deque()
         self._bytes = 0
         self._news = asyncio.Event()
@@ -88,8 +95,8 @@ class Reader:
         for one in frames:
             self._frames.append(one)
             self._bytes += len(one)
-        many = len(self._frames) > self._limits.stream_frames
-        if many or self._bytes > self._limits.stream_bytes:
+        many = len(self._frames) > STREAM_FRAMES
+        if many or self._bytes > STREAM_BYTES:
             self.end(
                 LimitExceededError(
                     f"{len(self._frames)} events of {self._bytes} bytes wait to be read, more than "
@@ -458,7 +465,7 @@ class Feeds:
         if feed is None or feed.task is None or feed.task.done():
             feed = self.by_rdzv_id[rdzv_id] = self._new(rdzv_id)
             feed.task = self._tasks.create_task(feed.run())
-        reader = Reader(self._limits)
+        reader = Reader()
         feed.add(reader)
         try:
             yield reader

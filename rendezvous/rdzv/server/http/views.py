@@ -16,7 +16,7 @@ from rdzv.server.operations import answer_values
 from rdzv.server.rpc.queries import Queries
 from rdzv.server.settings import bounds
 from rdzv.server.wire import inbound_operators
-from rdzv.stores.base import Record
+from rdzv.stores.base import HISTORY_ROWS, Record
 from rdzv.view import answers
 from rdzv.view.ledger import Ledger, chosen, ledgers_of, run_numbers
 from rdzv.view.reports import Report, Spent, ended_before, report, spent_by
@@ -42,7 +42,7 @@ class Shown(Queries):
 
     async def events(self, asked: str, limit: int) -> list[answers.Event]:
         """Return a job's newest `limit` events, oldest first; 0 means the server's default."""
-        rows = await self.history(asked, inbound_operators.history_limit(limit, self.limits))
+        rows = await self.history(asked, inbound_operators.history_limit(limit))
         return [answers.event_in(row) for row in rows]
 
     async def ledger(self, asked: str, number: int | None) -> tuple[list[int], Ledger]:
@@ -54,7 +54,7 @@ class Shown(Queries):
 
         """
         status = await self.status(asked)
-        past = await self.events(asked, self.limits.history_rows)
+        past = await self.events(asked, HISTORY_ROWS)
         now_ms = self.clock.now_ms()
         # A history may have ten thousand rows, and nodes must not wait for their conversion.
         runs = await asyncio.to_thread(ledgers_of, past, now_ms, status.state)
@@ -71,7 +71,7 @@ class Shown(Queries):
             if ended_before(job.state, job.state_age_ms, since_ms):
                 continue
             with contextlib.suppress(UnknownJobError):
-                rows = await self.history(job.rdzv_id, self.limits.history_rows)
+                rows = await self.history(job.rdzv_id, HISTORY_ROWS)
                 spent.append(await asyncio.to_thread(_spent, job, rows, from_ms, now_ms))
         return report(spent, from_ms, now_ms)
 
@@ -83,7 +83,7 @@ class Shown(Queries):
             InvalidRequestError: no such stacks are kept.
 
         """
-        rdzv_id = bounds.rdzv_id_of(asked, self.limits)
+        rdzv_id = bounds.rdzv_id_of(asked)
         report = await self.replica.driver.workers.kept_stacks(rdzv_id, number)
         now_ms = self.clock.now_ms()
         # The report may be as large as a megabyte, and nodes must not wait for its conversion.
@@ -95,7 +95,7 @@ class Shown(Queries):
         Raises the same errors as `WorkerViews.stacks`, and `InvalidRequestError` for an observed
         job.
         """
-        rdzv_id = bounds.rdzv_id_of(asked, self.limits)
+        rdzv_id = bounds.rdzv_id_of(asked)
         if self.watched(asked) is not None:
             raise InvalidRequestError(f"{asked} is only watched here: its nodes have no agent")
         workers = self.replica.driver.workers
@@ -104,11 +104,11 @@ class Shown(Queries):
 
     async def node_events(self, asked: str, limit: int) -> list[answers.NodeEvent]:
         """Return the newest `limit` events about a node from all jobs' histories, oldest first."""
-        node_id = bounds.node_id_of(asked, self.limits)
+        node_id = bounds.node_id_of(asked)
         found = list[answers.NodeEvent]()
         for job in await self.jobs():
             with contextlib.suppress(UnknownJobError):
-                rows = await self.history(job.rdzv_id, self.limits.history_rows)
+                rows = await self.history(job.rdzv_id, HISTORY_ROWS)
                 found += await asyncio.to_thread(_about, rows, node_id)
         return sorted(found, key=lambda event: event.unix_ms)[-limit:]
 
@@ -124,7 +124,7 @@ class Shown(Queries):
             InvalidRequestError: no node can have this name.
 
         """
-        node_id = bounds.node_id_of(asked, self.limits)
+        node_id = bounds.node_id_of(asked)
         for summary in self.nodes():
             if summary.node_id == node_id:
                 return summary
@@ -139,7 +139,7 @@ class Shown(Queries):
     async def logs(self, asked: str, wanted: LogsWanted) -> AsyncGenerator[answers.LogLines, None]:
         """Yield the output of a job's workers, with the errors of `WorkerViews.read_logs`."""
         try:
-            rdzv_id = bounds.rdzv_id_of(asked, self.limits)
+            rdzv_id = bounds.rdzv_id_of(asked)
             async with aclosing(self.replica.driver.workers.read_logs(rdzv_id, wanted)) as found:
                 async for lines in found:
                     yield answer_values.log_lines(lines)

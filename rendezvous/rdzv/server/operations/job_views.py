@@ -21,6 +21,9 @@ from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.stores.base import Record
 from rdzv.structs import replace
 
+WATCHERS = 1_000
+"""The number of callers that watch jobs at once. Each costs a message for every change."""
+
 
 class JobViews:
     """One server's jobs as operators see them."""
@@ -34,7 +37,6 @@ class JobViews:
         scheduling: Scheduling,
         diagnosis: Diagnosis,
         watchers: Watchers,
-        most_watchers: int,
     ) -> None:
         self._jobs = engine.jobs
         self._history = engine.history
@@ -43,7 +45,6 @@ class JobViews:
         self._scheduling = scheduling
         self._diagnosis = diagnosis
         self._watchers = watchers
-        self._most_watchers = most_watchers
         self.watching = 0
         """The number of callers that are watching a job."""
 
@@ -88,10 +89,9 @@ class JobViews:
             RendezvousConnectionError: this server no longer serves.
 
         """
-        if self.watching >= self._most_watchers:
+        if self.watching >= WATCHERS:
             raise LimitExceededError(
-                f"{self.watching} callers watch jobs here, which is the limit; try again later, or "
-                "raise the limit `watchers`"
+                f"{self.watching} callers watch jobs here, which is the limit; try again later"
             )
         self.watching += 1
         try:

@@ -184,9 +184,9 @@ async def _to_read(config: Config) -> AsyncIterator[Store]:
         store: Store
         if config.etcd is not None:
             client = await stack.enter_async_context(EtcdClient.connected(config.etcd))
-            store = EtcdStore(client, history_rows=config.limits.history_rows)
+            store = EtcdStore(client)
         else:
-            store = await SqliteStore.look(config.data_dir, config.limits.history_rows)
+            store = await SqliteStore.look(config.data_dir)
         stack.push_async_callback(store.close)
         yield store
 
@@ -201,9 +201,9 @@ async def _to_write(config: Config) -> AsyncIterator[Store]:
             name = f"rdzvd --restore (pid {os.getpid()} on {socket.gethostname()})"
             election = await stack.enter_async_context(Election.running(client, name))
             fence = await _elected(election, config.etcd)
-            store = EtcdStore(client, fence, config.limits.history_rows)
+            store = EtcdStore(client, fence)
         else:
-            store = await SqliteStore.open(config.data_dir, config.limits.history_rows)
+            store = await SqliteStore.open(config.data_dir)
         stack.push_async_callback(store.close)
         yield store
 

@@ -258,7 +258,7 @@ class Replica:
         from rdzv.stores.etcd import EtcdStore
 
         fence = await election.campaign(self._head_start_s)
-        store = EtcdStore(client, fence, config.limits.history_rows)
+        store = EtcdStore(client, fence)
         try:
             async with Driver.running(store, self._clock, config, meter=meter) as driver:
                 log.warning("this server leads (leadership %d)", driver.leadership)

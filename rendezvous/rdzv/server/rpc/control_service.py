@@ -21,7 +21,6 @@ from rdzv.server.security import callers
 from rdzv.server.security.role_gate import AUDIT, note_change, signed
 from rdzv.server.security.tokens import Token
 from rdzv.server.settings import bounds
-from rdzv.server.settings.config import Limits
 from rdzv.server.wire import inbound_operators, outbound
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
@@ -48,13 +47,10 @@ class ControlService(pb_grpc.ControlServicer):
     from `rdzv.errors`, the interceptor ends the call with that error's status.
     """
 
-    def __init__(
-        self, replica: Replica, clock: Clock, limits: Limits, facade: Facade | None = None
-    ) -> None:
+    def __init__(self, replica: Replica, clock: Clock, facade: Facade | None = None) -> None:
         self._replica = replica
         self._clock = clock
-        self._limits = limits
-        self._queries = Queries(replica, clock, limits, facade)
+        self._queries = Queries(replica, clock, facade)
 
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: AnyContext
@@ -65,7 +61,7 @@ class ControlService(pb_grpc.ControlServicer):
         self, request: pb.GetStatusRequest, context: AnyContext
     ) -> AsyncIterator[pb.JobStatus]:
         """Send the status of a job immediately and after each change."""
-        rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
+        rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
         async with aclosing(self._replica.driver.views.watch(rdzv_id)) as views:
             async for view in views:
                 yield self._status(view)
@@ -82,7 +78,7 @@ class ControlService(pb_grpc.ControlServicer):
         self, request: pb.ListEventsRequest, context: AnyContext
     ) -> pb.ListEventsResponse:
         """Return the newest events of a job's history, oldest first."""
-        limit = inbound_operators.history_limit(request.limit, self._limits)
+        limit = inbound_operators.history_limit(request.limit)
         rows = await self._queries.history(request.rdzv_id, limit)
         return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
 
@@ -107,8 +103,8 @@ class ControlService(pb_grpc.ControlServicer):
         self, request: pb.SubmitJobRequest, context: AnyContext
     ) -> pb.JobStatus:
         """Begin a run whose nodes are chosen by the server."""
-        rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
-        command = inbound_operators.submit_of(request, self._limits)
+        rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
+        command = inbound_operators.submit_of(request)
         caller = callers.present.get()
         before = await self._doing(rdzv_id)
         view = await self._replica.driver.operations.submit_job(rdzv_id, command, caller)
@@ -119,7 +115,7 @@ class ControlService(pb_grpc.ControlServicer):
         self, request: pb.ListNodesRequest, context: AnyContext
     ) -> pb.ListNodesResponse:
         """Return the named nodes, or all nodes if none are named."""
-        named = [bounds.node_id_of(node_id, self._limits) for node_id in request.node_ids]
+        named = [bounds.node_id_of(node_id) for node_id in request.node_ids]
         driver = self._replica.driver
         nodes = list(map(outbound.node, driver.node_views.summaries(named)))
         return pb.ListNodesResponse(nodes=nodes, store_away=driver.trouble)
@@ -128,7 +124,7 @@ class ControlService(pb_grpc.ControlServicer):
         self, request: pb.CordonNodeRequest, context: AnyContext
     ) -> pb.Node:
         """Stop scheduling submitted jobs onto a node."""
-        node_id, reason = inbound_operators.cordon_of(request, self._limits)
+        node_id, reason = inbound_operators.cordon_of(request)
         reason = signed(reason, callers.present.get())
         before = self._use(node_id)
         found = await self._replica.driver.nodes.cordon(node_id, reason)
@@ -139,7 +135,7 @@ class ControlService(pb_grpc.ControlServicer):
         self, request: pb.UncordonNodeRequest, context: AnyContext
     ) -> pb.Node:
         """Schedule submitted jobs onto a node again."""
-        node_id = bounds.node_id_of(request.node_id, self._limits)
+        node_id = bounds.node_id_of(request.node_id)
         before = self._use(node_id)
         found = await self._replica.driver.nodes.uncordon(node_id)
         note_change(before, _use_of(found))
@@ -149,7 +145,7 @@ class ControlService(pb_grpc.ControlServicer):
         self, request: pb.DrainNodeRequest, context: AnyContext
     ) -> pb.Node:
         driver = self._replica.driver
-        node_id, deadline_ms, reason = inbound_operators.drain_of(request, self._limits)
+        node_id, deadline_ms, reason = inbound_operators.drain_of(request)
         reason = signed(reason, callers.present.get())
         before = self._use(node_id)
         found = await driver.nodes.drain(node_id, deadline_ms, reason, keep_min=request.keep_min)
@@ -160,15 +156,15 @@ class ControlService(pb_grpc.ControlServicer):
         self, request: pb.UndrainNodeRequest, context: AnyContext
     ) -> pb.Node:
         """End a node's drain."""
-        node_id = bounds.node_id_of(request.node_id, self._limits)
+        node_id = bounds.node_id_of(request.node_id)
         before = self._use(node_id)
         found = await self._replica.driver.nodes.undrain(node_id, cordon=request.cordon)
         note_change(before, _use_of(found))
         return outbound.node(found)
 
-    async def _obey(self, request: Wish, read: Callable[[Wish, Limits], Obeyed]) -> pb.JobStatus:
-        rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
-        command = read(request, self._limits)
+    async def _obey(self, request: Wish, read: Callable[[Wish], Obeyed]) -> pb.JobStatus:
+        rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
+        command = read(request)
         command = replace(command, reason=signed(command.reason, callers.present.get()))
         scales = isinstance(command, Scale)
         before = await self._doing(rdzv_id, scales=scales)
@@ -180,7 +176,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def ForgetJob(  # noqa: N802
         self, request: pb.ForgetJobRequest, context: AnyContext
     ) -> pb.ForgetJobResponse:
-        rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
+        rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
         before = await self._doing(rdzv_id)
         await self._replica.driver.operations.forget(rdzv_id)
         note_change(before, "forgotten")
@@ -191,8 +187,8 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> AsyncIterator[pb.LogLines]:
         """Send workers' output as fast as the caller reads it."""
         try:
-            rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
-            wanted = inbound_operators.logs_wanted_of(request, self._limits)
+            rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
+            wanted = inbound_operators.logs_wanted_of(request)
             async with aclosing(self._replica.driver.workers.read_logs(rdzv_id, wanted)) as found:
                 async for lines in found:
                     yield outbound.log_lines(lines)
@@ -204,8 +200,8 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.StackReport:
         """Return the stacks of a round's workers, captured now or kept from when the round hung."""
         try:
-            rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
-            run, number = inbound_operators.stacks_wanted_of(request, self._limits)
+            rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
+            run, number = inbound_operators.stacks_wanted_of(request)
             why = "an operator asked for them"
             report = await self._replica.driver.workers.stacks(rdzv_id, run, number, why)
             shown = answer_values.stack_report(report, self._clock.now_ms())
@@ -235,7 +231,7 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.CreateTokenResponse:
         """Create a token. No later response contains the token's text."""
         name, roles = callers.name_of(request.name), callers.roles_of(request.roles)
-        expires_in_ms = inbound_operators.token_life_of(request, self._limits)
+        expires_in_ms = inbound_operators.token_life_of(request)
         driver = self._replica.driver
         token, text = await driver.tokens.create(name, roles, expires_in_ms)
         note_change("nothing", f"token {token.id} with {' and '.join(roles)}")
@@ -264,7 +260,7 @@ class ControlService(pb_grpc.ControlServicer):
         self, request: pb.ListAuditRequest, context: AnyContext
     ) -> pb.ListEventsResponse:
         """Return the newest rows of the audit history, which shows which caller changed what."""
-        limit = inbound_operators.history_limit(request.limit, self._limits)
+        limit = inbound_operators.history_limit(request.limit)
         rows = await self._replica.driver.history.of(AUDIT, limit)
         return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
 

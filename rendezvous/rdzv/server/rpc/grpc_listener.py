@@ -39,6 +39,15 @@ log = logging.getLogger("rdzv.service")
 OTHER_FILES = 512
 """The number of open files reserved for other uses, such as the store and the HTTP port."""
 
+MESSAGE_BYTES = 4 * 1024 * 1024
+"""The largest message that is accepted. A hello with 64 jobs is far smaller."""
+
+METADATA_BYTES = 8 * 1024
+"""The size of a call's metadata. A token and a trace context need far less."""
+
+CALLS_PER_CONNECTION = 1_024
+"""The number of concurrent calls on one connection. Further calls wait."""
+
 UNHEARD_S = 120
 """How long a call may wait until this server accepts it. Nodes give up earlier."""
 
@@ -70,7 +79,7 @@ async def serving(
     quiet_grpc()
     server = grpc_server([Interceptor(gate)], _options(config.limits, config.timings))
     pb_grpc.add_RendezvousServicer_to_server(RendezvousService(replica, clock, config), server)
-    control = ControlService(replica, clock, config.limits, facade)
+    control = ControlService(replica, clock, facade)
     pb_grpc.add_ControlServicer_to_server(control, server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -97,11 +106,11 @@ def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
     return [
         # Otherwise, two servers could share a port, and each would get some of the connections.
         ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", limits.message_bytes),
-        ("grpc.max_metadata_size", limits.metadata_bytes),
+        ("grpc.max_receive_message_length", MESSAGE_BYTES),
+        ("grpc.max_metadata_size", METADATA_BYTES),
         # Both limits are the same, because gRPC refuses metadata between the two at random.
-        ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
-        ("grpc.max_concurrent_streams", limits.calls_per_connection),
+        ("grpc.absolute_max_metadata_size", METADATA_BYTES),
+        ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
         ("grpc.max_allowed_incoming_connections", connections),
         # All nodes may call at once after a restart. By default, gRPC cancels some calls if more
         # than 1,000 are waiting, and any call that has waited for 30 s, and the nodes have to start

@@ -24,7 +24,7 @@ from rdzv.server.messages import (
 )
 from rdzv.server.rpc.rate_limit import RateLimit
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Limits
+from rdzv.server.settings import bounds
 from rdzv.server.wire import inbound_nodes, inbound_reports, inbound_snapshots
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -37,6 +37,17 @@ handled."""
 log = logging.getLogger("rdzv.service")
 
 
+COMMANDS_PER_SECOND = 100
+"""The commands that one node may send for its jobs, such as joins, after a first burst."""
+
+COMMANDS_AT_ONCE = 2_048
+"""The size of that burst, far more than a hello contains."""
+
+INBOX = 1_024
+"""The number of messages of one node that wait while the store is away, before its stream is
+closed."""
+
+
 class NodeMessages:
     """The messages that one node sends after its hello.
 
@@ -45,15 +56,14 @@ class NodeMessages:
     stream stays open.
     """
 
-    def __init__(self, driver: Driver, stream: Stream, clock: Clock, limits: Limits) -> None:
+    def __init__(self, driver: Driver, stream: Stream, clock: Clock) -> None:
         self._driver = driver
         self._stream = stream
         self._clock = clock
-        self._limits = limits
         self._speaker = inbound_nodes.Speaker(stream.node_id, stream.incarnation)
-        self._allowance = RateLimit(limits.commands_at_once, limits.commands_per_second)
+        self._allowance = RateLimit(COMMANDS_AT_ONCE, COMMANDS_PER_SECOND)
         # One place more than the limit, for the end marker.
-        self._inbox: asyncio.Queue[Said | None] = asyncio.Queue(limits.inbox + 1)
+        self._inbox: asyncio.Queue[Said | None] = asyncio.Queue(INBOX + 1)
         self._early: dict[tuple[type, str], Callable[[], None]] = {}
         """The reports that arrived before the node's beliefs were handled, by kind and rdzv_id.
         They are recorded after the beliefs."""
@@ -76,53 +86,53 @@ class NodeMessages:
         self._inbox.put_nowait(None)
 
     def _dispatch(self, message: pb.NodeMessage) -> None:
-        stream, reports, limits = self._stream, self._driver.reports, self._limits
+        stream, reports = self._stream, self._driver.reports
         match message.WhichOneof("body"):
             case "heartbeat":
                 if message.heartbeat.number:
                     now_us = self._clock.now_ms() * 1_000
                     stream.send(Heard(message.heartbeat.number, now_us))
             case "away":
-                deadline_ms = inbound_nodes.away_ms_of(message.away, limits)
+                deadline_ms = inbound_nodes.away_ms_of(message.away)
                 self._driver.connections.plan_away(stream, deadline_ms)
             case "log_piece":
-                piece = inbound_nodes.log_piece_of(message.log_piece, limits)
+                piece = inbound_nodes.log_piece_of(message.log_piece)
                 reports.take_log(stream, piece)
             case "progress" | "workers_started" | "snapshots_held" | "arrivals" | "worker_gpus":
                 self._take_shown(message)
             case "hung":
-                self._take_hung(inbound_nodes.hung_of(message.hung, limits))
+                self._take_hung(inbound_nodes.hung_of(message.hung))
             case "stacks":
-                reports.take_stacks_in(stream, inbound_nodes.stacks_of(message.stacks, limits))
+                reports.take_stacks_in(stream, inbound_nodes.stacks_of(message.stacks))
             case "health":
-                reports.note_health(stream, inbound_nodes.failing_of(message.health, limits))
+                reports.note_health(stream, inbound_nodes.failing_of(message.health))
             case "holdings":
-                self._queue(Holdings(inbound_nodes.holdings_of(message.holdings, limits)))
+                self._queue(Holdings(inbound_nodes.holdings_of(message.holdings)))
             case "draining":
-                reports.note_draining(stream, inbound_nodes.draining_of(message.draining, limits))
+                reports.note_draining(stream, inbound_nodes.draining_of(message.draining))
             case _:
-                self._queue(inbound_nodes.command_of(message, self._speaker, limits))
+                self._queue(inbound_nodes.command_of(message, self._speaker))
 
     def _take_shown(self, message: pb.NodeMessage) -> None:
         """Handle a report that is not a command; an invalid report is logged, not refused."""
-        stream, reports, limits = self._stream, self._driver.reports, self._limits
+        stream, reports = self._stream, self._driver.reports
         try:
             match message.WhichOneof("body"):
                 case "progress":
-                    progress = inbound_reports.progress_of(message.progress, limits)
+                    progress = inbound_reports.progress_of(message.progress)
                     self._show(progress, reports.note_progress)
                 case "workers_started":
-                    started = inbound_reports.started_of(message.workers_started, limits)
+                    started = inbound_reports.started_of(message.workers_started)
                     self._show(started, reports.note_started)
                 case "snapshots_held":
-                    held = inbound_snapshots.snapshots_held_of(message.snapshots_held, limits)
+                    held = inbound_snapshots.snapshots_held_of(message.snapshots_held)
                     self._show(held, reports.note_snapshots)
                 case "worker_gpus":
-                    gpus = inbound_reports.gpus_of(message.worker_gpus, limits)
+                    gpus = inbound_reports.gpus_of(message.worker_gpus)
                     if stream.greeted:  # Early reports are dropped: agents repeat them.
                         reports.note_gpus(stream, gpus)
                 case _:
-                    arrivals = inbound_reports.arrivals_of(message.arrivals, limits)
+                    arrivals = inbound_reports.arrivals_of(message.arrivals)
                     if stream.greeted:  # Early arrivals are dropped: more follow soon.
                         reports.note_arrivals(stream, arrivals)
         except InvalidRequestError as error:
@@ -140,28 +150,28 @@ class NodeMessages:
         key = type(said), said.rdzv_id
         if self._stream.greeted:
             note(self._stream, said)
-        elif key in self._early or len(self._early) < _SHOWN * self._limits.beliefs:
+        elif key in self._early or len(self._early) < _SHOWN * bounds.JOBS_PER_NODE:
             self._early[key] = partial(note, self._stream, said)
 
     def _take_hung(self, said: Hung) -> None:
         """Record hung workers at once or, if the node's beliefs are not handled yet, after them."""
         if self._stream.greeted:
             self._driver.reports.note_hung(self._stream, said)
-        elif said.rdzv_id in self._early_hung or len(self._early_hung) < self._limits.beliefs:
+        elif said.rdzv_id in self._early_hung or len(self._early_hung) < bounds.JOBS_PER_NODE:
             self._early_hung[said.rdzv_id] = said
 
     def _queue(self, said: Said) -> None:
         if not isinstance(said, Holdings) and not self._allowance.take(self._clock.now_ms()):
             raise LimitExceededError(
-                f"{self._stream.node_id} sends more than {self._limits.commands_per_second} "
+                f"{self._stream.node_id} sends more than {COMMANDS_PER_SECOND} "
                 "commands a second; send fewer"
             )
-        if self._inbox.qsize() < self._limits.inbox:
+        if self._inbox.qsize() < INBOX:
             self._inbox.put_nowait(said)
             return
         self._stream.close(
             LimitExceededError(
-                f"{self._limits.inbox} messages of {self._stream.node_id} wait to be decided; the "
+                f"{INBOX} messages of {self._stream.node_id} wait to be decided; the "
                 "stream is closed: send Hello again with the node's beliefs"
             )
         )
@@ -193,7 +203,7 @@ class NodeMessages:
     def _beliefs(self, messages: Sequence[pb.Belief]) -> Iterable[Belief]:
         for message in messages:
             try:
-                yield inbound_nodes.belief_of(message, self._speaker, self._limits)
+                yield inbound_nodes.belief_of(message, self._speaker)
             except InvalidRequestError as error:
                 # An error about one job must not block the node's other jobs.
                 self._refuse(inbound_nodes.job_named_in(message), error)

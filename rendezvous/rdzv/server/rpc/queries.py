@@ -21,7 +21,6 @@ from rdzv.runtime.clock import Clock
 from rdzv.server.operations import answer_values
 from rdzv.server.replication.replica import Replica
 from rdzv.server.settings import bounds
-from rdzv.server.settings.config import Limits
 from rdzv.stores.base import Record
 from rdzv.view import answers
 
@@ -35,12 +34,9 @@ SLICE = 50
 class Queries:
     """Queries about one server's jobs. They raise `NotLeaderError` while it does not lead."""
 
-    def __init__(
-        self, replica: Replica, clock: Clock, limits: Limits, facade: Facade | None = None
-    ) -> None:
+    def __init__(self, replica: Replica, clock: Clock, facade: Facade | None = None) -> None:
         self.replica = replica
         self.clock = clock
-        self.limits = limits
         self._facade = facade
 
     async def view(self, asked: str) -> JobView:
@@ -52,7 +48,7 @@ class Queries:
 
         """
         try:
-            return await self.replica.driver.views.status(bounds.rdzv_id_of(asked, self.limits))
+            return await self.replica.driver.views.status(bounds.rdzv_id_of(asked))
         except (UnknownJobError, InvalidRequestError):
             # Even a name that no job can have may be valid in torchrun's own rendezvous.
             if (watched := self.watched(asked)) is None:
@@ -74,7 +70,7 @@ class Queries:
     async def check_known(self, asked: str) -> None:
         """Raise the errors that `view` raises, without computing the view."""
         try:
-            await self.replica.driver.views.state(bounds.rdzv_id_of(asked, self.limits))
+            await self.replica.driver.views.state(bounds.rdzv_id_of(asked))
         except (UnknownJobError, InvalidRequestError):
             if self.watched(asked) is None:
                 raise
@@ -107,9 +103,7 @@ class Queries:
         Raises the same errors as `view`.
         """
         try:
-            return await self.replica.driver.views.history(
-                bounds.rdzv_id_of(asked, self.limits), limit
-            )
+            return await self.replica.driver.views.history(bounds.rdzv_id_of(asked), limit)
         except (UnknownJobError, InvalidRequestError):
             if self.watched(asked) is None:
                 raise

@@ -75,7 +75,6 @@ class Conversation:
         self._driver = driver
         self._replica = replica
         self._clock = clock
-        self._limits = config.limits
         self._timings = config.timings
         self._context = context
 
@@ -87,7 +86,7 @@ class Conversation:
 
         """
         message = await self._first_message()
-        hello = inbound_nodes.hello_of(message, self._limits)
+        hello = inbound_nodes.hello_of(message)
         stream = self._driver.connections.attach(hello, caller)
         try:
             end = await self._serve(stream, message.beliefs)
@@ -115,7 +114,7 @@ class Conversation:
         return message.hello
 
     async def _serve(self, stream: Stream, beliefs: Sequence[pb.Belief]) -> RendezvousError | None:
-        messages = NodeMessages(self._driver, stream, self._clock, self._limits)
+        messages = NodeMessages(self._driver, stream, self._clock)
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(self._read(messages, stream)),

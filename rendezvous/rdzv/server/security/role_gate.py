@@ -165,7 +165,7 @@ class Gate:
         if row.whose is not Whose.OWN_JOB or caller.admin or rdzv_id is None:
             return
         try:
-            named = bounds.rdzv_id_of(rdzv_id, self._config.limits)
+            named = bounds.rdzv_id_of(rdzv_id)
         except InvalidRequestError:
             # No job can have this name, so the call itself will refuse it.
             return
@@ -190,7 +190,7 @@ class Gate:
         target = next(filter(None, named), "")
         submitter = getattr(request, "submitted_by", "")
         said = getattr(request, "reason", "") or (submitter and f"by {submitter}")
-        reason = bounds.sentence(said, self._config.limits)
+        reason = bounds.sentence(said)
         why = f": {signed(reason, caller)}" if reason else f", by {caller}"
         text = f"{verb} {target}{change and f' {change}'}{why}, from address {peer}{end}"
         log.info("%s", text, extra={"audit": True})

@@ -114,6 +114,10 @@ def text_in(file: Path) -> str:
     return text
 
 
+TOKENS_AT_ONCE = 2_000
+"""The number of callers' tokens, all of which are stored in one key-value record."""
+
+
 class Tokens:
     """The tokens of one leading server."""
 
@@ -122,18 +126,16 @@ class Tokens:
         store: StoreAccess,
         clock: Clock,
         tasks: Tasks,
-        most: int,
         on_revoke: Callable[[frozenset[str]], None],
         *,
         auth: bool,
     ) -> None:
-        """Allow at most `most` tokens; `on_revoke` receives the ids of revoked tokens.
+        """Create without tokens; `on_revoke` receives the ids of revoked tokens.
 
         `auth` says whether callers must authenticate.
         """
         self._clock = clock
         self._tasks = tasks
-        self._most = most
         self._on_revoke = on_revoke
         self._auth = auth
         self._document = KeyValueRecord(store, TOKENS, lambda data: {t.id: t for t in decode(data)})
@@ -245,10 +247,10 @@ class Tokens:
         async with self._lock:
             now_ms = self._clock.now_ms()
             kept = {i: t for i, t in self._tokens.items() if t.valid(now_ms - EXPIRED_KEPT_MS)}
-            if len(kept) >= self._most:
+            if len(kept) >= TOKENS_AT_ONCE:
                 raise LimitExceededError(
                     f"there are {len(kept)} tokens, which is the limit; revoke some, with "
-                    "`rdzvctl tokens revoke`, or raise the limit `tokens`"
+                    "`rdzvctl tokens revoke`"
                 )
             expires_ms = now_ms + expires_in_ms if expires_in_ms else None
             token_id = text.split("_")[1]

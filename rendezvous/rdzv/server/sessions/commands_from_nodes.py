@@ -27,7 +27,8 @@ from rdzv.server.messages import Belief, Closed, Refused, Waiting
 from rdzv.server.security import roles
 from rdzv.server.sessions.node_jobs import NodeJobs
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Limits, Timings
+from rdzv.server.settings import bounds
+from rdzv.server.settings.config import Timings
 from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.driver")
@@ -36,14 +37,11 @@ log = logging.getLogger("rdzv.driver")
 class NodeCommands:
     """Submits nodes' commands and sends refusals to the nodes."""
 
-    def __init__(
-        self, engine: Engine, node_jobs: NodeJobs, clock: Clock, limits: Limits, timings: Timings
-    ) -> None:
+    def __init__(self, engine: Engine, node_jobs: NodeJobs, clock: Clock, timings: Timings) -> None:
         self._engine = engine
         self._jobs = engine.jobs
         self._node_jobs = node_jobs
         self._clock = clock
-        self._limits = limits
         self._timings = timings
 
     async def hear(self, stream: Stream, rdzv_id: str, command: Command) -> None:
@@ -62,11 +60,10 @@ class NodeCommands:
             LimitExceededError: the node is in as many jobs as the limit allows.
 
         """
-        held, most = self._node_jobs.jobs_of(node_id), self._limits.beliefs
+        held, most = self._node_jobs.jobs_of(node_id), bounds.JOBS_PER_NODE
         if isinstance(command, Join) and rdzv_id not in held and len(held) >= most:
             raise LimitExceededError(
-                f"{node_id} is already in {len(held)} jobs, and the limit is {most}; leave one, or "
-                "raise the limit `jobs_per_node`"
+                f"{node_id} is already in {len(held)} jobs, and the limit is {most}; leave one"
             )
 
     async def latest(self, stream: Stream, rdzv_id: str) -> State:

@@ -21,6 +21,9 @@ from rdzv.server.settings.config import Limits
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.server.telemetry.scrape_targets import ScrapeTargets
 
+OUTBOX = 1_024
+"""The number of messages that wait for one slow reader before its stream is closed."""
+
 
 class Connections:
     """Attaches nodes to one server and detaches them."""
@@ -92,7 +95,7 @@ class Connections:
             number,
             hello.node_id,
             record.incarnation,
-            self._limits.outbox,
+            OUTBOX,
             self._meter.sent,
             caller,
             Instance(hello.instance, hello.fence_after_ms),

@@ -15,7 +15,6 @@ from rdzv.core.fleet.nodes import NodesTuning
 from rdzv.core.fleet.quarantine import QuarantineTuning
 from rdzv.core.model import Tuning
 from rdzv.errors import InvalidRequestError
-from rdzv.stores.base import HISTORY_ROWS
 from rdzv.structs import struct
 from rdzv.transport import protocol
 from rdzv.transport.certificates import Certificate, check_authorities, check_pair, read_certificate
@@ -49,140 +48,15 @@ DAY_MS = 86_400_000
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what is accepted and kept, so that no caller can exhaust the server."""
+    """Bounds on what is kept, so that no caller can exhaust the server."""
 
-    # These can be set.
-    message_bytes: int = 4 * 1024 * 1024
-    """gRPC's default. A hello with 64 jobs is far smaller."""
-    nodes_per_job: int = 10_000
-    local_world_size: int = 4_096
-    timeout_ms: int = 30 * DAY_MS
-    away_ms: int = 60 * MINUTE_MS
     jobs: int = 10_000
     nodes: int = 20_000
     """Twice the size of the largest job."""
-    beliefs: int = 256
-    outbox: int = 1_024
-    inbox: int = 1_024
-    commands_per_second: int = 100
     connections: int = 32_768
-    http_connections: int = 2_048
-    http_connections_per_peer: int = 512
-    watchers: int = 1_000
     ended_jobs: int = 10_000
-    log_readers: int = 32
-    log_buffer: int = 4 * 1024 * 1024
-    log_window: int = 256 * 1024
-    """Enough for four pieces, so that neither side waits."""
-    history_rows: int = HISTORY_ROWS
-    scrapes: int = 4
-    http_requests: int = 32
     http_streams: int = 200
     """Readers of the same stream share the cost of each change."""
-
-    # Bounds on what a caller may send.
-    name_chars: int = 128
-    """The maximum length of rdzv_id and node_id, which become directory names. Any pod's
-    name fits."""
-    uid_chars: int = 64
-    """The maximum length of instance and run, which are random ids. A UUID has 36 characters."""
-    address_chars: int = 255
-    """The length of the longest DNS name."""
-    label_chars: int = 255
-    """The maximum length of role, topology, machine and versions."""
-    secret_chars_least: int = 16
-    """The minimum length of a job's secret, whose stored hash would reveal a shorter one."""
-    reason_chars: int = 1_000
-    """The maximum length of a sentence for people. Longer ones are truncated."""
-    traceback_chars: int = 16_384
-    """The maximum length of a traceback stored with a job. Longer ones lose their beginning."""
-    args_bytes: int = 128 * 1024
-    """The size of a submitted job's arguments, which are stored with it and sent to each node."""
-    env_bytes: int = 128 * 1024
-    """The size of a submitted job's environment, which is stored and sent in the same way. Linux
-    allows as much in a single variable."""
-    env_variables: int = 1_000
-    """The number of variables in a submitted job's environment."""
-    labels: int = 64
-    """The number of labels that a node has or that a job requires."""
-    gpus: int = 1_024
-    """The number of GPUs in a node. Machines have 8 or 16."""
-    capacity: int = 1_024
-    """The number of jobs that a node accepts at once."""
-    priority: int = 1_000_000
-    """The largest priority. The smallest is its negative."""
-    failing_checks: int = 16
-    """The number of failing checks in a node's report. One is enough to keep jobs off the node."""
-    failures: int = 64
-    """The number of failed workers in a report. The earliest are kept, as in the core."""
-    pids: int = 64
-    """The number of stuck processes in a report. The rest are dropped, because one is reason
-    enough."""
-    restarts: int = 1_000_000
-    """The largest max_restarts, which is more than any job can spend."""
-    steps: int = 1 << 53
-    """The number of steps that a parked worker has sealed. JSON readers do not read larger integers
-    exactly."""
-    shards: int = 1 << 20
-    """The number of parts in a sharded state."""
-    snapshots_per_worker: int = 8
-    """The number of snapshots that a node holds for each of its workers: two of the worker's own,
-    and copies for three others."""
-
-    # Bounds on what is kept for callers.
-    commands_at_once: int = 2_048
-    """The burst of commands that `commands_per_second` allows a node, far more than a hello
-    contains."""
-    calls_per_connection: int = 1_024
-    """The number of concurrent calls on one connection. Further calls wait."""
-    metadata_bytes: int = 8 * 1024
-    """The size of a call's metadata. A token and a trace context need far less."""
-    log_window_least: int = 4 * 1024
-    """The smallest window for a node when many nodes share `log_buffer`."""
-    log_positions: int = 65_536
-    """The number of files in which a reader can resume after its stream was cut."""
-    log_piece_bytes: int = 64 * 1024
-    """The size of one piece of a log."""
-    stack_takings: int = 8
-    """The number of rounds whose stacks are being collected at once. Each may use `stack_bytes` of
-    memory."""
-    stack_bytes: int = 384 * 1024
-    """The size of the stacks kept from one round, well below the limit for a key-value record."""
-    stack_groups: int = 256
-    """The number of groups of workers in one round, each with the same stack."""
-    stack_threads: int = 64
-    """The number of threads kept for each worker. Others are omitted."""
-    stack_frames: int = 128
-    """The number of frames kept for each thread. Others are omitted."""
-    stack_workers: int = 256
-    """The number of workers in one message from a node, which sends them one at a time."""
-    arrivals: int = 1 << 17
-    """The number of collective entry times in one report from a node."""
-    clock_reasons: int = 16
-    """The number of reasons for the clock speed of one GPU. NVML has eleven."""
-    record_groups: int = 64
-    """The number of process groups per worker whose collectives are kept. Others are omitted."""
-    record_entries: int = 64
-    """The number of collectives kept for each process group. Others are omitted."""
-    record_members: int = 4_096
-    """The number of RANKs kept for each process group. Others are omitted."""
-    history_default: int = 200
-    """The number of rows that ListEvents returns if the caller does not specify one."""
-    pending_rows: int = 256
-    """The number of history rows that may wait for their job's next commit before getting their
-    own."""
-    tokens: int = 2_000
-    """The number of callers' tokens, all of which are stored in one key-value record."""
-    stream_frames: int = 512
-    """The number of events that may be queued for a reader of the stream: a minute's worth in a
-    busy fleet. Slower readers are dropped."""
-    stream_bytes: int = 8 * 1024 * 1024
-    """The total size of the events queued for all readers: twice the initial state of 10,000
-    jobs."""
-    http_log_bytes: int = 1024 * 1024
-    """The size of the logs in one answer, over all RANKs, unless the logs are followed."""
-    http_log_lines: int = 10_000
-    """The maximum number of lines from each file that can be requested in one answer."""
 
 
 @dataclass(frozen=True, slots=True)

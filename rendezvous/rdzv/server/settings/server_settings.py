@@ -16,14 +16,12 @@ from rdzv.core.fleet.quarantine import QuarantineTuning
 from rdzv.core.model import Tuning
 from rdzv.errors import InvalidRequestError
 from rdzv.server.settings.config import Limits, Timings, check_grafana, check_otlp
-from rdzv.settings.setting_types import Duration, Rule, Size, Table, setting, settings_of
+from rdzv.settings.setting_types import Duration, Rule, Table, setting, settings_of
 from rdzv.transport.endpoints import DEFAULT_PORT, Listen
 
 MINUTE = 60
 HOUR = 60 * MINUTE
 DAY = 24 * HOUR
-KIB = 1 << 10
-GIB = 1 << 30
 
 PARTS: dict[str, Any] = {
     "limits": Limits(),
@@ -283,9 +281,10 @@ class Retention(Table, frozen=True):
     """How long ended jobs are kept."""
 
     ended_for: Annotated[Duration, _sets(
-        "timings.ended_kept_ms", ge=1, le=3650 * DAY, reload=True, reason="""
-        How long a job is remembered after its end, with its events. For this time its round numbers
-        continue when its name is used again.""")]
+        "timings.ended_kept_ms", ge=30 * DAY, le=3650 * DAY, reload=True, reason="""
+        How long a job is remembered after its end, with its events: at least as long as the longest
+        timeout of a job. For this time its round numbers continue when its name is used again.
+        """)]
     ended_jobs: Annotated[int, _sets(
         "limits.ended_jobs", ge=1, le=1_000_000, unit="jobs", reload=True, reason="""
         How many ended jobs are remembered; the ones that ended first are forgotten first. Each
@@ -294,9 +293,6 @@ class Retention(Table, frozen=True):
         "timings.prune_every_ms", ge=1, le=DAY, reload=True, reason="""
         How often ended jobs are checked, and so how soon a change of the two settings above has an
         effect; a change of this one has it after the next check.""")]
-    events: Annotated[int, _sets(
-        "limits.history_rows", ge=100, le=1_000_000, unit="events of one job", reason="""
-        How many of the newest events of a job are kept.""")]
 
 
 class LimitSettings(Table, frozen=True):
@@ -308,62 +304,10 @@ class LimitSettings(Table, frozen=True):
     nodes: Annotated[int, _sets(
         "limits.nodes", ge=1, le=1_000_000, unit="nodes", reload=True, reason="""
         Nodes, connected or away; each stream needs about 30 KB.""")]
-    nodes_per_job: Annotated[int, _sets(
-        "limits.nodes_per_job", ge=1, le=1_000_000, unit="nodes", reload=True, reason="""
-        The largest max_nodes of a job: rdzvd is measured with jobs of up to the default.""")]
-    local_world_size: Annotated[int, _sets(
-        "limits.local_world_size", ge=1, le=65_536, unit="workers", reload=True, reason="""
-        Workers of one node in a job.""")]
-    jobs_per_node: Annotated[int, _sets(
-        "limits.beliefs", ge=1, le=10_000, unit="jobs", reload=True, reason="""
-        Jobs that one node may be in.""")]
-    job_timeout: Annotated[Duration, _sets(
-        "limits.timeout_ms", ge=1, le=3650 * DAY, reload=True, reason="""
-        The longest timeout of a job; an ended job is remembered for at least as long.""")]
-    away: Annotated[Duration, _sets("limits.away_ms", ge=1, le=DAY, reload=True, reason="""
-        How long the seats of an agent are kept while it is restarted on purpose.""")]
-    commands_per_second: Annotated[int, _sets(
-        "limits.commands_per_second", ge=1, le=100_000, unit="commands", reason="""
-        Commands of one node for its jobs, such as joins, in each second after a burst of 2,048;
-        further ones are refused.""")]
     connections: Annotated[int, _sets(
         "limits.connections", ge=1, le=1_000_000, unit="connections", reason="""
         Connections over gRPC. The open files that the system allows rdzvd, less 512, are a bound,
         too.""")]
-    http_connections: Annotated[int, _sets(
-        "limits.http_connections", ge=1, le=1_000_000, unit="connections", reason="""
-        Connections to the HTTP port.""")]
-    http_connections_per_peer: Annotated[int, _sets(
-        "limits.http_connections_per_peer", ge=1, le=1_000_000, unit="connections", reason="""
-        Connections from one address to the HTTP port; browsers behind a proxy share one.""")]
-    watchers: Annotated[int, _sets(
-        "limits.watchers", ge=1, le=1_000_000, unit="callers", reload=True, reason="""
-        Callers that watch jobs at once; each costs a message for every change.""")]
-    log_readers: Annotated[int, _sets(
-        "limits.log_readers", ge=1, le=10_000, unit="callers", reload=True, reason="""
-        Callers that read logs at once; up to `log_buffer` may wait for each.""")]
-    log_buffer: Annotated[Size, _sets(
-        "limits.log_buffer", ge=64 * KIB, le=4 * GIB, reload=True, reason="""
-        Bytes of workers' logs that wait for one slow reader, over all nodes; for readers that come
-        after the change.""")]
-    log_window: Annotated[Size, _sets(
-        "limits.log_window", ge=4 * KIB, le=GIB, reload=True, reason="""
-        Bytes that one node sends ahead of one reader; raise it where nodes are far away.""")]
-    outbox: Annotated[int, _sets(
-        "limits.outbox", ge=16, le=1_000_000, unit="messages", reload=True, reason="""
-        Messages that wait for one slow reader before its stream is closed; for streams that are
-        opened after the change.""")]
-    inbox: Annotated[int, _sets(
-        "limits.inbox", ge=16, le=1_000_000, unit="messages", reload=True, reason="""
-        Messages of one node that wait while the store is away, before its stream is closed; for
-        streams that are opened after the change.""")]
-    message: Annotated[Size, _sets("limits.message_bytes", ge=64 * KIB, le=GIB, reason="""
-        The largest message that is accepted.""")]
-    scrapes: Annotated[int, _sets("limits.scrapes", ge=1, le=100, unit="callers", reason="""
-        Callers that read /metrics at once: for each, all of it is in memory.""")]
-    http_requests: Annotated[int, _sets(
-        "limits.http_requests", ge=1, le=10_000, unit="requests", reload=True, reason="""
-        Requests of the HTTP API that are answered at once.""")]
     http_streams: Annotated[int, _sets(
         "limits.http_streams", ge=1, le=100_000, unit="readers", reload=True, reason="""
         Pages and programs that follow the stream of the HTTP API at once.""")]
@@ -481,11 +425,6 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         Rule(("lease.duration", "lease.heartbeats"), _heartbeats_fit),
         _in_order("forming.gather_quiet", "forming.gather"),
         _in_order("forming.store_backoff", "forming.store_backoff_longest"),
-        _in_order("limits.nodes_per_job", "limits.nodes"),
-        _in_order("limits.log_window", "limits.log_buffer"),
-        # No node may still be waiting for a job that is forgotten, because it would start the job
-        # again.
-        _in_order("limits.job_timeout", "retention.ended_for"),
         Rule(tuple(f"tls.{name}" for name in Tls.__struct_fields__), _tls_together),
         Rule(("oidc.issuer", "oidc.account", "tls.cert", "auth"), _oidc_together),
     )

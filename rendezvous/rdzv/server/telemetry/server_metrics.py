@@ -82,6 +82,10 @@ SERVER, ROOM, JOBS, C10D, TLS = "server", "room", "jobs", "c10d", "tls"
 """The groups of metrics that are computed at each scrape. If one fails, the others remain."""
 
 
+SCRAPES = 4
+"""The number of callers that read /metrics at once: for each, all of it is in memory."""
+
+
 class Metrics(Meter, Collector):
     """Counts one server's events over all its terms as leader, and exposes them to Prometheus."""
 
@@ -105,7 +109,6 @@ class Metrics(Meter, Collector):
         self._expires = expires
         self._parts = Parts("rdzv_collector_success", "rdzvd")
         self._now_s = now_s
-        self._scrapes_limit = config.limits.scrapes
         self._scrapes = 0
         self._ended_ms = config.timings.ended_job_ms
         self.tallies: dict[str, JobTally] = {}
@@ -477,10 +480,9 @@ class Metrics(Meter, Collector):
             LimitExceededError: too many scrapes are in progress.
 
         """
-        if self._scrapes >= self._scrapes_limit:
+        if self._scrapes >= SCRAPES:
             raise LimitExceededError(
-                f"{self._scrapes} callers read metrics here, which is the limit; scrape less "
-                "often, or raise the limit `scrapes`"
+                f"{self._scrapes} callers read metrics here, which is the limit; scrape less often"
             )
         self._scrapes += 1
         try:

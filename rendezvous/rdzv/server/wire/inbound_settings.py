@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.server.settings import bounds
-from rdzv.server.settings.config import Limits
 from rdzv.v1 import rdzv_pb2 as pb
 
 _SCALE_UPS: Mapping[int, ScaleUp] = {
@@ -20,59 +19,57 @@ _DEFAULT = Settings(min_nodes=1, max_nodes=1)
 _LABEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 
 
-def settings_of(message: pb.Settings, limits: Limits) -> Settings:
+def settings_of(message: pb.Settings) -> Settings:
     """Read a run's settings."""
-    min_nodes, max_nodes = nnodes_of(message, limits, "--nnodes: ")
+    min_nodes, max_nodes = nnodes_of(message, "--nnodes: ")
     return Settings(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         max_restarts=bounds.within(
-            "--max-restarts: max_restarts", message.max_restarts, 0, limits.restarts
+            "--max-restarts: max_restarts", message.max_restarts, 0, bounds.RESTARTS
         )
         if message.HasField("max_restarts")
         else None,
         join_timeout_ms=bounds.within(
-            "join_timeout_ms", message.join_timeout_ms, 1, limits.timeout_ms
+            "join_timeout_ms", message.join_timeout_ms, 1, bounds.TIMEOUT_MS
         ),
         last_call_timeout_ms=bounds.within(
-            "last_call_timeout_ms", message.last_call_timeout_ms, 0, limits.timeout_ms
+            "last_call_timeout_ms", message.last_call_timeout_ms, 0, bounds.TIMEOUT_MS
         ),
         scale_up=bounds.one_of("scale_up", message.scale_up, _SCALE_UPS),
         restart_window_ms=bounds.within(
-            "restart_window_ms", message.restart_window_ms, 0, limits.timeout_ms
+            "restart_window_ms", message.restart_window_ms, 0, bounds.TIMEOUT_MS
         ),
         scale_up_after_ms=bounds.within(
-            "scale_up_after_ms", message.scale_up_after_ms, 0, limits.timeout_ms
+            "scale_up_after_ms", message.scale_up_after_ms, 0, bounds.TIMEOUT_MS
         ),
-        restart_backoff_ms=_backoff_ms(message, "restart_backoff_ms", limits),
-        restart_backoff_max_ms=_backoff_ms(message, "restart_backoff_max_ms", limits),
-        max_preemptions=_budget(message, "max_preemptions", limits),
-        max_store_failures=_budget(message, "max_store_failures", limits),
+        restart_backoff_ms=_backoff_ms(message, "restart_backoff_ms"),
+        restart_backoff_max_ms=_backoff_ms(message, "restart_backoff_max_ms"),
+        max_preemptions=_budget(message, "max_preemptions"),
+        max_store_failures=_budget(message, "max_store_failures"),
         no_progress_restarts=bounds.within(
-            "no_progress_restarts", message.no_progress_restarts, 0, limits.restarts
+            "no_progress_restarts", message.no_progress_restarts, 0, bounds.RESTARTS
         ),
     )
 
 
-def _backoff_ms(message: pb.Settings, name: str, limits: Limits) -> int:
+def _backoff_ms(message: pb.Settings, name: str) -> int:
     """Read a backoff time, or return the server's default if it is not set."""
     if not message.HasField(name):  # type: ignore[arg-type]
         return int(getattr(_DEFAULT, name))
-    return bounds.within(name, getattr(message, name), 0, limits.timeout_ms)
+    return bounds.within(name, getattr(message, name), 0, bounds.TIMEOUT_MS)
 
 
-def _budget(message: pb.Settings, name: str, limits: Limits) -> int | None:
+def _budget(message: pb.Settings, name: str) -> int | None:
     """Read how many rounds may end for one cause, or return None if there is no limit."""
     if not message.HasField(name):  # type: ignore[arg-type]
         return None
-    return bounds.within(name, getattr(message, name), 0, limits.restarts)
+    return bounds.within(name, getattr(message, name), 0, bounds.RESTARTS)
 
 
-def nnodes_of(
-    message: pb.Settings | pb.ScaleJobRequest, limits: Limits, flag: str = ""
-) -> tuple[int, int]:
+def nnodes_of(message: pb.Settings | pb.ScaleJobRequest, flag: str = "") -> tuple[int, int]:
     """Read `min_nodes` and `max_nodes`. In errors, `flag` precedes their names."""
-    most = limits.nodes_per_job
+    most = bounds.NODES_PER_JOB
     min_nodes = bounds.within(f"{flag}min_nodes", message.min_nodes, 1, most)
     max_nodes = bounds.within(f"{flag}max_nodes", message.max_nodes, 1, most)
     if min_nodes > max_nodes:
@@ -81,17 +78,17 @@ def nnodes_of(
     return min_nodes, max_nodes
 
 
-def labels_of(messages: Sequence[pb.Label], limits: Limits) -> tuple[tuple[str, str], ...]:
+def labels_of(messages: Sequence[pb.Label]) -> tuple[tuple[str, str], ...]:
     """Read labels and return them sorted by name."""
-    if len(messages) > limits.labels:
+    if len(messages) > bounds.LABELS:
         raise bounds.refusal(
-            "labels", len(messages), "are too many", f"give at most {limits.labels}"
+            "labels", len(messages), "are too many", f"give at most {bounds.LABELS}"
         )
     allowed = "letters, digits and . _ / -"
     labels = {}
     for label in messages:
-        name = bounds.spelled("label", label.name, _LABEL_NAME, limits.name_chars, allowed)
+        name = bounds.spelled("label", label.name, _LABEL_NAME, bounds.NAME_CHARS, allowed)
         if name in labels:
             raise bounds.refusal("label", name, "is given twice", "give it once")
-        labels[name] = bounds.label(f"label {name}", label.value, limits)
+        labels[name] = bounds.label(f"label {name}", label.value)
     return tuple(sorted(labels.items()))
