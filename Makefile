@@ -185,7 +185,7 @@ torch-versions: $(READY)  ## the demo, and workers that stay, with each of TORCH
 .PHONY: constraints
 constraints: $(READY)  ## deploy/constraints.txt: the newest libraries that pyproject.toml permits
 	@rm -rf build/newest && $(PYTHON) -m venv build/newest
-	@$(BIN)/pip --disable-pip-version-check --python build/newest/bin/python install --quiet .[oidc,otel]
+	@$(BIN)/pip --disable-pip-version-check --python build/newest/bin/python install --quiet .[oidc]
 	@sed -n '/^#/p' deploy/constraints.txt >build/constraints.txt
 	@$(BIN)/pip --disable-pip-version-check --python build/newest/bin/python freeze --exclude rdzv \
 	  >>build/constraints.txt && mv build/constraints.txt deploy/constraints.txt
@@ -198,7 +198,7 @@ $(AUDIT_READY): Makefile
 
 $(RUNTIME)/.ready: pyproject.toml deploy/constraints.txt
 	@rm -rf $(RUNTIME) && $(PYTHON) -m venv $(RUNTIME)
-	@$(RUNTIME)/bin/pip --disable-pip-version-check install --quiet --constraint deploy/constraints.txt .[oidc,otel]
+	@$(RUNTIME)/bin/pip --disable-pip-version-check install --quiet --constraint deploy/constraints.txt .[oidc]
 	@$(RUNTIME)/bin/pip --disable-pip-version-check uninstall --quiet --yes pip setuptools
 	@touch $@
 

@@ -14,8 +14,8 @@ from typing import Any
 
 HEAD = """# Licences
 
-rdzv is under Apache-2.0. Here is what it needs to run, with the extras `oidc` and `otel`, and the
-licence that each has declared. `make sbom` writes this, and `dist/rdzv.cdx.json`, a CycloneDX list
+rdzv is under Apache-2.0. Here is what it needs to run, with the extra `oidc`, and the licence
+that each has declared. `make sbom` writes this, and `dist/rdzv.cdx.json`, a CycloneDX list
 with versions; `make audit` asks PyPI for known vulnerabilities of the same. torch is the jobs'
 own, and no part of it.
 

@@ -30,6 +30,7 @@ REMOVED = {
     **{key: f"it is the constant {name}; leave it out" for key, name in CONSTANTS.items()},
     "relay": "nodes connect to the servers themselves, each of which holds 10,000; leave it out, "
     "and give agents the addresses of the servers",
+    "otlp": "leave it out; `rdzvctl trace JOB -o FILE` writes a job's rounds for ui.perfetto.dev",
     "upstream": "it was for `relay`, which was removed as well; leave it out",
 }
 """What to do in place of each removed setting, by its key or that of its table."""

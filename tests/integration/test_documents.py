@@ -167,19 +167,6 @@ STORIES = {
         ),
         shows=("4711",),
     ),
-    "traces.md": Story(
-        changed=(
-            ("collector:4318", "127.0.0.1:29480"),
-            (
-                r"^rdzvd (.*)$",
-                r"rdzvd --listen=127.0.0.1:29400 --store=memory \1 > rdzvd.txt 2>&1 &\n"
-                "up 127.0.0.1:29400",
-            ),
-        ),
-        left_out=(("OTEL_EXPORTER_OTLP_ENDPOINT", FRAGMENT),),
-        after="grep ready rdzvd.txt",
-        shows=("ready: listening on",),
-    ),
 }
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 from rdzv.core.words import counted
+from rdzv.structs import struct
 from rdzv.view.answers import Event, JobStatus
-from rdzv.view.life import Round, Run, name_present, node_of, runs_of
-from rdzv.view.spans import Phase, about, spans_of, went_wrong
+from rdzv.view.life import Round, Run, following, name_present, node_of, runs_of
 
 _JOB_TRACK = 0
 
@@ -24,6 +25,27 @@ _LIVE, _FORMING, _STOPPING, _FAILED = "good", "yellow", "grey", "bad"
 
 # Events that are already shown as slices.
 _NO_INSTANTS = {"NodeStopped"}
+
+_BAD_CAUSES = {"worker failure", "node lost", "store host", "start failed"}
+
+
+class Phase(StrEnum):
+    """A phase of a job."""
+
+    FORMING = "forming"
+    LIVE = "live"
+    STOPPING = "stopping"
+
+
+@struct(frozen=True)
+class Span:
+    """The time that a job spent in one phase."""
+
+    phase: Phase
+    round: Round | None
+    """The round that was forming, live or stopping, or None if a forming phase led to no round."""
+    since_ms: int
+    until_ms: int
 
 
 def trace(status: JobStatus, history: Sequence[Event], now_ms: int) -> str:
@@ -89,7 +111,7 @@ def _job_slices(process: int, run: Run, until_ms: int) -> Iterator[dict[str, Any
                 f"round {round_.number}",
                 times_ms,
                 _colour(round_),
-                **about(round_),
+                **_about(round_),
                 nodes=counted(len(round_.nodes) + round_.more, "node"),
                 workers=str(round_.workers or ""),
             )
@@ -98,8 +120,47 @@ def _job_slices(process: int, run: Run, until_ms: int) -> Iterator[dict[str, Any
             yield _slice(process, _JOB_TRACK, span.phase, times_ms, colour)
 
 
+def spans_of(run: Run, until_ms: int) -> Iterator[Span]:
+    """Yield the phases of a run in order, cutting a phase that has not ended at `until_ms`."""
+    yield from _between(run, None, until_ms)
+    for round_ in run.rounds:
+        live_ms = until_ms if round_.live_until_ms is None else round_.live_until_ms
+        yield Span(Phase.LIVE, round_, round_.at_ms, live_ms)
+        yield from _between(run, round_, until_ms)
+
+
+def _between(run: Run, before: Round | None, until_ms: int) -> Iterator[Span]:
+    """Yield the phases after a round, or before the first one: stopping, then forming."""
+    after = following(run, before) if before is not None else run.rounds[0] if run.rounds else None
+    since_ms = run.began_ms if before is None else before.live_until_ms
+    if since_ms is None or (after is not None and after.adopted):
+        return
+    end_ms = until_ms if after is None else after.at_ms
+    if before is not None:
+        settled_ms = end_ms if before.settled_ms is None else before.settled_ms
+        yield Span(Phase.STOPPING, before, since_ms, settled_ms)
+        since_ms = settled_ms
+    if since_ms < end_ms:
+        yield Span(Phase.FORMING, after, since_ms, end_ms)
+
+
+def _went_wrong(round_: Round) -> bool:
+    """Return whether a round ended because of a failure."""
+    return (round_.charge or round_.cause) in _BAD_CAUSES
+
+
+def _about(round_: Round) -> dict[str, str]:
+    """Return the attributes that describe how a round ended, with empty values for unknown ones."""
+    return {
+        "ended by": round_.cause,
+        "because": round_.reason,
+        "charged to": round_.charge,
+        "restarts spent": round_.restarts,
+    }
+
+
 def _colour(round_: Round) -> str:
-    return _FAILED if went_wrong(round_) else _LIVE
+    return _FAILED if _went_wrong(round_) else _LIVE
 
 
 def _node_slices(
@@ -111,7 +172,7 @@ def _node_slices(
         track = tracks[node]
         times_ms = (round_.at_ms, ended_ms)
         name = f"round {round_.number}"
-        yield _slice(process, track, name, times_ms, _colour(round_), **about(round_))
+        yield _slice(process, track, name, times_ms, _colour(round_), **_about(round_))
         stopped_ms = round_.stopped_ms.get(node)
         if stopped_ms is not None and round_.ended_ms is not None:
             yield _slice(process, track, Phase.STOPPING, (ended_ms, stopped_ms), _STOPPING)

@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 import tomllib
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rdzv.server.settings.config import Config
     from rdzv.server.telemetry.metrics_interface import Meter
     from rdzv.server.telemetry.server_metrics import Metrics
-    from rdzv.stores.base import Record, Store
+    from rdzv.stores.base import Store
     from rdzv.stores.etcd_config import EtcdConfig
     from rdzv.transport.endpoints import Listen
 
@@ -104,7 +104,6 @@ def _key(parameter: str) -> str:
 @_flag("--etcd-ttl")
 @_flag("--advertise")
 @_flag("--http")
-@_flag("--otlp")
 @_flag("--insecure")
 @_flag("--auth")
 @_flag("--init-admin-token")
@@ -290,7 +289,7 @@ async def _run_alone(
     try:
         async with (
             _gate(replica, clock, config, metrics) as gate,
-            _meter(replica, metrics, config) as meter,
+            _meter(metrics, config) as meter,
             Driver.running(store, clock, config, meter=meter) as driver,
         ):
             replica.lead(driver)
@@ -325,7 +324,7 @@ async def _run_replica(
         async with (
             EtcdClient.connected(etcd) as client,
             _gate(replica, clock, config, metrics) as gate,
-            _meter(replica, metrics, config) as meter,
+            _meter(metrics, config) as meter,
             serving(replica, clock, config, facade, tls, gate) as bound,
             _http(replica, metrics, config, clock, facade, tls, gate) as http,
             Election.running(client, str(config.advertise or bound), VERSION) as election,
@@ -368,38 +367,16 @@ async def _gate(
 
 
 @asynccontextmanager
-async def _meter(
-    replica: Replica, metrics: Metrics | None, config: Config
-) -> AsyncIterator[Meter | None]:
-    """Yield the observer of events: any configured metrics, traces and notifications."""
+async def _meter(metrics: Metrics | None, config: Config) -> AsyncIterator[Meter | None]:
+    """Yield the observer of events: any configured metrics and notifications."""
+    if config.notify is None:
+        yield metrics
+        return
     from rdzv.server.telemetry.metrics_interface import Meters
+    from rdzv.server.telemetry.notifications import notifying
 
-    async with AsyncExitStack() as stack:
-        meters: list[Meter] = [] if metrics is None else [metrics]
-        if config.notify is not None:
-            from rdzv.server.telemetry.notifications import notifying
-
-            meters.append(await stack.enter_async_context(notifying(config.notify)))
-        if config.otlp is not None:
-            meters.append(await stack.enter_async_context(_tracing(replica, config, config.otlp)))
-        yield Meters(*meters) if len(meters) > 1 else next(iter(meters), None)
-
-
-@asynccontextmanager
-async def _tracing(replica: Replica, config: Config, otlp: str) -> AsyncIterator[Meter]:
-    """Send rounds as traces until the body ends."""
-    from rdzv.server.telemetry.otlp import OtlpSender
-    from rdzv.server.telemetry.traces import tracing
-
-    async def history(rdzv_id: str, limit: int) -> Sequence[Record]:
-        return await replica.driver.views.history(rdzv_id, limit)
-
-    sender = OtlpSender(otlp, VERSION)
-    try:
-        async with tracing(history, sender.send) as traces:
-            yield traces
-    finally:
-        await sender.close(config.timings.traces_close_ms)
+    async with notifying(config.notify) as notifications:
+        yield notifications if metrics is None else Meters(metrics, notifications)
 
 
 @asynccontextmanager

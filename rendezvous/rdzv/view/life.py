@@ -95,7 +95,7 @@ def runs_of(past: Iterable[Event]) -> list[Run]:
         run = runs.get(name)
         if run is None:
             run = runs[name] = Run(name, event.unix_ms)
-        note(run, event)
+        _note(run, event)
     return list(runs.values())
 
 
@@ -109,7 +109,7 @@ def name_present(run: Run, status: JobStatus) -> None:
         _take_part(run, round_, node)
 
 
-def note(run: Run, event: Event) -> None:
+def _note(run: Run, event: Event) -> None:
     """Add the next event to a run."""
     now_ms, known = event.unix_ms, history.read(event.name, event.fields)
     if node := node_of(event):

@@ -10,7 +10,7 @@ import pytest
 from rdzv.version import VERSION
 
 NEVER = (
-    *("torch", "numpy", "aiohttp", "prometheus_client", "opentelemetry", "cryptography"),
+    *("torch", "numpy", "aiohttp", "prometheus_client", "cryptography"),
     *("sqlite3", "http", "email", "importlib.metadata", "multiprocessing", "click"),
     *("rdzv.client", "rdzv.etcd", "rdzv.stores.etcd_client", "rdzv.stores.sqlite", "rdzv.web"),
     *(

@@ -16,11 +16,11 @@ from rdzv.core.model import KeptWorker
 from rdzv.ctl import as_text
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.as_text_story import FIRST, LAST, explain
+from rdzv.ctl.trace import Phase, spans_of
 from rdzv.server.messages import StartedWorker, WorkersStarted
 from rdzv.structs import replace
 from rdzv.view.answers import Event
 from rdzv.view.life import runs_of
-from rdzv.view.spans import Phase, spans_of
 from tests.unit.core.test_small_scope import SETTINGS
 from tests.unit.ctl.test_ctl import control, server  # noqa: F401
 from tests.unit.server.test_driver import join

@@ -198,12 +198,6 @@ RULES = (
         but=of("ctl/authority.py", "agent/job/copy_certificate.py"),
     ),
     Rule(
-        "a server that sends no traces runs without OpenTelemetry, which is an extra",
-        "**/*.py",
-        never=of("opentelemetry"),
-        but=of("server/telemetry/otlp.py"),
-    ),
-    Rule(
         "rdzv-kube speaks to the server through the client alone",
         "kube/*.py",
         never=of("rdzv.server", "rdzv.stores", "rdzv.agent", "rdzv.ctl", "rdzv.v1"),

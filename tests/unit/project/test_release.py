@@ -82,6 +82,6 @@ def test_the_tried_libraries_are_ones_that_the_project_permits() -> None:
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
     project = projects()["."]["project"]
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *extras["oidc"], *extras["otel"]]
+    asked = [*project["dependencies"], *extras["oidc"]]
     names = {re.split(r"[<>=\[]", one)[0].strip().lower() for one in asked}
     assert names <= pinned, "run: make constraints"

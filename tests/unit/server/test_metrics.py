@@ -705,3 +705,29 @@ async def test_workers_are_counted_by_how_they_came_into_their_rounds() -> None:
 @pytest.mark.quick
 def test_results_and_states_have_the_same_words() -> None:
     assert {r.value for r in Result} < {s.value for s in JobState}
+
+
+def test_whoever_is_told_passes_it_on_to_all() -> None:
+    """Every method of a meter, including those added later."""
+    calls: list[str] = []
+
+    class Told(Meter):
+        def __getattribute__(self, name: str) -> object:
+            calls.append(name)
+            return super().__getattribute__(name)
+
+    names = [name for name in vars(Meter) if not name.startswith("_")]
+    both = Meters(Told(), Told())
+    assert {name for name in vars(Meters) if not name.startswith("_")} == set(names)
+    arguments: dict[str, tuple[object, ...]] = {
+        **{"loaded": (None, 0), "count_step": (None, None, (), 0), "recorded": ((),)},
+        **{"loop_late": (1,), "call_refused": ("PERMISSION_DENIED",)},
+    }
+    for name in names:
+        more = {"writes": True} if name == "store_failed" else {}
+        outcome = getattr(both, name)(*arguments.get(name, ()), **more)
+        if name == "committing":
+            with outcome:
+                pass
+        assert calls == [name, name]
+        calls.clear()

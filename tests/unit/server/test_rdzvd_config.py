@@ -97,7 +97,6 @@ def test_every_option_that_sets_something_has_a_setting(file: Path, tmp_path: Pa
         "--etcd-ttl": "7",
         "--advertise": "n1:1",
         "--http": "127.0.0.1:4",
-        "--otlp": "http://127.0.0.1:6",
         "--auth": "required",
         "--init-admin-token": "/run/rdzv/admin",
         "--c10d": "127.0.0.1:5",
@@ -114,7 +113,6 @@ def test_every_option_that_sets_something_has_a_setting(file: Path, tmp_path: Pa
     assert [str(endpoint) for endpoint in config.etcd.endpoints] == ["e1:1", "e2:2"]
     assert (config.etcd.prefix, config.etcd.user, config.etcd.ttl_s) == ("/p", "me", 7)
     assert config.etcd.password == "of etcd alone"
-    assert config.otlp == "http://127.0.0.1:6"
     assert (config.auth, config.init_admin_token) == (True, Path("/run/rdzv/admin"))
     assert (config.c10d_python, config.log_format) == ("/usr/bin/python3", "json")
     given = {f"--{name.replace('_', '-').replace('.', '-')}" for name in SETTINGS}

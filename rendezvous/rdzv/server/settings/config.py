@@ -36,9 +36,6 @@ def oldest_protocol_version(ours: int) -> int:
 
 OLDEST_PROTOCOL_VERSION = oldest_protocol_version(PROTOCOL_VERSION)
 
-OTLP_ENVIRONMENT = "env"
-"""The value of `otlp` that stands for the address in OTEL_EXPORTER_OTLP_ENDPOINT."""
-
 MINUTE_MS = 60_000
 DAY_MS = 86_400_000
 
@@ -114,8 +111,6 @@ class Timings:
     """How long a reader of the stream may accept no data before it is dropped. Pages reconnect."""
     log_answer_most_ms: int = 30_000
     """How long one HTTP answer waits for logs in total before it shows what has arrived."""
-    traces_close_ms: int = 2_000
-    """How long a collector has to accept the last traces when the server stops."""
 
 
 def alter(held: Limits | Timings, name: str, value: int) -> None:
@@ -126,21 +121,6 @@ def alter(held: Limits | Timings, name: str, value: int) -> None:
     """
     # Both classes are frozen against all other changes; only the event loop's thread reads them.
     object.__setattr__(held, name, value)
-
-
-def check_otlp(text: str) -> None:
-    """Refuse text that is neither the address of a collector nor `env`.
-
-    Raises:
-        InvalidRequestError: the text is neither a URL nor `env`.
-
-    """
-    url = urlsplit(text)
-    if text != OTLP_ENVIRONMENT and (url.scheme not in ("http", "https") or not url.hostname):
-        raise InvalidRequestError(
-            f"{text!r} is not a collector; give a URL such as http://127.0.0.1:4318, or "
-            f"{OTLP_ENVIRONMENT!r} for what OTEL_EXPORTER_OTLP_ENDPOINT says"
-        )
 
 
 def check_grafana(text: str) -> None:
@@ -156,13 +136,6 @@ def check_grafana(text: str) -> None:
             f"{text!r} is not the address of a Grafana; give the URL of its first page, such as "
             "https://grafana.example.org"
         )
-
-
-def _has_opentelemetry() -> bool:
-    try:
-        return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 _EXAMPLE = f"127.0.0.1:{DEFAULT_PORT}"
@@ -315,8 +288,6 @@ class Config:
     init_admin_token: Path | None = None
     """The file for the first admin's token, used while there is no other admin."""
     grafana: str | None = None
-    otlp: str | None = None
-    """Where rounds are sent as traces by OTLP over HTTP, or `env`; None if they are not sent."""
     notify: Notify | None = None
     """Where notifications are posted, or None if nowhere."""
     c10d: Listen | None = None
@@ -365,11 +336,6 @@ class Config:
             )
         if self.oidc is not None:
             self.oidc.check()
-        if self.otlp is not None and not _has_opentelemetry():
-            raise InvalidRequestError(
-                f"`otlp` = {self.otlp!r} needs OpenTelemetry, which is not installed here; "
-                "pip install 'rdzv[otel]', or leave `otlp` out"
-            )
         if self.notify is not None:
             self.notify.read_url()
         self._check_replica()

@@ -65,7 +65,6 @@ def make_config(settings: RdzvdSettings) -> Config:
         etcd=_etcd(settings),
         http=settings.http,
         grafana=settings.grafana,
-        otlp=settings.otlp,
         notify=_notify(settings),
         c10d=settings.c10d,
         c10d_python=str(settings.c10d_python or sys.executable),

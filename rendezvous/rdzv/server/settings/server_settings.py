@@ -15,7 +15,7 @@ from rdzv.core.fleet.nodes import NodesTuning
 from rdzv.core.fleet.quarantine import QuarantineTuning
 from rdzv.core.model import Tuning
 from rdzv.errors import InvalidRequestError
-from rdzv.server.settings.config import Limits, Timings, check_grafana, check_otlp
+from rdzv.server.settings.config import Limits, Timings, check_grafana
 from rdzv.settings.setting_types import Duration, Rule, Table, setting, settings_of
 from rdzv.transport.endpoints import DEFAULT_PORT, Listen
 
@@ -443,10 +443,6 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         unit="URL", check=check_grafana, default_words="none", reason="""
         The Grafana that has the dashboards of `deploy/grafana`: the page of a job links to its
         dashboard there.""")] = None
-    otlp: Annotated[str | None, setting(
-        unit="URL", check=check_otlp, default_words="nowhere", reason="""
-        Send rounds as traces to this OpenTelemetry collector, by OTLP over HTTP; `env`: to
-        OTEL_EXPORTER_OTLP_ENDPOINT. Needs rdzv[otel].""")] = None
     insecure: Annotated[bool, setting(reason="""
         Listen beyond loopback without encryption or authentication: anyone who can reach the
         port can run and end jobs.""")] = False
