@@ -110,6 +110,20 @@ def test_a_job_that_fails_is_not_queued_again(slurm: Slurm) -> None:
     assert not (slurm.state / "requeue").exists()
 
 
+def test_a_job_that_fails_by_the_code_of_its_root_cause_is_not_queued_again_at_the_time_limit(
+    slurm: Slurm,
+) -> None:
+    started = slurm.c.folder / "started"
+    ends = "trap 'exit 137' URG"
+    slurm.fake("rdzvrun", f"{ends}; touch {started}; while true; do sleep 0.05; done")
+    slurm.fake("rdzvctl", "exit 1")
+    job = slurm.submit(REPORT, nodes=1, nnodes="1:1")
+    slurm.c.wait_until("its task has started", started.exists)
+    os.kill(int((slurm.state / "batch").read_text()), signal.SIGUSR1)
+    assert job.wait() == 137
+    assert not (slurm.state / "requeue").exists()
+
+
 def test_the_time_limit_lets_workers_save_and_the_job_goes_on_in_its_next_life(
     slurm: Slurm, tmp_path: Path
 ) -> None:

@@ -37,7 +37,7 @@ if RANK == "2":
     fail("ValueError: no such column", "the stack of it")
     (FOLDER / "failed").touch()
     wait_for("followed")
-    sys.exit(1)
+    sys.exit(3)
 if RANK == "0":
     wait_for("failed")
     fail(LOST, f"a stack of {LOST}")
@@ -53,24 +53,24 @@ def test_the_root_cause_its_followers_and_the_ended_are_told_apart_on_every_node
     script = tmp_path / "fail.py"
     script.write_text(SCRIPT)
     with cluster(tmp_path) as c:
-        options = ("--rdzv-conf=failure_stop_timeout=0.5",)
         first, second = (
             c.start_node(
                 name,
-                *options,
+                *("--rdzv-conf=failure_stop_timeout=0.5", *flags),
                 worker=str(script),
                 args=(str(tmp_path),),
                 nnodes="2",
                 nproc=2,
             )
-            for name in ("n1", "n2")
+            # The worker that fails is on the other node.
+            for name, flags in (("n1", ["--exit-code=root-cause"]), ("n2", []))
         )
-        assert [first.wait(), second.wait()] == [1, 1]
+        assert [first.wait(), second.wait()] == [3, 1]
     told = [node.text.partition("Root cause, ")[2].splitlines() for node in (first, second)]
     for lines in told:
         assert lines[0] == "the first failure of the last round:"
         assert lines[1].startswith("  rank 2 (local_rank 0) on n2 (127.0.0.1), pid ")
-        assert lines[1].endswith(": exit code 1")
+        assert lines[1].endswith(": exit code 3")
         assert lines[2:4] == ["  ValueError: no such column", "  the stack of it"]
         assert lines[4] == "Failed because of it, when their connections broke:"
         assert lines[5].startswith("  rank 0 (local_rank 0) on n1 (127.0.0.1), pid ")

@@ -3,6 +3,7 @@
 Exit codes: 0 the job succeeded; 1 it failed; 2 usage; 75 a retry may help (no server, too few nodes
 in time, or this node's runner was killed); 77 the caller lacks the permission; 93 it failed
 repeatedly without progress and should not be queued again; 128+n ended by signal n; 130 Ctrl-C.
+With --exit-code=root-cause, a failed job's code is that of the worker whose failure ended it.
 """
 
 # ruff: noqa: E402
@@ -32,7 +33,7 @@ from rdzv.agent.runner_link import StartedRunner
 from rdzv.agent.system import temporary_folders
 from rdzv.agent.system.error_files import write_error
 from rdzv.agent.workers.fates import NodeOutcome
-from rdzv.agent.workers.summary import summary
+from rdzv.agent.workers.summary import root_cause_exit_code, summary
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
 from rdzv.runtime.log_format import PlainFormatter, complain
 from rdzv.structs import replace
@@ -81,7 +82,12 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
             write_error(Path(path), outcome.failures[0])
         except OSError as error:
             log.warning("cannot write TORCHELASTIC_ERROR_FILE: %s", error)
-    sys.exit(outcome.exit_code)
+    exit_code = outcome.exit_code
+    if launch.root_cause_exit:
+        exit_code, why = root_cause_exit_code(outcome)
+        if why:
+            log.error("%s", why)
+    sys.exit(exit_code)
 
 
 def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:

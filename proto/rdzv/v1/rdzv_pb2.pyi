@@ -2985,6 +2985,7 @@ class JobStatus(google.protobuf.message.Message):
     SUBMISSION_FIELD_NUMBER: builtins.int
     BUDGETS_FIELD_NUMBER: builtins.int
     NO_PROGRESS_FIELD_NUMBER: builtins.int
+    ENDED_BY_FAILURE_FIELD_NUMBER: builtins.int
     STRAGGLERS_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
     HAS_SECRET_FIELD_NUMBER: builtins.int
@@ -3026,6 +3027,8 @@ class JobStatus(google.protobuf.message.Message):
     """
     no_progress: builtins.bool
     """It failed without progress; as in `Closed`."""
+    ended_by_failure: builtins.bool
+    """Whether it failed because of `last_failure`."""
     owner: builtins.str
     """The only caller, except admins, that may stop, restart, scale, forget and resubmit the job;
     empty: an admin.
@@ -3100,6 +3103,7 @@ class JobStatus(google.protobuf.message.Message):
         submission: global___Submission | None = ...,
         budgets: global___Budgets | None = ...,
         no_progress: builtins.bool = ...,
+        ended_by_failure: builtins.bool = ...,
         stragglers: collections.abc.Iterable[global___Straggler] | None = ...,
         owner: builtins.str = ...,
         has_secret: builtins.bool = ...,
@@ -3112,7 +3116,7 @@ class JobStatus(google.protobuf.message.Message):
         snapshot: global___WholeSnapshot | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "budgets", b"budgets", "cold", b"cold", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "snapshot", b"snapshot", "source", b"source", "submission", b"submission", "warm", b"warm"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "backend", b"backend", "budgets", b"budgets", "cold", b"cold", "has_secret", b"has_secret", "kept", b"kept", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "reason_times", b"reason_times", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "snapshot", b"snapshot", "source", b"source", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "warm", b"warm", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "backend", b"backend", "budgets", b"budgets", "cold", b"cold", "ended_by_failure", b"ended_by_failure", "has_secret", b"has_secret", "kept", b"kept", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "reason_times", b"reason_times", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "snapshot", b"snapshot", "source", b"source", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "warm", b"warm", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cold", b"_cold"]) -> typing.Literal["cold"] | None: ...
     @typing.overload

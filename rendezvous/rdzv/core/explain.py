@@ -123,6 +123,8 @@ class JobView:
     budgets: BudgetsView | None = None
     """The run's budgets, or None if unknown."""
     no_progress: bool = False
+    ended_by_failure: bool = False
+    """Whether `last_failure` ended the run."""
     """Whether the job failed because it made no progress, so the same launch would fail again."""
     backend: str = "rdzv"
     """The rendezvous backend. This server only observes groups formed by other backends."""
@@ -388,6 +390,7 @@ def view(
         jobs_before=wait.jobs_before if wait is not None else None,
         budgets=_budgets(membership),
         no_progress=membership.ended is not None and membership.ended.no_progress,
+        ended_by_failure=membership.ended is not None and bool(membership.ended.failures),
     )
 
 

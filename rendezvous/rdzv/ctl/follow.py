@@ -30,7 +30,9 @@ from rdzv.view import as_json
 from rdzv.view.answers import Event, JobStatus
 
 
-def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) -> int:
+def follow(
+    logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str, *, root_cause: bool
+) -> int:
     """Show the output of a run's workers until the run has ended; return the exit code of `wait`.
 
     The run's state and reason are reported on stderr.
@@ -53,7 +55,7 @@ def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) 
         _say(f"no more of its output can be shown: {error}")
     # This ends, because the watch gives up by itself if no server responds.
     told.join()
-    return story.end()
+    return story.end(root_cause=root_cause)
 
 
 class _Story:
@@ -87,13 +89,13 @@ class _Story:
             return
         self._reports.report(status)
 
-    def end(self) -> int:
+    def end(self, *, root_cause: bool) -> int:
         """Report how the run ended and return the exit code; raise if that is unknown."""
         if isinstance(self._end, RendezvousError):
             raise self._end
         assert self._end is not None, "the watcher has seen the end"
         _say(f"{self._rdzv_id} has {self._end.state}: {self._end.reason or ''}")
-        code = exit_code(self._end)
+        code = exit_code(self._end, root_cause=root_cause)
         assert code is not None, "it has ended"
         return code
 

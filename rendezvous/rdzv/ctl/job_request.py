@@ -87,6 +87,7 @@ class Request:
     settings: Settings
     spec: JobSpec
     follow: bool
+    root_cause_exit: bool
     dry_run: bool
     output: str
     server: str | None
@@ -180,6 +181,7 @@ def _request(
         settings=settings,
         spec=spec,
         follow=args.follow,
+        root_cause_exit=job_options.wants_root_cause(args.exit_code),
         dry_run=args.dry_run,
         output=args.output,
         server=args.server,

@@ -20,8 +20,10 @@ import click
 from rdzv.client import ControlClient
 from rdzv.core.timed_text import without_times
 from rdzv.ctl import as_text, live
+from rdzv.ctl.command_line import DENIED, UNREACHABLE
 from rdzv.ctl.layout import page_for
 from rdzv.errors import RendezvousConnectionError, RendezvousError
+from rdzv.launch_options.job_options import root_cause_exit
 from rdzv.runtime.log_format import harmless
 from rdzv.structs import struct
 from rdzv.view import as_json
@@ -32,6 +34,8 @@ EXIT_CODES = {"succeeded": 0, "failed": 1, "stopped": 3}
 EXIT_GOES_ON = 4
 EXIT_NO_PROGRESS = 93
 """The exit code for a job that failed because it made no progress, as in rdzvrun."""
+
+_OWN_CODES = (EXIT_CODES["stopped"], EXIT_GOES_ON, UNREACHABLE, DENIED, EXIT_NO_PROGRESS)
 
 REDRAW_S = 1.0
 """How often ages are updated on a terminal."""
@@ -256,9 +260,21 @@ def _has_blocks() -> bool:
     return True
 
 
-def exit_code(status: JobStatus) -> int | None:
-    """Return the exit code for a program that waits for a job; None while the job continues."""
-    return EXIT_NO_PROGRESS if status.no_progress else EXIT_CODES.get(status.state)
+def exit_code(status: JobStatus, *, root_cause: bool) -> int | None:
+    """Return the exit code for a program that waits for a job; None while the job continues.
+
+    With `root_cause`, a failed job's code is that of the worker whose failure ended it; if it is 1
+    all the same, the reason is shown on stderr.
+    """
+    code = EXIT_NO_PROGRESS if status.no_progress else EXIT_CODES.get(status.state)
+    if not root_cause or code != EXIT_CODES["failed"]:
+        return code
+    last = status.last_failure if status.ended_by_failure else None
+    ended = (last.root_cause.exit_code, last.root_cause.signal) if last else (None, None)
+    code, why = root_cause_exit(*ended, _OWN_CODES)
+    if why:
+        click.echo(f"rdzvctl: {why}", err=True)
+    return code
 
 
 class StateReports:
@@ -278,7 +294,9 @@ class StateReports:
             self._reported = news
 
 
-def wait(client: ControlClient, job: str, wait_s: float | None) -> tuple[str, int]:
+def wait(
+    client: ControlClient, job: str, wait_s: float | None, *, root_cause: bool
+) -> tuple[str, int]:
     """Wait until a job has ended, or for `wait_s`; return a message and an exit code.
 
     Until then, report the job's state and reason on stderr, at once and whenever they change.
@@ -294,7 +312,7 @@ def wait(client: ControlClient, job: str, wait_s: float | None) -> tuple[str, in
                 state = last.status.state if last else "not known"
                 return f"{job} is {state} after {wait_s:g} s", EXIT_GOES_ON
             last = seen
-            code = exit_code(seen.status)
+            code = exit_code(seen.status, root_cause=root_cause)
             if code is not None:
                 return f"{job} has {seen.status.state}: {seen.status.reason}", code
             reports.report(seen.status)

@@ -54,7 +54,7 @@ Option = tuple[tuple[str, ...], dict[str, Any]]
 
 OWN = frozenset(
     {
-        *("--fence-after", "--hang-timeout", "--keep-timeout"),
+        *("--exit-code", "--fence-after", "--hang-timeout", "--keep-timeout"),
         *("--log-line-prefix-template", "--max-preemptions", "--max-store-failures"),
         *("--no-progress-restarts", "--no-collective-trace", "--no-warm", "--node-id"),
         *("--notice-signal", "--park-timeout", "--preemption-file", "--print-completion"),
@@ -272,6 +272,13 @@ def _budgets() -> list[Option]:
             "(default 0: any number)",
             type=int,
             default=0,
+        ),
+        value(
+            "--exit-code",
+            "1|root-cause",
+            "exit code if the job has failed: 1 (default), or that of the worker whose failure "
+            "ended it, and 128 + n after signal n; see docs/troubleshooting.md",
+            default="1",
         ),
         value(
             "--snapshot",

@@ -17,7 +17,7 @@ PET_<NAME> in the environment is the default of --<name>.
 
 exit codes:
   0      success
-  1      the job failed
+  1      the job failed; with --exit-code=root-cause that of the worker that failed
   2      the command line is wrong
   75     no server, or too few nodes; try again
   77     permission denied

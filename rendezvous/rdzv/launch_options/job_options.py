@@ -11,7 +11,7 @@ import argparse
 import math
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.core.model import ScaleUp, Settings
@@ -84,6 +84,7 @@ def check_words(args: argparse.Namespace) -> None:
                 f"--snapshot={args.snapshot} has no effect without --no-progress-restarts; give a "
                 "number of restarts, or leave it out"
             )
+    wants_root_cause(args.exit_code)
     if args.snapshot_dir is not None:
         check_printable("--snapshot-dir", str(args.snapshot_dir))
     check_snapshot_dir(args.snapshot_dir_every, args.snapshot_dir_keep)
@@ -444,6 +445,37 @@ def parse_notice_signal(text: str) -> signal.Signals | None:
             "SIGTERM or SIGUSR1, or none"
         )
     return signal.Signals[text]
+
+
+def wants_root_cause(text: str) -> bool:
+    """Parse --exit-code: whether a failed job's exit code is its root cause's, instead of 1.
+
+    >>> wants_root_cause("1"), wants_root_cause("root-cause")
+    (False, True)
+    """
+    if text not in ("1", "root-cause"):
+        raise InvalidRequestError(f"--exit-code={text}: give 1, or root-cause")
+    return text == "root-cause"
+
+
+def root_cause_exit(
+    exit_code: int | None, signum: int | None, own: Collection[int]
+) -> tuple[int, str]:
+    """Return a failed job's exit code by its root cause's end, and why it is 1 all the same.
+
+    The codes in `own`, and 0, say something else about the job, so they are never passed on.
+
+    >>> root_cause_exit(3, None, ()), root_cause_exit(None, 9, ())
+    ((3, ''), (137, ''))
+    """
+    code = exit_code if signum is None else 128 + signum
+    if code is None:
+        why = "no exit of a worker is known to have ended the job"
+    elif code == 0 or code in own:
+        why = f"the root cause's own exit code {code} would mean something else"
+    else:
+        return code, ""
+    return 1, f"--exit-code=root-cause: the exit code is 1, because {why}"
 
 
 def parse_streams(option: str, text: str, local_world_size: int) -> dict[int, int]:

@@ -254,6 +254,8 @@ class JobStatus:
     no_progress: bool = False
     """Whether the job failed because it made no progress, so launching it again unchanged would not
     help."""
+    ended_by_failure: bool = False
+    """Whether the job failed because of `last_failure`."""
     stragglers: tuple[Straggler, ...] = ()
     """Workers that have been slow for a while, by RANK."""
     owner: str | None = None

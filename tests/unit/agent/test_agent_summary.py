@@ -2,9 +2,11 @@
 
 import signal
 
+import pytest
+
 from rdzv.agent.core.model import Assignment, NodeFailure, Outcome
 from rdzv.agent.workers.fates import LocalRound, NodeOutcome, Stop, WorkerFate
-from rdzv.agent.workers.summary import ranges, summary
+from rdzv.agent.workers.summary import ranges, root_cause_exit_code, summary
 
 LOST = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:3133"
 LINE = Assignment("r", 3, 1, 2, 4, 8, 0, 8, "a", 1, True, 0, 1)
@@ -160,3 +162,26 @@ def test_a_worker_that_was_let_park_is_ended_by_the_next_word() -> None:
 
 def test_an_outcome_of_this_node_is_an_outcome() -> None:
     assert isinstance(NodeOutcome(0, ""), Outcome)
+
+
+@pytest.mark.parametrize(
+    ("code", "exited", "expected"),
+    [
+        (1, {"exit_code": 3}, 3),
+        (1, {"signal": 9}, 137),
+        # A worker's own code must not be taken for ours, nor ours be hidden by a worker's.
+        *((1, {"exit_code": ours}, 1) for ours in (75, 77, 93)),
+        *((ours, {"exit_code": 3}, ours) for ours in (0, 2, 75, 77, 93, 143)),
+    ],
+)
+def test_a_root_causes_exit_code_is_told_from_ours(
+    code: int, exited: dict[str, int], expected: int
+) -> None:
+    found, why = root_cause_exit_code(NodeOutcome(code, "", (failure(0, "n1", "", **exited),)))
+    assert found == expected
+    assert bool(why) == (code == expected == 1)
+
+
+def test_a_failure_of_which_no_root_cause_is_known_exits_with_1() -> None:
+    code, why = root_cause_exit_code(NodeOutcome(1, "no server for 600 s"))
+    assert (code, "no exit of a worker is known" in why) == (1, True)

@@ -248,6 +248,7 @@ def test_status_for_programs(
         "submission",
         "budgets",
         "no_progress",
+        "ended_by_failure",
         "stragglers",
         "owner",
         "has_secret",

@@ -35,6 +35,8 @@ class SubmitControl(FakeControl):
         """How many requests are left without an answer."""
         self.ends_as = "succeeded"
         self.no_progress = False
+        self.exited: int | None = None
+        """The exit code of the worker whose failure ended the run, if one did."""
         self.log_error: grpc.StatusCode | None = None
         self.logs_read: list[pb.ReadLogsRequest] = []
         self.meanwhile: list[str] = []
@@ -71,6 +73,9 @@ class SubmitControl(FakeControl):
         give_reason(status, "so it was told")
         status.state = self.ends_as
         status.no_progress = self.no_progress
+        if self.exited is not None:
+            status.ended_by_failure = True
+            status.last_failure.failures.add().failure.exit_code = self.exited
         if not self.ends_as:
             status.run = "another"
         yield status
@@ -678,8 +683,13 @@ def test_an_older_server_is_told_apart_at_once(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("state", "no_progress", "code"),
-    [("succeeded", False, 0), ("failed", False, 1), ("stopped", False, 3), ("failed", True, 93)],
+    ("state", "no_progress", "exited", "code"),
+    [
+        ("succeeded", False, None, 0),
+        ("failed", False, 5, 5),
+        ("stopped", False, None, 3),
+        ("failed", True, 5, 93),
+    ],
 )
 def test_followed_to_its_end(
     control: SubmitControl,
@@ -687,10 +697,11 @@ def test_followed_to_its_end(
     capfdbinary: pytest.CaptureFixture[bytes],
     state: str,
     no_progress: bool,
+    exited: int | None,
     code: int,
 ) -> None:
-    control.ends_as, control.no_progress = state, no_progress
-    assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == code
+    control.ends_as, control.no_progress, control.exited = state, no_progress, exited
+    assert run(["submit", "--follow", "--rdzv-id=night", "--exit-code=root-cause", "t"]) == code
     captured = capfdbinary.readouterr()
     assert captured.out == b"[rank 0] step 1\n"
     assert captured.err.decode().splitlines() == [

@@ -308,6 +308,36 @@ def test_a_job_without_progress_is_told_apart_by_who_waits_for_it(
     assert "has failed: no progress: none of 2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flags", "exited", "by_failure", "code", "said"),
+    [
+        ([], 5, True, 1, ""),
+        (["--exit-code=root-cause"], 5, True, 5, ""),
+        # These have meanings of their own here.
+        (["--exit-code=root-cause"], 4, True, 1, "own exit code 4 would mean something else"),
+        # It failed before, and a restart followed.
+        (["--exit-code=root-cause"], 5, False, 1, "no exit of a worker is known"),
+    ],
+)
+def test_a_wait_may_exit_as_the_root_cause_did(
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    exited: int,
+    by_failure: bool,
+    code: int,
+    said: str,
+) -> None:
+    control, failed = CutControl(), control_samples.failed()
+    failed.ended_by_failure = by_failure
+    failed.last_failure.failures[0].failure.exit_code = exited
+    control.pushed = [failed]
+    with serving(control) as endpoint:
+        assert run([f"--server={endpoint}", "wait", "gpt-small", *flags]) == code
+    told = capsys.readouterr().err
+    assert said in told
+    assert bool(told) == bool(said)
+
+
 def test_a_wait_reports_state_and_reason_once_for_each_change(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -39,6 +39,7 @@ BARE = replace(
     **{"run": "", "run_number": 0, "reason": "", "round": None, "world_size": 0, "restarts": None},
     **{"max_restarts": None, "nodes": (), "master_addr": "", "master_port": 0, "budgets": None},
     **{"last_failure": (), "last_failure_age_ms": None, "last_end": None, "no_progress": False},
+    ended_by_failure=False,
 )
 ZEROS = replace(VIEW, round=0, restarts=0, max_restarts=0, min_nodes=0, max_nodes=0)
 FAILED = (

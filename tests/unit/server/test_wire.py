@@ -781,6 +781,7 @@ VIEW = JobView(
         restart_window_ms=8,
     ),
     no_progress=True,
+    ended_by_failure=True,
     kept=5,
     source=1,
     resume_step=70,

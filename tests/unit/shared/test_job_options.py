@@ -19,6 +19,7 @@ from rdzv.launch_options.job_options import (
     parse_nproc,
     parse_scale_up,
     read_settings,
+    root_cause_exit,
     shutdown_timeout_ms,
     unknown_keys,
 )
@@ -87,6 +88,30 @@ def test_what_is_a_flag_and_a_key_may_be_given_as_either() -> None:
 def test_a_budget_that_makes_no_sense_is_refused(flag: str, said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said):
         read_settings(args(flag), {})
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "signum", "code", "said"),
+    [
+        (3, None, 3, ""),
+        (1, None, 1, ""),
+        (137, None, 137, ""),
+        (None, 9, 137, ""),
+        (75, None, 1, "the root cause's own exit code 75 would mean something else"),
+        (0, None, 1, "the root cause's own exit code 0 would mean something else"),
+        (None, None, 1, "no exit of a worker is known to have ended the job"),
+    ],
+)
+def test_a_root_causes_exit_code_is_passed_on_unless_it_is_ours(
+    exit_code: int | None, signum: int | None, code: int, said: str
+) -> None:
+    found, why = root_cause_exit(exit_code, signum, (75, 77, 93))
+    assert (found, why.partition(", because ")[2]) == (code, said)
+
+
+def test_an_exit_code_is_1_or_the_root_causes() -> None:
+    with pytest.raises(InvalidRequestError, match="--exit-code=root: give 1, or root-cause"):
+        check_words(args("--exit-code=root"))
 
 
 def test_no_flag_of_ours_changes_what_an_abbreviation_means_under_torchrun() -> None:

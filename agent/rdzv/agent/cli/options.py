@@ -45,6 +45,7 @@ from rdzv.launch_options.job_options import (
     snapshot_copy_rate,
     snapshot_memory,
     unknown_keys,
+    wants_root_cause,
 )
 from rdzv.transport.endpoints import refuse_link_local
 from rdzv.transport.job_secret import without_secrets
@@ -114,6 +115,7 @@ def parse_launch(
         collective_trace=not args.no_collective_trace,
         hang_timeout=hang_timeout(args.hang_timeout),
         signals=parse_signals(args.signals_to_handle),
+        root_cause_exit=wants_root_cause(args.exit_code),
         output=_output(args, size, environ, chdir),
         event_log=EventSink(args.event_log_handler, _backend(args.rdzv_backend, meeting)),
     ), meeting

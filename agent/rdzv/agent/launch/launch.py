@@ -143,6 +143,8 @@ class Launch:
     """How long workers may go without reporting progress, or None if there is no limit."""
     signals: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
     """The signals that make this node leave the job."""
+    root_cause_exit: bool = False
+    """Whether rdzvrun's exit code after a failure is that of the root cause."""
     output: Output = field(default_factory=Output)
     event_log: EventSink = EventSink()
 

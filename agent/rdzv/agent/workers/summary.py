@@ -9,12 +9,19 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Sequence
 
+from rdzv.agent.core.exit_codes import (
+    EXIT_DENIED,
+    EXIT_FAILED,
+    EXIT_NO_PROGRESS,
+    EXIT_TRY_AGAIN,
+)
 from rdzv.agent.core.model import NodeFailure
 from rdzv.agent.system.error_files import describe_exit, signal_name
 from rdzv.agent.workers.fates import NodeOutcome, Stop, WorkerFate
 from rdzv.core.model import Failure
 from rdzv.core.root_cause import is_connection_error
 from rdzv.core.words import counted, duration
+from rdzv.launch_options.job_options import root_cause_exit
 from rdzv.structs import field_names
 
 
@@ -38,6 +45,18 @@ def summary(rdzv_id: str, outcome: NodeOutcome) -> str:
     if outcome.exit_code != 0:
         lines += _stopped(outcome.workers)
     return "\n".join(lines)
+
+
+def root_cause_exit_code(outcome: NodeOutcome) -> tuple[int, str]:
+    """Return the exit code that --exit-code=root-cause asks for, and why it is 1 all the same.
+
+    Every node of a job that has failed knows the same root cause.
+    """
+    if outcome.exit_code != EXIT_FAILED:
+        return outcome.exit_code, ""
+    cause = outcome.failures[0] if outcome.failures else None
+    ended = (cause.exit_code, cause.signal) if cause is not None else (None, None)
+    return root_cause_exit(*ended, own=(EXIT_TRY_AGAIN, EXIT_DENIED, EXIT_NO_PROGRESS))
 
 
 def _lost_connection(failure: NodeFailure) -> bool:

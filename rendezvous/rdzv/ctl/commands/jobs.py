@@ -161,12 +161,20 @@ def list_command(
     metavar="SECONDS",
     help="Give up after this many seconds; default: never.",
 )
+@click.option(
+    "--exit-code",
+    "failed_code",
+    type=click.Choice(["1", "root-cause"]),
+    default="1",
+    help="The exit code if JOB has failed: 1, or that of the worker whose failure ended it.",
+)
 @connection_options
 @click.pass_context
 def wait_command(
     context: click.Context,
     job: str,
     wait_s: float | None,
+    failed_code: str,
     server: str | None,
     timeout_s: float | None,
 ) -> None:
@@ -181,7 +189,7 @@ def wait_command(
     from rdzv.ctl.watch import wait
 
     with opened_client(server, timeout_s) as client:
-        text, code = wait(client, job, wait_s)
+        text, code = wait(client, job, wait_s, root_cause=failed_code != "1")
     click.echo(text)
     context.exit(code)
 

@@ -21,6 +21,8 @@ from rdzv.runtime.usage import INTERRUPTED
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+    from rdzv.ctl.job_request import Request
+
 
 class _Submit(click.Command):
     """A command whose arguments click does not parse, because it takes rdzvrun's flags."""
@@ -80,15 +82,16 @@ def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
         return text
     # Only the workers' output goes to stdout.
     click.echo(text, err=True)
-    return _followed(request.rdzv_id, request.run, request.server, request.timeout_s)
+    return _followed(request)
 
 
-def _followed(rdzv_id: str, run: str, server: str | None, timeout_s: float | None) -> int:
+def _followed(request: Request) -> int:
     from rdzv.ctl.follow import follow
 
+    rdzv_id, server, timeout_s = request.rdzv_id, request.server, request.timeout_s
     try:
         with opened_client(server, timeout_s) as logs, opened_client(server, timeout_s) as watcher:
-            return follow(logs, watcher, rdzv_id, run)
+            return follow(logs, watcher, rdzv_id, request.run, root_cause=request.root_cause_exit)
     except KeyboardInterrupt:
         option = f"--server={server} " if server else ""
         return complain(
