@@ -78,7 +78,8 @@ async def test_a_backup_of_a_running_server_is_restored_elsewhere(
 
     code, said, complaint = await offline("--restore", file, "--data-dir", data)
     assert (code, complaint) == (0, "")
-    assert said.startswith(f"restored 2 job(s) and {saved.events} event(s) into {data} (sqlite); ")
+    events = saved.trailer.events
+    assert said.startswith(f"restored 2 job(s) and {events} event(s) into {data} (sqlite); ")
 
     (tmp_path / "new").mkdir()
     with rdzvd(tmp_path / "new", "--data-dir", str(data)) as server:
@@ -237,7 +238,7 @@ async def test_a_job_that_can_not_be_read_is_named(tmp_path: Path) -> None:
     with rdzvd(tmp_path) as server:
         await with_two_jobs(server)
         server.stop()
-    spoil(data, b'{"format":1,"membership":{}}')
+    spoil(data, b'{"format":4,"membership":{}}')
     with rdzvd(tmp_path) as server:
         code, _, complaint = await rdzvctl("backup", tmp_path / "file", "--server", server.address)
     assert (code, "job job-8 in" in complaint) == (1, True)

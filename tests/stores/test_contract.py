@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import os
 import random
 import sqlite3
@@ -561,7 +560,7 @@ async def test_the_next_leader_reads_what_single_nodes_have_succeeded_in(
 
         new = EtcdStore(client, await other.campaign())
         assert await new.load("job-7") == Stored(of_many_nodes(5), revision)
-        # What an older version may have written is written whole first, for it to refuse.
+        # What another process has written is written whole first.
         for count in range(6, 9):
             revision = await new.compare_and_swap("job-7", of_many_nodes(count), revision)
             assert await EtcdStore(client).load("job-7") == Stored(of_many_nodes(count), revision)
@@ -692,18 +691,6 @@ async def test_a_directory_that_can_not_be_used_is_refused(tmp_path: Path) -> No
             await SqliteStore.open(directory)
 
 
-async def test_a_newer_schema_is_refused_and_left_untouched(tmp_path: Path) -> None:
-    db = sqlite3.connect(tmp_path / "rdzv.db")
-    db.execute("CREATE TABLE future (x)")
-    db.execute("PRAGMA user_version = 9")
-    db.commit()
-    db.close()
-    before = (tmp_path / "rdzv.db").read_bytes()
-    with pytest.raises(RendezvousStateError, match=r"schema version 9, .* up to \d+; it was left"):
-        await SqliteStore.open(tmp_path)
-    assert (tmp_path / "rdzv.db").read_bytes() == before
-
-
 async def test_a_file_that_is_no_database_is_refused_and_left_untouched(tmp_path: Path) -> None:
     (tmp_path / "rdzv.db").write_text("not a database" * 100)
     with pytest.raises(RendezvousStateError, match=r"rdzv\.db is damaged"):
@@ -715,7 +702,7 @@ async def test_a_file_that_is_no_database_is_refused_and_left_untouched(tmp_path
 async def test_a_job_that_can_not_be_read_is_named_and_left_untouched(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path)
     await store.compare_and_swap("good", membership("good"), 0)
-    damaged = b'{"format":1,"membership":{"rdzv_id":7}}'
+    damaged = b'{"format":4,"membership":{"rdzv_id":7}}'
     with sqlite3.connect(tmp_path / "rdzv.db") as db:
         db.execute("INSERT INTO job VALUES ('bad', 1, ?)", (damaged,))
     with pytest.raises(RendezvousStateError, match=r"job bad in .*rdzv\.db cannot be read"):
@@ -767,16 +754,9 @@ def test_the_file_system_is_that_of_the_innermost_latest_mount(tmp_path: Path) -
 # ---------------------------------------------------------------- codec
 
 
-def test_only_what_may_have_successes_beside_it_is_refused_by_an_older_version() -> None:
-    for job, number in ((finishing(), 3), (finishing("n1"), 4)):
-        assert codec.encode(job).startswith(f'{{"format":{number},'.encode())
-    ended = finishing("n1", ended=membership().ended)
-    assert codec.encode(ended).startswith(b'{"format":3,')
-
-
 def test_the_envelope_names_its_format() -> None:
     data = codec.encode(membership())
-    assert data.startswith(b'{"format":3,"membership":{"rdzv_id":"job-7"')
+    assert data.startswith(b'{"format":4,"membership":{"rdzv_id":"job-7"')
     assert codec.decode(data, "here") == membership()
 
 
@@ -804,24 +784,15 @@ def test_what_a_run_has_spent_is_kept() -> None:
     assert codec.decode(codec.encode(full), "here") == full
 
 
-def test_what_was_stored_before_there_were_budgets_is_read_with_their_defaults() -> None:
-    old = json.loads(codec.encode(membership()))
-    del old["membership"]["spent"]
-    for name in ("restart_backoff_ms", "restart_backoff_max_ms", "no_progress_restarts"):
-        del old["membership"]["settings"][name]
-    for name in ("max_preemptions", "max_store_failures"):
-        del old["membership"]["settings"][name]
-    assert codec.decode(json.dumps(old).encode(), "here") == membership()
-
-
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b'{"format":5,"membership":{}}', "here has format 5, and this rdzvd reads format 4"),
+        (b'{"format":5,"membership":{}}', "here has format 5, and this rdzvd reads only 4; it was"),
+        (b'{"format":3,"membership":{}}', "Start the rdzvd version that wrote it, or remove it"),
         (b"", "here cannot be read"),
         (b"\xff\xfe", "here cannot be read"),
         (b'{"membership":{}}', "missing required field `format`"),
-        (b'{"format":1,"membership":{"rdzv_id":"x"}}', "missing required field"),
+        (b'{"format":4,"membership":{"rdzv_id":"x"}}', "missing required field"),
     ],
 )
 def test_what_can_not_be_read_says_why(data: bytes, says: str) -> None:

@@ -1,4 +1,4 @@
-"""The SQLite file: created and migrated as a whole, and unchanged byte for byte if refused."""
+"""The SQLite file: created as a whole, and unchanged byte for byte if refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rdzv.core.model import Membership, Settings
 from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
 from rdzv.server.replication import offline
 from rdzv.server.settings.config import Config
-from rdzv.stores import sqlite_directory, sqlite_file, sqlite_mark, sqlite_migrations, sqlite_schema
+from rdzv.stores import sqlite_directory, sqlite_file, sqlite_mark
 from rdzv.stores.base import RevisionConflictError, StoreRefusedError
 from rdzv.stores.sqlite import SqliteStore
 from rdzv.stores.sqlite_mark import Mark
@@ -31,35 +31,19 @@ from rdzv.transport.endpoints import Listen
 
 pytestmark = pytest.mark.slow
 
-DATA = Path(__file__).with_name("data")
-OLDER = range(1, sqlite_schema.SCHEMA_VERSION)
-
 
 def files(directory: Path) -> dict[str, bytes]:
     """Everything in a data directory but the lock, which is no data."""
     return {p.name: p.read_bytes() for p in directory.iterdir() if p.name != "lock"}
 
 
-def old_file(directory: Path, schema: int = 1) -> Path:
-    """Create a file as an rdzvd of an older schema version left it."""
-    directory.mkdir(exist_ok=True)
-    path = directory / "rdzv.db"
-    with closing(sqlite3.connect(path)) as db:
-        db.executescript((DATA / f"schema_{schema}.sql").read_text())
-        db.execute("PRAGMA journal_mode = WAL")
-    return path
-
-
-@pytest.mark.parametrize("schema", [None, *OLDER, sqlite_schema.SCHEMA_VERSION])
-async def test_nobody_else_may_read_what_is_stored(tmp_path: Path, schema: int | None) -> None:
-    """Environments of submitted jobs are in it, however readable an older rdzvd has left it."""
+@pytest.mark.parametrize("new", [True, False])
+async def test_nobody_else_may_read_what_is_stored(tmp_path: Path, new: bool) -> None:
+    """Environments of submitted jobs are in it, however readable somebody has made it."""
     umask = os.umask(0)
     try:
         directory = tmp_path / "data"
-        if schema in OLDER:
-            old_file(directory, schema)
-            directory.chmod(0o755)
-        elif schema is not None:
+        if not new:
             await (await SqliteStore.open(directory)).close()
             (directory / "rdzv.db").chmod(0o644)
         store = await SqliteStore.open(directory)
@@ -70,7 +54,7 @@ async def test_nobody_else_may_read_what_is_stored(tmp_path: Path, schema: int |
         os.umask(umask)
     assert found.keys() >= {"rdzv.db", "rdzv.db-wal"}
     assert set(found.values()) == {0}
-    if schema is None:
+    if new:
         assert directory.stat().st_mode & 0o077 == 0
 
 
@@ -110,7 +94,7 @@ async def new_file(directory: Path) -> Path:
 async def test_a_new_file_is_ours_and_of_the_present_schema(tmp_path: Path) -> None:
     path = await new_file(tmp_path)
     with closing(sqlite3.connect(path)) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (sqlite_schema.SCHEMA_VERSION,)
+        assert db.execute("PRAGMA user_version").fetchone() == (sqlite_file.SCHEMA_VERSION,)
         assert db.execute("PRAGMA application_id").fetchone() == (int.from_bytes(b"rdzv", "big"),)
         assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db-mark"}
@@ -136,15 +120,6 @@ async def test_what_a_crash_left_while_the_file_was_made_is_no_harm(
     assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db-mark"}
 
 
-async def test_a_file_that_schema_1_left_without_tables_is_made_anew(tmp_path: Path) -> None:
-    # It created the file first and its tables afterwards, so that a crash came between.
-    with closing(sqlite3.connect(tmp_path / "rdzv.db")) as db:
-        db.execute("PRAGMA journal_mode = WAL")
-    assert (tmp_path / "rdzv.db").stat().st_size
-    path = await new_file(tmp_path)
-    assert sqlite_file.inspect(path) == sqlite_schema.SCHEMA_VERSION
-
-
 # ---------------------------------------------------------------- what is refused stays as it was
 
 
@@ -152,10 +127,10 @@ def _no_database(path: Path) -> None:
     path.write_text("not a database" * 100)
 
 
-def _newer(path: Path) -> None:
+def _of_another_version(path: Path) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("CREATE TABLE future (x)")
-        db.execute("PRAGMA user_version = 9")
+        db.execute("DROP TABLE mark")
+        db.execute("PRAGMA user_version = 4")
 
 
 def _newer_by_its_log(path: Path) -> None:
@@ -166,6 +141,12 @@ def _of_another_program(path: Path) -> None:
     path.unlink()
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("CREATE TABLE bookmarks (url)")
+
+
+def _without_tables(path: Path) -> None:
+    path.unlink()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
 
 
 def _of_another_program_with_our_version(path: Path) -> None:
@@ -203,9 +184,13 @@ def _emptied_but_for_its_log(path: Path) -> None:
     ("spoil", "says"),
     [
         (_no_database, r"is damaged: file is not a database; .*--restore"),
-        (_newer, r"schema version 9, .* up to \d+; .* Start the rdzvd version that wrote it"),
+        (
+            _of_another_version,
+            r"schema version 4, .* only \d+; .* Start the rdzvd .* or move",
+        ),
         (_newer_by_its_log, r"schema version 9, .* Start the rdzvd version that wrote it"),
-        (_of_another_program, r"is a database of another program; .* Move it away"),
+        (_of_another_program, r"is a database of another program, .* Move it away"),
+        (_without_tables, r"of an rdzvd before its first release; .* Move it away"),
         (_of_another_program_with_our_version, r"is a database of another program"),
         (_cut_in_half, r"is damaged: .*--restore"),
         (_damaged_page, r"is damaged: .*--restore"),
@@ -321,12 +306,6 @@ def _another_store(path: Path) -> None:
     shutil.copy(path.parents[1] / "another" / "rdzv.db", path)
 
 
-def _before_there_were_marks(path: Path) -> None:
-    wal(path).unlink()
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("DROP TABLE mark")
-
-
 def wal(path: Path) -> Path:
     return sqlite_file.beside(path, "-wal")
 
@@ -341,7 +320,6 @@ def wal(path: Path) -> Path:
         (_log_head_damaged, "it has 3 commits, and 6 were stored"),
         (_an_older_file, "it has 3 commits, and 6 were stored"),
         (_another_store, "it belongs to another store"),
-        (_before_there_were_marks, "it counts no commits, and 6 were stored"),
     ],
 )
 async def test_a_store_that_has_lost_commits_is_refused(
@@ -414,15 +392,11 @@ async def test_a_store_that_has_lost_nothing_is_not_refused(
 
 def counted_in(path: Path) -> Mark:
     with closing(sqlite3.connect(path)) as db:
-        found = sqlite_mark.counted(db)
-    assert found is not None
-    return found
+        return sqlite_mark.counted(db)
 
 
 async def test_a_store_without_a_mark_is_accepted_once_and_given_one(tmp_path: Path) -> None:
     path = await crashed(tmp_path)
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("DROP TABLE mark")
     sqlite_file.beside(path, "-mark").unlink()
     store = await SqliteStore.open(path.parent)
     assert len(await store.list()) == 6
@@ -493,23 +467,6 @@ async def test_where_there_are_no_links_a_look_takes_a_copy(
     assert files(tmp_path) == before
 
 
-async def test_a_change_that_was_cut_short_is_rolled_back_in_a_copy(tmp_path: Path) -> None:
-    path = await new_file(tmp_path)
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA journal_mode = DELETE")
-    rows = [f"INSERT INTO job VALUES ('{n}', 1, zeroblob(999))" for n in range(500)]
-    killed(
-        *(path, "PRAGMA cache_size = 1", "BEGIN EXCLUSIVE"),
-        *("UPDATE leadership SET number = 4711", *rows),
-    )
-    before = files(tmp_path)
-    assert before["rdzv.db-journal"]
-    assert await _leadership(tmp_path) == 0
-    assert files(tmp_path) == before
-    await opened_and_closed(tmp_path)
-    assert await _leadership(tmp_path) == 0
-
-
 async def _leadership(directory: Path) -> int:
     store = await SqliteStore.look(directory)
     try:
@@ -540,135 +497,11 @@ async def test_no_server_starts_while_somebody_looks(tmp_path: Path) -> None:
     await opened_and_closed(tmp_path)
 
 
-@pytest.mark.parametrize("schema", OLDER)
-async def test_an_older_file_that_is_looked_at_is_read_as_it_is(
-    tmp_path: Path, schema: int
-) -> None:
-    old_file(tmp_path, schema)
-    before = files(tmp_path)
-    store = await SqliteStore.look(tmp_path)
-    assert (await store.survey()).schema_version == schema
-    assert await store.list() == ("job-7", "job-8")
-    assert await store.load_document("cordoned") is None
-    assert await store.list_documents() == ()
-    await store.close()
-    assert files(tmp_path) == before
-
-
 async def test_what_a_killed_look_left_is_tidied_up(tmp_path: Path) -> None:
     (tmp_path / ".look-4711").mkdir()
     (tmp_path / ".look-4711" / "rdzv.db").write_bytes(b"x")
     await new_file(tmp_path)
     assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db-mark"}
-
-
-# ---------------------------------------------------------------- migration
-
-
-@pytest.mark.parametrize("schema", OLDER)
-async def test_an_older_file_is_brought_to_the_present_schema(tmp_path: Path, schema: int) -> None:
-    path = old_file(tmp_path, schema)
-    # Also data that is only in the log.
-    killed_while_open(path, "UPDATE leadership SET number = 4711")
-    store = await SqliteStore.open(tmp_path)
-    assert await store.list() == ("job-7", "job-8")
-    stored = await store.load("job-7")
-    assert stored is not None
-    assert (stored.revision, stored.membership.run_number, stored.membership.next_round) == (
-        2,
-        2,
-        6,
-    )
-    assert [row.data for row in await store.history("job-7", 10)] == ["one", "two", "three"]
-    assert [row.data for row in await store.history("job-8", 10)] == ["eight"]
-    assert await store.compare_and_swap("job-7", stored.membership, 2) == 3
-    assert await store.swap_document("cordoned", b"n1", 0) == 1
-    assert await store.take_over() == 4712
-    await store.close()
-    assert sqlite_file.inspect(path) == sqlite_schema.SCHEMA_VERSION
-    new = tmp_path / "new"
-    with (
-        closing(sqlite3.connect(path)) as migrated,
-        closing(sqlite3.connect(await new_file(new))) as made,
-    ):
-        query = "SELECT name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%' ORDER BY name"
-        old, expected = (db.execute(query).fetchall() for db in (migrated, made))
-        assert [(n, " ".join(sql.split())) for n, sql in old] == [
-            (n, " ".join(sql.split())) for n, sql in expected
-        ]
-
-
-@pytest.mark.parametrize("schema", OLDER)
-async def test_a_copy_from_before_the_migration_is_kept(tmp_path: Path, schema: int) -> None:
-    path = old_file(tmp_path, schema)
-    killed_while_open(path, "UPDATE leadership SET number = 4711")
-    await opened_and_closed(tmp_path)
-    former = f"rdzv.db.schema-{schema}"
-    assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db-mark", former}
-    with closing(sqlite3.connect(tmp_path / former)) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (schema,)
-        assert db.execute("SELECT number FROM leadership").fetchone() == (4711,)
-        assert db.execute("SELECT count(*) FROM history").fetchone() == (4,)
-
-
-def _fails_half_way(db: sqlite3.Connection) -> None:
-    db.execute("DROP TABLE history")
-    db.execute("INSERT INTO nowhere VALUES (1)")
-
-
-_FIRST_STEP = sqlite_migrations.MIGRATIONS[1]
-
-
-def _fills_the_disk(db: sqlite3.Connection) -> None:
-    pages = db.execute("PRAGMA page_count").fetchone()[0]
-    db.execute(f"PRAGMA max_page_count = {pages}")
-    _FIRST_STEP(db)
-    db.execute("UPDATE job SET membership = zeroblob(100000)")
-
-
-def _breaks_the_file(db: sqlite3.Connection) -> None:
-    db.execute("PRAGMA writable_schema = ON")
-    db.execute("DELETE FROM sqlite_schema WHERE name = 'history_of_job'")
-
-
-@pytest.mark.parametrize("step", [_fails_half_way, _fills_the_disk, _breaks_the_file])
-async def test_a_migration_that_fails_half_way_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: Callable[[sqlite3.Connection], None]
-) -> None:
-    path = old_file(tmp_path)
-    killed_while_open(path, "UPDATE leadership SET number = 4711")
-    before = files(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(sqlite_migrations, "MIGRATIONS", {**sqlite_migrations.MIGRATIONS, 1: step})
-        with pytest.raises(
-            RendezvousStateError, match=r"from schema version 1 to \d+: .* left as it"
-        ):
-            await SqliteStore.open(tmp_path)
-        assert files(tmp_path) == before
-    await opened_and_closed(tmp_path)
-    assert sqlite_file.inspect(path) == sqlite_schema.SCHEMA_VERSION
-
-
-@pytest.mark.parametrize("name", ["fold", "put"])
-async def test_a_migration_that_is_killed_begins_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    class Killed(BaseException):
-        pass
-
-    def kill(new: Path, *_: Path) -> None:
-        if new.name != "rdzv.db.migrating" or name == "put":
-            raise Killed
-
-    path = old_file(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(sqlite_file, name, kill)
-        with pytest.raises(Killed):
-            sqlite_file.prepare(path)
-    assert sqlite_file.inspect(path) == 1
-    await opened_and_closed(tmp_path)
-    assert sqlite_file.inspect(path) == sqlite_schema.SCHEMA_VERSION
-    assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db-mark", "rdzv.db.schema-1"}
 
 
 # ---------------------------------------------------------------- the directory
@@ -777,14 +610,13 @@ async def test_a_directory_without_permission_is_refused(public_folder: Path) ->
 async def test_a_file_that_is_a_link_stays_one(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
-    old = old_file(there)
-    killed_while_open(old, "UPDATE leadership SET number = 4711")
-    (here / "rdzv.db").symlink_to(old)
+    file = await new_file(there)
+    killed_while_open(file, "UPDATE leadership SET number = 4711")
+    (here / "rdzv.db").symlink_to(file)
     assert await _leadership(here) == 4711
     await opened_and_closed(here)
     assert (here / "rdzv.db").is_symlink()
     assert await _leadership(here) == 4711
-    assert sqlite_file.inspect(old) == sqlite_schema.SCHEMA_VERSION
 
 
 @pytest.mark.slow

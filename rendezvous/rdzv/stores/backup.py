@@ -27,11 +27,9 @@ from rdzv.stores import codec
 from rdzv.stores.base import Record, Store, Stored, check_document
 from rdzv.structs import struct
 
-FORMAT = 2
-"""Incremented whenever an older rdzvd would misread a file or silently drop part of it."""
-
-OLDEST_FORMAT = 1
-"""The oldest format that can still be restored. Format 1 has no documents."""
+FORMAT = 3
+"""Incremented whenever another version would misread a file or silently drop part of it. Others are
+refused."""
 
 _EVERY_ROW = 2**31 - 1
 _MOST_READS = 10
@@ -71,13 +69,9 @@ class JobLine(msgspec.Struct, frozen=True, tag_field="kind", tag="job"):
 
 
 class EventLine(msgspec.Struct, frozen=True, tag_field="kind", tag="event"):
-    """One row of the preceding job's history. `text` is the former name of its data."""
+    """One row of the preceding job's history."""
 
-    rdzv_id: str
-    unix_ms: int
-    run: str
-    name: str
-    text: str
+    record: Record
 
 
 class Trailer(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
@@ -85,18 +79,16 @@ class Trailer(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
 
     jobs: int
     events: int
+    documents: int
     sha256: str
-    documents: int = 0
 
 
 @struct(frozen=True)
 class Summary:
-    """A summary of a complete, unmodified file: its header, and how much it contains."""
+    """A summary of a complete, unmodified file."""
 
     header: Header
-    jobs: int
-    events: int
-    documents: int = 0
+    trailer: Trailer
 
 
 @runtime_checkable
@@ -139,7 +131,7 @@ class Tally:
 
     def trailer(self) -> Trailer:
         """Return the trailer for the lines counted so far."""
-        return Trailer(self._jobs, self._events, self._hash.hexdigest(), self._documents)
+        return Trailer(self._jobs, self._events, self._documents, self._hash.hexdigest())
 
 
 # ------------------------------------------------------------------------------------ writing
@@ -169,7 +161,7 @@ async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
         job = JobLine(rdzv_id, msgspec.Raw(codec.encode(stored.membership)))
         yield tally.passed(job, written_line(job))
         for row in rows:
-            event = EventLine(row.rdzv_id, row.unix_ms, row.run, row.name, row.data)
+            event = EventLine(row)
             yield tally.passed(event, written_line(event))
     yield written_line(tally.trailer())
 
@@ -201,7 +193,7 @@ def verify(file: BinaryIO, name: str) -> Summary:
     """Read a backup to its end, job by job, and return a summary. `name` is used in errors.
 
     Raises:
-        RendezvousStateError: it is not a backup, is truncated or modified, or is of a newer rdzvd.
+        RendezvousStateError: it is no backup, is truncated or modified, or is of another version.
 
     """
     header: Header | None = None
@@ -217,7 +209,7 @@ def verify(file: BinaryIO, name: str) -> Summary:
             case Trailer():
                 trailer = line
     assert header is not None and trailer is not None, "_lines_of refuses a file without them"
-    return Summary(header, trailer.jobs, trailer.events, trailer.documents)
+    return Summary(header, trailer)
 
 
 def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
@@ -244,8 +236,9 @@ def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
                 job = line.rdzv_id
                 seen.add(job)
             case EventLine():
-                if not seen or line.rdzv_id != job:
-                    raise _refused(name, f"history of job {line.rdzv_id} is not below that job")
+                of = line.record.rdzv_id
+                if not seen or of != job:
+                    raise _refused(name, f"history of job {of} is not below that job")
             case Header():
                 raise _refused(name, "it holds more than one backup")
             case Trailer():
@@ -265,11 +258,10 @@ def _header(file: BinaryIO, name: str, tally: Tally) -> Header:
         found = _AnyLine("", 0)
     if found.kind != "backup":
         raise _refused(name, "it is no backup", "give a file that `rdzvctl backup` has written")
-    if not OLDEST_FORMAT <= found.format <= FORMAT:
+    if found.format != FORMAT:
         raise _refused(
             name,
-            f"it has format {found.format}, and this rdzvd reads format {OLDEST_FORMAT} to "
-            f"{FORMAT}",
+            f"it has format {found.format}, and this rdzvd reads only {FORMAT}",
             "use the rdzvd version that wrote it",
         )
     header = read_line(data, name)
@@ -356,7 +348,7 @@ async def _fill(store: Store, file: BinaryIO, name: str, header: Header) -> None
             case JobLine():
                 await store.compare_and_swap(line.rdzv_id, _membership(line, name), 0)
             case EventLine():
-                rows.append(Record(line.unix_ms, line.rdzv_id, line.run, line.name, line.text))
+                rows.append(line.record)
 
 
 def made_at(summary: Summary) -> str:

@@ -19,13 +19,7 @@ from rdzv.errors import RendezvousStateError
 from rdzv.structs import replace
 
 FORMAT = 4
-"""Incremented whenever an older server would misread or silently drop data from this one."""
-
-_FORMAT_ALONE = 3
-"""The format of a membership that has no successes beside it."""
-
-OLDEST_FORMAT = 1
-"""The oldest format that can still be read; fields added since then have defaults."""
+"""Incremented whenever another version would misread or silently drop data. Others are refused."""
 
 PACK_ABOVE_BYTES = 16 * 1024
 """The size above which values are compressed. Smaller values remain JSON, because they fit anywhere
@@ -52,8 +46,7 @@ _encoder = msgspec.json.Encoder()
 
 def encode(membership: Membership) -> bytes:
     """Encode a membership; `decode` restores an equal one."""
-    number = FORMAT if may_have_more(membership) else _FORMAT_ALONE
-    return _encoder.encode(_Envelope(number, msgspec.Raw(_encoder.encode(membership))))
+    return _encoder.encode(_Envelope(FORMAT, msgspec.Raw(_encoder.encode(membership))))
 
 
 def decode(data: bytes, where: str) -> Membership:
@@ -65,7 +58,7 @@ def decode(data: bytes, where: str) -> Membership:
     """
     try:
         envelope = _envelope_decoder.decode(data)
-        if not OLDEST_FORMAT <= envelope.format <= FORMAT:
+        if envelope.format != FORMAT:
             raise _foreign(envelope.format, where)
         return _membership_decoder.decode(envelope.membership)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -81,8 +74,8 @@ def may_have_more(membership: Membership) -> bool:
 def later_successes(before: Membership | None, after: Membership) -> tuple[str, ...]:
     """Return the nodes that have succeeded since `before`, or () if `after` is to be stored whole.
 
-    `before` is what the same process has stored, for an older version knows of no successes beside
-    a membership. The first success of a round is stored whole, so that a reader knows of others.
+    `before` is what the same process has stored. The first success of a round is stored whole, so
+    that a reader knows that there may be others.
     """
     if before is None or not may_have_more(before) or after.round is None:
         return ()
@@ -160,6 +153,6 @@ def _unreadable(error: Exception, where: str) -> RendezvousStateError:
 
 def _foreign(found: int, where: str) -> RendezvousStateError:
     return RendezvousStateError(
-        f"{where} has format {found}, and this rdzvd reads format {FORMAT}; it was left "
-        "untouched. Start the rdzvd version that wrote it"
+        f"{where} has format {found}, and this rdzvd reads only {FORMAT}; it was left untouched. "
+        "Start the rdzvd version that wrote it, or remove it if the job is over"
     )

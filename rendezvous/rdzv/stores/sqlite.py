@@ -2,8 +2,8 @@
 
 It uses a write-ahead log and `synchronous=FULL`, so an acknowledged commit survives a power
 failure. `sqlite_connection` contains the thread and the commits, `sqlite_statements` the
-statements, `sqlite_directory` the lock, `sqlite_schema` the tables, `sqlite_migrations` the way
-from older versions, and `sqlite_file` the file.
+statements, `sqlite_directory` the lock, `sqlite_file` the file and its tables, and `sqlite_mark`
+the count of commits beside it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ class SqliteStore:
     ) -> SqliteStore:
         """Open the data directory, creating it if needed, and lock it against other servers.
 
-        A file with an older schema is migrated, and a copy of it is kept. If a file is refused, not
-        a single byte of it is changed.
+        If a file is refused, not a single byte of it is changed.
 
         Raises:
             InvalidRequestError: the directory cannot be used, is in use, or is on a network
                 file system.
-            RendezvousStateError: its data is damaged, was written by a newer rdzvd or by another
-                program, or could not be migrated.
+            RendezvousStateError: its data is damaged, or was written by another version of rdzvd or
+                another program.
 
         """
         lock = claim_directory(directory, mountinfo)

@@ -31,7 +31,6 @@ from rdzv.stores.sqlite_file import (
     prepare,
 )
 from rdzv.stores.sqlite_mark import Mark, MarkFile
-from rdzv.stores.sqlite_schema import SCHEMA_VERSION
 
 log = logging.getLogger("rdzv.stores")
 
@@ -75,7 +74,6 @@ class Connection:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.schema_version = SCHEMA_VERSION
         self.lost = ""
         """A description of the commits that the file has lost. Set only if it is opened read-only.
         """
@@ -143,7 +141,7 @@ class Connection:
     # ---------------------------------------------------- in the thread
 
     def open(self) -> None:
-        """Open the file for reading and writing, creating or migrating it if needed."""
+        """Open the file for reading and writing, creating it if needed."""
         prepare(self.path)
         with self.reading():
             self.db = self._opened.enter_context(closing(connect(self.path, "rw")))
@@ -155,14 +153,9 @@ class Connection:
                 "on a local disk with --data-dir"
             )
         with mapped(self.path):
-            if (mark := sqlite_mark.counted(self.db)) is None:
-                self.db.execute("BEGIN IMMEDIATE")
-                sqlite_mark.make_table(self.db)
-                self.db.execute("COMMIT")
-                mark = sqlite_mark.counted(self.db)
-            assert mark is not None, "the table was just made"
-            self.mark, self._mark_file = mark, MarkFile(self.path, self._opened)
-            self._mark_file.write(mark)
+            self.mark = sqlite_mark.counted(self.db)
+            self._mark_file = MarkFile(self.path, self._opened)
+            self._mark_file.write(self.mark)
 
     def open_to_read(self, *, beside_server: bool) -> None:
         """Open the file read-only. With `beside_server`, a server may currently be using it."""
@@ -175,7 +168,7 @@ class Connection:
         opened = closing(connect(self.path, "ro")) if beside_server else looking(self.path)
         with self.reading():
             self.db = self._opened.enter_context(opened)
-            self.schema_version = identify(self.db, self.path)
+            identify(self.db, self.path)
             self.lost = sqlite_mark.lost(mark, sqlite_mark.counted(self.db))
 
     @contextmanager

@@ -1,14 +1,12 @@
-"""Creates the SQLite file, inspects it without changing it, and replaces it to migrate it.
+"""Creates the SQLite file, and inspects it without changing it.
 
 If a file is refused, not a single byte of it or of its write-ahead log is changed. A file is
-therefore first inspected through separate links, and never changed in place: a new or migrated file
-is created next to it, and then replaces it as a whole.
+therefore first inspected through separate links. A new one is created next to its place.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import sqlite3
@@ -19,14 +17,59 @@ from pathlib import Path
 from urllib.parse import quote
 
 from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
-from rdzv.stores import sqlite_mark, sqlite_migrations, sqlite_schema
+from rdzv.stores import sqlite_mark
 from rdzv.stores.base import StoreRefusedError
-from rdzv.stores.sqlite_schema import APPLICATION_ID, SCHEMA_VERSION, TABLES
 
-log = logging.getLogger("rdzv.stores")
+SCHEMA_VERSION = 5
+"""The schema version, stored in `PRAGMA user_version`. Files of any other version are refused."""
 
-_WAL, _JOURNAL = "-wal", "-journal"
-_BESIDE = (_WAL, _JOURNAL, "-shm", sqlite_mark.SUFFIX)
+_APPLICATION_ID = int.from_bytes(b"rdzv", "big")
+"""Stored in `PRAGMA application_id` to recognize files of other programs."""
+
+_SCHEMA = f"""
+BEGIN;
+CREATE TABLE job (
+    rdzv_id TEXT PRIMARY KEY,
+    revision INTEGER NOT NULL,
+    membership BLOB NOT NULL
+);
+-- The nodes that have succeeded since the job's row was written; the newest revision is the job's.
+CREATE TABLE success (
+    rdzv_id TEXT NOT NULL,
+    revision INTEGER NOT NULL,
+    node_ids TEXT NOT NULL,
+    PRIMARY KEY (rdzv_id, revision)
+) WITHOUT ROWID;
+-- Not AUTOINCREMENT, which writes one more page per commit. A job's newest row is deleted only with
+-- all other rows of the job, so no row's number is ever below that of an older row of its job.
+CREATE TABLE history (
+    seq INTEGER PRIMARY KEY,
+    rdzv_id TEXT NOT NULL,
+    run TEXT NOT NULL,
+    unix_ms INTEGER NOT NULL,
+    name TEXT NOT NULL,
+    data TEXT NOT NULL
+);
+CREATE INDEX history_of_job ON history (rdzv_id, seq);
+CREATE TABLE leadership (
+    only INTEGER PRIMARY KEY CHECK (only = 1),
+    number INTEGER NOT NULL
+);
+INSERT INTO leadership VALUES (1, 0);
+CREATE TABLE document (
+    name TEXT PRIMARY KEY,
+    revision INTEGER NOT NULL,
+    data BLOB NOT NULL
+);
+{sqlite_mark.TABLE};
+PRAGMA application_id = {_APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
+COMMIT;
+"""
+_TABLES = frozenset(("job", "success", "history", "leadership", "document", "mark"))
+
+_WAL = "-wal"
+_BESIDE = (_WAL, "-shm", sqlite_mark.SUFFIX)
 _LOOKING = ".look-"
 
 _OWNER_ALONE = 0o600
@@ -38,14 +81,13 @@ _MOST_PROBLEMS = 20
 
 
 def prepare(path: Path) -> None:
-    """Ensure that a complete file with the current schema exists.
+    """Ensure that a complete file exists.
 
     The caller has locked its directory. If this raises an exception, the file is unchanged.
 
     Raises:
         InvalidRequestError: this user may not write to it.
-        RendezvousStateError: the file is damaged, belongs to another program or a newer rdzvd, or
-            could not be migrated.
+        RendezvousStateError: the file is damaged, or its data is not from this rdzvd.
 
     """
     # If `path` is a link, SQLite's own files are next to the real file.
@@ -54,38 +96,32 @@ def prepare(path: Path) -> None:
         try_room(path.parent)
     for left in path.parent.glob(f"{_LOOKING}*"):
         shutil.rmtree(left, ignore_errors=True)
-    version = inspect(path)
-    if version is not None:
-        # The file contains the environments of submitted jobs. SQLite gives its other files the
-        # same mode.
-        for suffix in ("", *_BESIDE):
-            with contextlib.suppress(OSError):
-                beside(path, suffix).chmod(_OWNER_ALONE)
-    if version is None:
+    _check_writable(path)
+    if not has_data(path):
         _create(path)
-    elif version < SCHEMA_VERSION:
-        _migrate(path, version)
+        return
+    inspect(path)
+    # The file contains the environments of submitted jobs. SQLite gives its other files the same
+    # mode.
+    for suffix in ("", *_BESIDE):
+        with contextlib.suppress(OSError):
+            beside(path, suffix).chmod(_OWNER_ALONE)
 
 
-def inspect(path: Path) -> int | None:
-    """Return the schema version of a file without changing it, or None if it has no data.
+def inspect(path: Path) -> None:
+    """Check a file that has data, without changing it.
 
     Raises:
-        InvalidRequestError: this user may not write to it.
         RendezvousStateError: it is damaged, or its data is not from this rdzvd.
 
     """
-    _check_writable(path)
-    if not has_data(path):
-        return None
     mark = sqlite_mark.read(path)
     with mapped(path), looking(path) as db:
-        version = identify(db, path) if _tables(db) else None
+        identify(db, path)
         if problems := problems_in(db):
             raise _damaged(path, "; ".join(problems))
         if lost := sqlite_mark.lost(mark, sqlite_mark.counted(db)):
             raise RendezvousStateError(f"{path} {why_incomplete(path, lost)}")
-    return version
 
 
 def why_incomplete(path: Path, lost: str) -> str:
@@ -100,32 +136,27 @@ def why_incomplete(path: Path, lost: str) -> str:
     )
 
 
-def identify(db: sqlite3.Connection, path: Path) -> int:
-    """Return the schema version of an open file.
+def identify(db: sqlite3.Connection, path: Path) -> None:
+    """Check that an open file is this rdzvd's.
 
     Raises:
-        RendezvousStateError: it was written by another program or a newer rdzvd.
+        RendezvousStateError: it was written by another program or another version of rdzvd.
 
     """
     version: int = db.execute("PRAGMA user_version").fetchone()[0]
-    if version > SCHEMA_VERSION:
+    ours = db.execute("PRAGMA application_id").fetchone()[0] == _APPLICATION_ID
+    if ours and version != SCHEMA_VERSION:
         raise RendezvousStateError(
-            f"{path} has schema version {version}, and this rdzvd knows up to {SCHEMA_VERSION}; "
-            "it was left untouched. Start the rdzvd version that wrote it"
+            f"{path} has schema version {version}, and this rdzvd reads only {SCHEMA_VERSION}; it "
+            "was left untouched. Start the rdzvd version that wrote it, or move it and all that is "
+            f"named {path.name}-... away to begin without its data"
         )
-    known = version > 0 and _tables(db) >= TABLES
-    if version > 1:
-        known &= db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID
-    if not known:
+    tables = {row[0] for row in db.execute("SELECT name FROM sqlite_schema")}
+    if not ours or not tables >= _TABLES:
         raise RendezvousStateError(
-            f"{path} is a database of another program; it was left untouched. Move it away, or "
-            "give another directory with --data-dir"
+            f"{path} is a database of another program, or of an rdzvd before its first release; it "
+            "was left untouched. Move it away, or give another directory with --data-dir"
         )
-    return version
-
-
-def _tables(db: sqlite3.Connection) -> set[str]:
-    return {row[0] for row in db.execute("SELECT name FROM sqlite_schema")}
 
 
 def problems_in(db: sqlite3.Connection, check: str = "quick_check") -> tuple[str, ...]:
@@ -152,31 +183,20 @@ def looking(path: Path) -> Iterator[sqlite3.Connection]:
 
 @contextmanager
 def _shown(path: Path) -> Iterator[Path]:
-    files = [p for suffix in ("", _WAL, _JOURNAL) if (p := beside(path, suffix)).exists()]
-    # An interrupted transaction has to be rolled back, which would change the file.
-    if not beside(path, _JOURNAL).exists():
-        with ExitStack() as stack:
-            try:
-                folder = Path(
-                    stack.enter_context(
-                        tempfile.TemporaryDirectory(prefix=_LOOKING, dir=path.parent)
-                    )
-                )
-                for file in files:
-                    os.link(file, folder / file.name)
-            except OSError:
-                # The file system has no links, or the file belongs to another user: make a copy,
-                # which is slower.
-                pass
-            else:
-                yield folder / path.name
-                return
-    with tempfile.TemporaryDirectory(prefix=_LOOKING) as name:
-        for file in files:
-            shutil.copyfile(file, Path(name, file.name))
-        with closing(connect(Path(name, path.name), "rw")) as db:
-            # This rolls back, so that the copy can be read like any other.
-            db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    files = [file for suffix in ("", _WAL) if (file := beside(path, suffix)).exists()]
+    with ExitStack() as stack:
+        try:
+            name = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix=_LOOKING, dir=path.parent)
+            )
+            for file in files:
+                os.link(file, Path(name, file.name))
+        except OSError:
+            # The file system has no links, or the file belongs to another user: make a copy, which
+            # is slower.
+            name = stack.enter_context(tempfile.TemporaryDirectory(prefix=_LOOKING))
+            for file in files:
+                shutil.copyfile(file, Path(name, file.name))
         yield Path(name, path.name)
 
 
@@ -239,91 +259,25 @@ def _check_writable(path: Path) -> None:
 
 def _create(path: Path) -> None:
     new = path.with_name(f"{path.name}.new")
-    _remove(new)
     with mapped(path):
-        _touch(new)
+        for suffix in ("", "-journal", *_BESIDE):
+            beside(new, suffix).unlink(missing_ok=True)
+        os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, _OWNER_ALONE))
         with closing(sqlite3.connect(new, isolation_level=None)) as db:
-            sqlite_schema.create(db)
+            db.executescript(_SCHEMA)
+            sqlite_mark.begin(db)
             db.execute("PRAGMA journal_mode = WAL")
-        # The existing file is empty, or `inspect` would have found data.
+        # The existing file is empty, or it would have data.
         for suffix in _BESIDE:
             beside(path, suffix).unlink(missing_ok=True)
-        put(new, path)
-
-
-def _touch(path: Path) -> None:
-    """Create a file that is readable only by its owner."""
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, _OWNER_ALONE))
-
-
-def _copy(path: Path, to: Path) -> None:
-    _touch(to)
-    shutil.copyfile(path, to)
-
-
-def _migrate(path: Path, version: int) -> None:
-    copy = path.with_name(f"{path.name}.migrating")
-    former = path.with_name(f"{path.name}.schema-{version}")
-    try:
-        _remove(copy)
-        for suffix in ("", _WAL, _JOURNAL):
-            if beside(path, suffix).exists():
-                _copy(beside(path, suffix), beside(copy, suffix))
-        fold(copy)
-        _copy(copy, beside(former, ".new"))
-        with closing(connect(copy, "rw")) as db:
-            sqlite_migrations.migrate(db, version)
-        # It is opened again, because a connection trusts its cache.
-        with closing(connect(copy, "rw")) as db:
-            if problems := problems_in(db):
-                raise sqlite3.DatabaseError("; ".join(problems))
-        # From here on the file changes, but not its content. The log, which would be wrong next to
-        # the new file, is folded into the old one.
-        fold(path)
-        put(beside(former, ".new"), former)
-        put(copy, path)
-    except (sqlite3.Error, OSError) as error:
-        _remove(copy)
-        _remove(beside(former, ".new"))
-        raise RendezvousStateError(
-            f"{path} could not be migrated from schema version {version} to {SCHEMA_VERSION}: "
-            f"{error}; it was left as it was. Start the rdzvd version that wrote it, or make "
-            "room for two copies of it and try again"
-        ) from error
-    log.warning(
-        "migrated %s from schema version %d to %d; the old version is saved in %s",
-        *(path, version, SCHEMA_VERSION, former),
-    )
-
-
-def fold(path: Path) -> None:
-    """Move all committed data into the file itself, leaving no log next to it."""
-    with closing(connect(path, "rw")) as db:
-        busy, _, _ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        if busy:
-            raise sqlite3.OperationalError("another program has it open")
-
-
-def put(new: Path, path: Path) -> None:
-    """Rename a complete, closed file over another, safely even in case of a power failure.
-
-    Raises:
-        OSError: `path` is unchanged, unless only the final sync of its folder failed.
-
-    """
-    with new.open("rb") as file:
-        os.fsync(file.fileno())
-    new.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _remove(path: Path) -> None:
-    for suffix in ("", *_BESIDE):
-        beside(path, suffix).unlink(missing_ok=True)
+        with new.open("rb") as file:
+            os.fsync(file.fileno())
+        new.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 # ------------------------------------------------------------------------------------ errors

@@ -25,7 +25,7 @@ from rdzv.structs import struct
 SUFFIX = "-mark"
 
 TABLE = """
-CREATE TABLE IF NOT EXISTS mark (
+CREATE TABLE mark (
     only INTEGER PRIMARY KEY CHECK (only = 1),
     store TEXT NOT NULL,
     number INTEGER NOT NULL
@@ -43,18 +43,14 @@ class Mark:
     number: int
 
 
-def make_table(db: sqlite3.Connection) -> None:
-    """Make a file count its commits from now on, if it does not yet. Call it in a transaction."""
-    db.execute(TABLE)
-    db.execute("INSERT OR IGNORE INTO mark VALUES (1, ?, 0)", (secrets.token_hex(8),))
+def begin(db: sqlite3.Connection) -> None:
+    """Give a new file, which has the table, its random name and no commits."""
+    db.execute("INSERT INTO mark VALUES (1, ?, 0)", (secrets.token_hex(8),))
 
 
-def counted(db: sqlite3.Connection) -> Mark | None:
-    """Return the mark inside a file, or None if the file does not count its commits."""
-    if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'mark'").fetchone():
-        return None
-    row = db.execute("SELECT store, number FROM mark").fetchone()
-    return Mark(*row) if row else None
+def counted(db: sqlite3.Connection) -> Mark:
+    """Return the mark inside a file."""
+    return Mark(*db.execute("SELECT store, number FROM mark").fetchone())
 
 
 def count(db: sqlite3.Connection) -> int:
@@ -106,20 +102,18 @@ class MarkFile:
         os.pwrite(self._fd, text.encode("ascii"), 0)
 
 
-def lost(beside: Mark | None, inside: Mark | None) -> str:
+def lost(beside: Mark | None, inside: Mark) -> str:
     """Explain which commits a file has lost; return "" if none are known to be lost.
 
     `beside` must be read before the file, because a server may be writing to both.
 
-    >>> lost(Mark("a", 7), Mark("a", 8)), lost(None, None)
+    >>> lost(Mark("a", 7), Mark("a", 8)), lost(None, Mark("a", 8))
     ('', '')
     >>> lost(Mark("a", 7), Mark("a", 3))
     'it has 3 commits, and 7 were stored'
     """
     if beside is None:
         return ""
-    if inside is None:
-        return f"it counts no commits, and {beside.number} were stored"
     if inside.store != beside.store:
         return "it belongs to another store than the number of commits beside it"
     if inside.number < beside.number:

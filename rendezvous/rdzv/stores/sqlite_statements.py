@@ -14,7 +14,6 @@ from rdzv.stores import codec
 from rdzv.stores.base import Page, Record, RevisionConflictError, Stored, read
 from rdzv.stores.sqlite_connection import Connection
 from rdzv.stores.sqlite_file import problems_in, why_incomplete
-from rdzv.stores.sqlite_schema import DOCUMENTS_SINCE, SUCCESSES_SINCE
 from rdzv.structs import struct
 
 JOBS_PER_PAGE = 100
@@ -25,6 +24,7 @@ _REVISION = (
     "job.revision)"
 )
 
+# One statement for a job and its successes, since a server may write between two.
 _SELECT_JOBS = (
     f"SELECT rdzv_id, membership, {_REVISION}, (SELECT group_concat(node_ids, char(10)) FROM "
     "(SELECT node_ids FROM success WHERE success.rdzv_id = job.rdzv_id ORDER BY revision)) "
@@ -37,7 +37,6 @@ class Survey:
     """The result of a check that an operator requested."""
 
     path: Path
-    schema_version: int
     size_bytes: int
     events: int
     leadership: int
@@ -65,7 +64,7 @@ class Tables:
         """Return a job, or None if it was never written."""
         with self._connection.reading():
             row = self._connection.db.execute(
-                f"{self._select_jobs} WHERE rdzv_id = ?", (rdzv_id,)
+                f"{_SELECT_JOBS} WHERE rdzv_id = ?", (rdzv_id,)
             ).fetchone()
         return self._stored(*row) if row else None
 
@@ -81,17 +80,10 @@ class Tables:
         """Return the next `JOBS_PER_PAGE` jobs after an rdzv_id."""
         with self._connection.reading():
             rows = self._connection.db.execute(
-                f"{self._select_jobs} WHERE rdzv_id > ? ORDER BY rdzv_id LIMIT ?",
+                f"{_SELECT_JOBS} WHERE rdzv_id > ? ORDER BY rdzv_id LIMIT ?",
                 (after, JOBS_PER_PAGE),
             ).fetchall()
         return [(row[0], read(partial(self._stored, *row))) for row in rows]
-
-    @property
-    def _select_jobs(self) -> str:
-        """One statement for a job and its successes, since a server may write between two."""
-        if self._connection.schema_version < SUCCESSES_SINCE:
-            return "SELECT rdzv_id, membership, revision, NULL FROM job"
-        return _SELECT_JOBS
 
     def _stored(self, rdzv_id: str, data: bytes, revision: int, later: str | None) -> Stored:
         where = f"job {rdzv_id} in {self._path}"
@@ -104,7 +96,7 @@ class Tables:
         """Return the newest records of a job, at most `limit`, oldest first."""
         with self._connection.reading():
             rows = self._connection.db.execute(
-                "SELECT unix_ms, rdzv_id, run, name, text FROM history WHERE rdzv_id = ? "
+                "SELECT unix_ms, rdzv_id, run, name, data FROM history WHERE rdzv_id = ? "
                 "ORDER BY seq DESC LIMIT ?",
                 (rdzv_id, limit),
             ).fetchall()
@@ -112,8 +104,6 @@ class Tables:
 
     def load_document(self, name: str) -> tuple[bytes, int] | None:
         """Return a document and its revision, or None if it was never written."""
-        if self._connection.schema_version < DOCUMENTS_SINCE:
-            return None
         with self._connection.reading():
             row = self._connection.db.execute(
                 "SELECT data, revision FROM document WHERE name = ?", (name,)
@@ -122,8 +112,6 @@ class Tables:
 
     def document_names(self) -> tuple[str, ...]:
         """Return the names of all documents, in order."""
-        if self._connection.schema_version < DOCUMENTS_SINCE:
-            return ()
         with self._connection.reading():
             rows = self._connection.db.execute("SELECT name FROM document ORDER BY name").fetchall()
         return tuple(row[0] for row in rows)
@@ -146,7 +134,6 @@ class Tables:
             )
         return Survey(
             path=self._path,
-            schema_version=self._connection.schema_version,
             size_bytes=pages * page_bytes,
             events=events,
             leadership=leadership,
@@ -231,7 +218,7 @@ class Tables:
 
     def append(self, records: Sequence[Record]) -> None:
         self._connection.db.executemany(
-            "INSERT INTO history (rdzv_id, run, unix_ms, name, text) VALUES (?, ?, ?, ?, ?)",
+            "INSERT INTO history (rdzv_id, run, unix_ms, name, data) VALUES (?, ?, ?, ?, ?)",
             [(r.rdzv_id, r.run, r.unix_ms, r.name, r.data) for r in records],
         )
         for record in records:

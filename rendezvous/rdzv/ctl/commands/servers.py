@@ -40,6 +40,6 @@ def backup_command(file: Path, force: bool, server: str | None, timeout_s: float
     from rdzv.ctl.new_files import new_file
 
     with new_file(file, replace=force) as written, opened_client(server, timeout_s) as client:
-        found = client.backup(written)
+        found = client.backup(written).trailer
         size = written.seek(0, os.SEEK_END)
     return f"{file}: {found.jobs} jobs, {found.events} events, {size} bytes"

@@ -24,8 +24,7 @@ from rdzv.stores.etcd_client import EtcdClient
 from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.stores.leader_key import Fence
 from rdzv.stores.sqlite import SqliteStore
-from rdzv.stores.sqlite_file import has_data, try_room
-from rdzv.stores.sqlite_schema import SCHEMA_VERSION
+from rdzv.stores.sqlite_file import SCHEMA_VERSION, has_data, try_room
 from rdzv.stores.sqlite_statements import Survey
 from rdzv.structs import struct
 
@@ -90,15 +89,7 @@ def _has_data(directory: Path) -> bool:
 
 
 def _described(survey: Survey) -> Iterator[str]:
-    yield (
-        f"store: {survey.path}, schema version {survey.schema_version}, "
-        f"{size_text(survey.size_bytes)}"
-    )
-    if survey.schema_version < SCHEMA_VERSION:
-        yield (
-            f"schema: an older one; the next start brings it to version {SCHEMA_VERSION} and keeps "
-            "a copy"
-        )
+    yield f"store: {survey.path}, schema version {SCHEMA_VERSION}, {size_text(survey.size_bytes)}"
     if survey.used_by:
         yield f"in use by: {survey.used_by}; the check has read it at the same time"
     yield f"leadership: {survey.leadership}"
@@ -171,9 +162,10 @@ async def restore(config: Config, file: Path) -> str:
             f"{file} cannot be read: {error.strerror or error}; give a file that `rdzvctl backup` "
             "has written"
         ) from error
-    more = f", with {done.documents} document(s)" if done.documents else ""
+    count = done.trailer
+    more = f", with {count.documents} document(s)" if count.documents else ""
     return (
-        f"restored {done.jobs} job(s) and {done.events} event(s) into {place}; they were saved "
+        f"restored {count.jobs} job(s) and {count.events} event(s) into {place}; they were saved "
         f"from {done.header.source} at {backup.made_at(done)}{more}"
     )
 
