@@ -29,10 +29,10 @@ from rdzv.transport import endpoints
 from rdzv.transport.certificates import Stamp
 from rdzv.transport.channels import PLAIN, Credentials, Metadata
 from rdzv.transport.node_stream import (
-    CHANNEL_OPTIONS,
     STREAM_OPTIONS,
     Options,
     Rota,
+    call_options,
     error_from_status,
     settings_message,
 )
@@ -116,6 +116,7 @@ class ControlClient:
             raise InvalidRequestError(f"timeout {timeout_s} s cannot be used: it must be above 0")
         servers = (server,) if isinstance(server, Endpoint) else tuple(server)
         self._timeout_s = timeout_s
+        self._options = call_options(timeout_s)
         self._takeover_s = takeover_s
         self._rota = Rota(servers)
         self._turns = len(servers)
@@ -130,7 +131,8 @@ class ControlClient:
         """The server that was asked last, or the first one to be asked."""
         return self._rota.present
 
-    def _stub(self, options: Options = CHANNEL_OPTIONS) -> ControlStub:
+    def _stub(self, options: Options | None = None) -> ControlStub:
+        options = options or self._options
         stamp, key = self._credentials.stamp(), (self.server, options)
         held, channel = self._channels.get(key, (None, None))
         if channel is None or held != stamp:

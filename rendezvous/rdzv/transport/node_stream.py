@@ -44,6 +44,18 @@ CHANNEL_OPTIONS: Options = (
 )
 """The options for every channel to rdzvd."""
 
+CONNECT_S = 2.0
+"""How long a connection for calls may take to open: less than a call, since connecting waits for
+nothing that a busy server does."""
+
+
+def call_options(timeout_s: float) -> Options:
+    """Return the options of a channel for calls that may take `timeout_s`."""
+    connect_ms = round(max(CONNECT_S, 0.4 * timeout_s) * 1000)
+    # Despite its name, this limits each attempt to connect. gRPC takes 32 bits.
+    return (*CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", min(connect_ms, 2**31 - 1)))
+
+
 OWN_SERVER_OPTIONS: Options = (
     *CHANNEL_OPTIONS,
     # Each attempt has its own channel, and `Attempts` implements the backoff.
@@ -253,7 +265,10 @@ _CONNECTION_REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         ("connection refused", "connection refused"),
         ("no route to host", "no route to host"),
         ("network is unreachable", "network is unreachable"),
-        ("ping timeout|keepalive", "it does not answer, although the connection is open"),
+        (
+            "ping timeout|keepalive|before receiving settings",
+            "it may be stopped or overloaded: the connection is open, and it does not answer",
+        ),
         ("timed out|timeout occurred", "connection timed out"),
         ("lookup failed|name not found|dns resolution|errors resolving", "no such host name"),
         ("http1|HTTP/2|http2|ssl|handshake", _NOT_RDZV),

@@ -285,7 +285,7 @@ def _reset(connection: socket.socket) -> None:
         (
             "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:29400: "
             "Delayed close due to in-progress write (ping timeout) (goaway sent)",
-            "it does not answer, although the connection is open",
+            "it may be stopped or overloaded: the connection is open, and it does not answer",
         ),
         (
             "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:29400: "
@@ -300,6 +300,20 @@ def test_why_there_is_no_connection_is_said_without_what_grpc_puts_before_it(
 ) -> None:
     error = error_from_status(grpc.StatusCode.UNAVAILABLE, details, (), A, 5.0)
     assert str(error).startswith(f"cannot reach rdzvd at {A}: {reason}; check the address")
+
+
+@pytest.mark.slow
+def test_a_server_that_is_stopped_is_not_waited_for_as_long_as_a_slow_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rdzv.transport.node_stream.CONNECT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        server = Endpoint("127.0.0.1", stopped.getsockname()[1])
+        with (
+            ControlClient(server, timeout_s=0.5) as client,
+            pytest.raises(RendezvousConnectionError, match="it may be stopped or overloaded"),
+        ):
+            client.stacks("job-7")
 
 
 @contextmanager
