@@ -139,6 +139,13 @@ class RendezvousConnectionError(RendezvousError):
     definite = False
 
 
+class StoreRefusedError(RendezvousConnectionError):
+    """The server's store failed before writing anything. The caller sends the request again."""
+
+    code = "StoreRefusedError"
+    definite = True
+
+
 class RunStoppingError(RendezvousConnectionError):
     """A run is being stopped, and the next one cannot begin yet. The caller retries soon."""
 
@@ -202,6 +209,7 @@ ERRORS = _table(
     RendezvousConnectionError,
     NotLeaderError,
     RunStoppingError,
+    StoreRefusedError,
     RendezvousStateError,
     RendezvousTimeoutError,
     InvariantError,

@@ -21,8 +21,9 @@ from rdzv.errors import (
     InvalidRequestError,
     RendezvousConnectionError,
     RendezvousStateError,
+    StoreRefusedError,
 )
-from rdzv.stores.base import DeposedError, Record, RevisionConflictError, StoreRefusedError
+from rdzv.stores.base import DeposedError, Record, RevisionConflictError
 from rdzv.stores.election import Election
 from rdzv.stores.election_session import LOOP_TTLS
 from rdzv.stores.etcd import EtcdStore

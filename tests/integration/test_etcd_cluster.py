@@ -17,8 +17,8 @@ import pytest
 from etcd_cluster import EtcdCluster, Member, Tls
 
 from rdzv.core.model import Membership, Settings
-from rdzv.errors import InvalidRequestError, RendezvousConnectionError
-from rdzv.stores.base import DeposedError, RevisionConflictError, StoreRefusedError
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError, StoreRefusedError
+from rdzv.stores.base import DeposedError, RevisionConflictError
 from rdzv.stores.election import Election
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient

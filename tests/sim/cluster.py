@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rdzv.core.events import RoundCompleted
 from rdzv.core.model import Membership
-from rdzv.errors import RendezvousConnectionError, RendezvousError
+from rdzv.errors import RendezvousConnectionError, RendezvousError, StoreRefusedError
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.driver import Driver
 from rdzv.server.engine.job import Job, News
@@ -26,7 +26,7 @@ from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.server.wire import inbound_nodes, outbound
-from rdzv.stores.base import Page, Record, Stored, StoreRefusedError
+from rdzv.stores.base import Page, Record, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen

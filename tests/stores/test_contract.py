@@ -41,6 +41,7 @@ from rdzv.errors import (
     LimitExceededError,
     RendezvousConnectionError,
     RendezvousStateError,
+    StoreRefusedError,
 )
 from rdzv.stores import codec, sqlite_directory
 from rdzv.stores.base import (
@@ -50,7 +51,6 @@ from rdzv.stores.base import (
     RevisionConflictError,
     Store,
     Stored,
-    StoreRefusedError,
 )
 from rdzv.stores.election import Election
 from rdzv.stores.etcd import EtcdStore

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rdzv.core.model import Membership, Round, Settings
-from rdzv.errors import RendezvousConnectionError
+from rdzv.errors import RendezvousConnectionError, StoreRefusedError
 from rdzv.stores import sqlite_connection
-from rdzv.stores.base import Record, RevisionConflictError, Stored, StoreRefusedError
+from rdzv.stores.base import Record, RevisionConflictError, Stored
 from rdzv.stores.sqlite import SqliteStore
 from rdzv.structs import replace
 
@@ -176,16 +176,19 @@ async def test_a_success_that_was_rolled_back_is_written_with_the_next(store: Sq
 class CommitFails:
     """A connection whose COMMIT fails: before it, or after it has happened."""
 
-    def __init__(self, db: sqlite3.Connection, happens: bool) -> None:
+    def __init__(
+        self, db: sqlite3.Connection, happens: bool, error: sqlite3.Error | None = None
+    ) -> None:
         self._db = db
         self._happens = happens
+        self._failure = error or sqlite3.OperationalError("disk I/O error")
 
     def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
         if statement != "COMMIT":
             return self._db.execute(statement, *values)
         if self._happens:
             self._db.execute(statement)
-        raise sqlite3.OperationalError("disk I/O error")
+        raise self._failure
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._db, name)
@@ -209,6 +212,19 @@ async def test_a_commit_that_fails_is_indefinite_for_all_in_it(
     assert len(await store.list()) == (WRITERS + 1 if happens else 1)
     # And it continues: the connection has no forgotten transaction.
     assert await write(store, "job-0", 1) == 2
+
+
+async def test_a_disk_that_is_full_at_the_commit_is_definite(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = sqlite3.OperationalError("database or disk is full")
+    full.sqlite_errorname = "SQLITE_FULL"
+    real = store.connection.db
+    monkeypatch.setattr(store.connection, "db", CommitFails(real, happens=False, error=full))
+    with pytest.raises(StoreRefusedError, match="full; nothing was written"):
+        await write(store, "job-0")
+    monkeypatch.setattr(store.connection, "db", real)
+    assert await write(store, "job-0") == 1
 
 
 class RollbackFails(CommitFails):

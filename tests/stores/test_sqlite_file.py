@@ -20,11 +20,16 @@ from typing import Any
 import pytest
 
 from rdzv.core.model import Membership, Settings
-from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
+from rdzv.errors import (
+    InvalidRequestError,
+    RendezvousError,
+    RendezvousStateError,
+    StoreRefusedError,
+)
 from rdzv.server.replication import offline
 from rdzv.server.settings.config import Config
 from rdzv.stores import sqlite_directory, sqlite_file, sqlite_mark
-from rdzv.stores.base import RevisionConflictError, StoreRefusedError
+from rdzv.stores.base import RevisionConflictError
 from rdzv.stores.sqlite import SqliteStore
 from rdzv.stores.sqlite_mark import Mark
 from rdzv.transport.endpoints import Listen

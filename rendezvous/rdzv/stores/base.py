@@ -15,9 +15,9 @@ from rdzv.core.model import Membership
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
-    RendezvousConnectionError,
     RendezvousError,
     RendezvousStateError,
+    StoreRefusedError,
 )
 from rdzv.structs import struct
 
@@ -27,12 +27,6 @@ bytes per row."""
 
 DOCUMENT_BYTES = 1024 * 1024
 """The maximum size of a document, and thus of a write; etcd accepts 1.5 MiB at once."""
-
-
-class StoreRefusedError(RendezvousConnectionError):
-    """The store failed before writing anything, so the caller's copy is still current."""
-
-    definite = True
 
 
 class DeposedError(StoreRefusedError):

@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from rdzv.core.model import Membership
-from rdzv.errors import RendezvousStateError
+from rdzv.errors import RendezvousStateError, StoreRefusedError
 from rdzv.stores import codec
 from rdzv.stores.base import (
     HISTORY_ROWS,
@@ -29,7 +29,6 @@ from rdzv.stores.base import (
     Record,
     RevisionConflictError,
     Stored,
-    StoreRefusedError,
     check_document,
     read,
 )

@@ -20,9 +20,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from rdzv.errors import InvalidRequestError, RendezvousConnectionError
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError, StoreRefusedError
 from rdzv.etcd import etcd_pb2 as pb
-from rdzv.stores.base import StoreRefusedError
 from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.stores.etcd_errors import (
     RefusedError,

@@ -7,7 +7,7 @@ from typing import cast
 import grpc
 import grpc.aio
 
-from rdzv.stores.base import StoreRefusedError
+from rdzv.errors import StoreRefusedError
 from rdzv.stores.etcd_config import EtcdConfig
 
 _DEFINITE = frozenset(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rdzv.stores.base import StoreRefusedError
+from rdzv.errors import StoreRefusedError
 from rdzv.structs import struct
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
 from rdzv.core.model import Membership
+from rdzv.errors import StoreRefusedError
 from rdzv.stores import codec
 from rdzv.stores.base import (
     HISTORY_ROWS,
@@ -14,7 +15,6 @@ from rdzv.stores.base import (
     Record,
     RevisionConflictError,
     Stored,
-    StoreRefusedError,
     check_document,
     read,
 )

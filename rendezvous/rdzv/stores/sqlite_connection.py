@@ -18,9 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
+from rdzv.errors import (
+    InvalidRequestError,
+    RendezvousConnectionError,
+    RendezvousError,
+    StoreRefusedError,
+)
 from rdzv.stores import sqlite_mark
-from rdzv.stores.base import RevisionConflictError, StoreRefusedError
+from rdzv.stores.base import RevisionConflictError
 from rdzv.stores.sqlite_file import (
     connect,
     foreign,
@@ -258,6 +263,9 @@ class Connection:
             self.db.execute("COMMIT")
         except sqlite3.Error as error:
             self._rollback()
+            if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL":
+                # The frame that would make the transaction valid is written last, so it is missing.
+                raise foreign(self.path, error) from error
             raise RendezvousConnectionError(
                 f"{self.path}: the commit failed and may have happened: {error}"
             ) from error

@@ -16,9 +16,13 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
+from rdzv.errors import (
+    InvalidRequestError,
+    RendezvousError,
+    RendezvousStateError,
+    StoreRefusedError,
+)
 from rdzv.stores import sqlite_mark
-from rdzv.stores.base import StoreRefusedError
 
 SCHEMA_VERSION = 5
 """The schema version, stored in `PRAGMA user_version`. Files of any other version are refused."""

@@ -33,12 +33,13 @@ from rdzv.errors import (
     InvalidRequestError,
     RendezvousConnectionError,
     RendezvousError,
+    StoreRefusedError,
     UnknownJobError,
 )
 from rdzv.server.engine.forgetting import outlived, refuse_to_forget
 from rdzv.server.messages import Assignment
 from rdzv.server.settings.config import DAY_MS, Limits, Timings
-from rdzv.stores.base import Record, RevisionConflictError, Stored, StoreRefusedError
+from rdzv.stores.base import Record, RevisionConflictError, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import as_dict, replace
 from tests.unit.server.test_driver import FakeClock, Server, join, read, server, settle

@@ -19,7 +19,12 @@ from rdzv.core.model import ScaleUp
 from rdzv.core.timed_text import left
 from rdzv.ctl import job_request
 from rdzv.ctl.__main__ import run
-from rdzv.errors import InvalidRequestError, JobExistsError, RendezvousConnectionError
+from rdzv.errors import (
+    InvalidRequestError,
+    JobExistsError,
+    RendezvousConnectionError,
+    StoreRefusedError,
+)
 from rdzv.v1 import rdzv_pb2 as pb
 
 HERE = job_request.Caller("/home/ada/gpt", {"TOKEN": "s3cret", "HOME": "/home/ada"})
@@ -570,6 +575,16 @@ def test_a_name_that_is_taken_is_refused(
     control.error = JobExistsError("a job night already exists; choose another name")
     assert run(["submit", "--rdzv-id=night", "t"]) == 1
     assert "a job night already exists" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_store_that_refuses_is_not_asked_again(
+    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.error = StoreRefusedError("the disk is full; nothing was written")
+    assert run(["submit", "--rdzv-id=night", "t"]) == 75
+    assert "the disk is full; nothing was written; nothing was submitted" in capsys.readouterr().err
+    assert len(control.requests) == 1
 
 
 # ------------------------------------------------------------------------------ bad connections

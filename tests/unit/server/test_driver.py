@@ -55,6 +55,7 @@ from rdzv.errors import (
     RendezvousError,
     RendezvousStateError,
     SettingsMismatchError,
+    StoreRefusedError,
     UnknownJobError,
 )
 from rdzv.runtime import log_format
@@ -86,7 +87,7 @@ from rdzv.server.messages import (
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config, Limits
 from rdzv.server.telemetry import event_lines
-from rdzv.stores.base import Page, Record, RevisionConflictError, Stored, StoreRefusedError
+from rdzv.stores.base import Page, Record, RevisionConflictError, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen

@@ -7,10 +7,14 @@ from typing import cast
 import msgspec
 import pytest
 
-from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousStateError
+from rdzv.errors import (
+    LimitExceededError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    StoreRefusedError,
+)
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.engine.stored_records import KeyValueRecord
-from rdzv.stores.base import StoreRefusedError
 from rdzv.stores.memory import MemoryStore
 
 

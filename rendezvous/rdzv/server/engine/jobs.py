@@ -19,13 +19,14 @@ from rdzv.errors import (
     LimitExceededError,
     RendezvousConnectionError,
     RendezvousStateError,
+    StoreRefusedError,
 )
 from rdzv.runtime.clock import Clock, Timer
 from rdzv.server.engine.job import Job, Step
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_interface import Meter
-from rdzv.stores.base import RevisionConflictError, StoreRefusedError
+from rdzv.stores.base import RevisionConflictError
 from rdzv.structs import replace
 from rdzv.transport.node_stream import BACKOFF
 

@@ -7,9 +7,9 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from rdzv.errors import RendezvousConnectionError, RendezvousStateError
+from rdzv.errors import RendezvousConnectionError, RendezvousStateError, StoreRefusedError
 from rdzv.server.engine.store_access import StoreAccess
-from rdzv.stores.base import RevisionConflictError, StoreRefusedError
+from rdzv.stores.base import RevisionConflictError
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ from rdzv.core.invariants import violations
 from rdzv.core.life import restoring, runs
 from rdzv.core.model import Membership
 from rdzv.core.words import size_text
-from rdzv.errors import InvalidRequestError, RendezvousStateError
+from rdzv.errors import InvalidRequestError, RendezvousStateError, StoreRefusedError
 from rdzv.server.settings.config import Config
 from rdzv.stores import backup
-from rdzv.stores.base import Store, StoreRefusedError
+from rdzv.stores.base import Store
 from rdzv.stores.election import Election
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient
