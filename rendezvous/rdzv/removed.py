@@ -22,7 +22,18 @@ CONSTANTS = {
     "limits.outbox": f"{_SERVER}.sessions.connections.OUTBOX",
     "limits.scrapes": f"{_SERVER}.telemetry.server_metrics.SCRAPES",
     "limits.watchers": f"{_SERVER}.operations.job_views.WATCHERS",
+    "oidc.keys_refresh": f"{_SERVER}.security.issuer_keys.REFRESH_EVERY_S",
     "retention.events": "rdzv.stores.base.HISTORY_ROWS",
+    "retention.look_every": f"{_SERVER}.engine.forgetting.PRUNE_EVERY_MS",
+    "timings.deaf_after": "rdzv.runtime.clock.DEAF_AFTER_MS",
+    "timings.first_request": f"{_SERVER}.http.connection_limits.FIRST_REQUEST_S",
+    "timings.handshake": f"{_SERVER}.security.tls.HANDSHAKE_MS",
+    "timings.hello_timeout": f"{_SERVER}.rpc.rendezvous_service.HELLO_TIMEOUT_S",
+    "timings.leaderless_hold": f"{_SERVER}.replication.replica.LEADERLESS_HOLD_S",
+    "timings.log_answer": f"{_SERVER}.diagnosis.worker_logs.ANSWER_MS",
+    "timings.metrics_of_ended": f"{_SERVER}.telemetry.server_metrics.ENDED_JOB_MS",
+    "timings.stop_grace": f"{_SERVER}.driver.STOP_GRACE_MS",
+    "timings.store_retry": f"{_SERVER}.engine.store_availability.STORE_RETRY_MS",
 }
 """The constant that took the place of each setting that nobody set."""
 

@@ -26,13 +26,16 @@ from rdzv.client import Endpoint
 from rdzv.core.fleet.nodes import NodesTuning
 from rdzv.ctl.authority import Authority
 from rdzv.runtime.clock import MonotonicClock
+from rdzv.server.diagnosis import reported_hangs, stack_collection, worker_logs
 from rdzv.server.driver import Driver
+from rdzv.server.http import api
 from rdzv.server.http.listener import serving_http
 from rdzv.server.replication.replica import Replica
+from rdzv.server.rpc import grpc_listener, rendezvous_service
 from rdzv.server.rpc.grpc_listener import serving
 from rdzv.server.security.role_gate import Gate
 from rdzv.server.security.tls import Tls
-from rdzv.server.settings.config import Config, Limits, Timings, TlsFiles
+from rdzv.server.settings.config import Config, Limits, TlsFiles
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.channels import Credentials, Metadata
@@ -46,14 +49,13 @@ JOB = "bystanders-job"
 """No surface generates these names, so no input may affect them."""
 
 LIMITS = Limits(jobs=200)
-TIMINGS = Timings(
-    hello_timeout_ms=200,
-    log_answer_ms=100,
-    log_answer_most_ms=200,
-    stacks_answer_ms=100,
-    hang_gather_ms=50,
-    stop_grace_ms=100,
-)
+rendezvous_service.HELLO_TIMEOUT_S = 0.2
+worker_logs.ANSWER_MS = 100
+api.LOG_ANSWER_MOST_S = 0.2
+stack_collection.ANSWER_MS = 100
+reported_hangs.GATHER_MS = 50
+grpc_listener.STOP_GRACE_MS = 100
+
 LONG_MS = 600_000
 """The bystander's lease: a busy machine must not take it for lost."""
 
@@ -161,7 +163,6 @@ async def _serving(guard: Guard, folder: Path) -> AsyncIterator[tuple[Served, _B
         init_admin_token=folder / "token" if guard is Guard.TOKENS else None,
         tls=_made_files(folder) if guard is Guard.CERTIFICATES else None,
         limits=LIMITS,
-        timings=TIMINGS,
         nodes_tuning=NodesTuning(lease_ms=LONG_MS, lease_max_ms=LONG_MS),
     )
     clock = MonotonicClock()

@@ -27,6 +27,8 @@ PATIENCE_S = 60.0
 
 JOBS = "rdzv.server.settings.bounds.JOBS_PER_NODE"
 COMMANDS = "rdzv.server.rpc.node_messages.COMMANDS_PER_SECOND"
+HANDSHAKE = "rdzv.server.rpc.grpc_listener.HANDSHAKE_MS"
+FIRST_REQUEST = "rdzv.server.http.connection_limits.FIRST_REQUEST_S"
 CONNECTIONS_PER_PEER = "rdzv.server.http.connection_limits.CONNECTIONS_PER_PEER"
 
 
@@ -169,7 +171,7 @@ def log_of(made: Rdzvd) -> str:
 
 
 async def test_two_thousand_connections_that_say_nothing_are_closed(tmp_path: Path) -> None:
-    with server(tmp_path, "[timings]", 'handshake = "2 s"') as made, ExitStack() as stack:
+    with server(tmp_path, **{HANDSHAKE: 2_000}) as made, ExitStack() as stack:
         async with witness(made) as others:
             idle = connect(port_of(made.address), 2_000, stack)
             await others.is_served()
@@ -181,8 +183,10 @@ async def test_two_thousand_connections_that_say_nothing_are_closed(tmp_path: Pa
 async def test_above_its_connections_a_server_lets_nobody_in_until_some_are_gone(
     tmp_path: Path,
 ) -> None:
-    lines = ("[limits]", "connections = 30", "[timings]", 'handshake = "2 s"')
-    with server(tmp_path, *lines) as made, ExitStack() as stack:
+    with (
+        server(tmp_path, "[limits]", "connections = 30", **{HANDSHAKE: 2_000}) as made,
+        ExitStack() as stack,
+    ):
         async with witness(made) as others:
             crowd = connect(port_of(made.address), 100, stack)
             await ends(crowd[-1])
@@ -230,8 +234,10 @@ async def test_giant_metadata_is_refused(tmp_path: Path) -> None:
 
 
 async def test_who_says_no_request_in_time_is_shown_out(tmp_path: Path) -> None:
-    lines = ("[timings]", 'first_request = "1 s"')
-    with server(tmp_path, *lines, **{CONNECTIONS_PER_PEER: 40}) as made, ExitStack() as stack:
+    with (
+        server(tmp_path, **{CONNECTIONS_PER_PEER: 40, FIRST_REQUEST: 1}) as made,
+        ExitStack() as stack,
+    ):
         async with witness(made) as others:
             port = http_port(made)
             crowd = connect(port, 41, stack)

@@ -15,7 +15,7 @@ from test_rdzvd import PATIENT, Node, Rdzvd, attached, control, hello, rdzvd
 
 from rdzv.v1 import rdzv_pb2 as pb
 
-USUAL = f'{PATIENT}[limits]\njobs = 1\n[retention]\nlook_every = "1 s"\n'
+USUAL = f"{PATIENT}[limits]\njobs = 1\n[retention]\n"
 
 
 async def logged(server: Rdzvd, text: str, times: int = 1) -> None:
@@ -50,7 +50,8 @@ async def names(server: Rdzvd) -> set[str]:
 
 @contextlib.asynccontextmanager
 async def serving(tmp_path: Path, text: str = USUAL) -> AsyncIterator[tuple[Rdzvd, Path]]:
-    with rdzvd(tmp_path, config=text) as server:
+    soon = {"rdzv.server.engine.forgetting.PRUNE_EVERY_MS": 1_000}
+    with rdzvd(tmp_path, config=text, constants=soon) as server:
         assert server.ready, server.stderr.read_text()
         yield server, tmp_path / "rdzvd.toml"
 

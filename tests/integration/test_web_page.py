@@ -377,9 +377,12 @@ def test_a_recovery_has_its_phases_from_the_history(open_page: Open) -> None:
     assert second == ["1 kept, 1 warm", took]
 
 
-def test_a_hang_is_told_and_what_all_workers_did_can_be_read(open_page: Open) -> None:
-    server = served(hang_gather_ms=100, stacks_answer_ms=600_000)
-    with to_the_end(open_page, server) as s:
+def test_a_hang_is_told_and_what_all_workers_did_can_be_read(
+    open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rdzv.server.diagnosis.reported_hangs.GATHER_MS", 100)
+    monkeypatch.setattr("rdzv.server.diagnosis.stack_collection.ANSWER_MS", 600_000)
+    with to_the_end(open_page, served()) as s:
         s.join("night", "n1", "n2", nodes=(2, 2))
         s.lines[2] = 7
         page = open_page(f"{s.url}/#/job/night")
@@ -412,9 +415,12 @@ def test_a_hang_is_told_and_what_all_workers_did_can_be_read(open_page: Open) ->
         expect(card.get_by_label("Stack of RANK 2")).to_be_visible()
 
 
-def test_a_job_that_hangs_stands_out_of_the_fleet(open_page: Open) -> None:
-    server = served(hang_gather_ms=100, stacks_answer_ms=600_000)
-    with to_the_end(open_page, server) as s:
+def test_a_job_that_hangs_stands_out_of_the_fleet(
+    open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rdzv.server.diagnosis.reported_hangs.GATHER_MS", 100)
+    monkeypatch.setattr("rdzv.server.diagnosis.stack_collection.ANSWER_MS", 600_000)
+    with to_the_end(open_page, served()) as s:
         s.join("night", "n1", "n2", nodes=(2, 2))
         s.join("day", "n3", nodes=(1, 1))
         page = open_page(f"{s.url}/#/")

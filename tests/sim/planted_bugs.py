@@ -1378,7 +1378,7 @@ MUTANTS = (
     Mutant(
         "a node's word is dropped while the store is away",
         "NodeCommands.insist",
-        "            await sleep_ms(self._clock, self._timings.store_retry_ms)",
+        "            await sleep_ms(self._clock, STORE_RETRY_MS)",
         "            return self._jobs.peek(rdzv_id)",
     ),
     Mutant(

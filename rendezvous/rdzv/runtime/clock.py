@@ -96,6 +96,13 @@ class Timer:
             self._callback(max(due_ms, self._set_ms))
 
 
+DEAF_AFTER_MS = 500
+"""How long a pause of the event loop may be before the silence of others in it proves nothing."""
+
+SETTLE_MS = 1_000
+"""How long pending messages are read after such a pause before any deadline counts."""
+
+
 class LoopWatch:
     """Detects pauses of the event loop, so that input that arrived during a pause is read first.
 
@@ -109,8 +116,6 @@ class LoopWatch:
         on_pause: Callable[[int], None],
         *,
         every_ms: int,
-        deaf_after_ms: int,
-        settle_ms: int,
         on_look: Callable[[int], None] = lambda late_ms: None,
     ) -> None:
         """Call `on_pause` with each pause's length, and `on_look` with each check's delay."""
@@ -118,8 +123,6 @@ class LoopWatch:
         self._on_pause = on_pause
         self._on_look = on_look
         self.every_ms = every_ms
-        self._deaf_after_ms = deaf_after_ms
-        self._settle_ms = settle_ms
         self.timer = Timer(clock, self.look)
         """Calls `look`, which sets it again."""
         self._listened_ms = 0
@@ -136,8 +139,8 @@ class LoopWatch:
     def late(self, due_ms: int) -> bool:
         """Return whether a timer that was due at `due_ms` must wait until `settled_ms`."""
         now_ms = self._clock.now_ms()
-        if now_ms - due_ms > self._deaf_after_ms and now_ms >= self.settled_ms:
-            self.settled_ms = now_ms + self._settle_ms
+        if now_ms - due_ms > DEAF_AFTER_MS and now_ms >= self.settled_ms:
+            self.settled_ms = now_ms + SETTLE_MS
             self._listened_ms = max(self._listened_ms, due_ms)
             self._on_pause(now_ms - due_ms)
         return now_ms < self.settled_ms

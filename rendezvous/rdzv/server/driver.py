@@ -47,6 +47,12 @@ from rdzv.server.telemetry.metrics_interface import Figures, Meter
 from rdzv.server.telemetry.scrape_targets import ScrapeTargets
 from rdzv.stores.base import Record, Store
 
+WATCH_EVERY_MS = 250
+"""How often the event loop checks whether it was blocked, unless leases are long."""
+
+STOP_GRACE_MS = 500
+"""How long open calls and decisions have to end when the server stops."""
+
 
 class Driver:
     """Drives all jobs and nodes of one server. Use `running` to create one."""
@@ -65,16 +71,13 @@ class Driver:
         self._config = config
         self._meter = meter
         self.tasks = tasks
-        timings, retry_ms = config.timings, config.timings.store_retry_ms
         self.loop_watch = LoopWatch(
             clock,
             self._renew_leases,
-            every_ms=timings.watch_every_ms,
-            deaf_after_ms=timings.deaf_after_ms,
-            settle_ms=timings.settle_ms,
+            every_ms=max(WATCH_EVERY_MS, config.nodes_tuning.lease_ms // 100),
             on_look=meter.loop_late,
         )
-        self.store = StoreAccess(store, clock, tasks, meter, retry_ms, on_change=self._show_store)
+        self.store = StoreAccess(store, clock, tasks, meter, on_change=self._show_store)
         self.engine = Engine(
             self.store,
             clock,
@@ -89,16 +92,15 @@ class Driver:
         )
         self.jobs, self.history = self.engine.jobs, self.engine.history
         self.forgetting = Forgetting(self.jobs, self.store, clock, config, tasks)
-        self.watchers = Watchers(clock, timings.show_progress_every_ms)
+        self.watchers = Watchers(clock)
         self.streams = Streams(clock)
         self.leases = Leases(
             clock,
             self.loop_watch,
             config.nodes_tuning,
-            timings.hear_every_ms,
             on_event=self._on_node_event,
         )
-        self.node_jobs = NodeJobs(self.engine, self.leases, self.streams, clock, tasks, retry_ms)
+        self.node_jobs = NodeJobs(self.engine, self.leases, self.streams, clock, tasks)
         self._make_services()
         self._make_entrances_of_nodes()
         self._make_entrances_of_operators()
@@ -144,7 +146,7 @@ class Driver:
             targets=self.scrape_targets,
             watchers=self.watchers,
         )
-        self.commands = NodeCommands(self.engine, self.node_jobs, clock, self._config.timings)
+        self.commands = NodeCommands(self.engine, self.node_jobs, clock)
         self.recovery = Recovery(
             self.jobs,
             clock,
@@ -245,7 +247,7 @@ class Driver:
         self.leases.stop()
         self.watchers.stop()
         self._stop_timers()
-        await self.tasks.finish(within_ms=self._config.timings.stop_grace_ms)
+        await self.tasks.finish(within_ms=STOP_GRACE_MS)
         # Stop the timers again, because a decision that has just finished may have armed one.
         self._stop_timers()
         await self.history.flush()

@@ -36,7 +36,7 @@ from rdzv.errors import (
     StoreRefusedError,
     UnknownJobError,
 )
-from rdzv.server.engine.forgetting import outlived, refuse_to_forget
+from rdzv.server.engine.forgetting import PRUNE_EVERY_MS, outlived, refuse_to_forget
 from rdzv.server.messages import Assignment
 from rdzv.server.settings.config import DAY_MS, Limits, Timings
 from rdzv.stores.base import Record, RevisionConflictError, Stored
@@ -44,7 +44,7 @@ from rdzv.stores.memory import MemoryStore
 from rdzv.structs import as_dict, replace
 from tests.unit.server.test_driver import FakeClock, Server, join, read, server, settle
 
-HOUR_MS = Timings().prune_every_ms
+HOUR_MS = PRUNE_EVERY_MS
 NOW_MS = 100 * DAY_MS
 
 

@@ -709,16 +709,13 @@ async def test_a_large_fleet_comes_in_parts() -> None:
         assert [row["rdzv_id"] for part in parts for row in part["jobs"]] == names
 
 
-async def test_a_stream_that_is_silent_beats() -> None:
+async def test_a_stream_that_is_silent_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rdzv.server.http.api.STREAM_BEAT_S", 0.02)
     async with asked() as s:
-        object.__setattr__(CONFIG.timings, "stream_beat_ms", 20)
-        try:
-            async with s.session.get(f"{s.url}{PREFIX}/stream") as answer:
-                async with asyncio.timeout(WAIT_S):
-                    said = await answer.content.readuntil(b"event: beat\ndata: ")
-            assert b": still here\n" in said
-        finally:
-            object.__setattr__(CONFIG.timings, "stream_beat_ms", 5_000)
+        async with s.session.get(f"{s.url}{PREFIX}/stream") as answer:
+            async with asyncio.timeout(WAIT_S):
+                said = await answer.content.readuntil(b"event: beat\ndata: ")
+        assert b": still here\n" in said
 
 
 async def test_a_reader_that_is_too_slow_is_dropped_and_told_why(

@@ -757,7 +757,7 @@ async def test_who_has_become_another_before_its_join_is_stored_is_lost() -> Non
 
 def test_each_new_reason_for_which_the_store_is_away_is_shown() -> None:
     shown: list[str | None] = []
-    state = StoreState(FakeClock(), 1_000, shown.append, lambda: None)
+    state = StoreState(FakeClock(), shown.append, lambda: None)
     for why in ("no answer", "no answer", "it has no leader"):
         state.failed(RendezvousConnectionError(why), 0, writes=False)
     assert shown == [None, None]

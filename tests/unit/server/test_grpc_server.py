@@ -190,12 +190,14 @@ async def test_what_is_no_message_of_reflection_is_refused_without_a_traceback(
     ],
 )  # fmt: skip
 async def test_a_node_that_does_not_begin_with_a_hello_is_refused(
-    caplog: pytest.LogCaptureFixture, first: bytes | None, code: str, error: str
+    caplog: pytest.LogCaptureFixture,
+    first: bytes | None,
+    code: str,
+    error: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with (
-        server(Timings(hello_timeout_ms=50)) as at,
-        grpc.aio.insecure_channel(str(at)) as channel,
-    ):
+    monkeypatch.setattr("rdzv.server.rpc.rendezvous_service.HELLO_TIMEOUT_S", 0.05)
+    async with server() as at, grpc.aio.insecure_channel(str(at)) as channel:
         stream = channel.stream_stream("/rdzv.v1.Rendezvous/Attach")(timeout=LONG_S)
         if first is not None:
             await stream.write(first)

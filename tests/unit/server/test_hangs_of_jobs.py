@@ -17,9 +17,9 @@ from rdzv.core.model import Cause, Failure, LeaveCause, Membership, Result, Sett
 from rdzv.core.root_cause import describe_failure, is_connection_error
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.server.engine.decide_persist_publish import Engine
+from rdzv.server.engine.store_availability import STORE_RETRY_MS
 from rdzv.server.messages import Hung, RoundOver, TakeStacks
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Timings
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.view.answers import event_in
@@ -406,7 +406,7 @@ async def test_a_store_that_is_away_is_waited_for_and_who_recovers_meanwhile_goe
         await say(s, n2, stack(2), stack(3))
         await clock.advance(5_000)
         assert await live(s)
-        assert len(tries) == 1 + 5_000 // Timings().store_retry_ms
+        assert len(tries) == 1 + 5_000 // STORE_RETRY_MS
         store.away = None
         await clock.advance(2_000)
         assert (await failure(s)).rank == 0

@@ -46,7 +46,7 @@ from rdzv.server.telemetry.job_metrics_page import (
     why_not_running,
 )
 from rdzv.server.telemetry.metrics_interface import Figures, Meter, Meters
-from rdzv.server.telemetry.server_metrics import ENDED_JOBS, SLICE_JOBS, Metrics
+from rdzv.server.telemetry.server_metrics import ENDED_JOB_MS, ENDED_JOBS, SLICE_JOBS, Metrics
 from rdzv.stores.base import Record
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
@@ -427,7 +427,7 @@ async def test_a_job_that_has_ended_is_shown_for_a_while_and_no_longer() -> None
         found = await s.values()
         assert found["rdzv_job_state{rdzv_id=job-7}{state=stopped}"] == 1
         assert "rdzv_job_min_nodes{rdzv_id=job-7}" not in found
-        await s.clock.advance(CONFIG.timings.ended_job_ms)
+        await s.clock.advance(ENDED_JOB_MS)
         assert not any("job-7" in name for name in await s.values())
         assert not s.metrics.tallies
         assert not s.metrics.ended

@@ -186,7 +186,7 @@ async def test_every_call_with_every_role(method: str, monkeypatch: pytest.Monke
 async def test_a_stream_is_refused_once_its_first_message_is_here(
     who: str | None, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def stand_by(self: Replica, timeout_s: float) -> None:
+    async def stand_by(self: Replica) -> None:
         raise NotLeaderError("this one stands by")
 
     monkeypatch.setattr(Replica, "settled_driver", stand_by)

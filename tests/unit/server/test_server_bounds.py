@@ -10,7 +10,7 @@ import pytest
 from rdzv.server.http.connection_limits import ConnectionLimits
 from rdzv.server.rpc.grpc_listener import OTHER_FILES, connections_at_once
 from rdzv.server.rpc.rate_limit import RateLimit
-from rdzv.server.settings.config import Limits, Timings
+from rdzv.server.settings.config import Limits
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_burst_is_allowed_and_then_a_rate(times_ms: list[int], expected: str) 
 def test_one_address_has_a_part_of_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rdzv.server.http.connection_limits.CONNECTIONS", 3)
     monkeypatch.setattr("rdzv.server.http.connection_limits.CONNECTIONS_PER_PEER", 2)
-    made = ConnectionLimits(asyncio.Protocol, Timings())
+    made = ConnectionLimits(asyncio.Protocol)
     assert [made.enter("a"), made.enter("a"), made.enter("b")] == ["", "", ""]
     assert made.enter("c") == "this server has 3 connections; try again later"
     made.leave("b")

@@ -252,9 +252,7 @@ async def test_keys_are_not_kept_for_ever(issuer: Issuer) -> None:
             raise issuer_keys.FetchError("no answer")
         return keys
 
-    held = issuer_keys.IssuerKeys(
-        fetch, "https://issuer", refresh_s=60, kept_s=3600, now_s=lambda: at
-    )
+    held = issuer_keys.IssuerKeys(fetch, "https://issuer", kept_s=3600, now_s=lambda: at)
     following = asyncio.create_task(held.follow())
     await held.key("one")
     at += 3600
@@ -276,9 +274,7 @@ class Fetches:
         self._key = key
         self._answers: asyncio.Queue[tuple[str, ...] | None] = asyncio.Queue()
         self.begun = 0
-        self.keys = issuer_keys.IssuerKeys(
-            self._fetch, "https://issuer", refresh_s=3_600, kept_s=7_200
-        )
+        self.keys = issuer_keys.IssuerKeys(self._fetch, "https://issuer", kept_s=7_200)
         self.following = asyncio.create_task(self.keys.follow())
 
     async def _fetch(self) -> issuer_keys.Keys:

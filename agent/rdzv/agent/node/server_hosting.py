@@ -67,7 +67,7 @@ async def serving_itself(
     config = replace(
         _from_memory(Listen("127.0.0.1", 0)),
         nodes_tuning=NodesTuning(lease_ms=never_ms, lease_max_ms=never_ms),
-        timings=Timings(watch_every_ms=never_ms, ping_interval_ms=never_ms),
+        timings=Timings(ping_interval_ms=never_ms),
     )
     async with contextlib.AsyncExitStack() as stack:
         listening = None if store_at is None else _listen_at(store_at)

@@ -38,15 +38,14 @@ class Diagnosis:
         note: Callable[[str, tuple[Event, ...]], None],
     ) -> None:
         """Use `send` to send messages to nodes and `note` to record events not caused by a step."""
-        timings = config.timings
         self._clock = clock
         self.progress = ProgressBoard()
         self.milestones = StepMilestones(note)
         self.starts = WorkerStarts(note)
         self.snapshots = SnapshotTracking(send)
-        self.stragglers = Stragglers(timings.straggler_after_ms, note)
-        self.logs = WorkerLogs(clock, timings.log_answer_ms, send)
-        self.stacks = StackRelay(clock, timings.stacks_answer_ms, send)
+        self.stragglers = Stragglers(config.timings.straggler_after_ms, note)
+        self.logs = WorkerLogs(clock, send)
+        self.stacks = StackRelay(clock, send)
         self.stack_archive = StackArchive(store)
         self.hangs = ReportedHangs(
             clock,
@@ -56,8 +55,6 @@ class Diagnosis:
             peek=engine.jobs.peek,
             submit=engine.submit,
             tell=note,
-            gather_ms=timings.hang_gather_ms,
-            retry_ms=timings.store_retry_ms,
         )
 
     def note_state(self, state: State) -> None:

@@ -24,6 +24,7 @@ from rdzv.runtime.clock import Clock, Timer, sleep_ms
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.diagnosis.stack_archive import StackArchive
 from rdzv.server.diagnosis.stack_collection import StackRelay
+from rdzv.server.engine.store_availability import STORE_RETRY_MS
 from rdzv.server.messages import Hung
 
 log = logging.getLogger("rdzv.hangs")
@@ -50,6 +51,10 @@ class _Episode:
     """Set when no further reports are expected."""
 
 
+GATHER_MS = 2_000
+"""How long a round's other nodes have to report hanging workers, too. All check within a second."""
+
+
 class ReportedHangs:
     """The hangs reported in one server's jobs."""
 
@@ -63,8 +68,6 @@ class ReportedHangs:
         peek: Callable[[str], State | None],
         submit: Callable[[str, Command], Awaitable[State]],
         tell: Callable[[str, tuple[Event, ...]], None],
-        gather_ms: int,
-        retry_ms: int,
     ) -> None:
         """Use `tell` to record events that were not caused by a step of a job."""
         self._clock = clock
@@ -74,8 +77,6 @@ class ReportedHangs:
         self._peek = peek
         self._submit = submit
         self._tell = tell
-        self._gather_ms = gather_ms
-        self._retry_ms = retry_ms
         self._episodes: dict[str, _Episode] = {}
 
     def take_report(self, node_id: str, incarnation: int, said: Hung) -> None:
@@ -176,7 +177,7 @@ class ReportedHangs:
     async def _gather(self, episode: _Episode) -> None:
         """Wait a moment for the other nodes' reports."""
         timer = Timer(self._clock, lambda _: episode.all_told.set())
-        timer.arm(self._clock.now_ms() + self._gather_ms)
+        timer.arm(self._clock.now_ms() + GATHER_MS)
         try:
             await episode.all_told.wait()
         finally:
@@ -222,7 +223,7 @@ class ReportedHangs:
             except RendezvousConnectionError:
                 # While the store is unavailable, nothing is decided, and a worker that recovers
                 # continues.
-                await sleep_ms(self._clock, self._retry_ms)
+                await sleep_ms(self._clock, STORE_RETRY_MS)
                 continue
             return
 

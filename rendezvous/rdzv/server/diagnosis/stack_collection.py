@@ -116,12 +116,15 @@ STACK_GROUPS = 256
 """The number of groups of workers in one round, each with the same stack."""
 
 
+ANSWER_MS = 10_000
+"""How long nodes have to answer a request for stacks. py-spy needs about 20 ms per worker."""
+
+
 class StackRelay:
     """Runs one server's stack collections."""
 
-    def __init__(self, clock: Clock, answer_ms: int, send: Send) -> None:
+    def __init__(self, clock: Clock, send: Send) -> None:
         self._clock = clock
-        self._answer_ms = answer_ms
         self._send = send
         self._takings: dict[int, _Taking] = {}
         """The collections in progress, by request number, which is the same for all nodes."""
@@ -155,7 +158,7 @@ class StackRelay:
         self._takings[number] = taking
         timer = Timer(self._clock, lambda _: taking.done.set())
         at_ms = self._clock.now_ms()
-        answer_ms = min(within_ms or self._answer_ms, self._answer_ms)
+        answer_ms = min(within_ms or ANSWER_MS, ANSWER_MS)
         timer.arm(at_ms + answer_ms)
         told = TakeStacks(number, membership.rdzv_id, membership.run, round_.number, answer_ms)
         try:

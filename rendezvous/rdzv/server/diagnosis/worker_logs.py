@@ -77,14 +77,17 @@ WINDOW_BYTES_LEAST = 4 * 1024
 """The same if many nodes share `BUFFER_BYTES`."""
 
 
+ANSWER_MS = 10_000
+"""How long a node that is asked for logs may send nothing or be away: longer than the default
+lease."""
+
+
 class WorkerLogs:
     """One server's log readers and their requests."""
 
-    def __init__(self, clock: Clock, answer_ms: int, send: Send) -> None:
-        """Give a node `answer_ms` to answer or, if it is away, to return."""
+    def __init__(self, clock: Clock, send: Send) -> None:
         self.clock = clock
-        self.answer_ms = answer_ms
-        self.expects_until_ms = clock.now_ms() + answer_ms
+        self.expects_until_ms = clock.now_ms() + ANSWER_MS
         """The time until which nodes may still be reconnecting to a server that has just
         started."""
         self._send = send
@@ -436,7 +439,7 @@ class LogReader:
             runs=self._runs,
         )
         if self._logs.ask(self, ask, told) or (expected and self._may_come_back()):
-            ask.deadline_ms = self._logs.clock.now_ms() + self._logs.answer_ms
+            ask.deadline_ms = self._logs.clock.now_ms() + ANSWER_MS
             self._timer.arm_by(ask.deadline_ms)
         else:
             self._end(ask, self._absent(ask))
@@ -448,7 +451,7 @@ class LogReader:
     def _expect(self, ask: _Ask) -> None:
         """Set the deadline for an answer, a node's return or, without `follow`, more output."""
         owes = ask.request is None or (not self._wanted.follow and ask.credit > PIECE_COST)
-        ask.deadline_ms = self._logs.clock.now_ms() + self._logs.answer_ms if owes else None
+        ask.deadline_ms = self._logs.clock.now_ms() + ANSWER_MS if owes else None
         if ask.deadline_ms is not None:
             self._timer.arm_by(ask.deadline_ms)
 
@@ -460,7 +463,7 @@ class LogReader:
             if ask.deadline_ms > now_ms:
                 self._timer.arm_by(ask.deadline_ms)
             elif ask.request is not None:
-                seconds = self._logs.answer_ms / 1000
+                seconds = ANSWER_MS / 1000
                 self._end(
                     ask,
                     f"it has sent nothing for {seconds:g} s: its agent may be held up, or too old "

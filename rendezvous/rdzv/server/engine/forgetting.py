@@ -32,6 +32,10 @@ TIME_SEEN = "time-seen"
 """The name of the key-value record of when this store's servers ran."""
 
 
+PRUNE_EVERY_MS = 3_600_000
+"""How often ended jobs are checked, and so how soon a reload of their retention has an effect."""
+
+
 class Forgetting:
     """Deletes one server's ended jobs together with their history."""
 
@@ -95,7 +99,7 @@ class Forgetting:
 
         Jobs that cannot be read are left alone. Never blocks.
         """
-        self._timer.arm(self._clock.now_ms() + self._config.timings.prune_every_ms)
+        self._timer.arm(self._clock.now_ms() + PRUNE_EVERY_MS)
         self._tasks.start(self._prune())
 
     async def _prune(self) -> None:

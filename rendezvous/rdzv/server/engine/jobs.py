@@ -24,6 +24,7 @@ from rdzv.errors import (
 from rdzv.runtime.clock import Clock, Timer
 from rdzv.server.engine.job import Job, Step
 from rdzv.server.engine.store_access import StoreAccess
+from rdzv.server.engine.store_availability import STORE_RETRY_MS
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import RevisionConflictError
@@ -66,7 +67,6 @@ class Jobs:
         if config.store == "memory":
             forms_from_ms = clock.now_ms() + RECONNECT_MS
             self._tuning = replace(config.tuning, forms_from_ms=forms_from_ms)
-        self._timings = config.timings
         self._publish = publish
         self._on_load = on_load
         self._on_due = on_due
@@ -181,7 +181,7 @@ class Jobs:
 
     def retry_at_ms(self) -> int:
         """Return when to retry a write that the store did not accept."""
-        return self._clock.now_ms() + self._timings.store_retry_ms
+        return self._clock.now_ms() + STORE_RETRY_MS
 
     # ---------------------------------------------------------------- reading
 

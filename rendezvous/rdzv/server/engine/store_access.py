@@ -33,13 +33,12 @@ class StoreAccess:
         clock: Clock,
         tasks: Tasks,
         meter: Meter,
-        retry_ms: int,
         on_change: Callable[[str | None], None],
     ) -> None:
         self.store = store
         self._clock = clock
         self._meter = meter
-        self.state = StoreState(clock, retry_ms, on_change, lambda: tasks.start(self._probe()))
+        self.state = StoreState(clock, on_change, lambda: tasks.start(self._probe()))
 
     async def _ask(self, answer: Awaitable[T], *, writes: bool = False) -> T:
         """Await the store's answer, and record whether the store responded."""

@@ -28,6 +28,8 @@ from rdzv.runtime.clock import Clock, Timer
 
 log = logging.getLogger("rdzv.jobs")
 
+STORE_RETRY_MS = 1_000
+"""How often a store that is away is tried again."""
 MOST_NAMED = 4
 """The maximum number of waiting commands named in one sentence."""
 FRESH_RETRIES = 3
@@ -41,7 +43,6 @@ class StoreState:
     def __init__(
         self,
         clock: Clock,
-        retry_ms: int,
         on_change: Callable[[str | None], None],
         probe: Callable[[], object],
     ) -> None:
@@ -51,8 +52,6 @@ class StoreState:
         waiting command is being retried.
         """
         self._clock = clock
-        self._fresh_ms = FRESH_RETRIES * retry_ms
-        self._retry_ms = retry_ms
         self._on_change = on_change
         self._probe = probe
         self._timer = Timer(clock, lambda _: self._look())
@@ -72,7 +71,7 @@ class StoreState:
             self._since_ms = began_ms
             log.error("the store is away: %s; workers run on, nothing new is decided", error)
             if not self._stopped:
-                self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
+                self._timer.arm_by(self._clock.now_ms() + STORE_RETRY_MS)
         if known != self._why:
             self._on_change(None)
 
@@ -110,7 +109,7 @@ class StoreState:
 
     def waiting(self, rdzv_id: str) -> tuple[str, ...]:
         """Describe one job's commands that are waiting for the store."""
-        since_ms = self._clock.now_ms() - self._fresh_ms
+        since_ms = self._clock.now_ms() - FRESH_RETRIES * STORE_RETRY_MS
         return tuple(
             words for words, at_ms in self._waiting.get(rdzv_id, {}).items() if at_ms >= since_ms
         )
@@ -159,7 +158,7 @@ class StoreState:
         """Drop commands that are no longer waiting; if none remain, probe the store."""
         if self._since_ms is None:
             return
-        self._timer.arm(self._clock.now_ms() + self._retry_ms)
+        self._timer.arm(self._clock.now_ms() + STORE_RETRY_MS)
         for rdzv_id in [name for name in self._waiting if not self.waiting(name)]:
             del self._waiting[rdzv_id]
         if not self._waiting:

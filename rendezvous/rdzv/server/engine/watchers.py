@@ -14,13 +14,15 @@ Note = Callable[[str | None], None]
 ended."""
 
 
+SHOW_PROGRESS_EVERY_MS = 1_000
+"""How often changes that are only progress are shown. Nodes report progress every second."""
+
+
 class Watchers:
     """Wakes watchers, which then read the new state themselves."""
 
-    def __init__(self, clock: Clock, show_progress_every_ms: int) -> None:
-        """Batch changes that are only progress, for all jobs, every `show_progress_every_ms`."""
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._show_progress_every_ms = show_progress_every_ms
         self._changes = weakref.WeakValueDictionary[str, asyncio.Event]()
         """The events that are set at the next change of each job, by rdzv_id."""
         self._followers: set[Note] = set()
@@ -74,7 +76,7 @@ class Watchers:
         """Schedule a wake-up of a job's watchers, batched with other jobs' wake-ups."""
         if rdzv_id in self._changes or self._followers:
             self._progressed.add(rdzv_id)
-            at_ms = self._clock.now_ms() + self._show_progress_every_ms
+            at_ms = self._clock.now_ms() + SHOW_PROGRESS_EVERY_MS
             self._progress_timer.arm_by(at_ms)
 
     def _show_progress(self) -> None:

@@ -51,6 +51,18 @@ STATUSES = {
 }
 """The HTTP status for each gRPC status in the error table. All others map to 500."""
 
+REFUSED_WITHIN_S = 0.25
+"""How soon a request to follow logs is refused, if it is; then the answer begins."""
+
+LOG_ANSWER_MOST_S = 30.0
+"""How long one answer waits for logs in total before it shows what has arrived."""
+
+STREAM_BEAT_S = 5.0
+"""How often the stream sends data, so that readers notice when it breaks."""
+
+STREAM_WRITE_S = 20.0
+"""How long a reader of the stream may accept no data before it is dropped. Pages reconnect."""
+
 REQUESTS = 32
 """The number of requests that are answered at once."""
 
@@ -63,7 +75,6 @@ class Api:
     def __init__(self, answers: Shown, feeds: Feeds, config: Config) -> None:
         self._answers = answers
         self._feeds = feeds
-        self._timings = config.timings
         self._operations = operations()
         self._asked = 0
 
@@ -192,7 +203,7 @@ class Api:
         """Return the whole text, or truncate it with a note at the limits on size and time."""
         parts, size, most = list[str](), 0, LOG_BYTES
         try:
-            async with asyncio.timeout(self._timings.log_answer_most_ms / 1000):
+            async with asyncio.timeout(LOG_ANSWER_MOST_S):
                 async for text in texts:
                     parts.append(text)
                     size += len(text)
@@ -212,7 +223,7 @@ class Api:
         # A refusal comes at once and becomes the response, while the first output may take hours.
         coming = asyncio.ensure_future(anext(texts, None))
         try:
-            done, _ = await asyncio.wait([coming], timeout=self._timings.stream_rest_ms / 1000)
+            done, _ = await asyncio.wait([coming], timeout=REFUSED_WITHIN_S)
             if done and coming.exception() is not None:
                 await coming
             response = web.StreamResponse(headers={"Content-Type": "text/plain; charset=utf-8"})
@@ -239,7 +250,7 @@ class Api:
 
         """
         try:
-            async with asyncio.timeout(self._timings.stream_write_ms / 1000):
+            async with asyncio.timeout(STREAM_WRITE_S):
                 await response.write(data)
         except TimeoutError:
             log.info("dropping reader %s, which does not accept data", request.remote)
@@ -259,10 +270,9 @@ class Api:
                 }
             )
             await response.prepare(request)
-            beat_s = self._timings.stream_beat_ms / 1000
             while True:
                 try:
-                    async with asyncio.timeout(beat_s):
+                    async with asyncio.timeout(STREAM_BEAT_S):
                         data = await reader.next()
                 except TimeoutError:
                     data = BEAT

@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from rdzv.server.security import handshake_timeouts
-from rdzv.server.settings.config import Timings
+from rdzv.server.security.tls import HANDSHAKE_MS
 from rdzv.transport.endpoints import Listen
 
 _END_OF_HEADERS = b"\r\n\r\n"
@@ -30,13 +29,16 @@ CONNECTIONS_PER_PEER = 512
 """The number of connections from one address. Browsers behind a proxy share one."""
 
 
+FIRST_REQUEST_S = 10.0
+"""How long a new connection may take for its first request."""
+
+
 class ConnectionLimits:
     """Creates and counts the protocols for one server's connections."""
 
-    def __init__(self, handlers: Callable[[], asyncio.Protocol], timings: Timings) -> None:
+    def __init__(self, handlers: Callable[[], asyncio.Protocol]) -> None:
         """Pass each connection to a protocol from `handlers` once its first request has arrived."""
         self.handlers = handlers
-        self.first_request_s = timings.first_request_ms / 1000
         self._inside: Counter[str] = Counter()
         self.waiting: set[_Connection] = set()
         """The connections whose first request has not arrived yet."""
@@ -86,7 +88,7 @@ class _Connection(asyncio.Protocol):
             return
         self._peer = peer
         self._limits.waiting.add(self)
-        seconds = self._limits.first_request_s
+        seconds = FIRST_REQUEST_S
         self._timer = asyncio.get_running_loop().call_later(
             seconds, self.refuse, 408, f"no request within {seconds:g} s"
         )
@@ -157,15 +159,13 @@ class GuardedSite(web.BaseSite):
         self,
         runner: web.AppRunner,
         listen: Listen,
-        timings: Timings,
         tls: ssl.SSLContext | None,
     ) -> None:
         """Create the listener without binding the address, which `start` does."""
         super().__init__(runner, ssl_context=tls)
         assert runner.server is not None
-        self._limits = ConnectionLimits(runner.server, timings)
+        self._limits = ConnectionLimits(runner.server)
         self._listen = listen
-        self._handshake_s = handshake_timeouts.http_timeout_s(timings)
 
     @property
     def name(self) -> str:
@@ -180,7 +180,7 @@ class GuardedSite(web.BaseSite):
             self._listen.host,
             self._listen.port,
             ssl=self._ssl_context,
-            ssl_handshake_timeout=None if self._ssl_context is None else self._handshake_s,
+            ssl_handshake_timeout=None if self._ssl_context is None else HANDSHAKE_MS / 1000,
             backlog=self._backlog,
         )
 

@@ -16,6 +16,7 @@ from rdzv.errors import LimitExceededError
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.exposition import CONTENT_TYPE
 from rdzv.runtime.http_log import http_log
+from rdzv.server.driver import STOP_GRACE_MS
 from rdzv.server.http.api import Api, answering_errors
 from rdzv.server.http.connection_limits import GuardedSite
 from rdzv.server.http.gate_middleware import checking_roles
@@ -80,7 +81,7 @@ async def serving_http(
     )
     app.on_response_prepare.append(harmless_headers)
     answers = Shown(replica, clock, facade)
-    async with Feeds.running(answers, config.limits, config.timings) as feeds:
+    async with Feeds.running(answers, config.limits) as feeds:
         app.add_routes(Api(answers, feeds, config).routes())
         app.add_routes(page_routes(config.grafana))
         # Cancel a handler whose client is gone, because a waiting handler would not notice.
@@ -89,12 +90,12 @@ async def serving_http(
             access_log=None,
             logger=request_log,
             handler_cancellation=True,
-            shutdown_timeout=config.timings.stop_grace_ms / 1000,
+            shutdown_timeout=STOP_GRACE_MS / 1000,
         )
         await runner.setup()
         try:
             context = None if tls is None else tls.http
-            site = GuardedSite(runner, listen, config.timings, context)
+            site = GuardedSite(runner, listen, context)
             try:
                 await site.start()
             except OSError as error:

@@ -33,7 +33,7 @@ from rdzv.runtime.concurrency import single_error
 from rdzv.server.driver import Driver
 from rdzv.server.http.views import Shown
 from rdzv.server.rpc.queries import SLICE
-from rdzv.server.settings.config import Limits, Timings
+from rdzv.server.settings.config import Limits
 from rdzv.structs import replace
 from rdzv.view import answers, as_json
 
@@ -65,6 +65,9 @@ def _marker(event: str) -> bytes:
 
 BEGIN, READY = _marker("begin"), _marker("ready")
 
+
+REST_MS = 250
+"""How long changes are gathered before readers of the stream see them."""
 
 STREAM_FRAMES = 512
 """The number of events that may be queued for a reader of the stream: a minute's worth in a busy
@@ -127,9 +130,8 @@ class Reader:
 class Feed:
     """The updates about one subject for all its readers. Created by `Feeds`."""
 
-    def __init__(self, answers: Shown, timings: Timings) -> None:
+    def __init__(self, answers: Shown) -> None:
         self._answers = answers
-        self._timings = timings
         self.readers: set[Reader] = set()
         """Readers that have been sent the whole state."""
         self._fresh: set[Reader] = set()
@@ -186,7 +188,7 @@ class Feed:
 
     async def _rest(self, worked_ms: int) -> None:
         """Rest in proportion to the time worked, and then wait for the next change."""
-        rest_ms = max(self._timings.stream_rest_ms, REST * worked_ms)
+        rest_ms = max(REST_MS, REST * worked_ms)
         await sleep_ms(self._answers.clock, rest_ms)
         waits = asyncio.ensure_future(self._woken.wait())
         looks_again = asyncio.ensure_future(sleep_ms(self._answers.clock, WATCHED_EVERY_MS))
@@ -216,8 +218,8 @@ def _ageless_job(summary: answers.JobSummary) -> object:
 class FleetFeed(Feed):
     """The feed for all jobs and all nodes, with one line for each."""
 
-    def __init__(self, answers: Shown, timings: Timings) -> None:
-        super().__init__(answers, timings)
+    def __init__(self, answers: Shown) -> None:
+        super().__init__(answers)
         self._jobs: dict[str, object] = {}
         """Each job as last sent, without its ages, by rdzv_id."""
         self._nodes: dict[str, object] = {}
@@ -343,8 +345,8 @@ def _content(node: answers.Node, now_ms: int) -> object:
 class JobFeed(Feed):
     """The feed for one job: everything that `rdzvctl status` shows, and the job's history."""
 
-    def __init__(self, answers: Shown, timings: Timings, rdzv_id: str) -> None:
-        super().__init__(answers, timings)
+    def __init__(self, answers: Shown, rdzv_id: str) -> None:
+        super().__init__(answers)
         self._rdzv_id = rdzv_id
         self._turn: object = None
         self._events = b""
@@ -399,13 +401,10 @@ def _parts(rows: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 class Feeds:
     """All feeds of one server. Created by `running`."""
 
-    def __init__(
-        self, answers: Shown, limits: Limits, timings: Timings, tasks: asyncio.TaskGroup
-    ) -> None:
+    def __init__(self, answers: Shown, limits: Limits, tasks: asyncio.TaskGroup) -> None:
         self._answers = answers
         self._tasks = tasks
         self._limits = limits
-        self._timings = timings
         self.by_rdzv_id: dict[str | None, Feed] = {}
         """The feeds, by rdzv_id. The key None is for the feed of all jobs and nodes."""
         self.readers = 0
@@ -414,13 +413,11 @@ class Feeds:
 
     @classmethod
     @asynccontextmanager
-    async def running(
-        cls, answers: Shown, limits: Limits, timings: Timings
-    ) -> AsyncIterator[Feeds]:
+    async def running(cls, answers: Shown, limits: Limits) -> AsyncIterator[Feeds]:
         """Serve followers until the body ends."""
         with single_error():
             async with asyncio.TaskGroup() as tasks:
-                feeds = cls(answers, limits, timings, tasks)
+                feeds = cls(answers, limits, tasks)
                 try:
                     yield feeds
                 finally:
@@ -477,8 +474,8 @@ class Feeds:
 
     def _new(self, rdzv_id: str | None) -> Feed:
         if rdzv_id is None:
-            return FleetFeed(self._answers, self._timings)
-        return JobFeed(self._answers, self._timings, rdzv_id)
+            return FleetFeed(self._answers)
+        return JobFeed(self._answers, rdzv_id)
 
     def close(self) -> None:
         """End all readers because this server is stopping, and accept no more."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from rdzv.errors import NotLeaderError, RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, sleep_ms
 from rdzv.server.driver import Driver
+from rdzv.server.engine.store_availability import STORE_RETRY_MS
 from rdzv.server.replication.leader_probe import LeaderProbe
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_interface import Figures, Meter
@@ -33,6 +34,11 @@ LOOK_EVERY_S = 2.0
 HEAD_START_S = 0.15
 """How much longer each server waits before trying to lead than the server before it in the
 order."""
+
+
+LEADERLESS_HOLD_S = 4.0
+"""How long a call is held while no server leads, so that the node need not repeat it. Nodes wait
+10 s for an answer."""
 
 
 class Replica:
@@ -68,8 +74,8 @@ class Replica:
             raise self._not_leader()
         return self._driver
 
-    async def settled_driver(self, timeout_s: float) -> Driver:
-        """Return the driver; while no server leads, first wait up to `timeout_s` for a leader.
+    async def settled_driver(self) -> Driver:
+        """Return the driver; while no server leads, first wait a moment for a leader.
 
         This brings nodes that have lost a leader to the next one immediately, without polling.
 
@@ -80,7 +86,7 @@ class Replica:
         if self.proven:
             return self.driver
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(LEADERLESS_HOLD_S):
                 while not self.proven and not self._not_leader().leader:
                     await self._changed.wait()
         return self.driver
@@ -269,6 +275,6 @@ class Replica:
         except RendezvousError as error:
             log.error("this server could not become the leader: %s", error)
             await election.resign()
-            await sleep_ms(self._clock, config.timings.store_retry_ms)
+            await sleep_ms(self._clock, STORE_RETRY_MS)
         finally:
             await store.close()

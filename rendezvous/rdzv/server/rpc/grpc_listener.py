@@ -17,14 +17,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.concurrency import beside
+from rdzv.server.driver import STOP_GRACE_MS
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.control_service import ControlService
 from rdzv.server.rpc.gate_interceptor import Interceptor
 from rdzv.server.rpc.grpc_log import quiet_grpc
 from rdzv.server.rpc.grpc_server import grpc_server
 from rdzv.server.rpc.rendezvous_service import RendezvousService
-from rdzv.server.security import handshake_timeouts
 from rdzv.server.security.role_gate import Gate
+from rdzv.server.security.tls import HANDSHAKE_MS
 from rdzv.server.settings.config import Config, Limits, Timings
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen, cannot_listen
@@ -47,6 +48,13 @@ METADATA_BYTES = 8 * 1024
 
 CALLS_PER_CONNECTION = 1_024
 """The number of concurrent calls on one connection. Further calls wait."""
+
+IDLE_CONNECTION_MS = 10 * 60_000
+"""How long a connection without a call is kept. Clients reconnect by themselves."""
+
+MIN_PING_INTERVAL_MS = 300
+"""The interval at which clients may send pings. gRPC disconnects faster clients with "Too many
+pings"."""
 
 UNHEARD_S = 120
 """How long a call may wait until this server accepts it. Nodes give up earlier."""
@@ -98,7 +106,7 @@ async def serving(
         replica.stand_by(
             RendezvousConnectionError("this server is stopping; workers run on, connect again")
         )
-        await server.stop(config.timings.stop_grace_ms / 1000)
+        await server.stop(STOP_GRACE_MS / 1000)
 
 
 def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
@@ -120,14 +128,14 @@ def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
         ("grpc.server_max_unrequested_time_in_server", UNHEARD_S),
         # Otherwise, each read is followed by a ping that measures how much data may be in flight.
         ("grpc.http2.bdp_probe", 0),
-        handshake_timeouts.grpc_timeout_option(timings),
-        ("grpc.max_connection_idle_ms", timings.idle_connection_ms),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", IDLE_CONNECTION_MS),
         ("grpc.keepalive_time_ms", timings.ping_interval_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # This option, not keepalive_timeout_ms, ends a connection to a stopped peer.
         ("grpc.http2.ping_timeout_ms", timings.ping_timeout_ms),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", timings.min_ping_interval_ms),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         # After a pause, the server reads several pings at once, and ping strikes would end healthy
         # streams.
         ("grpc.http2.max_ping_strikes", 0),

@@ -56,14 +56,17 @@ class RendezvousService(pb_grpc.RendezvousServicer):
     ) -> None:
         """Serve one node until either side ends the stream."""
         try:
-            driver = await self._replica.settled_driver(
-                self._config.timings.leaderless_hold_ms / 1000
-            )
+            driver = await self._replica.settled_driver()
         except RendezvousError as error:
             await end_stream_unheard(context, error)
             raise
         conversation = Conversation(driver, self._replica, self._clock, self._config, context)
         await conversation.hold(callers.present.get())
+
+
+HELLO_TIMEOUT_S = 60.0
+"""A stream that sends no hello is closed after this time. With thousands of nodes, reading their
+hellos may take most of it."""
 
 
 class Conversation:
@@ -75,7 +78,6 @@ class Conversation:
         self._driver = driver
         self._replica = replica
         self._clock = clock
-        self._timings = config.timings
         self._context = context
 
     async def hold(self, caller: Caller) -> None:
@@ -100,14 +102,13 @@ class Conversation:
             raise end
 
     async def _first_message(self) -> pb.Hello:
-        timeout_s = self._timings.hello_timeout_ms / 1000
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
                 message = await self._receive()
         except TimeoutError:
             # A node that was merely busy will retry.
             raise RendezvousConnectionError(
-                f"no hello within {timeout_s:g} s; send it as the first message of the stream"
+                f"no hello within {HELLO_TIMEOUT_S:g} s; send it as the first message of the stream"
             ) from None
         if message is None or message.WhichOneof("body") != "hello":
             raise InvalidRequestError("the first message of a stream must be a hello")

@@ -30,6 +30,7 @@ from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.runtime.clock import Clock, Timer
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.decide_persist_publish import Engine
+from rdzv.server.engine.store_availability import STORE_RETRY_MS
 from rdzv.server.scheduling.drains import Drains, takes_part
 from rdzv.server.scheduling.hosts import Hosts
 from rdzv.server.scheduling.known_nodes import KnownNodes
@@ -37,6 +38,10 @@ from rdzv.server.scheduling.quarantined_nodes import Quarantine
 from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.scheduling")
+
+
+QUIET_MS = 20
+"""The delay between a change and placement, so that changes that arrive together are one."""
 
 
 class Placer:
@@ -54,8 +59,6 @@ class Placer:
         drains: Drains,
         hosts: Hosts,
         quarantine: Quarantine,
-        quiet_ms: int,
-        retry_ms: int,
         settle_ms: int,
     ) -> None:
         """Hold `lock` while placing jobs, so that no node is cordoned in the meantime.
@@ -72,8 +75,6 @@ class Placer:
         self._drains = drains
         self._hosts = hosts
         self._quarantine = quarantine
-        self._quiet_ms = quiet_ms
-        self._retry_ms = retry_ms
         self._settle_ms = settle_ms
         self.settled_at_ms = 0
         """The time until which nodes may still be reconnecting to this server."""
@@ -93,7 +94,7 @@ class Placer:
     def wake(self) -> None:
         """Schedule placement of jobs soon, once for all changes that arrive together."""
         if not self.stopped and (self._known or self._waits):
-            self._timer.arm_by(self._clock.now_ms() + self._quiet_ms)
+            self._timer.arm_by(self._clock.now_ms() + QUIET_MS)
 
     def queue_wait_of(self, rdzv_id: str) -> QueuedWait | None:
         """Return what a job is waiting for, or None if it is not waiting for nodes."""
@@ -118,7 +119,7 @@ class Placer:
                         await self._engine.submit(rdzv_id, command)
                     except RendezvousError as error:
                         log.warning("cannot place job %s now, will retry: %s", rdzv_id, error)
-                        self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
+                        self._timer.arm_by(self._clock.now_ms() + STORE_RETRY_MS)
                         return
                 done = commands
 
@@ -138,7 +139,7 @@ class Placer:
                     membership.rdzv_id,
                     error,
                 )
-                self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
+                self._timer.arm_by(self._clock.now_ms() + STORE_RETRY_MS)
 
     async def _resolved(self) -> bool:
         """Resolve every commit in doubt, because it may have given nodes to a job.
@@ -155,7 +156,7 @@ class Placer:
                     rdzv_id,
                     error,
                 )
-                self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
+                self._timer.arm_by(self._clock.now_ms() + STORE_RETRY_MS)
                 return False
         return True
 

@@ -58,8 +58,6 @@ class Scheduling:
             drains=self.drains,
             hosts=self.hosts,
             quarantine=self.quarantine,
-            quiet_ms=config.timings.place_quiet_ms,
-            retry_ms=config.timings.store_retry_ms,
             settle_ms=config.tuning.takeover_grace_ms,
         )
 

@@ -26,6 +26,9 @@ log = logging.getLogger("rdzv.access")
 
 DISCOVERY = "/.well-known/openid-configuration"
 
+REFRESH_EVERY_S = 600.0
+"""How often the keys are fetched again. A token with an unknown key has them fetched at once."""
+
 RETRY_S = 10.0
 """The minimum time between two fetches."""
 
@@ -67,13 +70,11 @@ class IssuerKeys:
         fetch: Fetch,
         issuer: str,
         *,
-        refresh_s: float,
         kept_s: float,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fetch = fetch
         self._issuer = issuer
-        self._refresh_s = refresh_s
         self._kept_s = kept_s
         self._now_s = now_s
         self._keys: Keys = {}
@@ -140,7 +141,7 @@ class IssuerKeys:
             await asyncio.sleep(RETRY_S)
             if not self._trouble:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(self._refresh_s - RETRY_S):
+                    async with asyncio.timeout(REFRESH_EVERY_S - RETRY_S):
                         await self._wanted.wait()
 
     async def _fetch_once(self) -> None:
@@ -170,7 +171,7 @@ async def following(oidc: Oidc) -> AsyncIterator[IssuerKeys]:
     async def fetch() -> Keys:
         return await fetch_keys(oidc)
 
-    keys = IssuerKeys(fetch, oidc.issuer, refresh_s=oidc.keys_refresh_s, kept_s=oidc.keys_kept_s)
+    keys = IssuerKeys(fetch, oidc.issuer, kept_s=oidc.keys_kept_s)
     async with beside(keys.follow()):
         yield keys
 

@@ -91,7 +91,7 @@ class Leadership(Protocol):
     def driver(self) -> Leader:
         """The leader, while this server leads."""
 
-    async def settled_driver(self, timeout_s: float) -> Leader:
+    async def settled_driver(self) -> Leader:
         """Return the leader; if no server leads, wait up to `timeout_s` for one."""
 
 
@@ -137,8 +137,7 @@ class Gate:
             text = callers.bearer(header)
             if callers.is_jwt(text):
                 return await self._service_account(text)
-            hold_s = self._config.timings.leaderless_hold_ms / 1000
-            return (await self._leadership.settled_driver(hold_s)).tokens.caller(text)
+            return (await self._leadership.settled_driver()).tokens.caller(text)
         if (caller := certified()) is not None:
             return caller
         raise UnauthenticatedError(

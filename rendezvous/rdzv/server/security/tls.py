@@ -26,6 +26,9 @@ from rdzv.transport.certificates import Certificate, Stamp, stamp_of
 
 EXPIRY_WARNING = timedelta(days=14)
 
+HANDSHAKE_MS = 10_000
+"""How long a new connection may take for TLS (and HTTP/2, with gRPC) before it is closed."""
+
 READS = 3
 """How often to reread files that keep changing before leaving them to the next connection."""
 

@@ -23,12 +23,12 @@ from rdzv.errors import (
 )
 from rdzv.runtime.clock import Clock, sleep_ms
 from rdzv.server.engine.decide_persist_publish import Engine
+from rdzv.server.engine.store_availability import STORE_RETRY_MS
 from rdzv.server.messages import Belief, Closed, Refused, Waiting
 from rdzv.server.security import roles
 from rdzv.server.sessions.node_jobs import NodeJobs
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings import bounds
-from rdzv.server.settings.config import Timings
 from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.driver")
@@ -37,12 +37,11 @@ log = logging.getLogger("rdzv.driver")
 class NodeCommands:
     """Submits nodes' commands and sends refusals to the nodes."""
 
-    def __init__(self, engine: Engine, node_jobs: NodeJobs, clock: Clock, timings: Timings) -> None:
+    def __init__(self, engine: Engine, node_jobs: NodeJobs, clock: Clock) -> None:
         self._engine = engine
         self._jobs = engine.jobs
         self._node_jobs = node_jobs
         self._clock = clock
-        self._timings = timings
 
     async def hear(self, stream: Stream, rdzv_id: str, command: Command) -> None:
         """Submit a node's command; a refusal is sent to the node and never raised."""
@@ -103,7 +102,7 @@ class NodeCommands:
             if reason != said:
                 stream.send(Waiting(rdzv_id, reason))
                 said = reason
-            await sleep_ms(self._clock, self._timings.store_retry_ms)
+            await sleep_ms(self._clock, STORE_RETRY_MS)
 
     async def insist_or_log(self, stream: Stream, rdzv_id: str, command: Command) -> None:
         """Submit a command that results from a report; log a refusal instead of raising it."""

@@ -23,6 +23,7 @@ from rdzv.runtime.clock import Clock, sleep_ms
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.job import Job, News
+from rdzv.server.engine.store_availability import STORE_RETRY_MS
 from rdzv.server.sessions.node_leases import Leases
 from rdzv.server.sessions.streams import Streams
 
@@ -43,14 +44,12 @@ class NodeJobs:
         streams: Streams,
         clock: Clock,
         tasks: Tasks,
-        retry_ms: int,
     ) -> None:
         self._engine = engine
         self._leases = leases
         self._streams = streams
         self._clock = clock
         self._tasks = tasks
-        self._retry_ms = retry_ms
         self._jobs_of: dict[str, set[str]] = {}
         """A superset of the jobs in which each node is present, by node_id."""
         self._to_mark: dict[str, dict[str, nodes.NodeLost | None]] = {}
@@ -133,7 +132,7 @@ class NodeJobs:
                 if not await self._mark(rdzv_id, marked):
                     for node_id, lost in marked.items():
                         to_mark.setdefault(node_id, lost)
-                    await sleep_ms(self._clock, self._retry_ms)
+                    await sleep_ms(self._clock, STORE_RETRY_MS)
         finally:
             del self._to_mark[rdzv_id]
 

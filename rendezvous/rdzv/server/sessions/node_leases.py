@@ -18,6 +18,10 @@ from rdzv.structs import replace
 log = logging.getLogger("rdzv.driver")
 
 
+HEAR_EVERY_MS = 1_000
+"""How often heartbeats enter the nodes core, in batches. The shortest lease is 2 s."""
+
+
 class Leases:
     """One server's nodes and their leases."""
 
@@ -26,13 +30,11 @@ class Leases:
         clock: Clock,
         watch: LoopWatch,
         tuning: nodes.NodesTuning,
-        hear_every_ms: int,
         on_event: Callable[[nodes.NodesEvent], None],
     ) -> None:
-        """Renew leases in batches, every `hear_every_ms`; pass the core's events to `on_event`."""
+        """Pass the core's events to `on_event`."""
         self._clock = clock
         self._watch = watch
-        self._hear_every_ms = hear_every_ms
         self._on_event = on_event
         self._nodes = nodes.Nodes(leadership=0, tuning=tuning)
         self._timer = Timer(clock, self.expire)
@@ -67,7 +69,7 @@ class Leases:
     def hear(self, node_id: str) -> None:
         """Renew the lease of a node that has sent a message, batched with other renewals."""
         self._heard.add(node_id)
-        self._hear_timer.arm_by(self._clock.now_ms() + self._hear_every_ms)
+        self._hear_timer.arm_by(self._clock.now_ms() + HEAR_EVERY_MS)
 
     def disconnect(self, command: nodes.Disconnect) -> None:
         """Record the end of a stream, after renewing the lease for any messages received on it."""

@@ -60,57 +60,13 @@ class Limits:
 class Timings:
     """The driver's own timings. The cores' timings are in `Tuning` and `NodesTuning`."""
 
-    # These can be set.
-    hello_timeout_ms: int = 60_000
-    handshake_ms: int = 10_000
-    first_request_ms: int = 10_000
-    leaderless_hold_ms: int = 4_000
-    deaf_after_ms: int = 500
-    store_retry_ms: int = 1_000
     ended_kept_ms: int = 30 * DAY_MS
     """At least as long as any job timeout, so no node can still be waiting to learn how its job
     ended."""
-    prune_every_ms: int = 60 * MINUTE_MS
-    log_answer_ms: int = 10_000
-    """Longer than the default lease of 5 s."""
     straggler_after_ms: int = 30_000
     """A worker's rate is averaged over the last minute."""
-    stop_grace_ms: int = 500
     ping_interval_ms: int = 20_000
     ping_timeout_ms: int = 20_000
-    ended_job_ms: int = 5 * MINUTE_MS
-
-    idle_connection_ms: int = 10 * MINUTE_MS
-    """How long a gRPC connection without a call is kept. Clients reconnect by themselves."""
-    hear_every_ms: int = 1_000
-    """How often heartbeats enter the nodes core, in batches. The shortest lease is 2 s."""
-    show_progress_every_ms: int = 1_000
-    """How often changes that are only progress are shown to watchers. Nodes report progress every
-    second."""
-    watch_every_ms: int = 250
-    """How often the event loop checks whether it was blocked."""
-    settle_ms: int = 1_000
-    """How long pending messages are read after a pause of `deaf_after_ms` before any deadline
-    counts."""
-    place_quiet_ms: int = 20
-    """The delay between a change and placement, so that changes that arrive together are handled as
-    one."""
-    stacks_answer_ms: int = 10_000
-    """How long nodes have to answer a request for stacks. py-spy needs about 20 ms per worker."""
-    hang_gather_ms: int = 2_000
-    """How long a round's other nodes have to report hanging workers too. All nodes check within one
-    second of each other."""
-    min_ping_interval_ms: int = 300
-    """The interval at which clients may send pings. gRPC disconnects faster clients with "Too many
-    pings"."""
-    stream_beat_ms: int = 5_000
-    """How often the HTTP API's stream sends data, so that readers notice when it breaks."""
-    stream_rest_ms: int = 250
-    """How long changes are gathered before readers of the stream see them."""
-    stream_write_ms: int = 20_000
-    """How long a reader of the stream may accept no data before it is dropped. Pages reconnect."""
-    log_answer_most_ms: int = 30_000
-    """How long one HTTP answer waits for logs in total before it shows what has arrived."""
 
 
 def alter(held: Limits | Timings, name: str, value: int) -> None:
@@ -213,7 +169,6 @@ class Oidc:
     token_file: Path | None = None
     """The token that rdzvd sends to the issuer."""
     leeway_s: float = 30
-    keys_refresh_s: float = 600
     keys_kept_s: float = 86_400
 
     def check(self) -> None:

@@ -105,7 +105,6 @@ def _oidc(settings: RdzvdSettings) -> Oidc | None:
         ca=oidc.ca,
         token_file=oidc.token_file,
         leeway_s=oidc.leeway,
-        keys_refresh_s=oidc.keys_refresh,
         keys_kept_s=oidc.keys_kept,
     )
 

@@ -143,9 +143,6 @@ class Oidc(Table, frozen=True):
         The token that rdzvd sends to the issuer; Kubernetes' API server requires one.""")] = None
     leeway: Annotated[Duration, setting(ge=0, le=5 * MINUTE, unit="seconds", reason="""
         How far the clocks of the issuer and of rdzvd may be apart.""")] = 30
-    keys_refresh: Annotated[Duration, setting(ge=10, le=DAY, unit="seconds", reason="""
-        How often the keys are fetched again. A token with an unknown key has them fetched at once,
-        but at most every 10 s.""")] = 600
     keys_kept: Annotated[Duration, setting(ge=MINUTE, le=30 * DAY, unit="seconds", reason="""
         How long the keys stay good while the issuer cannot be reached.""")] = DAY
 
@@ -289,10 +286,6 @@ class Retention(Table, frozen=True):
         "limits.ended_jobs", ge=1, le=1_000_000, unit="jobs", reload=True, reason="""
         How many ended jobs are remembered; the ones that ended first are forgotten first. Each
         costs a little time at every start.""")]
-    look_every: Annotated[Duration, _sets(
-        "timings.prune_every_ms", ge=1, le=DAY, reload=True, reason="""
-        How often ended jobs are checked, and so how soon a change of the two settings above has an
-        effect; a change of this one has it after the next check.""")]
 
 
 class LimitSettings(Table, frozen=True):
@@ -321,32 +314,6 @@ class TimingSettings(Table, frozen=True):
         way.""")]
     ping_timeout: Annotated[Duration, _sets("timings.ping_timeout_ms", ge=0.1, le=HOUR, reason="""
         An unanswered ping ends the connection after this time.""")]
-    handshake: Annotated[Duration, _sets("timings.handshake_ms", ge=0.1, le=2 * MINUTE, reason="""
-        How long a new connection may take for TLS and HTTP/2 before it is closed.""")]
-    first_request: Annotated[Duration, _sets(
-        "timings.first_request_ms", ge=0.1, le=2 * MINUTE, reason="""
-        How long a new HTTP connection may take for its first request.""")]
-    hello_timeout: Annotated[Duration, _sets(
-        "timings.hello_timeout_ms", ge=1, le=HOUR, reload=True, reason="""
-        A stream that sends no hello is closed after this time. With thousands of nodes, reading
-        their hellos may take most of it.""")]
-    leaderless_hold: Annotated[Duration, _sets(
-        "timings.leaderless_hold_ms", ge=0, le=8, reload=True, reason="""
-        How long a node's call is held while no server leads, so that the node need not repeat it;
-        nodes wait 10 s for an answer.""")]
-    log_answer: Annotated[Duration, _sets("timings.log_answer_ms", ge=1, le=HOUR, reason="""
-        How long a node that is asked for logs may send nothing.""")]
-    store_retry: Annotated[Duration, _sets(
-        "timings.store_retry_ms", ge=0.1, le=10 * MINUTE, reload=True, reason="""
-        How often to retry a store that is away.""")]
-    stop_grace: Annotated[Duration, _sets(
-        "timings.stop_grace_ms", ge=0, le=MINUTE, reload=True, reason="""
-        The time that open calls have to end when the server stops.""")]
-    deaf_after: Annotated[Duration, _sets("timings.deaf_after_ms", ge=0.05, le=MINUTE, reason="""
-        After the server itself was held up for longer than this, the silence of nodes in that time
-        proves nothing.""")]
-    metrics_of_ended: Annotated[Duration, _sets("timings.ended_job_ms", ge=1, le=DAY, reason="""
-        How long /metrics shows a job that has ended, so that its last counts are scraped.""")]
 # fmt: on
 
 

@@ -86,6 +86,10 @@ SCRAPES = 4
 """The number of callers that read /metrics at once: for each, all of it is in memory."""
 
 
+ENDED_JOB_MS = 5 * 60_000
+"""How long /metrics shows a job that has ended, so that its last counts are scraped."""
+
+
 class Metrics(Meter, Collector):
     """Counts one server's events over all its terms as leader, and exposes them to Prometheus."""
 
@@ -110,7 +114,6 @@ class Metrics(Meter, Collector):
         self._parts = Parts("rdzv_collector_success", "rdzvd")
         self._now_s = now_s
         self._scrapes = 0
-        self._ended_ms = config.timings.ended_job_ms
         self.tallies: dict[str, JobTally] = {}
         """The tallies of jobs that have not ended, by rdzv_id."""
         self._ledgers = JobLedgers()
@@ -341,7 +344,7 @@ class Metrics(Meter, Collector):
         """Forget jobs that ended long ago and, if there are too many, those that ended first."""
         while self.ended:
             rdzv_id, oldest = next(iter(self.ended.items()))
-            long_ago = oldest.ended_ms is None or now_ms - oldest.ended_ms >= self._ended_ms
+            long_ago = oldest.ended_ms is None or now_ms - oldest.ended_ms >= ENDED_JOB_MS
             if not long_ago and len(self.ended) <= ENDED_JOBS:
                 return
             del self.ended[rdzv_id]
