@@ -84,7 +84,7 @@ class SimulatedNode:
     def kill_worker(self) -> None:
         """Let its worker die of SIGKILL, as its runner would report it."""
         message = "Signal 9 (SIGKILL)"
-        self.post(events.WorkerExited(self.round, 0, 4711, None, 9, message, "", 0))
+        self.post(events.WorkerExited(self.round, 0, 4711, None, 9, 0, message=message))
 
     def close(self) -> None:
         """Decide nothing more."""

@@ -26,16 +26,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from rdzv.agent.core.events import RunnerEvent, WorkerExited, WorkersGone, ZygoteReady
 from rdzv.agent.runner.warm_forks import SPARE_FORKS_AFTER_S
-from rdzv.agent.runner_link import (
-    RunnerEvent,
-    RunnerLink,
-    WorkerExited,
-    WorkersGone,
-    WorkerSpec,
-    ZygoteReady,
-    ZygoteSpec,
-)
+from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec
 
 SPARE_WITHIN_S = 1.0
 """How long forking ahead may take, once it begins."""

@@ -16,13 +16,8 @@ from typing import Self, TypeVar
 from waiting import pause_s
 
 from rdzv.agent import job_programs, runner
-from rdzv.agent.runner_link import (
-    RunnerEvent,
-    RunnerLink,
-    WorkersGone,
-    WorkerSpec,
-    WorkerStarted,
-)
+from rdzv.agent.core.events import RunnerEvent, WorkersGone, WorkerStarted
+from rdzv.agent.runner_link import RunnerLink, WorkerSpec
 
 RUNNER = Path(runner.__file__).with_name("__main__.py")
 """The program."""

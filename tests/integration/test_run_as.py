@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 from runners import Node, marked, state_of, until
 
-from rdzv.agent.runner_link import (
-    RunnerLink,
+from rdzv.agent.core.events import (
+    StartFailed,
     StoreHostExited,
     WorkerExited,
     WorkersGone,
-    WorkerSpec,
-    WorkersStartFailed,
     ZygoteLost,
-    ZygoteSpec,
 )
+from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec
 from tests.support.accounts import (
     ADA,
     SECRET,
@@ -117,7 +115,7 @@ async def test_a_log_that_leads_elsewhere_is_not_written(
     trap = home / "trap.log"
     trap.symlink_to(secret)
     node.link.start_workers(1, [shell(node, home, "echo broken", stdout=str(trap))])
-    failed = await node.heard(WorkersStartFailed)
+    failed = await node.heard(StartFailed)
     assert "Permission denied" in failed.reason
     await node.heard(WorkersGone)
     assert read(secret) == SECRET
@@ -129,7 +127,7 @@ async def test_a_worker_starts_nowhere_that_its_account_can_not_enter(
     private = shared / "private"
     private.mkdir(mode=0o700)
     node.link.start_workers(1, [shell(node, home, "true", cwd=str(private))])
-    failed = await node.heard(WorkersStartFailed)
+    failed = await node.heard(StartFailed)
     assert f"cwd '{private}': Permission denied" in failed.reason
     await node.heard(WorkersGone)
 
@@ -156,7 +154,7 @@ def is_written(path: Path) -> bool:
 async def test_an_account_that_can_not_be_had_is_said(node: Node, home: Path) -> None:
     identity = replace(ADA, limits=(("nofile", 10, 5),))
     node.link.start_workers(1, [shell(node, home, "true", identity=identity)])
-    failed = await node.heard(WorkersStartFailed)
+    failed = await node.heard(StartFailed)
     assert "user 64321, with its groups and limits" in failed.reason
     await node.heard(WorkersGone)
 

@@ -24,6 +24,18 @@ from pathlib import Path
 import pytest
 from runners import FOR_EVER_MS, PATIENCE_S, RUNNER, STORE_HOST, Node, marked, state_of, until
 
+from rdzv.agent.core.events import (
+    Fenced,
+    RunnerExited,
+    RunnerRefused,
+    StartFailed,
+    StoreHostExited,
+    StoreHostReady,
+    WorkerExited,
+    WorkersGone,
+    WorkersStuck,
+    WorkerStarted,
+)
 from rdzv.agent.runner.channel import MAX_FRAME_BYTES
 from rdzv.agent.runner.linux.boottime import boottime_ms
 from rdzv.agent.runner.linux.process_tree import (
@@ -32,21 +44,7 @@ from rdzv.agent.runner.linux.process_tree import (
     is_of_family,
     mark_of,
 )
-from rdzv.agent.runner_link import (
-    RunnerExited,
-    RunnerLink,
-    RunnerRefused,
-    StartedRunner,
-    StoreHostExited,
-    StoreHostReady,
-    WorkerExited,
-    WorkersFenced,
-    WorkersGone,
-    WorkerSpec,
-    WorkersStartFailed,
-    WorkersStuck,
-    WorkerStarted,
-)
+from rdzv.agent.runner_link import RunnerLink, StartedRunner, WorkerSpec
 
 SCRIPTS = Path(__file__).with_name("runner_scripts")
 # ---------------------------------------------------------------------- tools
@@ -514,7 +512,7 @@ async def test_when_one_worker_can_not_start_none_does(
 ) -> None:
     bad = replace(broken(node), local_rank=1)
     node.link.start_workers(0, [node.spec("sleep", "1000"), bad])
-    failed = await node.heard(WorkersStartFailed, round=0)
+    failed = await node.heard(StartFailed, round=0)
     assert reason.format(folder=node.folder) in failed.reason
     await node.heard(WorkersGone, round=0)
     assert marked(node.mark) == []
@@ -599,11 +597,11 @@ async def test_a_round_that_reaches_the_fence_is_killed_with_all_its_descendants
     await until(lambda: (node.folder / "ready").exists() and (node.folder / "deaf").exists())
     at_ms = fence_in(300)
     node.link.renew_fence(at_ms)
-    assert (await node.heard(WorkersFenced, round=0)).at_ms >= at_ms
+    assert (await node.heard(Fenced, round=0)).at_ms >= at_ms
     await node.heard(WorkersGone, round=0)
     assert marked(node.mark) == []
     told = [type(event) for event in node.events if not isinstance(event, WorkerStarted)]
-    assert told == [WorkersFenced, WorkerExited, WorkerExited, WorkersGone]
+    assert told == [Fenced, WorkerExited, WorkerExited, WorkersGone]
     assert (await node.heard(WorkerExited, local_rank=0)).signal == signal.SIGKILL
 
 
@@ -627,7 +625,7 @@ async def test_a_round_that_starts_behind_the_fence_starts_no_worker(node: Node)
     node.link.renew_fence(fence_in(-1))
     node.link.start_workers(0, [node.spec("sleep", "1000")])
     await node.heard(WorkersGone, round=0)
-    assert [type(event) for event in node.events] == [WorkersFenced, WorkersGone]
+    assert [type(event) for event in node.events] == [Fenced, WorkersGone]
     node.link.renew_fence(fence_in(3_600_000))
     await node.start(1, node.spec("sleep", "1000"))
 
@@ -874,7 +872,7 @@ async def test_a_store_serves_clients_that_were_there_before_it(node: Node) -> N
     assert len(marked(node.mark)) == 1
 
     node.link.stop_store_host(0)
-    assert await node.heard(StoreHostExited) == StoreHostExited(0, None, signal.SIGKILL)
+    assert await node.heard(StoreHostExited) == StoreHostExited(0, signal=signal.SIGKILL)
     client.stdin.write(b"\n")
     async with asyncio.timeout(PATIENCE_S):
         said, _ = await client.communicate()
@@ -906,7 +904,7 @@ async def test_each_round_has_its_own_store_host(node: Node) -> None:
 @pytest.mark.parametrize(("python", "exit_code"), [("/bin/false", 1), ("/nonexistent", 127)])
 async def test_a_store_host_that_fails_is_reported(node: Node, python: str, exit_code: int) -> None:
     node.start_store_host(0, python)
-    assert await node.heard(StoreHostExited) == StoreHostExited(0, exit_code, None)
+    assert await node.heard(StoreHostExited) == StoreHostExited(0, exit_code=exit_code)
     assert not any(isinstance(event, StoreHostReady) for event in node.events)
 
 

@@ -22,21 +22,23 @@ from pathlib import Path
 import pytest
 from runners import FOR_EVER_MS, PATIENCE_S, RUNNER, Node, marked, state_of, until
 
+from rdzv.agent.core.events import (
+    Fenced,
+    RunnerEvent,
+    RunnerExited,
+    RunnerRefused,
+    StartFailed,
+    StoreHostExited,
+    WorkerExited,
+    WorkersGone,
+)
 from rdzv.agent.runner.channel import Channel
 from rdzv.agent.runner.spawn import NOT_STARTED
 from rdzv.agent.runner_link import (
     FoundRunner,
     NotAdoptableError,
-    RunnerEvent,
-    RunnerExited,
     RunnerLink,
-    RunnerRefused,
-    StoreHostExited,
-    WorkerExited,
-    WorkersFenced,
-    WorkersGone,
     WorkerSpec,
-    WorkersStartFailed,
     ZygoteSpec,
     boottime_ms,
 )
@@ -108,7 +110,7 @@ class Strained(Node):
                 self._news.clear()
                 mine = [event for event in self.events if getattr(event, "round", -1) == number]
                 ended = sum(isinstance(event, WorkerExited) for event in mine)
-                if ended == 2 or any(isinstance(event, WorkersStartFailed) for event in mine):
+                if ended == 2 or any(isinstance(event, StartFailed) for event in mine):
                     return
                 await self._news.wait()
 
@@ -230,7 +232,7 @@ async def test_at_the_limit_of_descriptors_a_round_ends_and_none_begins_beside_i
         await node.heard(WorkersGone, round=running)
         assert marked(node.mark_of(running)) == []
         short = await node.start_short()
-        failed = await node.heard(WorkersStartFailed, round=short)
+        failed = await node.heard(StartFailed, round=short)
         assert "cannot be forked: Too many open files" in failed.reason
         await node.heard(WorkersGone, round=short)
     assert await node.start_family() == short + 1
@@ -256,7 +258,7 @@ async def test_a_round_goes_on_at_the_limit_of_descriptors(node: Strained) -> No
     number = await node.start_family()
     with without_descriptors(node.link.pid):
         node.link.renew_fence(boottime_ms() + 100)
-        await node.heard(WorkersFenced, round=number)
+        await node.heard(Fenced, round=number)
         await node.heard(WorkersGone, round=number)
 
 

@@ -17,18 +17,9 @@ import pytest
 from file_server import FileServer, serving
 from runners import PATIENCE_S, RUNNER, Node, marked, state_of, until
 
+from rdzv.agent.core.events import Fenced, WorkerExited, WorkersGone, WorkerStarted, ZygoteReady
 from rdzv.agent.runner.channel import Channel
-from rdzv.agent.runner_link import (
-    RunnerLink,
-    WorkerExited,
-    WorkersFenced,
-    WorkersGone,
-    WorkerSpec,
-    WorkerStarted,
-    ZygoteReady,
-    ZygoteSpec,
-    boottime_ms,
-)
+from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec, boottime_ms
 
 
 @pytest.fixture(name="server")
@@ -79,7 +70,7 @@ async def fence(node: Node) -> None:
     """Let the fence kill the workers, and not before its time."""
     at_ms = boottime_ms() + 200
     node.link.renew_fence(at_ms)
-    assert (await node.heard(WorkersFenced, round=0)).at_ms >= at_ms
+    assert (await node.heard(Fenced, round=0)).at_ms >= at_ms
     await node.heard(WorkersGone, round=0)
 
 

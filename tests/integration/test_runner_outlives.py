@@ -20,20 +20,22 @@ from pathlib import Path
 import pytest
 from runners import PATIENCE_S, Node, marked, state_of, until
 
+from rdzv.agent.core.events import (
+    Fenced,
+    RunnerEvent,
+    RunnerExited,
+    ServeFailed,
+    StoreHostExited,
+    WorkerExited,
+    WorkersGone,
+    WorkerStarted,
+)
 from rdzv.agent.runner.linux.descriptors import short_path
 from rdzv.agent.runner.spawn import drop_oom_protection
 from rdzv.agent.runner_link import (
     FoundRunner,
     NotAdoptableError,
-    RunnerEvent,
-    RunnerExited,
-    ServeFailed,
     StartedRunner,
-    StoreHostExited,
-    WorkerExited,
-    WorkersFenced,
-    WorkersGone,
-    WorkerStarted,
     boottime_ms,
     found_runner,
     runner_link,
@@ -293,7 +295,7 @@ async def test_the_fence_holds_without_an_agent(node: Orphanage) -> None:
     await node.lose_agent()
     await until(lambda: state_of(pid) == "")
     await node.adopt()
-    await node.heard(WorkersFenced, round=0)
+    await node.heard(Fenced, round=0)
     await node.heard(WorkersGone, round=0)
 
 
@@ -328,7 +330,7 @@ async def test_the_fence_holds_even_if_the_runner_hangs(node: Orphanage) -> None
     await until(lambda: not any(map(is_alive, pids)), 10.0)
     assert state_of(node.link.pid) == "T"
     os.kill(node.link.pid, signal.SIGCONT)
-    await node.heard(WorkersFenced, round=0)
+    await node.heard(Fenced, round=0)
     await node.heard(WorkersGone, round=0)
 
 

@@ -14,15 +14,8 @@ import pytest
 from runners import PATIENCE_S
 from test_parking import Parking
 
-from rdzv.agent.runner_link import (
-    FoundRunner,
-    KeepSpec,
-    SnapshotRefused,
-    SnapshotsHeld,
-    SnapshotsWritten,
-    StartedRunner,
-    WorkerExited,
-)
+from rdzv.agent.core.events import SnapshotRefused, SnapshotsHeld, SnapshotsWritten, WorkerExited
+from rdzv.agent.runner_link import FoundRunner, KeepSpec, StartedRunner
 from rdzv.core.model import Snapshot, SnapshotMark
 from rdzv.structs import replace
 

@@ -23,24 +23,21 @@ from pathlib import Path
 import pytest
 from runners import PATIENCE_S, Node, marked, state_of, until
 
-from rdzv.agent.runner.linux.process_tree import children_of
-from rdzv.agent.runner.warm_forks import FORK_TIMEOUT_S, MAX_FORKS_AT_ONCE
-from rdzv.agent.runner_link import (
+from rdzv.agent.core.events import (
+    Fenced,
     RunnerExited,
-    RunnerLink,
     RunnerRefused,
+    StartFailed,
     WorkerExited,
-    WorkersFenced,
     WorkersGone,
-    WorkerSpec,
     WorkersStartedCold,
-    WorkersStartFailed,
     WorkerStarted,
     ZygoteLost,
     ZygoteReady,
-    ZygoteSpec,
-    boottime_ms,
 )
+from rdzv.agent.runner.linux.process_tree import children_of
+from rdzv.agent.runner.warm_forks import FORK_TIMEOUT_S, MAX_FORKS_AT_ONCE
+from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec, boottime_ms
 
 SCRIPTS = Path(__file__).with_name("warm_scripts")
 CASES = str(SCRIPTS / "cases.py")
@@ -453,8 +450,7 @@ async def test_a_worker_that_can_not_be_started_says_so_as_cold(
     for number, kept in enumerate((None, zygote)):
         broken = breaks(pausing(node, kept, 1), node.folder)  # type: ignore[operator]
         node.link.start_workers(number, [pausing(node, kept), broken])
-        failed = await node.heard(WorkersStartFailed, round=number)
-        assert failed.local_rank == 1
+        failed = await node.heard(StartFailed, round=number)
         assert failed.reason == reason.format(folder=node.folder)
         await node.heard(WorkersGone, round=number)
     assert len(marked(node.mark)) == 1
@@ -547,7 +543,7 @@ async def test_a_fence_ends_workers_that_are_being_forked(
     os.kill(pid, signal.SIGSTOP)
     node.link.renew_fence(boottime_ms() + 300)
     node.link.start_workers(0, [pausing(node, zygote)])
-    await node.heard(WorkersFenced)
+    await node.heard(Fenced)
     await node.heard(WorkersGone)
     os.kill(pid, signal.SIGCONT)
     await until(lambda: marked(node.mark) == [pid])

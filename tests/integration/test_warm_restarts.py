@@ -20,17 +20,15 @@ import pytest
 from runners import PATIENCE_S, marked, until
 from test_warm import LIGHT, WarmNode, cases, run_all
 
-from rdzv.agent.runner.warm_restarts import SETTLE_S
-from rdzv.agent.runner_link import (
-    RunnerLink,
+from rdzv.agent.core.events import (
     RunnerRefused,
     WorkerExited,
-    WorkerSpec,
     WorkersStartedCold,
     ZygoteLost,
     ZygoteReady,
-    ZygoteSpec,
 )
+from rdzv.agent.runner.warm_restarts import SETTLE_S
+from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec
 from rdzv.agent.system.accounts import Identity
 from tests.support.accounts import ADA, needs_root, own_folder, passable_folder
 

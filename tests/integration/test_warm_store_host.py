@@ -15,11 +15,8 @@ from pathlib import Path
 import pytest
 from runners import PATIENCE_S, STORE_HOST, Node, marked, state_of, until
 
-from rdzv.agent.runner.linux.process_tree import children_of
-from rdzv.agent.runner.warm_forks import FORK_TIMEOUT_S
-from rdzv.agent.runner_link import (
+from rdzv.agent.core.events import (
     RunnerExited,
-    RunnerLink,
     RunnerRefused,
     StoreHostExited,
     StoreHostReady,
@@ -27,8 +24,10 @@ from rdzv.agent.runner_link import (
     WorkerStarted,
     ZygoteLost,
     ZygoteReady,
-    ZygoteSpec,
 )
+from rdzv.agent.runner.linux.process_tree import children_of
+from rdzv.agent.runner.warm_forks import FORK_TIMEOUT_S
+from rdzv.agent.runner_link import RunnerLink, ZygoteSpec
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -169,7 +168,7 @@ async def test_it_serves_who_was_there_before_it_and_holds_the_socket_alone(
     assert node.is_warm(host)
     assert [pid for pid in (node.link.pid, *marked(node.mark)) if inode in open_on(pid)] == [host]
     os.kill(host, signal.SIGKILL)
-    assert await node.heard(StoreHostExited) == StoreHostExited(0, None, signal.SIGKILL)
+    assert await node.heard(StoreHostExited) == StoreHostExited(0, signal=signal.SIGKILL)
     await client.communicate(b"\n")
     assert client.returncode == 1
     with pytest.raises(ConnectionRefusedError):
@@ -291,7 +290,7 @@ async def test_one_that_is_stopped_before_it_is_forked_never_serves(node: StoreN
     os.kill(zygote, signal.SIGSTOP)
     port = node.start_store_host(0)
     node.link.stop_store_host(0)
-    assert await node.heard(StoreHostExited) == StoreHostExited(0, None, signal.SIGKILL)
+    assert await node.heard(StoreHostExited) == StoreHostExited(0, signal=signal.SIGKILL)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
     os.kill(zygote, signal.SIGCONT)

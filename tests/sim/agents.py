@@ -126,7 +126,7 @@ class Runner:
             self.world.count("fenced before its start")
             # As in the runner: no process of the job stays, parked or not.
             self.vanish()
-            self.tell(events.Fenced(assignment.round, 0))
+            self.tell(events.Fenced(assignment.round, self.world.agenda.now_ms))
             self.tell(events.WorkersGone(assignment.round))
             return
         self.world.judge.starts(self.part, workers, assignment)
@@ -184,7 +184,7 @@ class Runner:
             self.world.count("fenced")
             workers, self._keeping = self.workers, False
             self._stop_due_ms = self.world.agenda.now_ms
-            self.tell(events.Fenced(workers[2], 0))
+            self.tell(events.Fenced(workers[2], self.world.agenda.now_ms))
             in_ms = self.world.random.choice((0, 50))
             self.world.agenda.after(in_ms, lambda: self._ended(workers))
 
@@ -385,7 +385,6 @@ class Runner:
             exit_code=exit_code,
             signal=signum,
             message="" if exit_code == 0 else f"on {self.part.agent.name}",
-            traceback="",
             age_ms=0,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from rdzv.agent.core import commands
-from rdzv.agent.runner_link import RunnerEvent
+from rdzv.agent.core.events import RunnerEvent
 
 
 class JobMeter:

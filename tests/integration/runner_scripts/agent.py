@@ -15,21 +15,22 @@ import sys
 from pathlib import Path
 
 from rdzv.agent import runner_link
+from rdzv.agent.core import events
 from rdzv.agent.runner.linux.process_tree import sweep_descendants
 
 READY = Path(sys.argv[1], "ready")
 
 
 async def main() -> None:
-    events: asyncio.Queue[runner_link.RunnerEvent] = asyncio.Queue()
+    heard: asyncio.Queue[events.RunnerEvent] = asyncio.Queue()
     runner_link.become_subreaper()
-    link = await runner_link.RunnerLink.spawn(events.put_nowait)
+    link = await runner_link.RunnerLink.spawn(heard.put_nowait)
     env = dict(os.environ)
     argv = (sys.executable, "-S", *sys.argv[2:])
     link.start_workers(0, [runner_link.WorkerSpec(0, argv, env, None, None, None)])
     with socket.create_server(("127.0.0.1", 0)) as listening:
         link.start_store_host(0, listening, sys.argv[1] + "/store_host", env)
-    while not isinstance(await events.get(), runner_link.WorkerStarted):
+    while not isinstance(await heard.get(), events.WorkerStarted):
         pass
     if fence_ms := os.environ.get("FENCE_MS"):
         while not READY.exists():  # noqa: ASYNC110, ASYNC240
@@ -38,7 +39,7 @@ async def main() -> None:
     print("up", link.pid, flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     os.kill(link.pid, signal.SIGKILL)
-    while not isinstance(event := await events.get(), runner_link.RunnerExited):
+    while not isinstance(event := await heard.get(), events.RunnerExited):
         pass
     print("swept", event.exit_code, sweep_descendants(), flush=True)
     await link.close(10)

@@ -57,6 +57,7 @@ from rdzv.core.model import (
     Snapshot,
     SnapshotMark,
 )
+from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -532,7 +533,7 @@ async def test_a_round_runs_on_and_is_believed_in(s: Story) -> None:
 async def test_what_is_held_in_memory_is_known_to_the_next_agent(s: Story) -> None:
     mark = SnapshotMark(0, 40, "f00d", world_size=4)
     await s.begin_round(s.line())
-    s.runner.tell(runner_link.SnapshotsHeld((Snapshot(0, mark, bytes=1_000, digest="d"),)))
+    s.runner.tell(events.SnapshotsHeld((Snapshot(0, mark, bytes=1_000, digest="d"),)))
     await s.die_and_come_back()
     believed = s.driver.belief()
     assert believed is not None
@@ -556,7 +557,7 @@ async def test_an_agent_that_dies_before_it_starts_the_workers_leaves_that_to_th
 async def test_a_round_whose_files_are_not_made_keeps_none_of_the_round_before(s: Story) -> None:
     await s.begin_round(s.line())
     s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
-    s.runner.tell(runner_link.WorkersGone(0))
+    s.runner.tell(events.WorkersGone(0))
     await s.until(lambda: s.phase() == pb.Belief.JOINING)
     s.driver.post(events.RoundCompleted(s.line(1)))
     kept = handover_state.decode_state(s.runner.keeps[handover_state.STATE])
@@ -592,7 +593,7 @@ async def test_an_agent_that_dies_before_it_stops_the_workers_leaves_that_to_the
     # The rest of the grace period, which began with the decision.
     assert 0 <= grace_ms <= JOB.failure_stop_timeout_ms
     assert s.phase() == pb.Belief.STOPPING
-    s.runner.tell(runner_link.WorkersGone(0))
+    s.runner.tell(events.WorkersGone(0))
     await s.until(lambda: s.phase() == pb.Belief.JOINING)
     assert s.link.bodies()[-1] == "join"
 
@@ -620,7 +621,7 @@ async def test_a_store_host_is_stopped_when_its_round_is_over(s: Story) -> None:
     s.runner.store_hosts.add(0)
     s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
     assert s.runner.store_hosts == {0}
-    s.runner.tell(runner_link.WorkersGone(0))
+    s.runner.tell(events.WorkersGone(0))
     await s.until(lambda: s.phase() == pb.Belief.JOINING)
     assert s.runner.store_hosts == set()
 
@@ -628,10 +629,10 @@ async def test_a_store_host_is_stopped_when_its_round_is_over(s: Story) -> None:
 async def test_a_round_that_the_fence_has_ended_is_over_also_for_the_next_agent(s: Story) -> None:
     """An agent may have received the exit and died before it recorded it."""
     await s.begin_round(s.line())
-    s.driver.post(events.Fenced(0, 10))
+    s.driver.post(events.Fenced(0, monotonic_ms() - 10))
     await s.die_and_come_back()
     assert s.runner.asked[1:] == [("stop", 0, signal.SIGTERM, 0)]
-    s.runner.tell(runner_link.WorkersGone(0))
+    s.runner.tell(events.WorkersGone(0))
     await s.until(lambda: s.phase() == pb.Belief.JOINING)
     (join,) = [message.join for message in s.link.said if message.HasField("join")]
     assert join.fenced
@@ -641,7 +642,7 @@ async def test_a_failure_that_is_heard_after_the_adoption_is_one(s: Story) -> No
     await s.begin_round(s.line())
     await s.die_and_come_back()
     (s.folder / "run/round_0/0/error.json").write_text('{"message": "boom", "timestamp": 1}')
-    await s.runner.tell(runner_link.WorkerExited(0, 0, 100, 3, None, 2_000))
+    await s.runner.tell(events.WorkerExited(0, 0, 100, 3, None, 2_000))
     (failed,) = [message.failed for message in s.link.said if message.HasField("failed")]
     (failure,) = failed.failures
     assert (failure.local_rank, failure.exit_code) == (0, 3)
@@ -652,13 +653,13 @@ async def test_a_failure_that_is_heard_after_the_adoption_is_one(s: Story) -> No
 
 async def test_a_failure_that_the_former_agent_has_heard_is_in_the_belief(s: Story) -> None:
     await s.begin_round(s.line())
-    await s.runner.tell(runner_link.WorkerExited(0, 0, 100, 3, None, 2_000))
+    await s.runner.tell(events.WorkerExited(0, 0, 100, 3, None, 2_000))
     await s.die_and_come_back()
     belief = s.driver.belief()
     assert belief is not None
     assert [failure.exit_code for failure in belief.failures] == [3]
     # The runner sends it again, since the previous agent died before it acknowledged it.
-    await s.runner.tell(runner_link.WorkerExited(0, 0, 100, 3, None, 4_000))
+    await s.runner.tell(events.WorkerExited(0, 0, 100, 3, None, 4_000))
     belief = s.driver.belief()
     assert belief is not None
     assert len(belief.failures) == 1
@@ -668,10 +669,10 @@ async def test_a_failure_that_the_former_agent_has_heard_is_in_the_belief(s: Sto
 async def test_success_is_remembered(s: Story) -> None:
     await s.begin_round(s.line())
     for local_rank in (0, 1):
-        s.runner.tell(runner_link.WorkerExited(0, local_rank, 100 + local_rank, 0, None, 0))
+        s.runner.tell(events.WorkerExited(0, local_rank, 100 + local_rank, 0, None, 0))
     await s.die_and_come_back()
     assert s.phase() == pb.Belief.SUCCEEDED
-    s.runner.tell(runner_link.WorkersGone(0))
+    s.runner.tell(events.WorkersGone(0))
     s.driver.post(events.RunClosed("r1", Result.SUCCEEDED, "all did", False, ()))
     async with asyncio.timeout(PATIENCE_S):
         assert (await s.driver.wait()).exit_code == 0
@@ -684,7 +685,7 @@ async def test_a_withdrawal_goes_on(s: Story) -> None:
     belief = s.driver.belief()
     assert belief is not None
     assert (belief.phase, belief.leave.reason) == (pb.Belief.LEAVING, "scaled down")
-    s.runner.tell(runner_link.WorkersGone(0))
+    s.runner.tell(events.WorkersGone(0))
     async with asyncio.timeout(PATIENCE_S):
         assert (await s.driver.wait()).text.startswith("scaled down; no server could be told")
 
@@ -694,7 +695,7 @@ async def test_what_has_ended_has_ended(s: Story) -> None:
     s.runner.store_hosts.add(0)
     s.runner.deaf_to.add("stop")
     s.driver.post(events.Signalled(15, "SIGTERM"))
-    s.runner.tell(runner_link.WorkersGone(0))
+    s.runner.tell(events.WorkersGone(0))
     await s.until(lambda: s.phase() is None)
     await s.die_and_come_back()
     assert s.phase() is None
@@ -751,11 +752,11 @@ async def test_workers_run_on_of_which_no_more_would_be_started_today(
     assert s.runner.asked == [("start", 0, 2)]
     # The next round fails here and says why; nothing else happens.
     s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
-    s.runner.tell(runner_link.WorkersGone(0))
+    s.runner.tell(events.WorkersGone(0))
     await s.until(lambda: s.phase() == pb.Belief.JOINING)
     s.driver.post(events.RoundCompleted(s.line(1)))
     await s.until(lambda: ("stop", 1) in [asked[:2] for asked in s.runner.asked])
-    s.runner.tell(runner_link.WorkersGone(1))
+    s.runner.tell(events.WorkersGone(1))
     async with asyncio.timeout(PATIENCE_S):
         outcome = await s.driver.wait()
     assert "its arguments are refused" in outcome.text

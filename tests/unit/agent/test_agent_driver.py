@@ -214,14 +214,14 @@ async def test_it_joins_its_run_at_once_where_a_stream_is_open(f: Fixture) -> No
     assert (belief.phase, belief.join.run) == (pb.Belief.JOINING, "r1")
 
 
-READY = runner_link.ZygoteReady(pid=7, modules=("torch",), threads=1, memory_kb=1, seconds=5.0)
-LOST = runner_link.ZygoteLost("it was killed by signal 9", retry_s=1.0)
+READY = events.ZygoteReady(pid=7, modules=("torch",), threads=1, memory_kb=1, seconds=5.0)
+LOST = events.ZygoteLost("it was killed by signal 9", retry_s=1.0)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("over", [READY, LOST])
 async def test_it_prepares_until_its_zygote_is_ready_or_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: runner_link.RunnerEvent
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: events.RunnerEvent
 ) -> None:
     async for f in fixture(tmp_path, monkeypatch, zygote=WARM):
         assert f.runner.asked == [("zygote", False)]
@@ -367,7 +367,7 @@ async def test_what_goes_wrong_in_it_is_its_own_end(f: Fixture) -> None:
 
 async def test_what_goes_wrong_with_its_runner_is_its_own_end(f: Fixture) -> None:
     f.driver.post(events.RoundCompleted(LINE))
-    f.runner.tell(runner_link.WorkerExited(0, 7, 1, 0, None, 0))
+    f.runner.tell(events.WorkerExited(0, 7, 1, 0, None, 0))
     with pytest.raises(IndexError):
         await f.driver.wait()
 
@@ -403,8 +403,8 @@ def fail(f: Fixture, wrong: str) -> list[asyncio.Event]:
 
     f.look = examine
     f.driver.post(events.RoundCompleted(LINE))
-    f.driver.post(events.WorkerExited(0, 0, 99, 3, None, "no", "", 0))
-    f.runner.tell(runner_link.WorkersGone(0))
+    f.driver.post(events.WorkerExited(0, 0, 99, 3, None, 0, message="no"))
+    f.runner.tell(events.WorkersGone(0))
     return [looked, may_answer]
 
 
@@ -448,7 +448,7 @@ async def test_who_leaves_anyway_is_not_looked_at(f: Fixture) -> None:
     f.look = examine
     f.driver.post(events.RoundCompleted(LINE))
     f.driver.post(events.Signalled(15, "SIGTERM"))
-    f.runner.tell(runner_link.WorkersGone(0))
+    f.runner.tell(events.WorkersGone(0))
     async with asyncio.timeout(PATIENCE_S):
         await f.driver.wait()
 
@@ -459,8 +459,8 @@ async def test_what_goes_wrong_in_the_look_keeps_nobody_from_going_on(f: Fixture
 
     f.look = examine
     f.driver.post(events.RoundCompleted(LINE))
-    f.driver.post(events.WorkerExited(0, 0, 99, 3, None, "no", "", 0))
-    f.runner.tell(runner_link.WorkersGone(0))
+    f.driver.post(events.WorkerExited(0, 0, 99, 3, None, 0, message="no"))
+    f.runner.tell(events.WorkersGone(0))
     assert (await said(f, "join")).join.left_round == 0
 
 
@@ -537,10 +537,10 @@ async def test_the_event_loop_touches_nothing_that_may_be_on_a_file_server(
     await driver.prepare()
     driver.post(events.RoundCompleted(LINE))
     await until(lambda: f.runner.asked)
-    await f.runner.tell(runner_link.WorkerExited(0, 0, 100, 1, None, 0))
+    await f.runner.tell(events.WorkerExited(0, 0, 100, 1, None, 0))
     (failed,) = [message.failed for message in f.link.said if message.HasField("failed")]
     assert failed.failures[0].message.startswith("no error file")
-    f.runner.tell(runner_link.WorkersGone(0))
+    f.runner.tell(events.WorkersGone(0))
     await until(lambda: f.bodies()[-1] == "join")
     driver.post(events.RoundCompleted(replace(LINE, round=1, restarts=1)))
     await until(lambda: f.runner.asked[-1][:2] == ("start", 1))
@@ -557,7 +557,7 @@ async def test_loopback_is_said_to_be_no_peers_address_among_several_nodes(
     why = "[/gloo/transport/tcp/pair.cc:152] timed out connecting: refused, remote=[127.0.1.1]:28$1"
     error = tmp_path / "run" / "round_0" / "0" / "error.json"
     error.write_text(json.dumps({"message": f"RuntimeError: {why}"}))
-    await f.runner.tell(runner_link.WorkerExited(0, 0, 100, 1, None, 0))
+    await f.runner.tell(events.WorkerExited(0, 0, 100, 1, None, 0))
     (failed,) = [message.failed for message in f.link.said if message.HasField("failed")]
     assert ("127.0.1.1 is loopback" in failed.failures[0].message) is (nodes > 1)
 
@@ -593,7 +593,7 @@ async def test_no_worker_starts_once_it_was_decided_that_they_stop(
     for _ in range(10):
         await asyncio.sleep(0)
     assert [what for what, *_ in f.runner.asked] == ["stop"]
-    f.runner.tell(runner_link.WorkersGone(0))
+    f.runner.tell(events.WorkersGone(0))
     await until(lambda: f.bodies().count("join") == 2)
 
 
@@ -602,7 +602,7 @@ async def test_a_round_that_ends_before_anything_was_opened_starts_nothing(
 ) -> None:
     f.driver.post(events.RoundCompleted(LINE))
     f.driver.post(ends(0))
-    f.runner.tell(runner_link.WorkersGone(0))
+    f.runner.tell(events.WorkersGone(0))
     await until(lambda: f.bodies().count("join") == 2)
     assert opening == []
     assert [what for what, *_ in f.runner.asked if what == "start"] == []
@@ -616,7 +616,7 @@ async def test_a_start_that_fails_leaves_the_job(
     opening[0].set_exception(OSError("the disk is full"))
     await until(lambda: f.runner.asked)
     assert f.runner.asked[-1][:2] == ("stop", 0)
-    f.runner.tell(runner_link.WorkersGone(0))
+    f.runner.tell(events.WorkersGone(0))
     async with asyncio.timeout(PATIENCE_S):
         outcome = await f.driver.wait()
     assert "the disk is full" in outcome.text
@@ -639,12 +639,12 @@ async def test_the_end_of_an_older_round_closes_nothing_of_the_present_one(f: Fi
     await until(lambda: f.runner.asked)
     assert not f.driver.written.is_over(0)
     f.driver.post(ends(0))
-    f.runner.tell(runner_link.WorkersGone(0))
+    f.runner.tell(events.WorkersGone(0))
     await until(lambda: f.bodies().count("join") == 2)
     assert f.driver.written.is_over(0)
     f.driver.post(events.RoundCompleted(replace(LINE, round=1)))
     await until(lambda: f.runner.asked[-1][:2] == ("start", 1))
-    f.runner.tell(runner_link.WorkersGone(0))
+    f.runner.tell(events.WorkersGone(0))
     await asyncio.sleep(0.01)
     assert not f.driver.written.is_over(1)
     (_, _, (worker,), _) = f.runner.asked[-1]

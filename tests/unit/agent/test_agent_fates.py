@@ -73,7 +73,7 @@ class Play:
         line = self.state.assignment
         assert line is not None
         pid = 70 + local_rank
-        self.see(events.WorkerExited(line.round, local_rank, pid, code, signum, "E", "", 0))
+        self.see(events.WorkerExited(line.round, local_rank, pid, code, signum, 0, message="E"))
 
     def close(self, result: Result, *failures: NodeFailure) -> None:
         self.see(events.RunClosed("r", result, "why", False, failures))

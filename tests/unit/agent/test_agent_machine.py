@@ -84,7 +84,7 @@ def exited(
     signum = 9 if exit_code is None else None
     text = "" if exit_code == 0 else "ValueError: no"
     return events.WorkerExited(
-        round_, local_rank, 100 + local_rank, exit_code, signum, text, text, age_ms, by_itself
+        round_, local_rank, 100 + local_rank, exit_code, signum, age_ms, by_itself, text, text
     )
 
 
@@ -962,8 +962,8 @@ def test_a_server_that_comes_back_in_time_decides() -> None:
 # ------------------------------------------------------------------ the fence
 
 
-def fenced(round_: int = 0, age_ms: int = 0) -> events.Fenced:
-    return events.Fenced(round_, age_ms)
+def fenced(round_: int = 0, at_ms: int = 1_000) -> events.Fenced:
+    return events.Fenced(round_, at_ms)
 
 
 def test_a_fenced_node_joins_again_and_no_worker_of_it_has_failed() -> None:
@@ -988,7 +988,7 @@ def test_a_worker_that_failed_before_the_fence_has_failed() -> None:
 
 def test_a_worker_that_had_failed_when_the_fence_came_has_failed_though_heard_of_later() -> None:
     node = running()
-    node.hear(fenced(age_ms=10), exited(1, 1, age_ms=11))
+    node.hear(fenced(at_ms=node.now_ms - 10), exited(1, 1, age_ms=11))
     *_, join = node.hear(gone())
     assert isinstance(join, SayJoin) and len(join.failures) == 1 and not join.fenced
 
@@ -997,7 +997,10 @@ def test_workers_that_break_on_the_killed_ones_have_not_failed_though_all_is_hea
     """The agent was stopped: by its error file, the worker failed long before the agent saw it."""
     node = running()
     node.wait(60_000)
-    assert node.hear(fenced(age_ms=50_000), exited(0, None), exited(1, 1, age_ms=49_990)) == []
+    assert (
+        node.hear(fenced(at_ms=node.now_ms - 50_000), exited(0, None), exited(1, 1, age_ms=49_990))
+        == []
+    )
     assert node.hear(gone()) == [StopStoreHost(0), SayJoin("r1", 0, (), fenced=True)]
 
 
@@ -1029,7 +1032,7 @@ def test_after_a_stop_and_a_fence_a_late_exit_is_judged_by_the_stop() -> None:
     node = stopping()
     stopped_ms = node.now_ms
     node.now_ms += 5_000
-    node.hear(fenced())
+    node.hear(fenced(at_ms=node.now_ms))
     node.now_ms += 2_000
     # It ended by itself before the fence, in answer to the stop.
     node.hear(exited(0, 1, age_ms=node.now_ms - (stopped_ms + 3_000)), exited(1, None))
@@ -1041,7 +1044,7 @@ def test_a_worker_that_failed_before_the_stop_has_failed_whatever_the_fence_did_
     node = stopping()
     stopped_ms = node.now_ms
     node.now_ms += 5_000
-    node.hear(fenced())
+    node.hear(fenced(at_ms=node.now_ms))
     node.hear(exited(0, 1, age_ms=node.now_ms - stopped_ms + 1))
     assert [failure.local_rank for failure in node.state.failures] == [0]
 
@@ -1129,7 +1132,7 @@ ALPHABET: tuple[events.Event, ...] = (
     exited(0, 0, round_=1),
     gone(0),
     gone(1),
-    events.Fenced(0, 100),
+    events.Fenced(0, 900),
     events.StartFailed(0, "no"),
     events.StoreHostReady(0),
     events.StoreHostExited(0, "no"),

@@ -25,22 +25,22 @@ from prometheus_client.parser import text_string_to_metric_families
 from rdzv.agent.app.agent_config import read_config
 from rdzv.agent.app.agent_settings import AgentSettings
 from rdzv.agent.core import commands
-from rdzv.agent.core.model import Assignment, KeptWorker
-from rdzv.agent.node.agent_metrics import AgentMetrics, announced, serving_metrics
-from rdzv.agent.node.placements import Occupancy, Placements
-from rdzv.agent.runner_link import (
+from rdzv.agent.core.events import (
+    Fenced,
     KeptExited,
     RunnerExited,
+    StartFailed,
     StoreHostExited,
     WorkerExited,
     WorkerResumed,
-    WorkersFenced,
     WorkersGone,
     WorkersStartedCold,
-    WorkersStartFailed,
     WorkersStuck,
     WorkerStarted,
 )
+from rdzv.agent.core.model import Assignment, KeptWorker
+from rdzv.agent.node.agent_metrics import AgentMetrics, announced, serving_metrics
+from rdzv.agent.node.placements import Occupancy, Placements
 from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.core.fleet.node_resources import Resources
 from rdzv.errors import InvalidRequestError
@@ -121,13 +121,13 @@ def history(n: Node) -> None:
     keeps.runner_said(WorkerStarted(3, 1, 301, "warm"))
     keeps.decided(commands.StopWorkers(3, 5_000, None, 10_000))
     n.now_s += 0.04
-    keeps.runner_said(WorkersGone(3, (KeptWorker(0, 300), KeptWorker(1, 301))))
+    keeps.runner_said(WorkersGone(3, kept=(KeptWorker(0, 300), KeptWorker(1, 301))))
     keeps.decided(start(4))
     keeps.runner_said(WorkerStarted(4, 0, 300, "kept"))
     n.now_s += 0.02
-    keeps.runner_said(WorkerResumed(4, 0, 300, 7, 0, False, 3, 0))
+    keeps.runner_said(WorkerResumed(4, 0))
     keeps.decided(commands.StopWorkers(4, 5_000, None, 10_000))
-    keeps.runner_said(WorkersGone(4, (KeptWorker(0, 300), KeptWorker(1, 301))))
+    keeps.runner_said(WorkersGone(4, kept=(KeptWorker(0, 300), KeptWorker(1, 301))))
     keeps.runner_said(KeptExited(1, 301, None, 9))
     n.metrics.stream_ended(welcomed=True, on_purpose=False)
     n.metrics.stream_opened()
@@ -136,7 +136,7 @@ def history(n: Node) -> None:
     other.runner_started()
     other.decided(start(7))
     other.runner_said(WorkerStarted(7, 0, 200))
-    other.runner_said(StoreHostExited(7, 0, None))
+    other.runner_said(StoreHostExited(7, "", 0))
     other.runner_said(exited(7, 0, 0))
     other.runner_said(WorkersGone(7))
     other.runner_said(RunnerExited(0))
@@ -224,7 +224,7 @@ def test_a_round_that_could_not_be_started_leaves_no_worker() -> None:
     n = Node()
     job = n.metrics.job(local_world_size=2)
     job.decided(start(0))
-    job.runner_said(WorkersStartFailed(0, 0, "no such file"))
+    job.runner_said(StartFailed(0, "no such file"))
     job.runner_said(WorkersGone(0))
     assert n.workers() == [0, 0, 0]
     assert n.values()["rdzv_agent_worker_start_failures_total"] == 1
@@ -275,7 +275,7 @@ def test_a_fence_is_counted_and_its_kills_are_no_failures() -> None:
     job = n.metrics.job(local_world_size=1)
     job.decided(start(0))
     job.runner_said(WorkerStarted(0, 0, 100))
-    job.runner_said(WorkersFenced(0, 0))
+    job.runner_said(Fenced(0, 0))
     job.runner_said(exited(0, 0, None, 9))
     found = n.values()
     assert found["rdzv_agent_rounds_fenced_total"] == 1

@@ -16,20 +16,16 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent.runner.channel import MAX_FRAME_BYTES, Channel
-from rdzv.agent.runner.spawn import NOT_STARTED
-from rdzv.agent.runner_link import (
-    Hello,
+from rdzv.agent.core.events import (
     RunnerEvent,
     RunnerExited,
-    RunnerLink,
-    StartedRunner,
     StoreHostExited,
     WorkerExited,
     WorkersGone,
-    agent_children,
-    runner_link,
 )
+from rdzv.agent.runner.channel import MAX_FRAME_BYTES, Channel
+from rdzv.agent.runner.spawn import NOT_STARTED
+from rdzv.agent.runner_link import Hello, RunnerLink, StartedRunner, agent_children, runner_link
 from tests.support.lingering import LINGER_S
 
 pytestmark = pytest.mark.slow
@@ -95,7 +91,7 @@ async def test_a_store_host_that_can_not_be_asked_for_has_not_started(s: Story) 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         s.link.start_store_host(3, listener, "python", {"LONG": "x" * MAX_FRAME_BYTES})
     await s.until(lambda: s.heard)
-    assert s.heard == [StoreHostExited(3, NOT_STARTED, None)]
+    assert s.heard == [StoreHostExited(3, exit_code=NOT_STARTED)]
 
 
 @pytest.mark.quick

@@ -7,9 +7,7 @@ import logging
 import pytest
 
 from rdzv.agent.core import commands
-from rdzv.agent.core.model import KeptWorker, StartedWorker, StartReport
-from rdzv.agent.job.worker_starts import WorkerStarts
-from rdzv.agent.runner_link import (
+from rdzv.agent.core.events import (
     KeptExited,
     WorkerExited,
     WorkerNotKept,
@@ -20,6 +18,8 @@ from rdzv.agent.runner_link import (
     ZygoteLost,
     ZygoteReady,
 )
+from rdzv.agent.core.model import KeptWorker, StartedWorker, StartReport
+from rdzv.agent.job.worker_starts import WorkerStarts
 from rdzv.structs import replace
 from tests.unit.agent.test_agent_machine import line
 
@@ -45,8 +45,7 @@ class Story:
 
     def resume(self, round_: int, *local_ranks: int) -> None:
         for local_rank in local_ranks:
-            said = WorkerResumed(round_, local_rank, 100 + local_rank, 7, 0, False, 3, 0)
-            self.starts.runner_said(said)
+            self.starts.runner_said(WorkerResumed(round_, local_rank))
 
 
 @pytest.fixture
@@ -84,7 +83,7 @@ def test_a_zygote_that_the_launch_asks_for_shows_nothing(s: Story) -> None:
 def test_kept_and_new_workers_are_told_apart(s: Story, caplog: pytest.LogCaptureFixture) -> None:
     s.starts.runner_said(WorkerExited(0, 2, 102, None, 9, 0))
     s.stop(0)
-    s.starts.runner_said(WorkersGone(0, (KeptWorker(0, 100), KeptWorker(1, 101))))
+    s.starts.runner_said(WorkersGone(0, kept=(KeptWorker(0, 100), KeptWorker(1, 101))))
     s.start(1, "kept", "kept", "warm")
     assert not caplog.messages
     s.resume(1, 0, 1)
@@ -98,7 +97,7 @@ def test_each_reason_is_that_of_its_round(s: Story, caplog: pytest.LogCaptureFix
     s.stop(0)
     s.starts.runner_said(WorkerNotKept(0, 0, 100, "it did not park in time"))
     s.starts.runner_said(WorkerExited(0, 0, 100, None, 9, 0))
-    s.starts.runner_said(WorkersGone(0, (KeptWorker(1, 101), KeptWorker(2, 102))))
+    s.starts.runner_said(WorkersGone(0, kept=(KeptWorker(1, 101), KeptWorker(2, 102))))
     s.starts.runner_said(KeptExited(1, 101, None, 9))
     s.start(1, "cold", "cold", "kept")
     s.resume(1, 2)
@@ -158,7 +157,7 @@ def test_the_server_is_told_again_once_snapshots_are_not_loaded(
     s: Story, caplog: pytest.LogCaptureFixture
 ) -> None:
     def resume(round_: int, local_rank: int, reason: str) -> None:
-        said = WorkerResumed(round_, local_rank, 100, None, 0, False, 3, 0, not_loaded=reason)
+        said = WorkerResumed(round_, local_rank, not_loaded=reason)
         s.starts.runner_said(said)
 
     resume(0, 1, "")

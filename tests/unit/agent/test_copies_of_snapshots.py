@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from rdzv.agent.core.events import SnapshotsHeld
 from rdzv.agent.job.copies_of_snapshots import CopiesOfSnapshots
 from rdzv.agent.launch.launch import Launch
-from rdzv.agent.runner_link import CopyCredentials, SnapshotsHeld
+from rdzv.agent.runner_link import CopyCredentials
 from rdzv.agent.system.owned_tasks import OwnedTasks
 from rdzv.core.model import Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, MissingCopies

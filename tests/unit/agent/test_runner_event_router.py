@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from rdzv.agent import runner_link
-from rdzv.agent.core.events import RunnerLost, WorkerResumed
+from rdzv.agent.core.events import RunnerExited, RunnerLost, WorkerResumed
 from rdzv.agent.job import runner_event_router
 from rdzv.agent.job.runner_event_router import RunnerEventRouter
-from rdzv.agent.runner_link import RunnerExited
 
 
 @pytest.mark.parametrize("is_unwatched", [True, False])
@@ -28,9 +27,9 @@ def test_workers_without_a_watchdog_are_watched_for_hangs(is_unwatched: bool) ->
     )
     meter: Any = SimpleNamespace(runner_said=lambda _: None)
     router = RunnerEventRouter(context, context, context, None, lambda: meter, meter, meter)
-    resumed = runner_link.WorkerResumed(4, 1, 300, 7, 0, False, 3, 0, is_unwatched)
+    resumed = WorkerResumed(4, 1, is_unwatched)
     assert router.hear(resumed) is None
-    assert happened == ["watched"] * is_unwatched + [WorkerResumed(4, 1)]
+    assert happened == ["watched"] * is_unwatched + [resumed]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ class Node:
 
     def copied(self) -> list[int]:
         """Return the steps of which copies are there."""
-        return [one["step"] for one in self.said["snapshots"] if "copy_of" in one]
+        return [one["mark"]["step"] for one in self.said["snapshots"] if "copy_of" in one]
 
     def read(self) -> list[bytes]:
         """Return the copies as a worker gets them."""
@@ -176,7 +176,9 @@ def test_steps_that_kept_workers_redo_are_forgotten_with_their_copies(
     two.slots.begin_round(60)
     assert two.copied() == [60]
     two.slots.begin_round(50)
-    assert [(said["step"], "copy_of" in said) for said in two.said["snapshots"]] == [(50, False)]
+    assert [(said["mark"]["step"], "copy_of" in said) for said in two.said["snapshots"]] == [
+        (50, False)
+    ]
     assert two.read() == []
     # One that is still under way is not kept either, unless its step is not redone.
     assert one.copies.carrier is not None

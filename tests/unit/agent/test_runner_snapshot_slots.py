@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,7 @@ def test_many_changes_share_a_report_and_the_last_is_never_missed(story: Story) 
         assert list(story.slots.wake_times()) == [at]
         story.slots.do_due(at)
         assert list(story.slots.wake_times()) == [None]
-        assert reports(story)[-1]["snapshots"][0]["step"] == 1000 * round_ + 999
+        assert reports(story)[-1]["snapshots"][0]["mark"]["step"] == 1000 * round_ + 999
 
 
 def test_a_new_agent_is_told_at_once(story: Story) -> None:
@@ -214,7 +214,7 @@ def test_a_new_agent_is_told_at_once(story: Story) -> None:
         story.slots.note(0, 0, replace(SAVED, step=step))
     story.agent.told.clear()
     story.slots.hold({"limit_bytes": None})
-    assert reports(story)[0]["snapshots"][0]["step"] == 999
+    assert reports(story)[0]["snapshots"][0]["mark"]["step"] == 999
 
 
 @pytest.mark.parametrize(
@@ -294,16 +294,17 @@ def test_only_an_agent_that_has_asked_is_told_and_first_of_all_that_is_held(stor
     story.slots.note(0, 0, SAVED)
     assert not story.agent.told
     story.slots.hold({"limit_bytes": None})
-    first = {"local_rank": 0, **asdict(SAVED)}
+    first = SAVED.held_for(0)
     assert story.agent.told == [{"type": "snapshots_held", "snapshots": [first]}]
     # A part that is no complete state is held but not reported; nor is a slot being written.
     story.ask(1, MIB)
     story.slots.note(1, 0, None)
     newer = replace(SAVED, step=20)
     story.slots.note(0, 1, newer)
-    assert story.agent.told[-1]["snapshots"] == [first, {**first, "step": 20}]
+    second = replace(SAVED, step=20).held_for(0)
+    assert story.agent.told[-1]["snapshots"] == [first, second]
     story.slots.note(0, 0, None)
-    assert story.agent.told[-1]["snapshots"] == [{**first, "step": 20}]
+    assert story.agent.told[-1]["snapshots"] == [second]
     # A worker that has asked for no memory cannot have saved anything.
     count = len(story.agent.told)
     story.slots.note(7, 0, SAVED)

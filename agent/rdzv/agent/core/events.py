@@ -1,4 +1,7 @@
-"""Events for the agent's core, from the server, the runner, or the agent itself."""
+"""Events of a job on this node, from the server, the runner, or the agent itself.
+
+Those of the runner have the fields of its frames. The agent adds what only it can find out.
+"""
 
 from __future__ import annotations
 
@@ -90,12 +93,13 @@ class WorkerExited:
     pid: int
     exit_code: int | None
     signal: int | None
-    message: str
-    traceback: str
     age_ms: int
     by_itself: bool = False
     """Whether the exit was not caused by anything sent to the worker, although its round is ending.
-    """
+    Always False if the worker could not be kept."""
+    message: str = ""
+    traceback: str = ""
+    """These two are from the worker's error file."""
 
 
 @struct(frozen=True)
@@ -129,15 +133,21 @@ def ended_worker(
 
 @struct(frozen=True)
 class WorkerResumed:
-    """A kept worker has continued in a round by calling its script's function again."""
+    """A worker has entered a round: its process group exists and its state is up to date."""
 
     round: int
     local_rank: int
+    is_unwatched: bool = False
+    """Whether the worker uses NCCL with torch's watchdog off, so nothing in the process ends a
+    hang.
+    """
+    not_loaded: str = ""
+    """Why it has not loaded snapshots that it should or could have loaded, in its own words."""
 
 
 @struct(frozen=True)
 class StartFailed:
-    """A round's workers could not be started."""
+    """A worker could not be started, so the round is being killed; `WorkersGone` follows."""
 
     round: int
     reason: str
@@ -170,11 +180,16 @@ class KeptGone:
 
 @struct(frozen=True)
 class SnapshotsHeld:
-    """The runner's snapshots of the run have changed. These are all the snapshots it holds now."""
+    """The runner's snapshots of the run have changed. These are all the snapshots it holds now.
+
+    They include copies of other nodes' snapshots, which have a `copy_of`.
+    """
 
     snapshots: tuple[Snapshot, ...]
     carrier: CopyCarrier | None = None
+    """The carrier from which other nodes can fetch copies of these snapshots."""
     missing: MissingCopies | None = None
+    """The copies that this node was last asked to fetch and could not get."""
 
 
 @struct(frozen=True)
@@ -202,7 +217,7 @@ class SnapshotWatermark:
 
 @struct(frozen=True)
 class WorkersStuck:
-    """Processes of the round have survived SIGKILL."""
+    """Processes have survived SIGKILL. If they exit after all, `WorkersGone` follows."""
 
     round: int
     pids: tuple[int, ...]
@@ -210,13 +225,14 @@ class WorkersStuck:
 
 @struct(frozen=True)
 class Fenced:
-    """Workers are being killed after `fence_after_ms` without proof of contact with the server.
+    """The round is being killed after `fence_after_ms` without proof of contact with the server.
 
-    The killing began `age_ms` ago. `WorkersGone` follows.
+    The resulting worker exits are reported after this event, followed by `WorkersGone`.
     """
 
     round: int
-    age_ms: int
+    at_ms: int
+    """When the killing began, in `boottime_ms`; for the core, in its own time."""
 
 
 @struct(frozen=True)
@@ -228,10 +244,13 @@ class StoreHostReady:
 
 @struct(frozen=True)
 class StoreHostExited:
-    """The round's store host has exited."""
+    """A round's store host has exited; the exit code is 127 if it could not be started."""
 
     round: int
-    reason: str
+    reason: str = ""
+    """How it has exited, in words."""
+    exit_code: int | None = None
+    signal: int | None = None
 
 
 @struct(frozen=True)
@@ -276,6 +295,128 @@ class NoticeLifted:
 @struct(frozen=True)
 class Ticked:
     """Time has passed."""
+
+
+# What a runner says that changes nothing for the core.
+
+
+@struct(frozen=True)
+class WorkerStarted:
+    """A worker of the round is running."""
+
+    round: int
+    local_rank: int
+    pid: int
+    how: str = ""
+    """Kept (the same process as before), warm or cold; empty if the runner does not say."""
+
+
+@struct(frozen=True)
+class WorkerNotKept:
+    """A worker that was asked to park is being killed instead."""
+
+    round: int
+    local_rank: int
+    pid: int
+    reason: str
+
+
+@struct(frozen=True)
+class WorkersStartedCold:
+    """Workers that should have been forked from the zygote are being started cold."""
+
+    round: int
+    local_ranks: tuple[int, ...]
+    reason: str
+
+
+@struct(frozen=True)
+class ZygoteReady:
+    """The zygote is ready, so workers can be forked from now on."""
+
+    pid: int
+    modules: tuple[str, ...]
+    threads: int
+    memory_kb: int
+    seconds: float
+
+
+@struct(frozen=True)
+class ZygoteLost:
+    """There is no zygote now. Another one is started after `retry_s`, or never if that is None."""
+
+    reason: str
+    retry_s: float | None
+
+
+@struct(frozen=True)
+class SnapshotRefused:
+    """A worker gets no memory for snapshots, and continues training without them."""
+
+    local_rank: int
+    reason: str
+
+
+@struct(frozen=True)
+class SnapshotsWritten:
+    """This node's parts of a step have been written to disk, or `reason` says why not."""
+
+    lineage: int
+    step: int
+    series: str
+    reason: str
+
+
+@struct(frozen=True)
+class ServeFailed:
+    """The runner cannot outlive this process and will end with it."""
+
+    reason: str
+
+
+@struct(frozen=True)
+class RunnerRefused:
+    """The runner has refused a request, which has had no effect."""
+
+    reason: str
+
+
+@struct(frozen=True)
+class RunnerExited:
+    """The runner and its workers are gone; this is its last event. Negative codes are signals.
+
+    An adopted runner's exit code is unknown. It is given as 0 if the runner was asked to end, and
+    as None otherwise. In the latter case its workers' descendants may remain; in a subreaper,
+    `sweep_orphans` kills them.
+    """
+
+    exit_code: int | None
+
+
+RunnerEvent = (
+    WorkerStarted
+    | StartFailed
+    | WorkerExited
+    | WorkerSuspected
+    | WorkerResumed
+    | WorkersGone
+    | WorkerNotKept
+    | KeptExited
+    | KeptGone
+    | WorkersStuck
+    | Fenced
+    | WorkersStartedCold
+    | ZygoteReady
+    | ZygoteLost
+    | StoreHostReady
+    | StoreHostExited
+    | SnapshotsHeld
+    | SnapshotRefused
+    | SnapshotsWritten
+    | ServeFailed
+    | RunnerRefused
+    | RunnerExited
+)
 
 
 Event = (

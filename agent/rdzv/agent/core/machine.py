@@ -402,8 +402,8 @@ def _note_fence(work: Draft, event: Fenced) -> None:
     state = work.state
     if state.phase is Phase.SUCCEEDED:
         return
-    at_ms = work.now_ms - event.age_ms
-    since_ms = at_ms if state.stopping_since_ms is None else min(state.stopping_since_ms, at_ms)
+    since_ms = state.stopping_since_ms
+    since_ms = event.at_ms if since_ms is None else min(since_ms, event.at_ms)
     running = state.phase is Phase.RUNNING
     phase = Phase.STOPPING if running else state.phase
     fenced = running or state.fenced

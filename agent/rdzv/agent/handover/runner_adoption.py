@@ -30,12 +30,7 @@ from rdzv.agent.handover.handover_state import (
     decode_state,
 )
 from rdzv.agent.handover.leaked_processes import kill_leaked, mark_of
-from rdzv.agent.runner_link import (
-    FoundRunner,
-    NotAdoptableError,
-    SilentRunnerError,
-    kill_hung,
-)
+from rdzv.agent.runner_link import FoundRunner, NotAdoptableError, SilentRunnerError, kill_hung
 from rdzv.agent.system.side_thread import in_time
 from rdzv.structs import struct
 

@@ -12,10 +12,11 @@ import logging
 import secrets
 import time
 
+from rdzv.agent.core.events import SnapshotsHeld
 from rdzv.agent.job.context import JobContext
 from rdzv.agent.job.copy_certificate import certified
 from rdzv.agent.launch.launch import Launch
-from rdzv.agent.runner_link import CopyCredentials, SnapshotsHeld
+from rdzv.agent.runner_link import CopyCredentials
 from rdzv.agent.system.side_thread import in_thread
 from rdzv.structs import replace
 

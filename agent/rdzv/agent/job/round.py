@@ -25,7 +25,7 @@ from rdzv.agent.job.context import JobContext
 from rdzv.agent.observers.stack_sampling import Target
 from rdzv.agent.output.run_files import WorkerOutput
 from rdzv.agent.runner.requests import KeepSpec, WorkerSpec
-from rdzv.agent.system.error_files import WorkerError, unread
+from rdzv.agent.system.error_files import unread
 from rdzv.core.model import Moved
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime.clock import monotonic_ms
@@ -246,10 +246,8 @@ class Round:
         self._context.fates.worker_started(local_rank, pid)
         self._context.observers.worker_started(local_rank, pid)
 
-    async def explain_failure(
-        self, exited: runner_link.WorkerExited
-    ) -> tuple[runner_link.WorkerExited, WorkerError]:
-        """Return a failed worker's exit, and the contents of its error file if it can be read.
+    async def explain_failure(self, exited: events.WorkerExited) -> events.WorkerExited:
+        """Return a failed worker's exit with the contents of its error file, if that can be read.
 
         If a collective failed in the worker, the exit is held back for a limited time to let the
         server ask all ranks for their stacks.
@@ -282,24 +280,17 @@ class Round:
         )
         if place:
             error = replace(error, message=f"{error.message} (in {place})")
-        return replace(exited, age_ms=exited.age_ms + monotonic_ms() - heard_ms), error
-
-    def worker_exited(self, exited: runner_link.WorkerExited, error: WorkerError) -> None:
-        """Process an exit. `error` comes from the worker's error file if the worker failed."""
-        self._context.observers.worker_exited(exited.local_rank)
-        self._context.decisions.post(
-            events.WorkerExited(
-                round=exited.round,
-                local_rank=exited.local_rank,
-                pid=exited.pid,
-                exit_code=exited.exit_code,
-                signal=exited.signal,
-                message=error.message,
-                traceback=error.traceback,
-                age_ms=max(exited.age_ms, error.age_ms),
-                by_itself=exited.by_itself,
-            )
+        age_ms = exited.age_ms + monotonic_ms() - heard_ms
+        return replace(
+            exited,
+            message=error.message,
+            traceback=error.traceback,
+            age_ms=max(age_ms, error.age_ms),
         )
+
+    def worker_exited(self, exited: events.WorkerExited) -> None:
+        self._context.observers.worker_exited(exited.local_rank)
+        self._context.decisions.post(exited)
 
     def workers_gone(self, kept: tuple[KeptWorker, ...]) -> None:
         """Record that no process still takes part in the round; `kept` are the parked workers."""

@@ -15,8 +15,10 @@ from rdzv.agent.job.context import JobContext
 from rdzv.agent.job.copies_of_snapshots import CopiesOfSnapshots
 from rdzv.agent.job.snapshots_on_disk import SnapshotsOnDisk
 from rdzv.agent.job.worker_starts import WorkerStarts
-from rdzv.agent.system.error_files import WorkerError, describe_exit, signal_name
+from rdzv.agent.system.error_files import describe_exit, signal_name
 from rdzv.agent.system.side_thread import in_time
+from rdzv.runtime.clock import monotonic_ms
+from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.agent")
 
@@ -54,16 +56,16 @@ class RunnerEventRouter:
         self._prepared = prepared
         self._ending_leftovers: asyncio.Task[None] | None = None
 
-    def hear(self, event: runner_link.RunnerEvent) -> asyncio.Future[None] | None:
+    def hear(self, event: events.RunnerEvent) -> asyncio.Future[None] | None:
         """Handle an event. Returns a future for its completion, unless it is handled at once."""
         tasks = self._context.tasks
         match event:
-            case runner_link.WorkerExited() if event.exit_code != 0:
+            case events.WorkerExited() if event.exit_code != 0:
                 return tasks.start(self._take_failure(event), f"exit in {self._rdzv_id}")
-            case runner_link.SnapshotsWritten():
+            case events.SnapshotsWritten():
                 self._disk.note(event)
                 return None
-            case runner_link.RunnerExited():
+            case events.RunnerExited():
                 self._disk.note_runner_gone()
                 lost = self._lose_runner(event)
                 self._ending_leftovers = tasks.start(lost, f"runner of {self._rdzv_id}")
@@ -82,85 +84,69 @@ class RunnerEventRouter:
             async with asyncio.timeout(within_s):
                 await asyncio.shield(self._ending_leftovers)
 
-    async def _take_failure(self, exited: runner_link.WorkerExited) -> None:
+    async def _take_failure(self, exited: events.WorkerExited) -> None:
         """Handle a failed worker's exit after reading its error file, or after a timeout."""
         if (round_ := self._context.round_of(exited.round)) is not None:
-            late, error = await round_.explain_failure(exited)
-            self._note(late)
-            round_.worker_exited(late, error)
+            explained = await round_.explain_failure(exited)
+            self._note(explained)
+            round_.worker_exited(explained)
 
-    def _note(self, event: runner_link.RunnerEvent) -> None:
+    def _note(self, event: events.RunnerEvent) -> None:
         self._meter().runner_said(event)
         self._starts.runner_said(event)
 
-    def _take(self, event: runner_link.RunnerEvent) -> None:
+    def _take(self, event: events.RunnerEvent) -> None:
         self._note(event)
         post = self._context.decisions.post
         match event:
-            case (
-                runner_link.WorkerStarted() | runner_link.WorkerExited() | runner_link.WorkersGone()
-            ):
+            case events.WorkerStarted() | events.WorkerExited() | events.WorkersGone():
                 self._take_of_round(event)
-            case runner_link.WorkerSuspected():
-                post(
-                    events.WorkerSuspected(
-                        round=event.round,
-                        local_rank=event.local_rank,
-                        pid=event.pid,
-                        message=event.message,
-                        traceback=event.traceback,
-                        age_ms=event.age_ms,
-                    )
-                )
-            case runner_link.WorkerResumed():
+            case events.WorkerResumed():
                 if event.is_unwatched:
                     self._context.observers.watch_for_hangs()
-                post(events.WorkerResumed(event.round, event.local_rank))
-            case runner_link.WorkerNotKept():
+                post(event)
+            case events.WorkerNotKept():
                 self._context.fates.worker_not_kept(event.local_rank, event.pid, event.reason)
-            case runner_link.KeptExited():
-                fate = (event.exit_code, event.signal)
-                post(events.KeptExited(event.local_rank, event.pid, *fate))
-            case runner_link.KeptGone():
-                post(events.KeptGone())
-            case runner_link.WorkersStartFailed():
-                post(events.StartFailed(event.round, event.reason))
-            case runner_link.WorkersStuck():
-                post(events.WorkersStuck(event.round, tuple(event.pids)))
-            case runner_link.WorkersFenced():
-                age_ms = max(runner_link.boottime_ms() - event.at_ms, 0)
-                post(events.Fenced(event.round, age_ms))
-            case runner_link.SnapshotsHeld():
+            case events.Fenced():
+                ago_ms = max(runner_link.boottime_ms() - event.at_ms, 0)
+                post(replace(event, at_ms=monotonic_ms() - ago_ms))
+            case events.SnapshotsHeld():
                 self._copies.note(self._context, event)
-                post(events.SnapshotsHeld(event.snapshots, event.carrier, event.missing))
-            case runner_link.ZygoteReady() | runner_link.ZygoteLost():
+                post(event)
+            case events.ZygoteReady() | events.ZygoteLost():
                 self._prepared()
-            case runner_link.StoreHostReady():
-                post(events.StoreHostReady(event.round))
-            case runner_link.StoreHostExited():
-                how = describe_exit(event.exit_code, event.signal)
-                post(events.StoreHostExited(event.round, how))
-            case runner_link.ServeFailed():
+            case events.StoreHostExited():
+                post(replace(event, reason=describe_exit(event.exit_code, event.signal)))
+            case (
+                events.WorkerSuspected()
+                | events.StartFailed()
+                | events.KeptExited()
+                | events.KeptGone()
+                | events.WorkersStuck()
+                | events.StoreHostReady()
+            ):
+                post(event)
+            case events.ServeFailed():
                 pass  # The workers will end with this process; nothing else follows from it.
-            case runner_link.RunnerRefused():
+            case events.RunnerRefused():
                 log.error("%s: the job's runner cannot continue: %s", self._rdzv_id, event.reason)
                 self._context.runner.kill()
 
     def _take_of_round(
-        self, event: runner_link.WorkerStarted | runner_link.WorkerExited | runner_link.WorkersGone
+        self, event: events.WorkerStarted | events.WorkerExited | events.WorkersGone
     ) -> None:
         """Route an event to its round, ignoring events of older rounds."""
         if (round_ := self._context.round_of(event.round)) is None:
             return
         match event:
-            case runner_link.WorkerStarted():
+            case events.WorkerStarted():
                 round_.worker_started(event.local_rank, event.pid)
-            case runner_link.WorkerExited():
-                round_.worker_exited(event, WorkerError("", "", 0))
-            case runner_link.WorkersGone():
+            case events.WorkerExited():
+                round_.worker_exited(event)
+            case events.WorkersGone():
                 round_.workers_gone(event.kept)
 
-    async def _lose_runner(self, event: runner_link.RunnerExited) -> None:
+    async def _lose_runner(self, event: events.RunnerExited) -> None:
         """Kill the processes that a dead runner left behind, then report the runner's end."""
         self._meter().runner_said(event)
         if event.exit_code != 0 or not self._has_ended:

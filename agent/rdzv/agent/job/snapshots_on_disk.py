@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from rdzv.agent.core.events import SnapshotsWritten
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import Launch
-from rdzv.agent.runner_link import RunnerLink, SnapshotsWritten
+from rdzv.agent.runner_link import RunnerLink
 from rdzv.core.model import SnapshotMark
 
 log = logging.getLogger("rdzv.agent")

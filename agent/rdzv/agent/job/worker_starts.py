@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from rdzv.agent import runner_link
-from rdzv.agent.core import commands
+from rdzv.agent.core import commands, events
 from rdzv.agent.core.model import Assignment, StartedWorker, StartReport
 from rdzv.agent.system.error_files import describe_exit
 from rdzv.agent.workers.summary import ranges
@@ -75,31 +74,31 @@ class WorkerStarts:
                 self._round, self._reported = None, None
                 self._stopped_ms = self._now_ms()
 
-    def runner_said(self, event: runner_link.RunnerEvent) -> None:
+    def runner_said(self, event: events.RunnerEvent) -> None:
         """Take note of an event from the runner."""
         round_ = None if self._round is None else self._round.round
         match event:
-            case runner_link.WorkerExited():
+            case events.WorkerExited():
                 how = describe_exit(event.exit_code, event.signal)
                 self._ended.setdefault(event.local_rank, f"its worker ended with {how}")
-            case runner_link.WorkerNotKept():
+            case events.WorkerNotKept():
                 self._ended.setdefault(event.local_rank, event.reason)
-            case runner_link.WorkersGone():
+            case events.WorkersGone():
                 self._parked_ms = self._now_ms() - self._stopped_ms
-            case runner_link.ZygoteReady() | runner_link.ZygoteLost():
-                self._forks = self._watched and isinstance(event, runner_link.ZygoteReady)
+            case events.ZygoteReady() | events.ZygoteLost():
+                self._forks = self._watched and isinstance(event, events.ZygoteReady)
                 if self._reported is not None:
                     self._reported = replace(self._reported, forks=self._forks)
                     self._report(self._reported)
-            case runner_link.KeptExited():
+            case events.KeptExited():
                 reasons = self._ended if self._round is None else self._why_new
                 reasons.setdefault(event.local_rank, "its worker was parked, and has ended")
-            case runner_link.WorkersStartedCold() if event.round == round_:
+            case events.WorkersStartedCold() if event.round == round_:
                 self._why_cold |= dict.fromkeys(event.local_ranks, f"not warm: {event.reason}")
-            case runner_link.WorkerStarted() if event.round == round_ and event.how:
+            case events.WorkerStarted() if event.round == round_ and event.how:
                 self._how[event.local_rank] = event.how
                 self._tell_if_complete()
-            case runner_link.WorkerResumed() if event.round == self._number:
+            case events.WorkerResumed() if event.round == self._number:
                 self._resumed.add(event.local_rank)
                 if event.not_loaded and not self._not_loaded:
                     self._not_loaded = event.not_loaded

@@ -22,9 +22,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rdzv.agent import runner_link
 from rdzv.agent.agent_metrics_interface import JobMeter, Meter
-from rdzv.agent.core import commands
+from rdzv.agent.core import commands, events
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.node.placements import Placements
 from rdzv.agent.server_link.link import ServerLink
@@ -287,41 +286,41 @@ class _JobCounter(JobMeter):
         self._starting, self._stopping, self._parked = self._local_world_size, False, 0
         self._started_s = self._now_s()
 
-    def runner_said(self, event: runner_link.RunnerEvent) -> None:
+    def runner_said(self, event: events.RunnerEvent) -> None:
         node = self._node
         match event:
-            case runner_link.WorkerStarted():
+            case events.WorkerStarted():
                 self._starting = max(self._starting - 1, 0)
                 self._running.add(event.local_rank)
                 node.start_seconds.observe(self._now_s() - self._started_s)
                 if event.how in _STARTS:  # A runner of an older version does not report it.
                     node.starts.labels(event.how).inc()
-            case runner_link.WorkerResumed():
+            case events.WorkerResumed():
                 node.resume_seconds.observe(self._now_s() - self._started_s)
-            case runner_link.WorkerExited():
+            case events.WorkerExited():
                 self._running.discard(event.local_rank)
                 how = how_it_exited(event.exit_code, event.signal)
                 node.exits.labels(how, STOP if self._stopping else RUN).inc()
-            case runner_link.KeptExited():
+            case events.KeptExited():
                 self._parked = max(self._parked - 1, 0)
                 node.exits.labels(how_it_exited(event.exit_code, event.signal), STOP).inc()
-            case runner_link.WorkersStartFailed():
+            case events.StartFailed():
                 node.start_failures.inc()
-            case runner_link.WorkersStartedCold():
+            case events.WorkersStartedCold():
                 node.cold_starts.inc(len(event.local_ranks))
-            case runner_link.WorkersStuck():
+            case events.WorkersStuck():
                 self.stuck = len(event.pids)
-            case runner_link.WorkersFenced():
+            case events.Fenced():
                 self._stopping = True
                 node.fenced.inc()
-            case runner_link.WorkersGone():
+            case events.WorkersGone():
                 self._parked = len(event.kept)
                 if event.kept:
                     node.park_seconds.observe(self._now_s() - self._stopped_s)
                 self._forget_workers()
-            case runner_link.StoreHostExited():
+            case events.StoreHostExited():
                 node.store_host_exits.inc()
-            case runner_link.RunnerExited():
+            case events.RunnerExited():
                 self._forget_workers()
                 self.has_runner = False
                 how = "in order" if event.exit_code == 0 else "unexpectedly"

@@ -1,6 +1,7 @@
 """The runner's socket to the agent. Receives requests, and stores events until they are confirmed.
 
-Both directions carry frames as defined in channel.py; requests.py lists the requests. Events:
+Both directions carry frames as defined in channel.py; requests.py lists the requests. An agent
+decodes events by their fields, as structs of `rdzv.agent.core.events`:
 
     started           {round, local_rank, pid}        with `how`: kept, warm or cold
     start_failed      {round, local_rank, reason}     the round is then killed; `gone` follows
@@ -20,8 +21,9 @@ Both directions carry frames as defined in channel.py; requests.py lists the req
     zygote_ready      {pid, modules, threads, memory_kb, seconds}
     zygote_lost       {reason, retry_s}               retry_s null: it will not be replaced
     started_cold      {round, local_ranks, reason}    these should have been warm
-    snapshots_held    {snapshots: [{local_rank, lineage, step, series, shard, shards, world_size,
-                                    bytes, digest, copy_of}], carrier: {port, token, fingerprint},
+    snapshots_held    {snapshots: [{local_rank, mark: {lineage, step, series, shards, world_size},
+                                    shard, bytes, digest, copy_of}],
+                       carrier: {port, token, fingerprint},
                        missing: {mark, reason}}       all snapshots, after each change; copies only
                                                       if the agent supports them
     snapshot_refused  {local_rank, reason}            this worker gets no memory for snapshots

@@ -116,7 +116,7 @@ class SnapshotCopies:
 
     def held(self) -> list[dict[str, object]]:
         return [
-            {"local_rank": one.local_rank, "copy_of": one.copy_of, **asdict(one.snapshot)}
+            {**one.snapshot.held_for(one.local_rank), "copy_of": one.copy_of}
             for one in (copy.of for copy in self._there())
         ]
 

@@ -41,6 +41,7 @@ REPORTS_A_SECOND = 50.0
 """Each report lists the snapshots of all workers, so changes that come faster share one."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MARK = ("lineage", "step", "series", "shards", "world_size")
 
 
 class NoSlotsError(Exception):
@@ -59,6 +60,12 @@ class SavedSnapshot:
     world_size: int
     bytes: int
     digest: str
+
+    def held_for(self, local_rank: int) -> dict[str, object]:
+        """Return it as `snapshots_held` has it."""
+        fields = asdict(self)
+        mark = {name: fields.pop(name) for name in _MARK}
+        return {"local_rank": local_rank, "mark": mark, **fields}
 
 
 class Slots:
@@ -332,7 +339,7 @@ class SnapshotSlots:
         self._tell_at = None
         if self._agent.hears_of_snapshots:
             snapshots: list[dict[str, object]] = [
-                {"local_rank": local_rank, **asdict(snapshot)}
+                snapshot.held_for(local_rank)
                 for local_rank, slots in sorted((self._slots | self._replaced).items())
                 for snapshot in slots.snapshots
                 if snapshot is not None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rdzv.agent import job_programs, runner
+from rdzv.agent.core.events import RunnerExited, StartFailed, StoreHostExited, WorkersGone
 from rdzv.agent.runner.channel import Channel, MalformedFrameError
 from rdzv.agent.runner.linux.descriptors import close_fds
 from rdzv.agent.runner.linux.identity import Identity
@@ -29,15 +30,7 @@ from rdzv.agent.runner.requests import (
 )
 from rdzv.agent.runner.spawn import NOT_STARTED
 from rdzv.agent.runner_link import agent_children
-from rdzv.agent.runner_link.runner_events import (
-    OnEvent,
-    RunnerExited,
-    StoreHostExited,
-    WorkersGone,
-    WorkersStartFailed,
-    decode_event,
-    number_of,
-)
+from rdzv.agent.runner_link.runner_events import OnEvent, decode_event, number_of
 from rdzv.agent.runner_link.runner_log import RunnerLog
 from rdzv.core.model import SnapshotMark
 from rdzv.core.snapshot_copies import CopySource
@@ -266,7 +259,7 @@ class RunnerLink:
                 message["keep"] = asdict(keep)
             self._send({"type": "start_workers", **message})
         except ValueError as error:
-            self._loop.call_soon(self._fail_start, round, workers[0].local_rank, str(error))
+            self._loop.call_soon(self._fail_start, round, str(error))
 
     def start_store_host(
         self,
@@ -288,7 +281,7 @@ class RunnerLink:
             self._send({"type": "start_store_host", "round": round, **command}, fd)
         except ValueError as error:
             log.error("cannot start the store host of round %d: %s", round, error)
-            not_started = StoreHostExited(round, NOT_STARTED, None)
+            not_started = StoreHostExited(round, exit_code=NOT_STARTED)
             self._loop.call_soon(self._on_event, not_started)
 
     def stop_workers(
@@ -464,8 +457,8 @@ class RunnerLink:
             self._all_sent.set()
             self._loop.remove_writer(self._channel.fileno())
 
-    def _fail_start(self, round: int, local_rank: int, reason: str) -> None:
-        self._on_event(WorkersStartFailed(round, local_rank, reason))
+    def _fail_start(self, round: int, reason: str) -> None:
+        self._on_event(StartFailed(round, reason))
         self._on_event(WorkersGone(round))
 
     # ------------------------------------------------------------------ from the runner

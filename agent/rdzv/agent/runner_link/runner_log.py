@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from rdzv.agent.runner_link.runner_events import (
+from rdzv.agent.core.events import (
     RunnerEvent,
     RunnerRefused,
     ServeFailed,
