@@ -400,7 +400,7 @@ def test_an_upgrade_and_the_way_back_disturb_no_training(
     workers = story.workers()
     assert len(workers) == 2
 
-    # Forwards: the server first. A server also serves nodes of the version before.
+    # Forwards: the server first.
     story.start_server(programs)
     story.trains_on(programs, round_=0, restarts=0)
     story.start_agents(programs)

@@ -125,7 +125,6 @@ async def test_workers_live_on_and_the_next_agent_finds_what_was_kept(node: Orph
     hello = found.hello
     assert (hello.round, hello.last_round, dict(hello.workers)) == (3, 3, {0: pid})
     assert hello.kept == {"state": "two"}
-    assert hello.carries_copies
     # And it obeys.
     node.link.stop_workers(3, signal.SIGTERM, 60_000)
     assert (await node.heard(WorkerExited)).signal == signal.SIGTERM

@@ -252,7 +252,7 @@ class Hello(google.protobuf.message.Message):
     DRAINING_FIELD_NUMBER: builtins.int
     TAKES_SEVERAL_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
-    """The protocol that the node speaks; the server accepts its own and the one before."""
+    """The protocol that the node speaks; the server accepts only its own."""
     node_id: builtins.str
     instance: builtins.str
     """One start of the agent: a random id, the same over all its streams."""
@@ -858,7 +858,7 @@ global___SnapshotMark = SnapshotMark
 @typing.final
 class SnapshotsHeld(google.protobuf.message.Message):
     """All snapshots of this run that the node holds; sent after each change, and again after a
-    reconnect. Older agents do not send it.
+    reconnect.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1387,7 +1387,7 @@ global___Progress = Progress
 @typing.final
 class WorkersStarted(google.protobuf.message.Message):
     """How the workers of `round` on this node were started; sent once all of them take part, and again
-    after a reconnect. Older agents do not send it.
+    after a reconnect.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2128,7 +2128,7 @@ class Heard(google.protobuf.message.Message):
     CLOCK_US_FIELD_NUMBER: builtins.int
     number: builtins.int
     clock_us: builtins.int
-    """The server's clock when it received the heartbeat; 0 from an older server."""
+    """The server's clock when it received the heartbeat."""
     def __init__(
         self,
         *,

@@ -133,8 +133,8 @@ class RoundCompleted:
     """A round is complete: participants, ranks, MASTER_ADDR and kept workers are fixed."""
 
     round: Round
-    enough_ms: int | None = None
-    """The time for which enough nodes had been ready, or None in rows written by older versions."""
+    enough_ms: int = 0
+    """The time for which enough nodes had been ready."""
     not_kept: tuple[NotKept, ...] = ()
     not_loaded: WhyNotLoaded | None = None
     """The reason why no snapshots are loaded although nodes hold some. None if some are loaded or
@@ -199,9 +199,8 @@ class NodesPlaced:
     """The server has chosen these nodes for a submitted run."""
 
     node_ids: tuple[str, ...]
-    was_queued: bool | None = None
-    """Whether the run had no nodes before and was therefore queued until now. None in rows from
-    older versions."""
+    was_queued: bool = False
+    """Whether the run had no nodes before and was therefore queued until now."""
 
 
 @struct(frozen=True)

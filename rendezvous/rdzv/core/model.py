@@ -172,7 +172,7 @@ class Instance:
     """One start of an agent, as described in its Hello."""
 
     id: str = ""
-    """The instance's random id; empty in records written by older servers."""
+    """The instance's random id; empty if it is unknown."""
     fence_after_ms: int = 0
     """The time after its last message to the server by which the node has killed its own workers,
     or 0 if it does not kill them."""

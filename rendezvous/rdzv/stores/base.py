@@ -76,8 +76,7 @@ class Record:
     run: str
     name: str
     data: str
-    """The event's fields as a JSON object, or a sentence in rows from older versions and in audit
-    rows. No store interprets it."""
+    """The event's fields as a JSON object, or a sentence in audit rows. No store interprets it."""
 
 
 def check_document(name: str, data: bytes) -> None:

@@ -46,8 +46,7 @@ class Leader:
     leadership: int
     """Its leadership number, or 0 until it has taken over the store."""
     word_ms: int = 0
-    """The time for which its word may outlive its key, or 0 for an older server, whose term ends
-    with its lease."""
+    """The time for which its word may outlive its key, or 0 if that is unknown."""
     deposed: bool = False
     """Whether another server has ended its term. This key is deleted once its word has expired."""
 

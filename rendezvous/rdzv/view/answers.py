@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rdzv.stores.base import Record
 
 OWN_BACKEND = "rdzv"
-"""A job's backend unless the server specifies another; older servers specify none."""
+"""A job's backend unless the server specifies another."""
 
 
 @struct(frozen=True)
@@ -542,8 +542,7 @@ class StackReport:
 class Event:
     """One event in a job's history. `unix_ms` is the time on the server's clock, for display.
 
-    `text` describes its `fields` in one line. The fields are None if only the line is known, as in
-    rows from older versions of rdzvd.
+    `text` describes its `fields` in one line. The fields are None if only the line is known.
     """
 
     unix_ms: int

@@ -5,8 +5,8 @@ contain a whole round, traceback or list of nodes; for these, this module define
 keeps, so that history rows are small however large the job is. Fields added by a later version are
 kept and passed on, as are events with unknown names.
 
-Rows from older versions contain a sentence instead. It is shown unchanged and never parsed: it may
-quote a worker, so it cannot be trusted.
+A row may contain a sentence instead. It is shown unchanged and never parsed: it may quote a worker,
+so it cannot be trusted.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class RoundCompleted:
     participants: tuple[Place, ...]
     master_addr: str
     master_port: int
-    enough_ms: int | None = None
-    """The time for which enough nodes had been ready, or None if unknown."""
+    enough_ms: int = 0
+    """The time for which enough nodes had been ready."""
     kept: int = 0
     source: int | None = None
     resume_step: int | None = None
@@ -150,7 +150,7 @@ class NodesPlaced:
 
     nodes: int
     node_ids: tuple[str, ...]
-    was_queued: bool | None = None
+    was_queued: bool = False
     """Whether the run had no nodes before, or None if unknown."""
 
 

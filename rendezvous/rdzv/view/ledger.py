@@ -391,8 +391,7 @@ class Book:
                 self._note_evidence(event, now_ms)
 
     def _place(self, event: history.NodesPlaced, now_ms: int) -> None:
-        nobody = not self._present and not self._unnamed
-        if event.was_queued or (event.was_queued is None and nobody):
+        if event.was_queued:
             self._close(self._vacant_ms)
             self._book(now_ms, LedgerPhase.QUEUED, self._cause)
         self._queued = False
@@ -405,14 +404,8 @@ class Book:
             self._book(now_ms, LedgerPhase.WAITING, self._cause)
 
     def _complete(self, event: history.RoundCompleted, now_ms: int) -> None:
-        later = self._round is not None
         self._book_round(now_ms)
-        if event.enough_ms is not None:
-            enough_ms = now_ms - event.enough_ms
-        else:
-            # Older versions do not report this. Between rounds, enough nodes are usually ready.
-            enough_ms = self._called_ms or (self._until_ms if later else now_ms)
-        self._book(enough_ms, LedgerPhase.WAITING, self._cause)
+        self._book(now_ms - event.enough_ms, LedgerPhase.WAITING, self._cause)
         self._book(now_ms, LedgerPhase.FORMING, self._cause)
         self._called_ms, self._queued = None, False
         alone = event.world_size == 1

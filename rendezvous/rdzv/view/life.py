@@ -1,7 +1,7 @@
 """A job's life as derived from its history: runs, their rounds, and the cost of each change.
 
-All of it is derived from the fields of events. An event without fields (as in older versions), or
-with an unknown name or unknown fields, is kept as a line of text, from which nothing is derived.
+All of it is derived from the fields of events. An event without fields, or with
+an unknown name or unknown fields, is kept as a line of text, from which nothing is derived.
 
 The history names the first eight participants of a round. The others become known when later events
 name them; until then, only their number is known.

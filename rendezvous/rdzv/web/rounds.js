@@ -14,7 +14,6 @@ export function roundsOf(events, run) {
   let last = null;
   for (const event of events) {
     const is = event.fields;
-    // Older versions stored only a sentence, which cannot be evaluated.
     if (!is || (event.run !== null && event.run !== run)) continue;
     if (event.name === "RoundCompleted" || event.name === "RoundAdopted") {
       const stopped = last && last.settled !== null ? [["stop", last.settled - last.ended], ["form", event.unix_ms - last.settled]] : [];

@@ -23,8 +23,6 @@ CARRIER = CopyCarrier(4711, "token")
 
 
 class Runner:
-    carries_copies = True
-
     def __init__(self) -> None:
         self.asked: list[tuple[int, CopyCredentials]] = []
         self.was_asked = asyncio.Event()
@@ -77,10 +75,8 @@ async def test_a_carrier_is_wanted_for_a_sharded_state_on_several_nodes() -> Non
     assert credentials.fingerprint == credentials.pem == ""
 
 
-@pytest.mark.parametrize("why_not", ["rate", "older runner"])
-async def test_none_is_wanted_if_that_is_switched_off_or_impossible(why_not: str) -> None:
-    story = Story(rate=0 if why_not == "rate" else 1_000)
-    story.runner.carries_copies = why_not == "rate"
+async def test_none_is_wanted_if_that_is_switched_off() -> None:
+    story = Story(rate=0)
     await story.note()
     assert not story.runner.asked
 

@@ -834,7 +834,6 @@ def test_a_budget_that_is_none_is_not_told() -> None:
 
 
 def test_who_knows_no_backoff_leaves_it_to_the_server() -> None:
-    """A node of an older version counts as one launched without the flag."""
     read = [
         inbound_nodes.command_of(pb.NodeMessage(join=join(settings=one)), N1)[1]
         for one in (

@@ -76,7 +76,7 @@ def test_what_an_older_server_sends_is_shown_as_it_is(fields: str) -> None:
     assert (event_of(older).text, event_of(older).fields) == ("n1 was lost: x", None)
 
 
-def test_what_an_older_version_has_stored_is_shown_as_it_is() -> None:
+def test_a_row_without_fields_is_shown_as_it_is() -> None:
     event = event_in(Record(5, "job-7", "run-1", "NodeLost", "n1 was lost: x"))
     assert (event.text, event.fields) == ("n1 was lost: x", None)
     assert outbound.event_row(Record(5, "j", "r", "NodeLost", "n1 was lost: x")).fields == ""

@@ -360,18 +360,6 @@ TABLE: dict[str, tuple[Story, float, list[str]]] = {
         16,
         ["0..10 queued", "10..14 waiting", "14..15 forming", "15..16 training"],
     ),
-    "a placement of an older server came from the queue if no node was there": (
-        [
-            (0, BEGAN),
-            (10, history.NodesPlaced(2, ("n1", "n2"))),
-            (11, joined("n1")),
-            (20, history.NodesPlaced(1, ("n3",))),
-            (24, joined("n3")),
-            (24, complete(0, "n1", "n3")),
-        ],
-        25,
-        ["0..10 queued", "10..24 waiting", "24..25 training"],
-    ),
     "nodes that are there without a name are there": (
         [
             (0, events.RunBegan("r", 1, "the server had no memory of it")),
@@ -472,11 +460,6 @@ TABLE: dict[str, tuple[Story, float, list[str]]] = {
         53,
         ["50..52 forming (worker failure) n2", "52..53 training"],
     ),
-    "rows of older versions do not say since when enough nodes were there": (
-        [*GATHERED[:-1], (6, history.RoundCompleted(0, 2, 2, (), "h", 1))],
-        7,
-        ["0..4 waiting", "4..6 forming", "6..7 training"],
-    ),
 }
 
 
@@ -503,7 +486,7 @@ def test_at_every_moment_the_ledger_adds_up(name: str) -> None:
 
 
 def test_a_queued_job_is_told_from_one_that_waits_by_its_state() -> None:
-    story: Story = [(0, events.RunBegan("r", 1, "submitted by an older version"))]
+    story: Story = [(0, events.RunBegan("r", 1, "submitted"))]
     assert [written(one) for one in ledger_of(story, 5, "queued").intervals] == ["0..5 queued"]
 
 

@@ -52,7 +52,7 @@ def test_what_is_not_understood_is_kept_as_its_text(name: str, fields: dict[str,
 
 
 def test_nothing_is_read_from_a_sentence() -> None:
-    """Text kept by older versions may quote a worker, so it is shown but not believed."""
+    """Text may quote a worker, so it is shown but not believed."""
     text = "round 3 is charged to worker failure: boom; restarts spent: 9 of 9"
     (run,) = life.runs_of([Event(0, "r", "RoundSettled", text)])
     assert not run.rounds

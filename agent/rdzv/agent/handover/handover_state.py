@@ -1,8 +1,7 @@
 """The job state that a runner keeps so that the next agent can continue the job.
 
 The state is kept by the runner rather than in a file, so it exists exactly as long as the workers
-do, and is never older than the last request to the runner. Newer agents can read the state of older
-ones: new fields have defaults, and unknown fields are ignored.
+do, and is never older than the last request to the runner. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rdzv.core.model import JobSpec, Offer
 from rdzv.structs import struct
 
 FORMAT = 2
-"""Increased whenever an older agent would misread state kept by this version."""
+"""Increased whenever another version would misread state kept by this one. Others are refused."""
 
 PLACEMENT = "placement"
 STATE = "state"
@@ -103,13 +102,12 @@ def decode_placement(text: str | None) -> KeptPlacement:
     """Decode a kept placement.
 
     Raises:
-        NotAdoptableError: it is missing or damaged, or a newer agent wrote it.
+        NotAdoptableError: it is missing or damaged, or an agent of another version wrote it.
     """
     raw = _load(PLACEMENT, text)
-    found = raw.get("format", 0)
-    if isinstance(found, int) and found > FORMAT:
+    if (found := raw.get("format")) != FORMAT:
         raise NotAdoptableError(
-            f"its state has format {found}, but this agent reads only up to format {FORMAT}"
+            f"its state has format {found!r:.20}, and this agent reads {FORMAT}"
         )
     return _convert(PLACEMENT, raw, KeptPlacement)
 

@@ -187,8 +187,7 @@ class RunnerAdoption:
             said = json.loads(self._file.read_bytes())
             if said["boot_id"] != _boot_id() or said["node_id"] != self._node_id:
                 return None
-            # Older agents did not store the lease.
-            lease_ms = None if said.get("lease_ms") is None else int(said["lease_ms"])
+            lease_ms = None if said["lease_ms"] is None else int(said["lease_ms"])
             return Instance(
                 str(said["instance"]), int(said["incarnation"]), int(said["leadership"]), lease_ms
             )

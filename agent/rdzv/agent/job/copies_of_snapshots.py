@@ -43,7 +43,7 @@ class CopiesOfSnapshots:
 
     def note(self, context: JobContext, event: SnapshotsHeld) -> None:
         """Start the carrier, or renew its token, if the currently held snapshots require it."""
-        assignment, runner = context.decisions.state.assignment, context.runner
+        assignment = context.decisions.state.assignment
         if event.missing is not None and event.missing.reason not in self._logged:
             self._logged.add(event.missing.reason)
             log.warning(
@@ -51,7 +51,7 @@ class CopiesOfSnapshots:
                 self._launch.job.rdzv_id, event.missing.mark.step, event.missing.reason,
             )  # fmt: skip
         sharded = any(one.mark.shards > 1 and one.copy_of is None for one in event.snapshots)
-        if not sharded or not self._launch.snapshot_copy_rate or not runner.carries_copies:
+        if not sharded or not self._launch.snapshot_copy_rate:
             return
         if assignment is None or assignment.group_world_size < 2:
             return

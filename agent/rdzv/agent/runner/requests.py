@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 PROTOCOL_VERSION = 2
-"""The version of the requests and events. An agent adopts runners of its own version or older."""
+"""The version of the requests and events. An agent adopts only runners of its own version."""
 
 MAX_GRACE_S = 7 * 24 * 3600.0
 MAX_ORPHAN_TIMEOUT_S = 24 * 3600.0

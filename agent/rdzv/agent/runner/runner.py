@@ -196,8 +196,6 @@ class Runner:
             # Agents of the previous release request snapshots only if these two are set.
             "snapshots": True,
             "writes_snapshots": True,
-            "carries_copies": True,
-            "answers_pings": True,
         }
 
 

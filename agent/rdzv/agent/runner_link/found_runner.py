@@ -48,7 +48,7 @@ class FoundRunner:
 
         Raises:
             SilentRunnerError: it does not respond.
-            NotAdoptableError: it has another agent, or is of a newer version.
+            NotAdoptableError: it has another agent, or is of another version.
         """
         refused, pid = f"it cannot be reached within {timeout_s:g} s", 0
         try:
@@ -141,7 +141,7 @@ def read_hello(said: Mapping[str, Any]) -> Hello:
     """Parse a runner's hello. Raises `NotAdoptableError` if this agent cannot adopt it."""
     try:
         version, pid = int(said["version"]), int(said["pid"])
-        if not 1 <= version <= PROTOCOL_VERSION:
+        if version != PROTOCOL_VERSION:
             raise NotAdoptableError(
                 f"pid {pid} speaks version {version} of the runner's protocol, and this agent "
                 f"speaks {PROTOCOL_VERSION}"
@@ -153,8 +153,6 @@ def read_hello(said: Mapping[str, Any]) -> Hello:
             workers={int(local_rank): int(pid) for local_rank, pid in said["workers"]},
             store_hosts=frozenset(said["store_hosts"]),
             zygote=bool(said["zygote"]),
-            carries_copies=bool(said.get("carries_copies")),
-            answers_pings=bool(said.get("answers_pings")),
             kept={str(name): str(value) for name, value in said["kept"].items()},
         )
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:

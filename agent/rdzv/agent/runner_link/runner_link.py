@@ -68,9 +68,6 @@ class Hello:
     """Whether the runner was asked to keep a zygote."""
     kept: Mapping[str, str]
     """The values that the runner keeps for its next agent, by name."""
-    carries_copies: bool = False
-    """Whether the runner can keep copies of other nodes' snapshots."""
-    answers_pings: bool = False
 
 
 @struct(frozen=True)
@@ -154,8 +151,6 @@ class RunnerLink:
         self._handling: asyncio.Future[None] | None = None
         """Done once the event that is being handled has been handled; later events wait."""
         self._keeps_zygote = adopted is not None and adopted.zygote
-        self.carries_copies = adopted is None or adopted.carries_copies
-        """Whether the runner can keep copies of other nodes' snapshots. Older runners cannot."""
         self._log = RunnerLog(self._pid)
         self._asked_to_end = False
         self._last_event = self._heard = 0
@@ -177,8 +172,7 @@ class RunnerLink:
         self._unanswered: int | None = None
         """The pings since the runner last sent anything; None until it first has."""
         self._next_ping: asyncio.TimerHandle | None = None
-        if adopted is None or adopted.answers_pings:
-            self._ping()
+        self._ping()
 
     @classmethod
     async def spawn(cls, on_event: OnEvent) -> RunnerLink:

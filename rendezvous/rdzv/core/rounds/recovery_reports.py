@@ -99,9 +99,6 @@ def further_report(round_: Round, command: Join | Resume, report: RecoveryReport
     if filled is None:
         return None
     participants = (*seats[: gap.start], *filled, *seats[gap.stop :])
-    if round_.source is None:
-        # Agents of older versions do not report the source.
-        round_ = replace(round_, source=report.source, resume_step=report.resume_step)
     round_ = replace(
         round_,
         snapshot=round_.snapshot or report.snapshot,

@@ -26,16 +26,6 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION = protocol.VERSION
 
 
-def oldest_protocol_version(ours: int) -> int:
-    """Return the oldest protocol version that a server with version `ours` accepts.
-
-    This is the previous version, so that servers can be upgraded before agents.
-    """
-    return max(ours - 1, 1)
-
-
-OLDEST_PROTOCOL_VERSION = oldest_protocol_version(PROTOCOL_VERSION)
-
 MINUTE_MS = 60_000
 DAY_MS = 86_400_000
 

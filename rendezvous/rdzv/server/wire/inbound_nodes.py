@@ -34,7 +34,7 @@ from rdzv.server.messages import (
     Stacks,
 )
 from rdzv.server.settings import bounds
-from rdzv.server.settings.config import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from rdzv.server.settings.config import PROTOCOL_VERSION
 from rdzv.server.wire.inbound_settings import labels_of, settings_of
 from rdzv.server.wire.inbound_snapshots import mark_of, readable_snapshots
 from rdzv.structs import replace, struct
@@ -237,16 +237,11 @@ def failing_of(message: pb.Health) -> tuple[FailingCheck, ...]:
 
 def check_protocol(version: int) -> None:
     """Raise an error for a node whose protocol version this server does not support."""
-    if OLDEST_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
-        return
-    older = version < OLDEST_PROTOCOL_VERSION
-    accepted = f"{PROTOCOL_VERSION}"
-    if OLDEST_PROTOCOL_VERSION != PROTOCOL_VERSION:
-        accepted = f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
-    raise InvalidRequestError(
-        f"the node speaks protocol {version}, this server speaks {accepted}; upgrade the "
-        f"{'agent' if older else 'server'}"
-    )
+    if version != PROTOCOL_VERSION:
+        raise InvalidRequestError(
+            f"the node speaks protocol {version}, this server speaks {PROTOCOL_VERSION}; upgrade "
+            f"the {'agent' if version < PROTOCOL_VERSION else 'server'}"
+        )
 
 
 def belief_of(message: pb.Belief, speaker: Speaker) -> Belief:

