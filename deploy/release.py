@@ -22,7 +22,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECTS = (".", "worker")
+PROJECTS = (".", "worker", "deploy/kubernetes/rdzv-kube")
 """Folders with a pyproject.toml, one wheel each; only the first has an sdist, of everything."""
 CONSTRAINTS = "constraints.txt"
 NOTES = "RELEASE_NOTES.md"
@@ -100,7 +100,7 @@ def build_documents(sources: Path) -> None:
 def build_python(sources: Path, out: Path) -> None:
     """Build a wheel of each project, and an sdist of everything."""
     for project in PROJECTS:
-        if (sources / project / "rdzv").exists() or project == ".":
+        if (sources / project).exists():
             if project != ".":
                 shutil.copy(sources / "LICENSE", sources / project)
             targets = ["-t", "wheel", *(["-t", "sdist"] if project == "." else [])]

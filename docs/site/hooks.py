@@ -39,7 +39,7 @@ ASIDE = ("CHANGELOG.md", "bench-results.md", "protocol.md", "licences.md")
 
 _WIDTH = {"COLUMNS": "100", "TERMINAL_WIDTH": "100"}
 
-PROGRAMS = ("rdzvrun", "rdzvctl", "rdzvd", "rdzv-agent", "rdzv-kube")
+PROGRAMS = ("rdzvrun", "rdzvctl", "rdzvd", "rdzv-agent")
 
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 

@@ -24,10 +24,10 @@ import pytest
 import yaml
 from cluster import BIN, JOB, cluster_without_server
 from ports import free_port
+from rdzv_kube.__main__ import main as rdzv_kube
 
 from rdzv.agent.app.agent_settings import AgentSettings
 from rdzv.agent.cli.options import parse_launch
-from rdzv.kube.__main__ import main as rdzv_kube
 from rdzv.server.__main__ import main as rdzvd
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.settings.toml_files import load

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from cluster import JOB, Cluster, Node, cluster
 
-pytest.importorskip("kubernetes", reason="Kubernetes' client is in the extra kubernetes")
-
 from tests.support.kubernetes_stand_in import StandIn, machine, pod, standing_in
 
+PROJECT = Path(__file__).parents[2] / "deploy/kubernetes/rdzv-kube"
 TRY_AGAIN = 75
 
 
@@ -32,8 +31,9 @@ def c(tmp_path: Path) -> Iterator[Cluster]:
 
 def start_kube(c: Cluster, api: StandIn) -> Node:
     kubeconfig = api.kubeconfig(c.folder / "kubeconfig")
-    command = [sys.executable, "-m", "rdzv.kube", f"--kubeconfig={kubeconfig}"]
-    return c.start("kube", [*command, f"--server={c.endpoint}"])
+    command = [sys.executable, "-m", "rdzv_kube", f"--kubeconfig={kubeconfig}"]
+    environ = {"PYTHONPATH": str(PROJECT)}
+    return c.start("kube", [*command, f"--server={c.endpoint}"], environ=environ)
 
 
 def in_seconds(seconds: float) -> str:

@@ -10,13 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("kubernetes", reason="Kubernetes' client is in the extra kubernetes")
+from rdzv_kube import following
+from rdzv_kube.following import Following, connected, following_of
+from rdzv_kube.objects import Machine, Pod
 
 from rdzv.errors import InvalidRequestError
-from rdzv.kube import following
-from rdzv.kube.following import Following, connected, following_of
-from rdzv.kube.objects import Machine, Pod
 from tests.support.kubernetes_stand_in import StandIn, machine, pod, standing_in
 
 pytestmark = pytest.mark.slow

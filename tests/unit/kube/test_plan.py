@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
+import rdzv_kube
 from hypothesis import given
 from hypothesis import strategies as st
+from rdzv_kube.objects import Cluster, Machine, Pod, Taint, machine_of, pod_of
+from rdzv_kube.plan import Command, Cordon, Drain, Lift, Rules, decide
 
-from rdzv.kube.objects import Cluster, Machine, Pod, Taint, machine_of, pod_of
-from rdzv.kube.plan import Command, Cordon, Drain, Lift, Rules, decide
 from rdzv.structs import replace
 from rdzv.view.answers import Node
 
@@ -347,3 +350,15 @@ def test_objects_are_read_from_json_and_odd_ones_do_no_harm() -> None:
     for odd in ({}, {"metadata": None, "spec": [], "status": {"conditions": {}}}):
         assert machine_of(odd) == Machine("")
         assert pod_of(odd) == Pod("", "")
+
+
+def test_rdzvd_is_spoken_to_through_the_client_alone_and_plans_need_nothing() -> None:
+    found: dict[str, set[str]] = {}
+    for path in Path(rdzv_kube.__file__).parent.glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        found[path.name] = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    ours = {name for names in found.values() for name in names if name.startswith("rdzv.")}
+    told = {"rdzv.client", "rdzv.transport.channels", "rdzv.errors", "rdzv.view.answers"}
+    assert ours == {*told, "rdzv.runtime.log_format", "rdzv.structs", "rdzv.version"}
+    pure = {"rdzv_kube.objects", "rdzv.structs", "rdzv.view.answers"}
+    assert {name for name in found["plan.py"] if name.startswith("rdzv")} == pure

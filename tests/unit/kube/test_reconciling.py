@@ -10,14 +10,14 @@ from types import TracebackType
 from typing import Any, cast
 
 import pytest
+from rdzv_kube import reconciling
+from rdzv_kube.following import Following
+from rdzv_kube.objects import Machine, Pod, Taint
+from rdzv_kube.plan import LEAVING_TAINTS, Rules
+from rdzv_kube.reconciling import Reconciling
 
 from rdzv.client import ControlClient
 from rdzv.errors import RendezvousConnectionError, UnknownNodeError
-from rdzv.kube import reconciling
-from rdzv.kube.following import Following
-from rdzv.kube.objects import Machine, Pod, Taint
-from rdzv.kube.plan import LEAVING_TAINTS, Rules
-from rdzv.kube.reconciling import Reconciling
 from rdzv.structs import replace
 from rdzv.view.answers import Node
 from tests.unit.kube.test_plan import agent, cordoned, drained, node

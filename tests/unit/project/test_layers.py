@@ -198,23 +198,6 @@ RULES = (
         but=of("ctl/authority.py", "agent/job/copy_certificate.py"),
     ),
     Rule(
-        "rdzv-kube speaks to the server through the client alone",
-        "kube/*.py",
-        never=of("rdzv.server", "rdzv.stores", "rdzv.agent", "rdzv.ctl", "rdzv.v1"),
-    ),
-    Rule(
-        "what rdzv-kube asks for is decided without I/O or a clock",
-        "kube/plan.py",
-        only=of("rdzv.kube.objects", "rdzv.structs", "rdzv.view.answers"),
-        stdlib=False,
-    ),
-    Rule(
-        "Kubernetes' client is an extra, which servers, agents and operators do without",
-        "**/*.py",
-        never=of("kubernetes"),
-        but=of("kube/following.py"),
-    ),
-    Rule(
         "a server that trusts no other issuer runs without PyJWT, which is an extra",
         "**/*.py",
         never=of("jwt"),

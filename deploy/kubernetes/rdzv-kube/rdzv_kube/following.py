@@ -16,8 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from kubernetes import client, config
+from kubernetes.client.exceptions import ApiException
+from urllib3.exceptions import HTTPError
+from urllib3.exceptions import TimeoutError as SilentError
+
 from rdzv.errors import InvalidRequestError, short
-from rdzv.kube.objects import Json, Machine, Pod, key_of, machine_of, pod_of
+from rdzv_kube.objects import Json, Machine, Pod, key_of, machine_of, pod_of
 
 log = logging.getLogger("rdzv.kube")
 
@@ -141,8 +146,6 @@ class Following(Generic[Value]):
             timeout_seconds=WATCH_S,
         )
         self._well()
-        from urllib3.exceptions import HTTPError
-
         try:
             for line in _lines(answer):
                 self._take(json.loads(line))
@@ -180,8 +183,6 @@ class Following(Generic[Value]):
         self._changed()
 
     def _asked(self, **options: Any) -> Any:
-        from kubernetes.client.exceptions import ApiException
-
         given = {key: value for key, value in options.items() if value is not None}
         try:
             return self._request(
@@ -205,9 +206,6 @@ def _lines(answer: Any) -> Iterator[bytes]:
 
 
 def _in_words(error: Exception) -> str:
-    from kubernetes.client.exceptions import ApiException
-    from urllib3.exceptions import TimeoutError as SilentError
-
     if isinstance(error, SilentError):
         return "the API server does not answer in time"
     if isinstance(error, ApiException):
@@ -223,15 +221,9 @@ def connected(kubeconfig: Path | None) -> Any:
     """Return a Kubernetes client configured from `kubeconfig` or, without one, for this pod.
 
     Raises:
-        InvalidRequestError: the client is not installed, or there is no such configuration.
+        InvalidRequestError: there is no such configuration.
 
     """
-    try:
-        from kubernetes import client, config
-    except ImportError as error:
-        raise InvalidRequestError(
-            f"Kubernetes' client cannot be loaded ({error}); pip install 'rdzv[kubernetes]'"
-        ) from error
     try:
         if kubeconfig is not None:
             config.load_kube_config(str(kubeconfig))

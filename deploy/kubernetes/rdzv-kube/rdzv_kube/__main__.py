@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import click
 
-from rdzv.kube.plan import LEAVING_TAINTS, Rules
 from rdzv.version import VERSION
+from rdzv_kube.plan import LEAVING_TAINTS, Rules
 
 log = logging.getLogger("rdzv.kube")
 
@@ -110,7 +110,7 @@ def main(
     Afterwards, rdzv-kube lifts its own drains and cordons, but no others. SIGTERM or Ctrl-C ends
     it; its drains and cordons stay.
 
-    It needs rdzv[kubernetes] and permission to get, list and watch nodes and pods.
+    It needs permission to get, list and watch nodes and pods.
 
     Exit codes: 0 ended by a signal; 2 usage or configuration error.
     """
@@ -142,10 +142,10 @@ def _run(
     files: dict[str, Path | None],
 ) -> None:
     from rdzv.client import ControlClient, parse_endpoints
-    from rdzv.kube.following import connected, following_of
-    from rdzv.kube.reconciling import Reconciling
     from rdzv.runtime.log_format import log_to_stderr
     from rdzv.transport.channels import Credentials
+    from rdzv_kube.following import connected, following_of
+    from rdzv_kube.reconciling import Reconciling
 
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     endpoints = parse_endpoints(server)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from rdzv.kube.objects import Cluster, Machine, Pod
 from rdzv.structs import struct
 from rdzv.view.answers import Node
+from rdzv_kube.objects import Cluster, Machine, Pod
 
 MARK = "Kubernetes: "
 """The prefix of the reasons that rdzv-kube gives for its drains and cordons."""

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 from rdzv.client import ControlClient
 from rdzv.errors import RendezvousError, UnknownNodeError
-from rdzv.kube.following import Following
-from rdzv.kube.objects import Cluster, Machine, Pod
-from rdzv.kube.plan import MARK, Command, Cordon, Drain, Lift, Rules, decide
+from rdzv_kube.following import Following
+from rdzv_kube.objects import Cluster, Machine, Pod
+from rdzv_kube.plan import MARK, Command, Cordon, Drain, Lift, Rules, decide
 
 log = logging.getLogger("rdzv.kube")
 
