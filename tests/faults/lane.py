@@ -417,7 +417,7 @@ class Lane:
     def _renew_held(self) -> None:
         """Replace nodes that were lost twice, which are not admitted for a minute."""
         with contextlib.suppress(RendezvousError):
-            held = {node.node_id for node in self.status().nodes if HELD in (node.reason or "")}
+            held = {who for who, why in self.status().reason.by_node.items() if HELD in why}
             for agent in self.agents.values():
                 if agent.node_id in held:
                     self.renew(agent.host)
@@ -448,7 +448,7 @@ class Lane:
             status = self.status()
         except RendezvousError as error:
             return f"the server: {error}"
-        nodes = ", ".join(f"{n.node_id} {n.state} ({n.reason})" for n in status.nodes)
+        nodes = ", ".join(f"{n.node_id} {n.state}" for n in status.nodes)
         self.diaries.poll()
         workers = self.diaries.in_round(self.diaries.newest_round)
         return (

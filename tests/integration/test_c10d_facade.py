@@ -141,7 +141,6 @@ def test_unmodified_torchruns_form_restart_grow_and_end(c: Cluster, torchrun: To
     status = c.status()
     assert [(n.group_rank, n.state) for n in status.nodes] == [(0, "seated"), (1, "seated")]
     assert {n.node_id.split("_")[1] for n in status.nodes} == {str(n.process.pid) for n in nodes}
-    assert "last heartbeat" in str(status.nodes[0].reason)
 
     # A worker dies: one torchrun spends a restart, the other joins it.
     os.kill(first[0]["pid"], signal.SIGKILL)
@@ -159,7 +158,7 @@ def test_unmodified_torchruns_form_restart_grow_and_end(c: Cluster, torchrun: To
     c.finish()
     assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0, 0]
     ended = c.wait_for_state("stopped", PATIENCE_S)
-    assert ended.reason == "closed by its nodes; c10d does not tell how it ended"
+    assert ended.reason.headline == "closed by its nodes; c10d does not tell how it ended"
     events = c.run("rdzvctl", "--server", c.endpoint, "events", JOB)
     assert (events.returncode, events.stdout) == (0, f"no events of {JOB} are kept\n")
 
@@ -221,9 +220,9 @@ def test_a_child_that_is_stopped_is_waited_for(c: Cluster) -> None:
     put(client(c), "a", state_of(_NodeDesc("h1", 1, 0)))
     c.wait_until("the job is shown", lambda: names(c) == [("a", "c10d")])
     os.kill(pid, signal.SIGSTOP)
-    c.wait_until("the view is old", lambda: "last seen" in listed(c)[0]["reason"])
+    c.wait_until("the view is old", lambda: "last seen" in listed(c)[0]["reason"]["headline"])
     os.kill(pid, signal.SIGCONT)
-    c.wait_until("it is new again", lambda: "last seen" not in listed(c)[0]["reason"])
+    c.wait_until("it is new again", lambda: "last seen" not in listed(c)[0]["reason"]["headline"])
     assert served(c)[2] == pid
 
 

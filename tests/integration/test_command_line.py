@@ -277,7 +277,7 @@ def test_rdzvctl_shows_a_running_job(c: Cluster) -> None:
     }
     assert (document["world_size"], document["restarts"], document["max_restarts"]) == (3, 0, 3)
     assert document["run"] == c.status().run
-    assert document["reason"] == "2 nodes and 3 workers run round 0"
+    assert document["reason"]["headline"] == "2 nodes and 3 workers run round 0"
     keys = ("node_id", "state", "group_rank", "rank_first", "local_world_size", "address")
     assert [tuple(node[k] for k in keys) for node in document["nodes"]] == [
         ("n1", "seated", 0, 0, 1, "127.0.0.1"),
@@ -300,7 +300,7 @@ def test_rdzvctl_shows_a_running_job(c: Cluster) -> None:
     c.finish()
     assert [node.wait() for node in nodes] == [0, 0]
     document = json.loads(ctl(c, "status", JOB, "-o", "json"))
-    assert (document["state"], document["reason"]) == (
+    assert (document["state"], document["reason"]["headline"]) == (
         "succeeded",
         "all workers exited 0",
     )

@@ -89,7 +89,7 @@ def test_a_crash_loop_backs_off_and_says_so_while_it_waits(c: Cluster) -> None:
     loop = ("--max-restarts=5", "--restart-backoff=600")
     node = c.start_node("n1", *loop, nnodes="1", worker=train)
     said = "backs off 10 min 0 s before restart 2 of 5: 2 rounds in a row failed soon"
-    await_status(c, "it backs off", lambda job: said in (job.reason or ""))
+    await_status(c, "it backs off", lambda job: said in job.reason.line)
     c.wait_until("the node says so", lambda: said in node.text)
     assert c.run("rdzvctl", f"--server={c.endpoint}", "stop", JOB).returncode == 0
     assert node.wait() == 1
@@ -108,7 +108,7 @@ def test_a_preemption_that_is_one_too_many_fails_the_job_with_its_cause(c: Clust
     assert (status.budgets.preemptions, status.budgets.max_preemptions) == (1, 1)
     second.kill_tree()
     assert nodes[0].wait() == 1
-    reason = c.status().reason or ""
+    reason = c.status().reason.headline
     assert reason.startswith("node lost: n3: ")
     assert reason.endswith("; preemptions spent: 1 of 1")
     assert reason in nodes[0].text

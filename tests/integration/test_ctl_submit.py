@@ -142,8 +142,8 @@ def test_ctrl_c_detaches(t: Typist) -> None:
 
 def test_who_waits_says_for_what_and_is_served_when_it_is_there(t: Typist) -> None:
     said = t.says("submit", "--rdzv-id=night", "--nnodes=2", "--labels=gpu=h100", REPORT, "exit=0")
-    assert "queued: needs 2 nodes with gpu=h100, and no rdzv-agent is connected" in said
-    assert "queued: needs 2 nodes" in t.says("list")
+    assert "needs 2 nodes with gpu=h100, and no rdzv-agent is connected" in said
+    assert "needs 2 nodes" in t.says("list")
     t.agent("n1", 'gpus = "none"\nlabels = {gpu = "h100"}\n')
     t.agent("n2", 'gpus = "none"\nlabels = {gpu = "a100"}\n')
     assert not t.job("night")["submission"]["placed"]

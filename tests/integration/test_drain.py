@@ -93,7 +93,7 @@ def test_a_spare_takes_the_seat_with_what_was_saved_at_the_notice(f: Floor) -> N
     nodes = f.of_job()
     assert (nodes["n3"].state, nodes["n3"].group_rank) == ("seated", 0)
     assert nodes["n1"].state == "left"
-    assert "new kernel" in (nodes["n1"].reason or "")
+    assert "new kernel" in status.reason.by_node["n1"]
     events = f.says("events", "job")
     assert "NodeDrained" in events
     assert "n1 leaves within 10 min 0 s: drained by" in events
@@ -103,7 +103,7 @@ def test_a_spare_takes_the_seat_with_what_was_saved_at_the_notice(f: Floor) -> N
     assert 0 < notice["deadline_unix"] - time.time() < 600
     # Nothing more is placed there until it is undrained.
     f.submit("other", "--nproc-per-node=1", SAVING, f"snapshot={f.folder / 'other'}")
-    f.until("other waits", lambda: "n1: drained (by" in f.status("other").reason)
+    f.until("other waits", lambda: "n1 (drained): by" in str(f.status("other").reason))
     assert f.says("undrain", "n1").startswith("the drain of n1 is lifted: ")
     f.until("other runs", lambda: f.status("other").state == "running")
     f.succeed()
@@ -118,7 +118,7 @@ def test_at_the_deadline_workers_that_heed_nothing_are_killed(f: Floor) -> None:
     f.until_drained("n1")
     assert not alive(deaf)
     assert {r["step"] for r in f.rounds(1)} == {0}
-    assert "had not exited by the deadline" in (f.of_job()["n1"].reason or "")
+    assert "had not exited by the deadline" in f.status("job").reason.by_node["n1"]
     assert f.succeed().restarts == 0
 
 
@@ -152,10 +152,10 @@ def test_who_is_undrained_in_time_trains_on(f: Floor) -> None:
     f.until("the notice is there", notice.exists)
     status = json.loads(f.says("nodes", "n1", "-o", "json"))
     assert (status["drain"], status["cordoned"]) == ("draining", True)
-    assert "once n1 has left, none is free" in f.status("job").reason
+    assert "once n1 has left, none is free" in str(f.status("job").reason)
     f.says("undrain", "n1")
     f.until("the notice is gone", lambda: not notice.exists())
-    f.until("nothing is waited for", lambda: "n1" not in f.status("job").reason)
+    f.until("nothing is waited for", lambda: "n1" not in str(f.status("job").reason))
     assert f.succeed().round == 0
     assert alive(one["pid"]) is False
 
@@ -227,7 +227,7 @@ def test_a_preempted_node_tells_its_workers_and_the_server(f: Floor) -> None:
     f.until("n3 is a spare", lambda: f.of_job().get("n3") and f.of_job()["n3"].state == "spare")
     seen = f.seen("n1")
     assert (seen.drain, seen.drained_by_operator) == ("draining", False)
-    assert f"n1 is about to leave (preempted ({word})), leaves in" in f.status("job").reason
+    assert f"n1 (about to leave): preempted ({word}); it leaves in" in str(f.status("job").reason)
     # No operator can keep it.
     assert f"n1 is about to leave by itself: preempted ({word})" in f.says("undrain", "n1")
     f.go.touch()
@@ -241,7 +241,7 @@ def test_an_agent_that_is_told_to_end_lets_its_workers_save(f: Floor) -> None:
     f.train("by=file", f"go={f.go}", flags=("--notice-signal=none",))
     agents[0].process.send_signal(signal.SIGTERM)
     f.until("n3 is a spare", lambda: f.of_job().get("n3") and f.of_job()["n3"].state == "spare")
-    assert "n1 is about to leave (its agent received SIGTERM)" in f.status("job").reason
+    assert "n1 (about to leave): its agent received SIGTERM" in str(f.status("job").reason)
     assert f.of_job()["n1"].state == "seated"
     f.go.touch()
     assert agents[0].wait() == 0

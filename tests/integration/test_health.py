@@ -72,7 +72,7 @@ def test_a_node_that_fails_again_and_again_is_quarantined_and_the_job_ends_well(
     d.until("n2 is back", lambda: d.node("n2").get("state") == "connected")
     assert d.node("n2")["node"].quarantine
     d.submit("job-2", *worker("exit=0"))
-    d.until("job-2 says so", lambda: "n2: quarantined (at fault" in d.status("job-2").reason)
+    d.until("job-2 says so", lambda: "n2 (quarantined): at fault" in str(d.status("job-2").reason))
 
     # An operator has repaired it.
     assert ctl(d, "uncordon", "n2") == "n2 is uncordoned: submitted jobs are placed on it again\n"
@@ -89,7 +89,8 @@ def check(d: Daemons, name: str) -> str:
     return f'gpus = "none"\n[[health]]\ncheck = "command"\ncommand = ["sh", "-c", "{script}"]\n'
 
 
-UNWELL = "unhealthy: command sh exited 1: its fan stands still"
+STILL = "command sh exited 1: its fan stands still"
+UNWELL = f"unhealthy: {STILL}"
 
 
 def test_a_node_that_is_not_well_gets_no_job_says_why_and_is_used_when_it_heals(
@@ -103,7 +104,7 @@ def test_a_node_that_is_not_well_gets_no_job_says_why_and_is_used_when_it_heals(
         agent, "this node is unhealthy: command sh exited 1: its fan stands still"
     )
     d.submit("job-1", "--nnodes=2", *worker("exit=0"))
-    d.until("job-1 says so", lambda: f"n2: {UNWELL}" in ctl(d, "status", "job-1"))
+    d.until("job-1 says so", lambda: f"n2 (unhealthy): {STILL}" in ctl(d, "status", "job-1"))
     assert UNWELL in ctl(d, "nodes")
     shown = ctl(d, "nodes", "n2")
     assert "unhealthy" in shown.splitlines()[0] and "its fan stands still" in shown
@@ -148,7 +149,8 @@ def test_a_gpu_that_falls_off_the_bus_takes_its_node_out_of_use(d: Daemons) -> N
     (d.folder / FOLDER / "GPU-b is lost").touch()
     os.kill(report["pid"], signal.SIGKILL)
     unwell = "unhealthy: gpu GPU-b does not answer: number 1: GPU is lost"
-    d.until("job-1 says so", lambda: f"n1: {unwell}" in d.status("job-1").reason)
+    said = unwell.replace("unhealthy:", "n1 (unhealthy):")
+    d.until("job-1 says so", lambda: said in str(d.status("job-1").reason))
     assert agent.process.poll() is None
     (d.folder / FOLDER / "GPU-b is lost").unlink()
     d.reports("job-1", 2)

@@ -226,7 +226,7 @@ def test_a_node_that_fails_each_time_is_quarantined_and_the_job_ends_well(t: Tra
     assert "quarantined" in shown.splitlines()[0]
     assert "at fault 3 times within" in shown
     hosts.submit("other", "1", "--labels=host=n2")
-    hosts.wait("it waits", lambda: "n2: quarantined" in hosts.status("other").reason)
+    hosts.wait("it waits", lambda: "n2 (quarantined)" in str(hosts.status("other").reason))
     hosts.ctl("uncordon", "n2")
     hosts.wait_running("other", 1)
     assert hosts.seated("other") == ["n2"]

@@ -346,7 +346,7 @@ async def test_two_nodes_form_a_round_and_each_hears_its_line(tmp_path: Path) ->
             await n1.join("job-7")
             joined = (await n1.hear("joined")).joined
             waiting = (await n1.hear("waiting")).waiting
-            assert "waiting for 1 more node (have 1 of 2:2" in waiting.reason
+            assert "waiting for 1 more node (have 1 of 2:2)" in waiting.reason
             await n2.join("job-7")
             lines = [await n1.line(), await n2.line()]
 

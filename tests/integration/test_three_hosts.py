@@ -30,9 +30,9 @@ def test_jobs_of_two_users_run_in_the_promised_order(hosts: Hosts) -> None:
     hosts.submit("ada-2", "1")
     hosts.submit("bob-2", "1", "--priority=1", "--labels=host=n1")
     free = next(host for host in HOSTS if host not in hosts.seated("ada-1"))
-    assert f"1 is free ({free})" in hosts.status("bob-1").reason
+    assert f"1 is free ({free})" in str(hosts.status("bob-1").reason)
     # One node is free, and ada-2 needs only one: but bob-1 was there before, and could use it.
-    assert f"{free}: kept for bob-1" in hosts.status("ada-2").reason
+    assert f"{free}: kept for bob-1" in str(hosts.status("ada-2").reason)
     hosts.restart_server()
     assert hosts.wait_running("ada-1", 2) == first
     hosts.end_of("ada-1").touch()

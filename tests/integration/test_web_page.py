@@ -23,7 +23,7 @@ from rdzv.core.explain import view
 from rdzv.core.gpu_state import GpuState
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobState, Tuning
-from rdzv.core.timed_text import later, left, past, times_of
+from rdzv.core.reason import Reason, ReasonItem
 from rdzv.server.http.views import Shown
 from rdzv.structs import as_dict, replace
 from rdzv.view.answers import Node
@@ -441,15 +441,11 @@ def test_a_job_that_hangs_stands_out_of_the_fleet(
         once(page)
 
 
+ITEM = ReasonItem("its stream ended", "n3", "away", "its seat is kept for", 12_000)
 REASONS = (
-    "waiting for 1 more node (n7 was lost "
-    + past(12_000)
-    + " ago: 5 s); gives up in "
-    + left(588_000),
-    "\U0001f642 quoted; last call, " + left(29_000) + " left",
-    "newcomers are admitted within " + left(55_000),
-    "(n1 was lost " + past(3_720_000) + " ago: gone); is queued again in " + left(7_260_000),
-    "gives up in 12 s, said a worker",
+    Reason("waiting for 1 more node (have 1 of 2)", "gives up in", 588_000, (ITEM,)),
+    Reason("\U0001f642 quoted", "gives up in 12 s, said a worker"),
+    Reason("no nodes", items=(ReasonItem("why"), ReasonItem("why", state="round 3 ended"))),
 )
 
 
@@ -459,11 +455,14 @@ def test_a_reason_ages_as_it_does_in_rdzvctl(open_page: Open) -> None:
         aged = page.evaluate(
             """async reasons => {
               const words = await import("/web/words.js");
-              return reasons.map(([text, times]) => words.aged(text, times, 15000));
+              return reasons.map((reason) => [
+                words.reasonLine(reason.headline, reason, 2000),
+                ...reason.items.map((item) => words.itemLine(item, 2000))]);
             }""",
-            [[str(one), as_dict(times_of(one))] for one in REASONS],
+            [as_dict(one) for one in REASONS],
         )
-    assert aged == [str(later(one, times_of(one), 15_000)) for one in REASONS]
+    later = [one.later(2_000) for one in REASONS]
+    assert aged == [[one.line, *map(str, one.items)] for one in later]
 
 
 def test_a_node_and_its_jobs(open_page: Open) -> None:
@@ -660,7 +659,9 @@ class Watching:
         if rdzv_id != ATTACK:
             return None
         shown = view(vacant(rdzv_id, Tuning()), 0)
-        return replace(shown, run="c10d", backend="c10d", state=JobState.RUNNING, reason=ATTACK)
+        return replace(
+            shown, run="c10d", backend="c10d", state=JobState.RUNNING, reason=Reason(ATTACK)
+        )
 
     def views(self) -> tuple[Any, ...]:
         return (self.view(ATTACK),)

@@ -696,8 +696,10 @@ def write_state(state: State) -> str:
 
 def write_view(shown: JobView) -> list[str]:
     """Write the output of `status`."""
-    written = [f"{shown.state}: {shown.reason}"]
+    written = [f"{shown.state}: {shown.reason.line}"]
+    whys = shown.reason.by_node
     for node in shown.nodes:
         rank = "" if node.group_rank is None else f" GROUP_RANK {node.group_rank}"
-        written.append(f"  {node.node_id} {node.state}{rank}: {node.reason}".rstrip(": "))
-    return written
+        why = whys.pop(node.node_id, "")
+        written.append(f"  {node.node_id} {node.state}{rank}: {why}".rstrip(": "))
+    return written + [f"  {item}" for item in shown.reason.items if item.who in whys]

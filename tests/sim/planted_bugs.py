@@ -119,8 +119,8 @@ MUTANTS = (
     Mutant(
         "a drained node is placed on",
         "Hosts._unusable",
-        '            return what + (f" ({drain.reason})" if drain.reason else "")',
-        '            return ""',
+        "            return ReasonItem(drain.reason or no_reason, state=drain.what)",
+        "            return None",
     ),
     Mutant(
         "a repeated drain has the deadline of another server's clock",
@@ -252,8 +252,8 @@ MUTANTS = (
     Mutant(
         "an unhealthy node is given",
         "Hosts._unusable",
-        "if known is not None and known.failing else",
-        "if False else",
+        "        if known is None or not known.failing:",
+        "        if True:",
         by=QUEUE_TESTS,
     ),
     Mutant(
@@ -1699,7 +1699,7 @@ MUTANTS = (
     Mutant(
         "quarantined nodes are given",
         "Hosts._unusable",
-        '            return f"quarantined ({held.reason})"',
+        '            return ReasonItem(held.reason, state="quarantined", then=lifted)',
         "            pass",
         by=QUARANTINE_TESTS,
     ),

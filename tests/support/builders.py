@@ -258,7 +258,7 @@ class Job:
 
     @property
     def reason(self) -> str:
-        return view(self.state, self.now_ms).reason
+        return str(view(self.state, self.now_ms).reason)
 
     def last(self, kind: type[E]) -> E:
         """Return the latest event of a kind."""
@@ -328,7 +328,7 @@ def _expect_nothing(first: Command, state: State, command: Command, now_ms: int)
 def check_reasons(state: State, now_ms: int) -> None:
     """Check that a job that does not run can say why."""
     shown = view(state, now_ms)
-    if state.membership.run and not shown.reason:
+    if state.membership.run and not shown.reason.headline:
         raise BrokenPromiseError(f"no reason is given while {shown.state}")
     for node_id in (*state.waiting, *state.stuck):
         if not waiting_reason(state, node_id, now_ms):

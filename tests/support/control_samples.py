@@ -1,7 +1,5 @@
 """Jobs in typical states, as messages of the server."""
 
-from rdzv.core.timed_text import left, past, times_of
-from rdzv.structs import as_dict
 from rdzv.v1 import rdzv_pb2 as pb
 
 TRACEBACK = """\
@@ -18,18 +16,17 @@ OUT_OF_MEMORY = "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to alloc
 
 def joining() -> pb.JobStatus:
     """Three nodes are needed, two are there, the third was lost."""
-    reason = (
-        "waiting for 1 more node (have 2 of 3:4; n7 was lost "
-        + past(12_000)
-        + " ago: lease ran out); gives up in "
-        + left(588_000, "join timeout")
-    )
-    status = pb.JobStatus(
+    return pb.JobStatus(
         rdzv_id="gpt-small",
         run="5f3a9c21",
         run_number=1,
         state="joining",
-        reason=reason,
+        reason=pb.Reason(
+            headline="waiting for 1 more node (have 2 of 3:4)",
+            then="gives up in",
+            left_ms=588_000,
+            items=[pb.ReasonItem(who="n7", state="lost", cause="lease ran out")],
+        ),
         min_nodes=3,
         max_nodes=4,
         restarts=0,
@@ -37,21 +34,18 @@ def joining() -> pb.JobStatus:
         state_age_ms=42_000,
         run_age_ms=42_000,
         nodes=[
-            _node("n1", "waiting", age_ms=42_000, reason=reason),
-            _node("n2", "waiting", age_ms=40_500, reason=reason),
-            _node("n7", "lost", age_ms=12_000, reason="lease ran out"),
+            _node("n1", "waiting", age_ms=42_000),
+            _node("n2", "waiting", age_ms=40_500),
+            _node("n7", "lost", age_ms=12_000),
         ],
     )
-    for shown in (status, *status.nodes[:2]):
-        give_reason(shown, reason)
-    return status
 
 
-def give_reason(shown: pb.JobStatus | pb.NodeStatus, reason: str) -> None:
-    """Give a job, or one of its nodes, a reason with its times."""
-    shown.reason = reason
-    del shown.reason_times[:]
-    shown.reason_times.extend(pb.ReasonTime(**as_dict(time)) for time in times_of(reason))
+def give_reason(
+    job: pb.JobStatus, headline: str, then: str = "", left_ms: int | None = None
+) -> None:
+    """Give a job another reason, without items."""
+    job.reason.CopyFrom(pb.Reason(headline=headline, then=then, left_ms=left_ms))
 
 
 def running() -> pb.JobStatus:
@@ -65,7 +59,7 @@ def running() -> pb.JobStatus:
         run="5f3a9c21",
         run_number=1,
         state="running",
-        reason="3 nodes and 24 workers run round 2",
+        reason=pb.Reason(headline="3 nodes and 24 workers run round 2"),
         round=2,
         min_nodes=3,
         max_nodes=4,
@@ -83,15 +77,7 @@ def running() -> pb.JobStatus:
 def failed() -> pb.JobStatus:
     """The budget is spent: an exception on n3, which broke its peers' collectives."""
     nodes = [
-        _node(
-            f"n{i + 1}",
-            "left",
-            age_ms=250_000,
-            group_rank=i,
-            rank_first=8 * i,
-            reason="the job has failed",
-        )
-        for i in range(3)
+        _node(f"n{i + 1}", "left", age_ms=250_000, group_rank=i, rank_first=8 * i) for i in range(3)
     ]
     root_cause = pb.RootCause(
         failures=[
@@ -117,12 +103,13 @@ def failed() -> pb.JobStatus:
             ),
         ]
     )
+    spent = "a worker failed and all 3 restarts are spent"
     return pb.JobStatus(
         rdzv_id="gpt-small",
         run="5f3a9c21",
         run_number=2,
         state="failed",
-        reason=f"a worker failed and all 3 restarts are spent: RANK 17 on n3: {OUT_OF_MEMORY}",
+        reason=pb.Reason(headline=f"{spent}: RANK 17 on n3: {OUT_OF_MEMORY}"),
         round=5,
         min_nodes=3,
         max_nodes=4,
@@ -136,7 +123,6 @@ def failed() -> pb.JobStatus:
         nodes=nodes,
         last_failure=root_cause,
         last_failure_age_ms=252_000,
-        last_end=f"RANK 17 on n3: {OUT_OF_MEMORY}",
     )
 
 
@@ -147,20 +133,25 @@ def large() -> pb.JobStatus:
         for i in range(496)
     ]
     nodes[123].state = "away"
-    nodes[123].reason = "its stream ended; its seat is kept for 3.2 s"
     nodes[123].state_age_ms = 1_800
     nodes += [
-        _node("node-901", "spare", age_ms=590_000, reason="spare: all 496 seats are taken"),
-        _node("node-902", "spare", age_ms=580_000, reason="spare: all 496 seats are taken"),
-        _node("node-903", "left", age_ms=610_000, reason="signal 15 (SIGTERM)"),
-        _node("node-904", "lost", age_ms=601_000, reason="lease ran out"),
+        _node("node-901", "spare", age_ms=590_000),
+        _node("node-902", "spare", age_ms=580_000),
+        _node("node-903", "left", age_ms=610_000),
+        _node("node-904", "lost", age_ms=601_000),
+    ]
+    cause, then = "its stream ended", "its seat is kept for"
+    items = [
+        pb.ReasonItem(who="node-123", state="away", cause=cause, then=then, left_ms=3_200),
+        pb.ReasonItem(who="node-903", state="left", cause="signal 15 (SIGTERM)"),
+        pb.ReasonItem(who="node-904", state="lost", cause="lease ran out"),
     ]
     return pb.JobStatus(
         rdzv_id="llm-70b",
         run="0d9be0a7",
         run_number=1,
         state="running",
-        reason="496 nodes and 3968 workers run round 7; away: node-123",
+        reason=pb.Reason(headline="496 nodes and 3968 workers run round 7", items=items),
         round=7,
         min_nodes=400,
         max_nodes=496,
@@ -184,14 +175,13 @@ def watched() -> pb.JobStatus:
             group_rank=i if i < 2 else None,
             address=f"h{i}",
             state_age_ms=62_000 - 20_000 * i,
-            reason=f"last heartbeat {i + 1}.0 s ago",
         )
         for i in range(3)
     ]
     return pb.JobStatus(
         rdzv_id="tutorial",
         state="running",
-        reason="2 nodes run round 0; waiting until they restart: h2_4713_0",
+        reason=pb.Reason(headline="2 nodes run round 0; waiting until they restart: h2_4713_0"),
         round=0,
         state_age_ms=62_000,
         run_age_ms=65_000,
@@ -220,7 +210,6 @@ def _node(
     age_ms: int,
     group_rank: int | None = None,
     rank_first: int | None = None,
-    reason: str = "",
 ) -> pb.NodeStatus:
     return pb.NodeStatus(
         node_id=node_id,
@@ -230,6 +219,5 @@ def _node(
         local_world_size=8,
         address=f"10.0.0.{int(node_id.lstrip('node-')) % 250}",
         state_age_ms=age_ms,
-        reason=reason,
         role="default",
     )

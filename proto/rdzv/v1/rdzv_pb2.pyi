@@ -2965,7 +2965,6 @@ class JobStatus(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     RUN_NUMBER_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
-    REASON_FIELD_NUMBER: builtins.int
     ROUND_FIELD_NUMBER: builtins.int
     MIN_NODES_FIELD_NUMBER: builtins.int
     MAX_NODES_FIELD_NUMBER: builtins.int
@@ -2979,7 +2978,6 @@ class JobStatus(google.protobuf.message.Message):
     MASTER_PORT_FIELD_NUMBER: builtins.int
     LAST_FAILURE_FIELD_NUMBER: builtins.int
     LAST_FAILURE_AGE_MS_FIELD_NUMBER: builtins.int
-    LAST_END_FIELD_NUMBER: builtins.int
     BACKEND_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
     SUBMISSION_FIELD_NUMBER: builtins.int
@@ -2989,20 +2987,18 @@ class JobStatus(google.protobuf.message.Message):
     STRAGGLERS_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
     HAS_SECRET_FIELD_NUMBER: builtins.int
-    REASON_TIMES_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
     RESUME_STEP_FIELD_NUMBER: builtins.int
     WARM_FIELD_NUMBER: builtins.int
     COLD_FIELD_NUMBER: builtins.int
     SNAPSHOT_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     run_number: builtins.int
     state: builtins.str
     """queued, joining, running, stopping, succeeded, failed, stopped"""
-    reason: builtins.str
-    """Why it is in that state: a sentence."""
     round: builtins.int
     """The last complete round; unset before the first."""
     min_nodes: builtins.int
@@ -3019,8 +3015,6 @@ class JobStatus(google.protobuf.message.Message):
     master_addr: builtins.str
     master_port: builtins.int
     last_failure_age_ms: builtins.int
-    last_end: builtins.str
-    """How the last round ended, if it did."""
     backend: builtins.str
     """The backend that forms the group: `rdzv`, or `c10d` for torchrun's own rendezvous, whose store
     this server hosts and only observes.
@@ -3069,12 +3063,12 @@ class JobStatus(google.protobuf.message.Message):
         """Workers that have straggled for a while in this round, by RANK."""
 
     @property
-    def reason_times(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReasonTime]:
-        """The durations in `reason` that change with time, in order."""
-
-    @property
     def snapshot(self) -> global___WholeSnapshot:
         """The newest step whose parts are all held in memory by participants; unset if there is none."""
+
+    @property
+    def reason(self) -> global___Reason:
+        """Why it is in that state, and what there is to say about its nodes."""
 
     def __init__(
         self,
@@ -3083,7 +3077,6 @@ class JobStatus(google.protobuf.message.Message):
         run: builtins.str = ...,
         run_number: builtins.int = ...,
         state: builtins.str = ...,
-        reason: builtins.str = ...,
         round: builtins.int | None = ...,
         min_nodes: builtins.int = ...,
         max_nodes: builtins.int = ...,
@@ -3097,7 +3090,6 @@ class JobStatus(google.protobuf.message.Message):
         master_port: builtins.int = ...,
         last_failure: global___RootCause | None = ...,
         last_failure_age_ms: builtins.int | None = ...,
-        last_end: builtins.str | None = ...,
         backend: builtins.str = ...,
         progress: collections.abc.Iterable[global___RankProgress] | None = ...,
         submission: global___Submission | None = ...,
@@ -3107,20 +3099,18 @@ class JobStatus(google.protobuf.message.Message):
         stragglers: collections.abc.Iterable[global___Straggler] | None = ...,
         owner: builtins.str = ...,
         has_secret: builtins.bool = ...,
-        reason_times: collections.abc.Iterable[global___ReasonTime] | None = ...,
         kept: builtins.int = ...,
         source: builtins.int | None = ...,
         resume_step: builtins.int | None = ...,
         warm: builtins.int | None = ...,
         cold: builtins.int | None = ...,
         snapshot: global___WholeSnapshot | None = ...,
+        reason: global___Reason | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "budgets", b"budgets", "cold", b"cold", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "snapshot", b"snapshot", "source", b"source", "submission", b"submission", "warm", b"warm"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "backend", b"backend", "budgets", b"budgets", "cold", b"cold", "ended_by_failure", b"ended_by_failure", "has_secret", b"has_secret", "kept", b"kept", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "reason_times", b"reason_times", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "snapshot", b"snapshot", "source", b"source", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "warm", b"warm", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "budgets", b"budgets", "cold", b"cold", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "reason", b"reason", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "snapshot", b"snapshot", "source", b"source", "submission", b"submission", "warm", b"warm"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "backend", b"backend", "budgets", b"budgets", "cold", b"cold", "ended_by_failure", b"ended_by_failure", "has_secret", b"has_secret", "kept", b"kept", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "snapshot", b"snapshot", "source", b"source", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "warm", b"warm", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cold", b"_cold"]) -> typing.Literal["cold"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_last_end", b"_last_end"]) -> typing.Literal["last_end"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_failure_age_ms", b"_last_failure_age_ms"]) -> typing.Literal["last_failure_age_ms"] | None: ...
     @typing.overload
@@ -3137,6 +3127,67 @@ class JobStatus(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_warm", b"_warm"]) -> typing.Literal["warm"] | None: ...
 
 global___JobStatus = JobStatus
+
+@typing.final
+class Reason(google.protobuf.message.Message):
+    """Why a job is in its state: one line, and an item for each thing behind it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADLINE_FIELD_NUMBER: builtins.int
+    THEN_FIELD_NUMBER: builtins.int
+    LEFT_MS_FIELD_NUMBER: builtins.int
+    ITEMS_FIELD_NUMBER: builtins.int
+    headline: builtins.str
+    then: builtins.str
+    """What happens if nothing else does, `left_ms` from now; empty: nothing would."""
+    left_ms: builtins.int
+    @property
+    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReasonItem]: ...
+    def __init__(
+        self,
+        *,
+        headline: builtins.str = ...,
+        then: builtins.str = ...,
+        left_ms: builtins.int | None = ...,
+        items: collections.abc.Iterable[global___ReasonItem] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_left_ms", b"_left_ms", "left_ms", b"left_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_left_ms", b"_left_ms", "headline", b"headline", "items", b"items", "left_ms", b"left_ms", "then", b"then"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_left_ms", b"_left_ms"]) -> typing.Literal["left_ms"] | None: ...
+
+global___Reason = Reason
+
+@typing.final
+class ReasonItem(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: builtins.int
+    WHO_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    THEN_FIELD_NUMBER: builtins.int
+    LEFT_MS_FIELD_NUMBER: builtins.int
+    cause: builtins.str
+    who: builtins.str
+    """The node that it is about, or several, as text; empty if it is about none."""
+    state: builtins.str
+    then: builtins.str
+    """What helps, or what ends it by itself, in `left_ms` if that is set."""
+    left_ms: builtins.int
+    def __init__(
+        self,
+        *,
+        cause: builtins.str = ...,
+        who: builtins.str = ...,
+        state: builtins.str = ...,
+        then: builtins.str = ...,
+        left_ms: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_left_ms", b"_left_ms", "left_ms", b"left_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_left_ms", b"_left_ms", "cause", b"cause", "left_ms", b"left_ms", "state", b"state", "then", b"then", "who", b"who"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_left_ms", b"_left_ms"]) -> typing.Literal["left_ms"] | None: ...
+
+global___ReasonItem = ReasonItem
 
 @typing.final
 class WholeSnapshot(google.protobuf.message.Message):
@@ -3230,40 +3281,6 @@ class SoleHolder(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["node_id", b"node_id", "reason", b"reason"]) -> None: ...
 
 global___SoleHolder = SoleHolder
-
-@typing.final
-class ReasonTime(google.protobuf.message.Message):
-    """A duration in a reason that changes with time. Use these offsets to find it, and do not search the
-    reason, which may quote any text.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    AT_FIELD_NUMBER: builtins.int
-    LENGTH_FIELD_NUMBER: builtins.int
-    MS_FIELD_NUMBER: builtins.int
-    GROWS_FIELD_NUMBER: builtins.int
-    WAITS_FOR_FIELD_NUMBER: builtins.int
-    at: builtins.int
-    """The offset of its first character in the reason; it is `length` characters long."""
-    length: builtins.int
-    ms: builtins.int
-    grows: builtins.bool
-    """Whether it is the time since something happened; otherwise it is the time left."""
-    waits_for: builtins.str
-    """A short name for the wait: `last call`; empty if its end decides nothing."""
-    def __init__(
-        self,
-        *,
-        at: builtins.int = ...,
-        length: builtins.int = ...,
-        ms: builtins.int = ...,
-        grows: builtins.bool = ...,
-        waits_for: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["at", b"at", "grows", b"grows", "length", b"length", "ms", b"ms", "waits_for", b"waits_for"]) -> None: ...
-
-global___ReasonTime = ReasonTime
 
 @typing.final
 class Budgets(google.protobuf.message.Message):
@@ -3481,10 +3498,7 @@ class NodeStatus(google.protobuf.message.Message):
     LOCAL_WORLD_SIZE_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     STATE_AGE_MS_FIELD_NUMBER: builtins.int
-    REASON_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
-    DRAIN_LEFT_MS_FIELD_NUMBER: builtins.int
-    REASON_TIMES_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
     WARM_FIELD_NUMBER: builtins.int
     COLD_FIELD_NUMBER: builtins.int
@@ -3499,13 +3513,7 @@ class NodeStatus(google.protobuf.message.Message):
     address: builtins.str
     state_age_ms: builtins.int
     """How long it has been in this state."""
-    reason: builtins.str
-    """Why it is not seated; empty if it is. In a job that the server only observes, when its last
-    heartbeat was seen.
-    """
     role: builtins.str
-    drain_left_ms: builtins.int
-    """How much longer its workers have, if the node is about to leave; 0: their time is over."""
     kept: builtins.int
     """How many of its workers were kept, warm or cold in the live round; unset until the node reports it."""
     warm: builtins.int
@@ -3513,10 +3521,6 @@ class NodeStatus(google.protobuf.message.Message):
     snapshots: builtins.int
     """The number of snapshots of the job's state that it holds in memory, and their size."""
     snapshot_bytes: builtins.int
-    @property
-    def reason_times(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReasonTime]:
-        """As in JobStatus."""
-
     def __init__(
         self,
         *,
@@ -3527,22 +3531,17 @@ class NodeStatus(google.protobuf.message.Message):
         local_world_size: builtins.int = ...,
         address: builtins.str = ...,
         state_age_ms: builtins.int = ...,
-        reason: builtins.str = ...,
         role: builtins.str = ...,
-        drain_left_ms: builtins.int | None = ...,
-        reason_times: collections.abc.Iterable[global___ReasonTime] | None = ...,
         kept: builtins.int | None = ...,
         warm: builtins.int | None = ...,
         cold: builtins.int | None = ...,
         snapshots: builtins.int = ...,
         snapshot_bytes: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_drain_left_ms", b"_drain_left_ms", "_group_rank", b"_group_rank", "_kept", b"_kept", "_rank_first", b"_rank_first", "_warm", b"_warm", "cold", b"cold", "drain_left_ms", b"drain_left_ms", "group_rank", b"group_rank", "kept", b"kept", "rank_first", b"rank_first", "warm", b"warm"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_drain_left_ms", b"_drain_left_ms", "_group_rank", b"_group_rank", "_kept", b"_kept", "_rank_first", b"_rank_first", "_warm", b"_warm", "address", b"address", "cold", b"cold", "drain_left_ms", b"drain_left_ms", "group_rank", b"group_rank", "kept", b"kept", "local_world_size", b"local_world_size", "node_id", b"node_id", "rank_first", b"rank_first", "reason", b"reason", "reason_times", b"reason_times", "role", b"role", "snapshot_bytes", b"snapshot_bytes", "snapshots", b"snapshots", "state", b"state", "state_age_ms", b"state_age_ms", "warm", b"warm"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_group_rank", b"_group_rank", "_kept", b"_kept", "_rank_first", b"_rank_first", "_warm", b"_warm", "cold", b"cold", "group_rank", b"group_rank", "kept", b"kept", "rank_first", b"rank_first", "warm", b"warm"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_group_rank", b"_group_rank", "_kept", b"_kept", "_rank_first", b"_rank_first", "_warm", b"_warm", "address", b"address", "cold", b"cold", "group_rank", b"group_rank", "kept", b"kept", "local_world_size", b"local_world_size", "node_id", b"node_id", "rank_first", b"rank_first", "role", b"role", "snapshot_bytes", b"snapshot_bytes", "snapshots", b"snapshots", "state", b"state", "state_age_ms", b"state_age_ms", "warm", b"warm"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cold", b"_cold"]) -> typing.Literal["cold"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_drain_left_ms", b"_drain_left_ms"]) -> typing.Literal["drain_left_ms"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_group_rank", b"_group_rank"]) -> typing.Literal["group_rank"] | None: ...
     @typing.overload
@@ -3593,7 +3592,6 @@ class JobSummary(google.protobuf.message.Message):
     RDZV_ID_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
-    REASON_FIELD_NUMBER: builtins.int
     ROUND_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     MIN_NODES_FIELD_NUMBER: builtins.int
@@ -3604,11 +3602,10 @@ class JobSummary(google.protobuf.message.Message):
     STATE_AGE_MS_FIELD_NUMBER: builtins.int
     BACKEND_FIELD_NUMBER: builtins.int
     HANGS_FIELD_NUMBER: builtins.int
-    REASON_TIMES_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     state: builtins.str
-    reason: builtins.str
     round: builtins.int
     nodes: builtins.int
     """Nodes that are seated now."""
@@ -3623,8 +3620,8 @@ class JobSummary(google.protobuf.message.Message):
     hangs: builtins.str
     """The workers that hang now, in words; empty if none."""
     @property
-    def reason_times(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReasonTime]:
-        """As in JobStatus."""
+    def reason(self) -> global___Reason:
+        """As in JobStatus, with only the first few of its items."""
 
     def __init__(
         self,
@@ -3632,7 +3629,6 @@ class JobSummary(google.protobuf.message.Message):
         rdzv_id: builtins.str = ...,
         run: builtins.str = ...,
         state: builtins.str = ...,
-        reason: builtins.str = ...,
         round: builtins.int | None = ...,
         nodes: builtins.int = ...,
         min_nodes: builtins.int = ...,
@@ -3643,10 +3639,10 @@ class JobSummary(google.protobuf.message.Message):
         state_age_ms: builtins.int = ...,
         backend: builtins.str = ...,
         hangs: builtins.str = ...,
-        reason_times: collections.abc.Iterable[global___ReasonTime] | None = ...,
+        reason: global___Reason | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "max_restarts", b"max_restarts", "restarts", b"restarts", "round", b"round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "hangs", b"hangs", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "reason_times", b"reason_times", "restarts", b"restarts", "round", b"round", "run", b"run", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "max_restarts", b"max_restarts", "reason", b"reason", "restarts", b"restarts", "round", b"round"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "hangs", b"hangs", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts", b"_max_restarts"]) -> typing.Literal["max_restarts"] | None: ...
     @typing.overload

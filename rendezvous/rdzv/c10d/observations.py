@@ -18,7 +18,7 @@ import msgspec
 
 from rdzv.core.explain import JobView, NodeView
 from rdzv.core.model import JobState, NodeState
-from rdzv.core.timed_text import past
+from rdzv.core.reason import Reason, ReasonItem
 from rdzv.core.words import counted, duration, listed
 from rdzv.structs import struct
 
@@ -138,20 +138,24 @@ class Watch:
     def _view(self, job: _Job, now_ms: int) -> JobView:
         state, silent_ms = job.state, now_ms - job.heard_ms
         given_up = _may_change(job) and bool(job.nodes) and silent_ms >= GIVEN_UP_MS
-        reason = _explain(job, now_ms)
+        headline = _explain(job, now_ms)
         if given_up:
             nodes = counted(len(job.nodes), "node")
-            reason = f"no heartbeat from any of its {nodes} for {duration(silent_ms)}, "
-            reason += "and nobody has closed it"
+            headline = f"no heartbeat from any of its {nodes} for {duration(silent_ms)}, "
+            headline += "and nobody has closed it"
         elif now_ms - self._looked_ms >= STALE_MS and _may_change(job):
-            reason = reason + "; last seen " + past(now_ms - self._looked_ms) + " ago"
+            headline += f"; last seen {duration(now_ms - self._looked_ms)} ago"
         completed = _last_complete(state)
+        items = _node_items(job, now_ms)
+        if completed is not None and _joins(state):
+            ended = f"round {completed} ended"
+            items = (ReasonItem("all its participants have left it", state=ended), *items)
         return JobView(
             rdzv_id=job.rdzv_id,
             run="",
             run_number=0,
             state=JobState.STOPPED if given_up else job.job_state,
-            reason=reason,
+            reason=Reason(headline, items=items),
             round=completed,
             min_nodes=0,
             max_nodes=0,
@@ -165,12 +169,8 @@ class Watch:
             master_port=0,
             last_failure=(),
             last_failure_age_ms=None,
-            last_end=_LEFT_BY_ALL if completed is not None and _joins(state) else None,
             backend=BACKEND,
         )
-
-
-_LEFT_BY_ALL = "all its participants have left it"
 
 
 # ------------------------------------------------------------------------------------ one look
@@ -250,13 +250,8 @@ def _seen(
     since_ms = before.since_ms if before and before.state is node_state else now_ms
     heartbeat = state.heartbeats.get(node, "")
     heard_ms = before.heard_ms if before and before.heartbeat == heartbeat else now_ms
-    reason = ""
-    if state.closed:
-        reason = _CLOSED
-    elif node in state.waiting and state.complete:
-        reason = "waits until the participants restart for it"
-    elif node in state.spare:
-        reason = "spare: all seats are taken"
+    waits = node in state.waiting and state.complete and not state.closed
+    reason = "waits until the participants restart for it" if waits else ""
     return _Seen(node_state, since_ms, group_rank, reason, heartbeat, heard_ms)
 
 
@@ -265,7 +260,7 @@ def _dropped(seen: _Seen, state: State, now_ms: int) -> _Seen:
         return seen
     silent_ms = now_ms - seen.heard_ms
     if silent_ms < KEEP_ALIVE_MS or state.closed:
-        return _Seen(NodeState.LEFT, now_ms, None, "it has left", "", seen.heard_ms)
+        return _Seen(NodeState.LEFT, now_ms, None, "", "", seen.heard_ms)
     reason = f"dropped by its peers after {duration(silent_ms)} of silence; c10d does not re-form"
     return _Seen(NodeState.LOST, now_ms, None, f"{reason} for that", "", seen.heard_ms)
 
@@ -301,7 +296,7 @@ def _explain(job: _Job, now_ms: int) -> str:
         if _keeps_alive(seen) and now_ms - seen.heard_ms >= KEEP_ALIVE_MS
     ]
     if silent:
-        text += f"; no heartbeat from {listed(silent)} for {duration(KEEP_ALIVE_MS)} or more"
+        text += f"; no heartbeat from {listed(silent)}"
     return text
 
 
@@ -320,14 +315,18 @@ def _node_views(job: _Job, now_ms: int) -> tuple[NodeView, ...]:
             address=node.rsplit("_", 2)[0],
             role="",
             state_age_ms=now_ms - seen.since_ms,
-            reason=_node_reason(seen, now_ms),
         )
         for node, seen in job.nodes.items()
     )
 
 
-def _node_reason(seen: _Seen, now_ms: int) -> str:
-    if not _keeps_alive(seen):
-        return seen.reason
-    heard = "last heartbeat " + past(now_ms - seen.heard_ms) + " ago"
-    return f"{seen.reason}; " + heard if seen.reason else heard
+def _node_items(job: _Job, now_ms: int) -> tuple[ReasonItem, ...]:
+    """Return what there is to say about single nodes: why they have no rank, and who is silent."""
+    found = []
+    for node, seen in job.nodes.items():
+        if seen.reason:
+            found.append(ReasonItem(seen.reason, str(node), seen.state))
+        if _keeps_alive(seen) and now_ms - seen.heard_ms >= KEEP_ALIVE_MS:
+            silent = f"its last heartbeat was seen {duration(now_ms - seen.heard_ms)} ago"
+            found.append(ReasonItem(silent, str(node), seen.state))
+    return tuple(found)

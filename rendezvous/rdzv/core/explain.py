@@ -5,9 +5,7 @@ All of this is derived from `State` on request; nothing is stored separately.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import reduce
-from operator import add
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from rdzv.core.fleet.drain import Drain
@@ -42,8 +40,8 @@ from rdzv.core.model import (
     Submission,
     is_placeholder,
 )
+from rdzv.core.reason import LAST_CALL, Reason, ReasonItem
 from rdzv.core.rounds.budgets import backoff_ms
-from rdzv.core.timed_text import LAST_CALL, left, past
 from rdzv.core.words import counted, duration, listed
 from rdzv.structs import replace, struct
 
@@ -55,9 +53,7 @@ _JOB_STATE_OF_RESULT = {
 
 
 _NO_DRAINS: Mapping[str, Drain] = MappingProxyType({})
-
-_MOST_LEAVERS = 4
-"""The maximum number of leaving nodes that a job's reason names."""
+_NO_OFFER = Offer(address="", local_world_size=0)
 
 
 @struct(frozen=True)
@@ -72,9 +68,6 @@ class NodeView:
     address: str
     role: str
     state_age_ms: int
-    reason: str
-    drain_left_ms: int | None = None
-    """The time that its workers have left if it is about to leave, or None if it is staying."""
 
 
 @struct(frozen=True)
@@ -99,7 +92,7 @@ class JobView:
     run: str
     run_number: int
     state: JobState
-    reason: str
+    reason: Reason
     round: int | None
     min_nodes: int
     max_nodes: int
@@ -115,7 +108,6 @@ class JobView:
     master_port: int
     last_failure: tuple[Failure, ...]
     last_failure_age_ms: int | None
-    last_end: str | None
     submission: Submission | None = None
     jobs_before: int | None = None
     """The number of jobs ahead of this one in the queue, if it was submitted and is waiting for
@@ -152,112 +144,83 @@ def job_state(state: State) -> JobState:
     return JobState.QUEUED if state.queued else JobState.JOINING
 
 
-def explain(state: State, now_ms: int) -> str:
-    """Return a sentence that explains why the job is in its state and what it is waiting for."""
+def _headline(state: State, now_ms: int) -> Reason:
+    """Return in one line why the job is in its state and what it is waiting for."""
     membership = state.membership
     match job_state(state):
         case JobState.RUNNING:
-            return _explain_running(state, now_ms)
+            return _running(state, now_ms)
+        case JobState.STOPPING if state.seats:
+            return Reason(f"waiting for {listed(state.seats)} to stop")
         case JobState.STOPPING:
-            return _explain_stopping(state, now_ms)
+            text = f"workers may still run on {listed(unheard(state))} (no report)"
+            return Reason(text, "waiting at most", _left(unheard_until_ms(state), now_ms))
         case JobState.QUEUED:
-            return "no nodes were chosen for it yet" + _missing(state, now_ms)
+            return Reason("no nodes were chosen for it yet")
         case JobState.JOINING:
-            return _explain_joining(state, now_ms) + _had_succeeded(state)
+            return _joining(state, now_ms)
         case _:
-            return membership.ended.reason if membership.ended else ""
+            return Reason(membership.ended.reason if membership.ended else "")
 
 
-def _explain_running(state: State, now_ms: int) -> str:
+def _running(state: State, now_ms: int) -> Reason:
     round_ = _round(state)
     nodes, workers = len(round_.participants), round_.world_size
     text = f"{counted(nodes, 'node')} and {counted(workers, 'worker')} run round {round_.number}"
     done = sum(1 for seat in state.seats.values() if seat.succeeded) + len(round_.gone)
     if done:
         text += f"; {done} of {nodes} have succeeded; waiting for the others"
-    away = [node_id for node_id in state.seats if node_id in state.away]
-    if away:
-        text += f"; away: {listed(away)}"
+    if away := sum(1 for node_id in state.away if node_id in state.seats):
+        text += f"; {counted(away, 'node')} away"
     due_ms = newcomers_due_ms(state, now_ms)
-    if due_ms is not None:
-        coming = preparing(state, now_ms)
-        when = f"once {listed(coming)} can start workers warm, " if coming else ""
-        text += f"; newcomers are admitted {when}within "
-        text = text + left(due_ms - now_ms, "newcomers")
-    return text + _missing(state, now_ms)
+    if due_ms is None:
+        return Reason(text)
+    coming = preparing(state, now_ms)
+    when = f"once {listed(coming)} can start workers warm, " if coming else ""
+    return Reason(text, f"newcomers are admitted {when}within", _left(due_ms, now_ms))
 
 
-def _explain_stopping(state: State, now_ms: int) -> str:
-    round_ = _round(state)
-    end = round_.end
-    why = f"round {round_.number} ended ({_why_ended(end)})" if end else ""
-    text = f"{why}; waiting for {listed(state.seats)} to stop"
-    if not state.seats:
-        names = listed(unheard(state))
-        text = f"{why}; workers may still run on {names} (no report); waiting "
-        text = text + left(unheard_until_ms(state) - now_ms) + " more"
-    # Iterate over the away nodes, which are few, because there may be thousands of seats.
-    away = [node_id for node_id in state.away if node_id in state.seats]
-    if away:
-        text = text + f"; away: {listed(away)}"
-    return text + _missing(state, now_ms)
-
-
-def _why_ended(end: RoundEnd) -> str:
-    return f"{end.cause}: {end.reason}"
-
-
-def _explain_joining(state: State, now_ms: int) -> str:
-    ready, text = state.ready, ""
+def _joining(state: State, now_ms: int) -> Reason:
+    ready = state.ready
     bounds = f"{state.membership.min_nodes}:{state.membership.max_nodes}"
     due_ms = completion_due_ms(state)
     if due_ms is not None:
-        waits, name = _waits_for(state, due_ms)
-        text = f"have {ready} of {bounds} nodes; {waits}, " + left(due_ms - now_ms, name) + " left"
-        return text + _missing(state, now_ms)
+        waits, then = _waits_for(state, due_ms)
+        return Reason(f"have {ready} of {bounds} nodes{waits}", then, _left(due_ms, now_ms))
     missing = max(state.membership.min_nodes - ready, 0)
     if not missing:
         away = [node_id for node_id in state.waiting if node_id in state.away]
-        text = f"have {ready} of {bounds} nodes; waiting for {listed(away)} to come back"
-        return text + _missing(state, now_ms)
+        return Reason(f"have {ready} of {bounds} nodes; waiting for {listed(away)} to come back")
     if len(coming := awaited(state)) >= missing:
         was, is_ = ("was", "is") if len(coming) == 1 else ("were", "are")
-        text = f"{listed(coming)} {was} chosen, and {is_} starting (have {ready} of {bounds} nodes"
-        return text + _missing(state, now_ms) + ")" + _join_deadline(state, now_ms)
-    text = f"waiting for {missing} more node{'s' if missing != 1 else ''} (have {ready} of {bounds}"
-    return text + _missing(state, now_ms) + ")" + _join_deadline(state, now_ms)
-
-
-def _had_succeeded(state: State) -> str:
-    """Return text saying that the job may yet succeed, or "" if no node of the last round did."""
-    round_ = state.membership.round
-    if round_ is None or not round_.succeeded:
-        return ""
-    done, nodes = len(round_.succeeded), len(round_.participants)
-    return (
-        f"; {done} of {nodes} nodes have succeeded in round {round_.number}: the job succeeds if "
-        "the others report that before the next round"
-    )
+        text = f"{listed(coming)} {was} chosen, and {is_} starting (have {ready} of {bounds} nodes)"
+    else:
+        text = f"waiting for {counted(missing, 'more node')} (have {ready} of {bounds})"
+    if state.short_since_ms is None:
+        return Reason(text)
+    left_ms = _left(state.short_since_ms + state.membership.settings.join_timeout_ms, now_ms)
+    does = "gives up" if state.membership.submission is None else "is queued again"
+    return Reason(text, f"{does} in", left_ms)
 
 
 def _waits_for(state: State, due_ms: int) -> tuple[str, str]:
-    """Describe what a round with enough nodes is still waiting for, and name the wait."""
+    """Describe what a round with enough nodes is still waiting for, and what ends the wait."""
     failures = state.membership.store_failures
     if due_ms == restart_due_ms(state):
-        return _backs_off(state.membership, due_ms), "backing off"
+        return f"; {_backs_off(state.membership, due_ms)}", "goes on in"
     if due_ms == superseded_until_ms(state):
         who = listed(state.superseded)
-        return f"waiting for {who} to stop workers of an earlier round", "time left"
+        return f"; waiting for {who} to stop workers of an earlier round", "goes on within"
     if coming := awaited(state):
-        return f"{listed(coming)} may still join", "joining"
+        return f"; {listed(coming)} may still join", "goes on within"
     if state.membership.round is None and state.membership.resumed_at_ms is not None:
-        return "other nodes may still be running it, and have time to report", "time left"
+        return "; other nodes may still be running it, and have time to report", "goes on within"
     if state.membership.round is None:
-        return "last call", LAST_CALL
+        return "", LAST_CALL
     if failures:
         times = "once" if failures == 1 else f"{failures} times in a row"
-        return f"backing off because the store host failed {times}", "backing off"
-    return "gathering newcomers", "gathering"
+        return f"; backing off because the store host failed {times}", "goes on in"
+    return "; gathering newcomers", "goes on in"
 
 
 def _backs_off(membership: Membership, now_ms: int) -> str:
@@ -267,67 +230,129 @@ def _backs_off(membership: Membership, now_ms: int) -> str:
     return f"{waits}: {membership.spent.soon} rounds in a row failed soon"
 
 
-def _join_deadline(state: State, now_ms: int) -> str:
-    if state.short_since_ms is None:
-        return ""
-    left_ms = state.short_since_ms + state.membership.settings.join_timeout_ms - now_ms
-    does = "gives up" if state.membership.submission is None else "is queued again"
-    return f"; {does} in " + left(left_ms, "join timeout")
+def _job_items(state: State, wait: QueuedWait | None, now_ms: int) -> Iterator[ReasonItem]:
+    """Yield what lies behind the headline, apart from single nodes."""
+    membership, round_ = state.membership, state.membership.round
+    if membership.ended is not None:
+        return
+    if wait is not None and not state.queued:
+        yield ReasonItem(wait.reason.headline, then=wait.reason.then)
+    if wait is not None:
+        yield from wait.reason.items
+    if round_ is None:
+        return
+    if round_.end is not None and not _is_told(state, round_.end):
+        cause = f"{round_.end.cause}: {round_.end.reason}"
+        yield ReasonItem(cause, state=f"round {round_.number} ended")
+    if round_.succeeded and job_state(state) is JobState.JOINING:
+        done, nodes = len(round_.succeeded), len(round_.participants)
+        cause = f"{done} of {nodes} nodes have succeeded in round {round_.number}"
+        then = "the job succeeds if the others report that before the next round"
+        yield ReasonItem(cause, then=then)
+    if round_.live and not _all_seats_taken(state) and (why := _why_not_let_in(state)):
+        held = {node_id for node_id, until_ms in holds(state).items() if until_ms > now_ms}
+        if comers := [n for n in state.waiting if n not in state.away and n not in held]:
+            yield ReasonItem(why, listed(comers), NodeState.WAITING)
 
 
-def _missing(state: State, now_ms: int) -> str:
-    """Describe the stuck nodes, and the nodes that were lost or left since the last round began."""
-    round_ = state.membership.round
-    since_ms = round_.at_ms if round_ else state.membership.began_at_ms
-    recent = [d for d in _absent(state) if d.at_ms >= since_ms]
-    gone: list[str] = [
-        f"; {d.node_id} {_went(d)} " + past(now_ms - d.at_ms) + f" ago: {_why_gone(d)}"
-        for d in recent[-4:]
-    ]
-    if state.stuck:
-        gone.append(f"; workers of {listed(state.stuck)} survive SIGKILL")
-    return reduce(add, gone[-4:], "")
+def _is_told(state: State, end: RoundEnd) -> bool:
+    """Return whether the item about the node that ended a round says why it ended."""
+    node_id = end.cause_node_id
+    said = [d.reason for d in _departed(state) if d.node_id == node_id]
+    said += [state.seats[node_id].leaving] if node_id in state.seats else []
+    return any(end.reason == f"{node_id}: {reason}" for reason in said)
 
 
-def _why_gone(departure: Departure) -> str:
-    may_run = "; its workers may still run until it reports" if departure.may_run else ""
-    return departure.reason + may_run
+def _node_items(state: State, drains: Mapping[str, Drain], now_ms: int) -> Iterator[ReasonItem]:
+    """Yield what there is to say about single nodes, those with workers first."""
+    for node_id in state.stuck:
+        yield _stuck_item(state, node_id)
+    # Iterate over the away nodes, which are few, because there may be thousands of seats.
+    for node_id, away in state.away.items():
+        left_ms = _left(away.until_ms, now_ms)
+        if node_id in state.seats and is_placeholder(node_id):
+            cause = "no report since this server learned of the round"
+            yield ReasonItem(cause, node_id, NodeState.AWAY, "waiting at most", left_ms)
+        elif node_id in state.seats:
+            cause, then = "its stream ended", "its seat is kept for"
+            yield ReasonItem(cause, node_id, NodeState.AWAY, then, left_ms)
+        elif node_id in state.waiting:
+            cause, then = "its stream ended", "it is given up in"
+            yield ReasonItem(cause, node_id, NodeState.AWAY, then, left_ms)
+    for node_id, drain in sorted(drains.items(), key=lambda one: (one[1].due_ms, one[0])):
+        yield drain.item(node_id, now_ms)
+    for node_id, seat in state.seats.items():
+        if seat.leaving and node_id not in drains:
+            yield ReasonItem(seat.leaving, node_id, "leaving")
+    for node_id, until_ms in holds(state).items():
+        if until_ms > now_ms and node_id in state.waiting:
+            yield _held_item(node_id, until_ms - now_ms)
+    for d in _departed(state):
+        may_run = "its workers may still run until it reports" if d.may_run else ""
+        yield ReasonItem(d.reason, d.node_id, d.state, may_run)
 
 
-def _went(departure: Departure) -> str:
-    return "was lost" if departure.state is NodeState.LOST else "left"
+def _stuck_item(state: State, node_id: str) -> ReasonItem:
+    pids = ", ".join(str(pid) for pid in state.stuck[node_id].pids)
+    cause = f"its workers survive SIGKILL (pid {pids})"
+    then = "it is seated when they are gone; restart the machine if they stay"
+    return ReasonItem(cause, node_id, NodeState.STOPPING, then)
 
 
-def _absent(state: State) -> list[Departure]:
-    """Return the latest departure of every node that is not present, oldest first."""
+def _held_item(node_id: str, left_ms: int) -> ReasonItem:
+    then = "it is seated at the next natural end of a round, or in"
+    return ReasonItem(
+        "it was lost more than once lately", node_id, NodeState.WAITING, then, left_ms
+    )
+
+
+def _left(due_ms: int, now_ms: int) -> int:
+    return max(due_ms - now_ms, 0)
+
+
+def _departed(state: State) -> list[Departure]:
+    """Return the last departure of every node that is not there or expected, oldest first.
+
+    After the end of a run, that is how its participants ended unless the run has succeeded.
+    """
+    ended, round_ = state.membership.ended, state.membership.round
     latest = {departure.node_id: departure for departure in state.membership.departures}
-    return [d for d in latest.values() if not state.present(d.node_id)]
+    gone = [d for d in latest.values() if not state.present(d.node_id)]
+    if ended is None:
+        coming = awaited(state)
+        return [d for d in gone if d.node_id not in coming]
+    if round_ is None:
+        return gone
+    since_ms = ended.at_ms + 1 if ended.result is Result.SUCCEEDED else round_.at_ms
+    seated = {p.node_id for p in round_.participants if p.node_id in latest}
+    return [d for d in gone if d.node_id not in seated or d.at_ms >= since_ms]
 
 
-def waiting_reason(state: State, node_id: str, now_ms: int, job: str | None = None) -> str:
-    """Explain why this node has no workers to run.
+def waiting_reason(state: State, node_id: str, now_ms: int) -> str:
+    """Explain to a node why it has no workers to run.
 
-    Return an empty string if it has workers or is not in the job. `job` is the result of `explain`
-    for this state, if known; it is the same for all nodes.
+    Return an empty string if it has workers or is not in the job.
     """
     if node_id in state.stuck:
-        pids = ", ".join(str(pid) for pid in state.stuck[node_id].pids)
-        return f"its workers survive SIGKILL (pid {pids}); it is seated when they are gone"
+        return _stuck_item(state, node_id).why
     if node_id not in state.waiting:
         return ""
     held_ms = holds(state).get(node_id, 0)
     if held_ms > now_ms:
-        why = "it was lost more than once lately; seated at the next natural end of a round, or in "
-        return why + left(held_ms - now_ms)
+        return _held_item(node_id, held_ms - now_ms).why
     if _all_seats_taken(state):
         return f"spare: all {state.membership.max_nodes} seats are taken"
-    if job_state(state) is JobState.RUNNING:
-        return f"{_why_not_let_in(state)}; " + (job or explain(state, now_ms))
-    return job or explain(state, now_ms)
+    line = _headline(state, now_ms).line
+    if job_state(state) is JobState.RUNNING and (why := _why_not_let_in(state)):
+        return f"{why}; {line}"
+    return line
 
 
 def _why_not_let_in(state: State) -> str:
-    """Explain why a waiting node does not end the running round, or not yet."""
+    """Explain why a waiting node does not end the running round, or not yet.
+
+    Return an empty string if newcomers are merely gathered, which the headline says.
+    """
     if some_succeeded(state):
         return "participants have begun to succeed, so that no newcomer ends the round"
     settings, round_ = state.membership.settings, state.membership.round
@@ -338,7 +363,7 @@ def _why_not_let_in(state: State) -> str:
         return f"newcomers are admitted when the round has run for {after} (scale-up after)"
     if some_seat_away(state):
         return "newcomers are admitted when the nodes that are away are back"
-    return "newcomers are gathered"
+    return ""
 
 
 def _all_seats_taken(state: State) -> bool:
@@ -366,21 +391,20 @@ def view(
         run=membership.run,
         run_number=membership.run_number,
         state=job_state(state),
-        reason=_reason(state, now_ms, wait) + _leavers(drains, now_ms),
+        reason=_reason(state, now_ms, wait, drains),
         round=round_.number if round_ else None,
         min_nodes=membership.min_nodes,
         max_nodes=membership.max_nodes,
         world_size=round_.world_size if round_ else 0,
         restarts=_restarts(membership, now_ms),
         max_restarts=membership.settings.max_restarts,
-        nodes=tuple(_drained_view(one, drains, now_ms) for one in node_views(state, now_ms)),
+        nodes=node_views(state, now_ms),
         state_age_ms=max(now_ms - _state_since_ms(state), 0),
         run_age_ms=max(now_ms - membership.began_at_ms, 0),
         master_addr=round_.master_addr if round_ else "",
         master_port=round_.master_port if round_ else 0,
         last_failure=failures,
         last_failure_age_ms=max(now_ms - failures[0].at_ms, 0) if failures else None,
-        last_end=_why_ended(round_.end) if round_ and round_.end else None,
         submission=membership.submission,
         owner=membership.owner,
         has_secret=bool(membership.secret),
@@ -394,30 +418,15 @@ def view(
     )
 
 
-def _reason(state: State, now_ms: int, wait: QueuedWait | None) -> str:
-    """Explain why the job is in its state and which nodes it is waiting for."""
-    if wait is None:
-        return explain(state, now_ms)
-    if state.queued:
-        return wait.reason + _missing(state, now_ms)
-    return explain(state, now_ms) + f"; {wait.reason}"
-
-
-def _leavers(drains: Mapping[str, Drain], now_ms: int) -> str:
-    """Describe the nodes that are about to leave, soonest first."""
-    soonest = sorted(drains.items(), key=lambda item: (item[1].due_ms, item[0]))
-    shown = [f"; {name} is " + drain.describe(now_ms) for name, drain in soonest[:_MOST_LEAVERS]]
-    more = len(soonest) - len(shown)
-    return reduce(add, shown, "") + (f"; {counted(more, 'other')} too" if more else "")
-
-
-def _drained_view(one: NodeView, drains: Mapping[str, Drain], now_ms: int) -> NodeView:
-    drain = drains.get(one.node_id)
-    if drain is None:
-        return one
-    text = drain.describe(now_ms)
-    reason = text + "; " + one.reason if one.reason else text
-    return replace(one, reason=reason, drain_left_ms=drain.left_ms(now_ms))
+def _reason(
+    state: State, now_ms: int, wait: QueuedWait | None, drains: Mapping[str, Drain]
+) -> Reason:
+    headline = wait.reason if wait is not None and state.queued else _headline(state, now_ms)
+    items = list(_job_items(state, wait, now_ms))
+    # That a node cannot be chosen now says more than why it has left.
+    named = {item.who for item in items}
+    items += [item for item in _node_items(state, drains, now_ms) if item.who not in named]
+    return replace(headline, items=tuple(items))
 
 
 def _budgets(membership: Membership) -> BudgetsView:
@@ -464,13 +473,12 @@ def node_views(state: State, now_ms: int) -> tuple[NodeView, ...]:
     ]
     shown = {v.node_id for v in views}
     others = [n for n in (*state.waiting, *state.stuck) if n not in shown]
-    job = explain(state, now_ms) if others else None
-    views += [_waiting_view(state, node_id, now_ms, job) for node_id in others]
+    views += [_waiting_view(state, node_id, now_ms) for node_id in others]
     shown |= set(others)
     coming = [n for n in awaited(state) if n not in shown] if ended is None else []
-    views += [_placed_view(node_id) for node_id in coming]
+    views += [_node_view(node_id, NodeState.WAITING, _NO_OFFER, 0) for node_id in coming]
     shown |= set(coming)
-    views += [_departed_view(d, now_ms) for d in _absent(state) if d.node_id not in shown]
+    views += [_departed_view(d, now_ms) for d in _departed(state) if d.node_id not in shown]
     return tuple(views)
 
 
@@ -478,74 +486,58 @@ def _participant_view(
     state: State, participant: Participant, group_rank: int, now_ms: int
 ) -> NodeView:
     node_id = participant.node_id
-    node_state, since_ms, reason = _participant_state(state, node_id, now_ms)
+    node_state, since_ms = _participant_state(state, node_id)
     return _node_view(
         node_id,
         node_state,
         participant.offer,
         now_ms - since_ms,
-        reason,
         group_rank,
         participant.rank_first,
     )
 
 
-def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeState, int, str]:
+def _participant_state(state: State, node_id: str) -> tuple[NodeState, int]:
     round_, ended = _round(state), state.membership.ended
     if ended is not None:
         return _final_state(state, node_id, ended)
     seat = state.seats[node_id]
     if node_id in state.away:
-        away = state.away[node_id]
-        reason: str = "its stream ended; its seat is kept for " + left(away.until_ms - now_ms)
-        if is_placeholder(node_id):
-            reason = "no report since this server learned of the round; waiting "
-            reason = reason + left(away.until_ms - now_ms) + " more"
-        return NodeState.AWAY, away.since_ms, reason
+        return NodeState.AWAY, state.away[node_id].since_ms
     if seat.succeeded:
-        return NodeState.SUCCEEDED, seat.since_ms, ""
+        return NodeState.SUCCEEDED, seat.since_ms
     if round_.end is not None:
-        reason = seat.leaving and f"leaving: {seat.leaving}"
-        return NodeState.STOPPING, round_.end.at_ms, reason or _why_ended(round_.end)
-    return NodeState.SEATED, seat.since_ms, ""
+        return NodeState.STOPPING, round_.end.at_ms
+    return NodeState.SEATED, seat.since_ms
 
 
-def _final_state(state: State, node_id: str, ended: Ended) -> tuple[NodeState, int, str]:
+def _final_state(state: State, node_id: str, ended: Ended) -> tuple[NodeState, int]:
     """Return the state that a participant of the last round had when the run closed."""
     if ended.result is Result.SUCCEEDED:
-        return NodeState.SUCCEEDED, ended.at_ms, ""
+        return NodeState.SUCCEEDED, ended.at_ms
     for departure in reversed(state.membership.departures):
         if departure.node_id == node_id and departure.at_ms >= _round(state).at_ms:
-            return departure.state, departure.at_ms, _why_gone(departure)
-    return NodeState.LEFT, ended.at_ms, f"the job has {ended.result}"
+            return departure.state, departure.at_ms
+    return NodeState.LEFT, ended.at_ms
 
 
-def _waiting_view(state: State, node_id: str, now_ms: int, job: str | None) -> NodeView:
-    reason = waiting_reason(state, node_id, now_ms, job)
+def _waiting_view(state: State, node_id: str, now_ms: int) -> NodeView:
     if node_id in state.stuck:
-        stuck = state.stuck[node_id]
-        offer = Offer(address="", local_world_size=0)
-        return _node_view(node_id, NodeState.STOPPING, offer, now_ms - stuck.since_ms, reason)
+        age_ms = now_ms - state.stuck[node_id].since_ms
+        return _node_view(node_id, NodeState.STOPPING, _NO_OFFER, age_ms)
     waiting = state.waiting[node_id]
-    age_ms = now_ms - waiting.since_ms
     if node_id in state.away:
-        return _node_view(node_id, NodeState.AWAY, waiting.offer, age_ms, "its stream ended")
-    node_state = NodeState.SPARE if _all_seats_taken(state) else NodeState.WAITING
-    return _node_view(node_id, node_state, waiting.offer, age_ms, reason)
-
-
-def _placed_view(node_id: str) -> NodeView:
-    offer = Offer(address="", local_world_size=0)
-    reason = "it was chosen for the job, and has not joined yet"
-    return _node_view(node_id, NodeState.WAITING, offer, 0, reason)
+        node_state = NodeState.AWAY
+    else:
+        node_state = NodeState.SPARE if _all_seats_taken(state) else NodeState.WAITING
+    return _node_view(node_id, node_state, waiting.offer, now_ms - waiting.since_ms)
 
 
 def _departed_view(departure: Departure, now_ms: int) -> NodeView:
     offer = Offer(
         departure.address, local_world_size=departure.local_world_size, role=departure.role
     )
-    age_ms = now_ms - departure.at_ms
-    return _node_view(departure.node_id, departure.state, offer, age_ms, _why_gone(departure))
+    return _node_view(departure.node_id, departure.state, offer, now_ms - departure.at_ms)
 
 
 def _node_view(
@@ -553,7 +545,6 @@ def _node_view(
     node_state: NodeState,
     offer: Offer,
     age_ms: int,
-    reason: str,
     group_rank: int | None = None,
     rank_first: int | None = None,
 ) -> NodeView:
@@ -566,7 +557,6 @@ def _node_view(
         address=offer.address,
         role=offer.role,
         state_age_ms=max(age_ms, 0),
-        reason=reason,
     )
 
 

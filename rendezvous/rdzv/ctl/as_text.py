@@ -10,6 +10,7 @@ import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from rdzv.core.reason import Reason
 from rdzv.core.words import counted, duration, listed, size_text
 from rdzv.ctl.as_text_submission import submission
 from rdzv.ctl.layout import Cell, Page
@@ -75,15 +76,23 @@ def status(job: JobStatus, page: Page, *, everything: bool = False) -> str:
     Long lists and tracebacks are abbreviated, with a note, unless `everything` is set.
     """
     lines = [headline(job, page)]
-    lines += page.sentence(job.reason or "(the server gives no reason)")
+    lines += reason(job, page)
     lines += ["", *facts(job, page)]
     if job.submission:
         lines += ["", *submission(job, job.submission, page)]
     if job.nodes:
         lines += ["", *node_table(job, page, most=None if everything else _MOST_NODES)]
     if job.last_failure:
-        lines += ["", *_last_failure(job.last_failure, page, everything)]
+        lines += ["", *_last_failure(job.last_failure, job.reason, page, everything)]
     return "\n".join(lines)
+
+
+def reason(job: JobStatus, page: Page) -> list[str]:
+    """Format why a job is in its state, without what the table of its nodes says."""
+    rows = {node.node_id for node in job.nodes}
+    items = [str(item) for item in job.reason.items if item.who not in rows]
+    lines = page.sentence(job.reason.line or "(the server gives no reason)")
+    return lines + [line for item in items for line in page.sentence(item, indent=2)]
 
 
 def scaled(before: JobStatus, job: JobStatus) -> str:
@@ -201,13 +210,7 @@ def _run(job: JobStatus) -> str:
 
 
 def _round(job: JobStatus) -> str:
-    if job.round is None:
-        return "none is complete yet"
-    if job.last_end is None:
-        return str(job.round)
-    # A stopping job's reason already says how the round ended.
-    said = job.last_end in (job.reason or "")
-    return f"{job.round}, ended" + ("" if said else f": {job.last_end}")
+    return "none is complete yet" if job.round is None else str(job.round)
 
 
 def _of_round(value: str, job: JobStatus) -> str:
@@ -394,7 +397,11 @@ def node_table(
         *("WORKERS", "ROLE", "ADDRESS", "WHY"),
     )
     by_rank = {one.rank: one for one in job.progress}
-    rows = [_node_row(node, job, by_rank, with_role=len(roles) > 1) for node in nodes]
+    whys = job.reason.by_node
+    rows = [
+        _node_row(node, job, by_rank, whys.get(node.node_id, ""), with_role=len(roles) > 1)
+        for node in nodes
+    ]
     expendable = ("STEP", "ADDRESS", "WORKERS", "ROLE")
     lines = page.table(header, rows, expendable=expendable, one_line=one_line)
     if left_out := Counter(node.state for node in job.nodes) - Counter(n.state for n in nodes):
@@ -410,7 +417,12 @@ def _concern(node: NodeStatus) -> int:
 
 
 def _node_row(
-    node: NodeStatus, job: JobStatus, by_rank: Mapping[int, RankProgress], *, with_role: bool
+    node: NodeStatus,
+    job: JobStatus,
+    by_rank: Mapping[int, RankProgress],
+    why: str,
+    *,
+    with_role: bool,
 ) -> tuple[Cell, ...]:
     return (
         number_cell(node.group_rank),
@@ -422,7 +434,7 @@ def _node_row(
         Cell(_node_workers(node)),
         Cell(node.role or _UNKNOWN) if with_role else Cell(""),
         Cell(node.address or _UNKNOWN),
-        Cell(_node_reason(node, job)),
+        Cell(why),
     )
 
 
@@ -448,13 +460,6 @@ def _node_workers(node: NodeStatus) -> str:
     return origins(node) or number_cell(node.local_world_size).text
 
 
-def _node_reason(node: NodeStatus, job: JobStatus) -> str:
-    """Return the reason for a node's state, or "as above" if the job already gives that reason."""
-    if node.reason and node.reason in (job.reason, job.last_end):
-        return "as above"
-    return node.reason or ""
-
-
 # ------------------------------------------------------------------------------------ its failure
 
 
@@ -466,13 +471,13 @@ def one_line_of(failure: LastFailure) -> str:
     return f"{_who(cause)}{when}: {_how(cause)}{message}"
 
 
-def _last_failure(failure: LastFailure, page: Page, everything: bool) -> list[str]:
+def _last_failure(failure: LastFailure, reason: Reason, page: Page, everything: bool) -> list[str]:
     cause, others = failure.root_cause, failure.others
     when = "" if failure.age_ms is None else f", {duration(failure.age_ms)} ago"
     lines = [page.line(Cell(f"last failure{when}", "bold"))]
     lines += page.fact("who", Cell(_who(cause)))
     lines += page.fact("how", Cell(_how(cause), "red"))
-    if cause.message:
+    if cause.message and cause.message not in str(reason):
         lines += page.fact("message", Cell(cause.message))
     if cause.traceback:
         last = None if everything else _MOST_TRACEBACK_LINES

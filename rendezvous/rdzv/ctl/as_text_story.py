@@ -14,7 +14,7 @@ from rdzv.core.words import counted, duration
 from rdzv.ctl import as_text_report
 from rdzv.ctl.as_text import after_loss_of_node, snapshots
 from rdzv.ctl.layout import Cell, Page
-from rdzv.view.answers import Event, JobStatus, NodeStatus
+from rdzv.view.answers import Event, JobStatus
 from rdzv.view.history import read
 from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
 from rdzv.view.life import Round, Run, following, name_present, runs_of
@@ -22,7 +22,9 @@ from rdzv.view.life import Round, Run, following, name_present, runs_of
 FIRST, LAST = 3, 5
 """How many of a long story's first and last rounds are shown in full; the rest are summarized."""
 NODES_TOLD = 8
-"""The maximum number of nodes listed for one round, or with the reason why they are not seated."""
+"""The maximum number of nodes listed for one round."""
+ITEMS_TOLD = 8
+"""The maximum number of items shown of the reason for its present state."""
 
 _ENDED = ("succeeded", "failed", "stopped")
 _STYLES = {"succeeded": "green", "running": "green", "failed": "red", "stopped": "yellow"}
@@ -271,14 +273,13 @@ def _now(status: JobStatus, page: Page) -> list[str]:
     """Describe the job's current state, and what it is waiting for."""
     since = "" if status.state in _ENDED else f" (for {duration(status.state_age_ms)})"
     text = f"It {_does(status.state)}{since}"
-    reason = (status.reason or "").removeprefix(f"{status.state}: ")
+    reason = status.reason.line.removeprefix(f"{status.state}: ")
     lines = page.sentence(_sentence(f"{text}: {reason}" if reason else text))
-    waiting = [node for node in status.nodes if _is_told(node, status)]
-    for node in waiting[:NODES_TOLD]:
-        lines += page.sentence(_sentence(f"  {node.node_id} is {node.state}: {node.reason}"))
-    if len(waiting) > NODES_TOLD:
-        more = counted(len(waiting) - NODES_TOLD, "more node")
-        lines += page.sentence(f"  And {more}: `rdzvctl status --all` has all of them.")
+    items = () if status.state in _ENDED else status.reason.items
+    for item in items[:ITEMS_TOLD]:
+        lines += page.sentence(_sentence(str(item)), indent=2)
+    if more := len(items) - ITEMS_TOLD if len(items) > ITEMS_TOLD else 0:
+        lines += page.sentence(f"And {more} more; `rdzvctl status --all` has them.", indent=2)
     if held := snapshots(status):
         lines += page.sentence(_sentence(f"  Snapshots in memory: {held}"))
     if left := after_loss_of_node(status):
@@ -299,10 +300,3 @@ def _does(state: str) -> str:
         "stopping": "is stopping",
     }
     return does.get(state, f"has {state}")
-
-
-def _is_told(node: NodeStatus, status: JobStatus) -> bool:
-    """Return whether a node's reason adds information to the job's."""
-    if status.state in _ENDED or not node.reason or node.state == "seated":
-        return False
-    return node.reason not in (status.reason or "")

@@ -14,7 +14,8 @@ from rdzv.view.answers import JobStatus, Submission
 def submitted(job: JobStatus, server: str | None, page: Page, *, followed: bool = False) -> str:
     """Describe a submitted job: what it waits for and, unless `followed`, how to follow it."""
     lines = [page.line(Cell(job.rdzv_id, "bold"), Cell("is submitted"))]
-    lines += page.sentence(job.reason or "(the server gives no reason)")
+    lines += page.sentence(job.reason.line or "(the server gives no reason)")
+    lines += [line for item in job.reason.items for line in page.sentence(str(item), indent=2)]
     if not followed:
         program = f"rdzvctl --server={server}" if server else "rdzvctl"
         lines += page.fact("follow it", Cell(f"{program} logs -f {job.rdzv_id}"))

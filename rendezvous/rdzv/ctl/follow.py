@@ -94,7 +94,7 @@ class _Story:
         if isinstance(self._end, RendezvousError):
             raise self._end
         assert self._end is not None, "the watcher has seen the end"
-        _say(f"{self._rdzv_id} has {self._end.state}: {self._end.reason or ''}")
+        _say(f"{self._rdzv_id} has {self._end.state}: {self._end.reason}")
         code = exit_code(self._end, root_cause=root_cause)
         assert code is not None, "it has ended"
         return code

@@ -61,9 +61,10 @@ def as_lines(
 ) -> str:
     """Format the jobs, one per line; if changes are not being stored, say why.
 
-    Jobs that have ended are shown separately, at most `most_ended` of them. A `wide` list keeps all
-    columns and the full reasons.
+    Jobs that have ended are shown separately, at most `most_ended` of them. A `wide` list, and one
+    that does not go to a terminal, keeps all columns and the full reasons.
     """
+    wide = wide or page.width is None
     away = page.sentence(store_away) if store_away else []
     if not summaries:
         return "\n".join([f"no jobs at {server}", *away])
@@ -81,7 +82,7 @@ def as_lines(
 def _job_table(summaries: Sequence[JobSummary], page: Page, wide: bool) -> list[str]:
     header = ("JOB", "BACKEND", "STATE", "FOR", "SEATED", "WORLD_SIZE", "ROUND", "RESTARTS", "WHY")
     # The BACKEND column is empty, and so omitted, if all jobs are the server's own.
-    others = wide or any(map(only_watched, summaries))
+    others = any(map(only_watched, summaries))
     rows = [
         (
             Cell(job.rdzv_id),
@@ -92,12 +93,18 @@ def _job_table(summaries: Sequence[JobSummary], page: Page, wide: bool) -> list[
             number_cell(job.world_size),
             number_cell(job.round),
             _budget(job),
-            Cell(f"hangs: {job.hangs}", "red") if job.hangs else Cell(job.reason or ""),
+            _why(job, wide),
         )
         for job in summaries
     ]
     expendable = () if wide else ("ROUND", "WORLD_SIZE", "RESTARTS")
     return page.table(header, rows, expendable=expendable, one_line=not wide)
+
+
+def _why(job: JobSummary, wide: bool) -> Cell:
+    if job.hangs:
+        return Cell(f"hangs: {job.hangs}", "red")
+    return Cell(str(job.reason) if wide else job.reason.line)
 
 
 def _seated(job: JobSummary) -> str:

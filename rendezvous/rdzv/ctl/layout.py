@@ -50,9 +50,9 @@ class Page:
         """Join the cells that have text into one line."""
         return _GAP.join(self._paint(cell) for cell in cells if cell.text)
 
-    def sentence(self, text: str) -> list[str]:
+    def sentence(self, text: str, indent: int = 0) -> list[str]:
         """Wrap text to fit the page."""
-        return self._wrapped(Cell(text), "", 0)
+        return self._wrapped(Cell(text), " " * indent, indent)
 
     def fact(self, label: str, value: Cell, width: int = 0) -> list[str]:
         """Format a value after its label; `width` is the width of the widest label."""

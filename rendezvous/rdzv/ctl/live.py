@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rdzv.core import timed_text
-from rdzv.core.timed_text import LAST_CALL, TimeInText
+from rdzv.core.reason import LAST_CALL
 from rdzv.core.words import counted, duration, listed
 from rdzv.ctl import as_text
 from rdzv.ctl.as_text_submission import awaited
@@ -46,21 +45,9 @@ _HERE = ("seated", "waiting", "stopping", "succeeded")
 # ------------------------------------------------------------------------------------ time
 
 
-def _waited_for(status: JobStatus) -> TimeInText | None:
-    """Return the deadline that a job is waiting for, or None if there is none."""
-    return next((time for time in status.reason_times if time.waits_for), None)
-
-
 def later(status: JobStatus, more_ms: int) -> JobStatus:
     """Return a job's status as it will be `more_ms` later, if only its ages change."""
-    nodes = []
-    for node in status.nodes:
-        text = timed_text.later(node.reason or "", node.reason_times, more_ms)
-        age_ms = node.state_age_ms + more_ms
-        nodes.append(
-            replace(node, state_age_ms=age_ms, reason=str(text) or None, reason_times=text.times)
-        )
-    reason = timed_text.later(status.reason or "", status.reason_times, more_ms)
+    nodes = tuple(replace(n, state_age_ms=n.state_age_ms + more_ms) for n in status.nodes)
     progress = tuple(replace(p, age_ms=p.age_ms + more_ms) for p in status.progress)
     submission, failure = status.submission, status.last_failure
     if submission is not None:
@@ -69,12 +56,11 @@ def later(status: JobStatus, more_ms: int) -> JobStatus:
         failure = replace(failure, age_ms=failure.age_ms + more_ms)
     return replace(
         status,
-        nodes=tuple(nodes),
+        nodes=nodes,
         progress=progress,
         submission=submission,
         last_failure=failure,
-        reason=str(reason) or None,
-        reason_times=reason.times,
+        reason=status.reason.later(more_ms),
         state_age_ms=status.state_age_ms + more_ms,
         run_age_ms=status.run_age_ms + more_ms,
     )
@@ -85,17 +71,16 @@ def whole_wait_ms(status: JobStatus, before: JobStatus | None, before_ms: int | 
 
     `before_ms` is this function's result for the previous status, `before`.
     """
-    time = _waited_for(status)
-    if time is None:
+    left_ms = status.reason.left_ms
+    if left_ms is None:
         return None
     same = before is not None and _wait(before) == _wait(status)
-    return max(time.ms, before_ms or 0) if same else time.ms
+    return max(left_ms, before_ms or 0) if same else left_ms
 
 
 def _wait(status: JobStatus) -> object:
     """Return a value that is equal for all statuses during one wait."""
-    time = _waited_for(status)
-    return status.run, status.state, status.round, time.waits_for if time else None
+    return status.run, status.state, status.round, status.reason.then
 
 
 # ------------------------------------------------------------------------------------ the screen
@@ -118,7 +103,7 @@ def screen(
     width = page.width or 80
     bars = _Bars(page, min(_BAR, max(width - 40, 8)), blocks)
     top = [as_text.headline(job, page)]
-    top += page.sentence(job.reason or "(the server gives no reason)")[:_MOST_REASON]
+    top += as_text.reason(job, page)[:_MOST_REASON]
     whole_ms = _since_its_beginning(job, history, whole_ms, page)
     top += ["", *_bars(job, whole_ms, bars), *_facts(job, page)]
     turns = timeline(history, job, page, bars)
@@ -196,10 +181,9 @@ def _bars(job: JobStatus, whole_ms: int | None, bars: _Bars) -> list[str]:
         if have < job.min_nodes:
             text += f", {job.min_nodes - have} missing"
         lines += bars.line("nodes", bars.of(have, job.max_nodes), text)
-    time = _waited_for(job)
-    if time is not None and time.waits_for and whole_ms and job.state not in _ENDED:
-        left = f"{duration(time.ms)} left"
-        lines += bars.line(time.waits_for, bars.of(time.ms, whole_ms), left)
+    left_ms = job.reason.left_ms
+    if left_ms is not None and whole_ms and job.state not in _ENDED:
+        lines += bars.line("time left", bars.of(left_ms, whole_ms), duration(left_ms))
     return lines
 
 
@@ -207,8 +191,8 @@ def _since_its_beginning(
     job: JobStatus, history: Sequence[Event], whole_ms: int | None, page: Page
 ) -> int | None:
     """Return `whole_ms`; for a last call, include the part before the watch began."""
-    time = _waited_for(job)
-    if whole_ms is None or time is None or time.waits_for != LAST_CALL:
+    left_ms = job.reason.left_ms
+    if whole_ms is None or left_ms is None or job.reason.then != LAST_CALL:
         return whole_ms
     began_ms = [
         event.unix_ms
@@ -217,7 +201,7 @@ def _since_its_beginning(
     ]
     if not began_ms:
         return whole_ms
-    return max(whole_ms, time.ms + round(page.now_s * 1000) - began_ms[-1])
+    return max(whole_ms, left_ms + round(page.now_s * 1000) - began_ms[-1])
 
 
 _ENDED = ("succeeded", "failed", "stopped")

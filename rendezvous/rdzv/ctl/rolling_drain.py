@@ -210,7 +210,9 @@ def _wait_running(client: ControlClient, jobs: Sequence[str], say: Callable[[str
             else:
                 if _goes_on(status):
                     break
-                told = _say_once(f"waiting for {rdzv_id} to run: {status.reason}", told, say)
+                told = _say_once(
+                    f"waiting for {rdzv_id} to run: {status.reason.headline}", told, say
+                )
             time.sleep(LOOK_EVERY_S)
 
 

@@ -18,7 +18,6 @@ from queue import Empty, SimpleQueue
 import click
 
 from rdzv.client import ControlClient
-from rdzv.core.timed_text import without_times
 from rdzv.ctl import as_text, live
 from rdzv.ctl.command_line import DENIED, UNREACHABLE
 from rdzv.ctl.layout import page_for
@@ -221,7 +220,7 @@ class _History:
     def want(self, status: JobStatus) -> None:
         """Fetch the events again in the background if the job has changed since the last fetch."""
         placed = status.submission.placed if status.submission else ()
-        turn = (status.run, status.round, status.state, status.last_end, placed)
+        turn = (status.run, status.round, status.state, placed)
         if turn != self._turn:
             self._turn = turn
             self._turned.put(None)
@@ -287,9 +286,9 @@ class StateReports:
 
     def report(self, status: JobStatus) -> None:
         """Report a job's state and reason, unless only times in the reason have changed."""
-        news = (status.state, without_times(status.reason or "", status.reason_times))
+        news = (status.state, str(status.reason.without_times()))
         if news != self._reported:
-            reason = (status.reason or "").removeprefix(f"{status.state}: ")
+            reason = str(status.reason).removeprefix(f"{status.state}: ")
             click.echo(harmless(f"rdzvctl: {self._job} is {status.state}: {reason}"), err=True)
             self._reported = news
 

@@ -128,7 +128,9 @@ def _of_message(name: str, wanted: _Type, has: Any) -> _Read:
         return lambda source: {one.name: one.value for one in getattr(source, name)}
     if wanted.is_struct:
         return lambda source: (
-            from_message(wanted.kind, getattr(source, name)) if source.HasField(name) else None
+            from_message(wanted.kind, getattr(source, name))
+            if source.HasField(name) or not wanted.optional
+            else None
         )
     if wanted.optional and has is not None and has.has_presence:
         return lambda source: getattr(source, name) if source.HasField(name) else None

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rdzv.core.evidence.progress_lag import Word, lags
 from rdzv.core.gpu_state import GpuState
+from rdzv.core.reason import Reason
 from rdzv.core.snapshots import SoleHolder
-from rdzv.core.timed_text import TimeInText
 from rdzv.structs import struct
 from rdzv.view.history import fields_in
 from rdzv.view.sentences import sentence_of
@@ -54,12 +54,7 @@ class LastFailure:
 
 @struct(frozen=True)
 class NodeStatus:
-    """One node of a job.
-
-    `reason` says why it is not seated, or is None if it is seated and staying.
-
-    `drain_left_ms` is the time that its workers have left if the node is about to leave.
-    """
+    """One node of a job. What else there is to say about it is in the job's reason."""
 
     node_id: str
     state: str
@@ -69,9 +64,6 @@ class NodeStatus:
     address: str | None
     role: str | None
     state_age_ms: int
-    reason: str | None
-    drain_left_ms: int | None = None
-    reason_times: tuple[TimeInText, ...] = ()
     kept: int | None = None
     """The number of its workers in the live round that are kept; `warm` and `cold` count those
     forked warm or started cold. None if unknown."""
@@ -233,7 +225,7 @@ class JobStatus:
     run_number: int | None
     state: str
     state_age_ms: int
-    reason: str | None
+    reason: Reason
     run_age_ms: int
     round: int | None
     min_nodes: int | None
@@ -244,8 +236,6 @@ class JobStatus:
     master_addr: str | None
     master_port: int | None
     nodes: tuple[NodeStatus, ...]
-    last_end: str | None
-    """The way in which the last round ended."""
     last_failure: LastFailure | None
     backend: str
     progress: tuple[RankProgress, ...]
@@ -262,8 +252,6 @@ class JobStatus:
     """The only caller, apart from admins, that may change the job, or None if only admins may."""
     has_secret: bool = False
     """Whether joining requires a secret."""
-    reason_times: tuple[TimeInText, ...] = ()
-    """The durations in `reason` that change with time."""
     kept: int = 0
     """The number of workers in the last complete round that also took part in the previous one."""
     source: int | None = None
@@ -286,7 +274,8 @@ class JobSummary:
     run: str | None
     state: str
     state_age_ms: int
-    reason: str | None
+    reason: Reason
+    """As in the job's status, with only the first few of its items."""
     round: int | None
     nodes: int
     min_nodes: int | None
@@ -297,7 +286,6 @@ class JobSummary:
     backend: str
     hangs: str | None = None
     """A description of the workers that are hanging now, or None if no worker is."""
-    reason_times: tuple[TimeInText, ...] = ()
 
 
 @struct(frozen=True)

@@ -1,7 +1,7 @@
 // The fleet: all jobs or all nodes, one per line.
 
 import { age, chip, h, icon, keyed, mark, put, tone, updateAge, updateChip } from "./dom.js";
-import { aged, bounds, bytes, counted, duration, orNone } from "./words.js";
+import { bounds, bytes, counted, duration, orNone, reasonLine } from "./words.js";
 
 const PAGE = 200; // The number of rows drawn before the user scrolls down.
 
@@ -14,7 +14,7 @@ const text = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
 
 /** Return a job's state, or "hangs" if it is running without making progress. */
 const jobState = (job) => (job.hangs ? "hangs" : job.state);
-const jobReason = (job) => (job.hangs ? `hangs: ${job.hangs}` : aged(job.reason, job.reason_times, Date.now() - job.at));
+const jobReason = (job) => (job.hangs ? `hangs: ${job.hangs}` : reasonLine(job.reason.headline, job.reason, Date.now() - job.at));
 
 /** Return a node's state or, if nothing is placed on it, the reason in one word. */
 export function nodeState(node) {
@@ -38,7 +38,7 @@ const JOBS = {
   states: JOB_STATES,
   key: (job) => job.rdzv_id,
   state: jobState,
-  words: (job) => `${job.rdzv_id} ${jobState(job)} ${job.state} ${job.reason || ""}`,
+  words: (job) => `${job.rdzv_id} ${jobState(job)} ${job.state} ${job.reason.headline}`,
   columns: [
     { name: "State", sort: (a, b) => JOB_STATES.indexOf(jobState(a)) - JOB_STATES.indexOf(jobState(b)) },
     { name: "Job", sort: (a, b) => text(a.rdzv_id, b.rdzv_id) },

@@ -7,7 +7,7 @@ import { LogView } from "./logs.js";
 import { Progress } from "./progress.js";
 import { Rounds } from "./rounds.js";
 import { Stacks } from "./stacks.js";
-import { aged, bounds, clock, counted, moment, orNone, ranks, slowness } from "./words.js";
+import { bounds, clock, counted, itemLine, moment, orNone, ranks, reasonLine, slowness } from "./words.js";
 
 const spent = (count, most) => (most === null ? String(count) : `${count} of ${most}`);
 
@@ -61,6 +61,7 @@ export class JobView {
     this.chip = chip("joining");
     this.age = age(null);
     this.reason = h("p", { class: "reason" });
+    this.items = h("ul", { class: "items" });
     this.facts = h("dl", { class: "facts" });
     this.missing = h("p", { class: "empty" }, "Waiting for the server.");
     this.grid = h("div", { class: "grid", role: "list", "aria-label": "Nodes by GROUP_RANK; arrow keys move", onkeydown: (event) => this.move(event) });
@@ -106,6 +107,7 @@ export class JobView {
       { class: "job", "aria-labelledby": "title" },
       h("div", { class: "head" }, h("h1", { id: "title" }, this.name), this.chip, h("span", { class: "dim" }, "for ", this.age), grafanaLink(this.name)),
       this.reason,
+      this.items,
       this.facts,
       this.missing,
       this.content,
@@ -142,6 +144,7 @@ export class JobView {
       mark(this.element, "data-tone", tone(job.state));
       this.drawFacts(job);
       this.drawNodes(job);
+      this.drawItems(job);
       this.progress.draw(stream.events, job);
       this.drawFailure(job);
       this.drawSubmission(job);
@@ -160,14 +163,15 @@ export class JobView {
     const job = this.job;
     if (!job) return;
     const more = Date.now() - job.at;
-    tell(this.reason, aged(job.reason, job.reason_times, more) || "The server gives no reason.");
-    for (const element of this.others.children) put(element.lastChild, aged(element.node.reason, element.node.reason_times, more));
+    tell(this.reason, reasonLine(job.reason.headline, job.reason, more) || "The server gives no reason.");
+    for (const element of this.items.children) put(element, itemLine(element.item, more));
+    for (const element of this.others.children) put(element.lastChild, element.items.map((item) => reasonLine(item.cause, item, more)).join("; "));
     this.rounds.tick();
     this.ledger.tick();
   }
 
   announce(job) {
-    if (this.state !== null && this.state !== job.state) this.say(`Job ${this.name} is ${job.state}: ${(job.reason || "").replace(`${job.state}: `, "")}`);
+    if (this.state !== null && this.state !== job.state) this.say(`Job ${this.name} is ${job.state}: ${job.reason.headline.replace(`${job.state}: `, "")}`);
     this.state = job.state;
     const states = new Map(job.nodes.map((node) => [node.node_id, node.state]));
     if (this.nodeStates) {
@@ -200,7 +204,6 @@ export class JobView {
       ["Run began", moment(job.at - job.run_age_ms)],
       ["MASTER", job.master_addr ? `${job.master_addr}:${job.master_port}` : "–"],
       ...(job.backend === "rdzv" ? [] : [["Back-end", `${job.backend}, only watched`]]),
-      ...(job.last_end ? [["Last round ended", job.last_end]] : []),
     ];
     keyed(this.facts, facts, ([name]) => name, ([name]) => h("div", {}, h("dt", {}, name), h("dd")), (element, [, value]) => put(element.lastChild, value));
   }
@@ -244,13 +247,21 @@ export class JobView {
       (node) => node.node_id,
       (node) => h("li", {}, chip(node.state), h("a", { href: nodeLink(node.node_id) }, node.node_id), h("span", { class: "dim" }, age(node.at)), h("span", { class: "why" })),
       (element, node) => {
-        element.node = node;
+        element.name = node.node_id;
+        element.items = job.reason.items.filter((item) => item.who === node.node_id);
         updateChip(element.firstChild, node.state);
         updateAge(element.children[2].firstChild, job.at - node.state_age_ms);
-        put(element.lastChild, node.reason || "");
       },
     );
     this.others.hidden = !others.length;
+  }
+
+  /** Show the items of the reason, except those that stand beside their nodes. */
+  drawItems(job) {
+    const shown = new Set([...this.others.children].map((element) => element.name));
+    const items = job.reason.items.filter((item) => !shown.has(item.who));
+    keyed(this.items, items, (item) => `${item.who} ${item.state} ${item.cause}`, () => h("li"), (element, item) => (element.item = item));
+    this.items.hidden = !items.length;
   }
 
   /** Make all tiles a single Tab stop, with arrow keys to move between them. */
@@ -284,7 +295,7 @@ export class JobView {
       this.failure,
       h("h2", { id: "failure" }, "Last failure ", h("small", {}, this.failedAge, " ago")),
       h("p", { class: "cause" }, icon("failed"), h("b", {}, `RANK ${root.rank}`), ` on `, h("a", { href: nodeLink(root.node_id) }, root.node_id), ` (LOCAL_RANK ${root.local_rank}${root.pid ? `, pid ${root.pid}` : ""}${how ? `, ${how}` : ""})`),
-      h("p", { class: "message" }, root.message || "it left no message"),
+      root.message && job.reason.headline.includes(root.message) ? null : h("p", { class: "message" }, root.message || "it left no message"),
       root.traceback ? h("pre", { class: "trace", tabindex: "0", "aria-label": "Traceback" }, root.traceback) : h("p", { class: "dim" }, "No traceback: put torch's @record on main."),
       failure.others.length
         ? h("details", {}, h("summary", {}, `${counted(failure.others.length, "worker")} failed beside it`), h("ul", {}, failure.others.map((one) => h("li", {}, `RANK ${one.rank} on ${one.node_id}: ${one.message || ""}`))))

@@ -14,17 +14,17 @@ export function duration(ms) {
 /** Format how long something took: "0.5 s", "12 s". */
 export const took = (ms) => (ms < 10_000 ? `${(ms / 1000).toFixed(1)} s` : duration(1000 * Math.round(ms / 1000)));
 
-/** Return a reason as it reads after some time: remaining times in it have shrunk, and elapsed ones have grown. */
-export function aged(reason, times, more) {
-  if (!reason || more < 1000) return reason || "";
-  const chars = Array.from(reason); // Times are located by characters, not by UTF-16 units.
-  let [text, end] = ["", 0];
-  for (const time of times || []) {
-    if (time.at < end || time.at + time.length > chars.length) continue;
-    text += chars.slice(end, time.at).join("") + duration(time.grows ? time.ms + more : time.ms - more);
-    end = time.at + time.length;
-  }
-  return text + chars.slice(end).join("");
+/** Return a reason's headline, or the why of one of its items, as it reads after `more` ms. */
+export function reasonLine(text, { then, left_ms }, more) {
+  if (!then) return text;
+  return left_ms === null ? `${text}; ${then}` : `${text}; ${then} ${duration(left_ms - more)}`;
+}
+
+/** Return an item of a reason with its subject: `n3 (away): its stream ended; its seat is kept for 12 s`. */
+export function itemLine(item, more) {
+  const subject = item.who && item.state ? `${item.who} (${item.state})` : item.who + item.state;
+  const why = reasonLine(item.cause, item, more);
+  return subject ? `${subject}: ${why}` : why;
 }
 
 /** Format node or GPU hours as "0.25", "12.5" or "1,200", or a dash if unknown. */

@@ -18,6 +18,7 @@ from rdzv.core.model import (
     Settings,
     State,
 )
+from rdzv.core.reason import Reason, ReasonItem
 from rdzv.core.spent import Spent
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, report, running
@@ -111,22 +112,30 @@ def survivor_away() -> Job:
     ("story", "state", "told"),
     [
         (one_of_two, JobState.JOINING, ["waiting for 1 more node", "have 1 of 2:3", "gives up in"]),
-        (at_last_call, JobState.JOINING, ["have 2 of 2:3", "last call, 5.0 s left"]),
+        (at_last_call, JobState.JOINING, ["have 2 of 2:3 nodes; last call ends in 5.0 s"]),
         (
             one_lost,
             JobState.JOINING,
-            ["waiting for 1 more node", "have 1 of 2:2", "n2 was lost 12 s ago: lease ran out"],
+            ["waiting for 1 more node", "have 1 of 2:2", "n2 (lost): lease ran out"],
         ),
-        (all_lost, JobState.JOINING, ["waiting for 2 more nodes", "have 0 of 2:3", "n1", "n2"]),
+        (
+            all_lost,
+            JobState.JOINING,
+            ["waiting for 2 more nodes", "0 of 2:3", "n1 (lost)", "n2 (lost)"],
+        ),
         (
             stopping,
             JobState.STOPPING,
             ["round 0 ended", "rank 1", "ValueError: loss is nan", "waiting for n2, n3 to stop"],
         ),
         (one_leaves, JobState.STOPPING, ["n2", "SIGTERM", "waiting for n1, n2, n3 to stop"]),
-        (one_stuck, JobState.JOINING, ["have 1 of 2:3", "workers of n2 survive SIGKILL"]),
-        (backing_off, JobState.JOINING, ["store host failed 3 times in a row", "2.0 s left"]),
-        (gathering, JobState.JOINING, ["have 2 of 2:3", "gathering newcomers, 1.0 s left"]),
+        (
+            one_stuck,
+            JobState.JOINING,
+            ["have 1 of 2:3", "n2 (stopping): its workers survive SIGKILL"],
+        ),
+        (backing_off, JobState.JOINING, ["store host failed 3 times in a row; goes on in 2.0 s"]),
+        (gathering, JobState.JOINING, ["have 2 of 2:3", "gathering newcomers; goes on in 1.0 s"]),
         (survivor_away, JobState.JOINING, ["have 2 of 2:3", "waiting for n2 to come back"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -138,13 +147,44 @@ def test_a_job_that_does_not_run_says_what_it_waits_for(
     shown = view(job.state, job.now_ms)
     assert shown.state is state
     for words in told:
-        assert words in shown.reason
+        assert words in str(shown.reason)
+    assert "\n" not in shown.reason.headline and len(shown.reason.headline) < 80
 
 
-def test_durations_in_reasons_are_never_negative_however_late_one_asks() -> None:
-    for story in (one_of_two, at_last_call, one_lost, stopping, gathering, backing_off):
+def test_no_fact_stands_twice() -> None:
+    for story in (one_of_two, one_lost, all_lost, stopping, one_leaves, one_stuck, survivor_away):
         job = story()
-        assert "-" not in view(job.state, job.now_ms + 86_400_000).reason.replace("on-restart", "")
+        text = str(view(job.state, job.now_ms).reason)
+        for fact in ("lease ran out", "SIGTERM", "loss is nan", "SIGKILL", "its stream ended"):
+            assert text.count(fact) <= (2 if story is all_lost else 1), text
+
+
+def test_times_that_are_left_are_never_negative_however_late_one_asks() -> None:
+    for story in (one_of_two, at_last_call, one_lost, survivor_away, gathering, backing_off):
+        job = story()
+        reason = view(job.state, job.now_ms + 86_400_000).reason
+        left = [reason.left_ms, *(item.left_ms for item in reason.items)]
+        assert {ms for ms in left if ms is not None} <= {0}
+
+
+def test_a_reason_goes_on_while_nothing_happens() -> None:
+    reason = view(survivor_away().state, 0).reason
+    why, item = reason.items
+    assert item.left_ms is not None and item.left_ms > 2_000
+    later = reason.later(2_000)
+    assert later.items == (why, replace(item, left_ms=item.left_ms - 2_000))
+    assert reason.later(86_400_000).items[1].left_ms == 0
+    assert later != reason and later.without_times() == reason.without_times()
+
+
+def test_of_many_items_a_line_has_the_first_and_their_number() -> None:
+    items = tuple(ReasonItem("lease ran out", f"n{i}", "lost") for i in range(10))
+    text = str(Reason("waiting for 10 more nodes", items=items))
+    assert text.endswith("; n7 (lost): lease ran out; and 2 more")
+    assert Reason(items=(*items[:1], *items[:2])).by_node == {
+        "n0": "lease ran out; lease ran out",
+        "n1": "lease ran out",
+    }
 
 
 # ------------------------------------------------------------------ why a node has no workers
@@ -217,17 +257,21 @@ def test_every_node_state_is_shown() -> None:
     }
 
 
-def test_who_is_not_seated_says_why() -> None:
-    for story in (one_lost, stopping, one_leaves, one_stuck, survivor_away):
+def test_who_is_not_there_says_why() -> None:
+    """Those that wait or stop with all others do so for the job's own reason."""
+    shown = (NodeState.SEATED, NodeState.WAITING, NodeState.STOPPING)
+    for story, named in (
+        (one_lost, {"n2"}),
+        (stopping, set()),
+        (one_leaves, {"n2"}),
+        (one_stuck, {"n2"}),
+        (survivor_away, {"n2"}),
+    ):
         job = story()
-        for node in node_views(job.state, job.now_ms):
-            assert node.reason or node.state is NodeState.SEATED, node
-
-
-def test_a_stopping_node_names_the_cause() -> None:
-    job = stopping()
-    reasons = {node.node_id: node.reason for node in node_views(job.state, job.now_ms)}
-    assert reasons["n3"].startswith("worker failure: rank 1")
+        whys = view(job.state, job.now_ms).reason.by_node
+        assert {who for who in whys if who} == named
+        nodes = node_views(job.state, job.now_ms)
+        assert {node.node_id for node in nodes if node.state not in shown} <= named
 
 
 # ------------------------------------------------------------------ how a run ended
@@ -247,7 +291,7 @@ def test_a_run_that_everyone_left_says_why(cause: LeaveCause, state: JobState, t
     job.leave("n1", cause=cause, reason="no such luck")
     shown = view(job.state, job.now_ms)
     assert shown.state is state
-    assert told in shown.reason and "no such luck" in shown.reason
+    assert told in shown.reason.headline and "no such luck" in shown.reason.headline
 
 
 def test_a_failed_run_shows_its_root_cause_and_what_was_spent() -> None:
@@ -256,7 +300,8 @@ def test_a_failed_run_shows_its_root_cause_and_what_was_spent() -> None:
     job.stopped("n1", "n2")
     shown = view(job.state, job.now_ms + 3_000)
     assert shown.state is JobState.FAILED
-    assert "ValueError: loss is nan" in shown.reason and "0 of 0" in shown.reason
+    assert "ValueError: loss is nan" in shown.reason.headline
+    assert "0 of 0" in shown.reason.headline and shown.reason.items == ()
     assert shown.last_failure[0].message == "ValueError: loss is nan"
     assert shown.last_failure_age_ms == 3_000
     assert {node.state for node in shown.nodes} == {NodeState.LEFT}

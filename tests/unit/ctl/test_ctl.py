@@ -110,8 +110,9 @@ def test_free_text_keeps_to_the_width(control: FakeControl, width: int) -> None:
     page = Page(width=width, colour=False, now_s=NOON_S, zone=UTC)
     reason = "waiting for 1 more node " * 12
     job = control_samples.joining()
-    job.reason = reason
-    job.nodes[0].reason = "its workers survive SIGKILL " * 6
+    control_samples.give_reason(job, reason)
+    job.reason.items.add(who="n1", cause="its workers survive SIGKILL " * 6)
+    job.reason.items.add(who="n9", cause="waiting for nothing " * 12)
     lines = show(control, job, page=page).splitlines()
     assert max(len(line) for line in lines if "SIGKILL" in line) <= width
     assert max(len(line) for line in lines if "waiting for" in line) <= width
@@ -164,9 +165,8 @@ def test_how_a_worker_ended(control: FakeControl, failure: pb.WorkerFailure, tex
 
 def test_a_value_of_a_round_that_is_over_says_so(control: FakeControl) -> None:
     job = control_samples.running()
-    job.state, job.last_end = "joining", "n3 was lost: lease ran out"
+    job.state = "joining"
     text = show(control, job)
-    assert "round        2, ended: n3 was lost: lease ran out\n" in text
     assert "WORLD_SIZE   24 in round 2\n" in text
 
 
@@ -193,9 +193,12 @@ def test_escapes_from_outside_are_harmless(
 ) -> None:
     job = control_samples.failed()
     job.rdzv_id = "job"
-    job.reason = job.state = job.run = job.last_end = job.master_addr = HOSTILE
+    job.state = job.run = job.master_addr = HOSTILE
+    control_samples.give_reason(job, HOSTILE, HOSTILE)
+    for who in (HOSTILE, "n9"):
+        job.reason.items.add(who=who, state=HOSTILE, cause=HOSTILE, then=HOSTILE)
     for node in job.nodes:
-        node.node_id = node.state = node.reason = node.address = node.role = HOSTILE
+        node.node_id = node.state = node.address = node.role = HOSTILE
     for failure in job.last_failure.failures:
         failure.node_id = failure.address = HOSTILE
         failure.failure.message = failure.failure.traceback = HOSTILE
@@ -241,7 +244,6 @@ def test_status_for_programs(
         "master_addr",
         "master_port",
         "nodes",
-        "last_end",
         "last_failure",
         "backend",
         "progress",
@@ -252,7 +254,6 @@ def test_status_for_programs(
         "stragglers",
         "owner",
         "has_secret",
-        "reason_times",
         "kept",
         "source",
         "resume_step",
@@ -271,9 +272,6 @@ def test_status_for_programs(
         "address": "10.0.0.2",
         "role": "default",
         "state_age_ms": 250_000,
-        "reason": "the job has failed",
-        "drain_left_ms": None,
-        "reason_times": [],
         "kept": None,
         "warm": None,
         "cold": None,
@@ -381,7 +379,7 @@ def test_what_is_not_known_is_null(
     control.jobs["gpt-small"] = control_samples.joining()
     assert run(["status", "gpt-small", "-o", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    for key in ("round", "world_size", "master_addr", "master_port", "last_end", "last_failure"):
+    for key in ("round", "world_size", "master_addr", "master_port", "last_failure"):
         assert document[key] is None
     assert document["nodes"][0]["group_rank"] is None
 
@@ -675,7 +673,7 @@ def test_colours_and_width_are_for_terminals(control: FakeControl, server: str) 
     assert "\x1b" not in piped
     assert "\x1b" not in in_terminal(arguments, 60, {"TERM": "dumb"})
     assert max(map(len, plain.splitlines())) <= 60
-    assert job.reason in piped.splitlines()
+    assert f"{job.reason.headline}; gives up in 9 min 48 s" in piped.splitlines()
     assert all(line == line.rstrip() for line in piped.splitlines())
 
 

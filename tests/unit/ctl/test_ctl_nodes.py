@@ -356,10 +356,10 @@ def test_a_job_that_waits_is_listed_with_its_reason(
     control: NodesControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = submitted()
-    job.reason = "queued: 2 jobs are served before it"
+    control_samples.give_reason(job, "2 jobs are served before it")
     control.jobs["gpt-small"] = job
     assert run(["list"]) == 0
-    assert "queued: 2 jobs are served before it" in capsys.readouterr().out
+    assert "2 jobs are served before it" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------ YAML

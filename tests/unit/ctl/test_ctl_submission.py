@@ -16,7 +16,6 @@ from fake_control import FakeControl, serving
 
 import rdzv.client
 from rdzv.core.model import ScaleUp
-from rdzv.core.timed_text import left
 from rdzv.ctl import job_request
 from rdzv.ctl.__main__ import run
 from rdzv.errors import (
@@ -44,7 +43,7 @@ class SubmitControl(FakeControl):
         """The exit code of the worker whose failure ended the run, if one did."""
         self.log_error: grpc.StatusCode | None = None
         self.logs_read: list[pb.ReadLogsRequest] = []
-        self.meanwhile: list[str] = []
+        self.meanwhile: list[tuple[str, str, int]] = []
         self.watched = threading.Event()
 
     def SubmitJob(  # noqa: N802
@@ -58,7 +57,7 @@ class SubmitControl(FakeControl):
         status = control_samples.joining()
         status.rdzv_id, status.run = request.rdzv_id, request.run
         del status.nodes[:]
-        give_reason(status, "queued: needs 2 nodes with gpu=h100, and no rdzv-agent is connected")
+        give_reason(status, "needs 2 nodes with gpu=h100, and no rdzv-agent is connected")
         status.submission.submitted_by = request.submitted_by
         status.submission.args.extend(request.spec.args)
         status.submission.env_names.extend(one.name for one in request.spec.env)
@@ -73,7 +72,7 @@ class SubmitControl(FakeControl):
         yield status
         self.watched.set()
         for reason in self.meanwhile:
-            give_reason(status, reason)
+            give_reason(status, *reason)
             yield status
         give_reason(status, "so it was told")
         status.state = self.ends_as
@@ -452,7 +451,7 @@ def test_a_job_is_handed_over(
     assert captured.err == ""
     assert captured.out == (
         "night  is submitted\n"
-        "queued: needs 2 nodes with gpu=h100, and no rdzv-agent is connected\n"
+        "needs 2 nodes with gpu=h100, and no rdzv-agent is connected\n"
         "  follow it    rdzvctl logs -f night\n"
         "  see it       rdzvctl status -w night\n"
     )
@@ -721,9 +720,8 @@ def test_followed_to_its_end(
     assert captured.out == b"[rank 0] step 1\n"
     assert captured.err.decode().splitlines() == [
         "night  is submitted",
-        "queued: needs 2 nodes with gpu=h100, and no rdzv-agent is connected",
-        "rdzvctl: night is joining: queued: needs 2 nodes with gpu=h100, and no rdzv-agent is "
-        "connected",
+        "needs 2 nodes with gpu=h100, and no rdzv-agent is connected",
+        "rdzvctl: night is joining: needs 2 nodes with gpu=h100, and no rdzv-agent is connected",
         f"rdzvctl: night has {state}: so it was told",
     ]
     assert [request.run for request in control.logs_read] == [control.requests[0].run]
@@ -734,8 +732,8 @@ def test_followed_to_its_end(
 def test_what_it_waits_for_is_told_once_however_time_goes_on(
     control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    waits = ["n1 failed after 5 s; gives up in " + left(ms) for ms in (9_000, 8_000, 7_000)]
-    control.meanwhile = [*waits, "n1 failed after 6 s; gives up in " + left(6_000)]
+    waits = [("n1 failed after 5 s", "gives up in", ms) for ms in (9_000, 8_000, 7_000)]
+    control.meanwhile = [*waits, ("n1 failed after 6 s", "gives up in", 6_000)]
     assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "gives up" in line]
     assert told == [

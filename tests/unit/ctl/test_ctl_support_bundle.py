@@ -63,7 +63,7 @@ class Control(FakeControl):
 def control() -> FakeControl:
     control = Control()
     job = control_samples.running()
-    job.reason = f"waiting; {TOKEN}"
+    control_samples.give_reason(job, f"waiting; {TOKEN}")
     control.jobs[job.rdzv_id] = job
     control.history = control_samples.history()
     return control

@@ -23,7 +23,7 @@ from watch_control import HISTORY, NOON_S, RUN, WatchControl, event
 
 import rdzv.client
 from rdzv.client import ControlClient, parse_endpoint
-from rdzv.core.timed_text import left
+from rdzv.core.reason import LAST_CALL
 from rdzv.ctl import live
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.layout import Page
@@ -33,7 +33,7 @@ from rdzv.view.answers import JobStatus
 
 pytestmark = pytest.mark.slow
 
-LAST_CALL_LEFT = "have 3 of 3:4 nodes; last call, "
+HAVE = "have 3 of 3:4 nodes"
 GOLDEN = Path(__file__).parents[1] / "golden" / "ctl"
 
 
@@ -112,7 +112,8 @@ def test_bars_are_of_ascii_where_nothing_else_can_be_written() -> None:
 def test_texts_from_outside_are_harmless_on_the_screen() -> None:
     bad = "\x1b]0;evil\x07\x1b[2J"
     job = control_samples.failed()
-    job.reason = job.nodes[0].reason = bad
+    give_reason(job, bad, bad)
+    job.reason.items.add(cause=bad, who=job.nodes[0].node_id)
     job.last_failure.failures[0].failure.message = bad
     job.submission.declined.add(node_id="n9", reason=bad)
     history = (event(10, "RoundEnded", bad),)
@@ -129,35 +130,35 @@ def bar(lines: list[str], label: str) -> str:
 
 def test_the_bar_of_the_last_call_shrinks() -> None:
     job = control_samples.joining()
-    give_reason(job, LAST_CALL_LEFT + left(30_000, "last call") + " left")
+    give_reason(job, HAVE, LAST_CALL, 30_000)
     status = of(job)
     whole_ms = live.whole_wait_ms(status, None, None)
     assert whole_ms == 30_000
     bars = []
     for passed_ms in (0, 15_000, 29_000, 40_000):
         later = live.later(status, passed_ms)
-        bars.append(bar(live.screen(later, (), whole_ms, page(), 24), "last call"))
+        bars.append(bar(live.screen(later, (), whole_ms, page(), 24), "time left"))
     assert [text.count("█") for text in bars] == [24, 12, 1, 0]
-    assert bars[1].endswith("15 s left")
-    assert bars[3].endswith("0.0 s left")
+    assert bars[1].endswith(" 15 s")
+    assert bars[3].endswith(" 0.0 s")
 
 
 def test_who_looks_late_sees_how_much_of_the_last_call_is_gone() -> None:
     job = control_samples.joining()
-    give_reason(job, LAST_CALL_LEFT + left(15_000, "last call") + " left")
+    give_reason(job, HAVE, LAST_CALL, 15_000)
     history = (*HISTORY[:4], event(15, "LastCallBegan", "last call: 3 nodes at hand"))
-    assert bar(screen(of(job), history=history), "last call").count("█") == 12
+    assert bar(screen(of(job), history=history), "time left").count("█") == 12
     ahead = (event(-60, "LastCallBegan", "by a clock that is ahead"),)
-    assert bar(screen(of(job), history=ahead), "last call").count("█") == 24
+    assert bar(screen(of(job), history=ahead), "time left").count("█") == 24
 
 
 def test_a_wait_is_as_long_as_it_was_first_seen_until_it_is_another() -> None:
     job = control_samples.joining()
-    give_reason(job, LAST_CALL_LEFT + left(30_000, "last call") + " left")
+    give_reason(job, HAVE, LAST_CALL, 30_000)
     first = of(job)
-    give_reason(job, LAST_CALL_LEFT + left(12_000, "last call") + " left")
+    give_reason(job, HAVE, LAST_CALL, 12_000)
     second = of(job)
-    give_reason(job, "waiting for n3; gives up in " + left(588_000, "join timeout"))
+    give_reason(job, "waiting for n3", "gives up in", 588_000)
     third = of(job)
     give_reason(job, "3 nodes and 24 workers run round 2")
     fourth = of(job)
@@ -166,26 +167,14 @@ def test_a_wait_is_as_long_as_it_was_first_seen_until_it_is_another() -> None:
     assert live.whole_wait_ms(fourth, third, 588_000) is None
 
 
-def test_what_somebody_has_said_is_no_time_that_is_left() -> None:
-    """A worker's message, or an operator's reason, is quoted as it is."""
-    job = control_samples.joining()
-    said = (
-        "round 1 ended (worker failure: gives up in 9 min 48 s; last call, 30 s left); gone 5 s ago"
-    )
-    give_reason(job, said)
-    status = of(job)
-    assert live.whole_wait_ms(status, None, None) is None
-    assert live.later(status, 5_000).reason == said
-
-
 def test_times_in_a_reason_go_on() -> None:
-    job = control_samples.joining()
+    job = control_samples.large()
+    job.reason.then, job.reason.left_ms = "newcomers are admitted within", 9_000
+    headline = job.reason.headline
     status = live.later(of(job), 2_000)
-    said = (
-        "waiting for 1 more node (have 2 of 3:4; n7 was lost 14 s ago: lease ran out); gives up in "
-    )
-    assert status.reason == status.nodes[0].reason == said + "9 min 46 s"
-    assert live.later(status, 586_500).reason == said.replace("14 s", "10 min 0 s") + "0.0 s"
+    assert status.reason.line == f"{headline}; newcomers are admitted within 7.0 s"
+    assert status.reason.items[0].why == "its stream ended; its seat is kept for 1.2 s"
+    assert live.later(status, 586_500).reason.line.endswith("within 0.0 s")
     assert live.later(of(job), 0) == of(job)
 
 
@@ -301,7 +290,8 @@ def test_a_job_without_progress_is_told_apart_by_who_waits_for_it(
 ) -> None:
     control = CutControl()
     stale = control_samples.failed()
-    stale.reason, stale.no_progress = "no progress: none of 2 restarts moved it on", True
+    give_reason(stale, "no progress: none of 2 restarts moved it on")
+    stale.no_progress = True
     control.pushed = [control_samples.running(), stale]
     with serving(control) as endpoint:
         assert run([f"--server={endpoint}", "wait", "gpt-small"]) == 93
@@ -345,11 +335,11 @@ def test_a_wait_reports_state_and_reason_once_for_each_change(
     reports = StateReports("gpt-small")
     for seconds in (20, 10):
         joining = control_samples.joining()
-        give_reason(joining, "joining: " + LAST_CALL_LEFT + left(seconds * 1000) + " left")
+        give_reason(joining, f"joining: {HAVE}", LAST_CALL, seconds * 1000)
         reports.report(of(joining))
     reports.report(of(control_samples.running()))
     first, second = capsys.readouterr().err.splitlines()
-    assert first == f"rdzvctl: gpt-small is joining: {LAST_CALL_LEFT}20 s left"
+    assert first == f"rdzvctl: gpt-small is joining: {HAVE}; last call ends in 20 s"
     assert second.startswith("rdzvctl: gpt-small is running: ")
 
 

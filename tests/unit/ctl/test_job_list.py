@@ -8,6 +8,7 @@ import click
 import pytest
 
 from rdzv.core.model import JobState
+from rdzv.core.reason import Reason, ReasonItem
 from rdzv.ctl.__main__ import SECTIONS, rdzvctl, run
 from rdzv.ctl.commands.jobs import list_command
 from rdzv.ctl.job_list import ORDERS, as_lines, chosen
@@ -22,7 +23,7 @@ JOB = JobSummary(
     run="r",
     state="running",
     state_age_ms=60_000,
-    reason="round 3 runs",
+    reason=Reason("round 3 runs"),
     round=3,
     nodes=2,
     min_nodes=2,
@@ -34,7 +35,7 @@ JOB = JobSummary(
 )
 
 JOBS = (
-    replace(JOB, rdzv_id="sweep-1", state="failed", state_age_ms=9_000, reason="boom"),
+    replace(JOB, rdzv_id="sweep-1", state="failed", state_age_ms=9_000, reason=Reason("boom")),
     replace(JOB, rdzv_id="gpt", nodes=8, restarts=0),
     replace(JOB, rdzv_id="sweep-2", state="succeeded", state_age_ms=1_000, nodes=0),
     replace(JOB, rdzv_id="bert", state="queued", state_age_ms=5_000, nodes=0),
@@ -88,9 +89,18 @@ def test_ended_jobs_stand_apart_and_are_counted_when_left_out() -> None:
 
 
 def test_a_wide_list_keeps_the_whole_reason() -> None:
-    long = replace(JOB, reason="waiting for a node " * 20)
-    assert as_lines("here", [long], PAGE, wide=True).count("waiting for a node") == 20
-    assert as_lines("here", [long], PAGE).count("waiting for a node") < 10
+    items = (ReasonItem("lease ran out", "n7", "lost"),)
+    long = replace(JOB, reason=Reason("waiting for a node " * 20, "gives up in", 9_000, items))
+    for shown in (
+        as_lines("here", [long], PAGE, wide=True),
+        as_lines("here", [long], replace(PAGE, width=None)),
+    ):
+        whole = " ".join(shown.split())
+        assert whole.count("waiting for a node") == 20
+        assert whole.endswith("gives up in 9.0 s; n7 (lost): lease ran out")
+    cut = as_lines("here", [long], PAGE)
+    assert cut.count("waiting for a node") < 10 and "n7" not in cut
+    assert max(map(len, cut.splitlines())) <= 100
 
 
 def test_without_jobs_the_server_is_named() -> None:

@@ -17,7 +17,7 @@ from rdzv.core.model import (
     JobSpec,
     Submission,
 )
-from rdzv.core.timed_text import left, past
+from rdzv.core.reason import Reason, ReasonItem
 from rdzv.errors import UnknownJobError
 from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.messages import (
@@ -36,9 +36,16 @@ from tests.unit.server.test_wire import NODE, VIEW
 NOW_MS = 10_000
 BARE = replace(
     VIEW,
-    **{"run": "", "run_number": 0, "reason": "", "round": None, "world_size": 0, "restarts": None},
+    **{
+        "run": "",
+        "run_number": 0,
+        "reason": Reason(),
+        "round": None,
+        "world_size": 0,
+        "restarts": None,
+    },
     **{"max_restarts": None, "nodes": (), "master_addr": "", "master_port": 0, "budgets": None},
-    **{"last_failure": (), "last_failure_age_ms": None, "last_end": None, "no_progress": False},
+    **{"last_failure": (), "last_failure_age_ms": None, "no_progress": False},
     ended_by_failure=False,
 )
 ZEROS = replace(VIEW, round=0, restarts=0, max_restarts=0, min_nodes=0, max_nodes=0)
@@ -59,8 +66,16 @@ SPEC = JobSpec(
 SUBMITTED = Submission(SPEC, "ada at head", 4_000, ("n1", "n2"), (Declined("n3", "no /data"),))
 FULL = replace(
     VIEW,
-    reason="lost " + past(12_000) + " ago; gives up in " + left(5_000, "join timeout"),
-    nodes=(NODE, replace(NODE, role="", address="", reason="for " + left(9), drain_left_ms=0)),
+    reason=Reason(
+        "waiting for 1 more node",
+        "gives up in",
+        0,
+        (
+            ReasonItem("preempted", "n2", "about to leave", "it leaves in", 9),
+            ReasonItem("the store is away"),
+        ),
+    ),
+    nodes=(NODE, replace(NODE, role="", address="")),
     last_failure=FAILED,
     submission=SUBMITTED,
     jobs_before=0,

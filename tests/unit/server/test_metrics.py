@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rdzv.c10d import observations as c10d
 from rdzv.core.commands import Fail, FailureReport, Join, Stop, Submit, Succeed, Tick
 from rdzv.core.events import NodeLost, RunBegan
-from rdzv.core.explain import JobView, explain, job_state, node_views
+from rdzv.core.explain import JobView, job_state, node_views, view
 from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import (
@@ -541,13 +541,13 @@ def _first_join() -> Join:
 # ------------------------------------------------------------------ gauges say what status says
 
 REASON_IN_WORDS = {
-    "queued": "queued: ",
+    "queued": "no nodes were chosen",
     "too few nodes": "waiting for ",
     "nodes away": "to come back",
     "last call": "last call",
     "gathering": "gathering newcomers",
     "back-off": "backing off",
-    "adoption": "others may run it still",
+    "adoption": "other nodes may still be running it",
     "stopping": " to stop",
 }
 
@@ -560,7 +560,7 @@ def agrees(state: State, now_ms: int) -> str:
     reason = why_not_running(state)
     assert bool(reason) is (job_state(state) in (JobState.JOINING, JobState.STOPPING))
     if reason:
-        assert REASON_IN_WORDS[reason] in explain(state, now_ms)
+        assert REASON_IN_WORDS[reason] in view(state, now_ms).reason.line
     if job_state(state) is JobState.JOINING:
         assert bool(missing_nodes(state)) is (state.ready < state.membership.min_nodes)
     return reason

@@ -81,7 +81,7 @@ async def take_up(
 
 
 async def reason(s: Server, rdzv_id: str) -> str:
-    return (await s.driver.views.status(rdzv_id)).reason
+    return str((await s.driver.views.status(rdzv_id)).reason)
 
 
 @pytest.mark.quick
@@ -103,11 +103,10 @@ async def test_a_submitted_job_is_placed_joined_and_run() -> None:
 async def test_a_job_waits_for_its_nodes_and_says_so() -> None:
     async with server() as s:
         shown = await s.driver.operations.submit_job("job-7", submission())
-        assert shown.reason == "queued: needs 2 nodes, and no rdzv-agent is connected"
+        assert shown.reason.headline == "needs 2 nodes, and no rdzv-agent is connected"
         (n1,) = await daemons(s, "n1")
         assert await reason(s, "job-7") == (
-            "queued: needs 2 nodes, 1 is free (n1); if all other jobs had ended it would still "
-            "lack 1 node"
+            "needs 2 nodes, 1 is free (n1); if all other jobs had ended it would still lack 1 node"
         )
         assert placements(n1) == []
         await daemons(s, "n2")
@@ -145,9 +144,7 @@ async def test_the_next_job_gets_the_nodes_once_nothing_is_left_on_them() -> Non
         n1, n2 = await daemons(s, "n1", "n2")
         await s.driver.operations.submit_job("job-7", submission())
         await s.driver.operations.submit_job("job-8", submission("sub-2"))
-        assert await reason(s, "job-8") == (
-            "queued: needs 2 nodes, none are free; n1, n2: taken by job-7"
-        )
+        assert await reason(s, "job-8") == ("needs 2 nodes, none are free; n1, n2: taken by job-7")
         for stream in (n1, n2):
             await take_up(s, stream, placements(stream)[0])
         for stream in (n1, n2):
@@ -157,9 +154,7 @@ async def test_the_next_job_gets_the_nodes_once_nothing_is_left_on_them() -> Non
         await s.clock.advance(QUIET_MS)
         # The job has ended; its processes may not be gone yet.
         assert [placements(stream) for stream in (n1, n2)] == [[], []]
-        assert await reason(s, "job-8") == (
-            "queued: needs 2 nodes, none are free; n1, n2: taken by job-7"
-        )
+        assert await reason(s, "job-8") == ("needs 2 nodes, none are free; n1, n2: taken by job-7")
         for stream in (n1, n2):
             await s.driver.reports.note_holdings(stream, ())
         await s.clock.advance(QUIET_MS)
@@ -189,7 +184,10 @@ async def test_a_job_that_no_node_could_run_has_failed() -> None:
         await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", "no such folder"))
         await s.clock.advance(QUIET_MS)
         shown = await s.driver.views.status("job-7")
-        assert (shown.state, shown.reason) == ("failed", "no node could run it: n1: no such folder")
+        assert (shown.state, shown.reason.headline) == (
+            "failed",
+            "no node could run it: n1: no such folder",
+        )
 
 
 async def test_nodes_that_could_not_run_it_for_one_reason_are_told_together() -> None:
@@ -201,7 +199,7 @@ async def test_nodes_that_could_not_run_it_for_one_reason_are_told_together() ->
             await s.driver.commands.hear(node, "job-7", Decline(name, "sub-1", "no such folder"))
         await s.clock.advance(QUIET_MS)
         shown = await s.driver.views.status("job-7")
-        assert shown.reason == "no node could run it: n1, n2: no such folder"
+        assert shown.reason.headline == "no node could run it: n1, n2: no such folder"
 
 
 async def test_a_node_that_is_lost_before_it_joined_is_replaced() -> None:
@@ -302,7 +300,7 @@ async def test_a_stopping_job_lets_go_of_who_never_comes_back() -> None:
         await live(s, 35_000, n1)
         shown = await s.driver.views.status("job-7")
         assert (shown.state, shown.submission and shown.submission.placed) == ("stopping", ("n1",))
-        assert (await s.driver.views.status("job-8")).reason.startswith("queued: needs 3 nodes")
+        assert (await s.driver.views.status("job-8")).reason.headline.startswith("needs 3 nodes")
         await live(s, 60_000, n1)
         assert (await s.driver.views.status("job-7")).state == "stopped"
 
@@ -315,8 +313,8 @@ async def test_a_cordoned_node_gets_nothing_more_and_stays_so() -> None:
         assert (shown.cordoned, shown.cordon_reason, shown.state) == (True, "fan", "connected")
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         assert await reason(s, "job-7") == (
-            "queued: needs 1 node, none is free; n1: cordoned (fan); if all other jobs had "
-            "ended it would still lack 1 node"
+            "needs 1 node, none is free; if all other jobs had ended it would still lack 1 node; "
+            "n1 (cordoned): fan; `rdzvctl uncordon` lifts that"
         )
     async with server(store, clock) as s:
         assert [(n.node_id, n.state) for n in s.driver.node_views.summaries()] == [("n1", "gone")]
@@ -386,12 +384,13 @@ async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -
         (placed,) = placements(n3)
         await take_up(s, n3, placed)
         view = await s.driver.views.status("job-7")
-        assert view.reason == (
-            "2 nodes and 2 workers run round 0; n1 is drained (by ada: new kernel), leaves in "
+        assert str(view.reason) == (
+            "2 nodes and 2 workers run round 0; n1 (drained): by ada: new kernel; it leaves in "
             "1 min 0 s"
         )
-        states = {node.node_id: (node.state, node.drain_left_ms) for node in view.nodes}
-        assert states == {"n1": ("seated", 59_900), "n2": ("seated", None), "n3": ("spare", None)}
+        assert view.reason.items[0].left_ms == 59_900
+        states = {node.node_id: node.state for node in view.nodes}
+        assert states == {"n1": "seated", "n2": "seated", "n3": "spare"}
         for left_round in (None, 0):
             leave = Leave("n1", n1.incarnation, "sub-1", LeaveCause.SIGNAL, "drained", left_round)
             await s.driver.commands.hear(n1, "job-7", leave)
@@ -420,7 +419,7 @@ async def test_a_drain_outlives_the_server_and_is_told_again_with_what_is_left()
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await s.clock.advance(QUIET_MS)
         assert placements(n1) == []
-        assert "n1: drained (fan)" in await reason(s, "job-7")
+        assert "n1 (drained): fan" in await reason(s, "job-7")
         # It is told that it may stay, and gets jobs again.
         assert (await s.driver.nodes.undrain("n1")).drain is None
         await s.clock.advance(QUIET_MS)
@@ -479,7 +478,7 @@ async def test_a_drain_leaves_the_cordon_of_its_node_alone() -> None:
             assert drains(node)[-1] == UndrainNode()
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await s.clock.advance(QUIET_MS)
-        assert "n1: cordoned (fan); n2: cordoned (disk)" in await reason(s, "job-7")
+        assert "n1 (cordoned): fan; `rdzvctl uncordon` lifts that; n2" in await reason(s, "job-7")
         # What is uncordoned as well is in service again.
         assert not (await s.driver.nodes.undrain("n1", cordon=True)).cordoned
         await s.driver.nodes.drain("n1", 5_000, "roll")
@@ -494,7 +493,7 @@ async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() 
         s.driver.reports.note_draining(n1, Draining(30_000, "preempted", 0, own=True))
         await s.clock.advance(QUIET_MS)
         assert isinstance(placements(n3)[0], Placed)
-        assert "n1 is about to leave (preempted), leaves in 30 s" in await reason(s, "job-7")
+        assert "n1 (about to leave): preempted; it leaves in 30 s" in await reason(s, "job-7")
         shown = s.driver.node_views.summaries(["n1"])[0]
         assert (shown.drain, shown.drained_by_operator, shown.cordoned) == (
             "draining",
@@ -789,8 +788,8 @@ async def test_nothing_is_placed_on_a_node_that_is_not_well_until_it_is() -> Non
         s.driver.reports.note_health(n1, FULL)
         await s.driver.operations.submit_job("job-7", submission())
         assert await reason(s, "job-7") == (
-            "queued: needs 2 nodes, 1 is free (n2); n1: unhealthy: disk /data has 1 % free; if all "
-            "other jobs had ended it would still lack 1 node"
+            "needs 2 nodes, 1 is free (n2); if all other jobs had ended it would still lack "
+            "1 node; n1 (unhealthy): disk /data has 1 % free; it counts once its checks pass"
         )
         await s.clock.advance(500)
         shown = {
@@ -806,7 +805,7 @@ async def test_what_is_wrong_is_heard_in_the_hello_too_and_since_when_is_kept() 
     async with server() as s:
         (n1,) = await daemons(s, "n1", failing=FULL)
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
-        assert "n1: unhealthy: disk /data has 1 % free" in await reason(s, "job-7")
+        assert "n1 (unhealthy): disk /data has 1 % free" in await reason(s, "job-7")
         s.driver.connections.detach(n1)
         await daemons(s, "n1", failing=FULL)
         (shown,) = s.driver.node_views.summaries()

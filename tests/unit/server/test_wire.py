@@ -28,6 +28,7 @@ from rdzv.core.model import (
     Snapshot,
     SnapshotMark,
 )
+from rdzv.core.reason import Reason
 from rdzv.core.spent import Spent, Tally
 from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import (
@@ -749,13 +750,13 @@ def test_every_enum_of_the_core_has_its_place_on_the_wire() -> None:
 
 # ---------------------------------------------------------------- what operators are told
 
-NODE = NodeView("n1", NodeState.SEATED, 0, 0, 8, "10.0.0.5", "r", 5, "")
+NODE = NodeView("n1", NodeState.SEATED, 0, 0, 8, "10.0.0.5", "r", 5)
 VIEW = JobView(
     rdzv_id="job-7",
     run="feed",
     run_number=2,
     state=JobState.RUNNING,
-    reason="2 nodes run",
+    reason=Reason("2 nodes run"),
     round=0,
     min_nodes=1,
     max_nodes=4,
@@ -769,7 +770,6 @@ VIEW = JobView(
     master_port=4711,
     last_failure=(CORE_FAILED,),
     last_failure_age_ms=1_000,
-    last_end="n2 was lost",
     budgets=BudgetsView(
         preemptions=2,
         max_preemptions=3,
@@ -799,14 +799,14 @@ def sent_line(view: JobView) -> pb.JobSummary:
 def test_status_carries_every_field_of_the_view() -> None:
     status = sent(VIEW, 5_000, (RankProgress(3, 1_204, 300, 14.25),))
     of_workers = {"progress", "stragglers", "warm", "cold", "snapshot"}
-    names = {*field_names(JobView), *of_workers, "reason_times"} - {"jobs_before"}
+    names = {*field_names(JobView), *of_workers} - {"jobs_before"}
     assert names == set(pb.JobStatus.DESCRIPTOR.fields_by_name)
     assert list(status.progress) == [pb.RankProgress(rank=3, step=1_204, age_ms=300, rate=14.25)]
     held = {"snapshots", "snapshot_bytes"}
-    names = {*field_names(NodeView), "reason_times", "kept", "warm", "cold", *held}
+    names = {*field_names(NodeView), "kept", "warm", "cold", *held}
     assert names == set(pb.NodeStatus.DESCRIPTOR.fields_by_name)
     for name in field_names(JobView):
-        if name not in ("nodes", "last_failure", "submission", "jobs_before", "budgets"):
+        if name not in ("nodes", "last_failure", "submission", "jobs_before", "budgets", "reason"):
             assert getattr(status, name) == getattr(VIEW, name)
     assert [(n.node_id, n.state, n.HasField("group_rank")) for n in status.nodes] == [
         ("n1", "seated", True),
@@ -862,9 +862,9 @@ def test_how_far_a_round_has_come_is_read_as_it_is_said() -> None:
 
 
 def test_what_is_not_known_is_not_set() -> None:
-    bare = replace(VIEW, round=None, last_failure=(), last_failure_age_ms=None, last_end=None)
+    bare = replace(VIEW, round=None, last_failure=(), last_failure_age_ms=None)
     status = sent(bare)
-    for name in ("round", "last_failure", "last_failure_age_ms", "last_end"):
+    for name in ("round", "last_failure", "last_failure_age_ms"):
         assert not status.HasField(name)
     assert not sent_line(bare).HasField("round")
 
@@ -873,7 +873,7 @@ def test_the_summary_counts_the_nodes_that_are_seated() -> None:
     summary = sent_line(VIEW)
     assert (summary.rdzv_id, summary.state, summary.nodes) == ("job-7", "running", 1)
     for field in summary.DESCRIPTOR.fields:
-        if field.name not in {"nodes", "hangs", "reason_times"}:
+        if field.name not in {"nodes", "hangs", "reason"}:
             assert getattr(summary, field.name) == getattr(VIEW, field.name)
     assert not summary.hangs
 

@@ -15,6 +15,7 @@ import pytest
 from fake_control import FakeControl, serving
 
 from rdzv.client import ControlClient, Endpoint, parse_endpoint
+from rdzv.core.reason import Reason
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -113,12 +114,12 @@ def test_what_is_not_set_is_not_known(control: FakeControl, client: ControlClien
         rdzv_id="bare", state="joining", nodes=[pb.NodeStatus(node_id="n1", state="waiting")]
     )
     job = client.status("bare")
-    assert (job.run, job.run_number, job.reason, job.last_end) == (None, None, None, None)
+    assert (job.run, job.run_number, job.reason) == (None, None, Reason())
     assert (job.round, job.world_size, job.master_addr, job.master_port) == (None,) * 4
     assert job.last_failure is None
     (node,) = job.nodes
     assert (node.group_rank, node.rank_first, node.local_world_size) == (None, None, None)
-    assert (node.address, node.role, node.reason) == (None, None, None)
+    assert (node.address, node.role) == (None, None)
 
 
 @pytest.mark.slow
@@ -167,8 +168,8 @@ def test_events_are_asked_for_by_number(control: FakeControl, client: ControlCli
 def test_a_status_beyond_the_usual_limit_of_grpc_arrives(
     control: FakeControl, client: ControlClient
 ) -> None:
-    control.jobs["huge"] = pb.JobStatus(rdzv_id="huge", reason="x" * (8 << 20))
-    assert len(client.status("huge").reason or "") == 8 << 20
+    control.jobs["huge"] = pb.JobStatus(rdzv_id="huge", owner="x" * (8 << 20))
+    assert len(client.status("huge").owner or "") == 8 << 20
 
 
 # ------------------------------------------------------------------------------------ the errors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rdzv.core.timed_text import left
+from rdzv.core.reason import ReasonItem
 from rdzv.structs import struct
 
 
@@ -25,6 +25,11 @@ class Drain:
         return self.number != 0
 
     @property
+    def what(self) -> str:
+        """What is happening to the node, in words."""
+        return "drained" if self.by_operator else "about to leave"
+
+    @property
     def told(self) -> str:
         """The reason sent to the node, which passes it on to its jobs when it leaves them."""
         return told(self.reason)
@@ -33,16 +38,14 @@ class Drain:
         """Return the time remaining for the node's workers."""
         return max(self.due_ms - now_ms, 0)
 
-    def describe(self, now_ms: int) -> str:
-        """Describe the drain: its reason, and how soon the node leaves.
+    def item(self, node_id: str, now_ms: int) -> ReasonItem:
+        """Describe the drain of a node: its reason, and how soon the node leaves.
 
-        >>> Drain("kernel upgrade", due_ms=50_000, at_ms=0, number=1).describe(now_ms=10_000)
-        'drained (kernel upgrade), leaves in 40 s'
+        >>> print(Drain("kernel upgrade", 50_000, at_ms=0, number=1).item("n1", now_ms=10_000))
+        n1 (drained): kernel upgrade; it leaves in 40 s
         """
-        what = "drained" if self.by_operator else "about to leave"
-        why = f" ({self.reason})" if self.reason else ""
-        left_ms = self.left_ms(now_ms)
-        return f"{what}{why}, " + ("leaves in " + left(left_ms) if left_ms else "its time is over")
+        cause = self.reason or "no reason was given"
+        return ReasonItem(cause, node_id, self.what, "it leaves in", self.left_ms(now_ms))
 
 
 def told(reason: str) -> str:

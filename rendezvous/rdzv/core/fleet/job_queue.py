@@ -26,8 +26,9 @@ from rdzv.core.fleet.node_resources import Resources, gpus_needed
 from rdzv.core.life.chosen_nodes import MAX_DECLINED
 from rdzv.core.life.round_end import some_succeeded
 from rdzv.core.model import JobSpec, ScaleUp, State, is_placeholder
+from rdzv.core.reason import Reason, ReasonItem
 from rdzv.core.words import counted, listed
-from rdzv.structs import struct
+from rdzv.structs import replace, struct
 
 
 @struct(frozen=True)
@@ -38,8 +39,8 @@ class Host:
     resources: Resources
     taken: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """The number of GPUs taken by each job placed on the node or held by it, by rdzv_id and run."""
-    unusable: str = ""
-    """The reason why nothing may be placed on the node now, or empty if it is usable."""
+    unusable: ReasonItem | None = None
+    """The reason why nothing may be placed on the node now, or None if it is usable."""
     cordoned: bool = False
     """Whether the node is unusable until an operator changes that, or for an unknown period."""
     quarantined: bool = False
@@ -100,7 +101,7 @@ class Demand:
 class QueuedWait:
     """The reason why a job has no nodes yet, or not enough of them."""
 
-    reason: str
+    reason: Reason
     jobs_before: int
     """The number of waiting jobs served before this one."""
 
@@ -298,48 +299,50 @@ class _Plan:
 
         return sorted(ready, key=key)
 
-    def _why_queued(self, job: Demand, fitting: Sequence[Host], ready: Sequence[Host]) -> str:
-        """Explain a job's wait: "needs 2 nodes with gpu=h100, 1 is free (n3); n4 is away"."""
+    def _why_queued(self, job: Demand, fitting: Sequence[Host], ready: Sequence[Host]) -> Reason:
+        """Explain a job's wait: "needs 2 nodes with gpu=h100, 1 is free (n3)"; n4 is away."""
         more = "more node" if job.here else "node"
         gone = f" once {listed(sorted(job.going))} {_has(job.going)} left" if job.going else ""
-        text = f"queued: needs {counted(job.missing, more)}{_wanted(job.spec)}{gone}"
+        text = f"needs {counted(job.missing, more)}{_wanted(job.spec)}{gone}"
         if not self.hosts:
-            return f"{text}, and no rdzv-agent is connected"
+            return Reason(
+                f"{text}, and no rdzv-agent is connected", "start rdzv-agent on the nodes"
+            )
         verb = "is" if len(ready) == 1 or (not ready and job.missing == 1) else "are"
         text += f", {len(ready) or 'none'} {verb} free"
         text += f" ({listed(host.node_id for host in ready)})" if ready else ""
-        taken: dict[str, list[str]] = {}
+        if lacking := self._lacking(job, fitting):
+            text += f"; if all other jobs had ended it would still lack {counted(lacking, 'node')}"
+        taken: dict[ReasonItem, list[str]] = {}
         for host in fitting:
             if host not in ready and (why := self._why_not(job, host)):
                 taken.setdefault(why, []).append(host.node_id)
-        text += "".join(f"; {listed(node_ids)}: {why}" for why, node_ids in taken.items())
+        items = [replace(why, who=listed(node_ids)) for why, node_ids in taken.items()]
         misfits = [host for host in self.hosts if host not in fitting]
-        if lacking := self._lacking(job, fitting):
-            text += f"; if all other jobs had ended it would still lack {counted(lacking, 'node')}"
         named = [host for host in misfits if host.node_id in job.declined][:_MOST_REASONS]
         too_few = len(fitting) < job.min_nodes
         if misfits and too_few and not named:
             named = [min(misfits, key=lambda host: _distance(job, host))]
-        text += "".join(f"; {_misfit(job, host)}" for host in named)
+        items += [ReasonItem(_misfit(job, host), host.node_id) for host in named]
         if others := len(misfits) - len(named) if too_few else 0:
             do = "does" if others == 1 else "do"
-            text += f", and {counted(others, 'other')} {do} not fit either"
-        return text
+            items.append(ReasonItem(f"{do} not fit either", counted(others, "other")))
+        return Reason(text, items=tuple(items))
 
-    def _why_not(self, job: Demand, host: Host) -> str:
-        """Explain why a fitting node is not given to the job now; return "" if the job has it."""
+    def _why_not(self, job: Demand, host: Host) -> ReasonItem | None:
+        """Explain why a fitting node is not given to the job now; None if the job has it."""
         node_id = host.node_id
         if node_id in job.here:
-            return ""
+            return None
         if host.unusable:
             return host.unusable
         if not self._has_room(job, host):
             names = [rdzv_id for rdzv_id, _ in host.taken]
             names += [name for name, node_ids in self.places.items() if node_id in node_ids]
-            return f"taken by {listed(sorted(names))}" if names else "takes no job"
+            return ReasonItem(f"taken by {listed(sorted(names))}" if names else "takes no job")
         if node_id in self._kept_for:
-            return f"kept for {self._kept_for[node_id]}, which is before it"
-        return "an earlier attempt at this job is still there"
+            return ReasonItem(f"kept for {self._kept_for[node_id]}, which is before it")
+        return ReasonItem("an earlier attempt at this job is still there")
 
 
 def _has(names: Collection[str]) -> str:
@@ -367,9 +370,8 @@ def nearest_miss(spec: JobSpec, hosts: Iterable[Host]) -> str | None:
     """Return what the best match lacks if no known node could ever take the job, or else None."""
     job = Demand("", "", spec, 1, 1, 0)
     ranked = sorted(hosts, key=lambda host: _distance(job, host))
-    if not ranked or not _misfit(job, ranked[0]):
-        return None
-    return _misfit(job, ranked[0])
+    misfit = _misfit(job, ranked[0]) if ranked else ""
+    return f"{ranked[0].node_id} {misfit}" if misfit else None
 
 
 def _distance(job: Demand, host: Host) -> tuple[int, str]:
@@ -382,18 +384,18 @@ def _distance(job: Demand, host: Host) -> tuple[int, str]:
 
 
 def _misfit(job: Demand, host: Host) -> str:
-    """Explain why the node could never take the job, or return "" if it could."""
+    """Say what keeps the node from ever taking the job, or return "" if it could."""
     if (reason := job.declined.get(host.node_id)) is not None:
-        return f"{host.node_id} could not run it ({reason})"
+        return f"could not run it ({reason})"
     has = dict(host.resources.labels)
     for name, value in job.spec.labels:
         if name not in has:
-            return f"{host.node_id} has no label {name}"
+            return f"has no label {name}"
         if has[name] != value:
-            return f"{host.node_id} has {name}={has[name]}"
+            return f"has {name}={has[name]}"
     needed, there = gpus_needed(job.spec, host.resources), len(host.resources.gpus)
     if needed > there or (job.spec.needs_gpu and not there):
-        return f"{host.node_id} has {counted(there, 'GPU') if there else 'no GPU'}"
+        return f"has {counted(there, 'GPU') if there else 'no GPU'}"
     return ""
 
 

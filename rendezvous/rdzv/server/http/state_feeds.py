@@ -212,7 +212,7 @@ class Feed:
 
 
 def _ageless_job(summary: answers.JobSummary) -> object:
-    return replace(summary, state_age_ms=0, reason_times=())
+    return replace(summary, state_age_ms=0, reason=summary.reason.without_times())
 
 
 class FleetFeed(Feed):
@@ -384,7 +384,7 @@ def _turn_of(view: JobView) -> object:
     nodes = tuple((node.node_id, node.state) for node in view.nodes)
     submission = view.submission
     placed = submission.placed if submission is not None else ()
-    turn = (view.run, view.round, view.state, view.last_end, view.min_nodes, view.max_nodes)
+    turn = (view.run, view.round, view.state, view.min_nodes, view.max_nodes)
     return (*turn, view.restarts, placed, nodes)
 
 

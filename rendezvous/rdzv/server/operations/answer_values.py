@@ -13,13 +13,15 @@ from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.explain import JobView, NodeView
 from rdzv.core.model import Failure, NodeState, Submission
 from rdzv.core.snapshots import NodeHolding, SnapshotsKnown
-from rdzv.core.timed_text import times_of
 from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.messages import LogLines, RankProgress
 from rdzv.server.security.tokens import Token
+from rdzv.structs import replace
 from rdzv.transport.same_fields import from_value
 from rdzv.view import answers
 
+SUMMARY_ITEMS = 4
+"""How many items of its reason a job has in a list."""
 NO_SNAPSHOTS = SnapshotsKnown()
 _HERE = (NodeState.SEATED, NodeState.SUCCEEDED, NodeState.AWAY, NodeState.STOPPING)
 
@@ -40,8 +42,7 @@ def job_status(
     return from_value(
         answers.JobStatus,
         view,
-        reason=str(view.reason) or None,
-        reason_times=times_of(view.reason),
+        reason=view.reason,
         nodes=tuple(
             _job_node(node, starts.get(node.node_id), snapshots.held.get(node.node_id))
             for node in view.nodes
@@ -86,8 +87,6 @@ def _job_node(
     return from_value(
         answers.NodeStatus,
         view,
-        reason=str(view.reason) or None,
-        reason_times=times_of(view.reason),
         kept=started.kept if started else None,
         warm=started.warm if started else None,
         cold=started.cold if started else None,
@@ -126,8 +125,7 @@ def job_summary(view: JobView, hangs: str) -> answers.JobSummary:
     return from_value(
         answers.JobSummary,
         view,
-        reason=str(view.reason) or None,
-        reason_times=times_of(view.reason),
+        reason=replace(view.reason, items=view.reason.items[:SUMMARY_ITEMS]),
         nodes=sum(1 for n in view.nodes if n.group_rank is not None and n.state in _HERE),
         hangs=hangs or None,
     )

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.explain import JobView, view
 from rdzv.core.model import State
+from rdzv.core.reason import ReasonItem
 from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, UnknownJobError
 from rdzv.runtime.clock import Clock
@@ -75,10 +76,12 @@ class JobViews:
         wait, drains = scheduling.placer.queue_wait_of(rdzv_id), scheduling.drains.all()
         shown = view(state, self._clock.now_ms(), wait, drains)
         # The view shows the stored state; the reason names commands that are waiting to be stored.
-        if state.membership.ended is None or self._store_state.waiting(rdzv_id):
-            trouble = self._store_state.trouble_of(rdzv_id)
-            shown = replace(shown, reason=f"{trouble}; " + shown.reason) if trouble else shown
-        return shown
+        if state.membership.ended is not None and not self._store_state.waiting(rdzv_id):
+            return shown
+        if not (trouble := self._store_state.trouble_of(rdzv_id)):
+            return shown
+        items = (ReasonItem(trouble), *shown.reason.items)
+        return replace(shown, reason=replace(shown.reason, items=items))
 
     async def watch(self, rdzv_id: str) -> AsyncGenerator[JobView, None]:
         """Yield a job's view now and after each change; a slow reader misses some of the views.

@@ -8,6 +8,7 @@ from rdzv.core.fleet import nodes
 from rdzv.core.fleet.job_queue import Host
 from rdzv.core.fleet.node_resources import gpus_needed
 from rdzv.core.model import State
+from rdzv.core.reason import ReasonItem
 from rdzv.server.scheduling.cordons import Cordons
 from rdzv.server.scheduling.drains import Drains
 from rdzv.server.scheduling.known_nodes import KnownNodes
@@ -63,16 +64,20 @@ class Hosts:
                     of_node[membership.rdzv_id, membership.run] = gpus
         return taken
 
-    def _unusable(self, record: nodes.NodeRecord) -> str:
-        """Return why nothing can be placed on a node now; empty if the node is usable."""
+    def _unusable(self, record: nodes.NodeRecord) -> ReasonItem | None:
+        """Return why nothing can be placed on a node now; None if the node is usable."""
+        no_reason = "no reason was given"
         if (drain := self._drains.of(record.node_id)) is not None:
-            what = "drained" if drain.by_operator else "about to leave"
-            return what + (f" ({drain.reason})" if drain.reason else "")
+            return ReasonItem(drain.reason or no_reason, state=drain.what)
         if (cordon := self._cordons.of(record.node_id)) is not None:
-            return "cordoned" + (f" ({cordon.reason})" if cordon.reason else "")
+            lifted = "`rdzvctl uncordon` lifts that"
+            return ReasonItem(cordon.reason or no_reason, state="cordoned", then=lifted)
         if (held := self._quarantine.nodes.get(record.node_id)) is not None:
-            return f"quarantined ({held.reason})"
+            lifted = "`rdzvctl uncordon` lifts that, too"
+            return ReasonItem(held.reason, state="quarantined", then=lifted)
         if record.stream is None:
-            return "away"
+            return ReasonItem("its agent is not connected", state="away")
         known = self._known.of(record.node_id)
-        return f"unhealthy: {known.unhealthy}" if known is not None and known.failing else ""
+        if known is None or not known.failing:
+            return None
+        return ReasonItem(known.unhealthy, state="unhealthy", then="it counts once its checks pass")

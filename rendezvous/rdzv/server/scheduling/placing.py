@@ -25,6 +25,7 @@ from rdzv.core.fleet.job_queue import (
 )
 from rdzv.core.life.chosen_nodes import awaited
 from rdzv.core.model import JobSpec, State
+from rdzv.core.reason import ReasonItem
 from rdzv.core.words import counted
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.runtime.clock import Clock, Timer
@@ -248,7 +249,9 @@ class Placer:
         coming = [n for n in awaited(state) if n not in going]
         states = [s for s in self._jobs.states if s.membership.submission is not None]
         hosts = [
-            replace(host, unusable=host.unusable or ("drained" if host.node_id in going else ""))
+            replace(host, unusable=ReasonItem("", state="drained"))
+            if host.node_id in going
+            else host
             for host in self._hosts.all(states)
         ]
         now_ms = self._clock.now_ms()
@@ -285,7 +288,7 @@ def _commands(
         reason = "the job was scaled down"
         commands.append((rdzv_id, Withdraw(runs[rdzv_id], node_ids, reason)))
     for rdzv_id, node_ids in decided.stranded.items():
-        reason = decided.waits[rdzv_id].reason.removeprefix("queued: ")
+        reason = str(decided.waits[rdzv_id].reason)
         commands.append((rdzv_id, Withdraw(runs[rdzv_id], node_ids, reason)))
     for rdzv_id, node_ids in decided.places.items():
         commands.append((rdzv_id, Place(runs[rdzv_id], node_ids)))

@@ -14,6 +14,7 @@ from rdzv.core.fleet import job_queue
 from rdzv.core.fleet.job_queue import Demand, Host, Plan, nearest_miss, place_queued_jobs
 from rdzv.core.fleet.node_resources import Gpu, Resources, gpus_needed
 from rdzv.core.model import JobSpec, ScaleUp, Settings
+from rdzv.core.reason import ReasonItem
 from rdzv.structs import replace
 from tests.support.builders import Job as CoreJob
 
@@ -36,7 +37,8 @@ def a_node(
         capacity=capacity,
         topology=topology,
     )
-    return Host(node_id, resources, taken or {}, unusable, cordoned or quarantined, quarantined)
+    why = ReasonItem("fan", state=unusable) if unusable else None
+    return Host(node_id, resources, taken or {}, why, cordoned or quarantined, quarantined)
 
 
 def a_job(
@@ -77,7 +79,7 @@ def a_job(
 
 
 def reason(made: Plan, name: str) -> str:
-    return made.waits[name].reason
+    return str(made.waits[name].reason)
 
 
 BUSY = a_node("n0", taken={("old", "r"): 0})
@@ -119,7 +121,7 @@ def test_a_job_that_would_have_too_few_says_what_it_needs() -> None:
         [job], [a_node("n1"), a_node("n2", unusable="drained", cordoned=True), BUSY]
     )
     assert reason(made, "a") == (
-        "queued: needs 1 more node once n2 has left, none is free; n0: taken by old"
+        "needs 1 more node once n2 has left, none is free; n0: taken by old"
     )
     # And no later job gets a node that it could use.
     assert place_queued_jobs([job, a_job("b", at_ms=1)], [BUSY]).places == {}
@@ -142,12 +144,12 @@ def test_a_job_that_a_quarantine_leaves_with_too_few_holds_nothing() -> None:
     """The quarantined node is away for hours; others may use what the job still has."""
     job = a_job("a", (2, 2), here=("n1",))
     mine = a_node("n1", taken={("a", "a-run"): 0})
-    barred = a_node("n2", unusable="quarantined (why)", quarantined=True)
+    barred = a_node("n2", unusable="quarantined", quarantined=True)
     made = place_queued_jobs([job], [mine, barred])
     assert made.stranded == {"a": ("n1",)}
-    assert made.waits["a"].reason == (
-        "queued: needs 1 more node, none is free; n2: quarantined (why); "
-        "if all other jobs had ended it would still lack 1 node"
+    assert reason(made, "a") == (
+        "needs 1 more node, none is free; if all other jobs had ended it would still lack 1 node; "
+        "n2 (quarantined): fan"
     )
     holds = {
         "its workers are still there": ([replace(job, seated=True)], [mine, barred]),
@@ -190,7 +192,7 @@ def test_no_node_is_hoarded_for_a_job_that_can_not_start() -> None:
     made = place_queued_jobs([a_job("a", (4, 4))], THREE)
     assert made.places == {}
     assert reason(made, "a") == (
-        "queued: needs 4 nodes, 3 are free (n1, n2, n3); if all other jobs had ended it would "
+        "needs 4 nodes, 3 are free (n1, n2, n3); if all other jobs had ended it would "
         "still lack 1 node"
     )
 
@@ -200,8 +202,8 @@ def test_labels_must_all_be_there() -> None:
     assert place_queued_jobs([a_job("a", gpu="h100")], nodes).places == {"a": ("n2",)}
     made = place_queued_jobs([a_job("a", (2, 2), gpu="h100")], nodes)
     assert reason(made, "a") == (
-        "queued: needs 2 nodes with gpu=h100, 1 is free (n2); if all other jobs had ended it would "
-        "still lack 1 node; n1 has gpu=a100, and 1 other does not fit either"
+        "needs 2 nodes with gpu=h100, 1 is free (n2); if all other jobs had ended it would "
+        "still lack 1 node; n1: has gpu=a100; 1 other: does not fit either"
     )
 
 
@@ -209,27 +211,26 @@ def test_who_waits_hears_of_nodes_that_have_declined() -> None:
     nodes = [a_node("n1"), a_node("n2", taken={("old", "r"): 0}), a_node("n3", gpu="a100")]
     waits = a_job("a", declined={"n1": "no such folder: /data"})
     assert reason(place_queued_jobs([waits], nodes[:2]), "a") == (
-        "queued: needs 1 node, none is free; n2: taken by old; "
-        "n1 could not run it (no such folder: /data)"
+        "needs 1 node, none is free; n2: taken by old; n1: could not run it (no such folder: /data)"
     )
     # Also of a job that keeps running with too few, if another node fits its needs better.
     waits = replace(a_job("a", (3, 3), declined={"n1": "no folder"}, here=("n2",)), seated=True)
     assert reason(place_queued_jobs([waits], nodes), "a").endswith(
-        "n1 could not run it (no folder)"
+        "n1: could not run it (no folder)"
     )
 
 
 def test_who_waits_hears_what_for() -> None:
     nodes = [
         a_node("n1", taken={("old", "r"): 0}),
-        a_node("n2", unusable="cordoned (fan)", cordoned=True),
+        a_node("n2", unusable="cordoned", cordoned=True),
         a_node("n3", unusable="away"),
     ]
     assert reason(place_queued_jobs([a_job("a")], [*nodes, BUSY]), "a") == (
-        "queued: needs 1 node, none is free; n0, n1: taken by old; n2: cordoned (fan); n3: away"
+        "needs 1 node, none is free; n0, n1: taken by old; n2 (cordoned): fan; n3 (away): fan"
     )
     assert reason(place_queued_jobs([a_job("a")], []), "a") == (
-        "queued: needs 1 node, and no rdzv-agent is connected"
+        "needs 1 node, and no rdzv-agent is connected; start rdzv-agent on the nodes"
     )
 
 
@@ -301,7 +302,7 @@ def test_first_in_first_out() -> None:
     made = place_queued_jobs(jobs, [a_node("n1")])
     assert made.places == {"early": ("n1",)}
     assert made.waits["late"].jobs_before == 0
-    assert reason(made, "late") == "queued: needs 1 node, none is free; n1: taken by early"
+    assert reason(made, "late") == "needs 1 node, none is free; n1: taken by early"
 
 
 def test_priority_comes_before_time() -> None:
@@ -323,7 +324,7 @@ def test_a_later_job_starts_only_on_what_no_earlier_one_could_use() -> None:
     made = place_queued_jobs(jobs, nodes)
     assert made.places == {"any": ("n2",)}
     assert reason(made, "small") == (
-        "queued: needs 1 node with gpu=h100, none is free; n1: kept for wide, which is before it; "
+        "needs 1 node with gpu=h100, none is free; n1: kept for wide, which is before it; "
         "n3: taken by x"
     )
     assert made.waits["small"].jobs_before == 1
@@ -366,7 +367,7 @@ def test_several_jobs_share_a_node_that_has_room() -> None:
     jobs = [a_job(name, workers=4, at_ms=i) for i, name in enumerate("abc")]
     made = place_queued_jobs(jobs, [node])
     assert made.places == {"a": ("n1",), "b": ("n1",)}
-    assert reason(made, "c") == "queued: needs 1 node, none is free; n1: taken by a, b"
+    assert reason(made, "c") == "needs 1 node, none is free; n1: taken by a, b"
 
 
 def test_a_node_takes_no_more_jobs_than_its_capacity() -> None:
