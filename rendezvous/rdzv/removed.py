@@ -5,6 +5,17 @@ from __future__ import annotations
 _SERVER = "rdzv.server"
 
 CONSTANTS = {
+    "forming.claims_quiet": "rdzv.core.life.restoring.CLAIMS_QUIET_MS",
+    "forming.flap_hold": "rdzv.core.life.forming.FLAP_HOLD_MS",
+    "forming.flap_window": "rdzv.core.life.forming.FLAP_WINDOW_MS",
+    "forming.gather": "rdzv.core.life.forming.GATHER_MS",
+    "forming.gather_quiet": "rdzv.core.life.forming.GATHER_QUIET_MS",
+    "forming.root_cause_window": "rdzv.core.root_cause.WINDOW_MS",
+    "forming.stop_margin": "rdzv.core.life.absences.STOP_MARGIN_MS",
+    "forming.store_backoff": "rdzv.core.life.forming.STORE_BACKOFF_MS",
+    "forming.store_backoff_longest": "rdzv.core.life.forming.STORE_BACKOFF_MAX_MS",
+    "lease.heartbeats": "rdzv.core.fleet.nodes.HEARTBEATS_PER_LEASE",
+    "lease.reconnect_grace": "rdzv.core.model.RECONNECT_GRACE_MS",
     "limits.away": f"{_SERVER}.settings.bounds.AWAY_MS",
     "limits.commands_per_second": f"{_SERVER}.rpc.node_messages.COMMANDS_PER_SECOND",
     "limits.http_connections": f"{_SERVER}.http.connection_limits.CONNECTIONS",
@@ -23,6 +34,7 @@ CONSTANTS = {
     "limits.scrapes": f"{_SERVER}.telemetry.server_metrics.SCRAPES",
     "limits.watchers": f"{_SERVER}.operations.job_views.WATCHERS",
     "oidc.keys_refresh": f"{_SERVER}.security.issuer_keys.REFRESH_EVERY_S",
+    "quarantine.window": "rdzv.core.fleet.quarantine.WINDOW_MS",
     "retention.events": "rdzv.stores.base.HISTORY_ROWS",
     "retention.look_every": f"{_SERVER}.engine.forgetting.PRUNE_EVERY_MS",
     "timings.deaf_after": "rdzv.runtime.clock.DEAF_AFTER_MS",
@@ -36,6 +48,8 @@ CONSTANTS = {
     "timings.store_retry": f"{_SERVER}.engine.store_availability.STORE_RETRY_MS",
 }
 """The constant that took the place of each setting that nobody set."""
+
+TABLES = frozenset(key.partition(".")[0] for key in CONSTANTS)
 
 REMOVED = {
     **{key: f"it is the constant {name}; leave it out" for key, name in CONSTANTS.items()},

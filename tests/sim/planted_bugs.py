@@ -422,7 +422,7 @@ MUTANTS = (
     Mutant(
         "places are given up while recovery reports come in",
         "unreported_seat_due",
-        "max(first[1].until_ms, state.reported_ms + state.tuning.claims_quiet_ms)",
+        "max(first[1].until_ms, state.reported_ms + CLAIMS_QUIET_MS)",
         "first[1].until_ms",
         by=ADOPT_TESTS,
     ),
@@ -887,7 +887,7 @@ MUTANTS = (
     Mutant(
         "a round that ran for long does not end the row",
         "spend",
-        "    if has_moved or end.at_ms - round_.at_ms >= tuning.soon_ms:",
+        "    if has_moved or end.at_ms - round_.at_ms >= SOON_MS:",
         "    if has_moved:",
         by=_unit("tests/unit/core/rounds/test_budgets.py"),
     ),

@@ -26,7 +26,9 @@ from random import Random
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Phase
 from rdzv.core.fleet.nodes import AgentKind, NodesTuning
-from rdzv.core.model import Membership, Tuning
+from rdzv.core.life.absences import STOP_MARGIN_MS
+from rdzv.core.life.forming import GATHER_MS, STORE_BACKOFF_MAX_MS
+from rdzv.core.model import Membership
 from tests.sim.agents import PING_MS, Agent, NodeSpec, Part, Workers
 from tests.sim.checkers import Judge, LivenessError
 from tests.sim.cluster import Disk, Server
@@ -593,17 +595,17 @@ class World:
     @property
     def patience_ms(self) -> int:
         """Return how long after the last trouble a round may take to run: all possible waits."""
-        tuning, leases = Tuning(), NodesTuning()
+        leases = NodesTuning()
         settings = self.swarm.jobs.values()
         stop_ms = max(spec.shutdown_timeout_ms for spec in self.specs.values())
         return (
             max(s.last_call_timeout_ms for s in settings)
             + leases.lease_ms
             + leases.takeover_grace_ms
-            + 2 * (stop_ms + tuning.stop_margin_ms)
-            + tuning.store_backoff_max_ms
+            + 2 * (stop_ms + STOP_MARGIN_MS)
+            + STORE_BACKOFF_MAX_MS
             + max(s.restart_backoff_max_ms for s in settings)
-            + tuning.gather_ms
+            + GATHER_MS
             + 60_000  # Until stuck workers are reaped, ...
             + 60_000  # ... and for troubles planned before all of it healed.
         )

@@ -79,18 +79,16 @@ def keep(
     prior: Round | None,
     participants: tuple[Participant, ...],
     joins: Mapping[str, Waiting],
-    window_ms: int,
 ) -> Keeping:
     """Decide for each worker of a new round whether it is kept.
 
     `prior` is the previous round of this run, if any; its end is settled. `joins` has an entry for
-    each participant. Failures within `window_ms` of the first one count as its consequences. If
-    there is no source, the kept workers have sealed no step and start from the beginning like all
-    others.
+    each participant. Failures soon after the first one count as its consequences. If there is no
+    source, the kept workers have sealed no step and start from the beginning like all others.
     """
     if not any(joins[p.node_id].kept for p in participants):
         return Keeping(participants)
-    last = _last_round(prior, window_ms)
+    last = _last_round(prior)
     able: dict[int, KeptWorker] = {}
     new: dict[int, WhyNew] = {}
     for participant in participants:
@@ -148,10 +146,10 @@ class _LastRound:
         return joined.left_round == self.number and size == participant.offer.local_world_size
 
 
-def _last_round(prior: Round | None, window_ms: int) -> _LastRound:
+def _last_round(prior: Round | None) -> _LastRound:
     if prior is None or prior.end is None:
         return _LastRound(None, {}, frozenset(), None, keeps=False)
-    first = next(iter(charged_failures(prior, window_ms)), None)
+    first = next(iter(charged_failures(prior)), None)
     return _LastRound(
         number=prior.number,
         sizes={p.node_id: p.offer.local_world_size for p in prior.participants},

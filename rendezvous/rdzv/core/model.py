@@ -113,38 +113,17 @@ class Settings:
     limit."""
 
 
+RECONNECT_GRACE_MS = 250
+"""How long a foreground agent's seat is kept after its stream ended, and any seat after its round's
+end: agents' workers die with them, so the wait is only for a connection that was cut."""
+
+
 @struct(frozen=True)
 class Tuning:
     """The server's own timings, which are the same for all its jobs."""
 
-    gather_quiet_ms: int = 1_000
-    """New nodes are admitted once none has arrived for this long, ..."""
-    gather_ms: int = 10_000
-    """... or this long after the first one arrived."""
-    reconnect_grace_ms: int = 250
-    """The time for which a seat is kept for a node whose stream has ended, once the round has
-    ended."""
     takeover_grace_ms: int = 30_000
     """The time after its start for which the server does not give up silent nodes."""
-    claims_quiet_ms: int = 5_000
-    """The time after an adopted round's last recovery report at which its unreported places are
-    given up."""
-    stop_margin_ms: int = 20_000
-    """The time that a node may take to stop its workers, in addition to its own `shutdown_timeout`.
-    """
-    flap_window_ms: int = 600_000
-    """Losses within this period are counted together."""
-    flap_hold_ms: int = 60_000
-    """The time for which a node that was lost twice may not end a running round. It doubles with
-    each further loss."""
-    store_backoff_ms: int = 500
-    """The delay before the next round after a store host failure; doubles with each consecutive
-    failure."""
-    store_backoff_max_ms: int = 30_000
-    soon_ms: int = 60_000
-    """A round that fails sooner than this after its completion counts toward a crash loop."""
-    root_cause_window_ms: int = 500
-    """Failures within this time of the earliest one are shown together."""
     forms_from_ms: int = 0
     """The time before which a job's first round completes only with all its nodes. On a server
     without memory, nodes that run a round unknown to it have until then to report that round."""

@@ -45,8 +45,12 @@ def is_connection_error(failure: Failure) -> bool:
     return _LOST_PEER.match(failure.message) is not None
 
 
-def root_cause(failures: Iterable[Failure], window_ms: int) -> tuple[Failure, ...]:
-    """Return the failures within `window_ms` of the earliest, with the root cause first.
+WINDOW_MS = 500
+"""Failures within this time of the earliest one may have one cause, and are shown together."""
+
+
+def root_cause(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """Return the failures within `WINDOW_MS` of the earliest, with the root cause first.
 
     Failures with a traceback other than a connection error come first, then those without
     information (killed by a signal, or no error file), and finally connection errors, which are a
@@ -63,7 +67,7 @@ def root_cause(failures: Iterable[Failure], window_ms: int) -> tuple[Failure, ..
     if not by_time:
         return tuple(finished[:1])
     earliest_ms = by_time[0].at_ms
-    together = [f for f in by_time if f.at_ms - earliest_ms <= window_ms]
+    together = [f for f in by_time if f.at_ms - earliest_ms <= WINDOW_MS]
     found = tuple(sorted(together, key=lambda f: (_tier(f), f.at_ms)))
     if finished and finished[0].at_ms <= earliest_ms and is_connection_error(found[0]):
         return (_exited_early(finished[0], found), *found)
@@ -87,7 +91,7 @@ def _tier(failure: Failure) -> int:
     return 0 if failure.traceback else 1
 
 
-def charged_failures(round_: Round, window_ms: int) -> tuple[Failure, ...]:
+def charged_failures(round_: Round) -> tuple[Failure, ...]:
     """Return the failures to which the end of a round is charged, with the root cause first.
 
     The result is empty if the end is charged to something else. Neither a suspect nor a worker that
@@ -97,7 +101,7 @@ def charged_failures(round_: Round, window_ms: int) -> tuple[Failure, ...]:
     end = round_.end
     if end is None or end.cause is not Cause.WORKER_FAILURE:
         return ()
-    failures = root_cause(end.failures, window_ms)
+    failures = root_cause(end.failures)
     given_up = frozenset(round_.gone).difference(round_.succeeded)
     consequences = bool(failures) and (failures[0].suspect or failures[0].finished)
     return () if given_up and consequences else failures

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from msgspec import Struct, ValidationError, convert
 
 from rdzv.errors import SHOWN_CHARS, InvalidRequestError, did_you_mean
+from rdzv.removed import TABLES, instead_of
 from rdzv.settings.setting_types import (
     DURATION_UNITS,
     Setting,
@@ -155,7 +156,7 @@ class _Reading(Generic[T]):
             # A dot in a quoted key is part of the name, and no known name contains a dot.
             if "." not in name and key in self._known:
                 self.take(self._known[key], raw, source, in_file=True)
-            elif "." in name or key not in sections:
+            elif "." in name or key not in sections | TABLES:
                 # The search for the nearest key is slow, and needed only for problems that are
                 # listed.
                 listed = len(self.problems) < LISTED_PROBLEMS
@@ -231,8 +232,6 @@ def _broken_rules(
 
 def _why_unknown(key: str, known: Iterable[str]) -> str:
     """Say that a key was removed, or which known key is similar."""
-    from rdzv.removed import instead_of
-
     if instead := instead_of(key):
         return f"was removed: {instead}"
     return f"is unknown; {did_you_mean(key, known, 'docs/configuration.md lists all')}"

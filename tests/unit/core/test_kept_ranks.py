@@ -25,7 +25,6 @@ from rdzv.core.rounds.ranks import assign_seats
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, join, report, running
 
-WINDOW_MS = 500
 SIZE = 2
 """Workers of each node: n1 has RANK 0 and 1, n2 has 2 and 3."""
 
@@ -92,7 +91,7 @@ def ended(
 
 def decide(prior: Round | None, joins: dict[str, Waiting]) -> Keeping:
     prior_places = prior.participants if prior is not None else ()
-    return keep(prior, assign_seats(prior_places, joins, 9), joins, WINDOW_MS)
+    return keep(prior, assign_seats(prior_places, joins, 9), joins)
 
 
 def kept_ranks(keeping: Keeping) -> list[int]:
@@ -416,7 +415,7 @@ def test_a_crowd_of_suspects_never_hides_the_failure() -> None:
     remembered = keep_earliest((*crowd, own))
     assert len(remembered) == MAX_FAILURES and own in remembered
     round_ = ended(Cause.WORKER_FAILURE, remembered)
-    assert charged_failures(round_, WINDOW_MS) == (own,)
+    assert charged_failures(round_) == (own,)
 
 
 def test_a_suspect_that_fails_of_its_own_is_no_suspect_any_more() -> None:
@@ -427,7 +426,7 @@ def test_a_suspect_that_fails_of_its_own_is_no_suspect_any_more() -> None:
 def test_suspects_are_charged_the_earliest_first() -> None:
     later, earliest = failure("n1", 0, 30, suspect=True), failure("n2", 0, 3, suspect=True)
     round_ = ended(Cause.WORKER_FAILURE, (later, earliest))
-    assert charged_failures(round_, WINDOW_MS) == (earliest, later)
+    assert charged_failures(round_) == (earliest, later)
 
 
 # ------------------------------------------------------------------ in the life of a job

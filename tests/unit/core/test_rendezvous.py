@@ -15,11 +15,13 @@ from rdzv.core.events import (
     RunBegan,
 )
 from rdzv.core.invariants import violations
-from rdzv.core.life.absences import unheard
+from rdzv.core.life.absences import STOP_MARGIN_MS, unheard
+from rdzv.core.life.forming import STORE_BACKOFF_MAX_MS, STORE_BACKOFF_MS
 from rdzv.core.life.leaving import MAX_DEPARTURES
 from rdzv.core.life.restoring import restore
 from rdzv.core.life.runs import MAX_EARLIER_RUNS, ended_run
 from rdzv.core.model import (
+    RECONNECT_GRACE_MS,
     Cause,
     JobState,
     Membership,
@@ -183,7 +185,7 @@ def test_the_backoff_after_failed_store_hosts_is_bounded() -> None:
         job.report_store_host("n1")
         job.stopped("n1", "n2")
         assert job.wake_at_ms is not None
-        assert job.wake_at_ms - ended_ms <= job.tuning.store_backoff_max_ms
+        assert job.wake_at_ms - ended_ms <= STORE_BACKOFF_MAX_MS
         job.pass_until(job.wake_at_ms)
 
 
@@ -196,14 +198,14 @@ def test_the_clock_of_another_server_does_not_lengthen_the_backoff() -> None:
     job.crash()
     job.stopped("n1", "n2")
     assert job.wake_at_ms is not None
-    assert job.wake_at_ms - job.now_ms <= job.tuning.store_backoff_ms
+    assert job.wake_at_ms - job.now_ms <= STORE_BACKOFF_MS
 
 
 def test_a_participant_that_hangs_holds_the_others_up_for_a_bounded_time() -> None:
     job = running("n1", "n2", "n3", settings=replace(SETTINGS, max_restarts=1))
     job.fail("n1")
     job.stopped("n1", "n2")
-    longest_ms = 30_000 + job.tuning.stop_margin_ms
+    longest_ms = 30_000 + STOP_MARGIN_MS
     job.pass_until(job.now_ms + longest_ms)
     assert job.seated == ["n1", "n2"]
 
@@ -220,7 +222,7 @@ def test_many_can_be_given_up_in_one_step() -> None:
     assert len(job.seated) == len(names)
     job.away(*names[1:])
     job.fail("n000")
-    job.pass_until(job.now_ms + job.tuning.reconnect_grace_ms)
+    job.pass_until(job.now_ms + RECONNECT_GRACE_MS)
     job.stopped("n000")
     assert job.seated == ["n000"]
 

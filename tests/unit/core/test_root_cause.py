@@ -14,7 +14,6 @@ from rdzv.core.root_cause import (
 )
 from rdzv.structs import replace
 
-WINDOW_MS = 500
 RESET = "RuntimeError: [/src/gloo/transport/tcp/pair.cc:553] Connection reset by peer"
 
 
@@ -80,8 +79,8 @@ def names(failures: tuple[Failure, ...]) -> list[str]:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_order(why: str, failures: list[Failure], order: list[str]) -> None:
-    assert names(root_cause(failures, WINDOW_MS)) == order
-    assert names(root_cause(reversed(failures), WINDOW_MS)) == order
+    assert names(root_cause(failures)) == order
+    assert names(root_cause(reversed(failures))) == order
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,7 @@ def test_of_pythons_own_connection_errors_only_the_last_in_a_chain_counts() -> N
 def test_an_address_in_use_is_the_cause_of_the_connections_that_break() -> None:
     in_use = "DistNetworkError: port: 29500, code: -98, name: EADDRINUSE, message: in use"
     failures = [failure("a", 1, RESET, RESET), failure("b", 2, in_use, in_use)]
-    assert names(root_cause(failures, WINDOW_MS)) == ["b", "a"]
+    assert names(root_cause(failures)) == ["b", "a"]
 
 
 def finished(node_id: str, at_ms: int, rank: int = 3) -> Failure:
@@ -136,14 +135,14 @@ def finished(node_id: str, at_ms: int, rank: int = 3) -> Failure:
 
 def test_a_worker_that_exited_with_0_is_the_cause_of_the_connections_that_break_after_it() -> None:
     lost = [replace(failure(n, 5_000, RESET, RESET), rank=i) for i, n in enumerate("abc")]
-    found = root_cause([finished("d", 100), *lost, finished("e", 90, 4)], WINDOW_MS)
+    found = root_cause([finished("d", 100), *lost, finished("e", 90, 4)])
     assert names(found) == ["e", "a", "b", "c"]
     assert describe_failure(found[0]) == (
         "rank 4 (local_rank 0) on e: exited with 0, 4.9 s before; then collectives or connections "
         "of RANK 0-2 failed"
     )
     suspects = [replace(one, suspect=True) for one in lost]
-    assert names(root_cause([finished("d", 100), *suspects], WINDOW_MS))[0] == "d"
+    assert names(root_cause([finished("d", 100), *suspects]))[0] == "d"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,7 @@ def test_a_worker_that_exited_with_0_is_the_cause_of_the_connections_that_break_
     ],
 )
 def test_it_is_not_the_cause_of(others: list[Failure]) -> None:
-    assert names(root_cause([finished("d", 100), *others], WINDOW_MS)) == ["a"]
+    assert names(root_cause([finished("d", 100), *others])) == ["a"]
 
 
 def test_of_those_that_exited_with_0_the_first_is_kept_whatever_the_number_of_failures() -> None:

@@ -61,7 +61,7 @@ def test_without_a_file_everything_has_the_default_of_its_field() -> None:
 @pytest.mark.parametrize("setting", BOUND, ids=lambda setting: setting.key)
 def test_each_setting_sets_its_fields(setting: Setting) -> None:
     # A value that differs from the default and violates no rule about other settings.
-    down = {"lease.nodes", "lease.duration", "forming.gather_quiet", "lease.heartbeats"}
+    down = {"lease.nodes", "lease.duration"}
     step = -1 if setting.key in down or setting.default == setting.most else 1
     given = {setting.key: setting.default + step}
     turned = make_config(load(RdzvdSettings, given=given).settings)
@@ -204,11 +204,6 @@ def test_a_secret_password_file_is_read_before_anything_starts(tmp_path: Path) -
         (
             'lease.duration = "1 min"',
             '`lease.duration` = 60 is above `lease.longest` = 30; lower the one or raise the other',
-        ),
-        (
-            "lease.heartbeats = 20\nlease.duration = 4",
-            "`lease.heartbeats` = 20 is more often than every 250 ms with `lease.duration` = 4; "
-            "lower it",
         ),
     ],
 )  # fmt: skip
@@ -417,11 +412,8 @@ def test_only_limits_and_timings_are_reloaded() -> None:
         *(field.name for field in fields(Limits)),
         *(field.name for field in fields(Timings)),
     } == {
-        *("lease_ms", "lease_nodes", "lease_max_ms", "lease_nodes_max", "heartbeats_per_lease"),
-        *("takeover_grace_ms", "reconnect_grace_ms", "gather_quiet_ms", "gather_ms"),
-        *("claims_quiet_ms", "stop_margin_ms", "flap_window_ms", "flap_hold_ms"),
-        *("store_backoff_ms", "store_backoff_max_ms", "root_cause_window_ms"),
-        *("failures", "window_ms", "ttl_ms", "max_nodes"),
+        *("lease_ms", "lease_nodes", "lease_max_ms", "lease_nodes_max", "takeover_grace_ms"),
+        *("failures", "ttl_ms", "max_nodes"),
     }
 
 

@@ -3,7 +3,7 @@
 A node is *connected* while its stream is open, *away* from the end of the stream until its return
 or its deadline, and then *lost*. The rendezvous decides what this means for a job. The two kinds of
 agent differ in one respect. The workers of a foreground agent die with it, so it may be absent only
-for `reconnect_grace_ms`. A daemon's workers live on, so it may be absent for the length of a lease.
+for `RECONNECT_GRACE_MS`. A daemon's workers live on, so it may be absent for the length of a lease.
 
 Silence while the server could not receive proves nothing. After a takeover (`Expect`) or a pause of
 the server itself (`Pause`), no node is lost before `takeover_grace_ms` has passed, or longer after
@@ -34,6 +34,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
 
+from rdzv.core.model import RECONNECT_GRACE_MS
 from rdzv.core.shared_map import put, put_all
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousConnectionError
 from rdzv.structs import replace, struct
@@ -42,6 +43,16 @@ COUNTER_BITS = 32
 
 AMPLE_MS = 10_000
 """An ample allowance for a late heartbeat; a long lease needs no more than two heartbeats."""
+
+HEARTBEATS_PER_LEASE = 3
+"""How many heartbeats a node sends within a short lease: one may be lost and the next one late."""
+
+RETURN_MS = 5
+"""The time that each node's return may take if all nodes reconnect after a takeover."""
+
+LEASE_GROWS_BY = 1.5
+"""A lease is replaced only once the suitable one is this many times as long, because every new node
+changes the suitable length slightly."""
 
 ARRIVALS_QUIET_MS = 10_000
 """The server is assumed to be slow if nodes come back less than this far apart after a takeover."""
@@ -69,15 +80,7 @@ class NodesTuning:
     lease_max_ms: int = 30_000
     """The lease of a node when there are `lease_nodes_max` nodes or more."""
     lease_nodes_max: int = 10_000
-    heartbeats_per_lease: int = 3
-    """The number of heartbeats that a node sends within a short lease; see `interval_for`."""
-    reconnect_grace_ms: int = 250
     takeover_grace_ms: int = 30_000
-    return_ms: int = 5
-    """The time that each node's return may take if all nodes reconnect after a takeover."""
-    lease_grows_by: float = 1.5
-    """A lease is replaced only once the suitable one is this many times as long, because every new
-    node changes the suitable length slightly."""
 
     def lease_for(self, nodes: int) -> int:
         """Return the lease, in ms, for the given number of nodes.
@@ -98,7 +101,7 @@ class NodesTuning:
         >>> [NodesTuning().interval_for(lease_ms) for lease_ms in (5_000, 15_000, 17_500, 30_000)]
         [1666, 5000, 7500, 15000]
         """
-        often_ms = lease_ms // self.heartbeats_per_lease
+        often_ms = lease_ms // HEARTBEATS_PER_LEASE
         return max(often_ms, min(lease_ms - AMPLE_MS, lease_ms // 2))
 
     def takeover_grace_for(self, nodes: int) -> int:
@@ -107,7 +110,7 @@ class NodesTuning:
         >>> [NodesTuning().takeover_grace_for(nodes) for nodes in (1, 6_000, 10_000)]
         [30000, 30000, 50000]
         """
-        return max(self.takeover_grace_ms, nodes * self.return_ms)
+        return max(self.takeover_grace_ms, nodes * RETURN_MS)
 
     def quiet_for(self, lease_ms: int) -> int:
         """Return how long, in ms, all nodes with this lease may be silent before it is suspicious.
@@ -466,7 +469,7 @@ def _hear(nodes: Nodes, command: Hear, now_ms: int) -> NodesTransition:
         if record is None or record.stream is None:
             continue
         lease_ms = record.lease_ms
-        if suits_ms >= lease_ms * nodes.tuning.lease_grows_by:
+        if suits_ms >= lease_ms * LEASE_GROWS_BY:
             lease_ms = suits_ms
             grown.append(LeaseGrown(node_id, record.incarnation, lease_ms))
         if record.returns_until_ms:
@@ -502,7 +505,7 @@ def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransiti
     old = nodes.records.get(command.node_id)
     if old is None or old.stream != command.stream:
         return NodesTransition(nodes)
-    grace_ms = nodes.tuning.reconnect_grace_ms if old.kind is AgentKind.FOREGROUND else old.lease_ms
+    grace_ms = RECONNECT_GRACE_MS if old.kind is AgentKind.FOREGROUND else old.lease_ms
     announced = old.firm and old.until_ms > now_ms
     until_ms = old.until_ms if announced else now_ms + grace_ms
     if old.fence_after_ms:

@@ -46,13 +46,16 @@ _DEVICE_ERROR = re.compile(
 """
 
 
+WINDOW_MS = 3_600_000
+"""Only failures within this time count: broken hardware fails again soon."""
+
+
 @struct(frozen=True)
 class QuarantineTuning:
     """The rules for when a node is quarantined and for how long; the same for all nodes."""
 
     failures: int = 3
     """The number of strikes within the window after which a node is quarantined, or 0 for never."""
-    window_ms: int = 3_600_000
     ttl_ms: int = 12 * 3_600_000
     """The length of a quarantine, unless an operator lifts it."""
     max_nodes: int = 0
@@ -154,7 +157,7 @@ def judge(
     if node_id in record.quarantined(now_ms):
         # Jobs still running there prove nothing new.
         return Verdict(record)
-    kept = _pruned(record, tuning, now_ms)
+    kept = _pruned(record, now_ms)
     kept = replace(kept, strikes=(*kept.strikes, strike)[-MAX_STRIKES:])
     mine = [other for other in kept.strikes if other.node_id == node_id]
     blamed = {run for run, _ in kept.blamed}
@@ -225,9 +228,9 @@ def _known(record: Record, strike: Strike) -> bool:
     return any((s.node_id, s.run, s.round) == key for s in record.strikes)
 
 
-def _pruned(record: Record, tuning: QuarantineTuning, now_ms: int) -> Record:
+def _pruned(record: Record, now_ms: int) -> Record:
     """Return the record without the entries that no longer count."""
-    since_ms = now_ms - tuning.window_ms
+    since_ms = now_ms - WINDOW_MS
     return Record(
         tuple(strike for strike in record.strikes if strike.at_ms > since_ms),
         record.quarantined(now_ms),

@@ -6,7 +6,7 @@ from rdzv.core.commands import MarkAway
 from rdzv.core.draft import Draft
 from rdzv.core.events import NodeCameBack, NodeWentAway
 from rdzv.core.life.conditions import Ignored
-from rdzv.core.model import Away, Participant, Round, State, Tuning, is_placeholder
+from rdzv.core.model import Away, Participant, Round, State, is_placeholder
 from rdzv.core.rounds.participants import facts, find
 from rdzv.core.shared_map import put, without
 from rdzv.structs import replace
@@ -37,7 +37,7 @@ def mark_back(work: Draft, node_id: str) -> Ignored | None:
     deadline_ms, round_ = work.state.stop_deadline_ms, work.membership.round
     if away.firm and deadline_ms is not None and round_ is not None:
         # The node may find out only now that the round has ended.
-        late_ms = work.now_ms + longest_stop_ms(round_, work.state.tuning)
+        late_ms = work.now_ms + longest_stop_ms(round_)
         work.state = replace(work.state, stop_deadline_ms=max(deadline_ms, late_ms))
     return None
 
@@ -86,7 +86,7 @@ def orphans_end_after_ms(work: Draft, node_id: str) -> int:
     """
     away, round_, tuning = work.state.away.get(node_id), work.membership.round, work.state.tuning
     age_ms = work.now_ms - away.since_ms if away is not None else 0
-    stop_ms = longest_stop_ms(round_, tuning) if round_ is not None else 0
+    stop_ms = longest_stop_ms(round_) if round_ is not None else 0
     return max(tuning.takeover_grace_ms + stop_ms - age_ms, 0)
 
 
@@ -95,9 +95,14 @@ def some_seat_away(state: State) -> bool:
     return any(node_id in state.seats for node_id in state.away)
 
 
-def longest_stop_ms(round_: Round, tuning: Tuning) -> int:
+STOP_MARGIN_MS = 20_000
+"""The time that a node may take to stop its workers beyond its `shutdown_timeout`: processes that
+use GPUs take long to die."""
+
+
+def longest_stop_ms(round_: Round) -> int:
     """Return the longest time that any participant of a round may take to stop its workers."""
-    return facts(round_.participants).longest_shutdown_ms + tuning.stop_margin_ms
+    return facts(round_.participants).longest_shutdown_ms + STOP_MARGIN_MS
 
 
 def participant_of(state: State, node_id: str) -> Participant | None:

@@ -83,11 +83,11 @@ def fails_when_stopped(state: State, now_ms: int) -> bool:
 def _charge(state: State, round_: Round, ended: RoundEnd, now_ms: int) -> _Charge:
     """Return what the end of a round costs, as far as its nodes have reported."""
     membership, end = state.membership, replace(ended, settled=True)
-    failures = charged_failures(round_, state.tuning.root_cause_window_ms)
+    failures = charged_failures(round_)
     if failures:
         root = failures[0]
         end = replace(end, reason=describe_failure(root), cause_node_id=root.node_id)
-    spent = spend(membership, round_, end, _moved(state, round_), state.tuning)
+    spent = spend(membership, round_, end, _moved(state, round_))
     over = exceeded(membership.settings, end, spent)
     restarts, budget_left = membership.restarts, over is None
     if end.cause is Cause.WORKER_FAILURE and budget_left:

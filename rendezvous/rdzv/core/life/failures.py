@@ -46,7 +46,7 @@ def report_store_host(work: Draft, command: ReportStoreHost) -> Ignored | None:
 def end_by_failure(work: Draft, failures: tuple[Failure, ...]) -> None:
     """End the live round because workers failed."""
     failures = (*failures, *_finished_nodes(work))
-    first = root_cause(failures, work.state.tuning.root_cause_window_ms)
+    first = root_cause(failures)
     reason = describe_failure(first[0]) if first else "a worker failed"
     node_id = first[0].node_id if first else ""
     end_round(work, Cause.WORKER_FAILURE, reason, broken=True, node_id=node_id)

@@ -20,6 +20,24 @@ from rdzv.structs import replace
 PREPARE_MS = 60_000
 """How long after the first newcomer's join a running round goes on while any of them prepares."""
 
+GATHER_QUIET_MS = 1_000
+"""New nodes are admitted once none has arrived for this long, so that several cost one restart."""
+
+GATHER_MS = 10_000
+"""They are admitted no later than this long after the first of them."""
+
+STORE_BACKOFF_MS = 500
+"""The delay before the next round after a store host has failed. It doubles with each in a row."""
+
+STORE_BACKOFF_MAX_MS = 30_000
+"""The longest such delay."""
+
+FLAP_WINDOW_MS = 600_000
+"""A node that is lost twice within this time waits before it may end a running round."""
+
+FLAP_HOLD_MS = 60_000
+"""The length of that wait. It doubles with each further loss."""
+
 MAX_STORE_FAILURES = 3
 """After this many consecutive store host failures, RANK 0's worker serves the store itself."""
 
@@ -68,7 +86,7 @@ def complete_round(work: Draft) -> bool:
     prior = membership.round.participants if membership.round else ()
     seated = assign_seats(prior, ready, membership.max_nodes)
     first = seated[0].offer
-    keeping = keep(membership.round, seated, ready, state.tuning.root_cause_window_ms)
+    keeping = keep(membership.round, seated, ready)
     begins_with = base(membership, keeping, (ready[p.node_id] for p in seated))
     round_ = Round(
         number=membership.next_round,
@@ -109,11 +127,11 @@ def completion_due_ms(state: State) -> int | None:
         return None
     earliest_ms = 0
     if membership.store_failures and round_ and round_.end:
-        store_ms = tuning.store_backoff_ms << min(membership.store_failures - 1, 16)
+        store_ms = STORE_BACKOFF_MS << min(membership.store_failures - 1, 16)
         # The end's time was written by another server, whose clock may have been ahead of this
         # one's.
         end_ms = min(round_.end.at_ms, enough_ms)
-        earliest_ms = end_ms + min(store_ms, tuning.store_backoff_max_ms)
+        earliest_ms = end_ms + min(store_ms, STORE_BACKOFF_MAX_MS)
     earliest_ms = max(earliest_ms, restart_due_ms(state))
     if round_ is None and membership.resumed_at_ms is not None:
         earliest_ms = membership.resumed_at_ms + tuning.takeover_grace_ms
@@ -122,14 +140,14 @@ def completion_due_ms(state: State) -> int | None:
         return max(enough_ms, earliest_ms)
     if state.placed:
         # The server knows which nodes are coming; any that take too long join a later round.
-        coming_ms = tuning.gather_ms if awaited(state) else 0
+        coming_ms = GATHER_MS if awaited(state) else 0
         return max(enough_ms + coming_ms, earliest_ms)
     if round_ is None:
         earliest_ms = max(earliest_ms, tuning.forms_from_ms)
         return max(enough_ms + settings.last_call_timeout_ms, earliest_ms)
     if state.regained:
-        quiet_ms = state.newest_ms + tuning.gather_quiet_ms
-        gathered_ms = min(max(quiet_ms, enough_ms), enough_ms + tuning.gather_ms)
+        quiet_ms = state.newest_ms + GATHER_QUIET_MS
+        gathered_ms = min(max(quiet_ms, enough_ms), enough_ms + GATHER_MS)
         return max(gathered_ms, earliest_ms)
     return max(enough_ms, earliest_ms)
 
@@ -211,7 +229,7 @@ def newcomers_due_ms(state: State, now_ms: int) -> int | None:
     if not newcomers:
         return None
     since = [state.waiting[node_id].since_ms for node_id in newcomers]
-    quiet_ms = state.tuning.gather_quiet_ms
+    quiet_ms = GATHER_QUIET_MS
     # A node that has just come back may yet report success, in which case no new node ends the
     # round.
     earliest_ms = 0 if state.back_ms is None else state.back_ms + quiet_ms
@@ -223,7 +241,7 @@ def newcomers_due_ms(state: State, now_ms: int) -> int | None:
         return max(min(since) + PREPARE_MS, earliest_ms)
     if len(newcomers) >= free:
         return max(*since, earliest_ms)
-    return max(min(max(since) + quiet_ms, min(since) + state.tuning.gather_ms), earliest_ms)
+    return max(min(max(since) + quiet_ms, min(since) + GATHER_MS), earliest_ms)
 
 
 def preparing(state: State, now_ms: int) -> list[str]:
@@ -265,7 +283,7 @@ def _newcomers(state: State, now_ms: int) -> list[str]:
 def holds(state: State) -> dict[str, int]:
     """Return, for each flapping node, the time until which it may not end a running round.
 
-    A node lost twice within `flap_window_ms` is held for `flap_hold_ms` after the last loss; the
+    A node lost twice within `FLAP_WINDOW_MS` is held for `FLAP_HOLD_MS` after the last loss; the
     hold doubles with each further loss. It depends only on the losses, not on the current time.
     """
     losses: dict[str, list[int]] = {}
@@ -274,8 +292,8 @@ def holds(state: State) -> dict[str, int]:
             losses.setdefault(departure.node_id, []).append(departure.at_ms)
     held: dict[str, int] = {}
     for node_id, at_ms in losses.items():
-        since_ms = at_ms[-1] - state.tuning.flap_window_ms
+        since_ms = at_ms[-1] - FLAP_WINDOW_MS
         recent = sum(1 for lost_ms in at_ms if lost_ms > since_ms)
         if recent >= 2:
-            held[node_id] = at_ms[-1] + (state.tuning.flap_hold_ms << min(recent - 2, 16))
+            held[node_id] = at_ms[-1] + (FLAP_HOLD_MS << min(recent - 2, 16))
     return held

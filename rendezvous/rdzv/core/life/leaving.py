@@ -12,7 +12,17 @@ from rdzv.core.life.charging import charge_instead, charge_stuck
 from rdzv.core.life.chosen_nodes import decline, withdraw
 from rdzv.core.life.conditions import Ignored
 from rdzv.core.life.round_end import end_round, some_succeeded
-from rdzv.core.model import Cause, Departure, LeaveCause, NodeState, Offer, Round, State, Stuck
+from rdzv.core.model import (
+    RECONNECT_GRACE_MS,
+    Cause,
+    Departure,
+    LeaveCause,
+    NodeState,
+    Offer,
+    Round,
+    State,
+    Stuck,
+)
 from rdzv.core.shared_map import put, without
 from rdzv.structs import replace
 
@@ -200,10 +210,10 @@ def _leave_seat(work: Draft, node_id: str) -> None:
 
 
 def release_away_seats(work: Draft) -> bool:
-    """Give up nodes that are still away `reconnect_grace_ms` after the end of a round."""
+    """Give up nodes that are still away `RECONNECT_GRACE_MS` after the end of a round."""
     for node_id, due_ms in away_seats_due(work.state):
         if work.now_ms >= due_ms:
-            grace_s = work.state.tuning.reconnect_grace_ms / 1000
+            grace_s = RECONNECT_GRACE_MS / 1000
             reason = f"away when the round ended, and not back within {grace_s:g} s"
             give_up(work, node_id, reason)
             return True
@@ -218,7 +228,7 @@ def away_seats_due(state: State) -> Iterable[tuple[str, int]]:
     for node_id, away in state.away.items():
         if not away.firm and node_id in state.seats:
             since_ms = max(away.since_ms, round_.end.at_ms)
-            yield node_id, since_ms + state.tuning.reconnect_grace_ms
+            yield node_id, since_ms + RECONNECT_GRACE_MS
 
 
 def release_unstopped_seats(work: Draft) -> bool:

@@ -61,7 +61,7 @@ def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
             p.node_id: Away(now_ms, until_ms, firm=True, may_run=not p.instance.fence_after_ms)
             for p in held
         },
-        stop_deadline_ms=None if round_.live else until_ms + longest_stop_ms(round_, tuning),
+        stop_deadline_ms=None if round_.live else until_ms + longest_stop_ms(round_),
         loopback_machine=next((p.offer.machine for p in held if only_local(p.offer)), None),
         machines={p.offer.address: p.offer.machine for p in held},
     )
@@ -186,7 +186,7 @@ def _superseded(state: State, now_ms: int) -> Iterable[tuple[str, Superseded]]:
         unheard = away is not None and seat.since_ms != round_.at_ms
         if not (unheard or seat.succeeded or is_placeholder(node_id)):
             hears_ms = max(now_ms, away.until_ms) if away else now_ms
-            until_ms = hears_ms + longest_stop_ms(round_, state.tuning)
+            until_ms = hears_ms + longest_stop_ms(round_)
             yield node_id, Superseded(seat.incarnation, round_.number, until_ms)
 
 
@@ -201,6 +201,10 @@ def release_unreported_seats(work: Draft) -> bool:
     waited_s = work.state.tuning.takeover_grace_ms / 1000
     give_up(work, due[0], f"not heard within {waited_s:g} s since this server knows of it")
     return True
+
+
+CLAIMS_QUIET_MS = 5_000
+"""How long after the last report of an adopted round its unreported places are given up."""
 
 
 def unreported_seat_due(state: State) -> tuple[str, int] | None:
@@ -218,4 +222,4 @@ def unreported_seat_due(state: State) -> tuple[str, int] | None:
     first = next(placeholders, None)
     if first is None:
         return None
-    return first[0], max(first[1].until_ms, state.reported_ms + state.tuning.claims_quiet_ms)
+    return first[0], max(first[1].until_ms, state.reported_ms + CLAIMS_QUIET_MS)

@@ -33,7 +33,7 @@ def end_round(
     work.store_round(replace(round_, end=end))
     work.state = replace(
         work.state,
-        stop_deadline_ms=work.now_ms + longest_stop_ms(round_, work.state.tuning),
+        stop_deadline_ms=work.now_ms + longest_stop_ms(round_),
     )
     work.events.append(RoundEnded(round_.number, end, dead_ms))
     if round_.excuse:

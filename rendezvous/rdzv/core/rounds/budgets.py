@@ -19,7 +19,6 @@ from rdzv.core.model import (
     Round,
     RoundEnd,
     Settings,
-    Tuning,
 )
 from rdzv.core.spent import Spent
 from rdzv.core.words import counted
@@ -47,14 +46,16 @@ def further(moved: Moved, said: Moved) -> Moved:
     )
 
 
-def spend(
-    membership: Membership, round_: Round, end: RoundEnd, moved: Moved, tuning: Tuning
-) -> Spent:
+SOON_MS = 60_000
+"""A round that fails sooner than this after its completion counts toward a crash loop."""
+
+
+def spend(membership: Membership, round_: Round, end: RoundEnd, moved: Moved) -> Spent:
     """Return the budgets spent after a round ends, except restarts (charged separately)."""
     spent, failed = membership.spent, end.cause is Cause.WORKER_FAILURE
     has_moved = moved.snapshot or moved.sealed or _is_further(moved.step, spent.step)
     soon, in_vain = spent.soon, spent.in_vain
-    if has_moved or end.at_ms - round_.at_ms >= tuning.soon_ms:
+    if has_moved or end.at_ms - round_.at_ms >= SOON_MS:
         soon = 0
     elif failed:
         soon += 1

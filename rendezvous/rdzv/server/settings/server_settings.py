@@ -199,51 +199,11 @@ class Lease(Table, frozen=True):
     longest_nodes: Annotated[int, _sets(
         "nodes_tuning.lease_nodes_max", ge=1, unit="nodes", reason="""
         From this number of nodes on, the lease is `longest`.""")]
-    heartbeats: Annotated[int, _sets(
-        "nodes_tuning.heartbeats_per_lease", ge=2, le=20, unit="heartbeats", reason="""
-        How many heartbeats a node sends within a lease of up to 15 s: one may be lost and the next
-        one late. In a longer lease, a heartbeat may be 10 s late.""")]
     takeover_grace: Annotated[Duration, _sets(
         "tuning.takeover_grace_ms", "nodes_tuning.takeover_grace_ms", ge=5, le=HOUR, reason="""
         How long the server gives up no silent node after its start, a takeover or a pause. Nodes
         try to reconnect at least every 5 s. After a start or a takeover with more than 6,000 nodes
         it is longer: 5 ms for each.""")]
-    reconnect_grace: Annotated[Duration, _sets(
-        "tuning.reconnect_grace_ms", "nodes_tuning.reconnect_grace_ms", ge=0, le=MINUTE, reason="""
-        How long the seat of an rdzvrun is kept after its stream ended: its workers die with it, so
-        the wait is only for a connection that was cut.""")]
-
-
-class Forming(Table, frozen=True):
-    """Settings for when rounds are formed."""
-
-    gather_quiet: Annotated[Duration, _sets(
-        "tuning.gather_quiet_ms", ge=0, le=10 * MINUTE, reason="""
-        New nodes are admitted to a running job when no other has come for this time, so that
-        several cost one restart.""")]
-    gather: Annotated[Duration, _sets("tuning.gather_ms", ge=0, le=HOUR, reason="""
-        They are admitted no later than this long after the first of them.""")]
-    claims_quiet: Annotated[Duration, _sets("tuning.claims_quiet_ms", ge=1, le=HOUR, reason="""
-        A server without memory learns a round from the reports of its nodes: when no new report has
-        come for this time, nodes that sent none are given up.""")]
-    stop_margin: Annotated[Duration, _sets("tuning.stop_margin_ms", ge=1, le=HOUR, reason="""
-        The time that a node may take to stop its workers beyond its shutdown_timeout, before it is
-        given up. Raise it where processes take long to die, as they do with GPUs.""")]
-    flap_window: Annotated[Duration, _sets("tuning.flap_window_ms", ge=1, le=7 * DAY, reason="""
-        A node that is lost twice within this time waits before it may end a running round.""")]
-    flap_hold: Annotated[Duration, _sets("tuning.flap_hold_ms", ge=0, le=DAY, reason="""
-        The length of that wait; it doubles with each further loss.""")]
-    store_backoff: Annotated[Duration, _sets(
-        "tuning.store_backoff_ms", ge=0.01, le=10 * MINUTE, reason="""
-        The wait before the next round when a store host has failed; it doubles with each failure in
-        a row.""")]
-    store_backoff_longest: Annotated[Duration, _sets(
-        "tuning.store_backoff_max_ms", ge=0.01, le=HOUR, reason="""
-        The longest such wait.""")]
-    root_cause_window: Annotated[Duration, _sets(
-        "tuning.root_cause_window_ms", ge=0, le=MINUTE, reason="""
-        Failures this soon after the first are shown with it, for they may have one cause. Raise it
-        if collectives on other nodes take longer to fail.""")]
 
 
 class Quarantine(Table, frozen=True):
@@ -253,8 +213,6 @@ class Quarantine(Table, frozen=True):
         The node of a daemon is quarantined after its machine ended this number of rounds (a signal,
         an error of the device, a worker that could not be killed). A script's exceptions count
         if two jobs failed there. 0: never.""")]
-    window: Annotated[Duration, _sets("quarantine.window_ms", ge=1, le=30 * DAY, reason="""
-        Only failures within this time count: broken hardware fails again soon.""")]
     ttl: Annotated[Duration, _sets("quarantine.ttl_ms", ge=1, le=365 * DAY, reason="""
         How long a quarantined node gets no job: time for a person to look at it.
         `rdzvctl uncordon` ends the quarantine.""")]
@@ -333,16 +291,6 @@ def _in_order(lower: str, upper: str) -> Rule:
     return Rule((lower, upper), broken)
 
 
-def _heartbeats_fit(settings: "RdzvdSettings") -> str:
-    lease = settings.lease
-    if lease.duration >= lease.heartbeats * 0.25:
-        return ""
-    return (
-        f"`lease.heartbeats` = {lease.heartbeats} is more often than every 250 ms with "
-        f"`lease.duration` = {lease.duration:g}; lower it"
-    )
-
-
 def _tls_together(settings: "RdzvdSettings") -> str:
     tls = settings.tls
     if (tls.cert is None) != (tls.key is None):
@@ -389,9 +337,6 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
     rules = (
         _in_order("lease.duration", "lease.longest"),
         _in_order("lease.nodes", "lease.longest_nodes"),
-        Rule(("lease.duration", "lease.heartbeats"), _heartbeats_fit),
-        _in_order("forming.gather_quiet", "forming.gather"),
-        _in_order("forming.store_backoff", "forming.store_backoff_longest"),
         Rule(tuple(f"tls.{name}" for name in Tls.__struct_fields__), _tls_together),
         Rule(("oidc.issuer", "oidc.account", "tls.cert", "auth"), _oidc_together),
     )
@@ -442,7 +387,6 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
     etcd: Etcd
     notify: Notify
     lease: Lease
-    forming: Forming
     quarantine: Quarantine
     progress: Progress
     retention: Retention

@@ -14,7 +14,7 @@ from statistics import median_low
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.explain import job_state
 from rdzv.core.life.charging import restarts_that_count
-from rdzv.core.life.forming import completion_due_ms, holds, restart_due_ms
+from rdzv.core.life.forming import FLAP_WINDOW_MS, completion_due_ms, holds, restart_due_ms
 from rdzv.core.model import Cause, JobState, Membership, NodeState, State
 from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.server.messages import RankProgress
@@ -84,7 +84,7 @@ def why_not_running(state: State) -> str:
 def _flapping(state: State, now_ms: int) -> int:
     """Count the nodes that have recently been lost more than once."""
     newest = {departure.node_id: departure.at_ms for departure in state.membership.departures}
-    since_ms = now_ms - state.tuning.flap_window_ms
+    since_ms = now_ms - FLAP_WINDOW_MS
     return sum(1 for node_id in holds(state) if newest[node_id] > since_ms)
 
 

@@ -19,15 +19,14 @@ from rdzv.core.model import (
     Round,
     RoundEnd,
     Settings,
-    Tuning,
 )
-from rdzv.core.rounds.budgets import backoff_ms, exceeded, further, spend
+from rdzv.core.rounds.budgets import SOON_MS, backoff_ms, exceeded, further, spend
 from rdzv.core.spent import Spent
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, offer, report, running
 
 PARTICIPANT = Participant("n1", 1, offer("n1"), 0, 0, 1)
-LONG_MS = Tuning().soon_ms
+LONG_MS = SOON_MS
 NOTHING = Spent()
 
 
@@ -49,7 +48,7 @@ def ended(
 def spent_by(membership: Membership, moved: Moved = UNMOVED) -> Spent:
     round_ = membership.round
     assert round_ is not None and round_.end is not None
-    return spend(membership, round_, round_.end, moved, Tuning())
+    return spend(membership, round_, round_.end, moved)
 
 
 # ------------------------------------------------------------------ what an end costs

@@ -17,7 +17,9 @@ from rdzv.core.events import (
     RunBegan,
     RunEnded,
 )
+from rdzv.core.life.absences import STOP_MARGIN_MS
 from rdzv.core.life.charging import restarts_that_count
+from rdzv.core.life.restoring import CLAIMS_QUIET_MS
 from rdzv.core.model import (
     Away,
     Cause,
@@ -273,7 +275,7 @@ def test_no_place_is_given_up_while_reports_come_in():
     job = Job()
     job.do(resume(0))
     job.do(resume(1), at_ms=28_000)
-    quiet_ms = 28_000 + job.state.tuning.claims_quiet_ms
+    quiet_ms = 28_000 + CLAIMS_QUIET_MS
     job.pass_until(quiet_ms - 1)
     assert job.round.live
     job.pass_until(quiet_ms)
@@ -426,7 +428,7 @@ def test_no_round_begins_beside_workers_of_one_that_a_later_one_has_followed():
 def test_who_has_no_seat_any_more_is_not_waited_for_without_end():
     job = superseded()
     until_ms = job.state.superseded["n9"].until_ms
-    assert until_ms == 30_000 + 30_000 + job.state.tuning.stop_margin_ms
+    assert until_ms == 30_000 + 30_000 + STOP_MARGIN_MS
     job.pass_until(until_ms - 1)
     assert job.round.number == 7
     job.pass_until(until_ms)
