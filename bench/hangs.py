@@ -38,9 +38,7 @@ WORKER = Path(__file__).with_name("hangs_worker.py")
 COST = Path(__file__).with_name("hangs_cost.py")
 ROUND_S = 120.0
 """The most that one round may take; then the benchmark fails."""
-ENDED = re.compile(
-    r"^(\S+ \S+?),(\d+) .*: round (\d+) ended \(worker failure\): rank (\d+) .*?: (hung: .*)"
-)
+ENDED = re.compile(r"^(\S+Z) .*: round (\d+) ended \(worker failure\): rank (\d+) .*?: (hung: .*)")
 
 
 def plant(
@@ -76,15 +74,13 @@ def plant(
                 if "ended (worker failure)" in line:
                     print(f"a round ended otherwise: {line.strip()[:300]}", flush=True)
                 continue
-            at_s = (
-                datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(match[2]) / 1e3
-            )
-            planted = json.loads((folder / f"{match[3]}.json").read_text())
+            at_s = datetime.fromisoformat(match[1]).timestamp()
+            planted = json.loads((folder / f"{match[2]}.json").read_text())
             late_s = at_s - planted["unix_s"] - limit_s
-            right = int(match[4]) == planted["rank"]
-            found.append((planted["kind"], right, match[5], late_s))
+            right = int(match[3]) == planted["rank"]
+            found.append((planted["kind"], right, match[4], late_s))
             if not right:
-                print(f"wrong: {planted} {match[4]}: {match[5][:400]}", flush=True)
+                print(f"wrong: {planted} {match[3]}: {match[4][:400]}", flush=True)
     for process in processes:
         process.wait()
     server.kill()

@@ -243,14 +243,14 @@ def said_by_rdzvd(log: str) -> Iterator[Said]:
 
 
 _RDZVRUN_LINE = re.compile(
-    r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+) rdzvrun\S*: local_rank \d+ is pid "
+    r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z) rdzvrun\S*: local_rank \d+ is pid "
 )
 
 
 def said_by_rdzvrun(log: str) -> Iterator[Said]:
     """Yield what an rdzvrun with LOGLEVEL=DEBUG has written of processes that it has started.
 
-    >>> line = "2026-11-21 12:00:00,250 rdzvrun[n0-7]: local_rank 0 is pid 4711"
+    >>> line = "2026-11-21T12:00:00.250Z rdzvrun[n0-7]: local_rank 0 is pid 4711"
     >>> [said.phase for said in said_by_rdzvrun(line)]
     ['spawned']
     """

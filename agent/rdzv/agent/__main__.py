@@ -89,7 +89,8 @@ def main(path: Path, check_config: bool, print_config: bool) -> NoReturn:
         config = read_config(path, for_another=as_root)
         if as_root and (why := why_not_here(config.settings)):
             click.echo(
-                f"rdzv-agent: it cannot start as root, the account used here: {why}", err=True
+                f"rdzv-agent: warning: it cannot start as root, the account used here: {why}",
+                err=True,
             )
         if check_config and not config.launches:
             check_directories(config, for_another=as_root)

@@ -146,7 +146,7 @@ def set_up_logging(program: str) -> None:
     """
     level = os.environ.get("LOGLEVEL", "INFO").upper()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(PlainFormatter(f"%(asctime)s {program}: %(message)s"))
+    handler.setFormatter(PlainFormatter(program))
     everything = logging.getLogger("rdzv")
     everything.handlers[:] = [handler]
     logging.getLogger().handlers[:] = [handler]  # asyncio's lines may quote a job, too.

@@ -294,9 +294,14 @@ class StateReports:
 
 
 def wait(
-    client: ControlClient, job: str, wait_s: float | None, *, root_cause: bool
+    client: ControlClient,
+    job: str,
+    wait_s: float | None,
+    *,
+    root_cause: bool,
+    until_running: bool,
 ) -> tuple[str, int]:
-    """Wait until a job has ended, or for `wait_s`; return a message and an exit code.
+    """Wait until a job has ended or runs, or for `wait_s`; return a message and an exit code.
 
     Until then, report the job's state and reason on stderr, at once and whenever they change.
     """
@@ -315,3 +320,5 @@ def wait(
             if code is not None:
                 return f"{job} has {seen.status.state}: {seen.status.reason}", code
             reports.report(seen.status)
+            if until_running and seen.status.state == "running":
+                return f"{job} is running", 0

@@ -58,22 +58,19 @@ class RepeatedWarnings(logging.Filter):
 
 
 class HumanFormatter(logging.Formatter):
-    """Formats lines for people, such as `12:00:01.250 INFO job-7: n1 joined ...`."""
+    """Formats lines for people, such as `2026-11-21T12:00:01.250Z INFO job-7: n1 joined ...`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one record as a line, followed by its traceback if there is one."""
-        at = datetime.fromtimestamp(record.created).astimezone()
-        time = f"{at:%H:%M:%S}.{int(record.msecs):03d}"
-        return f"{time} {record.levelname:<7} {_text(self, record)}"
+        return f"{_time(record)} {record.levelname:<7} {_text(self, record)}"
 
 
 class JsonFormatter(logging.Formatter):
     """Formats each record as one line of JSON, for machines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        at = datetime.fromtimestamp(record.created, UTC)
         line = {
-            "time": at.isoformat(timespec="milliseconds"),
+            "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -88,13 +85,19 @@ class JsonFormatter(logging.Formatter):
 
 
 class PlainFormatter(logging.Formatter):
-    """Formats lines by a format of `logging`, for programs that users start themselves.
+    """Formats lines of a program that users start themselves: `TIME rdzvrun[n1]: warning: ...`.
 
-    Their workers write to the same terminal, so an indentation would prove nothing.
+    Its workers write to the same terminal, so an indentation would prove nothing.
     """
 
+    def __init__(self, program: str) -> None:
+        super().__init__()
+        self._program = program
+
     def format(self, record: logging.LogRecord) -> str:
-        return escaped_lines(super().format(record), indent="")
+        warning = "warning: " if record.levelno == logging.WARNING else ""
+        text = _text(self, record, indent="")
+        return f"{_time(record)} {self._program}: {warning}{text}"
 
 
 class JournalFormatter(logging.Formatter):
@@ -158,20 +161,26 @@ def harmless(text: str) -> str:
 def escaped_lines(text: str, indent: str = "  ") -> str:
     r"""Escape each line of a record, and indent all lines but the first.
 
-    >>> print(escaped_lines("it says\n12:00:00.000 INFO forged\r"))
+    >>> print(escaped_lines("it says\n2026-11-21T12:00:00.000Z INFO forged\r"))
     it says
-      12:00:00.000 INFO forged\r
+      2026-11-21T12:00:00.000Z INFO forged\r
     """
     if text.isprintable():
         return text
     return f"\n{indent}".join(harmless(line.expandtabs()) for line in text.split("\n"))
 
 
-def _text(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+def _time(record: logging.LogRecord) -> str:
+    """Format a record's time in UTC, as in all programs, so that logs of several hosts compare."""
+    at = datetime.fromtimestamp(record.created, UTC)
+    return f"{at:%Y-%m-%dT%H:%M:%S}.{int(record.msecs):03d}Z"
+
+
+def _text(formatter: logging.Formatter, record: logging.LogRecord, indent: str = "  ") -> str:
     text = record.getMessage()
     if record.exc_info:
         text = f"{text}\n{formatter.formatException(record.exc_info)}"
-    return escaped_lines(text)
+    return escaped_lines(text, indent)
 
 
 def _prioritized(text: str, level: int) -> str:

@@ -76,7 +76,7 @@ def _set_up_logging() -> None:
     from rdzv.runtime.log_format import PlainFormatter
 
     handler = logging.StreamHandler()
-    handler.setFormatter(PlainFormatter("rdzv: %(message)s"))
+    handler.setFormatter(PlainFormatter("rdzv"))
     log.addHandler(handler)
     log.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())
     log.propagate = False

@@ -15,9 +15,10 @@ import pytest
 
 from rdzv.agent import runner_link
 from rdzv.agent.core import events
-from rdzv.agent.core.model import Assignment, Job
+from rdzv.agent.core.model import AgentState, Assignment, Job, LeaveCause, Leaving, Phase
 from rdzv.agent.job import decisions
 from rdzv.agent.job import store_offer as module
+from rdzv.agent.job.event_log_lines import log_event
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.observers.stack_sampling import StacksAsked
@@ -649,3 +650,35 @@ async def test_the_end_of_an_older_round_closes_nothing_of_the_present_one(f: Fi
     assert not f.driver.written.is_over(1)
     (_, _, (worker,), _) = f.runner.asked[-1]
     assert await in_thread(Path(worker.env["RDZV_PROGRESS_FILE"]).exists)
+
+
+# ---------------------------------------------------------------- what the log says of signals
+
+RUNS = AgentState(
+    Job("job-7", "n1", Settings(1, 1), local_world_size=2, shutdown_timeout_ms=20_000),
+    Phase.RUNNING,
+    run="r1",
+    assignment=LINE,
+    alive=frozenset({0, 1}),
+    workers_gone=False,
+)
+LEAVES = replace(RUNS, leaving=Leaving(LeaveCause.SIGNAL, "its agent received SIGINT", 130))
+WAITS = "leaving the job; waiting up to 20 s for 2 workers to exit; a second"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("state", "name", "follows"),
+    [
+        (AgentState(RUNS.job), "SIGINT", "leaving the job"),
+        (RUNS, "SIGINT", f"{WAITS} Ctrl-C kills them at once"),
+        (RUNS, "SIGTERM", f"{WAITS} SIGTERM kills them at once"),
+        (LEAVES, "SIGINT", "killing the workers at once"),
+        (replace(LEAVES, workers_gone=True), "SIGINT", "the job is ending"),
+    ],
+)
+def test_the_first_signal_says_what_it_waits_for_and_the_second_that_it_kills(
+    state: AgentState, name: str, follows: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_event(events.Signalled(2, name), state, joined=True)
+    assert caplog.messages == [f"job-7: received {name}; {follows}"]

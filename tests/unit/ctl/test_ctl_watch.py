@@ -9,7 +9,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC
 from pathlib import Path
 
@@ -326,6 +326,49 @@ def test_a_wait_may_exit_as_the_root_cause_did(
     told = capsys.readouterr().err
     assert said in told
     assert bool(told) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("last", "words", "code", "said"),
+    [
+        (control_samples.running, ["--for=running"], 0, "gpt-small is running\n"),
+        (control_samples.running, ["--for=running", "--for=60"], 0, "gpt-small is running\n"),
+        (control_samples.running, ["--for=0.1"], 4, "gpt-small is running after 0.1 s\n"),
+        (control_samples.failed, ["--for=running"], 1, "gpt-small has failed: "),
+        (
+            control_samples.joining,
+            ["--for=running", "--for=0.1"],
+            4,
+            "gpt-small is joining after 0.1 s\n",
+        ),
+    ],
+)
+def test_a_wait_ends_when_the_job_runs_or_the_time_is_over(
+    last: Callable[[], pb.JobStatus],
+    words: list[str],
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    control = WatchControl()
+    control.pushed = [last(), last()]
+    with serving(control) as endpoint:
+        assert run([f"--server={endpoint}", "wait", "gpt-small", *words]) == code
+        control.go_on.set()
+    assert capsys.readouterr().out.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [("runing", "did you mean `running`?"), ("0", "give one of them"), ("nan", "give one of them")],
+)
+def test_what_a_wait_cannot_be_for(
+    value: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["wait", "gpt-small", f"--for={value}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"rdzvctl: --for={value} is neither `running` nor a number of seconds")
+    assert said.endswith(f"; {remedy}\n")
 
 
 def test_a_wait_reports_state_and_reason_once_for_each_change(

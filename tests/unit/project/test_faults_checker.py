@@ -242,8 +242,8 @@ def test_an_event_with_other_fields_is_an_error() -> None:
 
 def test_an_agents_log_is_understood() -> None:
     log = (
-        "2026-01-01 00:00:00,000 rdzvrun: joined job (run u)\n"
-        "2026-01-01 00:00:00,001 rdzvrun: job: round 3: GROUP_RANK 1 of 2, RANK 2..2 of 3, "
+        "2026-01-01T00:00:00.000Z rdzvrun: joined job (run u)\n"
+        "2026-01-01T00:00:00.001Z rdzvrun: job: round 3: GROUP_RANK 1 of 2, RANK 2..2 of 3, "
         "MASTER h:1, restarts 4 of 5\n"
     )
     assert list(sources.told("n2", "n2-1", log)) == [Told("n2", "n2-1", 3, 1, 2, 2, 2, 3, "h:1", 4)]

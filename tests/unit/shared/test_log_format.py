@@ -91,13 +91,28 @@ def test_elsewhere_a_line_has_the_time(
     monkeypatch.setenv("JOURNAL_STREAM", stream)
     assert isinstance(formatter_for("human"), HumanFormatter)
     assert isinstance(formatter_for("json"), JsonFormatter)
-    line = formatter_for("human").format(record(logging.INFO))
-    assert line.endswith(" INFO    job-7: n1 joined")
+    said = record(logging.INFO)
+    said.created, said.msecs = 1_795_262_401.25, 250.0
+    assert formatter_for("human").format(said) == f"{NOON} INFO    job-7: n1 joined"
+    assert json.loads(formatter_for("json").format(said))["time"] == NOON
     complain("rdzvd: no")
     assert capfd.readouterr().err == "rdzvd: no\n"
 
 
-FORGED = "\x1b[2J\x9b2J\u202e\n17:59:59.000 INFO    job-8: forged\r<3>so\tis\udc80this"
+NOON = "2026-11-21T12:00:01.250Z"
+
+
+@pytest.mark.parametrize(
+    ("level", "prefix"), [(logging.INFO, ""), (logging.WARNING, "warning: "), (logging.ERROR, "")]
+)
+def test_at_a_terminal_a_warning_is_named(level: int, prefix: str) -> None:
+    said = record(level)
+    said.created, said.msecs = 1_795_262_401.25, 250.0
+    line = PlainFormatter("rdzvrun[n1]").format(said)
+    assert line == f"{NOON} rdzvrun[n1]: {prefix}job-7: n1 joined"
+
+
+FORGED = "\x1b[2J\x9b2J\u202e\n2026-11-21T17:59:59.000Z INFO    job-8: forged\r<3>so\tis\udc80this"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +122,7 @@ FORGED = "\x1b[2J\x9b2J\u202e\n17:59:59.000 INFO    job-8: forged\r<3>so\tis\udc
         JsonFormatter(),
         JournalFormatter(),
         JournalFormatter(JsonFormatter()),
-        PlainFormatter("%(asctime)s rdzvrun: %(message)s"),
+        PlainFormatter("rdzvrun"),
     ],
 )
 @pytest.mark.parametrize("in_traceback", [False, True])

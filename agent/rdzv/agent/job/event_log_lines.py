@@ -9,7 +9,7 @@ from rdzv.agent.core.model import AgentState, Assignment, Phase
 from rdzv.agent.core.stopping import joins_anew
 from rdzv.agent.system.error_files import describe_exit
 from rdzv.core.spent import MAX_RESTART_AGES
-from rdzv.core.words import duration
+from rdzv.core.words import counted, duration
 
 log = logging.getLogger("rdzv.agent")
 
@@ -53,7 +53,7 @@ def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
             text = "%s: the store host of round %d exited: %s"
             log.warning(text, rdzv_id, event.round, event.reason)
         case events.Signalled():
-            log.warning("%s: received %s; leaving the job", rdzv_id, event.name)
+            log.warning("%s: received %s; %s", rdzv_id, event.name, _what_follows(event, state))
         case events.Unhealthy():
             text = "%s: leaving the job because this node is unhealthy: %s"
             log.warning(text, rdzv_id, event.reason)
@@ -68,6 +68,19 @@ def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
             log.warning(text, rdzv_id)
         case _:
             log.debug("%s", event)
+
+
+def _what_follows(event: events.Signalled, state: AgentState) -> str:
+    if state.is_ending:
+        return "killing the workers at once" if state.has_workers else "the job is ending"
+    if state.workers_gone:
+        return "leaving the job"
+    again = "Ctrl-C" if event.name == "SIGINT" else event.name
+    workers, left = counted(len(state.alive), "worker"), duration(state.job.shutdown_timeout_ms)
+    return (
+        f"leaving the job; waiting up to {left} for {workers} to exit; a second {again} kills "
+        "them at once"
+    )
 
 
 def _log_notice(event: events.NoticeGiven, state: AgentState) -> None:

@@ -15,11 +15,13 @@ from rdzv.ctl.command_line import (
     output_option,
     reason_option,
 )
-from rdzv.errors import InvalidRequestError
+from rdzv.errors import InvalidRequestError, did_you_mean
 from rdzv.runtime.usage import Choice
 
 # Repeated from rdzv.core.model, because importing it would slow down --help.
 _STATES = ("queued", "joining", "running", "stopping", "succeeded", "failed", "stopped")
+
+MOST_WAIT_S = 30 * 86_400
 
 MOST_ENDED = 10
 """How many ended jobs a list shows without --all."""
@@ -156,15 +158,16 @@ def list_command(
 @job_argument
 @click.option(
     "--for",
-    "wait_s",
-    type=click.FloatRange(min=0, min_open=True, max=30 * 86_400),
-    metavar="SECONDS",
-    help="Give up after this many seconds; default: never.",
+    "waits",
+    multiple=True,
+    metavar="running|SECONDS",
+    help="running: wait until JOB is running, instead of until it has ended. SECONDS: give up "
+    "after that time; default: never. Both may be given: --for=running --for=600.",
 )
 @click.option(
     "--exit-code",
     "failed_code",
-    type=click.Choice(["1", "root-cause"]),
+    type=Choice(["1", "root-cause"]),
     default="1",
     help="The exit code if JOB has failed: 1, or that of the worker whose failure ended it.",
 )
@@ -173,25 +176,45 @@ def list_command(
 def wait_command(
     context: click.Context,
     job: str,
-    wait_s: float | None,
+    waits: tuple[str, ...],
     failed_code: str,
     server: str | None,
     timeout_s: float | None,
 ) -> None:
-    """Wait until JOB has ended.
+    """Wait until JOB has ended, or until it is running.
 
     Its state and the reason are shown on stderr at once, and again whenever they change.
 
     \b
-    Exit codes: 0 it has succeeded, 1 failed, 3 stopped,
-    4 not ended after --for SECONDS, 93 failed without progress.
+    Exit codes: 0 it has succeeded or, with --for=running, is running;
+    1 failed, 3 stopped, 4 none of these after --for=SECONDS,
+    93 failed without progress.
     """
     from rdzv.ctl.watch import wait
 
+    seconds = [_wait_s(text, context) for text in waits if text != "running"]
     with opened_client(server, timeout_s) as client:
-        text, code = wait(client, job, wait_s, root_cause=failed_code != "1")
+        text, code = wait(
+            client,
+            job,
+            min(seconds, default=None),
+            root_cause=failed_code != "1",
+            until_running="running" in waits,
+        )
     click.echo(text)
     context.exit(code)
+
+
+def _wait_s(text: str, context: click.Context) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MOST_WAIT_S:
+        valid = f"neither `running` nor a number of seconds above 0, at most {MOST_WAIT_S}"
+        remedy = did_you_mean(text, ["running"], "give one of them")
+        raise click.UsageError(f"--for={text} is {valid}; {remedy}", context)
+    return seconds
 
 
 @click.command("stop")
