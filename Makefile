@@ -165,7 +165,7 @@ check: $(READY) proto-check  ## ruff, mypy --strict, generated code is current
 	@$(BIN)/mypy
 
 .PHONY: dist
-dist: $(DOCS_READY)  ## a release, into dist/: wheels, sdist, Debian package, component list, notes, checksums
+dist: $(READY)  ## a release, into dist/: wheels, sdist, Debian package, component list, notes, checksums
 	@rm -rf dist
 	@$(MAKE) --no-print-directory sbom
 	@$(BIN)/python deploy/release.py dist

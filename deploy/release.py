@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
@@ -43,7 +42,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rdzv_release_") as folder:
         sources = Path(folder) / "rdzv"
         copy_sources(sources)
-        build_documents(sources)
         build_python(sources, out)
         if not asked.python_only:
             build_debian(sources, out)
@@ -82,19 +80,6 @@ def copy_sources(to: Path) -> None:
         if name and (ROOT / name).exists():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, to / name)
-
-
-def build_documents(sources: Path) -> None:
-    """Build the site of the documents in the folder that the wheel includes, for `rdzvctl docs`."""
-    if importlib.util.find_spec("mkdocs") is None:
-        sys.exit("mkdocs, which builds the documents, is not installed here; run: make docs")
-    site = sources / "rendezvous/rdzv/documents"
-    os.environ["NO_MKDOCS_2_WARNING"] = "1"
-    run([sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(site)], sources)
-    # Only browsers' debuggers and search engines read these.
-    for pattern in ("**/*.map", "sitemap.xml*"):
-        for path in site.glob(pattern):
-            path.unlink()
 
 
 def build_python(sources: Path, out: Path) -> None:

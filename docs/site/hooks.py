@@ -34,6 +34,12 @@ ELSEWHERE = {
 }
 """Pages that stand elsewhere in the tree, by their place on the site."""
 
+GENERATED = {
+    "rendezvous/rdzv/view/answers.py": "reference/documents.md",
+    "rendezvous/rdzv/view/history.py": "reference/events.md",
+}
+"""The pages of the site that show what links to these files are about."""
+
 ASIDE = ("CHANGELOG.md", "bench-results.md", "protocol.md", "licences.md")
 """Pages that a search shows after all others: they name everything, and explain little."""
 
@@ -74,8 +80,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return found[0]
         in_tree = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         if not (ROOT / in_tree).exists():
-            return found[0]  # A page that is generated, or a dead link: mkdocs tells which.
-        place = ELSEWHERE.get(in_tree)
+            return found[0]  # A dead link: mkdocs says so.
+        place = ELSEWHERE.get(in_tree) or GENERATED.get(in_tree)
         if place is None and in_tree.startswith("docs/"):
             place = in_tree.removeprefix("docs/")
         if place is None or (ROOT / in_tree).is_dir():
@@ -84,16 +90,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     if page.file.src_uri in ASIDE:
         page.meta["search"] = {"boost": 0.1}
-    page.meta["text"] = _LINK.sub(link, markdown)
-    return str(page.meta["text"])
-
-
-def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Write the page as text, too: `rdzvctl docs PAGE` prints it."""
-    path = Path(config.site_dir, page.file.src_uri)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page.meta["text"])
-    return output
+    return _LINK.sub(link, markdown)
 
 
 # ---------------------------------------------------------------------- generated pages

@@ -43,7 +43,6 @@ ENDLESS = ("--epochs=100000", "--step-seconds=0.02")
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("hatchling", reason="hatchling is not installed; run: make setup")
-    pytest.importorskip("mkdocs", reason="mkdocs is not installed; run: make docs")
     pytest.importorskip("torch", reason="torch is not installed")
     return tmp_path_factory.mktemp("files")
 
@@ -140,8 +139,6 @@ def test_a_new_engineers_walk(programs: Path, job_python: Path, started: Program
 
     assert "troubleshooting" in run(ctl, "docs", folder=folder)
     assert "75" in run(ctl, "docs", "troubleshooting", folder=folder)
-    (site,) = programs.parent.glob("lib/python3*/site-packages/rdzv/documents/index.html")
-    assert "<title>" in site.read_text()
 
 
 def test_without_torch_the_demo_says_what_to_do(programs: Path, tmp_path: Path) -> None:
@@ -228,7 +225,7 @@ PACKAGED = (
         "./usr/share/man/man1/rdzvctl.1.gz",
     ),
     *("./usr/share/man/man8/rdzvd.8.gz", "./usr/share/bash-completion/completions/rdzvctl"),
-    *("./usr/share/zsh/vendor-completions/_rdzvctl", "rdzv/documents/index.html"),
+    *("./usr/share/zsh/vendor-completions/_rdzvctl", "rdzv/documents/hangs.md"),
 )
 
 
