@@ -1,4 +1,4 @@
-"""Runs the demo's processes and collects their output."""
+"""Runs the demo's processes and reads their output."""
 
 from __future__ import annotations
 
@@ -7,16 +7,9 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-
-SERVER = "rdzv.server"
-NODE = "rdzv.agent.run"
-OPERATOR = "rdzv.ctl"
 
 
 def command_of(module: str, *args: str) -> list[str]:
@@ -30,59 +23,33 @@ def environment(python: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python}
 
 
-@dataclass
-class Line:
-    """One line of a process's output, and when it was written."""
-
-    at_s: float
-    text: str
-
-
-@dataclass
 class Program:
-    """One of the demo's processes and its output."""
+    """One of the demo's processes, in a session of its own; its output is appended to a file."""
 
-    name: str
-    process: subprocess.Popen[str]
-    lines: list[Line] = field(default_factory=list)
-    written: threading.Condition = field(default_factory=threading.Condition)
-    reader: threading.Thread | None = None
+    def __init__(
+        self, name: str, command: Sequence[str], environ: Mapping[str, str], log: Path
+    ) -> None:
+        self.name = name
+        self.log = log
+        with log.open("ab") as output:
+            self._read_bytes = output.tell()
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environ,
+            )
 
-    @classmethod
-    def start(
-        cls, name: str, command: Sequence[str], environ: dict[str, str], log: Path
-    ) -> Program:
-        """Start a program in its own session, keeping its output and also appending it to `log`."""
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="backslashreplace",
-            start_new_session=True,
-            env=environ,
-        )
-        program = cls(name, process)
-        program.reader = threading.Thread(target=program._read, args=(log,), daemon=True)
-        program.reader.start()
-        return program
-
-    def _read(self, log: Path) -> None:
-        assert self.process.stdout is not None
-        with log.open("a") as file, self.process.stdout as output:
-            for text in output:
-                file.write(text)
-                file.flush()
-                with self.written:
-                    self.lines.append(Line(time.monotonic(), text.rstrip("\n")))
-                    self.written.notify_all()
-
-    def find(self, pattern: re.Pattern[str], after_s: float) -> tuple[Line, re.Match[str]] | None:
-        """Return the first line written after `after_s` that matches, along with its match."""
-        for line in self.lines:
-            if line.at_s > after_s and (match := pattern.search(line.text)):
-                return line, match
+    def next(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Return the next match in a line of the output, or None if there is none yet."""
+        with self.log.open("rb") as output:
+            output.seek(self._read_bytes)
+            while (line := output.readline()).endswith(b"\n"):
+                self._read_bytes += len(line)
+                if match := pattern.search(line.decode(errors="backslashreplace").rstrip()):
+                    return match
         return None
 
     def ended(self) -> bool:
@@ -96,22 +63,15 @@ class Program:
         for pid in [self.process.pid, *descendants(self.process.pid)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._join()
+        self.process.wait()
 
     def stop(self, timeout_s: float) -> None:
         """Send SIGTERM to the program, and kill it if it has not exited after `timeout_s`."""
-        if self.process.poll() is None:
-            self.process.terminate()
+        self.process.terminate()
         try:
             self.process.wait(timeout_s)
-            self._join()
         except subprocess.TimeoutExpired:
             self.kill_all()
-
-    def _join(self) -> None:
-        self.process.wait()
-        if self.reader is not None:
-            self.reader.join(5)  # A process outside the tree may be holding the pipe open.
 
 
 def descendants(pid: int) -> list[int]:

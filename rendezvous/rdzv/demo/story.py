@@ -12,11 +12,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from rdzv.demo.programs import NODE, OPERATOR, SERVER, Line, Program, command_of, environment
+from rdzv.demo.programs import Program, command_of, environment
 from rdzv.errors import RendezvousError
 from rdzv.version import VERSION
 
@@ -28,6 +29,8 @@ SILENT_S = 1.0
 """The demo prints what it is waiting for after this long without a line."""
 REMINDS_S = 5.0
 """How often the demo repeats that line."""
+LOOKS_S = 0.05
+"""How often the demo looks for what it awaits."""
 _EPOCH = re.compile(r"epoch (\d+) \| loss ([\d.]+) \| world_size (\d+)")
 _HAS_TORCH = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('torch') else 3)"
 
@@ -115,12 +118,11 @@ class Demo:
         self.await_end()
 
     def start_server(self) -> None:
-        command = command_of(SERVER, "--listen=127.0.0.1:0", "--http=127.0.0.1:0")
-        command += [f"--data-dir={self.folder / 'rdzvd'}"]
-        self.server = self._start("rdzvd", command)
+        command = command_of("rdzv.server", "--listen=127.0.0.1:0", "--http=127.0.0.1:0")
+        self.server = self._start("rdzvd", [*command, f"--data-dir={self.folder / 'rdzvd'}"])
         pattern = re.compile(r"ready: listening on ([^,\s]+),.* http on ([^,\s]+)")
-        _, ready = self.await_line(self.server, pattern, 0.0, "the server to start")
-        self.endpoint, self.http = ready.group(1), f"http://{ready.group(2)}"
+        ready = self.await_line(self.server, pattern, "the server to start")
+        self.endpoint, self.http = ready[1], f"http://{ready[2]}"
         self.say(f"started the server, rdzvd, on {self.endpoint}")
         self.say(f"watch it live: {self.http}/#/job/{JOB}")
 
@@ -131,11 +133,11 @@ class Demo:
         logs = f"--log-dir={self.folder / 'logs'}"
         script = (str(TRAINING), f"--snapshot={self.folder / 'snapshot.pt'}")
         length = ("--epochs=24", "--step-seconds=0.05")
-        command = command_of(NODE, *launch, *group, logs, *script, *length)
+        command = command_of("rdzv.agent.run", *launch, *group, logs, *script, *length)
         self.nodes[name] = self._start(name, command)
 
-    def _start(self, name: str, command: list[str]) -> Program:
-        return Program.start(name, command, self.environ, self.folder / f"{name}.log")
+    def _start(self, name: str, command: Sequence[str]) -> Program:
+        return Program(name, command, self.environ, self.folder / f"{name}.log")
 
     def do(self, deed: str, text: str) -> float:
         """Print the next action and return the time. `deed` names the action for subclasses."""
@@ -143,13 +145,13 @@ class Demo:
         return time.monotonic()
 
     def await_training(
-        self, world_size: int, restarts: int, after_s: float, what: str, cost: str = ""
+        self, world_size: int, restarts: int, since_s: float, what: str, cost: str = ""
     ) -> None:
         """Wait until RANK 0 trains in a group of `world_size`, then check the server's status."""
         pattern = re.compile(rf"rank 0 of {world_size}: (resuming from .*|starting afresh)")
         awaited = f"{world_size} workers to import torch and connect"
-        line, match = self.await_line(self.nodes["n1"], pattern, after_s, awaited)
-        took = f"{what} after {line.at_s - after_s:.1f} s, {match.group(1)}"
+        start = self.await_line(self.nodes["n1"], pattern, awaited)[1]
+        took = f"{what} after {time.monotonic() - since_s:.1f} s, {start}"
         self.say(f"  {took}; {cost}" if cost else f"  {took}")
         status = self.status()
         seen = (status["state"], status["world_size"], status["restarts"])
@@ -164,8 +166,8 @@ class Demo:
     def await_epochs(self, count: int) -> None:
         """Wait for `count` more epochs and print the last one."""
         for _ in range(count):
-            _, match = self.await_line(self.nodes["n1"], _EPOCH, time.monotonic(), "the next epoch")
-        self.say(f"  epoch {match.group(1)}, loss {match.group(2)}")
+            epoch = self.await_line(self.nodes["n1"], _EPOCH, "the next epoch")
+        self.say(f"  epoch {epoch[1]}, loss {epoch[2]}")
 
     def await_end(self) -> None:
         """Wait until every node has succeeded, and check that the model has learned."""
@@ -173,9 +175,9 @@ class Demo:
             self.await_until(node.ended, f"{name} to train the epochs that are left")
             if node.process.returncode != 0:
                 raise DemoError(f"{name} exited with {node.process.returncode}, expected 0")
-        finished = re.compile("training finished")
-        self.await_line(self.nodes["n1"], finished, 0.0, "the last line of the training")
-        losses = [float(m[2]) for x in self.nodes["n1"].lines if (m := _EPOCH.search(x.text))]
+        n1 = self.nodes["n1"]
+        self.await_line(n1, re.compile("training finished"), "the last line of the training")
+        losses = [float(epoch[2]) for epoch in _EPOCH.finditer(n1.log.read_text())]
         if not losses[-1] < losses[0] / 2:
             raise DemoError(f"the loss should fall by half, but was {losses[0]}, then {losses[-1]}")
         self.say(f"both nodes exited with 0; the loss fell from {losses[0]} to {losses[-1]}")
@@ -184,14 +186,13 @@ class Demo:
         if (status["state"], status["restarts"]) != ("succeeded", 1):
             raise DemoError(f"expected success with 1 restart, but rdzvctl says {status}")
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> dict[str, Any]:
         """Return the job's status from rdzvctl, as an operator would see it."""
-        answer = json.loads(self.rdzvctl("status", JOB, "-o", "json"))
-        assert isinstance(answer, dict)
+        answer: dict[str, Any] = json.loads(self.rdzvctl("status", JOB, "-o", "json"))
         return answer
 
     def rdzvctl(self, *args: str) -> str:
-        command = command_of(OPERATOR, "--server", self.endpoint, *args)
+        command = command_of("rdzv.ctl", "--server", self.endpoint, *args)
         done = subprocess.run(
             command, env=self.environ, capture_output=True, text=True, timeout=60, check=False
         )
@@ -199,24 +200,23 @@ class Demo:
             raise DemoError(f"rdzvctl {args[0]} exited with {done.returncode}: {done.stderr}")
         return done.stdout
 
-    def await_line(
-        self, program: Program, pattern: re.Pattern[str], after_s: float, what: str
-    ) -> tuple[Line, re.Match[str]]:
-        """Return the first matching line printed after `after_s`; `what` describes it."""
-        with program.written:
-            while (found := program.find(pattern, after_s)) is None:
-                if program.process.poll() is not None:
-                    code = program.process.returncode
-                    raise DemoError(f"{program.name} exited with {code}; awaited: {what}")
-                self.note_wait(what)
-                program.written.wait(timeout=SILENT_S / 4)
-        return found
+    def await_line(self, program: Program, pattern: re.Pattern[str], what: str) -> re.Match[str]:
+        """Return the next match in a program's output; `what` describes it."""
+        while True:
+            ended = program.ended()
+            if (found := program.next(pattern)) is not None:
+                return found
+            if ended:
+                code = program.process.returncode
+                raise DemoError(f"{program.name} exited with {code}; awaited: {what}")
+            self.note_wait(what)
+            time.sleep(LOOKS_S)
 
     def await_until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait until `condition` holds; `what` describes it in messages."""
         while not condition():
             self.note_wait(what)
-            time.sleep(0.1)
+            time.sleep(LOOKS_S)
 
     def note_wait(self, what: str) -> None:
         """Print what is awaited after a while without output; raise an error after the deadline."""
@@ -251,8 +251,7 @@ class Demo:
 
     def stop(self) -> None:
         for node in self.nodes.values():
-            if node.process.poll() is None:
-                node.process.terminate()
+            node.process.terminate()
         for node in self.nodes.values():
             node.stop(60)
         if self.server is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -66,26 +66,42 @@ def test_a_failed_step_is_one_error_that_names_the_folder_of_the_output(
 def test_what_a_program_has_started_ends_with_it(tmp_path: Path) -> None:
     child = "import time; time.sleep(100)"
     script = (
-        "import json, os, subprocess, sys, time\n"
+        "import subprocess, sys, time\n"
         f"worker = subprocess.Popen([sys.executable, '-S', '-c', {child!r}], env={{'RANK': '0'}})\n"
-        "print(json.dumps(worker.pid), flush=True)\n"
+        "print('worker', worker.pid, flush=True)\n"
         "time.sleep(100)\n"
     )
     command = [sys.executable, "-S", "-c", script]
-    program = programs.Program.start("n1", command, {}, tmp_path / "n1.log")
+    program = programs.Program("n1", command, {}, tmp_path / "n1.log")
     try:
-        with program.written:
-            assert program.written.wait_for(lambda: program.lines, timeout=60)
-        worker = json.loads(program.lines[0].text)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
+        while (said := program.next(re.compile(r"^worker (\d+)$"))) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        worker = int(said[1])
         while program.workers() != [worker]:  # Until it runs its own program.
             assert time.monotonic() < deadline
             time.sleep(0.01)
         program.kill_all()
         assert program.ended()
-        assert not programs.environ_of(worker)
+        while programs.environ_of(worker):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     finally:
         program.kill_all()
+
+
+@pytest.mark.slow
+def test_output_is_searched_once_line_by_line_also_after_the_program_has_ended(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "n1.log"
+    log.write_text("epoch 0 of an earlier one\n")
+    script = "printf 'epoch 1\\nepoch 2\\n\\377epoch 3\\nepoch 4'"
+    program = programs.Program("n1", ["sh", "-c", script], {}, log)
+    assert program.process.wait(60) == 0
+    found = [program.next(re.compile(r"epoch (\d)")) for _ in range(4)]
+    assert [match and match[1] for match in found] == ["1", "2", "3", None], "4 may be incomplete"
 
 
 def test_a_wait_is_never_silent_and_says_what_for(
