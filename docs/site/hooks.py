@@ -134,7 +134,6 @@ def _text(said: str) -> list[str]:
 def _events() -> str:
     """Return a table of the fields of every event."""
     from rdzv.core.events import NewWorker
-    from rdzv.core.gpu_state import GpuState
     from rdzv.view.history import KINDS, NotKept, Place, Worker
 
     lines = [
@@ -148,7 +147,7 @@ def _events() -> str:
     ]
     for _, kind in sorted(KINDS.items()):
         lines += _kind(kind)
-    for kind in (GpuState, NewWorker, NotKept, Place, Worker):
+    for kind in (NewWorker, NotKept, Place, Worker):
         lines += _kind(kind)
     return "\n".join(lines)
 

@@ -51,37 +51,6 @@ def nvmlDeviceGetMemoryInfo(handle):
 
 def nvmlDeviceGetMigMode(handle):
     raise NVMLError("not supported")
-
-
-NVML_CLOCK_SM = NVML_TEMPERATURE_GPU = NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 0
-
-
-def nvmlDeviceGetComputeRunningProcesses(handle):
-    try:
-        with open(os.path.join(os.path.dirname(__file__), f"{handle} is used")) as file:
-            return [SimpleNamespace(pid=int(pid)) for pid in file.read().split()]
-    except FileNotFoundError:
-        return []
-
-
-def nvmlDeviceGetClockInfo(handle, kind):
-    return 600 if nvmlDeviceGetComputeRunningProcesses(handle) else 1980
-
-
-def nvmlDeviceGetMaxClockInfo(handle, kind):
-    return 1980
-
-
-def nvmlDeviceGetCurrentClocksEventReasons(handle):
-    return 0x48 if nvmlDeviceGetComputeRunningProcesses(handle) else 1
-
-
-def nvmlDeviceGetTotalEccErrors(handle, kind, since):
-    return 3
-
-
-def nvmlDeviceGetTemperature(handle, sensor):
-    return 91
 """
 
 

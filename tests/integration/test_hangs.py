@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 from cluster import JOB, Cluster, alive
-from made_up_gpus import FOLDER, environ_with_gpus
 
 from rdzv.client import ControlClient, parse_endpoints
-from rdzv.core.gpu_state import GpuState
 
 
 def stacks(c: Cluster, *options: str) -> dict[str, Any]:
@@ -137,22 +135,13 @@ def test_a_worker_that_is_slow_for_a_while_is_named_until_it_has_caught_up(c: Cl
     config.write_text("progress.straggler_after = 1\n")
     c.kill_server()
     c.start_server(f"--config={config}")
-    gpus = environ_with_gpus(c.folder, ["GPU-a", "GPU-b"])
-    c.start_node("n1", worker="steps.py", args=("slow=2",), nnodes="1", nproc=4, environ=gpus)
-    slow = next(one for one in c.wait_for_round(0, workers=4) if one["RANK"] == "2")
-    (c.folder / FOLDER / "GPU-b is used").write_text(str(slow["pid"]))
+    c.start_node("n1", worker="steps.py", args=("slow=2",), nnodes="1", nproc=4)
+    c.wait_for_round(0, workers=4)
     (found,) = c.wait_until("one straggles", lambda: c.status().stragglers)
     assert found.rank == 2
     assert found.step_s > 2 * found.median_s
-    (found,) = c.wait_until(
-        "its GPU is known", lambda: [one for one in c.status().stragglers if one.gpu], 200
-    )
-    reasons = ("hardware slowdown", "hardware thermal slowdown")
-    assert found.gpu == GpuState("GPU-b", 600, 1_980, reasons, 3, 91)
     text = c.run("rdzvctl", "--server", c.endpoint, "status", JOB).stdout
     assert "straggling   RANK 2 (" in text
-    why = "its GPU runs at 600 of 1980 MHz (hardware slowdown, hardware thermal slowdown), 91 °C"
-    assert why in " ".join(text.split())
 
     def named() -> list[str]:
         with ControlClient(parse_endpoints(c.endpoint)) as client:

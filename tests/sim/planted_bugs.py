@@ -2116,13 +2116,6 @@ MUTANTS = (
         by="tests/unit/server/test_hangs_of_jobs.py",
     ),
     Mutant(
-        "a GPU is a worker's whoever computes on it",
-        "gpu_watch.by_worker",
-        "        for local_rank in users:\n",
-        "        for local_rank in local_ranks.values():\n",
-        by="tests/unit/agent/test_agent_gpu_watch.py",
-    ),
-    Mutant(
         "a rank that was late twice, for long, straggles",
         "lateness._is_late",
         "    if len(shares) < LOOKS or shares[1] < LATE_EACH or fmean(shares[1:-1]) < LATE:\n",

@@ -20,7 +20,6 @@ from ports import free_port
 from rdzv.core.commands import Fail, FailureReport, Succeed
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
-from rdzv.core.gpu_state import GpuState
 from rdzv.core.model import KeptWorker, Settings, Snapshot, SnapshotMark
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
@@ -36,7 +35,6 @@ from rdzv.server.messages import (
     Stacks,
     StartedWorker,
     TakeStacks,
-    WorkerGpus,
     WorkersStarted,
 )
 from rdzv.server.replication.replica import Replica
@@ -109,10 +107,6 @@ class Served:
     def progress(self, rdzv_id: str, node_id: str, *steps: tuple[int, int, float]) -> None:
         """Let workers report their progress: RANK, step, rate."""
         self.do(self._progress(rdzv_id, node_id, steps))
-
-    def gpu(self, rdzv_id: str, node_id: str, rank: int, gpu: GpuState) -> None:
-        """Let a node report the state of a worker's GPU, as from NVML."""
-        self.do(self._gpu(rdzv_id, node_id, rank, gpu))
 
     def saved(self, rdzv_id: str, node_id: str, *parts: tuple[int, int]) -> None:
         """Let a node report what it holds in memory of a state in two parts: step, part."""
@@ -321,12 +315,6 @@ class Served:
         )
         said = SnapshotsHeld(rdzv_id, state.run, held)
         self.driver.reports.note_snapshots(self._streams[node_id], said)
-
-    async def _gpu(self, rdzv_id: str, node_id: str, rank: int, gpu: GpuState) -> None:
-        state = await self.driver.views.status(rdzv_id)
-        assert state.round is not None
-        said = WorkerGpus(rdzv_id, state.run, state.round, {rank: gpu})
-        self.driver.reports.note_gpus(self._streams[node_id], said)
 
 
 @contextmanager

@@ -152,7 +152,6 @@ class NodeMessage(google.protobuf.message.Message):
     STACKS_FIELD_NUMBER: builtins.int
     ARRIVALS_FIELD_NUMBER: builtins.int
     WORKERS_STARTED_FIELD_NUMBER: builtins.int
-    WORKER_GPUS_FIELD_NUMBER: builtins.int
     SNAPSHOTS_HELD_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     @property
@@ -192,8 +191,6 @@ class NodeMessage(google.protobuf.message.Message):
     @property
     def workers_started(self) -> global___WorkersStarted: ...
     @property
-    def worker_gpus(self) -> global___WorkerGpus: ...
-    @property
     def snapshots_held(self) -> global___SnapshotsHeld: ...
     @property
     def draining(self) -> global___Draining: ...
@@ -218,13 +215,12 @@ class NodeMessage(google.protobuf.message.Message):
         stacks: global___Stacks | None = ...,
         arrivals: global___Arrivals | None = ...,
         workers_started: global___WorkersStarted | None = ...,
-        worker_gpus: global___WorkerGpus | None = ...,
         snapshots_held: global___SnapshotsHeld | None = ...,
         draining: global___Draining | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "snapshots_held", b"snapshots_held", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded", "worker_gpus", b"worker_gpus", "workers_started", b"workers_started"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "snapshots_held", b"snapshots_held", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded", "worker_gpus", b"worker_gpus", "workers_started", b"workers_started"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "join", "failed", "succeeded", "leave", "stuck", "store_host_failed", "away", "log_piece", "progress", "holdings", "declined", "health", "hung", "stacks", "arrivals", "workers_started", "worker_gpus", "snapshots_held", "draining"] | None: ...
+    def HasField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "snapshots_held", b"snapshots_held", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded", "workers_started", b"workers_started"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "snapshots_held", b"snapshots_held", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded", "workers_started", b"workers_started"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "join", "failed", "succeeded", "leave", "stuck", "store_host_failed", "away", "log_piece", "progress", "holdings", "declined", "health", "hung", "stacks", "arrivals", "workers_started", "snapshots_held", "draining"] | None: ...
 
 global___NodeMessage = NodeMessage
 
@@ -1629,103 +1625,6 @@ class RankArrivals(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["entered_us", b"entered_us", "rank", b"rank"]) -> None: ...
 
 global___RankArrivals = RankArrivals
-
-@typing.final
-class WorkerGpus(google.protobuf.message.Message):
-    """The GPUs of the workers of `round` on this node, as NVML shows them; sent about every half minute,
-    and only by nodes with NVML.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    RDZV_ID_FIELD_NUMBER: builtins.int
-    RUN_FIELD_NUMBER: builtins.int
-    ROUND_FIELD_NUMBER: builtins.int
-    RANKS_FIELD_NUMBER: builtins.int
-    rdzv_id: builtins.str
-    run: builtins.str
-    round: builtins.int
-    @property
-    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankGpu]: ...
-    def __init__(
-        self,
-        *,
-        rdzv_id: builtins.str = ...,
-        run: builtins.str = ...,
-        round: builtins.int = ...,
-        ranks: collections.abc.Iterable[global___RankGpu] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ranks", b"ranks", "rdzv_id", b"rdzv_id", "round", b"round", "run", b"run"]) -> None: ...
-
-global___WorkerGpus = WorkerGpus
-
-@typing.final
-class RankGpu(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    RANK_FIELD_NUMBER: builtins.int
-    GPU_FIELD_NUMBER: builtins.int
-    rank: builtins.int
-    @property
-    def gpu(self) -> global___GpuState:
-        """If it uses several, the one whose clock is slowed down most."""
-
-    def __init__(
-        self,
-        *,
-        rank: builtins.int = ...,
-        gpu: global___GpuState | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["gpu", b"gpu"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["gpu", b"gpu", "rank", b"rank"]) -> None: ...
-
-global___RankGpu = RankGpu
-
-@typing.final
-class GpuState(google.protobuf.message.Message):
-    """The state of a GPU, as NVML shows it. A field that NVML does not show is unset."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    UUID_FIELD_NUMBER: builtins.int
-    CLOCK_MHZ_FIELD_NUMBER: builtins.int
-    MAX_CLOCK_MHZ_FIELD_NUMBER: builtins.int
-    CLOCK_REASONS_FIELD_NUMBER: builtins.int
-    UNCORRECTED_ERRORS_FIELD_NUMBER: builtins.int
-    TEMPERATURE_C_FIELD_NUMBER: builtins.int
-    uuid: builtins.str
-    clock_mhz: builtins.int
-    """The present clock of its processors, and the highest possible one."""
-    max_clock_mhz: builtins.int
-    uncorrected_errors: builtins.int
-    """Errors of its memory that could not be corrected, since its driver was loaded or it was reset."""
-    temperature_c: builtins.int
-    @property
-    def clock_reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Why the clock is not higher."""
-
-    def __init__(
-        self,
-        *,
-        uuid: builtins.str = ...,
-        clock_mhz: builtins.int | None = ...,
-        max_clock_mhz: builtins.int | None = ...,
-        clock_reasons: collections.abc.Iterable[builtins.str] | None = ...,
-        uncorrected_errors: builtins.int | None = ...,
-        temperature_c: builtins.int | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_clock_mhz", b"_clock_mhz", "_max_clock_mhz", b"_max_clock_mhz", "_temperature_c", b"_temperature_c", "_uncorrected_errors", b"_uncorrected_errors", "clock_mhz", b"clock_mhz", "max_clock_mhz", b"max_clock_mhz", "temperature_c", b"temperature_c", "uncorrected_errors", b"uncorrected_errors"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_clock_mhz", b"_clock_mhz", "_max_clock_mhz", b"_max_clock_mhz", "_temperature_c", b"_temperature_c", "_uncorrected_errors", b"_uncorrected_errors", "clock_mhz", b"clock_mhz", "clock_reasons", b"clock_reasons", "max_clock_mhz", b"max_clock_mhz", "temperature_c", b"temperature_c", "uncorrected_errors", b"uncorrected_errors", "uuid", b"uuid"]) -> None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_clock_mhz", b"_clock_mhz"]) -> typing.Literal["clock_mhz"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_max_clock_mhz", b"_max_clock_mhz"]) -> typing.Literal["max_clock_mhz"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_temperature_c", b"_temperature_c"]) -> typing.Literal["temperature_c"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_uncorrected_errors", b"_uncorrected_errors"]) -> typing.Literal["uncorrected_errors"] | None: ...
-
-global___GpuState = GpuState
 
 @typing.final
 class Stacks(google.protobuf.message.Message):
@@ -3349,7 +3248,6 @@ class Straggler(google.protobuf.message.Message):
     LATE_P95_MS_FIELD_NUMBER: builtins.int
     CLOCK_ERROR_MS_FIELD_NUMBER: builtins.int
     WAIT_SHARE_FIELD_NUMBER: builtins.int
-    GPU_FIELD_NUMBER: builtins.int
     rank: builtins.int
     step_s: builtins.float
     """The time that it takes for a step, if its rate shows that it straggles; otherwise 0."""
@@ -3367,10 +3265,6 @@ class Straggler(google.protobuf.message.Message):
     """The error of these times, because clocks of nodes differ."""
     wait_share: builtins.float
     """The share of time that the others wait for it, at least."""
-    @property
-    def gpu(self) -> global___GpuState:
-        """Unset if its GPU is unknown, or it has none."""
-
     def __init__(
         self,
         *,
@@ -3382,14 +3276,11 @@ class Straggler(google.protobuf.message.Message):
         late_p95_ms: builtins.float | None = ...,
         clock_error_ms: builtins.float | None = ...,
         wait_share: builtins.float | None = ...,
-        gpu: global___GpuState | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_clock_error_ms", b"_clock_error_ms", "_gpu", b"_gpu", "_late_ms", b"_late_ms", "_late_p95_ms", b"_late_p95_ms", "_wait_share", b"_wait_share", "clock_error_ms", b"clock_error_ms", "gpu", b"gpu", "late_ms", b"late_ms", "late_p95_ms", b"late_p95_ms", "wait_share", b"wait_share"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_clock_error_ms", b"_clock_error_ms", "_gpu", b"_gpu", "_late_ms", b"_late_ms", "_late_p95_ms", b"_late_p95_ms", "_wait_share", b"_wait_share", "age_ms", b"age_ms", "clock_error_ms", b"clock_error_ms", "gpu", b"gpu", "late_ms", b"late_ms", "late_p95_ms", b"late_p95_ms", "median_s", b"median_s", "rank", b"rank", "step_s", b"step_s", "wait_share", b"wait_share"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_clock_error_ms", b"_clock_error_ms", "_late_ms", b"_late_ms", "_late_p95_ms", b"_late_p95_ms", "_wait_share", b"_wait_share", "clock_error_ms", b"clock_error_ms", "late_ms", b"late_ms", "late_p95_ms", b"late_p95_ms", "wait_share", b"wait_share"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_clock_error_ms", b"_clock_error_ms", "_late_ms", b"_late_ms", "_late_p95_ms", b"_late_p95_ms", "_wait_share", b"_wait_share", "age_ms", b"age_ms", "clock_error_ms", b"clock_error_ms", "late_ms", b"late_ms", "late_p95_ms", b"late_p95_ms", "median_s", b"median_s", "rank", b"rank", "step_s", b"step_s", "wait_share", b"wait_share"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_clock_error_ms", b"_clock_error_ms"]) -> typing.Literal["clock_error_ms"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_gpu", b"_gpu"]) -> typing.Literal["gpu"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_late_ms", b"_late_ms"]) -> typing.Literal["late_ms"] | None: ...
     @typing.overload

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from rdzv.core.gpu_state import GpuState
 from rdzv.core.kept_ranks import NotKept
 from rdzv.core.model import Cause, Ended, Failure, Round, RoundEnd
 from rdzv.core.snapshots import WhyNotLoaded
@@ -310,8 +309,6 @@ class RankStraggles:
     clock_error_ms: float | None = None
     wait_share: float | None = None
     """A lower bound on the share of time that the other workers spend waiting for it."""
-    gpu: GpuState | None = None
-    """The worker's GPU, if NVML on its node reports it."""
 
 
 @struct(frozen=True)

@@ -13,7 +13,6 @@ from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
 from rdzv.core.fleet.nodes import AgentKind
-from rdzv.core.gpu_state import GpuState
 from rdzv.core.model import (
     Ended,
     JobSpec,
@@ -174,16 +173,6 @@ class Arrivals:
     run: str
     round: int
     groups: tuple[GroupArrivals, ...]
-
-
-@struct(frozen=True)
-class WorkerGpus:
-    """The GPUs of a node's workers in one round, by RANK, where NVML shows them."""
-
-    rdzv_id: str
-    run: str
-    round: int
-    by_rank: Mapping[int, GpuState]
 
 
 @struct(frozen=True)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rdzv.core.evidence.progress_lag import Word, lags
-from rdzv.core.gpu_state import GpuState
 from rdzv.core.reason import Reason
 from rdzv.core.snapshots import SoleHolder
 from rdzv.structs import struct
@@ -138,8 +137,6 @@ class Straggler:
     """The possible error of these two values, because the nodes' clocks differ."""
     wait_share: float | None = None
     """A lower bound on the share of time that the others spend waiting for it."""
-    gpu: GpuState | None = None
-    """The GPU's state as reported by NVML, if available."""
 
 
 @struct(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rdzv.core import events, gpu_state
+from rdzv.core import events
 from rdzv.core.kept_ranks import WHY_NEW
 from rdzv.core.model import Failure
 from rdzv.core.root_cause import describe_failure
@@ -62,12 +62,7 @@ def failure(event: history.WorkerFailed) -> str:
 
 
 def slowness(one: events.RankStraggles | answers.Straggler) -> str:
-    """Describe how slow a straggler is, and what its GPU reports."""
-    gpu = "" if one.gpu is None else gpu_state.described(one.gpu)
-    return _delay(one) + (f"; its GPU {gpu}" if gpu else "")
-
-
-def _delay(one: events.RankStraggles | answers.Straggler) -> str:
+    """Describe how slow a straggler is."""
     if one.late_ms is None:
         return f"{one.step_s or 0:.3g} s a step, where the median is {one.median_s or 0:.3g} s"
     error = f", as clocks go ± {one.clock_error_ms:.2g} ms" if one.clock_error_ms else ""

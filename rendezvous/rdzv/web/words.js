@@ -34,14 +34,9 @@ export function hours(ms) {
   return found < 100 ? found.toPrecision(3) : Math.round(found).toLocaleString("en");
 }
 
-/** Describe how slow a straggler is, and the state of its GPU. */
+/** Describe how slow a straggler is. */
 export function slowness(one) {
-  const said = one.late_ms === null ? `${one.step_s.toPrecision(3)} s a step, the median ${one.median_s.toPrecision(3)} s` : `the others wait for it at least ${Math.round(100 * one.wait_share)}% of the time`;
-  const gpu = one.gpu;
-  if (!gpu || gpu.clock_mhz === null) return said;
-  const most = gpu.max_clock_mhz ? ` of ${gpu.max_clock_mhz}` : "";
-  const why = gpu.clock_reasons.length ? `: ${gpu.clock_reasons.join(", ")}` : "";
-  return `${said}; its GPU runs at ${gpu.clock_mhz}${most} MHz${why}`;
+  return one.late_ms === null ? `${one.step_s.toPrecision(3)} s a step, the median ${one.median_s.toPrecision(3)} s` : `the others wait for it at least ${Math.round(100 * one.wait_share)}% of the time`;
 }
 
 export const counted = (count, what) => `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;

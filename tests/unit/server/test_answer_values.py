@@ -10,7 +10,6 @@ from google.protobuf.message import Message
 
 from rdzv.core.evidence.stacks import Frame, Group, Report, SilentNode, Thread, WorkerStack
 from rdzv.core.evidence.stragglers import Straggler
-from rdzv.core.gpu_state import GpuState
 from rdzv.core.model import (
     Declined,
     Failure,
@@ -112,8 +111,6 @@ PROGRESS = (RankProgress(0, 1_200, 10, 2.5), RankProgress(1, 1_190, 300, 0.0))
 SLOW = (
     Straggler(3, 9_500, 2.5, 0.5),
     Straggler(4, 9_500, late_ms=19.5, late_p95_ms=35.0, clock_error_ms=2.0, wait_share=0.125),
-    Straggler(5, 9_500, 2.5, 0.5, gpu=GpuState("GPU-a", 600, 1_980, ("idle", "x"), 0, 91)),
-    Straggler(6, 9_500, 2.5, 0.5, gpu=GpuState("GPU-b")),
 )
 STARTS = {"n1": Starts(1, 0, 7)}
 

@@ -29,7 +29,6 @@ from rdzv.core.commands import (
 )
 from rdzv.core.fleet.node_resources import FailingCheck
 from rdzv.core.fleet.nodes import AgentKind, NodesTuning
-from rdzv.core.gpu_state import GpuState
 from rdzv.core.life import runs
 from rdzv.core.model import (
     Cause,
@@ -1759,10 +1758,6 @@ def every_event() -> list[events.Event]:
         events.HangOver(0),
         events.RankStraggles(0, 3, "n1", 2.1, 0.5),
         events.RankStraggles(0, 3, "n1", None, None, 19.5, 35.0, 2.0, 0.125),
-        events.RankStraggles(
-            *(0, 3, "n1", 2.1, 0.5),
-            gpu=GpuState("GPU-a", 600, 1_980, ("hardware slowdown",), 3, 91),
-        ),
         events.RankCaughtUp(0, 3, "n1"),
         events.WorkersStarted(1, 5, 1, 0, (events.NewWorker(3, "n2", "warm", "it was late"),)),
         events.SnapshotsNotLoaded(1, "n2", "the snapshot of step 3 in memory is damaged"),

@@ -18,7 +18,6 @@ from google.protobuf.message import Message
 from rdzv.agent.core import commands
 from rdzv.agent.core.model import KeptWorker, StartedWorker, StartReport
 from rdzv.agent.observers.arrival_watch import ArrivalReport, GroupArrivals, RankArrivals
-from rdzv.agent.observers.gpu_watch import GpuReport, RankGpu
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.observers.progress_files import RankProgress, Report
 from rdzv.agent.output.worker_log_reader import Piece
@@ -28,7 +27,6 @@ from rdzv.agent.server_link.placed_jobs import Holding
 from rdzv.core.evidence import collectives
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.fleet.node_resources import FailingCheck, Gpu, Resources
-from rdzv.core.gpu_state import GpuState
 from rdzv.core.model import JobSpec, Moved, ScaleUp, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.errors import InvalidRequestError
@@ -115,8 +113,6 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     entered = (RankArrivals(8, (1_000, -5)),)
     groups = (GroupArrivals("0", 2.5, None, (4, 5), entered), GroupArrivals("1", 0.0, 0, (), ()))
     yield "arrivals", encoding.arrivals(ArrivalReport("r1", 2, groups), "job-7")
-    gpus = (RankGpu(8, GpuState("a", 600, 1_980, ("slow",), 0, 91)), RankGpu(9, GpuState("b")))
-    yield "worker_gpus", encoding.gpus(GpuReport("r1", 2, gpus), "job-7")
     hung = (HungWorker(9, 1, 99, 61_000, "no progress", timed_out=True),)
     yield "hung", encoding.hung(HungReport("r1", 2, hung), "job-7")
     yield "hung:none", encoding.hung(HungReport("r1", 2, ()), "job-7")

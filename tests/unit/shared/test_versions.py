@@ -75,8 +75,6 @@ def meaning(message: Message) -> Any:
             return _plain(as_dict(inbound_reports.started_of(message.workers_started)))
         case "arrivals":
             return _plain(as_dict(inbound_reports.arrivals_of(message.arrivals)))
-        case "worker_gpus":
-            return _plain(as_dict(inbound_reports.gpus_of(message.worker_gpus)))
         case "hung":
             return _plain(as_dict(inbound_nodes.hung_of(message.hung)))
         case "stacks":
@@ -365,19 +363,6 @@ def _samples_of_stacks() -> Iterator[tuple[str, pb.NodeMessage]]:
     yield "workers_started", pb.NodeMessage(workers_started=sent)
     sent = pb.WorkersStarted(**job, round=2, workers=started, forks=True)
     yield "workers_started:forks", pb.NodeMessage(workers_started=sent)
-    states = [
-        pb.GpuState(
-            uuid="GPU-a",
-            clock_mhz=600,
-            max_clock_mhz=1_980,
-            clock_reasons=["hardware slowdown"],
-            uncorrected_errors=3,
-            temperature_c=91,
-        ),
-        pb.GpuState(uuid="GPU-b"),
-    ]
-    gpus = [pb.RankGpu(rank=8 + n, gpu=state) for n, state in enumerate(states)]
-    yield "worker_gpus", pb.NodeMessage(worker_gpus=pb.WorkerGpus(**job, round=2, ranks=gpus))
     mark = pb.SnapshotMark(lineage=2, step=40, series="2.a1b2", shards=2, world_size=4)
     held = pb.Snapshot(local_rank=1, mark=mark, shard=1, bytes=1 << 30, digest="f00")
     yield (

@@ -12,7 +12,6 @@ from rdzv.agent.job.snapshot_reports import SnapshotReports
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.arrival_watch import ArrivalReport
 from rdzv.agent.observers.collective_records import RecordReader
-from rdzv.agent.observers.gpu_watch import GpuReport
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.observers.progress_files import Report
 from rdzv.agent.observers.server_clock import Reading
@@ -102,9 +101,6 @@ class Reports:
     def arrivals(self, report: ArrivalReport) -> None:
         """Report when the workers entered collectives."""
         self._link.say(encoding.arrivals(report, self._rdzv_id))
-
-    def gpus(self, report: GpuReport) -> None:
-        self._link.say(encoding.gpus(report, self._rdzv_id))
 
     def read_clock(self) -> Reading | None:
         """Return the current estimate of the server's clock, and request another reading."""

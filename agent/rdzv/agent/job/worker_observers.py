@@ -10,7 +10,6 @@ from rdzv.agent.job.drain_notice_file import NoticeFile
 from rdzv.agent.job.reports_to_server import Reports
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.arrival_watch import ArrivalWatch
-from rdzv.agent.observers.gpu_watch import GpuWatch
 from rdzv.agent.observers.hang_watch import HangWatch
 from rdzv.agent.observers.held_exits import HeldExits
 from rdzv.agent.observers.progress_files import ProgressFiles
@@ -41,12 +40,6 @@ class WorkerObservers:
         self._arrivals = ArrivalWatch(
             launch.job.rdzv_id, reports.records, reports.arrivals, reports.read_clock
         )
-        self._gpus = GpuWatch(
-            launch.job.rdzv_id,
-            launch.environ.get("CUDA_VISIBLE_DEVICES"),
-            self._local_world_size,
-            reports.gpus,
-        )
 
     def open_round(self, assignment: Assignment) -> None:
         """Prepare the files through which the workers and the agent communicate in a round."""
@@ -63,7 +56,6 @@ class WorkerObservers:
         """Watch a round's workers as they start; `running` has the pids of running ones."""
         self._hangs.open_round(assignment)
         self._arrivals.open_round(assignment)
-        self._gpus.open_round(assignment)
         self.held_exits.open_round(assignment)
         for local_rank, pid in (running or {}).items():
             self.worker_started(local_rank, pid)
@@ -72,7 +64,6 @@ class WorkerObservers:
         file = self.progress.file(local_rank)
         self._hangs.worker_started(local_rank, pid, file)
         self._arrivals.worker_started(local_rank, pid, file)
-        self._gpus.worker_started(local_rank, pid)
 
     def watch_for_hangs(self) -> None:
         """Watch for hangs from now on, as with `--hang-timeout=auto`, unless already watching."""
@@ -81,13 +72,11 @@ class WorkerObservers:
     def worker_exited(self, local_rank: int) -> None:
         self._hangs.worker_exited(local_rank)
         self._arrivals.worker_exited(local_rank)
-        self._gpus.worker_exited(local_rank)
 
     def stop_watching(self) -> None:
         """Stop watching all workers, because they are being ended."""
         self._hangs.close_round()
         self._arrivals.close_round()
-        self._gpus.close_round()
         self.held_exits.close_round()
 
     def close_round(self) -> int | None:

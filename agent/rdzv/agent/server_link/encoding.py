@@ -19,7 +19,6 @@ from rdzv.agent.core.model import (
 )
 from rdzv.agent.core.stopping import rejoin
 from rdzv.agent.observers.arrival_watch import ArrivalReport
-from rdzv.agent.observers.gpu_watch import GpuReport
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.observers.progress_files import Report
 from rdzv.agent.observers.stack_sampling import StacksAsked
@@ -228,11 +227,6 @@ def started(report: StartReport, rdzv_id: str) -> pb.NodeMessage:
 def arrivals(report: ArrivalReport, rdzv_id: str) -> pb.NodeMessage:
     """Encode the times at which this node's workers entered collectives."""
     return pb.NodeMessage(arrivals=to_message(pb.Arrivals(rdzv_id=rdzv_id), report))
-
-
-def gpus(report: GpuReport, rdzv_id: str) -> pb.NodeMessage:
-    """Encode the GPUs of this node's workers."""
-    return pb.NodeMessage(worker_gpus=to_message(pb.WorkerGpus(rdzv_id=rdzv_id), report))
 
 
 def read_request(message: pb.ReadLog) -> ReadRequest:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import field
 from statistics import median_low
 
-from rdzv.core.gpu_state import GpuState
 from rdzv.structs import struct
 
 SLOW = 2.0
@@ -49,8 +48,6 @@ class Straggler:
     """The possible error of these values, because the clocks of nodes differ."""
     wait_share: float | None = None
     """A lower bound on the share of time that the others spend waiting for it."""
-    gpu: GpuState | None = None
-    """The worker's GPU, if NVML on its node reports it."""
 
 
 @struct(frozen=True)

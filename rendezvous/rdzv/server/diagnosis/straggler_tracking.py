@@ -1,7 +1,5 @@
 """Finds stragglers from nodes' reports about progress and about workers' entries into collectives.
 
-Each straggler is shown with the state of its GPU according to NVML, if its node reports it.
-
 Everything is kept in memory and for live rounds only, and is shown to people: no decision depends
 on it. Workers that wait for each other in collectives all have the same rate, so rates count only
 where collectives are not recorded.
@@ -9,20 +7,18 @@ where collectives are not recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rdzv.core.events import Event, RankCaughtUp, RankStraggles
 from rdzv.core.evidence.lateness import LOOKS, Arrivals, arrivals, follow
 from rdzv.core.evidence.stragglers import Pace, Sample, Straggler
 from rdzv.core.evidence.stragglers import follow as follow_rates
-from rdzv.core.gpu_state import GpuState
 from rdzv.core.model import Round, State
 from rdzv.errors import InvalidRequestError
 from rdzv.server import messages
 from rdzv.server.diagnosis.arrival_board import ArrivalBoard
 from rdzv.server.messages import RankProgress
-from rdzv.structs import replace
 from rdzv.transport.same_fields import from_value
 
 LOOKS_AT_RATES = 10
@@ -50,16 +46,10 @@ class _Job:
     pace: Pace = field(default_factory=Pace)
     board: ArrivalBoard = field(default_factory=ArrivalBoard)
     arrivals: Arrivals = field(default_factory=Arrivals)
-    gpus: dict[str, Mapping[int, GpuState]] = field(default_factory=dict)
-    """The state of the workers' GPUs according to NVML, by node_id and then by RANK."""
 
     @property
     def stragglers(self) -> dict[int, Straggler]:
-        found = {**self.pace.stragglers, **self.arrivals.stragglers}
-        return {rank: replace(one, gpu=self._gpu(rank)) for rank, one in found.items()}
-
-    def _gpu(self, rank: int) -> GpuState | None:
-        return self.gpus.get(self.nodes[rank], {}).get(rank)
+        return {**self.pace.stragglers, **self.arrivals.stragglers}
 
 
 class Stragglers:
@@ -108,11 +98,16 @@ class Stragglers:
             InvalidRequestError: the report names a worker that the node does not have.
 
         """
-        if (job := self._job_of(state, node_id, incarnation, said, now_ms)) is None:
+        found, seat = self._job(state, now_ms), state.seats.get(node_id)
+        if found is None or seat is None or seat.incarnation != incarnation:
+            return False
+        job, _ = found
+        if (said.run, said.round) != (job.run, job.round):
             return False
         for group in said.groups:
             told = {rank for entered in group.entered_us.values() for rank in entered}
-            _refuse_others("arrivals", told, node_id, job)
+            if (rank := next((r for r in told if job.nodes.get(r) != node_id), None)) is not None:
+                raise InvalidRequestError(f"arrivals of RANK {rank}: {node_id} has no such")
         job.board.note(node_id, said)
         every_ms = self._look_every_ms(LOOKS)
         if now_ms - job.compared_ms < every_ms or not (groups := job.board.take()):
@@ -120,38 +115,6 @@ class Stragglers:
         before, job.compared_ms, job.pace = job.stragglers, now_ms, Pace()
         job.arrivals = follow(job.arrivals, arrivals(groups, job.nodes), now_ms)
         return self._tell_changes(state, job, before)
-
-    def note_gpus(
-        self, state: State, node_id: str, incarnation: int, said: messages.WorkerGpus, now_ms: int
-    ) -> bool:
-        """Record the GPUs of a node's workers, and return whether any of these workers straggles.
-
-        A report about a round that is not live is ignored.
-
-        Raises:
-            InvalidRequestError: the report names a worker that the node does not have.
-
-        """
-        if (job := self._job_of(state, node_id, incarnation, said, now_ms)) is None:
-            return False
-        _refuse_others("a GPU", said.by_rank, node_id, job)
-        job.gpus[node_id] = said.by_rank
-        return not said.by_rank.keys().isdisjoint(job.stragglers)
-
-    def _job_of(
-        self,
-        state: State,
-        node_id: str,
-        incarnation: int,
-        said: messages.Arrivals | messages.WorkerGpus,
-        now_ms: int,
-    ) -> _Job | None:
-        """Return the job that a node's report is about, or None if it is not for the live round."""
-        found, seat = self._job(state, now_ms), state.seats.get(node_id)
-        if found is None or seat is None or seat.incarnation != incarnation:
-            return None
-        job, _ = found
-        return job if (said.run, said.round) == (job.run, job.round) else None
 
     def _job(self, state: State, now_ms: int) -> tuple[_Job, Round] | None:
         """Return what is known about a job's live round, and the round itself, or None."""
@@ -182,12 +145,6 @@ class Stragglers:
         """Return a job's stragglers, in RANK order."""
         job = self._jobs.get(rdzv_id)
         return tuple(s for _, s in sorted(job.stragglers.items())) if job is not None else ()
-
-
-def _refuse_others(what: str, ranks: Iterable[int], node_id: str, job: _Job) -> None:
-    for rank in ranks:
-        if job.nodes.get(rank) != node_id:
-            raise InvalidRequestError(f"{what} of RANK {rank}: {node_id} has no such")
 
 
 def _samples(round_: Round, progress: Sequence[RankProgress]) -> list[Sample]:

@@ -98,7 +98,7 @@ class NodeMessages:
             case "log_piece":
                 piece = inbound_nodes.log_piece_of(message.log_piece)
                 reports.take_log(stream, piece)
-            case "progress" | "workers_started" | "snapshots_held" | "arrivals" | "worker_gpus":
+            case "progress" | "workers_started" | "snapshots_held" | "arrivals":
                 self._take_shown(message)
             case "hung":
                 self._take_hung(inbound_nodes.hung_of(message.hung))
@@ -127,10 +127,6 @@ class NodeMessages:
                 case "snapshots_held":
                     held = inbound_snapshots.snapshots_held_of(message.snapshots_held)
                     self._show(held, reports.note_snapshots)
-                case "worker_gpus":
-                    gpus = inbound_reports.gpus_of(message.worker_gpus)
-                    if stream.greeted:  # Early reports are dropped: agents repeat them.
-                        reports.note_gpus(stream, gpus)
                 case _:
                     arrivals = inbound_reports.arrivals_of(message.arrivals)
                     if stream.greeted:  # Early arrivals are dropped: more follow soon.

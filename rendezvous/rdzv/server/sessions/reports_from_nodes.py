@@ -25,7 +25,6 @@ from rdzv.server.messages import (
     Progress,
     SnapshotsHeld,
     Stacks,
-    WorkerGpus,
     WorkersStarted,
 )
 from rdzv.server.scheduling.scheduling import Scheduling
@@ -116,19 +115,6 @@ class Reports:
         if stream.node_id in state.seats:
             self._diagnosis.milestones.note_collectives(state, stream.node_id, said, now_ms)
         if changed:
-            self._watchers.job_progressed(said.rdzv_id)
-
-    def note_gpus(self, stream: Stream, said: WorkerGpus) -> None:
-        """Record the GPUs of a node's workers if the report is about the current round.
-
-        Raises:
-            InvalidRequestError: the report names a worker that the node does not have.
-
-        """
-        if (state := self._state_for(stream, said.rdzv_id)) is None:
-            return
-        speaker = stream.node_id, stream.incarnation
-        if self._diagnosis.stragglers.note_gpus(state, *speaker, said, self._clock.now_ms()):
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_hung(self, stream: Stream, said: Hung) -> None:

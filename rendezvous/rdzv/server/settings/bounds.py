@@ -88,8 +88,6 @@ STACK_WORKERS = 256
 """The number of workers in one message from a node, which sends them one at a time."""
 ARRIVALS = 1 << 17
 """The number of collective entry times in one report from a node."""
-CLOCK_REASONS = 16
-"""The number of reasons for the clock speed of one GPU. NVML has eleven."""
 RECORD_GROUPS = 64
 """The number of process groups per worker whose collectives are kept. Others are omitted."""
 RECORD_ENTRIES = 64

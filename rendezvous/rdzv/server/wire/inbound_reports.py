@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 
-from rdzv.core.gpu_state import GpuState
 from rdzv.server.messages import (
     Arrivals,
     GroupArrivals,
     Progress,
     RankProgress,
     StartedWorker,
-    WorkerGpus,
     WorkersStarted,
 )
 from rdzv.server.settings import bounds
-from rdzv.transport.same_fields import from_message
 from rdzv.v1 import rdzv_pb2 as pb
 
 
@@ -62,33 +59,6 @@ def started_of(message: pb.WorkersStarted) -> WorkersStarted:
         ),
         not_loaded=bounds.sentence(message.not_loaded),
         forks=message.forks,
-    )
-
-
-def gpus_of(message: pb.WorkerGpus) -> WorkerGpus:
-    """Parse the GPUs of workers. Whether the node has these workers is checked later."""
-    if len(message.ranks) > bounds.LOCAL_WORLD_SIZE:
-        most = f"at most {bounds.LOCAL_WORLD_SIZE}"
-        given = len(message.ranks)
-        raise bounds.refusal("ranks", given, "are too many workers of one node", most)
-    return WorkerGpus(
-        rdzv_id=bounds.rdzv_id_of(message.rdzv_id),
-        run=bounds.uid("run", message.run),
-        round=message.round,
-        by_rank={one.rank: _gpu(one.gpu) for one in message.ranks},
-    )
-
-
-def _gpu(message: pb.GpuState) -> GpuState:
-    reasons = message.clock_reasons[: bounds.CLOCK_REASONS]
-    return from_message(
-        GpuState,
-        message,
-        uuid=bounds.label("uuid", message.uuid),
-        clock_reasons=tuple(bounds.label("clock_reasons", one) for one in reasons),
-        uncorrected_errors=min(message.uncorrected_errors, bounds.STEPS)
-        if message.HasField("uncorrected_errors")
-        else None,
     )
 
 
