@@ -441,16 +441,16 @@ class ControlClient:
         request = pb.UncordonNodeRequest(node_id=_checked_name(node_id, "node"), reason=reason)
         return node_of(self._call(lambda stub: stub.UncordonNode, request))
 
-    def drain(self, node_id: str, deadline_ms: int, reason: str, *, keep_min: bool = False) -> Node:
+    def drain(self, node_id: str, deadline_ms: int, reason: str, *, force: bool = False) -> Node:
         """Drain a node: notify its workers, and stop them at the deadline; return the node.
 
         Raises:
-            TooFewNodesError: with `keep_min`, one of its jobs would be left with too few nodes.
+            TooFewNodesError: without `force`, one of its jobs would be left with too few nodes.
 
         """
         name = _checked_name(node_id, "node")
         request = pb.DrainNodeRequest(
-            node_id=name, deadline_ms=deadline_ms, reason=reason, keep_min=keep_min
+            node_id=name, deadline_ms=deadline_ms, reason=reason, force=force
         )
         return node_of(self._call(lambda stub: stub.DrainNode, request))
 

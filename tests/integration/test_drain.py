@@ -148,7 +148,7 @@ def test_who_is_undrained_in_time_trains_on(f: Floor) -> None:
         f.start(name)
     (one, two) = f.train("deaf", flags=("--notice-signal=none",))
     notice = Path(next(r for r in (one, two) if r["GROUP_RANK"] == "0")["RDZV_NOTICE_FILE"])
-    f.says("drain", "n1", "--deadline=1h")
+    f.says("drain", "n1", "--deadline=1h", "--force")
     f.until("the notice is there", notice.exists)
     status = json.loads(f.says("nodes", "n1", "-o", "json"))
     assert (status["drain"], status["cordoned"]) == ("draining", True)

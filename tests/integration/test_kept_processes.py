@@ -252,8 +252,8 @@ def test_sigterm_of_an_agent_ends_parked_workers(c: Cluster, does: tuple[str, ..
 @pytest.mark.parametrize(("verb", "code"), [("stop", 1), ("drain", 75)])
 def test_operators_end_parked_workers(c: Cluster, verb: str, code: int) -> None:
     node, kept = parked(c)
-    what = JOB if verb == "stop" else node.name
-    asked = c.run("rdzvctl", f"--server={c.endpoint}", verb, what)
+    what = (JOB,) if verb == "stop" else (node.name, "--force")
+    asked = c.run("rdzvctl", f"--server={c.endpoint}", verb, *what)
     assert asked.returncode == 0, asked
     assert node.wait() == code
     assert not alive(kept[0])
@@ -305,7 +305,7 @@ def park_on_n1(d: Nodes, *options: str) -> list[int]:
     """Let the workers of n1 park by draining n2; return their pids."""
     before = submitted(d, "n1", "n2", options=options)
     stays = [pid for pid in before if d.node_of(pid) == "n1"]
-    drained = d.cluster.run("rdzvctl", f"--server={d.cluster.endpoint}", "drain", "n2")
+    drained = d.cluster.run("rdzvctl", f"--server={d.cluster.endpoint}", "drain", "n2", "--force")
     assert drained.returncode == 0, drained
     # A node whose agent is killed before it has reported the stop is lost.
     d.until("n1 waits", lambda: is_waiting(d, "n1"))

@@ -136,7 +136,7 @@ class Operators:
         deadline_ms = chance.choice((0, 100, 2_000, 20_000, 300_000))
         self._ask(
             "drain",
-            lambda driver: driver.nodes.drain(name, deadline_ms, "by ada", keep_min=False),
+            lambda driver: driver.nodes.drain(name, deadline_ms, "by ada", force=True),
             done=partial(self._promised, name),
             of=name,
         )

@@ -4250,22 +4250,22 @@ class DrainNodeRequest(google.protobuf.message.Message):
     NODE_ID_FIELD_NUMBER: builtins.int
     DEADLINE_MS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
-    KEEP_MIN_FIELD_NUMBER: builtins.int
+    FORCE_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     deadline_ms: builtins.int
     """How much time its workers have, from now on."""
     reason: builtins.str
-    keep_min: builtins.bool
-    """Refuse the drain unless each of its jobs keeps min_nodes without the node."""
+    force: builtins.bool
+    """Drain it even if one of its jobs would be left with fewer than its min_nodes."""
     def __init__(
         self,
         *,
         node_id: builtins.str = ...,
         deadline_ms: builtins.int = ...,
         reason: builtins.str = ...,
-        keep_min: builtins.bool = ...,
+        force: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["deadline_ms", b"deadline_ms", "keep_min", b"keep_min", "node_id", b"node_id", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline_ms", b"deadline_ms", "force", b"force", "node_id", b"node_id", "reason", b"reason"]) -> None: ...
 
 global___DrainNodeRequest = DrainNodeRequest
 

@@ -341,7 +341,7 @@ class ControlServicer(object):
 
     def DrainNode(self, request, context):
         """Empties a node: its workers receive a notice, and are killed at the deadline; no more jobs are
-        placed on it. With `keep_min`, FAILED_PRECONDITION, and nothing changes, if one of its jobs would
+        placed on it. FAILED_PRECONDITION without `force`, and nothing changes, if one of its jobs would
         be left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -179,7 +179,7 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.Node,
     ]
     """Empties a node: its workers receive a notice, and are killed at the deadline; no more jobs are
-    placed on it. With `keep_min`, FAILED_PRECONDITION, and nothing changes, if one of its jobs would
+    placed on it. FAILED_PRECONDITION without `force`, and nothing changes, if one of its jobs would
     be left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
     """
 
@@ -331,7 +331,7 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.Node,
     ]
     """Empties a node: its workers receive a notice, and are killed at the deadline; no more jobs are
-    placed on it. With `keep_min`, FAILED_PRECONDITION, and nothing changes, if one of its jobs would
+    placed on it. FAILED_PRECONDITION without `force`, and nothing changes, if one of its jobs would
     be left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
     """
 
@@ -515,7 +515,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.Node, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.Node]]:
         """Empties a node: its workers receive a notice, and are killed at the deadline; no more jobs are
-        placed on it. With `keep_min`, FAILED_PRECONDITION, and nothing changes, if one of its jobs would
+        placed on it. FAILED_PRECONDITION without `force`, and nothing changes, if one of its jobs would
         be left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
         """
 

@@ -168,7 +168,7 @@ def _drain_when_it_may(
             if found.drained_by_operator:
                 say("it is already drained")
             else:
-                found = client.drain(node_id, rolling.deadline_ms, rolling.reason, keep_min=True)
+                found = client.drain(node_id, rolling.deadline_ms, rolling.reason)
                 say("draining")
         except TooFewNodesError as error:
             told = _say_once(f"waiting: {error}", told, say)

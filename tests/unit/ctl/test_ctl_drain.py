@@ -72,12 +72,12 @@ class Floor(FakeControl):
         self, request: pb.DrainNodeRequest, context: grpc.ServicerContext
     ) -> pb.Node:
         self._misbehave(context)
-        if request.keep_min and self.too_few:
+        if not request.force and self.too_few:
             trailing = ((ERROR_CODE_METADATA_KEY, "TooFewNodesError"),)
             context.set_trailing_metadata(trailing)
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.too_few.pop(0))
-        minimum = " keeping min" if request.keep_min else ""
-        self.asked.append(f"drain {request.node_id} {request.deadline_ms}{minimum}")
+        force = " by force" if request.force else ""
+        self.asked.append(f"drain {request.node_id} {request.deadline_ms}{force}")
         node = self.nodes[request.node_id]
         node.drain, node.drain_left_ms = "draining", request.deadline_ms
         node.drain_reason, node.drained_by_operator, node.cordoned = request.reason, True, True
@@ -135,7 +135,7 @@ def _out(capsys: pytest.CaptureFixture[str]) -> Out:
 def test_a_node_is_drained_and_undrained(floor: Floor, out: Out) -> None:
     assert run(["drain", "n1", "--reason", "new kernel"]) == 0
     assert out() == "n1 is draining; its workers have 5 min 0 s, and it has job\n"
-    assert floor.asked == ["drain n1 300000 keeping min"]
+    assert floor.asked == ["drain n1 300000"]
     reason = floor.nodes["n1"].drain_reason
     assert reason.startswith(WHO)
     assert reason.endswith(": new kernel")
@@ -153,15 +153,22 @@ def test_the_audit_hears_who_takes_something_back(floor: Floor) -> None:
     assert all(reason.startswith(WHO) and " at " in reason for reason in floor.reasons)
 
 
-def test_what_a_drain_costs_a_job_is_said(floor: Floor, capsys: pytest.CaptureFixture[str]) -> None:
-    floor.too_few = ["job would have 1 of the 2 nodes that it needs"]
-    assert run(["drain", "n1"]) == 0
+def test_a_drain_that_stops_a_job_needs_force(
+    floor: Floor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    floor.too_few = ["job would have 1 of the 2 nodes that it needs: it stops"]
+    assert run(["drain", "n1"]) == 1
     said = capsys.readouterr()
-    assert said.out == "n1 is draining; its workers have 5 min 0 s, and it has job\n"
-    assert (
-        said.err == "rdzvctl: warning: without n1, job would have 1 of the 2 nodes that it needs\n"
+    assert said.out == ""
+    assert said.err.startswith(
+        "rdzvctl: n1 is not drained: without it, job would have 1 of the 2 nodes that it needs: it "
+        "stops; --force drains it all the same (asked "
     )
-    assert floor.asked == ["drain n1 300000"]
+    assert floor.asked == []
+    floor.too_few = ["job would have 1 of the 2 nodes that it needs: it stops"]
+    assert run(["drain", "n1", "--force"]) == 0
+    assert capsys.readouterr().out.startswith("n1 is draining; its workers have 5 min 0 s")
+    assert floor.asked == ["drain n1 300000 by force"]
 
 
 def test_a_node_that_is_about_to_go_by_itself_can_not_be_kept(floor: Floor, out: Out) -> None:
@@ -203,6 +210,7 @@ def test_nodes_show_how_far_they_are(floor: Floor, out: Out) -> None:
         (["n1", "--deadline=-5"], "--deadline=-5 is not a time"),
         (["n1", "--all-of=a=b"], "name a NODE, or give --all-of"),
         (["--all-of=a"], "--all-of=a is not LABEL=VALUE"),
+        (["--all-of=rack=a1", "--force"], "leave --force out"),
         (["n1", "--undrain-after=true"], "--undrain-after goes with --all-of"),
         (["--all-of=rack=a1", "-o", "json"], "as text only"),
     ],
@@ -237,7 +245,7 @@ def test_a_roll_drains_one_after_another_when_each_may_go(
     assert floor.asked == [
         f"{what} {name}{more}"
         for name in ("n1", "n2", "n10")
-        for what, more in (("drain", " 60000 keeping min"), ("undrain", ""))
+        for what, more in (("drain", " 60000"), ("undrain", ""))
     ]
     assert done.read_text().split() == ["n1", "n2", "n10"]
 
@@ -258,7 +266,7 @@ def test_a_roll_takes_back_no_cordon_and_no_drain_of_somebody_else(floor: Floor,
     assert floor.asked == [
         f"{what} {name}{more}"
         for name in ("n1", "n10")
-        for what, more in (("drain", " 300000 keeping min"), ("undrain", ""))
+        for what, more in (("drain", " 300000"), ("undrain", ""))
     ]
 
 
@@ -270,7 +278,7 @@ def test_a_roll_goes_on_with_its_own_drains_alone(floor: Floor, out: Out) -> Non
     floor.nodes["n2"].drain_reason += " [ada (token 7)]"
     floor.asked.clear()
     assert run(["drain", "--all-of=rack=a1", "--undrain-after=true"]) == 0
-    assert floor.asked == ["undrain n2", "drain n10 300000 keeping min", "undrain n10"]
+    assert floor.asked == ["undrain n2", "drain n10 300000", "undrain n10"]
 
 
 def test_an_undrained_node_that_is_cordoned_says_so(floor: Floor, out: Out) -> None:
@@ -297,7 +305,7 @@ def test_a_command_that_fails_ends_the_roll_and_leaves_its_node_drained(
     assert out().splitlines()[-1] == (
         "1 of 3, n1: the command of --undrain-after exited with 7; it stays drained"
     )
-    assert floor.asked == ["drain n1 300000 keeping min"]
+    assert floor.asked == ["drain n1 300000"]
 
 
 def test_a_roll_goes_on_where_it_was(floor: Floor, out: Out) -> None:
@@ -306,7 +314,7 @@ def test_a_roll_goes_on_where_it_was(floor: Floor, out: Out) -> None:
     assert run(["drain", "--all-of=rack=a1"]) == 0
     assert "1 of 3, n1: it is already drained" in out()
     assert floor.asked == [
-        *(f"drain {n} 300000 keeping min" for n in ("n1", "n2", "n10")),
+        *(f"drain {n} 300000" for n in ("n1", "n2", "n10")),
     ]
 
 

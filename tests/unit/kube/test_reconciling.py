@@ -42,7 +42,7 @@ class Rdzvd:
             raise RendezvousConnectionError("no answer from head:29400")
         return tuple(self.known.values())
 
-    def drain(self, node_id: str, deadline_ms: int, reason: str) -> None:
+    def drain(self, node_id: str, deadline_ms: int, reason: str, *, force: bool) -> None:
         self._change("drain", node_id, drained(reason, deadline_ms / 1000))
 
     def cordon(self, node_id: str, reason: str) -> None:

@@ -232,9 +232,9 @@ async def test_nodes_that_leave_are_counted_by_whether_something_is_left_on_them
             return tuple(told[name] for name in states)  # type: ignore[return-value]
 
         assert await counted() == (0, 0)
-        await s.driver.nodes.drain("g2", 60_000, "its fan is loud")
+        await s.driver.nodes.drain("g2", 60_000, "its fan is loud", force=True)
         assert await counted() == (0, 1), "nothing is on it"
-        await s.driver.nodes.drain("n1", 60_000, "so is its own")
+        await s.driver.nodes.drain("n1", 60_000, "so is its own", force=True)
         assert await counted() == (1, 1), "it has a seat"
         await s.driver.nodes.undrain("g2")
         assert await counted() == (1, 0)

@@ -376,7 +376,7 @@ async def running_pair(s: Server, nodes: tuple[int, int] = (2, 2)) -> list[Strea
 async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -> None:
     async with server() as s:
         n1, n2, n3 = await running_pair(s)
-        shown = await s.driver.nodes.drain("n1", 60_000, "by ada: new kernel")
+        shown = await s.driver.nodes.drain("n1", 60_000, "by ada: new kernel", force=True)
         (told,) = drains(n1)
         assert told == DrainNode(60_000, "drained by ada: new kernel", told.number)  # type: ignore[union-attr]
         assert (shown.drain, shown.drain_left_ms, shown.cordoned) == ("draining", 60_000, True)
@@ -409,7 +409,7 @@ async def test_a_drain_outlives_the_server_and_is_told_again_with_what_is_left()
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
         await daemons(s, "n1")
-        await s.driver.nodes.drain("n1", 60_000, "fan")
+        await s.driver.nodes.drain("n1", 60_000, "fan", force=True)
         number = clock.now_ms()
     await clock.advance(10_000)
     async with server(store, clock) as s:
@@ -439,9 +439,9 @@ async def test_who_was_away_when_its_drain_was_lifted_hears_that_it_may_stay() -
 async def test_a_second_drain_has_another_deadline_and_a_cordon_lifts_none() -> None:
     async with server() as s:
         (n1,) = await daemons(s, "n1")
-        await s.driver.nodes.drain("n1", 60_000, "fan")
+        await s.driver.nodes.drain("n1", 60_000, "fan", force=True)
         await s.clock.advance(1_000)
-        await s.driver.nodes.drain("n1", 5_000, "fire")
+        await s.driver.nodes.drain("n1", 5_000, "fire", force=True)
         first, second = drains(n1)
         assert isinstance(first, DrainNode)
         assert isinstance(second, DrainNode)
@@ -481,9 +481,9 @@ async def test_a_drain_leaves_the_cordon_of_its_node_alone() -> None:
         assert "n1 (cordoned): fan; `rdzvctl uncordon` lifts that; n2" in await reason(s, "job-7")
         # What is uncordoned as well is in service again.
         assert not (await s.driver.nodes.undrain("n1", cordon=True)).cordoned
-        await s.driver.nodes.drain("n1", 5_000, "roll")
+        await s.driver.nodes.drain("n1", 5_000, "roll", force=True)
         assert not (await s.driver.nodes.undrain("n1")).cordoned
-        await s.driver.nodes.drain("n2", 5_000, "roll")
+        await s.driver.nodes.drain("n2", 5_000, "roll", force=True)
         assert not (await s.driver.nodes.uncordon("n2")).cordoned
 
 
@@ -517,7 +517,7 @@ async def test_of_a_drain_and_the_nodes_own_wish_the_server_shows_the_earlier() 
         n1, n2 = await daemons(s, "n1", "n2")
         for node, left_ms in ((n1, 30_000), (n2, 90_000)):
             s.driver.reports.note_draining(node, Draining(left_ms, "preempted", 0, own=True))
-            await s.driver.nodes.drain(node.node_id, 60_000, "fan")
+            await s.driver.nodes.drain(node.node_id, 60_000, "fan", force=True)
         shown = s.driver.node_views.summaries(["n1", "n2"])
         assert [(node.drain_reason, node.drain_left_ms) for node in shown] == [
             ("preempted", 30_000),
@@ -531,7 +531,7 @@ async def test_where_it_has_not_joined_yet_a_placement_is_taken_back() -> None:
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         (placed,) = placements(n1)
         assert isinstance(placed, Placed)
-        await s.driver.nodes.drain("n1", 60_000, "by ada")
+        await s.driver.nodes.drain("n1", 60_000, "by ada", force=True)
         await s.clock.advance(QUIET_MS)
         (taken,) = placements(n1)
         assert taken == Withdrawn("job-7", "sub-1", "n1: by ada")
@@ -541,20 +541,23 @@ async def test_where_it_has_not_joined_yet_a_placement_is_taken_back() -> None:
 async def test_a_roll_waits_until_each_job_can_do_without_the_node() -> None:
     async with server() as s:
         _, _, n3 = await running_pair(s)
-        assert (await s.driver.nodes.drain("n3", 1_000, "roll", keep_min=True)).drain == "drained"
+        assert (await s.driver.nodes.drain("n3", 1_000, "roll")).drain == "drained"
         with pytest.raises(
             TooFewNodesError,
-            match=(r"^job-7 would have 1 of the 2 nodes that it needs, and 0 others free for it$"),
+            match=(
+                r"^job-7 would have 1 of the 2 nodes that it needs, and 0 others free for it: it "
+                r"stops until others are free$"
+            ),
         ):
-            await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)
+            await s.driver.nodes.drain("n1", 1_000, "roll")
         assert s.driver.node_views.summaries(["n1"])[0].drain is None
         await s.driver.nodes.undrain("n3")
         read(n3)
         # n3 would be placed for it.
-        assert (await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)).drain == "draining"
+        assert (await s.driver.nodes.drain("n1", 1_000, "roll")).drain == "draining"
         # And it is, for n1: there is none for n2.
         with pytest.raises(TooFewNodesError):
-            await s.driver.nodes.drain("n2", 1_000, "roll", keep_min=True)
+            await s.driver.nodes.drain("n2", 1_000, "roll")
 
 
 async def test_a_cordoned_node_is_none_that_a_roll_could_count_on() -> None:
@@ -562,7 +565,7 @@ async def test_a_cordoned_node_is_none_that_a_roll_could_count_on() -> None:
         await running_pair(s)
         await s.driver.nodes.cordon("n3", "broken fan")
         with pytest.raises(TooFewNodesError, match="and 0 others free for it"):
-            await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)
+            await s.driver.nodes.drain("n1", 1_000, "roll")
 
 
 async def test_a_node_that_is_away_is_none_that_a_roll_could_count_on() -> None:
@@ -573,10 +576,10 @@ async def test_a_node_that_is_away_is_none_that_a_roll_could_count_on() -> None:
         s.driver.connections.detach(n2)
         await settle()
         with pytest.raises(TooFewNodesError, match="would have 1 of the 2 nodes that it needs"):
-            await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)
+            await s.driver.nodes.drain("n1", 1_000, "roll")
         assert drains(n1) == []
         await s.join(await s.connect("n4"))
-        assert (await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)).drain == "draining"
+        assert (await s.driver.nodes.drain("n1", 1_000, "roll")).drain == "draining"
         assert len(drains(n1)) == 1
 
 
@@ -584,12 +587,14 @@ async def test_a_job_of_rdzvrun_is_kept_at_its_min_as_well() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
         # No node is placed for it, so free nodes are not mentioned.
-        short = r"^job-7 would have 1 of the 2 nodes that it needs$"
+        short = (
+            "^job-7 would have 1 of the 2 nodes that it needs: it stops, and ends unless others "
+        )
         with pytest.raises(TooFewNodesError, match=short):
-            await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)
+            await s.driver.nodes.drain("n1", 1_000, "roll")
         n3 = await s.connect("n3")
         await s.join(n3)
-        assert (await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)).drain == "draining"
+        assert (await s.driver.nodes.drain("n1", 1_000, "roll")).drain == "draining"
         assert len(drains(n1)) == 1
         assert drains(n2) == []
 
@@ -603,10 +608,10 @@ async def test_what_was_not_stored_is_not_drained() -> None:
     async with server(Full()) as s:
         (n1,) = await daemons(s, "n1")
         with pytest.raises(RendezvousConnectionError, match="the disk is full"):
-            await s.driver.nodes.drain("n1", 1_000, "fan")
+            await s.driver.nodes.drain("n1", 1_000, "fan", force=True)
         assert drains(n1) == []
         with pytest.raises(UnknownNodeError, match="no node n9"):
-            await s.driver.nodes.drain("n9", 1_000, "fan")
+            await s.driver.nodes.drain("n9", 1_000, "fan", force=True)
 
 
 @pytest.mark.quick
@@ -619,7 +624,7 @@ async def test_what_was_stored_after_all_is_told() -> None:
     async with server(Unsure()) as s:
         (n1,) = await daemons(s, "n1")
         with pytest.raises(RendezvousConnectionError, match="no answer"):
-            await s.driver.nodes.drain("n1", 1_000, "fan")
+            await s.driver.nodes.drain("n1", 1_000, "fan", force=True)
         assert [type(told) for told in drains(n1)] == [DrainNode]
         assert s.driver.node_views.summaries(["n1"])[0].drain == "drained"
 

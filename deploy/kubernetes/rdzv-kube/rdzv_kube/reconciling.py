@@ -98,7 +98,8 @@ def _do(client: ControlClient, command: Command) -> None:
     try:
         match command:
             case Drain(_, deadline_s, reason):
-                client.drain(name, round(deadline_s * 1000), reason)
+                # Kubernetes takes the node in any case.
+                client.drain(name, round(deadline_s * 1000), reason, force=True)
                 log.warning("draining %s within %.0f s: %s", name, deadline_s, reason)
             case Cordon(_, reason):
                 client.cordon(name, reason)

@@ -17,7 +17,6 @@ from rdzv.ctl.command_line import (
     opened_client,
     output_option,
     reason_option,
-    warn,
 )
 from rdzv.errors import InvalidRequestError, TooFewNodesError, UnknownNodeError, short
 from rdzv.runtime.usage import INTERRUPTED
@@ -111,6 +110,9 @@ def uncordon_command(node: str, output: str, server: str | None, timeout_s: floa
     "--wait", "waits", is_flag=True, help="Return when nothing of a job is left on the node."
 )
 @click.option(
+    "--force", is_flag=True, help="Drain it even if a job is left with too few nodes, and stops."
+)
+@click.option(
     "--all-of",
     metavar="LABEL=VALUE",
     help="Instead of NODE: all nodes with this label, one after another: each only if its "
@@ -132,6 +134,7 @@ def drain_command(
     deadline: str,
     reason: str | None,
     waits: bool,
+    force: bool,
     all_of: str | None,
     command: str | None,
     output: str,
@@ -143,7 +146,8 @@ def drain_command(
     Workers get the notice signal of their job (SIGTERM), and find the reason in the file named by
     RDZV_NOTICE_FILE. The node leaves its jobs when they have exited, or at the deadline; a spare
     takes the seat, and no restart is spent. The node stays drained across restarts of the node and
-    of the server, until it is undrained. Draining it again changes the deadline.
+    of the server, until it is undrained. Draining it again changes the deadline. A drain that would
+    leave a job with fewer nodes than its MIN is refused without --force.
 
     \b
     Exit codes: 0 done, 1 refused, 3 the COMMAND failed, 130 Ctrl-C: drained
@@ -155,6 +159,8 @@ def drain_command(
         raise click.UsageError("name a NODE, or give --all-of LABEL=VALUE", context)
     if command is not None and all_of is None:
         raise click.UsageError("--undrain-after goes with --all-of", context)
+    if all_of is not None and force:
+        raise click.UsageError("--all-of waits for its jobs; leave --force out", context)
     if all_of is not None and output != "text":
         raise click.UsageError("--all-of reports its progress as text only", context)
     try:
@@ -167,7 +173,7 @@ def drain_command(
             if node is None:
                 rolling = rolling_drain.Rolling(label, deadline_ms, by_whom(reason), command)
                 return rolling_drain.roll(client, rolling, click.echo)
-            return _drain_one(client, node, deadline_ms, reason, output, waits=waits)
+            return _drain_one(client, node, deadline_ms, reason, output, waits=waits, force=force)
     except KeyboardInterrupt:
         return complain("drained nodes stay drained; `rdzvctl undrain` lifts that", INTERRUPTED)
 
@@ -180,17 +186,18 @@ def _drain_one(
     output: str,
     *,
     waits: bool,
+    force: bool,
 ) -> str:
     from rdzv.ctl import rolling_drain
     from rdzv.ctl.as_text_nodes import drained
     from rdzv.view import as_json
 
     try:
-        found = client.drain(node, deadline_ms, by_whom(reason), keep_min=True)
+        found = client.drain(node, deadline_ms, by_whom(reason), force=force)
     except TooFewNodesError as error:
-        # An operator who names a node means it, so drain it and print the consequence.
-        found = client.drain(node, deadline_ms, by_whom(reason))
-        warn(f"without {node}, {error}")
+        raise TooFewNodesError(
+            f"{node} is not drained: without it, {error}; --force drains it all the same"
+        ) from None
     if waits:
         found = (
             rolling_drain.wait_empty(client, node, lambda text: click.echo(text, err=True)) or found

@@ -54,15 +54,15 @@ class NodeOperations:
         return self._views.summary(node_id)
 
     async def drain(
-        self, node_id: str, deadline_ms: int, reason: str, *, keep_min: bool = False
+        self, node_id: str, deadline_ms: int, reason: str, *, force: bool = False
     ) -> Node:
         """Make a node leave all its jobs by the deadline, and place no more jobs on it.
 
         Raises:
-            TooFewNodesError: with `keep_min`, one of its jobs would be left with too few nodes.
+            TooFewNodesError: without `force`, one of its jobs would be left with too few nodes.
 
         """
-        short = self._scheduling.placer.short_without if keep_min else None
+        short = self._scheduling.placer.short_without if not force else None
         await self._scheduling.drains.drain(node_id, deadline_ms, reason, short)
         self._show_drain(node_id)
         return self._views.summary(node_id)

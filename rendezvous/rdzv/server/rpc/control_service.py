@@ -148,7 +148,7 @@ class ControlService(pb_grpc.ControlServicer):
         node_id, deadline_ms, reason = inbound_operators.drain_of(request)
         reason = signed(reason, callers.present.get())
         before = self._use(node_id)
-        found = await driver.nodes.drain(node_id, deadline_ms, reason, keep_min=request.keep_min)
+        found = await driver.nodes.drain(node_id, deadline_ms, reason, force=request.force)
         note_change(before, f"{_use_of(found)} (within {duration(deadline_ms)})")
         return outbound.node(found)
 

@@ -26,7 +26,7 @@ from rdzv.core.fleet.job_queue import (
 from rdzv.core.life.chosen_nodes import awaited
 from rdzv.core.model import JobSpec, State
 from rdzv.core.reason import ReasonItem
-from rdzv.core.words import counted
+from rdzv.core.words import counted, duration
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.runtime.clock import Clock, Timer
 from rdzv.runtime.tasks import Tasks
@@ -238,11 +238,13 @@ class Placer:
             return ""
         have = f"{membership.rdzv_id} would have {len(here)} of the {membership.min_nodes} nodes"
         if membership.submission is None:
-            return f"{have} that it needs"
+            within = duration(membership.settings.join_timeout_ms)
+            return f"{have} that it needs: it stops, and ends unless others join within {within}"
         free = self._free_for(state, going)
         if free >= lacks:
             return ""
-        return f"{have} that it needs, and {counted(free, 'other')} free for it"
+        others = f"and {counted(free, 'other')} free for it"
+        return f"{have} that it needs, {others}: it stops until others are free"
 
     def _free_for(self, state: State, going: set[str]) -> int:
         """Count the nodes that are about to join a submitted job or on which it could be placed."""
