@@ -12,7 +12,7 @@ from cluster import JOB, Cluster, cluster
 from rdzv.errors import RendezvousError
 from rdzv.view.answers import JobStatus
 
-LOOP = ("--max-restarts=50", "--no-progress-restarts=2", "--restart-backoff=0")
+LOOP = ("--max-restarts=50", "--no-progress-restarts=2", "--restart-backoff=0", "--restart-on=3,4")
 
 
 @pytest.fixture

@@ -65,15 +65,17 @@ load("/nowhere/weights.pt")
 """
 
 
-@pytest.mark.parametrize("option", ["--no-collective-trace", "--max-restarts=0"])
+@pytest.mark.parametrize("option", ["--no-collective-trace", "--no-restart-on=FileNotFoundError"])
 def test_an_exception_of_a_plain_script_is_its_failure(tmp_path: Path, option: str) -> None:
-    said = run([], tmp_path, EXCEPTION, option)
+    said = run([], tmp_path, EXCEPTION, option, "--max-restarts=1")
     summary = said.partition("Root cause, ")[2]
     if option == "--no-collective-trace":
         assert "\n  no error file" in summary
+        assert "; restarts spent: 1 of 1\n" in said
     else:
         assert "\n  FileNotFoundError: [Errno 2] No such file or directory: '/nowhere" in summary
         assert '", line 5, in <module>\n' in summary
+        assert "not restarted: FileNotFoundError is listed in --no-restart-on\n" in said
         # The script's own traceback is on the console as well, once.
         assert said.count("Traceback (most recent call last)") == 2
 

@@ -184,7 +184,13 @@ def read_settings(line: Line, default: Settings) -> Settings:
         max_preemptions=_read_budget(line, "max_preemptions", default.max_preemptions),
         max_store_failures=_read_budget(line, "max_store_failures", default.max_store_failures),
         no_progress_restarts=line.number("no_progress_restarts", default.no_progress_restarts),
+        restart_on=_read_ends(line, "restart_on", default.restart_on),
+        no_restart_on=_read_ends(line, "no_restart_on", default.no_restart_on),
     )
+
+
+def _read_ends(line: Line, key: str, default: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(filter(None, line.take(key, ",".join(default)).split(",")))
 
 
 def _read_budget(line: Line, key: str, default: int | None) -> int | None:
@@ -201,6 +207,9 @@ def write_settings(settings: Settings, default: Settings) -> list[str]:
     for name in budgets:
         if getattr(settings, name) != getattr(default, name):
             written.append(f"{name}={getattr(settings, name)}")
+    for name in ("restart_on", "no_restart_on"):
+        if getattr(settings, name) != getattr(default, name):
+            written.append(f"{name}={','.join(getattr(settings, name))}")
     if settings.scale_up != default.scale_up:
         written.append(f"scale_up={settings.scale_up}")
     durations = {"join_timeout": "join_timeout_ms", "last_call": "last_call_timeout_ms"}

@@ -956,6 +956,8 @@ class Settings(google.protobuf.message.Message):
     MAX_PREEMPTIONS_FIELD_NUMBER: builtins.int
     MAX_STORE_FAILURES_FIELD_NUMBER: builtins.int
     NO_PROGRESS_RESTARTS_FIELD_NUMBER: builtins.int
+    RESTART_ON_FIELD_NUMBER: builtins.int
+    NO_RESTART_ON_FIELD_NUMBER: builtins.int
     min_nodes: builtins.int
     max_nodes: builtins.int
     max_restarts: builtins.int
@@ -980,6 +982,16 @@ class Settings(google.protobuf.message.Message):
     """Rounds that may end because their store host failed. Unset: any number."""
     no_progress_restarts: builtins.int
     """The number of consecutive restarts without progress after which the job fails; 0: never."""
+    @property
+    def restart_on(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The ends of workers that are restarted, if there are any; all others end the job: exit codes, 128 + n
+        after signal n, and types of exceptions with or without their module.
+        """
+
+    @property
+    def no_restart_on(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The ends of workers that end the job, even if they are in `restart_on`."""
+
     def __init__(
         self,
         *,
@@ -996,9 +1008,11 @@ class Settings(google.protobuf.message.Message):
         max_preemptions: builtins.int | None = ...,
         max_store_failures: builtins.int | None = ...,
         no_progress_restarts: builtins.int = ...,
+        restart_on: collections.abc.Iterable[builtins.str] | None = ...,
+        no_restart_on: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_preemptions", b"_max_preemptions", "_max_restarts", b"_max_restarts", "_max_store_failures", b"_max_store_failures", "_restart_backoff_max_ms", b"_restart_backoff_max_ms", "_restart_backoff_ms", b"_restart_backoff_ms", "max_preemptions", b"max_preemptions", "max_restarts", b"max_restarts", "max_store_failures", b"max_store_failures", "restart_backoff_max_ms", b"restart_backoff_max_ms", "restart_backoff_ms", b"restart_backoff_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_preemptions", b"_max_preemptions", "_max_restarts", b"_max_restarts", "_max_store_failures", b"_max_store_failures", "_restart_backoff_max_ms", b"_restart_backoff_max_ms", "_restart_backoff_ms", b"_restart_backoff_ms", "join_timeout_ms", b"join_timeout_ms", "last_call_timeout_ms", b"last_call_timeout_ms", "max_nodes", b"max_nodes", "max_preemptions", b"max_preemptions", "max_restarts", b"max_restarts", "max_store_failures", b"max_store_failures", "min_nodes", b"min_nodes", "no_progress_restarts", b"no_progress_restarts", "restart_backoff_max_ms", b"restart_backoff_max_ms", "restart_backoff_ms", b"restart_backoff_ms", "restart_window_ms", b"restart_window_ms", "scale_up", b"scale_up", "scale_up_after_ms", b"scale_up_after_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_preemptions", b"_max_preemptions", "_max_restarts", b"_max_restarts", "_max_store_failures", b"_max_store_failures", "_restart_backoff_max_ms", b"_restart_backoff_max_ms", "_restart_backoff_ms", b"_restart_backoff_ms", "join_timeout_ms", b"join_timeout_ms", "last_call_timeout_ms", b"last_call_timeout_ms", "max_nodes", b"max_nodes", "max_preemptions", b"max_preemptions", "max_restarts", b"max_restarts", "max_store_failures", b"max_store_failures", "min_nodes", b"min_nodes", "no_progress_restarts", b"no_progress_restarts", "no_restart_on", b"no_restart_on", "restart_backoff_max_ms", b"restart_backoff_max_ms", "restart_backoff_ms", b"restart_backoff_ms", "restart_on", b"restart_on", "restart_window_ms", b"restart_window_ms", "scale_up", b"scale_up", "scale_up_after_ms", b"scale_up_after_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_preemptions", b"_max_preemptions"]) -> typing.Literal["max_preemptions"] | None: ...
     @typing.overload

@@ -111,6 +111,11 @@ class Settings:
     no_progress_restarts: int = 0
     """The number of consecutive restarts without progress after which the job fails, or 0 for no
     limit."""
+    restart_on: tuple[str, ...] = ()
+    """The ends of workers that are restarted, as `root_cause.names_of_end` names them; all others
+    end the job. Empty if all are restarted."""
+    no_restart_on: tuple[str, ...] = ()
+    """The ends of workers that end the job, even if `restart_on` lists them."""
 
 
 RECONNECT_GRACE_MS = 250

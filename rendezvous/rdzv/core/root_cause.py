@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from rdzv.core.model import Cause, Failure, Round
-from rdzv.core.words import duration, ranks_text
+from rdzv.core.model import Cause, Failure, Round, Settings
+from rdzv.core.words import duration, listed, ranks_text
 from rdzv.structs import replace
 
 MAX_FAILURES = 64
@@ -30,6 +30,13 @@ _OF_ITSELF = re.compile(
 """Matches what these exceptions contain if their own end of the connection is at fault."""
 _LOST_PEER = re.compile(r"(?:Connection(?:Reset|Refused|Aborted)Error|BrokenPipeError)\b")
 """Python's own exceptions for a connection that its other end has broken."""
+
+_RAISED = re.compile(
+    r"(?:^Traceback \(most recent call last\):|\A.*)\n(?:[ \t].*\n)*((?:\w+\.)*\w+)", re.MULTILINE
+)
+"""Matches a traceback, which may lack its beginning, up to the type of its exception."""
+_TYPE = re.compile(r"(?:\w+\.)*([^\W\d]\w*)(?::|$)", re.MULTILINE)
+"""Matches the type with which the message about an exception begins."""
 
 
 def is_connection_error(failure: Failure) -> bool:
@@ -105,6 +112,39 @@ def charged_failures(round_: Round) -> tuple[Failure, ...]:
     given_up = frozenset(round_.gone).difference(round_.succeeded)
     consequences = bool(failures) and (failures[0].suspect or failures[0].finished)
     return () if given_up and consequences else failures
+
+
+def names_of_end(failure: Failure) -> tuple[str, ...]:
+    """Return the names of how a worker ended: its exit code, and the type of its exception.
+
+    After signal n the exit code is 128 + n, as in a shell. The type is named with its module, if it
+    has one, and without. Without a traceback, a message is no exception's, and may be any text.
+    """
+    code = failure.exit_code if failure.signal is None else 128 + failure.signal
+    names = () if code is None else (str(code),)
+    found = _TYPE.match(failure.message)
+    if found is None or not failure.traceback or not (code or failure.suspect):
+        return names
+    raised = [n for n in _RAISED.findall(failure.traceback) if n.rpartition(".")[2] == found[1]]
+    return tuple(dict.fromkeys((*names, *raised[-1:], found[1])))
+
+
+def why_not_restarted(settings: Settings, root_cause: Failure | None) -> str:
+    """Explain why a job ends with this failure, however many restarts are left; or return ""."""
+    if not settings.restart_on and not settings.no_restart_on:
+        return ""
+    names = names_of_end(root_cause) if root_cause is not None else ()
+    shown = [f"exit code {name}" if name.isdecimal() else name for name in names]
+    if root_cause is not None and root_cause.signal is not None:
+        shown[0] = f"signal {root_cause.signal}"
+    for name, text in zip(names, shown, strict=True):
+        if name in settings.no_restart_on:
+            return f"{text} is listed in --no-restart-on"
+    if not settings.restart_on or not set(names).isdisjoint(settings.restart_on):
+        return ""
+    if not shown:
+        return "how it ended is not known, so --restart-on does not list it"
+    return f"--restart-on does not list {listed(shown[:2])}"
 
 
 def only_suspects(failures: Iterable[Failure]) -> bool:

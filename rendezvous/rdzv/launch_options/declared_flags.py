@@ -57,6 +57,7 @@ OWN = frozenset(
         *("--exit-code", "--fence-after", "--hang-timeout", "--keep-timeout"),
         *("--log-line-prefix-template", "--max-preemptions", "--max-store-failures"),
         *("--no-progress-restarts", "--no-collective-trace", "--no-warm", "--node-id"),
+        *("--no-restart-on", "--restart-on"),
         *("--notice-signal", "--park-timeout", "--preemption-file", "--print-completion"),
         *("--restart-backoff", "--restart-window", "--snapshot", "--snapshot-copy-rate"),
         *("--snapshot-dir", "--snapshot-dir-every", "--snapshot-dir-keep", "--snapshot-memory"),
@@ -86,6 +87,7 @@ def grouped() -> dict[str, list[Option]]:
         "the job, its nodes and their server": [*_job(), *_node(), *_credentials()],
         "workers, failures and restarts": [
             *_budgets(),
+            *_failing(),
             *_program(),
             *_watching(),
             *_keeping(),
@@ -274,17 +276,33 @@ def _budgets() -> list[Option]:
             default=0,
         ),
         value(
+            "--snapshot",
+            "PATH",
+            "file or folder that the job saves its state to; a change to it counts as progress",
+            type=Path,
+        ),
+    ]
+
+
+def _failing() -> list[Option]:
+    return [
+        value(
+            "--no-restart-on",
+            "END,...",
+            "fail at once if the worker whose failure counts ended so: an exit code, a signal such "
+            "as SIGKILL, or an exception such as torch.OutOfMemoryError; see docs/restarts.md",
+        ),
+        value(
+            "--restart-on",
+            "END,...",
+            "restart only if it ended so, within --max-restarts; fail at once otherwise",
+        ),
+        value(
             "--exit-code",
             "1|root-cause",
             "exit code if the job has failed: 1 (default), or that of the worker whose failure "
             "ended it, and 128 + n after signal n; see docs/troubleshooting.md",
             default="1",
-        ),
-        value(
-            "--snapshot",
-            "PATH",
-            "file or folder that the job saves its state to; a change to it counts as progress",
-            type=Path,
         ),
     ]
 

@@ -8,6 +8,7 @@ way.
 from __future__ import annotations
 
 import argparse
+import builtins
 import math
 import re
 import signal
@@ -48,6 +49,20 @@ LABEL_CHARS = 255
 """The patterns of variable and label names, and the maximum length of a label value, as in the
 server's defaults."""
 
+MAX_WORKER_ENDS = 32
+"""The maximum length of --restart-on and of --no-restart-on, as on the server."""
+_EXCEPTION = re.compile(r"(?:[^\W\d]\w*\.)*[^\W\d]\w*")
+_EXCEPTIONS = {
+    "torch.cuda.OutOfMemoryError": "torch.OutOfMemoryError",
+    **{
+        name: kind.__name__
+        for name, kind in vars(builtins).items()
+        if isinstance(kind, type) and issubclass(kind, Exception)
+    },
+}
+"""The types of well-known exceptions by all their names; tracebacks show only one of these."""
+_GIVE_ENDS = "give 3, SIGKILL, ValueError or torch.OutOfMemoryError, for example"
+
 WORKERS_OWN = frozenset(
     {
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE"),
@@ -84,6 +99,11 @@ def check_words(args: argparse.Namespace) -> None:
                 f"--snapshot={args.snapshot} has no effect without --no-progress-restarts; give a "
                 "number of restarts, or leave it out"
             )
+    if args.restart_on and not args.max_restarts:
+        raise InvalidRequestError(
+            f"--restart-on={short(args.restart_on)} has no effect without --max-restarts; give a "
+            "number of restarts, or leave it out"
+        )
     wants_root_cause(args.exit_code)
     if args.snapshot_dir is not None:
         check_printable("--snapshot-dir", str(args.snapshot_dir))
@@ -141,6 +161,8 @@ def read_settings(args: argparse.Namespace, conf: Mapping[str, str]) -> Settings
         max_preemptions=_budget("--max-preemptions", args.max_preemptions),
         max_store_failures=_budget("--max-store-failures", args.max_store_failures),
         no_progress_restarts=at_least("--no-progress-restarts", args.no_progress_restarts, 0),
+        restart_on=parse_worker_ends("--restart-on", args.restart_on),
+        no_restart_on=parse_worker_ends("--no-restart-on", args.no_restart_on),
     )
 
 
@@ -445,6 +467,57 @@ def parse_notice_signal(text: str) -> signal.Signals | None:
             "SIGTERM or SIGUSR1, or none"
         )
     return signal.Signals[text]
+
+
+def parse_worker_ends(option: str, text: str | None) -> tuple[str, ...]:
+    """Parse a list of how workers may end: exit codes, signals and types of exceptions.
+
+    The result has names as `root_cause.names_of_end` gives them, sorted: 128 + n is signal n.
+
+    >>> parse_worker_ends("--restart-on", "3, SIGKILL,-9,IOError,torch.OutOfMemoryError")
+    ('137', '3', 'OSError', 'torch.OutOfMemoryError')
+    """
+    words = [word for part in (text or "").split(",") if (word := part.strip())]
+    if len(words) > MAX_WORKER_ENDS:
+        raise InvalidRequestError(
+            f"{option} lists {len(words)} ends of workers; give at most {MAX_WORKER_ENDS}"
+        )
+    return tuple(sorted({_worker_end(option, word) for word in words}))
+
+
+def _worker_end(option: str, word: str) -> str:
+    if re.fullmatch("-?[0-9]{1,9}", word):
+        number = int(word)
+        if not (0 < number <= 255 or -64 <= number < 0):
+            raise InvalidRequestError(
+                f"{option}: no failed worker ends with {word}; give exit codes from 1 to 255, or "
+                "signals by name"
+            )
+        return str(number if number > 0 else 128 - number)
+    if word in signal.Signals.__members__:
+        return str(128 + signal.Signals[word])
+    if word in _EXCEPTIONS:
+        return _EXCEPTIONS[word]
+    like = [name for name in (*signal.Signals.__members__, *_EXCEPTIONS) if _is_typo(word, name)]
+    # A word in small letters is more likely a mistake than a class, unless its module is given.
+    unlikely = "." not in word and (word.islower() or word.startswith("SIG"))
+    if like or unlikely or not _EXCEPTION.fullmatch(word) or len(word) > NAME_CHARS:
+        remedy = f"did you mean `{like[0]}`?" if like else _GIVE_ENDS
+        raise InvalidRequestError(
+            f"{option}: {short(word)!r} is no exit code, signal or exception; {remedy}"
+        )
+    return word
+
+
+def _is_typo(word: str, name: str) -> bool:
+    """Return whether a word is almost a name; one with a module is taken for what it says."""
+    from difflib import SequenceMatcher
+
+    word, name = word.lower(), name.lower()
+    if word in (name, name.removeprefix("sig")):
+        return True
+    near = abs(len(word) - len(name)) < 2 and "." not in word
+    return near and SequenceMatcher(None, word, name).ratio() >= 0.9
 
 
 def wants_root_cause(text: str) -> bool:

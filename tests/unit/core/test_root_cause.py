@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from rdzv.core.model import Failure
+from rdzv.core.model import Failure, Settings
 from rdzv.core.root_cause import (
     MAX_FAILURES,
     describe_failure,
     is_connection_error,
     keep_earliest,
+    names_of_end,
     root_cause,
+    why_not_restarted,
 )
 from rdzv.structs import replace
 
@@ -187,3 +191,95 @@ def test_a_suspect_is_no_fault_of_its_node() -> None:
     suspect = replace(failure("a", 0, "ValueError: no", "trace"), suspect=True, exit_code=None)
     assert is_connection_error(suspect)
     assert describe_failure(suspect).endswith("on a: a collective failed: ValueError: no")
+
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "train.py", line 7, in step
+    loss.backward()
+KeyError: 'x'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    step()
+    ^^^^^^
+torch.OutOfMemoryError: CUDA out of memory.
+ValueError: is only a word of the text"""
+MEMORY = "OutOfMemoryError: CUDA out of memory. ValueError: is only a word of the text"
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ({"exit_code": 3}, ["3"]),
+        ({"signal": 9, "exit_code": None}, ["137"]),
+        ({"exit_code": 137}, ["137"]),
+        ({"exit_code": None}, []),
+        (
+            {"message": MEMORY, "traceback": TRACEBACK},
+            ["1", "torch.OutOfMemoryError", "OutOfMemoryError"],
+        ),
+        # The server keeps the end of a long traceback.
+        (
+            {"message": MEMORY, "traceback": TRACEBACK[TRACEBACK.index("ne 9, in <m") :]},
+            ["1", "torch.OutOfMemoryError", "OutOfMemoryError"],
+        ),
+        ({"message": "ValueError", "traceback": "Traceback"}, ["1", "ValueError"]),
+        # The text of an exception, of sys.exit("text") and of a hang may be anything.
+        ({"message": MEMORY, "traceback": ""}, ["1"]),
+        ({"message": "no batch: ValueError: x", "traceback": TRACEBACK}, ["1"]),
+        ({"message": "hung: 9 s", "traceback": TRACEBACK, "exit_code": None}, []),
+        ({"message": "exited: early", "traceback": TRACEBACK, "exit_code": 0}, ["0"]),
+        ({"message": "137: x", "traceback": TRACEBACK}, ["1"]),
+        # A suspect has not exited, and its exception is known all the same.
+        (
+            {"message": "DistError: x", "traceback": "T", "exit_code": None, "suspect": True},
+            ["DistError"],
+        ),
+    ],
+)
+def test_how_a_worker_ended_has_names(how: dict[str, Any], expected: list[str]) -> None:
+    assert list(names_of_end(replace(failure("a", 1), **how))) == expected
+
+
+OF_MEMORY = replace(failure("a", 1), message=MEMORY, traceback=TRACEBACK)
+KILLED = failure("a", 1, signal=9)
+
+
+@pytest.mark.parametrize(
+    ("root", "restart_on", "no_restart_on", "why"),
+    [
+        (failure("a", 1), (), (), ""),
+        (failure("a", 1), (), ("3",), ""),
+        (failure("a", 1), (), ("1",), "exit code 1 is listed in --no-restart-on"),
+        (KILLED, (), ("137",), "signal 9 is listed in --no-restart-on"),
+        (OF_MEMORY, (), ("OutOfMemoryError",), "OutOfMemoryError is listed in --no-restart-on"),
+        (
+            OF_MEMORY,
+            (),
+            ("torch.OutOfMemoryError",),
+            "torch.OutOfMemoryError is listed in --no-restart-on",
+        ),
+        (OF_MEMORY, (), ("ValueError", "KeyError", "my.OutOfMemoryError"), ""),
+        (KILLED, ("137", "3"), (), ""),
+        (OF_MEMORY, ("OutOfMemoryError",), (), ""),
+        (
+            OF_MEMORY,
+            ("137",),
+            (),
+            "--restart-on does not list exit code 1, torch.OutOfMemoryError",
+        ),
+        # Given both, --no-restart-on wins.
+        (OF_MEMORY, ("1",), ("OutOfMemoryError",), "OutOfMemoryError is listed in --no-restart-on"),
+        # What is not known is in no list.
+        (None, (), ("1",), ""),
+        (None, ("1",), (), "how it ended is not known, so --restart-on does not list it"),
+    ],
+)
+def test_which_ends_of_a_worker_are_restarted(
+    root: Failure | None, restart_on: tuple[str, ...], no_restart_on: tuple[str, ...], why: str
+) -> None:
+    settings = Settings(1, 1, restart_on=restart_on, no_restart_on=no_restart_on)
+    assert why_not_restarted(settings, root) == why

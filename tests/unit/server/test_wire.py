@@ -452,6 +452,9 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_join(settings=settings(max_preemptions=2**31)), "max_preemptions 2147483648"),
         (read_join(settings=settings(max_store_failures=2**31)), "max_store_failures 2147483648"),
         (read_join(settings=settings(no_progress_restarts=2**31)), "no_progress_restarts 21"),
+        (read_join(settings=settings(restart_on=["1"] * 33)), "restart_on 33 are too many; give a"),
+        (read_join(settings=settings(no_restart_on=["x" * 129])), "has 129 characters; give at"),
+        (read_join(settings=settings(no_restart_on=["a b"])), "no_restart_on 'a b' has characters"),
         (read_join(settings=settings(scale_up=7)), "scale_up 7 is not known"),
         (read_join(offer=offer(address="")), "address '' is empty; give a host name or"),
         (read_join(offer=offer(address="http://x")), "address 'http://x'"),
@@ -905,9 +908,12 @@ def test_a_row_of_history() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"restart_backoff_ms": 7}, {"restart_backoff_max_ms": 900_000}, {"max_preemptions": 3}],
+    [
+        *({}, {"restart_backoff_ms": 7}, {"restart_backoff_max_ms": 900_000}),
+        *({"max_preemptions": 3}, {"restart_on": ("137", "3"), "no_restart_on": ("a.Übel",)}),
+    ],
 )
-def test_settings_are_read_as_they_were_said(given: dict[str, int]) -> None:
+def test_settings_are_read_as_they_were_said(given: dict[str, Any]) -> None:
     said = replace(Settings(2, 4, max_restarts=3), **given)
     message = settings_message(said)
     assert settings_of(message) == said

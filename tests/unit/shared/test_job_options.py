@@ -47,7 +47,8 @@ def test_budgets_are_as_launched() -> None:
     assert read_settings(args(), {}) == Settings(1, 1)
     given = (
         *("--restart-backoff=0.5:10", "--restart-window=60", "--max-preemptions=0"),
-        *("--max-store-failures=7", "--no-progress-restarts=2"),
+        *("--max-store-failures=7", "--no-progress-restarts=2", "--restart-on=3,-9,5"),
+        "--no-restart-on=SIGSEGV, IOError,torch.cuda.OutOfMemoryError,my_lib.Broken,Übel,",
     )
     assert read_settings(args(*given), {}) == Settings(
         *(1, 1),
@@ -57,6 +58,8 @@ def test_budgets_are_as_launched() -> None:
         max_preemptions=0,
         max_store_failures=7,
         no_progress_restarts=2,
+        restart_on=("137", "3", "5"),
+        no_restart_on=("139", "OSError", "my_lib.Broken", "torch.OutOfMemoryError", "Übel"),
     )
 
 
@@ -83,6 +86,19 @@ def test_what_is_a_flag_and_a_key_may_be_given_as_either() -> None:
         ("--max-preemptions=-1", "--max-preemptions=-1 is too small; give at least 0"),
         ("--no-progress-restarts=-1", "--no-progress-restarts=-1 is too small; give at least 0"),
         ("--max-store-failures=1000001", "--max-store-failures=1000001 is too large"),
+        ("--restart-on=0", "--restart-on: no failed worker ends with 0; give exit codes from 1"),
+        ("--restart-on=256", "--restart-on: no failed worker ends with 256"),
+        ("--restart-on=-65", "--restart-on: no failed worker ends with -65"),
+        ("--no-restart-on=3,valueerror", "'valueerror' is no exit code, .*mean `ValueError`"),
+        ("--no-restart-on=ValueErorr", "did you mean `ValueError`"),
+        ("--no-restart-on=SIGKIL", "did you mean `SIGKILL`"),
+        ("--no-restart-on=kill", "did you mean `SIGKILL`"),
+        ("--no-restart-on=SIGNAL", "give 3, SIGKILL, ValueError or torch.OutOfMemoryError, for"),
+        ("--no-restart-on=oom", "'oom' is no exit code, signal or exception; give 3, SIGKILL"),
+        ("--no-restart-on=a b", "'a b' is no exit code, signal or exception; give 3, SIGKILL"),
+        (f"--no-restart-on={'X' * 129}", "X...' is no exit code, signal or exception"),
+        (f"--no-restart-on={'9' * 9999}", "is no exit code, signal or exception"),
+        (f"--no-restart-on={'3,' * 33}", "--no-restart-on lists 33 ends of workers; give at most"),
     ],
 )
 def test_a_budget_that_makes_no_sense_is_refused(flag: str, said: str) -> None:
@@ -107,6 +123,13 @@ def test_a_root_causes_exit_code_is_passed_on_unless_it_is_ours(
 ) -> None:
     found, why = root_cause_exit(exit_code, signum, (75, 77, 93))
     assert (found, why.partition(", because ")[2]) == (code, said)
+
+
+def test_what_is_restarted_needs_restarts() -> None:
+    check_words(args("--no-restart-on=3"))
+    check_words(args("--restart-on=3", "--max-restarts=1"))
+    with pytest.raises(InvalidRequestError, match="--restart-on=3 has no effect without --max-r"):
+        check_words(args("--restart-on=3"))
 
 
 def test_an_exit_code_is_1_or_the_root_causes() -> None:

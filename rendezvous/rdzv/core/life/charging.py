@@ -88,7 +88,7 @@ def _charge(state: State, round_: Round, ended: RoundEnd, now_ms: int) -> _Charg
         root = failures[0]
         end = replace(end, reason=describe_failure(root), cause_node_id=root.node_id)
     spent = spend(membership, round_, end, _moved(state, round_))
-    over = exceeded(membership.settings, end, spent)
+    over = exceeded(membership.settings, end, spent, failures[0] if failures else None)
     restarts, budget_left = membership.restarts, over is None
     if end.cause is Cause.WORKER_FAILURE and budget_left:
         most = membership.settings.max_restarts

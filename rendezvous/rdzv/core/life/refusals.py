@@ -220,5 +220,7 @@ def _shown(name: str, value: object) -> str:
     if value is None:
         restarts = name == "max_restarts"
         return "left to each node's own agent (torchrun)" if restarts else "without limit"
+    if isinstance(value, tuple):
+        return ",".join(value) or "empty"
     # The command line takes seconds.
     return f"{value / 1000:g} s" if name.endswith("_ms") and isinstance(value, int) else str(value)

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from rdzv.core.model import (
     Cause,
+    Failure,
     Membership,
     Moved,
     Round,
     RoundEnd,
     Settings,
 )
+from rdzv.core.root_cause import why_not_restarted
 from rdzv.core.spent import Spent
 from rdzv.core.words import counted
 from rdzv.structs import struct
@@ -32,7 +34,7 @@ _MAX_DOUBLINGS = 32
 
 @struct(frozen=True)
 class Exceeded:
-    """The reason why a run fails: the budget that it exceeded, and how its last round ended."""
+    """The reason why a run fails: the budget or rule that it exceeded, and how its round ended."""
 
     reason: str
     no_progress: bool = False
@@ -84,8 +86,10 @@ def _is_further(step: int | None, than: int | None) -> bool:
     return step is not None and (than is None or step > than)
 
 
-def exceeded(settings: Settings, end: RoundEnd, spent: Spent) -> Exceeded | None:
-    """Return the budget, other than restarts, that this end of a round exceeds, or None."""
+def exceeded(
+    settings: Settings, end: RoundEnd, spent: Spent, root_cause: Failure | None
+) -> Exceeded | None:
+    """Return why this end of a round ends the run, even if restarts are left, or None."""
     why = f"{end.cause}: {end.reason}"
     most, given = settings.no_progress_restarts, settings.max_preemptions
     if end.cause is Cause.WORKER_FAILURE and most and spent.in_vain >= most:
@@ -94,6 +98,9 @@ def exceeded(settings: Settings, end: RoundEnd, spent: Spent) -> Exceeded | None
         return Exceeded(
             f"no progress: none of {restarts} {beyond}; the last {why}", no_progress=True
         )
+    rule = why_not_restarted(settings, root_cause) if end.cause is Cause.WORKER_FAILURE else ""
+    if rule:
+        return Exceeded(f"{why}; not restarted: {rule}")
     if _is_preemption(settings, end) and given is not None and spent.preemptions > given:
         return Exceeded(f"{why}; preemptions spent: {given} of {given}")
     given = settings.max_store_failures

@@ -34,6 +34,8 @@ REASON_CHARS = 1_000
 """The maximum length of a sentence for people. Longer ones are truncated."""
 TRACEBACK_CHARS = 16_384
 """The maximum length of a traceback stored with a job. Longer ones lose their beginning."""
+WORKER_ENDS = 32
+"""The number of ends in each of restart_on and no_restart_on, each of at most `NAME_CHARS`."""
 TIMEOUT_MS = 30 * 86_400_000
 """The longest timeout of a job. An ended job is remembered for at least as long, so no node can
 still be waiting to learn how it ended."""

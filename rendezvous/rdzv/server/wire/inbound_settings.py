@@ -16,6 +16,7 @@ _SCALE_UPS: Mapping[int, ScaleUp] = {
     pb.SCALE_UP_AFTER: ScaleUp.AFTER,
 }
 _DEFAULT = Settings(min_nodes=1, max_nodes=1)
+_WORKER_END = re.compile(r"[0-9]{1,3}|(?:[^\W\d]\w*\.)*[^\W\d]\w*")
 _LABEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 
 
@@ -50,7 +51,17 @@ def settings_of(message: pb.Settings) -> Settings:
         no_progress_restarts=bounds.within(
             "no_progress_restarts", message.no_progress_restarts, 0, bounds.RESTARTS
         ),
+        restart_on=_worker_ends("restart_on", message.restart_on),
+        no_restart_on=_worker_ends("no_restart_on", message.no_restart_on),
     )
+
+
+def _worker_ends(what: str, names: Sequence[str]) -> tuple[str, ...]:
+    if len(names) > bounds.WORKER_ENDS:
+        raise bounds.refusal(what, len(names), "are too many", f"give at most {bounds.WORKER_ENDS}")
+    allowed = "exit codes, and types of exceptions as in a traceback"
+    checked = (bounds.spelled(what, n, _WORKER_END, bounds.NAME_CHARS, allowed) for n in names)
+    return tuple(sorted(set(checked)))
 
 
 def _backoff_ms(message: pb.Settings, name: str) -> int:

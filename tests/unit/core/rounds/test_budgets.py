@@ -5,11 +5,14 @@ The stories are in `tests/scenarios/5_7_*`; here are the tables behind them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from examples import SETTLED
+from rdzv.core.events import RoundSettled
 from rdzv.core.model import (
     UNMOVED,
     Cause,
@@ -219,13 +222,16 @@ def test_a_clock_that_was_ahead_does_not_lengthen_the_wait() -> None:
         (Cause.WORKER_FAILURE, {"no_progress_restarts": 3}, Spent(in_vain=2), None),
         (Cause.WORKER_FAILURE, {"no_progress_restarts": 3}, Spent(in_vain=3), "no progress: none"),
         (Cause.NODE_LOST, {"no_progress_restarts": 3}, Spent(in_vain=3), None),
+        (Cause.WORKER_FAILURE, {"restart_on": ("3",)}, Spent(), "not restarted: how it ended"),
+        (Cause.NODE_LOST, {"restart_on": ("3",)}, Spent(), None),
+        (Cause.STORE_HOST, {"restart_on": ("3",)}, Spent(), None),
     ],
 )
 def test_a_budget_is_of_its_cause_alone(
-    cause: Cause, budgets: dict[str, int], spent: Spent, reason: str | None
+    cause: Cause, budgets: dict[str, Any], spent: Spent, reason: str | None
 ) -> None:
     settings = replace(SETTINGS, **budgets)
-    found = exceeded(settings, RoundEnd(cause, "why", 0, broken=True), spent)
+    found = exceeded(settings, RoundEnd(cause, "why", 0, broken=True), spent, None)
     assert (found is not None) == (reason is not None)
     if found is not None and reason is not None:
         assert reason in found.reason
@@ -233,10 +239,47 @@ def test_a_budget_is_of_its_cause_alone(
         assert found.no_progress == reason.startswith("no progress")
 
 
+def test_an_end_that_is_not_restarted_fails_the_job_though_restarts_are_left() -> None:
+    settings = replace(SETTINGS, max_nodes=2, max_restarts=9, no_restart_on=("3",))
+    job = running("n1", "n2", settings=settings)
+    # It is listed, but it is not the root cause.
+    job.fail("n1", report(rank=0, exit_code=3, age_ms=0))
+    job.fail("n2", report(rank=1, exit_code=1, message="ValueError: x", traceback="T", age_ms=1))
+    job.stopped("n1", "n2")
+    assert (job.membership.ended, job.round.number, job.round.restarts) == (None, 1, 1)
+    job.fail("n2", report(rank=1, exit_code=3))
+    job.stopped("n1")
+    assert job.membership.ended is None
+    job.stopped("n2")
+    ended = job.membership.ended
+    assert ended is not None and ended.failures[0].exit_code == 3
+    assert ended.reason == (
+        "worker failure: rank 1 (local_rank 0) on n2: exit code 3; not restarted: exit code 3 is "
+        "listed in --no-restart-on"
+    )
+    assert job.reason == ended.reason
+    assert job.last(RoundSettled).restarts == 1
+
+
+def test_only_the_listed_ends_are_restarted_and_a_lost_node_is_no_workers_end() -> None:
+    settings = replace(SETTINGS, min_nodes=1, max_restarts=9, restart_on=("137",))
+    job = running("n1", "n2", settings=settings)
+    job.fail("n1", report(exit_code=None, signal=9))
+    job.stopped("n1", "n2")
+    job.lost("n2")
+    job.stopped("n1")
+    assert (job.round.number, job.membership.ended) == (2, None)
+    job.fail("n1", report(exit_code=1))
+    job.stopped("n1")
+    ended = job.membership.ended
+    assert ended is not None
+    assert ended.reason.endswith("; not restarted: --restart-on does not list exit code 1")
+
+
 def test_who_makes_no_progress_is_told_how_far_it_came() -> None:
     settings = replace(SETTINGS, no_progress_restarts=1)
     end = RoundEnd(Cause.WORKER_FAILURE, "rank 3 on n2: exit code 1", 0, broken=True)
-    found = [exceeded(settings, end, Spent(in_vain=1, step=step)) for step in (None, 0, 120)]
+    found = [exceeded(settings, end, Spent(in_vain=1, step=step), None) for step in (None, 0, 120)]
     last = "; the last worker failure: rank 3 on n2: exit code 1"
     assert [one and one.reason for one in found] == [
         f"no progress: none of 1 restart in a row moved it on{last}",
