@@ -28,12 +28,12 @@ from rdzv.ctl import (
     live,
     trace,
 )
-from rdzv.ctl.as_text_logs import Printer
 from rdzv.ctl.layout import Page
 from rdzv.structs import field_names
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import from_messages
 from rdzv.view.history import KINDS
+from rdzv.view.log_lines import Printer
 from tests.fuzz import messages, surface
 from tests.fuzz.surface import Input, Step, Surface, Take, check_text
 

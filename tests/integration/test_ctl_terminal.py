@@ -92,7 +92,7 @@ def test_a_job_is_watched_to_its_end(control: WatchControl, server: str) -> None
     assert "\x1b[2J" not in drawn
     screens = drawn.split("\x1b[H")[1:]
     assert all(one.count("\r\n") <= 23 and one.endswith("\x1b[J") for one in screens)
-    assert "join timeout" in screens[0]
+    assert "gives up in" in screens[0]
     assert "\x1b" not in after
     assert after.startswith("gpt-small  failed")
     assert control_samples.TRACEBACK.splitlines()[-1] in after

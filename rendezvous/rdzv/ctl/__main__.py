@@ -108,11 +108,11 @@ SECTIONS: dict[str, dict[str, str | None]] = {
     },
     "Nodes": dict.fromkeys(("nodes", "cordon", "uncordon", "drain", "undrain"), "nodes"),
     "Server and access": {
-        **{"servers": "servers", "backup": "servers", "audit": "access", "tokens": "access"},
+        **{"servers": "servers", "backup": "servers", "audit": "servers", "tokens": "servers"},
         "certs": "certs",
     },
     "When something is wrong": {"doctor": "support", "support-bundle": "support"},
-    "This machine": {"demo": "demo", "docs": "docs", "completion": None, "version": None},
+    "This machine": {"demo": "support", "docs": "docs", "completion": None, "version": None},
 }
 """All commands, grouped by task, with the module of `commands` that has each; None: here."""
 

@@ -223,9 +223,29 @@ def as_asked(output: str, json: str) -> str:
     """Return a document from `as_json` in the requested format, JSON or YAML."""
     if output == "json":
         return json
-    from rdzv.ctl import as_yaml
+    return as_yaml(json)
 
-    return as_yaml.document(json)
+
+def as_yaml(document: str) -> str:
+    """Convert a JSON document to YAML, with the same keys in the same order.
+
+    Multi-line strings become blocks, unless they contain characters that need escaping. Like the
+    JSON, the result is pure ASCII, so nothing in it can harm a terminal.
+    """
+    import json
+
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+        style = "|" if "\n" in text else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    Dumper.add_representer(str, text)
+    written: str = yaml.dump(json.loads(document), Dumper=Dumper, sort_keys=False, width=100)
+    return written.rstrip("\n")
 
 
 @contextmanager

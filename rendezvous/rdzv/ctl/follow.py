@@ -1,4 +1,4 @@
-"""Commands that follow a job line by line.
+"""Shows a job line by line: the output of its workers, and what is new.
 
 `submit --follow` shows the output of a run's workers, what the run is waiting for, and how it
 ended; `events --follow` shows its events.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import click
 
 from rdzv.client import ControlClient
 from rdzv.ctl import as_text
-from rdzv.ctl.as_text_logs import show
 from rdzv.ctl.layout import page_for
 from rdzv.ctl.watch import (
     EXIT_CODES,
@@ -27,7 +26,33 @@ from rdzv.ctl.watch import (
 from rdzv.errors import InvalidRequestError, RendezvousClosedError, RendezvousError
 from rdzv.runtime.log_format import harmless
 from rdzv.view import as_json
-from rdzv.view.answers import Event, JobStatus
+from rdzv.view.answers import Event, JobStatus, LogLines
+from rdzv.view.log_lines import Printer, note_of
+
+
+def show_logs(pieces: Iterable[LogLines], *, one_rank: bool, one_stream: bool) -> bool:
+    """Print all pieces, with notes on stderr; return whether the output is complete."""
+    terminal = sys.stdout.isatty()
+    printer = Printer(
+        sys.stdout.buffer,
+        prefixed=not one_rank,
+        escaped=terminal,
+        as_it_comes=one_rank and one_stream and not terminal,
+    )
+    whole, absent = True, False
+    try:
+        for piece in pieces:
+            if piece.note is None:
+                printer.take(piece)
+                absent = False
+                continue
+            _say(note_of(piece))
+            # Output may still follow a note that concerns the whole job.
+            absent = absent or not piece.node_id
+            whole = whole and not piece.node_id
+    finally:
+        printer.end()
+    return whole and not absent
 
 
 def follow(
@@ -47,7 +72,7 @@ def follow(
         written = logs.logs(rdzv_id, follow=True, run=run)
         # Notes about the whole job are omitted, because the story reports them.
         written = (piece for piece in written if piece.node_id)
-        show(written, one_rank=False, one_stream=False)
+        show_logs(written, one_rank=False, one_stream=False)
     except (InvalidRequestError, RendezvousClosedError):
         # The run ended without output, or another run has begun. The story reports which.
         pass

@@ -19,7 +19,7 @@ import click
 
 from rdzv.client import ControlClient
 from rdzv.ctl import as_text, live
-from rdzv.ctl.command_line import DENIED, UNREACHABLE
+from rdzv.ctl.command_line import DENIED, UNREACHABLE, as_yaml
 from rdzv.ctl.layout import page_for
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.launch_options.job_options import root_cause_exit
@@ -173,9 +173,7 @@ def one_of_many(output: str, document: str) -> str:
     """Format a JSON document as part of a stream: as a single line, or as YAML after ---."""
     if output == "json":
         return as_json.one_line(document)
-    from rdzv.ctl import as_yaml
-
-    return f"---\n{as_yaml.document(document)}"
+    return f"---\n{as_yaml(document)}"
 
 
 def _live(client: ControlClient, job: str, news: _News) -> SeenStatus:

@@ -774,7 +774,7 @@ def test_ctrl_c_leaves_it_running(
     def interrupted(*_: object, **__: object) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(follow, "show", interrupted)
+    monkeypatch.setattr(follow, "show_logs", interrupted)
     assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 130
     said = capsys.readouterr().err.splitlines()[-1]
     assert said == (

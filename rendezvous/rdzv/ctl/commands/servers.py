@@ -1,4 +1,4 @@
-"""Commands for servers: servers, backup."""
+"""Commands for servers, and for who may call them: servers, backup, audit, tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from pathlib import Path
 
 import click
 
-from rdzv.ctl.command_line import as_asked, connection_options, opened_client, output_option
+from rdzv.ctl.command_line import (
+    Subcommands,
+    as_asked,
+    connection_options,
+    opened_client,
+    output_option,
+)
+from rdzv.runtime.usage import Choice
 
 
 @click.command("servers")
@@ -43,3 +50,119 @@ def backup_command(file: Path, force: bool, server: str | None, timeout_s: float
         found = client.backup(written).trailer
         size = written.seek(0, os.SEEK_END)
     return f"{file}: {found.jobs} jobs, {found.events} events, {size} bytes"
+
+
+@click.command("audit")
+@click.option(
+    "-n",
+    "--limit",
+    type=click.IntRange(min=1, max=2**32 - 1),
+    metavar="N",
+    help="Only the newest N changes.",
+)
+@output_option
+@connection_options
+def audit_command(
+    limit: int | None, output: str, server: str | None, timeout_s: float | None
+) -> str:
+    """Show who changed which jobs, nodes and tokens, oldest first.
+
+    For admins only. Times are in this machine's time zone.
+    """
+    from rdzv.ctl import as_text_access
+    from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
+
+    with opened_client(server, timeout_s) as client:
+        found = client.audit(limit or 0)
+    if output != "text":
+        return as_asked(output, as_json.audit(found))
+    return as_text_access.audit(found, page_for(sys.stdout))
+
+
+_ROLES = ("read", "submit", "node", "admin")
+
+
+@click.group("tokens", cls=Subcommands)
+def tokens_command() -> None:
+    """Create, list and revoke tokens, which identify callers without a certificate."""
+
+
+@tokens_command.command("create")
+@click.argument("name")
+@click.option(
+    "--role",
+    "roles",
+    multiple=True,
+    required=True,
+    type=Choice(_ROLES),
+    help="What its owner may do; may be given more than once.",
+)
+@click.option(
+    "--expires",
+    metavar="TIME",
+    help="How long it is valid, such as 12h or 30d; without this option, forever.",
+)
+@output_option
+@connection_options
+def _create_token(
+    name: str,
+    roles: tuple[str, ...],
+    expires: str | None,
+    output: str,
+    server: str | None,
+    timeout_s: float | None,
+) -> str:
+    """Create a token for the caller NAME, and write its text to stdout.
+
+    The text cannot be shown again, so store it where only NAME can read it. A name may have several
+    tokens, so that a new one can be handed out before the old one is revoked.
+    """
+    from rdzv.ctl import as_text_access
+    from rdzv.ctl.as_text_access import parse_life
+    from rdzv.view import as_json
+
+    life_ms = 0 if expires is None else parse_life(expires)
+    with opened_client(server, timeout_s) as client:
+        token, text = client.create_token(name, roles, life_ms)
+    if output != "text":
+        return as_asked(output, as_json.token_made(token, text))
+    click.echo(as_text_access.made(token), err=True)
+    return text
+
+
+@tokens_command.command("list")
+@output_option
+@connection_options
+def _list_tokens(output: str, server: str | None, timeout_s: float | None) -> str:
+    """List all tokens, without their text. Expired tokens remain listed for a while."""
+    from rdzv.ctl import as_text_access
+    from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
+
+    with opened_client(server, timeout_s) as client:
+        found = client.tokens()
+    if output != "text":
+        return as_asked(output, as_json.tokens(found))
+    return as_text_access.tokens(found, page_for(sys.stdout))
+
+
+@tokens_command.command("revoke")
+@click.argument("id_or_name", metavar="ID|NAME")
+@output_option
+@connection_options
+def _revoke_tokens(
+    id_or_name: str, output: str, server: str | None, timeout_s: float | None
+) -> str:
+    """Revoke the token ID, or all tokens of the caller NAME.
+
+    Nodes that use them are disconnected.
+    """
+    from rdzv.ctl import as_text_access
+    from rdzv.view import as_json
+
+    with opened_client(server, timeout_s) as client:
+        found = client.revoke_tokens(id_or_name)
+    if output != "text":
+        return as_asked(output, as_json.tokens(found))
+    return as_text_access.revoked(found)

@@ -1,4 +1,4 @@
-"""Troubleshooting commands: doctor, support-bundle."""
+"""Commands for finding out whether all is well, and for trying it: doctor, support-bundle, demo."""
 
 from __future__ import annotations
 
@@ -149,3 +149,27 @@ def support_bundle_command(
     with new_file(path, replace=force) as file:
         support_bundle.write(files, folder, file, now_unix_ms)
     return f"{path} is written; only you can read it"
+
+
+@click.command("demo")
+@click.option(
+    "--python",
+    metavar="PATH",
+    help="The interpreter with torch that trains; default: PYTHON_EXEC, else rdzvctl's own.",
+)
+@click.option(
+    "--keep",
+    is_flag=True,
+    help="Keep the files, and keep the server and its page running until Ctrl-C.",
+)
+def demo_command(python: str | None, keep: bool) -> int:
+    """Run a real training job on this machine that loses a worker, then a node, and continues.
+
+    It starts a server and two nodes on free loopback ports, trains a small model on the CPU, and
+    finishes by itself within a minute or two. It contacts no other server and leaves nothing
+    behind.
+    """
+    from rdzv.demo import story
+
+    story.play(python or os.environ.get("PYTHON_EXEC") or sys.executable, keep=keep)
+    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import click
@@ -16,6 +17,10 @@ from rdzv.ctl.command_line import (
     output_option,
 )
 from rdzv.errors import InvalidRequestError
+
+_TAIL = re.compile(r"([0-9]{1,15})([kMG]?)")
+_UNITS = {"k": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_MOST_LINES = 2**32 - 1
 
 
 @click.command("logs")
@@ -61,10 +66,10 @@ def logs_command(
     round is shown from its beginning, or its --tail, and then every later round. Exits with 1 if
     anything could not be shown; the reason is on stderr.
     """
-    from rdzv.ctl.as_text_logs import parse_tail, show
+    from rdzv.ctl.follow import show_logs
 
     try:
-        tail_lines, tail_bytes = parse_tail(tail) if tail else (0, 0)
+        tail_lines, tail_bytes = _parsed_tail(tail) if tail else (0, 0)
     except InvalidRequestError as error:
         raise click.UsageError(str(error), context) from None
     with opened_client(server, timeout_s) as client:
@@ -78,8 +83,26 @@ def logs_command(
             tail_lines=tail_lines,
             tail_bytes=tail_bytes,
         )
-        whole = show(pieces, one_rank=rank is not None, one_stream=stdout is not stderr)
+        whole = show_logs(pieces, one_rank=rank is not None, one_stream=stdout is not stderr)
     context.exit(OK if whole else REFUSED)
+
+
+def _parsed_tail(text: str) -> tuple[int, int]:
+    """Parse a number of lines or bytes. Return both, with 0 for the one not given.
+
+    >>> _parsed_tail("100"), _parsed_tail("64k")
+    ((100, 0), (0, 65536))
+
+    Raises:
+        InvalidRequestError: the text is neither.
+    """
+    found = _TAIL.fullmatch(text)
+    count = int(found[1]) if found else 0
+    if found is None or count == 0 or (not found[2] and count > _MOST_LINES):
+        raise InvalidRequestError(
+            f"--tail={text} is not a number of lines or bytes; give, for example, 100 or 64k"
+        )
+    return (0, count * _UNITS[found[2]]) if found[2] else (count, 0)
 
 
 @click.command("stacks")
