@@ -52,6 +52,8 @@ CONSTANTS = {
 TABLES = frozenset(key.partition(".")[0] for key in CONSTANTS)
 
 REMOVED = {
+    "notify.style": "each event is posted as JSON, with its sentence in `text`; leave it out, and "
+    "for a chat use Alertmanager or the receiver in docs/operations.md",
     **{key: f"it is the constant {name}; leave it out" for key, name in CONSTANTS.items()},
     "relay": "nodes connect to the servers themselves, each of which holds 10,000; leave it out, "
     "and give agents the addresses of the servers",

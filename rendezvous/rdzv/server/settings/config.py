@@ -185,8 +185,6 @@ class Notify:
 
     url_file: Path
     """The file that contains the webhook's address."""
-    style: str = "json"
-    """The kind of webhook: json, slack or discord."""
     queued_after_ms: int = 600_000
     """Report jobs that have been queued for this long; 0 disables these reports."""
 

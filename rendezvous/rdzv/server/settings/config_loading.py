@@ -113,7 +113,7 @@ def _notify(settings: RdzvdSettings) -> Notify | None:
     notify = settings.notify
     if notify.url_file is None:
         return None
-    return Notify(notify.url_file, notify.style, round(notify.queued_after * 1000))
+    return Notify(notify.url_file, round(notify.queued_after * 1000))
 
 
 def _etcd(settings: RdzvdSettings) -> EtcdConfig | None:

@@ -177,10 +177,6 @@ class Notify(Table, frozen=True):
     url_file: Annotated[Path | None, setting(default_words="no notifications", reason="""
         The webhook's address: the first line of this file. Anyone who knows it can post there, so
         only rdzvd should be able to read it.""")] = None
-    style: Annotated[Literal["json", "slack", "discord"], setting(reason="""
-        The body that is posted: json has the event's fields and a sentence in `text`; slack (also
-        for Mattermost and Rocket.Chat) has the sentence in `text`, discord in `content`.""",
-    )] = "json"
     queued_after: Annotated[Duration, setting(ge=0, le=7 * DAY, unit="seconds", reason="""
         Report a job that has waited in the queue for this long; 0: never.""")] = 600
 

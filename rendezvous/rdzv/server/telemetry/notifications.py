@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager
 
 import aiohttp
+import msgspec
 from yarl import URL
 
 from rdzv.server.settings.config import Notify
@@ -41,33 +42,13 @@ _REPORTED = ("RunEnded", "NodeQuarantined")
 
 @struct(frozen=True)
 class Notification:
-    """A notification; `text` is a sentence for people."""
+    """A notification, as its JSON is posted; `text` is a sentence for people."""
 
     text: str
     event: str
     rdzv_id: str
     unix_ms: int
     fields: Mapping[str, object]
-
-    def body(self, style: str) -> dict[str, object]:
-        """Return the JSON object for a webhook of this style.
-
-        >>> Notification("a has ended", "RunEnded", "a", 0, {}).body("slack")
-        {'text': 'a has ended'}
-        """
-        match style:
-            case "slack":
-                return {"text": self.text}
-            case "discord":
-                return {"content": self.text}
-            case _:
-                return {
-                    "text": self.text,
-                    "event": self.event,
-                    "rdzv_id": self.rdzv_id,
-                    "unix_ms": self.unix_ms,
-                    "fields": dict(self.fields),
-                }
 
 
 Post = Callable[[Notification], Awaitable[None]]
@@ -185,7 +166,7 @@ async def notifying(notify: Notify) -> AsyncIterator[Notifications]:
     async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
 
         async def post(notification: Notification) -> None:
-            body = notification.body(notify.style)
+            body = msgspec.to_builtins(notification)
             async with session.post(url, json=body, allow_redirects=False) as answer:
                 if answer.status >= 300:
                     raise OSError(f"{url.host} answers {answer.status} {answer.reason}")
