@@ -89,10 +89,10 @@ class Interceptor(grpc.aio.ServerInterceptor):
                     async for reply in replies:
                         yield reply
                 except RendezvousError as error:
-                    await end_call(context, error)
+                    await _end_call(context, error)
                 except DecodeError as error:
                     # Only gRPC's own reflection service raises this error.
-                    await end_call(context, _unreadable(method, str(error)))
+                    await _end_call(context, _unreadable(method, str(error)))
 
         return serve
 
@@ -113,7 +113,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 raise
             finally:
                 if row is not None and row.changes and end != "refused":
-                    peer = host_of(context.peer())
+                    peer = _host_of(context.peer())
                     await self._gate.audit(caller, verb, request, peer, change.text, end)
 
         return serve
@@ -122,7 +122,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         try:
             return await inner(request, context)
         except RendezvousError as error:
-            await end_call(context, error)
+            await _end_call(context, error)
 
     async def _enter(self, method: str, request: Any, context: Any) -> Caller:
         caller, verb = callers.NOBODY, verb_of(method)
@@ -133,18 +133,18 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 )
             if (row := roles.CALLS[method]) is not None:
                 caller = await self._gate.caller(
-                    authorization_header(context), lambda: certified_caller(context)
+                    _authorization_header(context), lambda: _certified_caller(context)
                 )
                 await self._gate.admit(caller, row, verb, getattr(request, "rdzv_id", None))
             if isinstance(request, _Unreadable):
                 raise _unreadable(method, request.why)
         except RendezvousError as error:
             if isinstance(error, UnauthenticatedError | DeniedError):
-                who = f"{caller} at {host_of(context.peer())}"
+                who = f"{caller} at {_host_of(context.peer())}"
                 self._gate.note_refusal(who, error.code, f"{verb}: {error}")
             if isinstance(request, AsyncIterator):
                 await end_stream_unheard(context, error)
-            await end_call(context, error)
+            await _end_call(context, error)
         callers.present.set(caller)
         return caller
 
@@ -187,10 +187,10 @@ async def end_stream_unheard(context: Any, error: RendezvousError) -> None:
     with suppress(TimeoutError, DecodeError, grpc.aio.BaseError):
         async with asyncio.timeout(FIRST_MESSAGE_S):
             await context.read()
-    await end_call(context, error)
+    await _end_call(context, error)
 
 
-async def end_call(context: Any, error: RendezvousError) -> None:
+async def _end_call(context: Any, error: RendezvousError) -> None:
     """End a call with the status of an error from the table; never returns."""
     trailing = [(ERROR_CODE_METADATA_KEY, error.code)]
     if isinstance(error, NotLeaderError) and error.leader:
@@ -200,7 +200,7 @@ async def end_call(context: Any, error: RendezvousError) -> None:
     )
 
 
-def authorization_header(context: Any) -> str | None:
+def _authorization_header(context: Any) -> str | None:
     """Return a call's `authorization` header, or None if the call has none."""
     for key, value in context.invocation_metadata() or ():
         if key == "authorization":
@@ -208,12 +208,12 @@ def authorization_header(context: Any) -> str | None:
     return None
 
 
-def certified_caller(context: Any) -> Caller | None:
+def _certified_caller(context: Any) -> Caller | None:
     """Return the caller that TLS has verified, or None if the caller presented no certificate."""
     pems = list(context.auth_context().get("x509_pem_cert", ()))
     return callers.certified(pems[0]) if pems else None
 
 
-def host_of(peer: str) -> str:
+def _host_of(peer: str) -> str:
     """Return the host from gRPC's name for a peer, such as `ipv4:10.0.0.5:4711`."""
     return peer.partition(":")[2].rpartition(":")[0] or peer

@@ -21,7 +21,6 @@ from rdzv.server.driver import STOP_GRACE_MS
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.control_service import ControlService
 from rdzv.server.rpc.gate_interceptor import Interceptor
-from rdzv.server.rpc.grpc_log import quiet_grpc
 from rdzv.server.rpc.grpc_server import grpc_server
 from rdzv.server.rpc.rendezvous_service import RendezvousService
 from rdzv.server.security.role_gate import Gate
@@ -84,7 +83,6 @@ async def serving(
 
     """
     gate = gate or Gate(replica, clock, config)
-    quiet_grpc()
     server = grpc_server([Interceptor(gate)], _options(config.limits, config.timings))
     pb_grpc.add_RendezvousServicer_to_server(RendezvousService(replica, clock, config), server)
     control = ControlService(replica, clock, facade)

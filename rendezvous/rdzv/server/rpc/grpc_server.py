@@ -1,4 +1,4 @@
-"""gRPC's server, modified to survive calls with arbitrary paths.
+"""gRPC's server, modified to survive calls with arbitrary paths, and to log nothing of callers.
 
 HTTP/2 allows paths that are not UTF-8, and gRPC decodes the path before the caller is known.
 """
@@ -6,12 +6,18 @@ HTTP/2 allows paths that are not UTF-8, and gRPC decodes the path before the cal
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import grpc.aio
 from grpc._cython import cygrpc
 from grpc.aio import _server
+
+_NO_TEXT = "Invalid encoding on"
+"""The beginning of gRPC's log line about metadata that is not text. The line contains a traceback
+and quotes the value, which may be a damaged token. It is not needed, because the call is refused
+and the refusal is logged."""
 
 
 def grpc_server(
@@ -22,8 +28,13 @@ def grpc_server(
     Generated services register their methods with it. Calls to other methods are answered with
     UNIMPLEMENTED.
     """
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_quotes_nobody)
     server: Any = _Server(interceptors, options)
     return server  # type: ignore[no-any-return]
+
+
+def _quotes_nobody(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_NO_TEXT)
 
 
 class _Server(_server.Server):
