@@ -37,6 +37,7 @@ def test_one_leads_and_the_others_point_to_it(c: Replicas) -> None:
     servers = c.servers()
     assert sorted(server.address for server in servers) == sorted(c.addresses)
     assert [server.leads for server in servers].count(True) == 1
+    assert {server.address: server.page for server in servers} == c.http
     for server in servers:
         status, text = c.ready(server.address)
         assert status == (200 if server.leads else 503)

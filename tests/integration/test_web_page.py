@@ -527,6 +527,49 @@ def test_the_page_says_when_it_is_stale_and_comes_back_by_itself(open_page: Open
         once(page)
 
 
+def test_the_page_of_a_server_that_stands_by_links_the_one_that_leads(open_page: Open) -> None:
+    """Not its own, which is what all servers are to a browser behind a tunnel."""
+    with fleet(open_page) as s:
+        page = open_page(s.url, LOST)
+        expect(job_row(page, "night")).to_contain_text("running")
+        refused = {"code": "NotLeaderError", "message": "it stands by", "leader": "n2:29400"}
+        one = {"address": "n2:29400", "leads": True, "page": "http://n2:29480", "insecure": None}
+        page.route("**/api/v1/nodes", lambda route: route.fulfill(status=503, json=refused))
+        page.route("**/api/v1/servers", lambda route: route.fulfill(json={"servers": [one]}))
+        s.stop_http()
+        link = page.get_by_role("link", name="Open the page of the server that leads")
+        expect(link).to_have_attribute("href", "http://n2:29480/")
+        expect(page.locator("#banner")).to_contain_text("Not live: it stands by.")
+        go(page, "#/nodes")
+        expect(link).to_have_attribute("href", "http://n2:29480/#/nodes")
+        one["page"], refused["leader"] = s.url, "n3:29400"
+        expect(link).to_be_hidden()
+        page.unroute_all()
+
+
+def test_a_node_with_a_long_past_is_readable_on_a_phone(open_page: Open) -> None:
+    """Its events wrap, and only the first are drawn; of its jobs, the table of nodes has a few."""
+    message = "torch.distributed.DistBackendError: NCCL error in: /opt/pytorch/torch/csrc/x.cpp"
+    with to_the_end(open_page, served()) as s:
+        for number in range(10):
+            s.join(f"sweep-{number:03}", "gpu-01")
+            s.fail(f"sweep-{number:03}", "gpu-01", message)
+        page = open_page(f"{s.url}/#/node/gpu-01", size=(400, 800))
+        past = page.locator(".history tr")
+        expect(past).to_have_count(25)
+        assert page.evaluate("document.documentElement.scrollHeight") < 5_000
+        assert page.evaluate("document.documentElement.scrollWidth") == 400
+        more = page.get_by_role("button", name=re.compile("Show [0-9]+ more of"))
+        more.click()
+        expect(more).to_be_hidden()
+        assert past.count() > 25
+        go(page, "#/nodes")
+        expect(page.locator(".joblist a")).to_have_count(6)
+        expect(page.locator("td.jobs small").last).to_have_text("and 4 more")
+        # There are no GPUs, and so there is no column.
+        expect(page.get_by_text("GPUs free")).to_be_hidden()
+
+
 def test_a_job_that_is_not_known_is_told_so(open_page: Open) -> None:
     with fleet(open_page) as s:
         page = open_page(f"{s.url}/#/job/nobody", LOST)

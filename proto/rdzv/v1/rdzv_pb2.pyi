@@ -4347,6 +4347,7 @@ class Server(google.protobuf.message.Message):
     INSECURE_FIELD_NUMBER: builtins.int
     STORE_AWAY_FIELD_NUMBER: builtins.int
     UNIX_MS_FIELD_NUMBER: builtins.int
+    PAGE_FIELD_NUMBER: builtins.int
     address: builtins.str
     """Where nodes and operators reach it."""
     leads: builtins.bool
@@ -4365,6 +4366,8 @@ class Server(google.protobuf.message.Message):
     """As in ListJobsResponse; only for the server that answers."""
     unix_ms: builtins.int
     """The time by its clock, as Unix time; 0 unless it is the server that answers."""
+    page: builtins.str
+    """The URL of its web page, if it serves one and shares its store with others."""
     def __init__(
         self,
         *,
@@ -4377,8 +4380,9 @@ class Server(google.protobuf.message.Message):
         insecure: builtins.str = ...,
         store_away: builtins.str = ...,
         unix_ms: builtins.int = ...,
+        page: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "insecure", b"insecure", "leadership", b"leadership", "leads", b"leads", "server_version", b"server_version", "state_age_ms", b"state_age_ms", "store", b"store", "store_away", b"store_away", "unix_ms", b"unix_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "insecure", b"insecure", "leadership", b"leadership", "leads", b"leads", "page", b"page", "server_version", b"server_version", "state_age_ms", b"state_age_ms", "store", b"store", "store_away", b"store_away", "unix_ms", b"unix_ms"]) -> None: ...
 
 global___Server = Server
 

@@ -21,6 +21,7 @@ from rdzv.runtime.usage import Choice, Program
 from rdzv.server.settings.config_loading import DEFAULT_FILE, Configuration
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.settings.setting_types import settings_of
+from rdzv.structs import replace
 from rdzv.version import VERSION
 
 if TYPE_CHECKING:
@@ -327,7 +328,9 @@ async def _run_replica(
             _meter(metrics, config) as meter,
             serving(replica, clock, config, facade, tls, gate) as bound,
             _http(replica, metrics, config, clock, facade, tls, gate) as http,
-            Election.running(client, str(config.advertise or bound), VERSION) as election,
+            Election.running(
+                client, str(config.advertise or bound), VERSION, _page(config, http, tls)
+            ) as election,
             asyncio.TaskGroup() as tasks,
         ):
             campaign = tasks.create_task(replica.campaign(client, election, config, meter))
@@ -397,6 +400,16 @@ async def _http(
     made = serving_http(replica, metrics, config, config.http, clock, facade, tls, gate)
     async with made as serving:
         yield serving.bound
+
+
+def _page(config: Config, http: Listen | None, tls: Tls | None) -> str:
+    """Return the URL of the web page for other servers' pages; empty if there is none."""
+    if http is None:
+        return ""
+    everywhere = http.unspecified and config.advertise is not None
+    host = config.advertise.host if everywhere and config.advertise is not None else http.host
+    scheme = "https" if tls is not None and tls.http is not None else "http"
+    return f"{scheme}://{replace(http, host=host)}"
 
 
 def _say_ready(

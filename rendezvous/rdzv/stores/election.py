@@ -45,16 +45,20 @@ class Replica:
     address: str
     version: str
     started_unix_ms: int
+    page: str = ""
+    """The URL of its web page, or empty if it serves none."""
 
 
 class Election:
     """One server's part in the election. Created by `Election.running`."""
 
-    def __init__(self, client: EtcdClient, calls: Calls, address: str, version: str) -> None:
+    def __init__(
+        self, client: EtcdClient, calls: Calls, address: str, version: str, page: str = ""
+    ) -> None:
         self._client = client
         self._calls = calls
         self._address = address
-        self._replica = Replica(address, version, _unix_ms())
+        self._replica = Replica(address, version, _unix_ms(), page)
         self._prefix = client.config.prefix
         self._key = f"{self._prefix}/leader".encode()
         self._session: Session | None = None
@@ -70,7 +74,7 @@ class Election:
     @classmethod
     @asynccontextmanager
     async def running(
-        cls, client: EtcdClient, address: str, version: str = ""
+        cls, client: EtcdClient, address: str, version: str = "", page: str = ""
     ) -> AsyncIterator[Election]:
         """Take part as `address` until the body ends, and then resign and deregister at once.
 
@@ -79,7 +83,7 @@ class Election:
         is back.
         """
         calls = LeaseCalls(client.config)
-        election = cls(client, calls, address, version)
+        election = cls(client, calls, address, version, page)
         try:
             with single_error():
                 async with asyncio.TaskGroup() as group:

@@ -374,6 +374,8 @@ class Server:
     for the server that responds."""
     unix_ms: int | None = None
     """The time on the server's clock. Known only for the server that responds."""
+    page: str | None = None
+    """The URL of its web page. Known only for servers that share their store."""
 
 
 @struct(frozen=True)

@@ -87,15 +87,39 @@ function drawLink() {
   document.body.classList.toggle("stale", Boolean(stale));
   banner.hidden = !stale;
   $("login").hidden = !(stale && stream.locked);
+  linkLeader((stale && stream.error?.leader) || null);
   if (!stale) return;
   if (stream.locked) {
-    tell(banner, `${stream.error.message}.`);
+    tell($("trouble"), `${stream.error.message}.`);
     return;
   }
   const why = stream.error?.message || "the connection is lost";
   const since = stream.ready && !stream.unknown ? ` What is shown is ${duration(Date.now() - stream.heard)} old.` : "";
-  const leader = stream.error?.leader ? " Ask that one." : "";
-  tell(banner, stream.unknown ? `${why}.` : `Not live: ${why}.${leader}${since} Connecting again.`);
+  tell($("trouble"), stream.unknown ? `${why}.` : `Not live: ${why}.${since} Connecting again.`);
+}
+
+let leader = null;
+
+/** Link the page of the server that leads, if this one does not, and keep to the same view. */
+async function linkLeader(address) {
+  const link = $("leader");
+  if (link.page) link.href = `${link.page}/${location.hash}`;
+  if (address === leader) return;
+  leader = address;
+  link.hidden = true;
+  link.page = null;
+  if (address === null) return;
+  try {
+    const { servers } = await (await requestServers()).json();
+    const page = servers.find((server) => server.leads)?.page;
+    // Behind a tunnel, all servers may seem to be this one.
+    if (leader !== address || !page || new URL(page).origin === location.origin) return;
+    link.page = page;
+    link.href = `${page}/${location.hash}`;
+    link.hidden = false;
+  } catch {
+    leader = null; // Ask again at the next attempt to connect.
+  }
 }
 
 $("login").addEventListener("submit", (event) => {

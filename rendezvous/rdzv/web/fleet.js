@@ -4,6 +4,7 @@ import { age, chip, h, icon, keyed, mark, put, tone, updateAge, updateChip } fro
 import { bounds, bytes, counted, duration, orNone, reasonLine } from "./words.js";
 
 const PAGE = 200; // The number of rows drawn before the user scrolls down.
+const MOST_JOBS = 6; // The number of a node's jobs in its row.
 
 const JOB_STATES = ["failed", "hangs", "queued", "joining", "stopping", "running", "stopped", "succeeded"];
 const NODE_STATES = ["away", "unhealthy", "quarantined", "draining", "drained", "cordoned", "connected", "gone"];
@@ -109,7 +110,7 @@ const NODES = {
     { name: "State", sort: (a, b) => NODE_STATES.indexOf(nodeState(a)) - NODE_STATES.indexOf(nodeState(b)) },
     { name: "Node", sort: (a, b) => text(a.node_id, b.node_id) },
     { name: "Jobs", sort: (a, b) => b.jobs.length - a.jobs.length },
-    { name: "GPUs free", number: true, sort: (a, b) => (b.gpus_free ?? -1) - (a.gpus_free ?? -1) },
+    { name: "GPUs free", number: true, gpus: true, sort: (a, b) => (b.gpus_free ?? -1) - (a.gpus_free ?? -1) },
     { name: "For", number: true, sort: (a, b) => b.since - a.since },
     { name: "Address", sort: (a, b) => text(a.address || "", b.address || "") },
     { name: "Program" },
@@ -118,8 +119,9 @@ const NODES = {
   create(node) {
     const cells = {
       state: chip(nodeState(node)),
-      jobs: h("td", { class: "joblist" }),
-      gpus: h("td", { class: "n", "data-of": "GPUs free" }),
+      jobs: h("div", { class: "joblist" }),
+      more: h("small", { class: "dim" }),
+      gpus: h("td", { class: "n gpus", "data-of": "GPUs free" }),
       age: age(node.since),
       address: h("td", { class: "mono" }),
       program: h("td"),
@@ -130,7 +132,7 @@ const NODES = {
       {},
       h("td", { class: "st" }, cells.state),
       h("th", { scope: "row", class: "id" }, h("a", { href: nodeLink(node.node_id) }, node.node_id)),
-      cells.jobs,
+      h("td", { class: "jobs" }, cells.jobs, cells.more),
       cells.gpus,
       h("td", { class: "n", "data-of": "for" }, cells.age),
       cells.address,
@@ -146,8 +148,9 @@ const NODES = {
     const cells = row.cells_;
     mark(row, "data-tone", tone(nodeState(node)));
     updateChip(cells.state, nodeState(node));
-    drawJobsOf(cells.jobs, node.jobs);
-    put(cells.gpus, node.resources?.gpus.length ? `${node.gpus_free} of ${node.resources.gpus.length}` : "–");
+    drawJobsOf(cells.jobs, node.jobs.slice(0, MOST_JOBS));
+    put(cells.more, node.jobs.length > MOST_JOBS ? `and ${node.jobs.length - MOST_JOBS} more` : "");
+    put(cells.gpus, node.resources?.gpus.length ? `${node.gpus_free} of ${node.resources.gpus.length}` : "");
     updateAge(cells.age, node.since);
     put(cells.address, orNone(node.address));
     put(cells.program, [node.program, node.agent_version].filter(Boolean).join(" ") || "–");
@@ -176,7 +179,7 @@ export function resourcesOf(node) {
   const has = node.resources;
   if (!has) return "takes no submitted jobs";
   const parts = [has.cpus && counted(has.cpus, "CPU"), has.memory_bytes && bytes(has.memory_bytes)];
-  parts.push(counted(has.gpus.length, "GPU"), has.capacity && `takes ${counted(has.capacity, "job")} at once`);
+  parts.push(has.gpus.length && counted(has.gpus.length, "GPU"), has.capacity && `takes ${counted(has.capacity, "job")} at once`);
   return parts.filter(Boolean).join(", ");
 }
 
@@ -208,7 +211,7 @@ export class FleetView {
       const button = column.sort
         ? h("button", { type: "button", onclick: () => this.sort(column) }, column.name)
         : column.name;
-      return h("th", { scope: "col", class: column.number ? "n" : null }, button);
+      return h("th", { scope: "col", class: column.gpus ? "n gpus" : column.number ? "n" : null }, button);
     });
     this.body = h("tbody");
     this.count = h("p", { class: "count", role: "status" });
@@ -284,6 +287,7 @@ export class FleetView {
     const table = this.table;
     const all = [...this.rows.values()];
     this.drawTallies(all);
+    this.element.classList.toggle("no-gpus", !all.some((row) => row.resources?.gpus.length));
     const search = this.search.value.trim().toLowerCase();
     const rows = all.filter(
       (row) =>

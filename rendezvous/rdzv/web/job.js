@@ -295,7 +295,7 @@ export class JobView {
       this.failure,
       h("h2", { id: "failure" }, "Last failure ", h("small", {}, this.failedAge, " ago")),
       h("p", { class: "cause" }, icon("failed"), h("b", {}, `RANK ${root.rank}`), ` on `, h("a", { href: nodeLink(root.node_id) }, root.node_id), ` (LOCAL_RANK ${root.local_rank}${root.pid ? `, pid ${root.pid}` : ""}${how ? `, ${how}` : ""})`),
-      root.message && job.reason.headline.includes(root.message) ? null : h("p", { class: "message" }, root.message || "it left no message"),
+      root.message && JSON.stringify(job.reason).includes(JSON.stringify(root.message).slice(1, -1)) ? null : h("p", { class: "message" }, root.message || "it left no message"),
       root.traceback ? h("pre", { class: "trace", tabindex: "0", "aria-label": "Traceback" }, root.traceback) : h("p", { class: "dim" }, "No traceback: put torch's @record on main."),
       failure.others.length
         ? h("details", {}, h("summary", {}, `${counted(failure.others.length, "worker")} failed beside it`), h("ul", {}, failure.others.map((one) => h("li", {}, `RANK ${one.rank} on ${one.node_id}: ${one.message || ""}`))))
@@ -315,7 +315,7 @@ export class JobView {
       ["By", orNone(has.submitted_by)],
       ["At", moment(job.at - has.age_ms)],
       ["Priority", String(has.priority)],
-      ["GPUs a node", orNone(has.gpus_per_node, "one a worker")],
+      ...(has.gpus_per_node === null ? [] : [["GPUs a node", String(has.gpus_per_node)]]),
       ["Labels", labels.join(", ") || "none"],
       ["Folder", orNone(has.chdir, "the node's own")],
       ["Placed on", has.placed.join(", ") || "no node yet"],
@@ -340,7 +340,7 @@ export class JobView {
       seen.set(told, (seen.get(told) || 0) + 1);
       row.id = `${told} ${seen.get(told)}`;
     }
-    keyed(this.history, rows, (row) => row.id, (row) => h("tr", {}, h("td", { class: "mono", title: moment(row.unix_ms) }, clock(row.unix_ms)), h("td", { class: "dim" }, row.name), h("td", {}, row.text)), () => {});
+    keyed(this.history, rows, (row) => row.id, (row) => h("tr", {}, h("td", { class: "mono", title: moment(row.unix_ms) }, clock(row.unix_ms)), h("td", { class: "dim" }, row.name), h("td", { class: "why" }, row.text)), () => {});
   }
 }
 

@@ -5,6 +5,7 @@ import { drawJobsOf, jobLink, nodeNote, nodeState, resourcesOf } from "./fleet.j
 import { requestNodeEvents } from "./requests.js";
 import { bytes, moment, orNone } from "./words.js";
 
+const PAGE = 25; // The number of events drawn before the user asks for more.
 const BAD = ["WorkerFailed", "NodeLost", "NodeDeclined", "WorkersHang", "NodeQuarantined", "NodeStuck", "RoundEnded", "RoundSettled"];
 
 export class NodeView {
@@ -36,6 +37,8 @@ export class NodeView {
       this.said,
       h("div", { class: "scroll" }, h("table", { class: "history" }, h("caption", { class: "unseen" }, "Newest first"), this.past)),
     );
+    this.more = h("button", { type: "button", class: "more", onclick: () => this.drawPast(this.most + PAGE) });
+    this.pastCard.append(this.more);
     this.events = [];
     this.content = h("div", { class: "cards" }, h("section", { class: "card", "aria-labelledby": "jobs" }, h("h2", { id: "jobs" }, "Jobs"), this.none, this.jobs), this.gpuCard);
     this.element = h("article", { class: "node", "aria-labelledby": "title" }, h("div", { class: "head" }, h("h1", { id: "title" }, name), this.chip, this.for), this.missing, this.facts, this.content, h("div", { class: "cards" }, this.pastCard));
@@ -62,13 +65,16 @@ export class NodeView {
     }
   }
 
-  drawPast() {
+  drawPast(most = PAGE) {
+    this.most = most;
     const shown = this.events.filter((event) => !this.bad.checked || BAD.includes(event.name));
     put(this.said, shown.length ? "" : "Nothing is kept of it.");
     fillAnew(
       this.past,
-      shown.map((event) => h("tr", {}, h("td", { class: "mono" }, moment(event.unix_ms)), h("td", {}, h("a", { href: jobLink(event.rdzv_id) }, event.rdzv_id)), h("td", { class: "st dim" }, event.name), h("td", {}, event.text))),
+      shown.slice(0, most).map((event) => h("tr", {}, h("td", { class: "mono" }, moment(event.unix_ms)), h("td", {}, h("a", { href: jobLink(event.rdzv_id) }, event.rdzv_id)), h("td", { class: "st dim" }, event.name), h("td", { class: "why" }, event.text))),
     );
+    this.more.hidden = shown.length <= most;
+    put(this.more, `Show ${Math.min(shown.length - most, PAGE)} more of ${shown.length}`);
   }
 
   title() {
@@ -93,7 +99,7 @@ export class NodeView {
       ["Address", orNone(node.address)],
       ["Program", [node.program, node.agent_version].filter(Boolean).join(" ") || "–"],
       ["Has", resourcesOf(node)],
-      ...(node.gpus_free === null ? [] : [["GPUs free", String(node.gpus_free)]]),
+      ...(node.resources?.gpus.length ? [["GPUs free", String(node.gpus_free)]] : []),
       ...(labels.length ? [["Labels", labels.join(", ")]] : []),
       ...(node.resources?.topology ? [["Topology", node.resources.topology]] : []),
       ...(nodeNote(node) ? [["Takes no jobs", nodeNote(node)]] : []),

@@ -32,7 +32,7 @@ function table(title, heads, rows) {
   );
 }
 
-const lossRow = (name, one) => [name, one.times, took(one.ms), hours(one.node_ms), hours(one.gpu_ms)];
+const lossRow = (name, one, gpus) => [name, one.times, took(one.ms), hours(one.node_ms), ...(gpus ? [hours(one.gpu_ms)] : [])];
 
 export class ReportView {
   constructor() {
@@ -79,13 +79,14 @@ export class ReportView {
     const whole = report.jobs.every((job) => job.steps_reported);
     put(this.share, report.jobs.length ? `Goodput ${share(report.goodput, whole)} of ${hours(report.node_ms)} node-hours.` : "No job had a run in this time.");
     const spent = Object.values(report.phases).reduce((sum, ms) => sum + ms, 0);
-    const heads = ["Times", "Time", "Node-hours", "GPU-hours"];
+    const gpus = report.jobs.some((job) => job.lost_gpu_ms);
+    const heads = ["Times", "Time", "Node-hours", ...(gpus ? ["GPU-hours"] : [])];
     fillAnew(
       this.cards,
-      table("Which causes cost most", ["Cause", ...heads], report.causes.map((one) => lossRow(one.name || "the start", one))),
-      table("Which nodes cost most", ["Node", ...heads], report.nodes.map((one) => lossRow(h("a", { href: nodeLink(one.name) }, one.name), one))),
+      table("Which causes cost most", ["Cause", ...heads], report.causes.map((one) => lossRow(one.name || "the start", one, gpus))),
+      table("Which nodes cost most", ["Node", ...heads], report.nodes.map((one) => lossRow(h("a", { href: nodeLink(one.name) }, one.name), one, gpus))),
       table("Where the time went", ["Phase", "Time", "Share"], Object.entries(report.phases).filter(([, ms]) => ms).map(([phase, ms]) => [h("span", {}, h("i", { class: "swatch", "data-phase": phase }), phase), took(ms), `${((100 * ms) / spent).toFixed(1)} %`])),
-      table("Jobs", ["Job", "Runs", "Time", "Goodput", "Lost node-hours", "Lost GPU-hours"], report.jobs.map((job) => [h("a", { href: jobLink(job.rdzv_id) }, job.rdzv_id), job.runs, took(job.wall_ms), share(job.goodput, job.steps_reported), hours(job.lost_node_ms), hours(job.lost_gpu_ms)])),
+      table("Jobs", ["Job", "Runs", "Time", "Goodput", "Lost node-hours", ...(gpus ? ["Lost GPU-hours"] : [])], report.jobs.map((job) => [h("a", { href: jobLink(job.rdzv_id) }, job.rdzv_id), job.runs, took(job.wall_ms), share(job.goodput, job.steps_reported), hours(job.lost_node_ms), ...(gpus ? [hours(job.lost_gpu_ms)] : [])])),
     );
   }
 }

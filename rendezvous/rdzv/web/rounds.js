@@ -73,7 +73,7 @@ export class Rounds {
         mark(told, "data-tone", tone(state));
         told.firstChild.firstChild.setAttribute("d", shape(state));
         put(told.lastChild, state);
-        put(row.children[5], round.reason);
+        put(row.children[5], this.why(round));
         put(row.children[6], round.charge);
         put(row.children[7], round.workers);
         put(row.children[8], round.steps.map(([what, ms]) => `${what} ${took(ms)}`).join(", "));
@@ -81,6 +81,15 @@ export class Rounds {
     );
     this.drawLine();
     this.tick();
+  }
+
+  /** Return why a round ended, without what the job's reason or its last failure says already. */
+  why(round) {
+    const told = (item) => item.cause.endsWith(round.reason) || `${item.who}: ${item.cause}` === round.reason;
+    if (this.job.reason.items.some(told)) return "";
+    const failed = this.rounds.findLast((one) => one.cause === "worker failure");
+    const message = this.job.last_failure?.root_cause.message;
+    return round === failed && message ? round.reason.replace(`: ${message}`, "") : round.reason;
   }
 
   /** Estimate the server's clock, assuming that its latest message was sent when it arrived. */

@@ -139,7 +139,7 @@ STARTS = {"n1": Starts(1, 0, 7)}
             (view, outbound.server, client.server_of)
             for view in (
                 answers.Server("h:1", False, None, "memory", "0.1.0", 5),
-                answers.Server("h:1", True, 7, "sqlite", "0.1.0", 0, "no auth", "away"),
+                answers.Server("h:1", True, 7, "sqlite", "0.1.0", 0, "no auth", "away", 9, "http://h:2"),
             )
         ),
         *(

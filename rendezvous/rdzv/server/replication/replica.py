@@ -166,6 +166,7 @@ class Replica:
                     insecure=(self._exposed if other.address == self._address else "") or None,
                     store_away=store_away if other.address == self._address else None,
                     unix_ms=now_unix_ms if other.address == self._address else None,
+                    page=other.page or None,
                 )
             )
         return tuple(views)
