@@ -34,16 +34,21 @@ UNREACHABLE = 75
 DENIED = 77
 
 
-def complain(message: str, exit_code: int) -> int:
-    """Print one line on stderr, and return `exit_code`."""
+def say(message: str) -> None:
+    """Print one line on stderr."""
     from rdzv.runtime.log_format import harmless
 
     click.echo(f"{PROGRAM}: {harmless(message)}", err=True)
-    return exit_code
 
 
 def warn(message: str) -> None:
-    complain(f"warning: {message}", OK)
+    say(f"warning: {message}")
+
+
+def complain(message: str, exit_code: int) -> int:
+    """Print why a command fails, and return `exit_code`."""
+    say(message)
+    return exit_code
 
 
 @struct(frozen=True)

@@ -10,10 +10,9 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 
-import click
-
 from rdzv.client import ControlClient
 from rdzv.ctl import as_text
+from rdzv.ctl.command_line import say
 from rdzv.ctl.layout import page_for
 from rdzv.ctl.watch import (
     EXIT_CODES,
@@ -24,7 +23,6 @@ from rdzv.ctl.watch import (
     watching,
 )
 from rdzv.errors import InvalidRequestError, RendezvousClosedError, RendezvousError
-from rdzv.runtime.log_format import harmless
 from rdzv.view import as_json
 from rdzv.view.answers import Event, JobStatus, LogLines
 from rdzv.view.log_lines import Printer, note_of
@@ -46,7 +44,7 @@ def show_logs(pieces: Iterable[LogLines], *, one_rank: bool, one_stream: bool) -
                 printer.take(piece)
                 absent = False
                 continue
-            _say(note_of(piece))
+            say(note_of(piece))
             # Output may still follow a note that concerns the whole job.
             absent = absent or not piece.node_id
             whole = whole and not piece.node_id
@@ -77,7 +75,7 @@ def follow(
         # The run ended without output, or another run has begun. The story reports which.
         pass
     except RendezvousError as error:
-        _say(f"no more of its output can be shown: {error}")
+        say(f"no more of its output can be shown: {error}")
     # This ends, because the watch gives up by itself if no server responds.
     told.join()
     return story.end(root_cause=root_cause)
@@ -119,14 +117,10 @@ class _Story:
         if isinstance(self._end, RendezvousError):
             raise self._end
         assert self._end is not None, "the watcher has seen the end"
-        _say(f"{self._rdzv_id} has {self._end.state}: {self._end.reason}")
+        say(f"{self._rdzv_id} has {self._end.state}: {self._end.reason}")
         code = exit_code(self._end, root_cause=root_cause)
         assert code is not None, "it has ended"
         return code
-
-
-def _say(text: str) -> None:
-    click.echo(harmless(f"rdzvctl: {text}"), err=True)
 
 
 def follow_events(

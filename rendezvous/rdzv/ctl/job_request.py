@@ -557,10 +557,7 @@ def _chdir(given: str | None, directory: str) -> str:
 
 def _notes(conf: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return notes on options and variables that have no effect."""
-    notes = []
-    if unknown := job_options.unknown_keys(conf):
-        known = ", ".join(declared_flags.CONF_KEYS)
-        notes.append(f"--rdzv-conf: unknown {listed(unknown)}; known: {known}")
+    notes = job_options.unknown_key_warnings(conf)
     if defaults := sorted(name for name in environ if name.startswith("PET_")):
         notes.append(f"{listed(defaults)} in this environment have no effect here; give flags")
     return tuple(notes)

@@ -19,11 +19,10 @@ import click
 
 from rdzv.client import ControlClient
 from rdzv.ctl import as_text, live
-from rdzv.ctl.command_line import DENIED, UNREACHABLE, as_yaml
+from rdzv.ctl.command_line import DENIED, UNREACHABLE, as_yaml, say, warn
 from rdzv.ctl.layout import page_for
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.launch_options.job_options import root_cause_exit
-from rdzv.runtime.log_format import harmless
 from rdzv.structs import struct
 from rdzv.view import as_json
 from rdzv.view.answers import Event, JobStatus
@@ -68,7 +67,7 @@ _News = SimpleQueue[SeenStatus | RendezvousError]
 
 
 def _tries_again(error: RendezvousError) -> None:
-    click.echo(harmless(f"rdzvctl: {error}; trying again"), err=True)
+    warn(f"{error}; trying again")
 
 
 @contextmanager
@@ -287,7 +286,7 @@ class StateReports:
         news = (status.state, str(status.reason.without_times()))
         if news != self._reported:
             reason = str(status.reason).removeprefix(f"{status.state}: ")
-            click.echo(harmless(f"rdzvctl: {self._job} is {status.state}: {reason}"), err=True)
+            say(f"{self._job} is {status.state}: {reason}")
             self._reported = news
 
 

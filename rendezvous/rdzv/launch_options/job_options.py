@@ -12,11 +12,11 @@ import builtins
 import math
 import re
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.core.model import ScaleUp, Settings
-from rdzv.errors import InvalidRequestError, short
+from rdzv.errors import InvalidRequestError, did_you_mean, short
 from rdzv.launch_options.declared_flags import CONF_ALIASES, CONF_KEYS, TORCH_CONF_KEYS
 
 MAX_COUNT = 1_000_000
@@ -262,10 +262,15 @@ def parse_conf(text: str) -> dict[str, str]:
     return conf
 
 
-def unknown_keys(conf: Mapping[str, str]) -> list[str]:
-    """Return the keys that are unknown to both rdzvrun and torchrun's backends."""
+def unknown_key_warnings(conf: Iterable[str]) -> list[str]:
+    """Return a warning for each key that is unknown to both rdzvrun and torchrun's backends."""
     known = {*CONF_KEYS, *CONF_ALIASES, *TORCH_CONF_KEYS}
-    return [key for key in conf if key not in known]
+    return [unknown_key_warning(key, CONF_KEYS) for key in conf if key not in known]
+
+
+def unknown_key_warning(key: str, known: Iterable[str]) -> str:
+    remedy = did_you_mean(key, known, f"known keys: {', '.join(known)}")
+    return f"--rdzv-conf: ignoring unknown key {key}; {remedy}"
 
 
 def conf_ms(conf: Mapping[str, str], key: str, default_s: float, least_ms: int = 0) -> int:

@@ -434,12 +434,13 @@ async def _stopped(stop: asyncio.Event) -> None:
 
 async def _check(config: Config) -> int:
     """Check the configuration and the store, print the results, and return the exit code."""
+    from rdzv.runtime.log_format import complain
     from rdzv.server.replication import offline
 
     found = await offline.check(config)
     click.echo("\n".join(found.lines))
     for problem in found.problems:
-        click.echo(f"rdzvd: {problem}", err=True)
+        complain(f"rdzvd: {problem}")
     return 1 if found.problems else 0
 
 

@@ -264,7 +264,10 @@ def _converted(setting: Setting, raw: object, *, in_file: bool) -> Any:
         value = convert(_number(setting, raw), str if has_parse else setting.type)
     except (ValidationError, UnicodeEncodeError) as error:
         # msgspec's message would quote the value; arguments may contain bytes that are not UTF-8.
-        raise _RefusedError(f"must be {setting.valid}") from error
+        remedy = did_you_mean(str(raw), setting.choices, "")
+        raise _RefusedError(
+            f"must be {setting.valid}" + (f"; {remedy}" if remedy else "")
+        ) from error
     if has_parse:
         return _checked(setting.kind.parse, value)
     for text in _texts(value):

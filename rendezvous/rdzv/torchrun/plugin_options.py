@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
-from rdzv.launch_options.job_options import parse_scale_up
+from rdzv.launch_options.job_options import parse_scale_up, unknown_key_warning
 from rdzv.structs import struct
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.transport.endpoints import Endpoint, parse_endpoints, refuse_link_local
@@ -153,8 +153,7 @@ def _warn_of_unknown(config: Mapping[str, Any]) -> None:
     for key, value in config.items():
         # `LaunchConfig.__post_init__` always adds `timeout`, as a number.
         if key not in KNOWN_KEYS and not (key == "timeout" and isinstance(value, int)):
-            known = ", ".join(KNOWN_KEYS)
-            log.warning("--rdzv-conf: ignoring unknown key %s; known keys: %s", key, known)
+            log.warning("%s", unknown_key_warning(key, KNOWN_KEYS))
 
 
 def _endpoints(text: str, local_addr: str) -> tuple[Endpoint, ...]:

@@ -400,7 +400,7 @@ REFUSED = [
     ),
     (
         "--rdzv-backend=mine",
-        "--rdzv-backend=mine is not known to rdzvrun; use one of rdzv, c10d, etcd, static",
+        "--rdzv-backend=mine is not one of rdzv, c10d, etcd, static; give one of them",
     ),
     (
         "--rdzv-backend=c10d --nnodes=2",
@@ -583,11 +583,12 @@ def test_what_prints_and_exits_is_not_for_a_daemons_job(word: str) -> None:
 
 
 def test_unknown_settings_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    found = launch("--rdzv-conf=timeot=900, join_timeout = 5 ,,")
+    found = launch("--rdzv-conf=xyz=900, join_timeot=1, join_timeout = 5 ,,")
     assert found.job.settings.join_timeout_ms == 5_000
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "--rdzv-conf: ignoring unknown key timeot; known keys: join_timeout, last_call_timeout, "
+    unknown, misspelled = caplog.messages
+    assert misspelled.endswith("ignoring unknown key join_timeot; did you mean `join_timeout`?")
+    assert unknown == (
+        "--rdzv-conf: ignoring unknown key xyz; known keys: join_timeout, last_call_timeout, "
         "scale_up, restart_window, restart_backoff, reuse, failure_stop_timeout, server_timeout, "
         "etcd_prefix, protocol, cacert, cert, key, etcd_user, etcd_password_file, is_host"
     )

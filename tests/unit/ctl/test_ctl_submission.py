@@ -315,9 +315,9 @@ def test_arguments_have_bounds_and_can_travel() -> None:
 
 def test_what_has_no_effect_is_noted() -> None:
     caller = job_request.Caller("/", {"PET_NNODES": "2", "PET_TEE": "3"})
-    found = read("--rdzv-conf=timeot=9,timeout=9", "t", caller=caller)
+    found = read("--rdzv-conf=join_timeot=9,timeout=9", "t", caller=caller)
     assert found.notes == (
-        "--rdzv-conf: unknown timeot; known: " + ", ".join(job_request.declared_flags.CONF_KEYS),
+        "--rdzv-conf: ignoring unknown key join_timeot; did you mean `join_timeout`?",
         "PET_NNODES, PET_TEE in this environment have no effect here; give flags",
     )
     assert found.settings.min_nodes == 1

@@ -399,7 +399,9 @@ def test_a_server_that_goes_away_is_told_once_each_time(
     lines = [line for line in capsys.readouterr().err.splitlines() if " is joining: " not in line]
     assert len(lines) == 2
     for line in lines:
-        assert line.startswith(f"rdzvctl: cannot reach rdzvd at {endpoint}: the other side closed")
+        assert line.startswith(
+            f"rdzvctl: warning: cannot reach rdzvd at {endpoint}: the other side closed"
+        )
         assert line.endswith("; trying again")
 
 

@@ -240,6 +240,7 @@ def test_durations_are_seconds_or_have_a_unit(file: Path, spelled: str, ms: int)
         ("share = inf", "`share` = inf must be a smaller number"),
         ("share = 1.5", "`share` = 1.5 must be a number without quotes, 0 to 1"),
         ('level = "loud"', '`level` = "loud" must be one of "debug", "info"'),
+        ('level = "inof"', '`level` = "inof" must be one of "debug", "info"; did you mean `info`?'),
         ('level = ""', '`level` = "" must be one of "debug", "info"'),
         ("level = 1", '`level` = 1 must be one of "debug", "info"'),
         (

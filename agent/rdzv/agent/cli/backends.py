@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rdzv.errors import InvalidRequestError
+from rdzv.errors import InvalidRequestError, did_you_mean
 from rdzv.structs import struct
 from rdzv.transport.addresses import listen_at
 from rdzv.transport.endpoints import DEFAULT_PORT, Endpoint, parse_endpoint, parse_endpoints
@@ -34,7 +34,7 @@ DEFAULT_MASTER_PORT = 29500
 DEFAULT_ETCD_PREFIX = "/torchelastic/p2p"
 """The default key prefix of torchrun's etcd back-end."""
 
-_KNOWN = "rdzv, c10d, etcd, static"
+_KNOWN = ("rdzv", "c10d", "etcd", "static")
 
 
 @struct(frozen=True)
@@ -130,7 +130,8 @@ def choose(options: RendezvousOptions) -> Meeting:
             return _etcd(options)
         case _:
             raise InvalidRequestError(
-                f"--rdzv-backend={options.backend} is not known to rdzvrun; use one of {_KNOWN}"
+                f"--rdzv-backend={options.backend} is not one of {', '.join(_KNOWN)}; "
+                + did_you_mean(options.backend, _KNOWN, "give one of them")
             )
 
 

@@ -44,7 +44,7 @@ from rdzv.launch_options.job_options import (
     shutdown_timeout_ms,
     snapshot_copy_rate,
     snapshot_memory,
-    unknown_keys,
+    unknown_key_warnings,
     wants_root_cause,
 )
 from rdzv.transport.endpoints import refuse_link_local
@@ -268,9 +268,8 @@ def _conf(text: str) -> dict[str, str]:
     for key in conf:
         if key in declared_flags.TORCH_CONF_KEYS:
             log.info("--rdzv-conf: %s configures torchrun's store and has no effect here", key)
-    for key in unknown_keys(conf):
-        known = ", ".join(declared_flags.CONF_KEYS)
-        log.warning("--rdzv-conf: ignoring unknown key %s; known keys: %s", key, known)
+    for warning in unknown_key_warnings(conf):
+        log.warning("%s", warning)
     return conf
 
 
