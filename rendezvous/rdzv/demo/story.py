@@ -82,6 +82,8 @@ class Demo:
 
     def __init__(self, folder: Path, python: str) -> None:
         self.folder = folder
+        self.enough = folder / "enough"
+        """The file that ends the training: no machine is too slow for the steps before."""
         self.environ = environment(python)
         self.began_s = time.monotonic()
         self.speaks_s = self.began_s
@@ -115,6 +117,7 @@ class Demo:
         came_s = self.do("the node is back", "n2 comes back")
         self.start_node("n2")
         self.await_training(4, 1, came_s, "n2 was taken in again", "no restart is spent")
+        self.await_epochs(2)
         self.await_end()
 
     def start_server(self) -> None:
@@ -132,7 +135,7 @@ class Demo:
         group = ("--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--tee=3")
         logs = f"--log-dir={self.folder / 'logs'}"
         script = (str(TRAINING), f"--snapshot={self.folder / 'snapshot.pt'}")
-        length = ("--epochs=24", "--step-seconds=0.05")
+        length = (f"--until={self.enough}", "--epochs=100000", "--step-seconds=0.05")
         command = command_of("rdzv.agent.run", *launch, *group, logs, *script, *length)
         self.nodes[name] = self._start(name, command)
 
@@ -154,14 +157,15 @@ class Demo:
         took = f"{what} after {time.monotonic() - since_s:.1f} s, {start}"
         self.say(f"  {took}; {cost}" if cost else f"  {took}")
         status = self.status()
+        why = status["reason"]["headline"]
         seen = (status["state"], status["world_size"], status["restarts"])
         if seen != ("running", world_size, restarts):
             raise DemoError(
                 f"expected a running job of {world_size} workers with {restarts} restarts "
-                f"spent, but rdzvctl says {seen}: {status['reason']}"
+                f"spent, but rdzvctl says {seen}: {why}"
             )
         spent = f"restarts {status['restarts']} of {status['max_restarts']}"
-        self.say(f"  rdzvctl: {status['state']}, {status['reason']}; {spent}")
+        self.say(f"  rdzvctl: {status['state']}, {why}; {spent}")
 
     def await_epochs(self, count: int) -> None:
         """Wait for `count` more epochs and print the last one."""
@@ -170,9 +174,10 @@ class Demo:
         self.say(f"  epoch {epoch[1]}, loss {epoch[2]}")
 
     def await_end(self) -> None:
-        """Wait until every node has succeeded, and check that the model has learned."""
+        """End the training, wait until every node has succeeded, and check what was learned."""
+        self.enough.touch()
         for name, node in self.nodes.items():
-            self.await_until(node.ended, f"{name} to train the epochs that are left")
+            self.await_until(node.ended, f"{name} to end with this epoch")
             if node.process.returncode != 0:
                 raise DemoError(f"{name} exited with {node.process.returncode}, expected 0")
         n1 = self.nodes["n1"]

@@ -29,15 +29,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small model on CPUs.")
     parser.add_argument("--snapshot", required=True, help="resume from this file, and save to it")
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--until", default="", help="end with the epoch in which this file appears")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="sleep this long each step")
     asked = parser.parse_args()
     torch.set_num_threads(1)  # Several workers share the cores.
     dist.init_process_group("gloo")
-    train(asked.snapshot, asked.epochs, asked.step_seconds)
+    train(asked.snapshot, asked.epochs, asked.until, asked.step_seconds)
     dist.destroy_process_group()
 
 
-def train(snapshot: str, epochs: int, step_s: float) -> None:
+def train(snapshot: str, epochs: int, until: str, step_s: float) -> None:
     """Train as one rank of the group, and save a snapshot after each epoch."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -55,6 +56,7 @@ def train(snapshot: str, epochs: int, step_s: float) -> None:
     start = "starting afresh" if first == 0 else f"resuming from epoch {first}"
     say(rank, f"rank 0 of {world_size}: {start}")
     parallel = DistributedDataParallel(model)
+    epoch = first
     for epoch in range(first + 1, epochs + 1):
         total = 0.0
         for step in range(STEPS):
@@ -72,7 +74,12 @@ def train(snapshot: str, epochs: int, step_s: float) -> None:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             save(snapshot, {**state, "epoch": epoch})
         say(rank, f"epoch {epoch} | loss {total / STEPS:.4f} | world_size {world_size}")
-    say(rank, f"training finished: epoch {epochs}")
+        # Rank 0 looks for the file, so that all ranks end with the same epoch.
+        last = torch.tensor(os.path.exists(until))  # noqa: PTH110
+        dist.broadcast(last, src=0)
+        if last:
+            break
+    say(rank, f"training finished: epoch {epoch}")
 
 
 def load(file: str) -> Any:

@@ -8,9 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from stories import second_run, told
 
 from rdzv.ctl.__main__ import run
 from rdzv.demo import programs, story
+from rdzv.structs import replace
+from rdzv.view import as_json
 
 WITHOUT_TORCH = """#!/bin/sh
 exec {python} -I -S "$@"
@@ -60,6 +63,27 @@ def test_a_failed_step_is_one_error_that_names_the_folder_of_the_output(
     with pytest.raises(story.DemoError, match=f"n1 has no workers; all output is in {tmp_path}"):
         story.play(sys.executable, keep=False)
     assert (tmp_path / "n1.log").read_text() == "why"
+
+
+@pytest.mark.slow
+async def test_what_rdzvctl_says_of_the_job_is_shown_and_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = (await told(second_run)).status
+    status = replace(seen, state="running", world_size=4, restarts=1, max_restarts=3)
+    demo = story.Demo(tmp_path, sys.executable)
+    monkeypatch.setattr(demo, "rdzvctl", lambda *_: as_json.status(status))
+    script = "echo rank 0 of 4: resuming from epoch 2; echo rank 0 of 4: starting afresh"
+    n1 = programs.Program("n1", ["sh", "-c", script], {}, tmp_path / "n1.log")
+    demo.nodes["n1"] = n1
+    demo.await_training(4, 1, demo.began_s, "it went on")
+    said = capsys.readouterr().out
+    assert "s, resuming from epoch 2" in said
+    assert f"  rdzvctl: running, {status.reason.headline}; restarts 1 of 3\n" in said
+    with pytest.raises(story.DemoError, match=r"4 workers with 0 restarts spent, but rdzvctl says"):
+        demo.await_training(4, 0, demo.began_s, "it went on")
+    with pytest.raises(story.DemoError, match="n1 exited with 0; awaited: the next epoch"):
+        demo.await_epochs(1)
 
 
 @pytest.mark.slow
