@@ -34,9 +34,8 @@ from rdzv.transport.node_stream import (
     Rota,
     call_options,
     error_from_status,
-    settings_message,
 )
-from rdzv.transport.same_fields import to_message
+from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import ControlStub
 from rdzv.view.answers import (
@@ -403,8 +402,8 @@ class ControlClient:
         request = pb.SubmitJobRequest(
             rdzv_id=_checked_name(rdzv_id),
             run=run,
-            settings=settings_message(settings),
-            spec=to_message(pb.JobSpec(), spec),
+            settings=write(pb.Settings(), settings),
+            spec=write(pb.JobSpec(), spec),
             submitted_by=submitted_by,
         )
         until_s = time.monotonic() + self._timeout_s

@@ -18,16 +18,16 @@ from pathlib import Path
 import click
 from google.protobuf.message import DecodeError
 
+from rdzv import bounds
 from rdzv.agent.launch.launch import check_startable
 from rdzv.agent.node.submitted_launch import Share, Surroundings, make_launch
 from rdzv.agent.output.run_folders import RunFolders, folder_name
-from rdzv.agent.server_link import encoding as agent_wire
 from rdzv.client import Endpoint
 from rdzv.core.commands import Submit
 from rdzv.ctl import job_request
+from rdzv.server import wire
 from rdzv.server.messages import Placed
-from rdzv.server.settings import bounds
-from rdzv.server.wire import inbound_operators, outbound
+from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.fuzz import messages, surface
 from tests.fuzz.surface import FoundError, Input, Step, Surface, Take, refusing
@@ -119,14 +119,14 @@ def _try(folder: Path, request: pb.SubmitJobRequest) -> None:
     """Follow a submission, as far as it is accepted."""
     with refusing():
         rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
-        command = inbound_operators.submit_of(request)
+        command = wire.submit_of(request)
         _place(folder, rdzv_id, command)
 
 
 def _place(folder: Path, rdzv_id: str, command: Submit) -> None:
     told = Placed(rdzv_id, command.run, command.spec)
-    message = outbound.server_message([told], 1, "1.2.3", 0)
-    placed = agent_wire.placed(pb.ServerMessage.FromString(message.SerializeToString()).placed)
+    message = wire.server_message([told], 1, "1.2.3", 0)
+    placed = read(Placed, pb.ServerMessage.FromString(message.SerializeToString()).placed)
     if placed.spec != command.spec:
         raise FoundError(f"a node hears of another job than was submitted: {placed.spec!r:.300}")
     folders = RunFolders(folder)

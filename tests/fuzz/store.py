@@ -21,8 +21,8 @@ from rdzv.c10d.observations import Watch
 from rdzv.c10d.store_server import PREFIX, Looks
 from rdzv.ctl import as_text
 from rdzv.ctl.layout import Page
+from rdzv.server import wire
 from rdzv.server.operations import answer_values
-from rdzv.server.wire import outbound
 from rdzv.view.from_messages import job_status_of
 from tests.fuzz import surface
 from tests.fuzz.surface import Input, Step, Surface, Take, check_text
@@ -174,7 +174,7 @@ def _look(answer: Answer) -> None:
     watch = Watch()
     watch.take(answer.states, (*answer.gone, *answer.unreadable), 1_000)
     for view in watch.views(2_000):
-        message = outbound.job_status(answer_values.job_status(view, 2_000))
+        message = wire.job_status(answer_values.job_status(view, 2_000))
         message = type(message).FromString(message.SerializeToString())
         check_text("a job that is watched", as_text.status(job_status_of(message), _PAGE))
 

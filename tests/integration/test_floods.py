@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(240)
 
 PATIENCE_S = 60.0
 
-JOBS = "rdzv.server.settings.bounds.JOBS_PER_NODE"
+JOBS = "rdzv.bounds.JOBS_PER_NODE"
 COMMANDS = "rdzv.server.rpc.node_messages.COMMANDS_PER_SECOND"
 HANDSHAKE = "rdzv.server.rpc.grpc_listener.HANDSHAKE_MS"
 FIRST_REQUEST = "rdzv.server.http.connection_limits.FIRST_REQUEST_S"

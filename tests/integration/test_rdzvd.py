@@ -133,7 +133,7 @@ class Node:
             if message.WhichOneof("body") == kind:
                 return message
 
-    async def line(self) -> pb.RoundCompleted:
+    async def line(self) -> pb.Assignment:
         return (await self.hear("round_completed")).round_completed
 
 
@@ -543,7 +543,7 @@ async def test_who_carries_a_closed_run_hears_that_it_is_closed(tmp_path: Path) 
 
 async def test_workers_of_an_unknown_job_are_left_alone(tmp_path: Path) -> None:
     with rdzvd(tmp_path, "--store", "memory") as server:
-        line = pb.RoundCompleted(rdzv_id="job-7", run="0badcafe", round=4)
+        line = pb.Assignment(rdzv_id="job-7", run="0badcafe", round=4)
         belief = pb.Belief(phase=pb.Belief.RUNNING, join=join("job-7", (1, 1)), round=line)
         async with attached(server.address, hello("n1", beliefs=[belief])) as n1:
             await n1.join("job-8", (1, 1))

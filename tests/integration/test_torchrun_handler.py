@@ -39,8 +39,8 @@ from rdzv.core.events import RoundSettled
 from rdzv.core.explain import view
 from rdzv.core.model import Cause, JobState, LeaveCause, ScaleUp, Settings
 from rdzv.errors import SettingsMismatchError
+from rdzv.server import wire
 from rdzv.server.security.tls import Tls
-from rdzv.server.wire import inbound_nodes
 from rdzv.structs import replace
 from rdzv.torchrun import handler as handler_module
 from rdzv.torchrun import plugin
@@ -296,8 +296,8 @@ def test_a_job_is_launched_by_torchrun_or_by_rdzvrun_not_both() -> None:
 def test_settings_without_a_count_of_restarts_travel_as_such() -> None:
     offer = pb.Offer(address="10.0.0.1", local_world_size=1, store_port=4711)
     message = Part("job-7", UNCOUNTED, offer).say_join(4711)
-    speaker = inbound_nodes.Speaker("n1", 1)
-    _, command = inbound_nodes.command_of(message, speaker)
+    speaker = wire.Speaker("n1", 1)
+    _, command = wire.command_of(message, speaker)
     assert getattr(command, "settings") == UNCOUNTED  # noqa: B009
 
 
@@ -353,7 +353,7 @@ class FakeStream:
 
 
 def line(number: int, group_rank: int = 0, nodes: int = 1, port: int = 0) -> pb.ServerMessage:
-    completed = pb.RoundCompleted(
+    completed = pb.Assignment(
         rdzv_id="job-7",
         run=RUN,
         round=number,
@@ -367,7 +367,7 @@ def line(number: int, group_rank: int = 0, nodes: int = 1, port: int = 0) -> pb.
 
 
 def round_ended(number: int) -> pb.ServerMessage:
-    ended = pb.RoundEnded(
+    ended = pb.RoundOver(
         rdzv_id="job-7", run=RUN, round=number, cause=pb.NODE_LOST, reason="n2: lease ran out"
     )
     return pb.ServerMessage(round_ended=ended)
@@ -500,7 +500,7 @@ def test_what_the_server_has_lost_is_said_again(made: Made) -> None:
     run.handler.next_rendezvous()
     (belief,) = run.stream.beliefs()
     assert (belief.phase, belief.round.round) == (pb.Belief.RUNNING, 3)
-    assert inbound_nodes.belief_of(belief, inbound_nodes.Speaker("n1", 1)).round == 3
+    assert wire.belief_of(belief, wire.Speaker("n1", 1), 0).round == 3
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ TARGETS = (
     "rendezvous/rdzv/server/replication/replica.py",
     "rendezvous/rdzv/server/replication/leader_probe.py",
     "rendezvous/rdzv/server/telemetry/notifications.py",
-    "rendezvous/rdzv/server/wire/inbound_snapshots.py",
+    "rendezvous/rdzv/server/wire.py",
     "rendezvous/rdzv/stores/*.py",
     "rendezvous/rdzv/view/ledger.py",
     "rendezvous/rdzv/ctl/doctor.py",

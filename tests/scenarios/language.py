@@ -524,8 +524,12 @@ def write_command(command: Command, default: Settings, now_ms: int, name: str) -
             words = ["join", name, *([f"run={command.run}"] if command.run else [])]
             words += [f"left_round={command.left_round}"] if command.left_round is not None else []
             words += [f"workers={command.offer.local_world_size}"]
-            words += [f"step={command.moved.step}"] if command.moved.step is not None else []
-            words += ["snapshot=new"] if command.moved.snapshot else []
+            words += (
+                [f"step={command.moved.furthest_step}"]
+                if command.moved.furthest_step is not None
+                else []
+            )
+            words += ["snapshot=new"] if command.moved.snapshot_changed else []
             words += [f"kept={write_kept(command.kept)}"] if command.kept else []
             if command.snapshots:
                 words += [f"snapshots={write_snapshots(command.snapshots)}"]

@@ -242,7 +242,7 @@ class Runner:
         if not self.part.job.settings.no_progress_restarts:
             return UNMOVED
         step = chance.choice((None, chance.randint(0, 3), chance.randint(0, 50)))
-        moved = Moved(step, snapshot=chance.random() < 0.1)
+        moved = Moved(step, snapshot_changed=chance.random() < 0.1)
         self.world.judge.moved[self.part.node_id, workers] = moved
         return moved
 
@@ -373,7 +373,7 @@ class Runner:
             )
             report = HungReport(line.run, line.round, hung)
             agent = self.part.agent
-            agent.awake(lambda: agent.say(encoding.hung(report, self.part.rdzv_id)))
+            agent.awake(lambda: agent.say(encoding.report(report, self.part.rdzv_id, 0)))
 
     def _exit(
         self, workers: Workers, local_rank: int, exit_code: int | None, signum: int | None
@@ -507,7 +507,7 @@ class Part:
             case commands.StopStoreHost():
                 pass
             case commands.SaySnapshots():
-                self.agent.say(encoding.snapshots_held(command, self.rdzv_id))
+                self.agent.say(encoding.report(command, self.rdzv_id, 0))
             case commands.AnnounceWatermark():
                 self.runner.slots.watermark = command.mark
                 self.runner.slots.given_up = command.given_up
@@ -768,8 +768,8 @@ class Agent:
                 self._note_heard(message.heard.number)
             elif message.HasField("drain"):
                 drain = message.drain
-                self.world.note(f"{self.instance} is drained: {drain.deadline_ms} ms")
-                self.drain.take_from_server(drain.number, drain.deadline_ms, drain.reason)
+                self.world.note(f"{self.instance} is drained: {drain.left_ms} ms")
+                self.drain.take_from_server(drain.number, drain.left_ms, drain.reason)
             elif message.HasField("undrain"):
                 self.drain.lift()
             elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:

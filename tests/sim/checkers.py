@@ -68,7 +68,7 @@ from rdzv.server.scheduling.quarantined_nodes import QUARANTINE
 from rdzv.stores.base import Record
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace, struct
-from rdzv.transport.same_fields import from_message
+from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.scenarios.language import write_events
 from tests.support.builders import BrokenPromiseError, check_calm, check_step
@@ -744,19 +744,19 @@ class Judge:
         workers = (after.rdzv_id, after.run, round_.number)
         names = [p.node_id for p in round_.participants if p.node_id not in round_.gone]
         said = [self.moved.get((name, workers), UNMOVED) for name in names]
-        steps = [one.step for one in said if one.step is not None]
+        steps = [one.furthest_step for one in said if one.furthest_step is not None]
         # One higher, so that 0 stands for a job without reports.
         further = max(steps, default=-1) + 1 > mine["step"]
         mine["step"] = max(mine["step"], *(step + 1 for step in (*steps, -1)))
         sealed = max((self.offered.get((name, workers), 0) for name in names), default=0)
         kept_on = round_.resume_step is not None and sealed > round_.resume_step
-        return further or kept_on or any(one.snapshot for one in said)
+        return further or kept_on or any(one.snapshot_changed for one in said)
 
     def _check_spent(self, mine: Counter[str], after: Membership, settled: RoundSettled) -> None:
         settings, ended = after.settings, after.ended
         preempted, stores = mine[Cause.NODE_LOST] + mine[Cause.NODE_LEFT], mine[Cause.STORE_HOST]
         spent, step = after.spent, mine["step"] - 1
-        counted = (spent.preemptions, spent.store_failures, spent.in_vain, spent.step)
+        counted = (spent.preemptions, spent.store_failures, spent.in_vain, spent.furthest_step)
         if counted != (preempted, stores, mine["in vain"], None if step < 0 else step):
             self.fail(f"charge: {counted} were counted of {mine}")
         in_vain_most = settings.no_progress_restarts - 1 if settings.no_progress_restarts else None
@@ -942,7 +942,7 @@ class Judge:
             if unknown and self.era == 0 and len(self.ended) < 10:
                 self.fail(f"{part.node_id} hears that run {closed.run} is not known")
         elif body == "snapshot_watermark":
-            self._check_whole(part, from_message(SnapshotMark, message.snapshot_watermark.mark))
+            self._check_whole(part, read(SnapshotMark, message.snapshot_watermark.mark))
         elif body == "keep_copies":
             self._check_order(part, message.keep_copies)
         elif body == "waiting" and not message.waiting.reason:
@@ -956,10 +956,10 @@ class Judge:
 
     def _check_order(self, part: Part, order: pb.KeepCopies) -> None:
         """What is copied is whole, and another node's."""
-        mark = from_message(SnapshotMark, order.mark)
+        mark = read(SnapshotMark, order.mark)
         self._check_whole(part, mark)
         for source in order.sources:
-            others = {from_message(SnapshotMark, one.mark) for one in source.snapshots} - {mark}
+            others = {read(SnapshotMark, one.mark) for one in source.snapshots} - {mark}
             if source.node_id == part.node_id or others:
                 self.fail(f"copies: {part.node_id} is asked to copy {source} of {mark}")
 
@@ -971,7 +971,7 @@ class Judge:
             return True
         return stored.run == run and stored.next_round > number + 1
 
-    def _check_line(self, part: Part, line: pb.RoundCompleted) -> None:
+    def _check_line(self, part: Part, line: pb.Assignment) -> None:
         workers = (part.rdzv_id, line.run, line.round)
         round_ = self.rounds.get(workers)
         if round_ is None:

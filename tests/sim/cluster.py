@@ -19,13 +19,13 @@ from rdzv.core.events import RoundCompleted
 from rdzv.core.model import Membership
 from rdzv.errors import RendezvousConnectionError, RendezvousError, StoreRefusedError
 from rdzv.runtime.tasks import Tasks
+from rdzv.server import wire
 from rdzv.server.driver import Driver
 from rdzv.server.engine.job import Job, News
 from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_interface import Meter
-from rdzv.server.wire import inbound_nodes, outbound
 from rdzv.stores.base import Page, Record, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
@@ -372,7 +372,7 @@ class Server:
 
     def _attach(self, connection: Connection, message: pb.NodeMessage) -> None:
         try:
-            hello = inbound_nodes.hello_of(message.hello)
+            hello = wire.hello_of(message.hello)
             stream = self.driver.connections.attach(hello)
         except RendezvousError as error:
             self.world.count(f"attach refused: {error.code}")
@@ -389,7 +389,7 @@ class Server:
     async def _write(self, door: _Door, stream: Stream) -> None:
         while several := await stream.outbox.take():
             for told in several:
-                message = outbound.server_message(
+                message = wire.server_message(
                     [told], self.driver.leadership, "simulated", self.process.now_ms()
                 )
                 door.connection.down(message)

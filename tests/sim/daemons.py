@@ -20,6 +20,7 @@ from rdzv.agent.server_link.node_drain import Event
 from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.core.fleet.node_resources import gpus_needed
 from rdzv.errors import InvalidRequestError
+from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.sim.agents import Agent, NodeSpec, Part
 
@@ -60,7 +61,7 @@ class Daemon(Agent):
 
     def _deliver(self, message: pb.ServerMessage) -> None:
         if message.HasField("placed"):
-            placed = encoding.placed(message.placed)
+            placed = read(Placed, message.placed)
             self.world.judge.told_placed(self, placed)
             self._take_up(placed)
         elif message.HasField("withdrawn"):
@@ -218,7 +219,7 @@ class Daemon(Agent):
 
     def _hello(self) -> pb.Hello:
         hello = super()._hello()
-        hello.resources.CopyFrom(encoding.resources(self.resources))
+        hello.resources.CopyFrom(write(pb.Resources(), self.resources))
         hello.holdings.CopyFrom(self._holdings())
         return hello
 

@@ -401,7 +401,7 @@ MUTANTS = (
     Mutant(
         "nodes do not hear what a run has spent",
         "recovery_reports.tally_of",
-        "    return Tally(membership.spent, tuple(counted[-MAX_RESTART_AGES:]))",
+        "    return Tally(membership.spent, counted[LATEST])",
         "    return None",
         by=ADOPT_TESTS,
     ),
@@ -858,8 +858,8 @@ MUTANTS = (
     ),
     Mutant(
         "keeping: a worker is offered twice",
-        "inbound_nodes._kept",
-        "    if len(by_rank) < len(messages):",
+        "wire._by_local_rank",
+        "    if len(by_rank) < len(kept):",
         "    if False and len(by_rank) < len(messages):",
         by="tests/unit/server/test_wire.py",
     ),

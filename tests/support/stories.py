@@ -9,8 +9,8 @@ from datetime import UTC
 from rdzv.core.commands import Leave, Stop
 from rdzv.core.model import LeaveCause
 from rdzv.ctl.layout import Page
+from rdzv.server import wire
 from rdzv.server.operations import answer_values
-from rdzv.server.wire import outbound
 from rdzv.structs import replace
 from rdzv.view.answers import Event, JobStatus
 from rdzv.view.from_messages import event_of, job_status_of
@@ -42,8 +42,8 @@ async def told(
         rows = await s.driver.views.history(rdzv_id, limit)
         progress, starts = s.driver.views.progress(rdzv_id), s.driver.views.starts(rdzv_id)
     status = answer_values.job_status(view, now_ms, progress, starts=starts)
-    assert job_status_of(outbound.job_status(status)) == status, "gRPC carries what HTTP answers"
-    return Told(status, tuple(event_of(outbound.event_row(row)) for row in rows), now_ms)
+    assert job_status_of(wire.job_status(status)) == status, "gRPC carries what HTTP answers"
+    return Told(status, tuple(event_of(wire.event_row(row)) for row in rows), now_ms)
 
 
 async def crashing(s: Scraped, rounds: int = 20) -> None:

@@ -323,26 +323,26 @@ class Draining(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DEADLINE_MS_FIELD_NUMBER: builtins.int
+    LEFT_MS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
     OWN_FIELD_NUMBER: builtins.int
-    deadline_ms: builtins.int
+    left_ms: builtins.int
     """The time that its workers have left, and the reason; only if it leaves by itself."""
     reason: builtins.str
     number: builtins.int
-    """The number of the drain that a server has sent, as in `Drain`; 0 if none was sent."""
+    """The number of the drain that a server has sent, as in `DrainNode`; 0 if none was sent."""
     own: builtins.bool
     """Whether it leaves by itself, even if a server has drained it as well."""
     def __init__(
         self,
         *,
-        deadline_ms: builtins.int = ...,
+        left_ms: builtins.int = ...,
         reason: builtins.str = ...,
         number: builtins.int = ...,
         own: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["deadline_ms", b"deadline_ms", "number", b"number", "own", b"own", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["left_ms", b"left_ms", "number", b"number", "own", b"own", "reason", b"reason"]) -> None: ...
 
 global___Draining = Draining
 
@@ -598,7 +598,7 @@ class Belief(google.protobuf.message.Message):
         """The node's join: its offer, and the round that it left."""
 
     @property
-    def round(self) -> global___RoundCompleted:
+    def round(self) -> global___Assignment:
         """The last round announced to it; unset before the first."""
 
     @property
@@ -614,7 +614,7 @@ class Belief(google.protobuf.message.Message):
         *,
         phase: global___Belief.Phase.ValueType = ...,
         join: global___Join | None = ...,
-        round: global___RoundCompleted | None = ...,
+        round: global___Assignment | None = ...,
         failures: collections.abc.Iterable[global___WorkerFailure] | None = ...,
         leave: global___Leave | None = ...,
         store_host_failed: builtins.str = ...,
@@ -1889,9 +1889,9 @@ class ServerMessage(google.protobuf.message.Message):
     @property
     def joined(self) -> global___Joined: ...
     @property
-    def round_completed(self) -> global___RoundCompleted: ...
+    def round_completed(self) -> global___Assignment: ...
     @property
-    def round_ended(self) -> global___RoundEnded: ...
+    def round_ended(self) -> global___RoundOver: ...
     @property
     def closed(self) -> global___Closed: ...
     @property
@@ -1921,9 +1921,9 @@ class ServerMessage(google.protobuf.message.Message):
     @property
     def servers(self) -> global___Servers: ...
     @property
-    def drain(self) -> global___Drain: ...
+    def drain(self) -> global___DrainNode: ...
     @property
-    def undrain(self) -> global___Undrain: ...
+    def undrain(self) -> global___UndrainNode: ...
     @property
     def more(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ServerMessage]:
         """Further messages, in order, with neither `leadership` nor `more` of their own: one message costs
@@ -1936,8 +1936,8 @@ class ServerMessage(google.protobuf.message.Message):
         leadership: builtins.int = ...,
         welcome: global___Welcome | None = ...,
         joined: global___Joined | None = ...,
-        round_completed: global___RoundCompleted | None = ...,
-        round_ended: global___RoundEnded | None = ...,
+        round_completed: global___Assignment | None = ...,
+        round_ended: global___RoundOver | None = ...,
         closed: global___Closed | None = ...,
         refused: global___Refused | None = ...,
         waiting: global___Waiting | None = ...,
@@ -1952,8 +1952,8 @@ class ServerMessage(google.protobuf.message.Message):
         snapshot_watermark: global___SnapshotWatermark | None = ...,
         keep_copies: global___KeepCopies | None = ...,
         servers: global___Servers | None = ...,
-        drain: global___Drain | None = ...,
-        undrain: global___Undrain | None = ...,
+        drain: global___DrainNode | None = ...,
+        undrain: global___UndrainNode | None = ...,
         more: collections.abc.Iterable[global___ServerMessage] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "keep_copies", b"keep_copies", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "servers", b"servers", "snapshot_watermark", b"snapshot_watermark", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> builtins.bool: ...
@@ -2372,33 +2372,33 @@ class Withdrawn(google.protobuf.message.Message):
 global___Withdrawn = Withdrawn
 
 @typing.final
-class Drain(google.protobuf.message.Message):
+class DrainNode(google.protobuf.message.Message):
     """The node must leave all its jobs: it gives its workers notice, and kills them at the deadline.
     Repeated after a reconnect, with the remaining time.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DEADLINE_MS_FIELD_NUMBER: builtins.int
+    LEFT_MS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
-    deadline_ms: builtins.int
+    left_ms: builtins.int
     reason: builtins.str
     number: builtins.int
     """The same in every repetition, so that no two servers' clocks can shorten the deadline."""
     def __init__(
         self,
         *,
-        deadline_ms: builtins.int = ...,
+        left_ms: builtins.int = ...,
         reason: builtins.str = ...,
         number: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["deadline_ms", b"deadline_ms", "number", b"number", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["left_ms", b"left_ms", "number", b"number", "reason", b"reason"]) -> None: ...
 
-global___Drain = Drain
+global___DrainNode = DrainNode
 
 @typing.final
-class Undrain(google.protobuf.message.Message):
+class UndrainNode(google.protobuf.message.Message):
     """The drain is lifted: no more workers are killed because of it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2407,7 +2407,7 @@ class Undrain(google.protobuf.message.Message):
         self,
     ) -> None: ...
 
-global___Undrain = Undrain
+global___UndrainNode = UndrainNode
 
 @typing.final
 class JobSpec(google.protobuf.message.Message):
@@ -2521,7 +2521,7 @@ class Joined(google.protobuf.message.Message):
 global___Joined = Joined
 
 @typing.final
-class RoundCompleted(google.protobuf.message.Message):
+class Assignment(google.protobuf.message.Message):
     """A round in which this node takes part is complete: the node's own assignment."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2635,7 +2635,7 @@ class RoundCompleted(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_source", b"_source"]) -> typing.Literal["source"] | None: ...
 
-global___RoundCompleted = RoundCompleted
+global___Assignment = Assignment
 
 @typing.final
 class Tally(google.protobuf.message.Message):
@@ -2682,7 +2682,7 @@ class Tally(google.protobuf.message.Message):
 global___Tally = Tally
 
 @typing.final
-class RoundEnded(google.protobuf.message.Message):
+class RoundOver(google.protobuf.message.Message):
     """The round is over: stop its workers, or have them park, then join again."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2725,7 +2725,7 @@ class RoundEnded(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["broken", b"broken", "cause", b"cause", "culprits", b"culprits", "keep", b"keep", "rdzv_id", b"rdzv_id", "reason", b"reason", "round", b"round", "run", b"run"]) -> None: ...
 
-global___RoundEnded = RoundEnded
+global___RoundOver = RoundOver
 
 @typing.final
 class Closed(google.protobuf.message.Message):
@@ -4342,7 +4342,7 @@ class Server(google.protobuf.message.Message):
     LEADS_FIELD_NUMBER: builtins.int
     LEADERSHIP_FIELD_NUMBER: builtins.int
     STORE_FIELD_NUMBER: builtins.int
-    SERVER_VERSION_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     STATE_AGE_MS_FIELD_NUMBER: builtins.int
     INSECURE_FIELD_NUMBER: builtins.int
     STORE_AWAY_FIELD_NUMBER: builtins.int
@@ -4355,7 +4355,7 @@ class Server(google.protobuf.message.Message):
     """Its leadership number; 0 if it does not lead."""
     store: builtins.str
     """Where its data is: `/var/lib/rdzv (sqlite)`."""
-    server_version: builtins.str
+    version: builtins.str
     state_age_ms: builtins.int
     """How long it has led, or stood by."""
     insecure: builtins.str
@@ -4375,14 +4375,14 @@ class Server(google.protobuf.message.Message):
         leads: builtins.bool = ...,
         leadership: builtins.int = ...,
         store: builtins.str = ...,
-        server_version: builtins.str = ...,
+        version: builtins.str = ...,
         state_age_ms: builtins.int = ...,
         insecure: builtins.str = ...,
         store_away: builtins.str = ...,
         unix_ms: builtins.int = ...,
         page: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "insecure", b"insecure", "leadership", b"leadership", "leads", b"leads", "page", b"page", "server_version", b"server_version", "state_age_ms", b"state_age_ms", "store", b"store", "store_away", b"store_away", "unix_ms", b"unix_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "insecure", b"insecure", "leadership", b"leadership", "leads", b"leads", "page", b"page", "state_age_ms", b"state_age_ms", "store", b"store", "store_away", b"store_away", "unix_ms", b"unix_ms", "version", b"version"]) -> None: ...
 
 global___Server = Server
 

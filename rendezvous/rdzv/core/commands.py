@@ -6,6 +6,25 @@ Repeating a command has no effect.
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from rdzv.bounds import (
+    NODES_PER_JOB,
+    AnyUid,
+    Cut,
+    Elapsed,
+    Else,
+    First,
+    Flat,
+    Label,
+    LocalRank,
+    Sentence,
+    Traceback,
+    Uid,
+    Unsent,
+    Within,
+    sentence,
+)
 from rdzv.core.model import (
     UNKNOWN_INSTANCE,
     UNMOVED,
@@ -19,22 +38,38 @@ from rdzv.core.model import (
     Settings,
     Snapshot,
 )
+from rdzv.core.root_cause import MAX_FAILURES
 from rdzv.structs import struct
+
+Wish = Annotated[Sentence, Else("an operator asked for it")]
+"""An operator's reason."""
 
 
 @struct(frozen=True)
 class FailureReport:
     """A failed worker as reported by its node, with an age instead of a timestamp."""
 
-    local_rank: int
+    local_rank: LocalRank
     rank: int
     pid: int
     exit_code: int | None
     signal: int | None
-    message: str
-    traceback: str
-    age_ms: int
+    message: Sentence
+    traceback: Traceback
+    age_ms: Elapsed
     suspect: bool = False
+
+
+def _earliest(failures: tuple[FailureReport, ...]) -> tuple[FailureReport, ...]:
+    """Return as many failures as are kept of one report.
+
+    Those that exited with 0 are dropped first, then suspects, then the latest.
+    """
+    ordered = sorted(failures, key=lambda one: (one.exit_code == 0, one.suspect, -one.age_ms))
+    return tuple(ordered[:MAX_FAILURES])
+
+
+Failures = Annotated[tuple[FailureReport, ...], Cut(_earliest)]
 
 
 @struct(frozen=True)
@@ -53,20 +88,20 @@ class Join:
 
     node_id: str
     incarnation: int
-    run: str
+    run: AnyUid
     settings: Settings
     offer: Offer
     left_round: int | None = None
-    failures: tuple[FailureReport, ...] = ()
+    failures: Failures = ()
     refuse_reuse: bool = False
-    new_run: str = ""
-    recovery: RecoveryReport | None = None
+    new_run: Annotated[str, Unsent] = ""
+    recovery: Annotated[RecoveryReport | None, Unsent] = None
     fenced: bool = False
-    fenced_age_ms: int = 0
-    moved: Moved = UNMOVED
-    owner: str = ""
+    fenced_age_ms: Elapsed = 0
+    moved: Annotated[Moved, Flat] = UNMOVED
+    owner: Annotated[str, Unsent] = ""
     secret: str = ""
-    instance: Instance = UNKNOWN_INSTANCE
+    instance: Annotated[Instance, Unsent] = UNKNOWN_INSTANCE
     kept: tuple[KeptWorker, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()
     preparing: bool = False
@@ -97,9 +132,9 @@ class Fail:
 
     node_id: str
     incarnation: int
-    run: str
+    run: Uid
     round: int
-    failures: tuple[FailureReport, ...]
+    failures: Failures
 
 
 @struct(frozen=True)
@@ -108,7 +143,7 @@ class Succeed:
 
     node_id: str
     incarnation: int
-    run: str
+    run: Uid
     round: int
 
 
@@ -123,9 +158,9 @@ class Leave:
 
     node_id: str
     incarnation: int
-    run: str
+    run: AnyUid
     cause: LeaveCause
-    reason: str
+    reason: Sentence
     left_round: int | None = None
     exited_zero: bool = False
     """All workers exited with code 0 after being notified that the node is about to leave."""
@@ -137,9 +172,9 @@ class ReportStuck:
 
     node_id: str
     incarnation: int
-    run: str
+    run: Uid
     round: int
-    pids: tuple[int, ...]
+    pids: Annotated[tuple[int, ...], First(64)]
 
 
 @struct(frozen=True)
@@ -148,9 +183,9 @@ class ReportStoreHost:
 
     node_id: str
     incarnation: int
-    run: str
+    run: Uid
     round: int
-    reason: str
+    reason: Sentence
 
 
 @struct(frozen=True)
@@ -199,17 +234,17 @@ class MarkHeard:
 class Stop:
     """An operator ends this run; all its nodes stop their workers and leave."""
 
-    run: str
-    reason: str
+    run: Uid
+    reason: Wish
 
 
 @struct(frozen=True)
 class Restart:
     """An operator ends this round so that another can form. No restart is spent."""
 
-    run: str
+    run: Uid
     round: int
-    reason: str
+    reason: Wish
 
 
 @struct(frozen=True)
@@ -221,20 +256,20 @@ class Scale:
     ends it.
     """
 
-    run: str
-    min_nodes: int
-    max_nodes: int
-    reason: str
+    run: Uid
+    min_nodes: Annotated[int, Within(1, NODES_PER_JOB)]
+    max_nodes: Annotated[int, Within(1, NODES_PER_JOB)]
+    reason: Wish
 
 
 @struct(frozen=True)
 class Submit:
     """Begin a run whose nodes are chosen by the server. `run` is its uid."""
 
-    run: str
+    run: Uid
     settings: Settings
     spec: JobSpec
-    submitted_by: str
+    submitted_by: Annotated[Label, Cut(sentence), Else("somebody")]
 
 
 @struct(frozen=True)
@@ -276,8 +311,8 @@ class Decline:
     """
 
     node_id: str
-    run: str
-    reason: str
+    run: Uid
+    reason: Sentence
     passing: bool = False
 
 

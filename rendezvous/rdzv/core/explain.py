@@ -438,7 +438,7 @@ def _budgets(membership: Membership) -> BudgetsView:
         max_store_failures=settings.max_store_failures,
         restarts_in_vain=spent.in_vain,
         no_progress_restarts=settings.no_progress_restarts,
-        furthest_step=spent.step,
+        furthest_step=spent.furthest_step,
         restart_window_ms=settings.restart_window_ms,
     )
 

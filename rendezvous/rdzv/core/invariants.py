@@ -197,7 +197,9 @@ def _durability(before: Membership, after: Membership) -> list[str]:
     old, new = before.spent, after.spent
     if old.preemptions > new.preemptions or old.store_failures > new.store_failures:
         found.append("durability: a spent preemption or store failure was forgotten")
-    if old.step is not None and (new.step is None or new.step < old.step):
+    if old.furthest_step is not None and (
+        new.furthest_step is None or new.furthest_step < old.furthest_step
+    ):
         found.append("durability: the furthest step went back")
     if before.round is not None and not _continues(before.round, after.round):
         found.append("consistency: a completed round changed or was forgotten")

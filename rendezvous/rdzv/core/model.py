@@ -14,9 +14,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
+from typing import Annotated
 
+from rdzv.bounds import (
+    GPUS,
+    LOCAL_WORLD_SIZE,
+    NODES_PER_JOB,
+    RESTARTS,
+    SHARDS,
+    TIMEOUT_MS,
+    Address,
+    Age,
+    AnyAddress,
+    Arguments,
+    Count,
+    Duration,
+    Else,
+    Environment,
+    Label,
+    Labels,
+    LocalRank,
+    NoNul,
+    OwnPort,
+    Port,
+    Printable,
+    Step,
+    Unsent,
+    Within,
+    WorkerEnds,
+)
 from rdzv.core.spent import Spent, Tally
 from rdzv.structs import struct
+
+PRIORITY = 1_000_000
+"""The largest priority. The smallest is its negative."""
 
 
 class ScaleUp(StrEnum):
@@ -87,34 +118,34 @@ class NodeState(StrEnum):
 class Settings:
     """Settings that all nodes of a job must agree on. Names and defaults are those of torchrun."""
 
-    min_nodes: int
-    max_nodes: int
-    max_restarts: int | None = 0
+    min_nodes: Annotated[int, Within(1, NODES_PER_JOB, "--nnodes")]
+    max_nodes: Annotated[int, Within(1, NODES_PER_JOB, "--nnodes")]
+    max_restarts: Annotated[int, Within(0, RESTARTS, "--max-restarts")] | None = 0
     """The number of restarts allowed. None if each node's own agent restarts its workers and keeps
     count, as torch's agent does; such an agent reports only the last failure."""
-    join_timeout_ms: int = 600_000
-    last_call_timeout_ms: int = 30_000
-    scale_up: ScaleUp = ScaleUp.EAGER
-    restart_window_ms: int = 0
+    join_timeout_ms: Annotated[int, Within(1, TIMEOUT_MS)] = 600_000
+    last_call_timeout_ms: Duration = 30_000
+    scale_up: Annotated[ScaleUp, Else(ScaleUp.EAGER)] = ScaleUp.EAGER
+    restart_window_ms: Duration = 0
     """Restarts older than this no longer count against `max_restarts`. 0 means that all restarts
     count."""
-    scale_up_after_ms: int = 0
+    scale_up_after_ms: Duration = 0
     """The time that a round must have run before new nodes may end it, with `ScaleUp.AFTER`."""
-    restart_backoff_ms: int = 1_000
+    restart_backoff_ms: Annotated[Duration, Else(1_000)] = 1_000
     """The delay before the second consecutive restart after rounds that failed soon. It doubles
     with each further restart; 0 means no delay."""
-    restart_backoff_max_ms: int = 60_000
-    max_preemptions: int | None = None
+    restart_backoff_max_ms: Annotated[Duration, Else(60_000)] = 60_000
+    max_preemptions: Count | None = None
     """The number of rounds that may end because a node was lost or left, or None for no limit."""
-    max_store_failures: int | None = None
+    max_store_failures: Count | None = None
     """The number of rounds that may end because their store host failed, or None for no limit."""
-    no_progress_restarts: int = 0
+    no_progress_restarts: Count = 0
     """The number of consecutive restarts without progress after which the job fails, or 0 for no
     limit."""
-    restart_on: tuple[str, ...] = ()
+    restart_on: WorkerEnds = ()
     """The ends of workers that are restarted, as `root_cause.names_of_end` names them; all others
     end the job. Empty if all are restarted."""
-    no_restart_on: tuple[str, ...] = ()
+    no_restart_on: WorkerEnds = ()
     """The ends of workers that end the job, even if `restart_on` lists them."""
 
 
@@ -138,17 +169,17 @@ class Tuning:
 class Offer:
     """A node's contribution to a job, which may differ from node to node."""
 
-    address: str
-    local_world_size: int = 1
-    role: str = "default"
-    topology: str = ""
-    host_name: str = ""
+    address: Address
+    local_world_size: Annotated[int, Within(1, LOCAL_WORLD_SIZE, "--nproc-per-node")] = 1
+    role: Annotated[Label, Else("default")] = "default"
+    topology: Label = ""
+    host_name: AnyAddress = ""
     """A name at which other machines can reach this one, or empty if there is none."""
-    machine: str = ""
+    machine: Label = ""
     """The node's machine (network namespace)."""
-    store_port: int = 0
+    store_port: Port = 0
     can_host_store: bool = False
-    shutdown_timeout_ms: int = 30_000
+    shutdown_timeout_ms: Duration = 30_000
 
 
 @struct(frozen=True)
@@ -169,16 +200,16 @@ UNKNOWN_INSTANCE = Instance()
 class KeptWorker:
     """A parked worker that its node offers for the next round."""
 
-    local_rank: int
-    step: int | None = None
+    local_rank: LocalRank
+    step: Step | None = None
     """The number of steps that it has sealed."""
     torn: bool = False
     """Whether an unsealed step has already changed its parameters."""
     shard: int = 0
     """The part of the state that the worker holds."""
-    shards: int = 1
+    shards: Annotated[int, Within(1, SHARDS), Else(1)] = 1
     """The number of parts; 1 if the worker holds the whole state."""
-    oldest_step: int | None = None
+    oldest_step: Step | None = None
     """The oldest sealed step to which the worker can go back, or None if it can resume only at
     `step`."""
 
@@ -193,11 +224,11 @@ class SnapshotMark:
     lineage: int
     """The round in which this training began, or continued with only new workers. After another
     such round, the same step number refers to a different state."""
-    step: int
-    series: str
+    step: Step
+    series: Printable
     """A digest of the state's structure, how it is divided, and the round that saved it."""
-    shards: int = 1
-    world_size: int = 0
+    shards: Annotated[int, Within(1, SHARDS)] = 1
+    world_size: Annotated[int, Within(1, SHARDS)] = 0
     """`shards` is the number of parts; `world_size` is the number of workers that shared them."""
 
 
@@ -205,12 +236,12 @@ class SnapshotMark:
 class Snapshot:
     """One shard of the state at one sealed step, in node memory that outlives the worker."""
 
-    local_rank: int
+    local_rank: LocalRank
     mark: SnapshotMark
     shard: int = 0
-    bytes: int = 0
-    digest: str = ""
-    copy_of: int | None = None
+    bytes: Step = 0
+    digest: Printable = ""
+    copy_of: Annotated[int, Within(0, SHARDS - 1)] | None = None
     """The RANK on another node of which this is a copy, kept for worker `local_rank` to read. None
     for an original."""
 
@@ -225,22 +256,22 @@ class RecoveryReport:
 
     round: int
     group_rank: int
-    group_world_size: int
+    group_world_size: Annotated[int, Within(1, NODES_PER_JOB)]
     rank_first: int
     world_size: int
     role_rank_first: int
     role_world_size: int
-    master_addr: str
-    master_port: int
+    master_addr: Address
+    master_port: OwnPort
     use_agent_store: bool
-    restarts: int
+    restarts: Count
     settings: Settings
     offer: Offer
     tally: Tally | None = None
     """The run's tally, or None if nothing was spent or the server did not report it."""
     kept: tuple[int, ...] = ()
     source: int | None = None
-    resume_step: int | None = None
+    resume_step: Step | None = None
     snapshot: SnapshotMark | None = None
     snapshot_loads: int = 0
     origin: int = 0
@@ -270,8 +301,8 @@ class Participant:
 class Failure:
     """One worker's failure, with its time on the server's clock."""
 
-    node_id: str
-    address: str
+    node_id: Annotated[str, Unsent]
+    address: Annotated[str, Unsent]
     local_rank: int
     rank: int
     pid: int
@@ -279,7 +310,7 @@ class Failure:
     signal: int | None
     message: str
     traceback: str
-    at_ms: int
+    at_ms: Annotated[int, Age("age_ms")]
     suspect: bool = False
     """A collective raised an exception, perhaps because another worker failed. The worker parks."""
 
@@ -295,14 +326,14 @@ class RoundEnd:
 
     cause: Cause
     reason: str
-    at_ms: int
+    at_ms: Annotated[int, Unsent]
     broken: bool
     """Whether the collectives broke, so that a SIGTERM handler that needs them cannot finish."""
-    failures: tuple[Failure, ...] = ()
-    settled: bool = False
+    failures: Annotated[tuple[Failure, ...], Unsent] = ()
+    settled: Annotated[bool, Unsent] = False
     keep: bool = True
     """Whether workers that can park may be kept in the next round."""
-    cause_node_id: str = ""
+    cause_node_id: Annotated[str, Unsent] = ""
     """The node that the cause refers to. Empty if it is unknown, or if the cause refers to no node
     or to several."""
 
@@ -381,11 +412,11 @@ class Departure:
 class Moved:
     """The progress of a round's workers as reported by a node, or empty if they reported none."""
 
-    step: int | None = None
+    furthest_step: int | None = None
     """The highest step that any worker has reached."""
-    snapshot: bool = False
+    snapshot_changed: bool = False
     """Whether the snapshot file has changed since the round began."""
-    sealed: bool = False
+    sealed: Annotated[bool, Unsent] = False
     """Whether the round has sealed a step that survives it, in kept workers or in snapshots."""
 
 
@@ -399,9 +430,9 @@ class Ended:
 
     result: Result
     reason: str
-    at_ms: int
+    at_ms: Annotated[int, Unsent]
     retry_sensible: bool = False
-    failures: tuple[Failure, ...] = ()
+    failures: Annotated[tuple[Failure, ...], Unsent] = ()
     """The root cause first, followed by the failures shown with it."""
     no_progress: bool = False
     """Whether the run kept failing without progress, so the same launch would fail again."""
@@ -419,24 +450,24 @@ class EndedRun:
 class JobSpec:
     """The program of a submitted job, and its requirements for each node."""
 
-    args: tuple[str, ...]
+    args: Arguments
     """Arguments for rdzvrun: its flags, the script, and the script's own arguments."""
-    env: tuple[tuple[str, str], ...] = ()
-    chdir: str = ""
-    labels: tuple[tuple[str, str], ...] = ()
+    env: Environment = ()
+    chdir: NoNul = ""
+    labels: Labels = ()
     """Labels that a node must have."""
-    priority: int = 0
+    priority: Annotated[int, Within(-PRIORITY, PRIORITY)] = 0
     """Jobs with a higher priority are placed first."""
-    gpus_per_node: int | None = None
+    gpus_per_node: Annotated[int, Within(0, GPUS, "--gpus-per-node")] | None = None
     """The number of GPUs per node. None gives each worker one GPU on nodes that have GPUs, and none
     on others."""
-    local_world_size: int = 0
+    local_world_size: Annotated[int, Within(0, LOCAL_WORLD_SIZE, "--nproc-per-node")] = 0
     """Workers per node, or 0 if each node counts its GPUs and gives all of them to the job."""
     needs_gpu: bool = False
     """Whether nodes without a GPU are excluded."""
     submitter: str = ""
     """The submitter, as proven to the server, or empty if no proof is required."""
-    account: str = ""
+    account: Label = ""
     """The account to run as, or empty for the account that each node maps to the submitter."""
 
 

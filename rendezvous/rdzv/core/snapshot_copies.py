@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
+from rdzv.bounds import Label, OwnPort, Printable, Sentence
 from rdzv.core.model import Participant, Snapshot, SnapshotMark
 from rdzv.structs import replace, struct
 
@@ -22,10 +23,10 @@ MAX_COPIES = 3
 class CopyCarrier:
     """The endpoint from which other nodes of a job fetch copies of a node's snapshots."""
 
-    port: int
-    token: str
+    port: OwnPort
+    token: Printable
     """A token that each side proves to the other that it knows."""
-    fingerprint: str = ""
+    fingerprint: Label = ""
     """The SHA-256 fingerprint of its certificate in hexadecimal, or empty if it does not use
     encryption."""
 
@@ -35,7 +36,7 @@ class MissingCopies:
     """Copies that a node was asked to keep but cannot obtain."""
 
     mark: SnapshotMark
-    reason: str
+    reason: Sentence
 
 
 @struct(frozen=True)

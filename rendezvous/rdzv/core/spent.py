@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+from typing import Annotated
+
+from rdzv.bounds import Age, Cut, Flat
 from rdzv.structs import struct
 
 
@@ -17,13 +21,14 @@ class Spent:
     """The number of consecutive rounds that failed soon and without progress."""
     in_vain: int = 0
     """The number of consecutive restarts without progress."""
-    step: int | None = None
+    furthest_step: int | None = None
     """The highest step that the job has ever reached."""
 
 
 MAX_RESTART_AGES = 64
 """The maximum number of restart ages sent to each node. Older restarts are given the oldest of
 these ages."""
+LATEST = slice(-MAX_RESTART_AGES, None)
 
 
 @struct(frozen=True)
@@ -34,7 +39,7 @@ class Tally:
     reports.
     """
 
-    spent: Spent = Spent()
-    restart_ages_ms: tuple[int, ...] = ()
-    """Ages of the spent restarts that are still within `restart_window`, oldest first. Empty
-    without a window, because all restarts then count."""
+    spent: Annotated[Spent, Flat] = Spent()
+    restarts_ms: Annotated[tuple[int, ...], Age("restart_ages_ms"), Cut(itemgetter(LATEST))] = ()
+    """Times of the spent restarts that are still within `restart_window`, oldest first, by the
+    holder's clock. Empty without a window, because all restarts then count."""

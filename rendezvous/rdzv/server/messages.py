@@ -7,7 +7,31 @@ receives which announcement.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
+from rdzv.bounds import (
+    GPUS,
+    JOBS_PER_NODE,
+    LOCAL_WORLD_SIZE,
+    LOG_PIECE_BYTES,
+    LOG_POSITIONS,
+    AnyAddress,
+    AnyName,
+    AnyUid,
+    Duration,
+    Elapsed,
+    First,
+    Flat,
+    Label,
+    Name,
+    Part,
+    Rate,
+    Sentence,
+    ShortSentence,
+    Uid,
+    UpTo,
+    Within,
+)
 from rdzv.core.commands import Command
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import WorkerStack
@@ -24,42 +48,19 @@ from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.core.spent import Tally
 from rdzv.structs import struct
 
+SNAPSHOTS_PER_WORKER = 8
+"""The number of snapshots that a node holds for each of its workers: two of the worker's own, and
+copies for three others."""
+
 # ------------------------------------------------------------------ from nodes
-
-
-@struct(frozen=True)
-class Hello:
-    """A node's request to open a stream. One `Belief` for each of its jobs follows."""
-
-    node_id: str
-    instance: str
-    kind: AgentKind
-    address: str
-    pid: int
-    leadership: int
-    incarnation: int
-    fence_after_ms: int = 0
-    """How long the node waits for an answer before killing its workers; 0 if it never does."""
-    version: str = ""
-    resources: Resources | None = None
-    """The node's resources, or None if it accepts no submitted jobs."""
-    holdings: tuple[Holding, ...] = ()
-    failing: tuple[FailingCheck, ...] = ()
-    """The node's health checks that are failing."""
-    metrics: str = ""
-    """The HOST:PORT at which its agent serves /metrics; empty if other machines cannot reach it."""
-    draining: Draining | None = None
-    """Set if the node is about to leave all its jobs."""
-    takes_several: bool = False
-    """Whether the node can read several messages packed into one."""
 
 
 @struct(frozen=True)
 class Draining:
     """A node's report that it is about to leave all its jobs; with `own`, on its own initiative."""
 
-    left_ms: int
-    reason: str
+    left_ms: Elapsed
+    reason: Sentence
     number: int
     """The number of the drain that a server has ordered, or 0 if no server has."""
     own: bool
@@ -69,16 +70,49 @@ class Draining:
 class Holding:
     """A submitted job that may still have processes on the node."""
 
-    rdzv_id: str
-    run: str
-    gpus: int
+    rdzv_id: Name
+    run: Uid
+    gpus: Annotated[int, Within(0, GPUS)]
 
 
 @struct(frozen=True)
 class Holdings:
     """All submitted jobs that may still have processes on the node."""
 
-    held: tuple[Holding, ...]
+    holdings: Annotated[tuple[Holding, ...], UpTo(JOBS_PER_NODE)] = ()
+
+
+@struct(frozen=True)
+class Health:
+    """The node's health checks that are failing; only the first ones, if there are too many."""
+
+    failing: Annotated[tuple[FailingCheck, ...], First(16)] = ()
+
+
+@struct(frozen=True)
+class Hello:
+    """A node's request to open a stream. One `Belief` for each of its jobs follows."""
+
+    node_id: Name
+    instance: Uid
+    kind: AgentKind
+    address: AnyAddress
+    pid: int
+    leadership: int
+    incarnation: int
+    fence_after_ms: Duration = 0
+    """How long the node waits for an answer before killing its workers; 0 if it never does."""
+    agent_version: Label = ""
+    resources: Resources | None = None
+    """The node's resources, or None if it accepts no submitted jobs."""
+    holdings: Holdings = Holdings()
+    health: Health = Health()
+    metrics: str = ""
+    """The HOST:PORT at which its agent serves /metrics; empty if other machines cannot reach it."""
+    draining: Draining | None = None
+    """Set if the node is about to leave all its jobs."""
+    takes_several: bool = False
+    """Whether the node can read several messages packed into one."""
 
 
 @struct(frozen=True)
@@ -100,9 +134,9 @@ class RankProgress:
 
     rank: int
     step: int
-    age_ms: int
+    age_ms: Elapsed
     """How long ago the worker reported this step."""
-    rate: float
+    rate: Rate
     """Recent steps per second, or 0 if unknown."""
 
 
@@ -110,10 +144,10 @@ class RankProgress:
 class Progress:
     """The progress of a node's workers in one round, for workers that have reported any."""
 
-    rdzv_id: str
-    run: str
+    rdzv_id: Name
+    run: Uid
     round: int
-    ranks: tuple[RankProgress, ...]
+    ranks: Annotated[tuple[RankProgress, ...], UpTo(LOCAL_WORLD_SIZE)]
 
 
 @struct(frozen=True)
@@ -121,9 +155,9 @@ class StartedWorker:
     """How a worker was started for a round."""
 
     local_rank: int
-    how: str
+    how: Label
     """A `WorkerStart`, or a value that only newer agents know."""
-    why: str
+    why: ShortSentence
     """Why the worker was not kept or not started warm; empty if its node does not know why."""
 
 
@@ -131,11 +165,11 @@ class StartedWorker:
 class WorkersStarted:
     """A node's report of how its workers were started for a round."""
 
-    rdzv_id: str
-    run: str
+    rdzv_id: Name
+    run: Uid
     round: int
-    workers: tuple[StartedWorker, ...]
-    not_loaded: str = ""
+    workers: Annotated[tuple[StartedWorker, ...], UpTo(LOCAL_WORLD_SIZE)]
+    not_loaded: Sentence = ""
     """Why one of them has not loaded snapshots that it should or could have loaded."""
     forks: bool = False
     """Whether the node has a zygote that serves the script."""
@@ -145,9 +179,9 @@ class WorkersStarted:
 class SnapshotsHeld:
     """All the snapshots of a run's state that a node holds."""
 
-    rdzv_id: str
-    run: str
-    snapshots: tuple[Snapshot, ...]
+    rdzv_id: Name
+    run: Uid
+    snapshots: Annotated[tuple[Snapshot, ...], UpTo(SNAPSHOTS_PER_WORKER * LOCAL_WORLD_SIZE)]
     carrier: CopyCarrier | None = None
     """The carrier of the copies, or None if other nodes cannot fetch copies of these snapshots."""
     missing: MissingCopies | None = None
@@ -157,8 +191,8 @@ class SnapshotsHeld:
 class GroupArrivals:
     """When a node's ranks entered some of the collectives in one process group."""
 
-    group: str
-    per_second: float
+    group: Part
+    per_second: Rate
     error_us: int | None
     """The clock error relative to other nodes, or None if their times cannot be compared."""
     entered_us: Mapping[int, Mapping[int, int]]
@@ -169,8 +203,8 @@ class GroupArrivals:
 class Arrivals:
     """When a node's workers in one round entered some of their most recent collectives."""
 
-    rdzv_id: str
-    run: str
+    rdzv_id: Name
+    run: Uid
     round: int
     groups: tuple[GroupArrivals, ...]
 
@@ -185,10 +219,10 @@ class LogPiece:
     rank: int = 0
     stderr: bool = False
     offset: int = 0
-    data: bytes = b""
+    data: Annotated[bytes, UpTo(LOG_PIECE_BYTES)] = b""
     last: bool = False
     """Whether this is the last piece."""
-    error: str = ""
+    error: Sentence = ""
     """Why output is missing; with `last`, why everything after this piece is missing."""
 
 
@@ -196,10 +230,10 @@ class LogPiece:
 class Hung:
     """All of a node's workers that hang in one round; empty once none of them hangs."""
 
-    rdzv_id: str
-    run: str
+    rdzv_id: Name
+    run: Uid
     round: int
-    workers: tuple[HungWorker, ...]
+    workers: Annotated[tuple[HungWorker, ...], UpTo(LOCAL_WORLD_SIZE)]
 
 
 @struct(frozen=True)
@@ -207,10 +241,10 @@ class Stacks:
     """The stacks of some of a node's workers."""
 
     request: int
-    workers: tuple[WorkerStack, ...] = ()
+    workers: Annotated[tuple[WorkerStack, ...], UpTo(256)] = ()
     last: bool = False
     """Whether this is the last piece."""
-    error: str = ""
+    error: Sentence = ""
     """Why no stacks could be captured."""
 
 
@@ -322,7 +356,7 @@ class RoundOver:
     rdzv_id: str
     run: str
     round: int
-    end: RoundEnd
+    end: Annotated[RoundEnd, Flat]
     culprits: tuple[int, ...] = ()
     """The LOCAL_RANKs of the node's workers that are not kept."""
 
@@ -333,7 +367,7 @@ class Closed:
 
     rdzv_id: str
     run: str
-    ended: Ended
+    ended: Annotated[Ended, Flat]
 
 
 @struct(frozen=True)
@@ -357,7 +391,7 @@ class Waiting:
 class LogPosition:
     """How far a worker's log has been read. `node_id` is not sent to the node itself."""
 
-    node_id: str
+    node_id: AnyName
     round: int
     local_rank: int
     stderr: bool
@@ -480,8 +514,8 @@ class LogsWanted:
     follow: bool = False
     tail_bytes: int = 0
     tail_lines: int = 0
-    run: str = ""
-    positions: tuple[LogPosition, ...] = ()
+    run: AnyUid = ""
+    positions: Annotated[tuple[LogPosition, ...], UpTo(LOG_POSITIONS)] = ()
 
 
 # ------------------------------------------------------------------ answers to operators

@@ -59,7 +59,7 @@ class Talk:
         """Whether the round, or the whole job, is over for this node."""
         return bool(self.part.over) or self.part.ended or self.signalled is not None
 
-    def why_over(self, line: pb.RoundCompleted) -> str:
+    def why_over(self, line: pb.Assignment) -> str:
         """Return why the round in `line` is over for this node, or an empty string if it is not."""
         with self.news:
             part = self.part

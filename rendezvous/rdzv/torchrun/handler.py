@@ -224,7 +224,7 @@ class RdzvHandler(RendezvousHandler):
             self._join_timeout_s,
         )
 
-    def wait_for_round(self) -> pb.RoundCompleted:
+    def wait_for_round(self) -> pb.Assignment:
         """Wait until a round is complete in which this node takes part; return its place there."""
         with self._news:
             while self._part.phase is Phase.JOINING:
@@ -277,7 +277,7 @@ class RdzvHandler(RendezvousHandler):
 
     # ------------------------------------------------------------------ meeting
 
-    def meet_nodes(self, line: pb.RoundCompleted) -> RendezvousInfo | None:
+    def meet_nodes(self, line: pb.Assignment) -> RendezvousInfo | None:
         """Meet the other nodes in the round's store; return None if the round ends first."""
         talk = self.talk
         listening = talk.store_socket.take()
@@ -299,7 +299,7 @@ class RdzvHandler(RendezvousHandler):
                 self._explain_failure(line, work)
         return None
 
-    def _explain_failure(self, line: pb.RoundCompleted, work: Future[RendezvousInfo]) -> None:
+    def _explain_failure(self, line: pb.Assignment, work: Future[RendezvousInfo]) -> None:
         """Wait for the server to end a round whose nodes could not meet.
 
         GROUP_RANK 0 reports the failed store. The others wait for the server to find that

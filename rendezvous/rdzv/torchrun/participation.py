@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from rdzv.core.model import Settings
-from rdzv.transport.node_stream import settings_message
+from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 
 log = logging.getLogger("rdzv.torchrun")
@@ -49,14 +49,14 @@ class Part:
     ) -> None:
         self.rdzv_id = rdzv_id
         self.phase = Phase.APART
-        self.line: pb.RoundCompleted | None = None
+        self.line: pb.Assignment | None = None
         """This node's assignment in the last round in which it had a place."""
         self.over = ""
         """Why the round in `line` is over, or an empty string if it is not."""
         self.closed: pb.Closed | None = None
         self.refused: pb.Refused | None = None
         self._run = ""
-        self._settings = settings_message(settings)
+        self._settings = write(pb.Settings(), settings)
         self._offer = offer
         self._refuse_reuse = refuse_reuse
         self._secret = secret
@@ -131,7 +131,7 @@ class Part:
         return [belief]
 
     @property
-    def _line(self) -> pb.RoundCompleted:
+    def _line(self) -> pb.Assignment:
         assert self.line is not None, "only a participant reports on a round"
         return self.line
 
@@ -166,7 +166,7 @@ class Part:
                 self._reason = message.waiting.reason
                 log.info("%s: %s", self.rdzv_id, self._reason)
 
-    def _hear_line(self, line: pb.RoundCompleted) -> None:
+    def _hear_line(self, line: pb.Assignment) -> None:
         """Take a place in a round if this node is joining and has not been in a later one."""
         if self.phase is not Phase.JOINING or (self.line and line.round <= self.line.round):
             return
@@ -181,7 +181,7 @@ class Part:
             line.master_port,
         )
 
-    def _hear_end(self, end: pb.RoundEnded) -> None:
+    def _hear_end(self, end: pb.RoundOver) -> None:
         if self.line is None or end.round != self.line.round or self.over:
             return
         cause = pb.Cause.Name(end.cause).lower().replace("_", " ")

@@ -95,7 +95,7 @@ class AgentStore(PrefixStore):
 
 
 def meet(
-    line: pb.RoundCompleted,
+    line: pb.Assignment,
     listening: socket.socket | None,
     wrap: Callable[[Store], AgentStore],
     timeout_s: float,
@@ -116,7 +116,7 @@ def meet(
     return RendezvousInfo(agents, line.group_rank, line.group_world_size, where)
 
 
-def _open(line: pb.RoundCompleted, listening: socket.socket | None, timeout: timedelta) -> Store:
+def _open(line: pb.Assignment, listening: socket.socket | None, timeout: timedelta) -> Store:
     if listening is None:
         return TCPStore(
             line.master_addr,

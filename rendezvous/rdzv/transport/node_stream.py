@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 
-from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
     ERRORS,
@@ -28,8 +27,6 @@ from rdzv.structs import struct
 from rdzv.transport import protocol
 from rdzv.transport.channels import CHECK_NODE, PLAIN, Credentials, handshake_trouble
 from rdzv.transport.endpoints import Endpoint, parse_endpoint
-from rdzv.transport.same_fields import to_message
-from rdzv.v1 import rdzv_pb2 as pb
 
 PROTOCOL_VERSION = protocol.VERSION
 
@@ -91,24 +88,6 @@ FINAL_REFUSALS = frozenset(
 )
 """Refusals that a retry cannot change. After any other refusal, the node sends Hello again later.
 """
-
-_SCALE_UPS = {
-    ScaleUp.EAGER: pb.SCALE_UP_EAGER,
-    ScaleUp.ON_RESTART: pb.SCALE_UP_ON_RESTART,
-    ScaleUp.AFTER: pb.SCALE_UP_AFTER,
-}
-
-
-_DEFAULT = Settings(min_nodes=1, max_nodes=1)
-
-
-def settings_message(settings: Settings) -> pb.Settings:
-    """Encode a job's launch settings; its nodes send the same message whichever agent they run."""
-    # Older nodes do not send the backoff, so defaults are omitted to keep the settings equal.
-    backoff = ("restart_backoff_ms", "restart_backoff_max_ms")
-    omitted = {name for name in backoff if getattr(settings, name) == getattr(_DEFAULT, name)}
-    message = pb.Settings(scale_up=_SCALE_UPS[settings.scale_up])
-    return to_message(message, settings, without={"scale_up", *omitted})
 
 
 class Rota:

@@ -8,8 +8,9 @@ values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from rdzv.bounds import Unsent
 from rdzv.core.evidence.progress_lag import Word, lags
 from rdzv.core.reason import Reason
 from rdzv.core.snapshots import SoleHolder
@@ -28,8 +29,8 @@ OWN_BACKEND = "rdzv"
 class WorkerFailure:
     """A failed worker. Exactly one of `exit_code` and `signal` is known if it has exited."""
 
-    node_id: str
-    address: str | None
+    node_id: Annotated[str, Unsent]
+    address: Annotated[str | None, Unsent]
     rank: int
     local_rank: int
     pid: int | None
@@ -115,7 +116,7 @@ class RankProgress:
     step: int
     age_ms: int
     rate: float | None
-    behind: int = 0
+    behind: Annotated[int, Unsent] = 0
 
 
 @struct(frozen=True)
@@ -233,7 +234,7 @@ class JobStatus:
     master_addr: str | None
     master_port: int | None
     nodes: tuple[NodeStatus, ...]
-    last_failure: LastFailure | None
+    last_failure: Annotated[LastFailure | None, Unsent]
     backend: str
     progress: tuple[RankProgress, ...]
     submission: Submission | None = None

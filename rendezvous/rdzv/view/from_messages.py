@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rdzv.core.evidence.progress_lag import Word
-from rdzv.transport.same_fields import from_message
+from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view import history
 from rdzv.view.answers import (
     OWN_BACKEND,
     Event,
@@ -19,21 +20,20 @@ from rdzv.view.answers import (
     WorkerFailure,
     rank_progress,
 )
-from rdzv.view.history import fields_in, read
 from rdzv.view.sentences import sentence
 
 
 def token_of(token: pb.Token) -> Token:
-    return from_message(Token, token)
+    return read(Token, token)
 
 
 def server_of(server: pb.Server) -> Server:
-    return from_message(Server, server, version=server.server_version)
+    return read(Server, server)
 
 
 def job_status_of(status: pb.JobStatus) -> JobStatus:
     said = [(one.rank, Word(one.step, one.age_ms, one.rate or None)) for one in status.progress]
-    return from_message(
+    return read(
         JobStatus,
         status,
         last_failure=_last_failure(status),
@@ -44,7 +44,7 @@ def job_status_of(status: pb.JobStatus) -> JobStatus:
 
 def _last_failure(status: pb.JobStatus) -> LastFailure | None:
     failures = [
-        from_message(WorkerFailure, one.failure, node_id=one.node_id, address=one.address or None)
+        read(WorkerFailure, one.failure, node_id=one.node_id, address=one.address or None)
         for one in status.last_failure.failures
     ]
     if not failures:
@@ -55,7 +55,7 @@ def _last_failure(status: pb.JobStatus) -> LastFailure | None:
 
 def node_of(node: pb.Node) -> Node:
     """Decode a node. Times are None unless the node is in the state to which they refer."""
-    return from_message(
+    return read(
         Node,
         node,
         gpus_free=node.gpus_free if node.HasField("resources") else None,
@@ -70,22 +70,22 @@ def node_of(node: pb.Node) -> Node:
 
 
 def job_summary_of(job: pb.JobSummary) -> JobSummary:
-    return from_message(JobSummary, job, backend=job.backend or OWN_BACKEND)
+    return read(JobSummary, job, backend=job.backend or OWN_BACKEND)
 
 
 def log_lines_of(lines: pb.LogLines) -> LogLines:
     """Decode a chunk of a worker's log."""
-    return from_message(LogLines, lines)
+    return read(LogLines, lines)
 
 
 def stack_report_of(report: pb.StackReport) -> StackReport:
     """Decode the stacks of a round's workers."""
-    return from_message(StackReport, report)
+    return read(StackReport, report)
 
 
 def event_of(event: pb.Event) -> Event:
     """Decode an event."""
-    fields = fields_in(event.fields)
-    known = read(event.name, fields)
+    fields = history.fields_in(event.fields)
+    known = history.read(event.name, fields)
     text = sentence(known) if known is not None else event.text
     return Event(event.unix_ms, event.run or None, event.name, text, fields)

@@ -469,7 +469,7 @@ async def test_what_goes_wrong_in_the_look_keeps_nobody_from_going_on(f: Fixture
     ("window_ms", "tally", "said"),
     [
         (0, None, "restarts 4 of 3"),
-        (30_000, Tally(restart_ages_ms=(2_000,)), "restarts 1 of 3 in the last 30 s, 4 in all"),
+        (30_000, Tally(restarts_ms=(2_000,)), "restarts 1 of 3 in the last 30 s, 4 in all"),
         (30_000, None, "restarts 0 of 3 in the last 30 s, 4 in all"),
     ],
 )

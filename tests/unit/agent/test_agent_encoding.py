@@ -2,6 +2,7 @@
 
 import pytest
 
+from rdzv import bounds
 from rdzv.agent.core import commands, events
 from rdzv.agent.core.model import (
     AgentState,
@@ -31,9 +32,9 @@ from rdzv.core.model import (
 from rdzv.core.root_cause import MAX_FAILURES
 from rdzv.core.snapshot_copies import CopySource
 from rdzv.core.spent import Spent, Tally
-from rdzv.server.wire import inbound_nodes
+from rdzv.server import wire
 from rdzv.structs import field_names, replace
-from rdzv.transport.tallies import tally_message, tally_of
+from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 
 SETTINGS = Settings(
@@ -76,7 +77,7 @@ NOW_MS = 10_000
 FAILURE = WorkerFailure(1, 5, 99, 3, None, "ValueError: no", "Traceback ...", at_ms=NOW_MS - 40)
 KILLED = WorkerFailure(2, 6, 98, None, 9, "received SIGKILL (pid 98)", "", at_ms=NOW_MS + 5)
 LEAVING = Leaving(LeaveCause.SIGNAL, "its agent received SIGTERM", 143)
-SPEAKER = inbound_nodes.Speaker("n1", 12)
+SPEAKER = wire.Speaker("n1", 12)
 
 REPORTED = asked.FailureReport(1, 5, 99, 3, None, "ValueError: no", "Traceback ...", 40)
 REPORTED_KILL = asked.FailureReport(2, 6, 98, None, 9, "received SIGKILL (pid 98)", "", 0)
@@ -85,7 +86,7 @@ REPORTED_KILL = asked.FailureReport(2, 6, 98, None, 9, "received SIGKILL (pid 98
 def heard(message: pb.NodeMessage) -> asked.Command:
     """Return the server's view of a message that was serialized and parsed again."""
     message = pb.NodeMessage.FromString(message.SerializeToString())
-    rdzv_id, command = inbound_nodes.command_of(message, SPEAKER)
+    rdzv_id, command = wire.command_of(message, SPEAKER)
     assert rdzv_id == "job-7"
     return command
 
@@ -109,7 +110,9 @@ def test_a_join_brings_the_launch_the_offer_and_the_round_that_was_left() -> Non
 
 
 @pytest.mark.parametrize(
-    "moved", [Moved(), Moved(step=0), Moved(step=2**64 - 1), Moved(snapshot=True)], ids=str
+    "moved",
+    [Moved(), Moved(furthest_step=0), Moved(furthest_step=2**64 - 1), Moved(snapshot_changed=True)],
+    ids=str,
 )
 def test_how_far_a_round_has_come_is_heard_with_the_join_and_after_a_reconnect(
     moved: Moved,
@@ -121,7 +124,7 @@ def test_how_far_a_round_has_come_is_heard_with_the_join_and_after_a_reconnect(
     assert isinstance(command, asked.Join)
     assert command.moved == moved
     belief = encoding.belief(state, OFFER, NOW_MS, refuse_reuse=False)
-    *_, again = inbound_nodes.belief_of(belief, SPEAKER).commands
+    *_, again = wire.belief_of(belief, SPEAKER, 0).commands
     assert isinstance(again, asked.Join)
     assert again.moved == moved
 
@@ -141,7 +144,7 @@ def test_a_jobs_secret_is_said_with_all_that_asks_for_a_place() -> None:
     command = heard(pb.NodeMessage(join=join))
     assert isinstance(command, asked.Join)
     belief = encoding.belief(state, OFFER, NOW_MS, refuse_reuse=False, secret=secret)
-    resume = inbound_nodes.belief_of(belief, SPEAKER).commands[0]
+    resume = wire.belief_of(belief, SPEAKER, 0).commands[0]
     assert isinstance(resume, asked.Join | asked.Resume)
     assert command.secret == resume.secret != ""
 
@@ -314,7 +317,7 @@ def belief_of(state: AgentState, offer: Offer = OFFER) -> pb.Belief:
 def test_the_server_learns_all_that_it_missed(
     state: AgentState, has_workers: bool, expected: tuple[asked.Command, ...]
 ) -> None:
-    found = inbound_nodes.belief_of(belief_of(state), SPEAKER)
+    found = wire.belief_of(belief_of(state), SPEAKER, 0)
     assert found.commands == expected
     assert found.has_workers == has_workers
     assert (found.rdzv_id, found.run) == ("job-7", state.run)
@@ -334,21 +337,22 @@ def test_the_round_is_told_in_full_so_that_it_can_be_adopted() -> None:
 
 
 def test_what_a_run_has_spent_is_said_back_as_old_as_it_has_become() -> None:
-    tally = Tally(Spent(1, 2, 3, 4, 500), (70_000, 1_000))
-    announced = pb.RoundCompleted(rdzv_id="job-7", run="r1", round=5)
-    announced.tally.CopyFrom(tally_message(tally))
+    spent = Spent(1, 2, 3, 4, 500)
+    announced = pb.Assignment(rdzv_id="job-7", run="r1", round=5)
+    write(announced.tally, Tally(spent, (30_000, 99_000)), now_ms=100_000)
     heard_of = encoding.event(pb.ServerMessage(round_completed=announced), NOW_MS)
     assert isinstance(heard_of, events.RoundCompleted)
-    assert heard_of.assignment.tally == tally
+    assert heard_of.assignment.tally == Tally(spent, (NOW_MS - 70_000, NOW_MS - 1_000))
     state = replace(IN_ROUND, assignment=heard_of.assignment, phase=Phase.RUNNING)
     believed = encoding.belief(state, OFFER, NOW_MS + 5_000, refuse_reuse=False)
-    assert tally_of(believed.round.tally) == Tally(tally.spent, (75_000, 6_000))
+    assert list(believed.round.tally.restart_ages_ms) == [75_000, 6_000]
     # A repeated announcement of the same round does not make it another round.
-    assert heard_of.assignment == replace(heard_of.assignment, tally=None, heard_at_ms=0)
+    assert heard_of.assignment == replace(heard_of.assignment, tally=None)
 
 
 def test_an_age_beyond_all_clocks_is_no_number_that_a_store_could_not_hold() -> None:
-    assert tally_of(pb.Tally(restart_ages_ms=[2**64 - 1])).restart_ages_ms == (1 << 62,)
+    tally = read(Tally, pb.Tally(restart_ages_ms=[2**64 - 1]), checked=True, now_ms=5)
+    assert tally.restarts_ms == (5 - bounds.TIMEOUT_MS,)
 
 
 def test_a_node_that_has_workers_does_not_say_that_they_are_gone() -> None:
@@ -364,14 +368,14 @@ def test_a_node_with_workers_holds_no_port_and_is_heard_all_the_same() -> None:
     for state, has_workers, expected in BELIEFS.values():
         if has_workers:
             offer = replace(OFFER, store_port=0)
-            heard_of = inbound_nodes.belief_of(belief_of(state, offer), SPEAKER)
+            heard_of = wire.belief_of(belief_of(state, offer), SPEAKER, 0)
             resume = replace(RESUME, recovery=replace(REPORT_OF_ROUND, offer=offer))
             assert heard_of.commands == (resume, *expected[1:])
 
 
 # ------------------------------------------------------------------ what the server says
 
-ANNOUNCED = set(field_names(Assignment)) - {"tally", "heard_at_ms"}
+ANNOUNCED = set(field_names(Assignment)) - {"tally"}
 TOLD = {
     "joined": (
         pb.ServerMessage(joined=pb.Joined(rdzv_id="job-7", run="r1", run_number=2)),
@@ -379,7 +383,7 @@ TOLD = {
     ),
     "round_completed": (
         pb.ServerMessage(
-            round_completed=pb.RoundCompleted(
+            round_completed=pb.Assignment(
                 rdzv_id="job-7",
                 **{name: getattr(LINE, name) for name in ANNOUNCED},
             )
@@ -417,7 +421,7 @@ TOLD = {
     ),
     "round_ended": (
         pb.ServerMessage(
-            round_ended=pb.RoundEnded(
+            round_ended=pb.RoundOver(
                 rdzv_id="job-7", run="r1", round=5, cause=pb.NODE_LOST, reason="why", broken=True
             )
         ),
@@ -478,8 +482,8 @@ TOLD = {
     "lease": (pb.ServerMessage(lease=pb.Lease(lease_ms=5_000)), None),
     "take_stacks": (pb.ServerMessage(take_stacks=pb.TakeStacks(rdzv_id="job-7")), None),
     # These concern the node, whatever jobs it has.
-    "drain": (pb.ServerMessage(drain=pb.Drain(deadline_ms=5, reason="why", number=7)), None),
-    "undrain": (pb.ServerMessage(undrain=pb.Undrain()), None),
+    "drain": (pb.ServerMessage(drain=pb.DrainNode(left_ms=5, reason="why", number=7)), None),
+    "undrain": (pb.ServerMessage(undrain=pb.UndrainNode()), None),
 }
 
 
@@ -523,14 +527,14 @@ def test_what_was_submitted_arrives_whole() -> None:
         gpus_per_node=0,
         local_world_size=4,
     )
-    assert encoding.placed(message) == Placed("job-7", "r1", spec)
+    assert read(Placed, message) == Placed("job-7", "r1", spec)
     message.spec.ClearField("gpus_per_node")
-    assert encoding.placed(message).spec.gpus_per_node is None
+    assert read(Placed, message).spec.gpus_per_node is None
 
 
 def test_what_a_node_has_and_holds_is_said_in_full() -> None:
     has = Resources(8, 64, (Gpu("GPU-a", "H100", 80),), (("gpu", "h100"),), 2, "rack-1")
-    assert encoding.resources(has) == pb.Resources(
+    assert write(pb.Resources(), has) == pb.Resources(
         cpus=8,
         memory_bytes=64,
         gpus=[pb.Gpu(uuid="GPU-a", name="H100", memory_bytes=80)],
@@ -547,7 +551,7 @@ def test_what_a_node_has_and_holds_is_said_in_full() -> None:
 
 @pytest.mark.parametrize("cause", Cause)
 def test_every_cause_of_an_end_is_understood(cause: Cause) -> None:
-    told = pb.ServerMessage(round_ended=pb.RoundEnded(cause=pb.Cause.Value(cause.name)))
+    told = pb.ServerMessage(round_ended=pb.RoundOver(cause=pb.Cause.Value(cause.name)))
     event = encoding.event(told, NOW_MS)
     assert isinstance(event, events.RoundEnded)
     assert event.cause is cause
@@ -564,7 +568,7 @@ def test_every_result_is_understood(result: Result) -> None:
 def test_the_unheard_of_is_no_obstacle() -> None:
     assert encoding.event(pb.ServerMessage(), NOW_MS) is None
     assert encoding.rdzv_id_of(pb.ServerMessage()) == ""
-    odd = pb.RoundEnded(cause=4711, reason="new")  # type: ignore[arg-type]
+    odd = pb.RoundOver(cause=4711, reason="new")  # type: ignore[arg-type]
     event = encoding.event(pb.ServerMessage(round_ended=odd), NOW_MS)
     assert isinstance(event, events.RoundEnded)
     assert event.reason == "new"

@@ -1234,7 +1234,7 @@ def test_who_is_not_about_to_join_again_after_a_failure_does_not_hear_of_it(
 
 
 def test_the_join_says_how_far_the_workers_had_come_and_so_does_each_repetition() -> None:
-    moved, node = Moved(step=120, snapshot=True), running()
+    moved, node = Moved(furthest_step=120, snapshot_changed=True), running()
     node.hear(exited(0, 1), exited(1, None))
     [say] = [c for c in node.hear(events.WorkersGone(0, moved)) if isinstance(c, SayJoin)]
     assert say.moved == moved
@@ -1243,11 +1243,13 @@ def test_the_join_says_how_far_the_workers_had_come_and_so_does_each_repetition(
 
 def test_what_one_round_had_come_to_is_not_said_of_the_next() -> None:
     node = running()
-    node.hear(exited(0, 1), exited(1, None), events.WorkersGone(0, Moved(step=120)), completed(1))
+    node.hear(
+        exited(0, 1), exited(1, None), events.WorkersGone(0, Moved(furthest_step=120)), completed(1)
+    )
     assert node.state.moved == UNMOVED
     node.hear(ended(1), gone(1))
     assert rejoin(node.state).moved == UNMOVED
-    node.hear(completed(2), ended(2), events.WorkersGone(2, Moved(step=7)))
+    node.hear(completed(2), ended(2), events.WorkersGone(2, Moved(furthest_step=7)))
     # It has never received round 3, which has ended.
     node.hear(ended(3))
     assert rejoin(node.state).moved == UNMOVED
@@ -1255,9 +1257,9 @@ def test_what_one_round_had_come_to_is_not_said_of_the_next() -> None:
 
 def test_a_node_whose_workers_had_succeeded_says_so_too_when_another_ends_the_round() -> None:
     node = sweeping()
-    node.hear(events.WorkersGone(0, Moved(step=7)))
+    node.hear(events.WorkersGone(0, Moved(furthest_step=7)))
     [say] = [c for c in node.hear(ended(broken=True)) if isinstance(c, SayJoin)]
-    assert say.moved == Moved(step=7)
+    assert say.moved == Moved(furthest_step=7)
 
 
 def test_a_job_without_progress_is_not_to_be_queued_again() -> None:

@@ -365,7 +365,7 @@ def test_what_is_said_becomes_a_message() -> None:
     from rdzv.agent.server_link import encoding
 
     report = Report("feed", 3, (RankProgress(4, 1_204, 300, 14.25),))
-    said = encoding.progress(report, "job-7").progress
+    said = encoding.report(report, "job-7", 0).progress
     assert (said.rdzv_id, said.run, said.round) == ("job-7", "feed", 3)
     (one,) = said.ranks
     assert (one.rank, one.step, one.age_ms, one.rate) == (4, 1_204, 300, 14.25)

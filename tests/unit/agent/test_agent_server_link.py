@@ -1073,7 +1073,7 @@ def written(folder: Path, text: str) -> Written:
     path.write_text(text)
     found = Written()
     output = WorkerOutput(path, None, error=NO_FILES)
-    line = pb.RoundCompleted(rdzv_id="job-7", run="feed", round=2, rank_first=4)
+    line = pb.Assignment(rdzv_id="job-7", run="feed", round=2, rank_first=4)
     completed = encoding.event(pb.ServerMessage(round_completed=line), now_ms=0)
     assert isinstance(completed, events.RoundCompleted)
     found.begin(completed.assignment, RoundOutput((output,), {}))
@@ -1347,7 +1347,7 @@ async def test_what_was_declined_without_a_stream_is_declined_when_there_is_one(
         assert message is not None
         assert (message.declined.run, message.declined.reason) == ("r1", "no such folder: /data")
         await talk.say(withdrawn=pb.Withdrawn(rdzv_id="job-7", run="r1"))
-        await talk.say(round_completed=pb.RoundCompleted(rdzv_id="gone", run="r2", round=5))
+        await talk.say(round_completed=pb.Assignment(rdzv_id="gone", run="r2", round=5))
         while message is not None and not message.HasField("leave"):
             message = await talk.hear()
         assert message is not None
@@ -1358,7 +1358,7 @@ async def test_what_was_declined_without_a_stream_is_declined_when_there_is_one(
         )
         talk.end(grpc.StatusCode.UNAVAILABLE)
         talk, _ = await server.greet()
-        await talk.say(round_completed=pb.RoundCompleted(rdzv_id="gone", run="r3", round=6))
+        await talk.say(round_completed=pb.Assignment(rdzv_id="gone", run="r3", round=6))
         while (message := await talk.hear()) is not None and not message.HasField("leave"):
             assert not message.HasField("declined")
         assert message is not None
@@ -1424,7 +1424,7 @@ async def test_a_drain_goes_to_every_job_and_to_those_that_come_after(server: Se
     async with running(link):
         talk, hello = await server.greet()
         assert not hello.HasField("draining")
-        await talk.say(drain=pb.Drain(deadline_ms=3_600_000, reason="drained by ada", number=7))
+        await talk.say(drain=pb.DrainNode(left_ms=3_600_000, reason="drained by ada", number=7))
         given = await job.hear(events.NoticeGiven)
         assert given == await placements.hear()
         assert isinstance(given, events.NoticeGiven)
@@ -1436,7 +1436,7 @@ async def test_a_drain_goes_to_every_job_and_to_those_that_come_after(server: Se
         talk.end()
         talk, hello = await server.greet()
         assert (hello.draining.number, hello.draining.own) == (7, False)
-        await talk.say(undrain=pb.Undrain())
+        await talk.say(undrain=pb.UndrainNode())
         await job.hear(events.NoticeLifted)
         assert await placements.hear() == events.NoticeLifted()
         talk.end()
@@ -1452,10 +1452,10 @@ async def test_the_nodes_own_wish_is_told_and_is_in_every_hello(server: Server) 
         link.drain_node(3_600_000, "preempted")
         draining = (await of_kind(talk, "draining")).draining
         assert (draining.reason, draining.number, draining.own) == ("preempted", 0, True)
-        assert 0 < draining.deadline_ms <= 3_600_000
+        assert 0 < draining.left_ms <= 3_600_000
         await job.hear(events.NoticeGiven)
         # No server can take it back.
-        await talk.say(undrain=pb.Undrain())
+        await talk.say(undrain=pb.UndrainNode())
         talk.end()
         _, hello = await server.greet()
         assert (hello.draining.reason, hello.draining.own) == ("preempted", True)

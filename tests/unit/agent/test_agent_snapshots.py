@@ -165,7 +165,7 @@ def test_what_the_round_begins_with_is_repeated_to_a_server_that_has_forgotten_i
     node = running(round_=3, **given)
     belief = encoding.belief(node.state, OFFER, NOW_MS, refuse_reuse=False)
     speaker = test_agent_encoding.SPEAKER
-    (resume,) = test_agent_encoding.inbound_nodes.belief_of(belief, speaker).commands
+    (resume,) = test_agent_encoding.wire.belief_of(belief, speaker, 0).commands
     assert isinstance(resume, asked.Resume)
     report = resume.recovery
     assert report is not None

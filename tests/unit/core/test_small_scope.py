@@ -57,7 +57,7 @@ def everything_said(state: State) -> Iterator[Command]:
         if run:
             for left_round in {number, max(number - 1, 0)}:
                 yield join(node_id, now, run=run, settings=settings, left_round=left_round)
-            moved = Moved(step=number, snapshot=node_id == "n3")
+            moved = Moved(furthest_step=number, snapshot_changed=node_id == "n3")
             yield join(node_id, now, run=run, settings=settings, left_round=number, moved=moved)
             kept = (KeptWorker(0, number or None, torn=node_id == "n2"),)
             yield join(node_id, now, run=run, settings=settings, left_round=number, kept=kept)

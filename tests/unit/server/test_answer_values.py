@@ -18,6 +18,7 @@ from rdzv.core.model import (
 )
 from rdzv.core.reason import Reason, ReasonItem
 from rdzv.errors import UnknownJobError
+from rdzv.server import wire
 from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.messages import (
     LogLines,
@@ -25,8 +26,9 @@ from rdzv.server.messages import (
 )
 from rdzv.server.operations import answer_values
 from rdzv.server.security.tokens import Token
-from rdzv.server.wire import outbound
 from rdzv.structs import replace
+from rdzv.transport.wire import write
+from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import answers
 from rdzv.view import from_messages as client
 from tests.unit.server.test_driver import server
@@ -115,35 +117,39 @@ SLOW = (
 STARTS = {"n1": Starts(1, 0, 7)}
 
 
+def into(kind: type[Message]) -> Callable[[object], Message]:
+    return lambda value: write(kind(), value)
+
+
 @pytest.mark.parametrize(
-    ("value", "write", "read"),
+    ("value", "into", "read"),
     [
         *(
-            (answer_values.job_status(view, NOW_MS), outbound.job_status, client.job_status_of)
+            (answer_values.job_status(view, NOW_MS), wire.job_status, client.job_status_of)
             for view in (VIEW, BARE, ZEROS, FULL)
         ),
         (
             answer_values.job_status(FULL, NOW_MS, PROGRESS, SLOW, STARTS),
-            outbound.job_status,
+            wire.job_status,
             client.job_status_of,
         ),
         *(
-            (answer_values.job_summary(view, hangs), outbound.job_summary, client.job_summary_of)
+            (answer_values.job_summary(view, hangs), into(pb.JobSummary), client.job_summary_of)
             for view, hangs in ((VIEW, ""), (BARE, "RANK 3"), (ZEROS, ""), (FULL, "RANK 3"))
         ),
         *(
-            (node, outbound.node, client.node_of)
+            (node, into(pb.Node), client.node_of)
             for node in (PLAIN_NODE, FULL_NODE, EMPTY_NODE)
         ),
         *(
-            (view, outbound.server, client.server_of)
+            (view, into(pb.Server), client.server_of)
             for view in (
                 answers.Server("h:1", False, None, "memory", "0.1.0", 5),
                 answers.Server("h:1", True, 7, "sqlite", "0.1.0", 0, "no auth", "away", 9, "http://h:2"),
             )
         ),
         *(
-            (answer_values.token(token, NOW_MS), outbound.token, client.token_of)
+            (answer_values.token(token, NOW_MS), into(pb.Token), client.token_of)
             for token in (
                 Token("id", "ada", ("read",), "x", 4_000),
                 Token("id", "ada", ("read", "operate"), "x", 4_000, 9_000, 10_001),
@@ -151,11 +157,11 @@ STARTS = {"n1": Starts(1, 0, 7)}
         ),
         (
             answer_values.stack_report(REPORT, NOW_MS),
-            outbound.stack_report,
+            into(pb.StackReport),
             client.stack_report_of,
         ),
         *(
-            (answer_values.log_lines(lines), lambda _, lines=lines: outbound.log_lines(lines),
+            (answer_values.log_lines(lines), lambda _, lines=lines: write(pb.LogLines(), lines),
              client.log_lines_of)
             for lines in (
                 LogLines("n1", "feed", 3, 1, True, 2, 4_711, b"x\xff"),
@@ -165,9 +171,9 @@ STARTS = {"n1": Starts(1, 0, 7)}
     ],
 )  # fmt: skip
 def test_each_value_is_read_back_from_its_message(
-    value: object, write: Callable[[Any], Message], read: Callable[[Any], object]
+    value: object, into: Callable[[Any], Message], read: Callable[[Any], object]
 ) -> None:
-    message = write(value)
+    message = into(value)
     assert read(type(message).FromString(message.SerializeToString())) == value
 
 

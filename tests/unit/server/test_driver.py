@@ -474,7 +474,7 @@ async def test_jobs_are_bounded() -> None:
 
 
 async def test_the_jobs_of_a_node_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rdzv.server.settings.bounds.JOBS_PER_NODE", 1)
+    monkeypatch.setattr("rdzv.bounds.JOBS_PER_NODE", 1)
     async with server() as s:
         n1 = await s.connect("n1")
         await s.join(n1)

@@ -22,7 +22,9 @@ from rdzv.server.messages import (
     Closed,
     Draining,
     DrainNode,
+    Health,
     Holding,
+    Holdings,
     LookAgain,
     Placed,
     RoundOver,
@@ -37,6 +39,7 @@ from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, read, s
 
 pytestmark = pytest.mark.slow
 
+HELD = Holdings((Holding("job-7", "sub-1", 1),))
 HAS = Resources(cpus=8, memory_bytes=1 << 30, gpus=(Gpu("u0", "H100", 1),), labels=(("zone", "a"),))
 SPEC = JobSpec(args=("train.py",), env=(("TOKEN", "secret"),), local_world_size=1)
 QUIET_MS = 100
@@ -228,7 +231,7 @@ async def test_a_node_that_comes_back_hears_what_it_has_missed() -> None:
         again = await s.connect("n1", resources=HAS)
         assert placements(again) == [Placed("job-7", "sub-1", SPEC)]
         s.driver.connections.detach(again)
-        held = await s.connect("n1", resources=HAS, holdings=(Holding("job-7", "sub-1", 1),))
+        held = await s.connect("n1", resources=HAS, holdings=HELD)
         assert placements(held) == []
 
 
@@ -238,7 +241,7 @@ async def test_a_node_that_holds_what_is_over_is_told_so() -> None:
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         s.driver.connections.detach(n1)
         await s.driver.operations.obey("job-7", Stop("sub-1", "stopped by ada"))
-        again = await s.connect("n1", resources=HAS, holdings=(Holding("job-7", "sub-1", 1),))
+        again = await s.connect("n1", resources=HAS, holdings=HELD)
         assert placements(again) == [Withdrawn("job-7", "sub-1", "the job has stopped")]
 
 
@@ -740,7 +743,7 @@ async def test_who_is_told_that_its_run_is_over_gives_back_its_place_in_a_run_of
         resume = Resume("n1", n1.incarnation, "sub-9", 0)
         belief = Belief("job-7", "sub-9", 0, has_workers=True, commands=(resume,))
         holding = Holding("job-7", "sub-9", 1)
-        known = {"resources": HAS, "incarnation": n1.incarnation, "holdings": (holding,)}
+        known = {"resources": HAS, "incarnation": n1.incarnation, "holdings": Holdings((holding,))}
         stream = await s.connect("n1", belief, **known)
         heard = read(stream)
         assert next(said for said in heard if isinstance(said, Closed)).run == "sub-9"
@@ -808,11 +811,11 @@ async def test_nothing_is_placed_on_a_node_that_is_not_well_until_it_is() -> Non
 
 async def test_what_is_wrong_is_heard_in_the_hello_too_and_since_when_is_kept() -> None:
     async with server() as s:
-        (n1,) = await daemons(s, "n1", failing=FULL)
+        (n1,) = await daemons(s, "n1", health=Health(FULL))
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         assert "n1 (unhealthy): disk /data has 1 % free" in await reason(s, "job-7")
         s.driver.connections.detach(n1)
-        await daemons(s, "n1", failing=FULL)
+        await daemons(s, "n1", health=Health(FULL))
         (shown,) = s.driver.node_views.summaries()
         assert shown.unhealthy_age_ms >= 2 * QUIET_MS
         await daemons(s, "n1")
@@ -850,7 +853,7 @@ async def test_who_has_a_seat_declines_nothing_for_now() -> None:
 
 async def test_an_operator_has_a_node_look_again() -> None:
     async with server() as s:
-        (n1,) = await daemons(s, "n1", failing=FULL)
+        (n1,) = await daemons(s, "n1", health=Health(FULL))
         await s.driver.nodes.uncordon("n1")
         assert LookAgain() in read(n1)
 

@@ -10,6 +10,7 @@ import pytest
 from control_samples import running as running_sample
 from fake_control import FakeControl, serving
 
+from rdzv import bounds
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.core.commands import Leave
 from rdzv.core.explain import JobView
@@ -17,11 +18,10 @@ from rdzv.core.model import LeaveCause
 from rdzv.ctl import as_text, watch
 from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError
+from rdzv.server import wire
 from rdzv.server.messages import Assignment, Progress
 from rdzv.server.messages import RankProgress as Said
 from rdzv.server.rpc.node_messages import NodeMessages
-from rdzv.server.settings import bounds
-from rdzv.server.wire import inbound_reports
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
@@ -42,19 +42,25 @@ def message(*ranks: pb.RankProgress, **changes: object) -> pb.Progress:
     return pb.Progress(ranks=ranks, **(good | changes))  # type: ignore[arg-type]
 
 
+def checked(message: pb.Progress) -> Progress:
+    report = wire.report_of(pb.NodeMessage(progress=message))
+    assert isinstance(report, Progress)
+    return report
+
+
 @pytest.mark.quick
 def test_progress_is_read() -> None:
     said = message(pb.RankProgress(rank=3, step=7, age_ms=9, rate=1.5))
-    assert inbound_reports.progress_of(said) == Progress("job-7", "feed", 2, (Said(3, 7, 9, 1.5),))
+    assert checked(said) == Progress("job-7", "feed", 2, (Said(3, 7, 9, 1.5),))
     late = message(pb.RankProgress(age_ms=2**63))
-    assert inbound_reports.progress_of(late).ranks[0].age_ms == bounds.TIMEOUT_MS
+    assert checked(late).ranks[0].age_ms == bounds.TIMEOUT_MS
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (message(*(pb.RankProgress(rank=n) for n in range(5))), "too many workers.*at most 4"),
+        (message(*[pb.RankProgress()] * 4_097), "ranks 4097 are too many; give at most 4096"),
         (message(pb.RankProgress(rank=1), pb.RankProgress(rank=1)), "name each once"),
         (message(pb.RankProgress(rate=math.nan)), "rate nan is no rate"),
         (message(pb.RankProgress(rate=math.inf)), "rate inf is no rate"),
@@ -63,12 +69,9 @@ def test_progress_is_read() -> None:
         (message(run=""), "run '' is empty"),
     ],
 )
-def test_what_can_not_be_is_refused(
-    said: pb.Progress, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rdzv.server.settings.bounds.LOCAL_WORLD_SIZE", 4)
+def test_what_can_not_be_is_refused(said: pb.Progress, why: str) -> None:
     with pytest.raises(InvalidRequestError, match=why):
-        inbound_reports.progress_of(said)
+        checked(said)
 
 
 # ---------------------------------------------------------------------- what is kept

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rdzv import bounds
 from rdzv.core import commands
 from rdzv.core.explain import BudgetsView, JobView, NodeView
 from rdzv.core.fleet.nodes import AgentKind
@@ -31,6 +32,7 @@ from rdzv.core.model import (
 from rdzv.core.reason import Reason
 from rdzv.core.spent import Spent, Tally
 from rdzv.errors import InvalidRequestError
+from rdzv.server import wire
 from rdzv.server.messages import (
     Announcement,
     Assignment,
@@ -48,16 +50,13 @@ from rdzv.server.messages import (
     Welcome,
 )
 from rdzv.server.operations import answer_values
-from rdzv.server.settings import bounds
-from rdzv.server.wire import inbound_nodes, inbound_operators, inbound_snapshots, outbound
-from rdzv.server.wire.inbound_settings import settings_of
 from rdzv.stores.base import Record
 from rdzv.structs import field_names, replace
 from rdzv.transport.endpoints import Listen
-from rdzv.transport.node_stream import settings_message
+from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 
-N1 = inbound_nodes.Speaker("n1", 7)
+N1 = wire.Speaker("n1", 7)
 
 
 def hello(**changes: object) -> pb.Hello:
@@ -130,12 +129,12 @@ def snapshot(mark: pb.SnapshotMark = mark(), **changes: object) -> pb.Snapshot: 
 
 
 def test_hello() -> None:
-    assert inbound_nodes.hello_of(hello()) == Hello(
+    assert wire.hello_of(hello()) == Hello(
         "n1", "0b-ad", AgentKind.DAEMON, "fe80::1%eth0", 99, 3, 7
     )
-    assert inbound_nodes.hello_of(hello(fence_after_ms=4_000)).fence_after_ms == 4_000
+    assert wire.hello_of(hello(fence_after_ms=4_000)).fence_after_ms == 4_000
     for at in ("10.0.0.5:29481", "gpu-7.cluster:1", "[fe80::1]:29481"):
-        assert inbound_nodes.hello_of(hello(metrics=at)).metrics == at
+        assert wire.hello_of(hello(metrics=at)).metrics == at
 
 
 CORE_SETTINGS = Settings(2, 4, 3, 600_000, 30_000, ScaleUp.ON_RESTART, 60_000)
@@ -226,13 +225,13 @@ CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
     ],
 )
 def test_messages_become_commands(message: pb.NodeMessage, command: commands.Command) -> None:
-    assert inbound_nodes.command_of(message, N1) == ("job-7", command)
+    assert wire.command_of(message, N1) == ("job-7", command)
     # Through bytes as well: optional fields distinguish "0" from "unset".
     again = pb.NodeMessage.FromString(message.SerializeToString())
-    assert inbound_nodes.command_of(again, N1) == ("job-7", command)
+    assert wire.command_of(again, N1) == ("job-7", command)
 
 
-LINE = pb.RoundCompleted(
+LINE = pb.Assignment(
     rdzv_id="job-7",
     run="feed",
     round=2,
@@ -263,7 +262,8 @@ REPORT_OF_ROUND = RecoveryReport(
     offer=CORE_JOIN.offer,
 )
 RESUME = commands.Resume("n1", 7, "feed", 2, REPORT_OF_ROUND)
-TALLY = Tally(Spent(1, 2, 3, 4, 500), (70_000, 1_000))
+NOW_MS = 5_000
+TALLY = Tally(Spent(1, 2, 3, 4, 500), (NOW_MS - 70_000, NOW_MS - 1_000))
 PB_TALLY = pb.Tally(
     preemptions=1,
     store_failures=2,
@@ -272,10 +272,10 @@ PB_TALLY = pb.Tally(
     furthest_step=500,
     restart_ages_ms=[70_000, 1_000],
 )
-WITH_KEPT = pb.RoundCompleted(kept=[3, 0, 3], source=5, resume_step=7)
-WITH_SNAPSHOT = pb.RoundCompleted(snapshot=mark(lineage=1), snapshot_loads=2, origin=1, lineage=2)
+WITH_KEPT = pb.Assignment(kept=[3, 0, 3], source=5, resume_step=7)
+WITH_SNAPSHOT = pb.Assignment(snapshot=mark(lineage=1), snapshot_loads=2, origin=1, lineage=2)
 WITH_SNAPSHOT.MergeFrom(LINE)
-WITH_TALLY = pb.RoundCompleted(tally=PB_TALLY)
+WITH_TALLY = pb.Assignment(tally=PB_TALLY)
 WITH_KEPT.MergeFrom(LINE)
 WITH_TALLY.MergeFrom(LINE)
 
@@ -342,7 +342,7 @@ WITH_TALLY.MergeFrom(LINE)
             pb.Belief(
                 phase=pb.Belief.RUNNING,
                 join=join(),
-                round=pb.RoundCompleted(rdzv_id="job-7", run="feed", round=2),
+                round=pb.Assignment(rdzv_id="job-7", run="feed", round=2),
             ),
             True,
             [replace(RESUME, recovery=None)],
@@ -351,7 +351,7 @@ WITH_TALLY.MergeFrom(LINE)
             pb.Belief(
                 phase=pb.Belief.RUNNING,
                 join=join(),
-                round=pb.RoundCompleted(rdzv_id="job-7", run="feed", round=2, group_world_size=2),
+                round=pb.Assignment(rdzv_id="job-7", run="feed", round=2, group_world_size=2),
             ),
             True,
             [replace(RESUME, recovery=None)],
@@ -391,7 +391,7 @@ WITH_TALLY.MergeFrom(LINE)
 def test_beliefs_become_commands(
     belief: pb.Belief, has_workers: bool, said: list[commands.Command]
 ) -> None:
-    read = inbound_nodes.belief_of(belief, N1)
+    read = wire.belief_of(belief, N1, NOW_MS)
     assert (read.rdzv_id, read.run) == ("job-7", "feed")
     assert read.round == (2 if belief.HasField("round") else None)
     assert read.has_workers is has_workers
@@ -399,21 +399,21 @@ def test_beliefs_become_commands(
 
 
 def read_join(**changes: object) -> Callable[[], object]:
-    return lambda: inbound_nodes.command_of(pb.NodeMessage(join=join(**changes)), N1)
+    return lambda: wire.command_of(pb.NodeMessage(join=join(**changes)), N1)
 
 
 def read_held(*snapshots: pb.Snapshot) -> Callable[[], object]:
-    message = pb.SnapshotsHeld(rdzv_id="job-7", run="feed", snapshots=snapshots)
-    return lambda: inbound_snapshots.snapshots_held_of(message)
+    held = pb.SnapshotsHeld(rdzv_id="job-7", run="feed", snapshots=snapshots)
+    return lambda: wire.report_of(pb.NodeMessage(snapshots_held=held))
 
 
 def read_hello(**changes: object) -> Callable[[], object]:
-    return lambda: inbound_nodes.hello_of(hello(**changes))
+    return lambda: wire.hello_of(hello(**changes))
 
 
 def read_belief(**changes: object) -> Callable[[], object]:
     good: dict[str, object] = {"phase": pb.Belief.RUNNING, "join": join(), "round": LINE}
-    return lambda: inbound_nodes.belief_of(pb.Belief(**(good | changes)), N1)  # type: ignore[arg-type]
+    return lambda: wire.belief_of(pb.Belief(**(good | changes)), N1, 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -467,40 +467,46 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_join(offer=offer(topology="x" * 300)), "topology"),
         (read_join(offer=offer(shutdown_timeout_ms=2**63)), "shutdown_timeout '"),
         (read_join(failures=[failure(local_rank=4_096)]), "local_rank 4096"),
-        (read_held(snapshot(shard=2)), "snapshot: shard 2 is out of bounds; give 0 to 1"),
-        (read_held(snapshot(mark(shards=0))), "snapshot: shards 0 is out of bounds"),
-        (read_held(snapshot(mark(shards=2**31))), "snapshot: shards 2147483648 is out of bounds"),
-        (read_held(snapshot(mark(step=2**60))), "snapshot: step 1152921504606846976 is out of"),
-        (read_held(snapshot(mark(world_size=0))), "snapshot: world_size 0 is out of bounds"),
-        (read_held(snapshot(mark(series=""))), "snapshot: series '' is empty"),
+        (read_held(snapshot(shard=2)), "snapshots.shard 2 is out of bounds; give 0 to 1"),
+        (read_held(snapshot(mark(shards=0))), "snapshots.mark.shards 0 is out of bounds"),
+        (
+            read_held(snapshot(mark(shards=2**31))),
+            "snapshots.mark.shards 2147483648 is out",
+        ),
+        (
+            read_held(snapshot(mark(step=2**60))),
+            "snapshots.mark.step 1152921504606846976 is",
+        ),
+        (read_held(snapshot(mark(world_size=0))), "snapshots.mark.world_size 0 is out of bounds"),
+        (read_held(snapshot(mark(series=""))), "snapshots.mark.series '' is empty"),
         (read_held(snapshot(mark(series="a" * 256))), "has 256 characters; give at most 255"),
-        (read_held(snapshot(local_rank=4096)), "snapshot: local_rank 4096 is out of bounds"),
-        (read_held(snapshot(bytes=2**63)), "snapshot: bytes 9223372036854775808 is out of"),
-        (read_held(snapshot(digest="a\n")), "snapshot: digest 'a\\n' has characters"),
-        (read_held(*[snapshot()] * (8 * 4096 + 1)), "snapshots 32769 are too many; hold at most"),
-        (read_join(kept=[parked(8)]), "kept: local_rank 8 is out of bounds; give 0 to 7"),
-        (read_join(kept=[parked(2**32 - 1)]), "kept: local_rank 4294967295 is out of bounds"),
+        (read_held(snapshot(local_rank=4096)), "snapshots.local_rank 4096 is out of bounds"),
+        (read_held(snapshot(bytes=2**63)), "bytes 9223372036854775808 is out of"),
+        (read_held(snapshot(digest="a\n")), "digest 'a\\n' has characters"),
+        (read_held(*[snapshot()] * (8 * 4096 + 1)), "snapshots 32769 are too many; give at most"),
+        (read_join(kept=[parked(8)]), "kept.local_rank 8 is out of bounds; give 0 to 7"),
+        (read_join(kept=[parked(2**32 - 1)]), "kept.local_rank 4294967295 is out of bounds"),
         (read_join(kept=[parked(0), parked(3), parked(0)]), "kept 3 workers have 2 local_ranks"),
         (read_join(kept=[parked(n % 8) for n in range(9)]), "kept 9 are more parked workers"),
-        (read_join(kept=[parked(0, step=2**53 + 1)]), "kept: step 9007199254740993 is out of"),
-        (read_join(kept=[parked(0, step=2**64 - 1)]), "kept: step 18446744073709551615"),
-        (read_join(kept=[parked(0, shard=1)]), "kept: shard 1 is out of bounds; give 0 to 0"),
-        (read_join(kept=[parked(0, shards=2**31)]), "kept: shards 2147483648 is out of bounds"),
-        (read_join(kept=[parked(0, oldest_step=2**63)]), "kept: oldest_step 92233720368547758"),
+        (read_join(kept=[parked(0, step=2**53 + 1)]), "kept.step 9007199254740993 is out of"),
+        (read_join(kept=[parked(0, step=2**64 - 1)]), "kept.step 18446744073709551615"),
+        (read_join(kept=[parked(0, shard=1)]), "kept.shard 1 is out of bounds; give 0 to 0"),
+        (read_join(kept=[parked(0, shards=2**31)]), "kept.shards 2147483648 is out of bounds"),
+        (read_join(kept=[parked(0, oldest_step=2**63)]), "kept.oldest_step 92233720368547758"),
         (read_belief(phase=0), "phase 0 is not known"),
         (read_belief(phase=9), "phase 9 is not known"),
         (read_belief(round=None), "needs a round and its run"),
-        (read_belief(round=pb.RoundCompleted(rdzv_id="other")), "rdzv_id 'other' is not job-7"),
+        (read_belief(round=pb.Assignment(rdzv_id="other")), "rdzv_id 'other' is not job-7"),
         (read_belief(join=pb.Join()), "min_nodes 0"),
         (read_belief(phase=pb.Belief.LEAVING), "cause 0 is not known"),
-        (lambda: inbound_nodes.command_of(pb.NodeMessage(), N1), "has no place here"),
+        (lambda: wire.command_of(pb.NodeMessage(), N1), "has no place here"),
         (
-            lambda: inbound_nodes.command_of(pb.NodeMessage(hello=hello()), N1),
+            lambda: wire.command_of(pb.NodeMessage(hello=hello()), N1),
             "send Hello only once",
         ),
-        (lambda: inbound_nodes.away_ms_of(pb.Away()), "deadline '0 s' is out of bounds"),
-        (lambda: inbound_nodes.away_ms_of(pb.Away(deadline_ms=2**40)), "deadline '"),
-        (lambda: inbound_operators.history_limit(10_001), "limit 10001"),
+        (lambda: wire.away_ms_of(pb.Away()), "deadline '0 s' is out of bounds"),
+        (lambda: wire.away_ms_of(pb.Away(deadline_ms=2**40)), "deadline '"),
+        (lambda: wire.history_limit(10_001), "limit 10001"),
         (lambda: Listen.parse("host"), "'host' cannot be used: it has no port"),
         (lambda: Listen.parse("host:65536"), "'65536' is not a port; a port is a number from 0"),
         (lambda: Listen.parse("host:" + "9" * 5_000), "is not a port; a port is a number from 0"),
@@ -519,7 +525,7 @@ def test_what_is_wrong_is_refused_with_value_reason_and_remedy(
 
 def test_what_people_read_is_cut_not_refused() -> None:
     failures = [failure(message="m" * 5_000, traceback="t" * 50_000 + "the end", age_ms=2**60)]
-    command = inbound_nodes.command_of(
+    command = wire.command_of(
         pb.NodeMessage(failed=pb.Failed(rdzv_id="j", run="r", failures=failures)), N1
     )[1]
     assert isinstance(command, commands.Fail)
@@ -534,16 +540,16 @@ def test_what_people_read_is_cut_not_refused() -> None:
 def test_of_too_many_failures_the_earliest_are_kept() -> None:
     failures = [failure(local_rank=n, age_ms=n) for n in range(100)]
     message = pb.NodeMessage(failed=pb.Failed(rdzv_id="j", run="r", failures=failures))
-    command = inbound_nodes.command_of(message, N1)[1]
+    command = wire.command_of(message, N1)[1]
     assert isinstance(command, commands.Fail)
     assert [f.local_rank for f in command.failures] == list(range(99, 35, -1))
 
 
 def test_a_refusal_names_the_job_even_of_a_bad_message() -> None:
-    assert inbound_nodes.job_named_in(pb.NodeMessage(join=pb.Join(rdzv_id="a/b"))) == "a/b"
-    assert inbound_nodes.job_named_in(pb.NodeMessage(heartbeat=pb.Heartbeat())) == ""
-    assert inbound_nodes.job_named_in(pb.NodeMessage()) == ""
-    assert inbound_nodes.job_named_in(pb.Belief(join=pb.Join(rdzv_id="a/b"))) == "a/b"
+    assert wire.job_named_in(pb.NodeMessage(join=pb.Join(rdzv_id="a/b"))) == "a/b"
+    assert wire.job_named_in(pb.NodeMessage(heartbeat=pb.Heartbeat())) == ""
+    assert wire.job_named_in(pb.NodeMessage()) == ""
+    assert wire.job_named_in(pb.Belief(join=pb.Join(rdzv_id="a/b"))) == "a/b"
 
 
 # ---------------------------------------------------------------- what nodes are told
@@ -552,7 +558,7 @@ CORE_FAILED = Failure("n1", "10.0.0.5", 3, 11, 99, 1, None, "boom", "trace", 4_0
 A_LINE = Assignment(
     "job-7", "feed", 2, 1, 4, 8, 32, 4, 16, "10.0.0.5", 4711, True, restarts=1, max_restarts=3
 )
-PB_A_LINE = pb.RoundCompleted(
+PB_A_LINE = pb.Assignment(
     rdzv_id="job-7",
     run="feed",
     round=2,
@@ -570,9 +576,9 @@ PB_A_LINE = pb.RoundCompleted(
 )
 
 
-def with_fields(message: pb.RoundCompleted, **fields: Any) -> pb.RoundCompleted:
+def with_fields(message: pb.Assignment, **fields: Any) -> pb.Assignment:
     """Return a copy of a message with further fields."""
-    copy = pb.RoundCompleted(**fields)
+    copy = pb.Assignment(**fields)
     copy.MergeFrom(message)
     return copy
 
@@ -615,7 +621,7 @@ def with_fields(message: pb.RoundCompleted, **fields: Any) -> pb.RoundCompleted:
         (
             Assignment("job-7", "feed", 2, 1, 4, 8, 32, 4, 16, "h", 1, False, 1, None, tally=TALLY),
             pb.ServerMessage(
-                round_completed=pb.RoundCompleted(
+                round_completed=pb.Assignment(
                     rdzv_id="job-7",
                     run="feed",
                     round=2,
@@ -635,7 +641,7 @@ def with_fields(message: pb.RoundCompleted, **fields: Any) -> pb.RoundCompleted:
         (
             RoundOver("job-7", "feed", 2, RoundEnd(Cause.NODE_LOST, "n2 was lost", 0, True)),
             pb.ServerMessage(
-                round_ended=pb.RoundEnded(
+                round_ended=pb.RoundOver(
                     rdzv_id="job-7",
                     run="feed",
                     round=2,
@@ -655,7 +661,7 @@ def with_fields(message: pb.RoundCompleted, **fields: Any) -> pb.RoundCompleted:
                 culprits=(0, 5),
             ),
             pb.ServerMessage(
-                round_ended=pb.RoundEnded(
+                round_ended=pb.RoundOver(
                     rdzv_id="job-7",
                     run="feed",
                     round=2,
@@ -736,17 +742,15 @@ def with_fields(message: pb.RoundCompleted, **fields: Any) -> pb.RoundCompleted:
 )
 def test_what_nodes_are_told(told: Announcement, expected: pb.ServerMessage) -> None:
     expected.leadership = 3
-    assert outbound.server_message([told], 3, "1.2", 5_000) == expected
+    assert wire.server_message([told], 3, "1.2", NOW_MS) == expected
 
 
 def test_every_enum_of_the_core_has_its_place_on_the_wire() -> None:
     for cause in Cause:
         over = RoundOver("j", "r", 0, RoundEnd(cause, "", 0, False))
-        assert outbound.server_message([over], 1, "", 0).round_ended.cause == pb.Cause.Value(
-            cause.name
-        )
+        assert wire.server_message([over], 1, "", 0).round_ended.cause == pb.Cause.Value(cause.name)
     for result in Result:
-        closed = outbound.server_message([Closed("j", "r", Ended(result, "", 0))], 1, "", 0).closed
+        closed = wire.server_message([Closed("j", "r", Ended(result, "", 0))], 1, "", 0).closed
         assert pb.Result.Name(closed.result) == f"RESULT_{result.name}"
         assert not closed.HasField("root_cause")
 
@@ -792,11 +796,11 @@ VIEW = JobView(
 
 
 def sent(view: JobView, now_ms: int = 0, progress: tuple[RankProgress, ...] = ()) -> pb.JobStatus:
-    return outbound.job_status(answer_values.job_status(view, now_ms, progress))
+    return wire.job_status(answer_values.job_status(view, now_ms, progress))
 
 
 def sent_line(view: JobView) -> pb.JobSummary:
-    return outbound.job_summary(answer_values.job_summary(view, ""))
+    return write(pb.JobSummary(), answer_values.job_summary(view, ""))
 
 
 def test_status_carries_every_field_of_the_view() -> None:
@@ -838,7 +842,7 @@ def test_a_budget_that_is_none_is_not_told() -> None:
 
 def test_who_knows_no_backoff_leaves_it_to_the_server() -> None:
     read = [
-        inbound_nodes.command_of(pb.NodeMessage(join=join(settings=one)), N1)[1]
+        wire.command_of(pb.NodeMessage(join=join(settings=one)), N1)[1]
         for one in (
             settings(),
             settings(restart_backoff_ms=1_000, restart_backoff_max_ms=60_000),
@@ -855,11 +859,14 @@ def test_who_knows_no_backoff_leaves_it_to_the_server() -> None:
 def test_how_far_a_round_has_come_is_read_as_it_is_said() -> None:
     said = (
         ({}, Moved()),
-        ({"furthest_step": 0}, Moved(step=0)),
-        ({"furthest_step": 2**64 - 1, "snapshot_changed": True}, Moved(2**64 - 1, snapshot=True)),
+        ({"furthest_step": 0}, Moved(furthest_step=0)),
+        (
+            {"furthest_step": 2**64 - 1, "snapshot_changed": True},
+            Moved(2**64 - 1, snapshot_changed=True),
+        ),
     )
     for given, moved in said:
-        _, read = inbound_nodes.command_of(pb.NodeMessage(join=join(**given)), N1)
+        _, read = wire.command_of(pb.NodeMessage(join=join(**given)), N1)
         assert isinstance(read, commands.Join)
         assert read.moved == moved
 
@@ -894,16 +901,16 @@ def test_who_forms_the_group_is_told() -> None:
 
 def test_a_row_of_history() -> None:
     record = Record(5, "job-7", "feed", "NodeJoined", "n1 joined")
-    assert outbound.event_row(record) == pb.Event(
+    assert wire.event_row(record) == pb.Event(
         unix_ms=5, rdzv_id="job-7", run="feed", name="NodeJoined", text="n1 joined"
     )
     fields = '{"node_id":"n1","round":3,"later":["x"]}'
     record = Record(5, "job-7", "feed", "NodeStopped", fields)
-    assert outbound.event_row(record) == pb.Event(
+    assert wire.event_row(record) == pb.Event(
         unix_ms=5, rdzv_id="job-7", run="feed", name="NodeStopped", fields=fields,
         text="n1 stopped its workers of round 3",
     )  # fmt: skip
-    assert inbound_operators.history_limit(0) == bounds.HISTORY_DEFAULT
+    assert wire.history_limit(0) == wire.HISTORY_DEFAULT
 
 
 @pytest.mark.parametrize(
@@ -915,8 +922,8 @@ def test_a_row_of_history() -> None:
 )
 def test_settings_are_read_as_they_were_said(given: dict[str, Any]) -> None:
     said = replace(Settings(2, 4, max_restarts=3), **given)
-    message = settings_message(said)
-    assert settings_of(message) == said
+    message = write(pb.Settings(), said)
+    assert read(Settings, message, checked=True) == said
     # Nodes with and without support for it must send the same.
     for name in ("restart_backoff_ms", "restart_backoff_max_ms"):
         assert message.HasField(name) == (name in given)

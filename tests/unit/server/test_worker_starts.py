@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from rdzv import bounds
 from rdzv.core.commands import Leave
 from rdzv.core.model import LeaveCause
 from rdzv.errors import InvalidRequestError
+from rdzv.server import wire
 from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.messages import Assignment, Joined, StartedWorker, WorkersStarted
-from rdzv.server.settings import bounds
-from rdzv.server.wire import inbound_reports
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
@@ -129,9 +129,11 @@ async def test_each_worker_of_the_node_is_named_once(how: tuple[str, ...]) -> No
 def test_a_report_is_bounded() -> None:
     message = pb.WorkersStarted(rdzv_id="job-7", run="feed", round=2)
     message.workers.add(local_rank=1, how="warm", why="a\nb" * 1_000)
-    (worker,) = inbound_reports.started_of(message).workers
+    started = wire.report_of(pb.NodeMessage(workers_started=message))
+    assert isinstance(started, WorkersStarted)
+    (worker,) = started.workers
     assert worker.why.startswith("a ba b")
     assert len(worker.why) == bounds.LABEL_CHARS
     message.workers.extend(pb.StartedWorker() for _ in range(bounds.LOCAL_WORLD_SIZE))
-    with pytest.raises(InvalidRequestError, match="are too many workers of one node"):
-        inbound_reports.started_of(message)
+    with pytest.raises(InvalidRequestError, match="workers 4097 are too many"):
+        wire.report_of(pb.NodeMessage(workers_started=message))

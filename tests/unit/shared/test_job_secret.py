@@ -12,12 +12,12 @@ from rdzv.agent.cli.options import parse_launch
 from rdzv.core import rendezvous
 from rdzv.core.commands import Resume
 from rdzv.errors import DeniedError, InvalidRequestError
-from rdzv.server.wire import inbound_nodes
+from rdzv.server import wire
 from rdzv.structs import replace
 from rdzv.transport.job_secret import read_secret
 from rdzv.v1 import rdzv_pb2 as pb
 
-SPEAKER = inbound_nodes.Speaker("n1", 7)
+SPEAKER = wire.Speaker("n1", 7)
 SECRET = "0123456789abcdef"
 
 
@@ -76,7 +76,7 @@ def read_join(secret: str, rdzv_id: str = "job-7") -> Any:
         ),
         secret=secret,
     )
-    return inbound_nodes.command_of(pb.NodeMessage(join=message), SPEAKER)[1]
+    return wire.command_of(pb.NodeMessage(join=message), SPEAKER)[1]
 
 
 def test_a_server_keeps_a_hash_that_is_good_for_one_job() -> None:

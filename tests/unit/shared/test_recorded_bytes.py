@@ -29,11 +29,13 @@ from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.fleet.node_resources import FailingCheck, Gpu, Resources
 from rdzv.core.model import JobSpec, Moved, ScaleUp, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
+from rdzv.core.spent import Tally
 from rdzv.errors import InvalidRequestError
 from rdzv.server import messages as told
-from rdzv.server.wire import outbound
+from rdzv.server import wire
 from rdzv.stores.base import Record
 from rdzv.structs import replace
+from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.unit.agent import test_agent_encoding as agent
 from tests.unit.server import test_answer_values as answered
@@ -62,7 +64,7 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     state = replace(agent.REJOINING, snapshots=SNAPSHOTS, stopping_since_ms=NOW_MS - 9)
     kept = (KeptWorker(0, 99), KeptWorker(3, 98, 7, True, 1, 2, 0))
     say = commands.SayJoin(
-        "r1", 5, (agent.FAILURE, agent.KILLED), True, Moved(7, snapshot=True), kept
+        "r1", 5, (agent.FAILURE, agent.KILLED), True, Moved(7, snapshot_changed=True), kept
     )
     settings = replace(
         agent.SETTINGS,
@@ -82,8 +84,7 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     yield "join:fresh", encoding.join(fresh, state, agent.OFFER, NOW_MS, **given)
     round_ = replace(
         agent.LINE,
-        tally=server.TALLY,
-        heard_at_ms=NOW_MS - 5,
+        tally=Tally(server.TALLY.spent, (NOW_MS - 70_005, NOW_MS - 1_005)),
         kept=(0, 3),
         source=0,
         resume_step=0,
@@ -104,23 +105,23 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     failed = commands.SayFailed("r1", 5, (suspect,))
     yield "report:suspect", encoding.report(failed, "job-7", NOW_MS)
     progress = (RankProgress(8, 1_204, 300, 14.25), RankProgress(9, 0, 0, 0.0))
-    yield "progress", encoding.progress(Report("r1", 2, progress), "job-7")
+    yield "progress", encoding.report(Report("r1", 2, progress), "job-7", NOW_MS)
     held = commands.SaySnapshots("r1", SNAPSHOTS, CARRIER, MISSING)
-    yield "snapshots_held", encoding.snapshots_held(held, "job-7")
+    yield "snapshots_held", encoding.report(held, "job-7", NOW_MS)
     workers = (StartedWorker(0, "kept"), StartedWorker(1, "warm", "it did not park"))
     started = StartReport("r1", 2, workers, "no file", forks=True)
-    yield "workers_started", encoding.started(started, "job-7")
+    yield "workers_started", encoding.report(started, "job-7", NOW_MS)
     entered = (RankArrivals(8, (1_000, -5)),)
     groups = (GroupArrivals("0", 2.5, None, (4, 5), entered), GroupArrivals("1", 0.0, 0, (), ()))
-    yield "arrivals", encoding.arrivals(ArrivalReport("r1", 2, groups), "job-7")
+    yield "arrivals", encoding.report(ArrivalReport("r1", 2, groups), "job-7", NOW_MS)
     hung = (HungWorker(9, 1, 99, 61_000, "no progress", timed_out=True),)
-    yield "hung", encoding.hung(HungReport("r1", 2, hung), "job-7")
-    yield "hung:none", encoding.hung(HungReport("r1", 2, ()), "job-7")
+    yield "hung", encoding.report(HungReport("r1", 2, hung), "job-7", NOW_MS)
+    yield "hung:none", encoding.report(HungReport("r1", 2, ()), "job-7", NOW_MS)
     yield "log_piece", encoding.log_piece(Piece(5, 2, 3, 11, True, 4_711, b"x\xff", True, "why"))
     yield "stacks", encoding.stacks(5, (STACK,), last=False, error="")
     yield "stacks:last", encoding.stacks(5, (), last=True, error="caf\udce9")
     has = Resources(8, 64, (Gpu("GPU-a", "H100", 80),), (("gpu", "h100"),), 2, "rack-1")
-    yield "resources", encoding.resources(has)
+    yield "resources", write(pb.Resources(), has)
     yield "holdings", encoding.holdings([Holding("job-7", "r1", 4), Holding("j", "r", 0)])
     yield "health", encoding.health([FailingCheck("disk", "full")])
     yield "declined", encoding.declined("job-7", "r1", "no folder \udcff", passing=True)
@@ -129,7 +130,7 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     yield "draining", present(encoding.draining(drain))
     drain.note_wish(5_000, "preempted")
     yield "draining:own", present(encoding.draining(drain))
-    yield "gone", encoding.gone(pb.RoundCompleted(rdzv_id="job-7", run="r1", round=5))
+    yield "gone", encoding.gone(pb.Assignment(rdzv_id="job-7", run="r1", round=5))
 
 
 def by_servers() -> Iterator[tuple[str, Message]]:
@@ -160,14 +161,14 @@ def by_servers() -> Iterator[tuple[str, Message]]:
     )
     for announced in (*(case[0] for case in cases(server.test_what_nodes_are_told)), *others):
         name = type(announced).__name__
-        yield f"told:{name}", outbound.server_message([announced], 3, "1.2", 5_000)
+        yield f"told:{name}", wire.server_message([announced], 3, "1.2", 5_000)
     several = [told.Welcome(7, 1_666, 5_000), told.Servers(("b:1",)), told.LookAgain()]
-    yield "told:several", outbound.server_message(several, 3, "1.2", 5_000)
-    for value, write, _ in cases(answered.test_each_value_is_read_back_from_its_message):
-        yield f"answered:{type(value).__name__}", write(value)
+    yield "told:several", wire.server_message(several, 3, "1.2", 5_000)
+    for value, into, _ in cases(answered.test_each_value_is_read_back_from_its_message):
+        yield f"answered:{type(value).__name__}", into(value)
     for data in ("n1 joined", '{"node_id":"n1","round":3,"later":["x"]}'):
         row = Record(5, "job-7", "r1", "NodeStopped", data)
-        yield "answered:Event", outbound.event_row(row)
+        yield "answered:Event", wire.event_row(row)
 
 
 def cases(test: Callable[..., object]) -> Iterable[Any]:

@@ -19,19 +19,23 @@ import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.message import Message
 
+from rdzv import bounds
+from rdzv.agent.observers.stack_sampling import StacksAsked
 from rdzv.agent.output import worker_log_reader
 from rdzv.agent.server_link import encoding as agent_wire
+from rdzv.agent.server_link.placed_jobs import Placed
 from rdzv.client import LOG_POSITIONS
 from rdzv.errors import InvalidRequestError
+from rdzv.server import wire
 from rdzv.server.diagnosis import worker_logs
-from rdzv.server.settings import bounds, config
-from rdzv.server.wire import inbound_nodes, inbound_reports, inbound_snapshots
+from rdzv.server.settings import config
 from rdzv.structs import as_dict
 from rdzv.transport.node_stream import PROTOCOL_VERSION as AGENT_PROTOCOL_VERSION
+from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
 
 FOLDER = Path(__file__).parents[1] / "protocol"
-SPEAKER = inbound_nodes.Speaker("n1", 7)
+SPEAKER = wire.Speaker("n1", 7)
 KINDS = {kind.DESCRIPTOR.name: kind for kind in (pb.NodeMessage, pb.ServerMessage)}
 
 
@@ -43,52 +47,30 @@ def meaning(message: Message) -> Any:
     if isinstance(message, pb.ServerMessage):
         body = message.WhichOneof("body")
         if body == "read_log":
-            return _read_request(agent_wire.read_request(message.read_log))
+            return _plain(_read_request(agent_wire.read_request(message.read_log)))
         if body == "take_stacks":
-            return as_dict(agent_wire.stacks_asked(message.take_stacks))
+            return as_dict(read(StacksAsked, message.take_stacks))
         if body == "servers":
             return {"addresses": list(message.servers.addresses)}
         if body == "placed":
-            return _plain(as_dict(agent_wire.placed(message.placed)))
+            return _plain(as_dict(read(Placed, message.placed)))
         event = agent_wire.event(message, now_ms=0)
         said = as_dict(event) if event else _fields(getattr(message, str(body)))
         return _plain({"leadership": message.leadership, "body": body, "said": said})
     assert isinstance(message, pb.NodeMessage)
     match message.WhichOneof("body"):
         case "hello":
-            beliefs = [inbound_nodes.belief_of(b, SPEAKER) for b in message.hello.beliefs]
-            hello = as_dict(inbound_nodes.hello_of(message.hello))
+            beliefs = [wire.belief_of(b, SPEAKER, 0) for b in message.hello.beliefs]
+            hello = as_dict(wire.hello_of(message.hello))
             return _plain({"hello": hello, "beliefs": [_belief(b) for b in beliefs]})
         case "away":
-            return {"away_ms": inbound_nodes.away_ms_of(message.away)}
+            return {"away_ms": wire.away_ms_of(message.away)}
         case "heartbeat":
             return {"number": message.heartbeat.number}
-        case "log_piece":
-            piece = as_dict(inbound_nodes.log_piece_of(message.log_piece))
-            return {**piece, "data": piece["data"].hex()}
-        case "progress":
-            return _plain(as_dict(inbound_reports.progress_of(message.progress)))
-        case "snapshots_held":
-            held = inbound_snapshots.snapshots_held_of(message.snapshots_held)
-            return _plain(as_dict(held))
-        case "workers_started":
-            return _plain(as_dict(inbound_reports.started_of(message.workers_started)))
-        case "arrivals":
-            return _plain(as_dict(inbound_reports.arrivals_of(message.arrivals)))
-        case "hung":
-            return _plain(as_dict(inbound_nodes.hung_of(message.hung)))
-        case "stacks":
-            return _plain(as_dict(inbound_nodes.stacks_of(message.stacks)))
-        case "health":
-            failing = inbound_nodes.failing_of(message.health)
-            return {"failing": [as_dict(check) for check in failing]}
-        case "draining":
-            return as_dict(inbound_nodes.draining_of(message.draining))
-        case "holdings":
-            held = inbound_nodes.holdings_of(message.holdings)
-            return {"holdings": [as_dict(holding) for holding in held]}
+        case _ if (report := wire.report_of(message)) is not None:
+            return _plain(as_dict(report))
         case _:
-            rdzv_id, command = inbound_nodes.command_of(message, SPEAKER)
+            rdzv_id, command = wire.command_of(message, SPEAKER)
             return _plain({"rdzv_id": rdzv_id, type(command).__name__: as_dict(command)})
 
 
@@ -108,6 +90,8 @@ def _fields(message: Message) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     def name(other: object) -> str:
+        if isinstance(other, bytes):
+            return other.hex()
         assert isinstance(other, Enum), other
         return str(other.value)
 
@@ -174,10 +158,10 @@ def test_agent_and_server_of_one_build_speak_the_same_protocol() -> None:
 def test_a_server_accepts_its_own_protocol_alone(
     version: int, behind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbound_nodes, "PROTOCOL_VERSION", 7)
-    inbound_nodes.check_protocol(7)
+    monkeypatch.setattr(wire, "PROTOCOL_VERSION", 7)
+    wire.check_protocol(7)
     with pytest.raises(InvalidRequestError, match=f"protocol {version}, .* upgrade the {behind}$"):
-        inbound_nodes.check_protocol(version)
+        wire.check_protocol(version)
 
 
 def test_what_is_of_a_later_version_is_passed_over() -> None:
@@ -392,7 +376,7 @@ def _samples_of_leaving(leave: pb.Leave) -> Iterator[tuple[str, pb.NodeMessage]]
     done.CopyFrom(leave)
     done.exited_zero = True
     yield "leave:exited_zero", pb.NodeMessage(leave=done)
-    draining = pb.Draining(deadline_ms=60_000, reason="preempted", number=3, own=True)
+    draining = pb.Draining(left_ms=60_000, reason="preempted", number=3, own=True)
     yield "draining", pb.NodeMessage(draining=draining)
     leaves = pb.Hello(protocol_version=1, node_id="n", instance="i", kind=2, draining=draining)
     yield "hello:draining", pb.NodeMessage(hello=leaves)
@@ -420,8 +404,8 @@ def _budgeted(stopped: pb.Join) -> pb.Join:
     return join
 
 
-def _line() -> pb.RoundCompleted:
-    return pb.RoundCompleted(
+def _line() -> pb.Assignment:
+    return pb.Assignment(
         rdzv_id="job-7",
         run="feed",
         round=2,
@@ -484,9 +468,9 @@ def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
     yield "joined:forks", message(joined=pb.Joined(**job, run_number=2, forks=False))
     yield "round_completed", message(round_completed=_line())
     for cause in pb.Cause.values():
-        ended = pb.RoundEnded(**job, round=2, cause=cause, reason="because", broken=True)
+        ended = pb.RoundOver(**job, round=2, cause=cause, reason="because", broken=True)
         yield f"round_ended:{pb.Cause.Name(cause)}", message(round_ended=ended)
-    yield "round_ended", message(round_ended=pb.RoundEnded(**job, round=2, cause=2))
+    yield "round_ended", message(round_ended=pb.RoundOver(**job, round=2, cause=2))
     failure = pb.WorkerFailure(local_rank=3, rank=11, pid=99, exit_code=1, message="m")
     root_cause = pb.RootCause(
         failures=[pb.NodeFailure(node_id="n1", address="10.0.0.5", failure=failure)]
@@ -508,7 +492,7 @@ def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
     for name, fingerprint in (("keep_copies", ""), ("keep_copies:encrypted", "ab12")):
         yield name, message(keep_copies=keep_copies(mark, fingerprint))
     loads = _line()
-    loads.MergeFrom(pb.RoundCompleted(snapshot=mark, snapshot_loads=1, origin=1, lineage=2))
+    loads.MergeFrom(pb.Assignment(snapshot=mark, snapshot_loads=1, origin=1, lineage=2))
     yield "round_completed:loads", message(round_completed=loads)
     yield "heard", message(heard=pb.Heard(number=5))
     read_log = pb.ReadLog(
@@ -543,9 +527,9 @@ def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
     take_stacks = pb.TakeStacks(request=5, **job, round=2, timeout_ms=10_000)
     yield "take_stacks", message(take_stacks=take_stacks)
     yield "withdrawn", message(withdrawn=pb.Withdrawn(**job, reason="the job has stopped"))
-    drain = pb.Drain(deadline_ms=60_000, reason="drained by ada", number=3)
+    drain = pb.DrainNode(left_ms=60_000, reason="drained by ada", number=3)
     yield "drain", message(drain=drain)
-    yield "undrain", message(undrain=pb.Undrain())
+    yield "undrain", message(undrain=pb.UndrainNode())
     yield "log_credit", message(log_credit=pb.LogCredit(request=5, bytes=131_072))
     yield "look_again", message(look_again=pb.LookAgain())
     yield "log_credit:cancel", message(log_credit=pb.LogCredit(request=5, cancel=True))

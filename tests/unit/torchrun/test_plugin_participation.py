@@ -17,14 +17,14 @@ def part() -> Part:
     return Part("job-7", Settings(1, 2), pb.Offer(address="10.0.0.1"))
 
 
-def hear_round(part: Part, number: int) -> pb.RoundCompleted:
-    line = pb.RoundCompleted(rdzv_id="job-7", run="feed", round=number, group_world_size=1)
+def hear_round(part: Part, number: int) -> pb.Assignment:
+    line = pb.Assignment(rdzv_id="job-7", run="feed", round=number, group_world_size=1)
     part.hear(pb.ServerMessage(round_completed=line))
     return line
 
 
 def hear_end(part: Part, number: int, reason: str) -> None:
-    ended = pb.RoundEnded(round=number, cause=pb.NODE_LOST, reason=reason)
+    ended = pb.RoundOver(round=number, cause=pb.NODE_LOST, reason=reason)
     part.hear(pb.ServerMessage(round_ended=ended))
 
 

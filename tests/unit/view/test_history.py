@@ -11,7 +11,7 @@ import pytest
 from past_events import an_event
 
 from rdzv.core import events
-from rdzv.server.wire import outbound
+from rdzv.server import wire
 from rdzv.stores.base import Record
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import as_json
@@ -36,7 +36,7 @@ def test_every_event_is_kept_under_its_own_name() -> None:
 @pytest.mark.parametrize("event", every_event(), ids=lambda event: type(event).__name__)
 def test_what_is_written_is_read_again(event: events.Event) -> None:
     assert read(type(event).__name__, fields_in(written(event))) == kept(event)
-    shown = event_of(pb.Event.FromString(outbound.event_row(row(event)).SerializeToString()))
+    shown = event_of(pb.Event.FromString(wire.event_row(row(event)).SerializeToString()))
     assert shown == event_in(row(event)) == an_event(kept(event), "run-1", 5)
     assert shown.text == sentence(kept(event))
 
@@ -56,7 +56,7 @@ def test_what_a_later_version_adds_is_passed_on() -> None:
         ("NodeStopped", "n1 stopped its workers of round 3"),
         ("NodeSang", "NodeSang: node_id n1, round 3, verses [1, {'a': None}]"),
     ):
-        event = event_of(outbound.event_row(Record(5, "job-7", "run-1", name, fields)))
+        event = event_of(wire.event_row(Record(5, "job-7", "run-1", name, fields)))
         assert event.text == text
         (document,) = json.loads(as_json.events("job-7", [event]))["events"]
         assert document["fields"] == json.loads(fields)
@@ -79,7 +79,7 @@ def test_what_an_older_server_sends_is_shown_as_it_is(fields: str) -> None:
 def test_a_row_without_fields_is_shown_as_it_is() -> None:
     event = event_in(Record(5, "job-7", "run-1", "NodeLost", "n1 was lost: x"))
     assert (event.text, event.fields) == ("n1 was lost: x", None)
-    assert outbound.event_row(Record(5, "j", "r", "NodeLost", "n1 was lost: x")).fields == ""
+    assert wire.event_row(Record(5, "j", "r", "NodeLost", "n1 was lost: x")).fields == ""
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**400), [{"a": 1 << 64}]])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from rdzv.agent.core.model import Assignment, KeptWorker, Leaving, Outcome, WorkerFailure
+from rdzv.bounds import Flat
 from rdzv.core.model import UNMOVED, Moved, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.structs import struct
@@ -17,7 +20,7 @@ class SayJoin:
     failures: tuple[WorkerFailure, ...]
     fenced: bool = False
     """Whether the fence was the only reason why the round ended on this node."""
-    moved: Moved = UNMOVED
+    moved: Annotated[Moved, Flat] = UNMOVED
     kept: tuple[KeptWorker, ...] = ()
     """The parked workers that may enter the next round."""
 
@@ -44,7 +47,7 @@ class SayLeave:
     """Announce that the node is leaving; `left_round` confirms that its workers are gone."""
 
     run: str
-    leaving: Leaving
+    leaving: Annotated[Leaving, Flat]
     left_round: int | None
 
 

@@ -5,7 +5,10 @@ Those of the runner have the fields of its frames. The agent adds what only it c
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from rdzv.agent.core.model import Assignment, KeptWorker, NodeFailure, WorkerFailure
+from rdzv.bounds import Else
 from rdzv.core.model import UNMOVED, Cause, Moved, Result, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.structs import struct
@@ -47,7 +50,7 @@ class RoundEnded:
 
     run: str
     round: int
-    cause: Cause
+    cause: Annotated[Cause, Else(Cause.NODE_LEFT)]
     reason: str
     broken: bool
     keep: bool = False
@@ -69,7 +72,7 @@ class RunClosed:
     """The run is closed and will form no more rounds."""
 
     run: str
-    result: Result
+    result: Annotated[Result, Else(Result.FAILED)]
     reason: str
     retry_sensible: bool
     failures: tuple[NodeFailure, ...]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import field
 from enum import StrEnum
+from typing import Annotated
 
 from rdzv.agent.core.exit_codes import EXIT_TRY_AGAIN
+from rdzv.bounds import Age, Unsent
 from rdzv.core.model import (
     UNMOVED,
     LeaveCause,
@@ -87,7 +89,6 @@ class Assignment:
     max_restarts: int
     tally: Tally | None = field(default=None, compare=False)
     """What the run had spent when the round was formed; kept in case the server loses its state."""
-    heard_at_ms: int = field(default=0, compare=False)
     kept: tuple[int, ...] = ()
     """The LOCAL_RANKs of the parked workers that take part; all other workers are new processes."""
     source: int | None = None
@@ -125,7 +126,7 @@ class WorkerFailure:
     signal: int | None
     message: str
     traceback: str
-    at_ms: int
+    at_ms: Annotated[int, Age("age_ms")]
     suspect: bool = False
     """Whether the worker only reported a broken collective, which a peer may have caused."""
 
@@ -135,7 +136,7 @@ class KeptWorker:
     """A parked worker, which is no longer in a round and may enter the next one."""
 
     local_rank: int
-    pid: int
+    pid: Annotated[int, Unsent]
     step: int | None = None
     """The last step that the worker has sealed, or None if it has not sealed any."""
     torn: bool = False
@@ -177,8 +178,8 @@ class StartReport:
 class NodeFailure:
     """A failed worker on any node, as reported by the server."""
 
-    node_id: str
-    address: str
+    node_id: Annotated[str, Unsent]
+    address: Annotated[str, Unsent]
     local_rank: int
     rank: int
     pid: int
@@ -194,7 +195,7 @@ class Leaving:
 
     cause: LeaveCause
     reason: str
-    exit_code: int
+    exit_code: Annotated[int, Unsent]
     exited_zero: bool = False
     """Whether all workers exited with 0 after the notice, either in response to it or because they
     had finished.

@@ -123,7 +123,7 @@ def _restarts(assignment: Assignment, window_ms: int) -> str:
     if not window_ms:
         return f"{assignment.restarts} of {assignment.max_restarts}"
     # The server reports at most this many ages.
-    counted = 0 if assignment.tally is None else len(assignment.tally.restart_ages_ms)
+    counted = 0 if assignment.tally is None else len(assignment.tally.restarts_ms)
     more = " or more" if counted == MAX_RESTART_AGES else ""
     within = f"in the last {duration(window_ms)}"
     return f"{counted}{more} of {assignment.max_restarts} {within}, {assignment.restarts} in all"

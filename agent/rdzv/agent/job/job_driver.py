@@ -93,7 +93,7 @@ class JobDriver:
             self.rdzv_id,
             self.local_world_size,
             monotonic_ms,
-            self._reports.started,
+            self._reports.report,
             watched=not launch.warm,
         )
         self._decisions = Decisions(begin(launch.job, monotonic_ms(), run), self._act, self._fail)

@@ -7,13 +7,10 @@ from typing import TypeAlias
 
 from rdzv.agent.core import commands
 from rdzv.agent.core.exit_codes import EXIT_FAILED
-from rdzv.agent.core.model import AgentState, Leaving, StartReport
+from rdzv.agent.core.model import AgentState, Leaving
 from rdzv.agent.job.snapshot_reports import SnapshotReports
 from rdzv.agent.launch.launch import Launch
-from rdzv.agent.observers.arrival_watch import ArrivalReport
 from rdzv.agent.observers.collective_records import RecordReader
-from rdzv.agent.observers.hang_watch import HungReport
-from rdzv.agent.observers.progress_files import Report
 from rdzv.agent.observers.server_clock import Reading
 from rdzv.agent.observers.stack_sampling import StackAnswers, StacksAsked, Target
 from rdzv.agent.server_link import encoding
@@ -40,7 +37,7 @@ class Reports:
         """The records of the workers' collectives."""
         self.preparing = False
         """Whether a zygote is importing for the node's first round."""
-        self._snapshots = SnapshotReports(self._say_snapshots)
+        self._snapshots = SnapshotReports(self.report)
         self._stacks = StackAnswers(self._say_stacks, self.records)
 
     def belief(self, state: AgentState, offer: Offer) -> Belief:
@@ -69,9 +66,9 @@ class Reports:
         )
         self._link.say(pb.NodeMessage(join=join))
 
-    def report(self, command: encoding.Statement) -> None:
-        """Send a report that the core has decided on."""
-        self._link.say(encoding.report(command, self._rdzv_id, monotonic_ms()))
+    def report(self, said: encoding.Statement) -> None:
+        """Send what the core or a watch reports about the workers."""
+        self._link.say(encoding.report(said, self._rdzv_id, monotonic_ms()))
 
     def start_failed(self, state: AgentState, reason: str) -> None:
         """Report that this node cannot continue and is leaving, and that it has no workers."""
@@ -81,26 +78,9 @@ class Reports:
             commands.SayLeave(state.run, leaving, None if assignment is None else assignment.round)
         )
 
-    def progress(self, report: Report) -> None:
-        self._link.say(encoding.progress(report, self._rdzv_id))
-
-    def started(self, report: StartReport) -> None:
-        """Report how the workers entered their round."""
-        self._link.say(encoding.started(report, self._rdzv_id))
-
     def snapshots(self, say: commands.SaySnapshots, nodes: int) -> None:
         """Report the snapshots held on this node, at a rate limited by the number of `nodes`."""
         self._snapshots.report(say, nodes)
-
-    def _say_snapshots(self, say: commands.SaySnapshots) -> None:
-        self._link.say(encoding.snapshots_held(say, self._rdzv_id))
-
-    def hung(self, report: HungReport) -> None:
-        self._link.say(encoding.hung(report, self._rdzv_id))
-
-    def arrivals(self, report: ArrivalReport) -> None:
-        """Report when the workers entered collectives."""
-        self._link.say(encoding.arrivals(report, self._rdzv_id))
 
     def read_clock(self) -> Reading | None:
         """Return the current estimate of the server's clock, and request another reading."""

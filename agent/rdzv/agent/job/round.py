@@ -156,7 +156,7 @@ class Round:
         if self._start_failed:
             context.decisions.post(events.WorkersGone(number, kept=self._kept))
             return
-        moved = Moved(step, snapshot=await context.observers.snapshot_file.has_changed())
+        moved = Moved(step, snapshot_changed=await context.observers.snapshot_file.has_changed())
         # The checks need idle devices, which parked workers do not release.
         examines = rejoins_after_failure(context.decisions.state, number) and not self._kept
         if examines and (reason := await self._examine()):

@@ -25,20 +25,20 @@ class WorkerObservers:
 
     def __init__(self, launch: Launch, reports: Reports) -> None:
         self._local_world_size = launch.job.local_world_size
-        self.progress = ProgressFiles(reports.progress, launch.progress_dir, launch.identity)
+        self.progress = ProgressFiles(reports.report, launch.progress_dir, launch.identity)
         self.notice = NoticeFile(self.progress.beside, launch.identity)
         self.snapshot_file = SnapshotFileWatch(launch.snapshot, identity=launch.identity)
         self._hangs = HangWatch(
             launch.job.rdzv_id,
             launch.hang_timeout,
-            reports.hung,
+            reports.report,
             reports.records,
             launch.identity,
         )
         self._records = reports.records
-        self.held_exits = HeldExits(launch.job.rdzv_id, reports.records, reports.hung)
+        self.held_exits = HeldExits(launch.job.rdzv_id, reports.records, reports.report)
         self._arrivals = ArrivalWatch(
-            launch.job.rdzv_id, reports.records, reports.arrivals, reports.read_clock
+            launch.job.rdzv_id, reports.records, reports.report, reports.read_clock
         )
 
     def open_round(self, assignment: Assignment) -> None:

@@ -51,7 +51,7 @@ _R = TypeVar("_R")
 class ReadRequest:
     """The requested part of a job's logs. For the meaning of None, see `rdzv.proto`."""
 
-    number: int
+    request: int
     rdzv_id: str
     credit: int
     round: int | None = None
@@ -110,13 +110,13 @@ class WorkerLogReader:
         self._written.pop(rdzv_id, None)
 
     def read(self, request: ReadRequest) -> None:
-        self.cancel(request.number)
+        self.cancel(request.request)
         written = self._written.get(request.rdzv_id)
         answer = _Request(request, written, self._reader(request.rdzv_id), self._say, self.past)
         if len(self._requests) >= MAX_REQUESTS:
             answer.refusal = f"this node already answers {MAX_REQUESTS} readers; try again later"
-        self._requests[request.number] = answer
-        answer.begin(lambda: self._requests.pop(request.number, None))
+        self._requests[request.request] = answer
+        answer.begin(lambda: self._requests.pop(request.request, None))
         answer.task.add_done_callback(lambda _: self._close_idle())
 
     def grant(self, number: int, credit: int) -> None:
@@ -218,7 +218,7 @@ class _Request:
         except Exception as failure:
             log.exception("cannot read logs of %s", self.rdzv_id)
             error = f"a bug in its agent: {failure!r}"
-        await self._send(Piece(self._wanted.number, last=True, error=error[:ERROR_CHARS]))
+        await self._send(Piece(self._wanted.request, last=True, error=error[:ERROR_CHARS]))
 
     async def _look_back(self) -> str:
         """Find an earlier run if one is requested; return the reason if none can be found."""
@@ -249,7 +249,7 @@ class _Request:
         number, begun = first or 0, False
         # This is sent even if there is no data yet, so that the reader knows that the node
         # responds.
-        await self._send(Piece(wanted.number, number))
+        await self._send(Piece(wanted.request, number))
         while True:
             found = written.next(number)
             if found is not None and self._at(found.number) is None:
@@ -269,7 +269,7 @@ class _Request:
         files, nowhere = self._files(found)
         if not files and not nowhere:
             return ""
-        await self._send(Piece(self._wanted.number, found.number))
+        await self._send(Piece(self._wanted.request, found.number))
         if not files:
             return "; ".join(nowhere)
         for reason in nowhere:
@@ -381,7 +381,7 @@ class _Request:
     async def _send_data(self, file: _File, data: bytes) -> None:
         await self._send(
             Piece(
-                self._wanted.number,
+                self._wanted.request,
                 file.round,
                 file.local_rank,
                 file.rank,
@@ -396,7 +396,7 @@ class _Request:
         if reason not in self._told:
             self._told.add(reason)
             error = reason[:ERROR_CHARS]
-            await self._send(Piece(self._wanted.number, found.number, error=error))
+            await self._send(Piece(self._wanted.request, found.number, error=error))
 
 
 def _without_file(stderr: bool, path: Path | None, ranks: Iterable[int]) -> str:

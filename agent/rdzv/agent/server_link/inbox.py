@@ -9,9 +9,10 @@ from rdzv.agent.observers.stack_sampling import StacksAsked
 from rdzv.agent.output.worker_log_reader import WorkerLogReader
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import NodeDrain
-from rdzv.agent.server_link.placed_jobs import Key
+from rdzv.agent.server_link.placed_jobs import Key, Placed
 from rdzv.agent.server_link.ports import JobPort, PlacementPort
 from rdzv.runtime.clock import monotonic_ms
+from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
 
 log = logging.getLogger("rdzv.agent")
@@ -48,13 +49,13 @@ class Inbox:
             case "log_credit":
                 self._note_credit(message.log_credit)
             case "take_stacks":
-                self._take_stacks(encoding.stacks_asked(message.take_stacks))
+                self._take_stacks(read(StacksAsked, message.take_stacks))
             case "look_again":
                 if placements is not None:
                     placements.look_again()
             case "drain":
                 drain = message.drain
-                self._drain.take_from_server(drain.number, drain.deadline_ms, drain.reason)
+                self._drain.take_from_server(drain.number, drain.left_ms, drain.reason)
             case "undrain":
                 self._drain.lift()
             case "placed" | "withdrawn":
@@ -82,7 +83,7 @@ class Inbox:
             rdzv_id = encoding.rdzv_id_of(message)
             log.warning("the server placed %s on this node, which takes no submitted jobs", rdzv_id)
         elif message.HasField("placed"):
-            placements.placed(encoding.placed(message.placed))
+            placements.placed(read(Placed, message.placed))
         else:
             job = message.withdrawn
             self._declined.pop((job.rdzv_id, job.run), None)

@@ -52,6 +52,7 @@ from rdzv.transport.node_stream import (
     Backoff,
     error_from_status,
 )
+from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
 
@@ -505,7 +506,7 @@ class ServerLink:
             agent_version=self._identity.version,
             beliefs=beliefs,
             fence_after_ms=max((job.fence_after_ms for job in self._jobs.values()), default=0),
-            resources=None if placements is None else encoding.resources(placements.resources),
+            resources=None if placements is None else write(pb.Resources(), placements.resources),
             holdings=None if placements is None else encoding.holdings(placements.holdings()),
             health=encoding.health(placements.failing)
             if placements is not None and placements.failing

@@ -10,7 +10,9 @@ names with new numbers.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated
 
+from rdzv.bounds import Elapsed, First, Part
 from rdzv.core.words import duration, ranks_text
 from rdzv.structs import replace, struct
 
@@ -55,11 +57,11 @@ class Collective:
     """One collective that a rank has entered."""
 
     sequence: int
-    operation: str
-    sizes: str = ""
+    operation: Part
+    sizes: Part = ""
     """The shapes and types of its input, or empty if it has no input."""
     done: bool = False
-    age_ms: int = 0
+    age_ms: Elapsed = 0
     """The time since it was entered."""
 
 
@@ -67,13 +69,13 @@ class Collective:
 class GroupRecord:
     """One rank's record in one process group."""
 
-    group: str
-    description: str = ""
+    group: Part
+    description: Part = ""
     entered: int = 0
     """The sequence number of the last collective that the rank entered."""
-    latest: tuple[Collective, ...] = ()
+    latest: Annotated[tuple[Collective, ...], First(64)] = ()
     """The latest collectives, oldest first; always includes the first one that is not done."""
-    members: tuple[int, ...] = ()
+    members: Annotated[tuple[int, ...], First(4_096)] = ()
     """The RANKs in the group, or empty if unknown. Only known where the rank is waiting in it."""
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from rdzv.bounds import Elapsed, LocalRank, Sentence
 from rdzv.core.evidence.collectives import FINISHED
 from rdzv.core.evidence.stacks import Report, as_traceback, odd_one_out
 from rdzv.core.words import ranks_text
@@ -31,10 +32,10 @@ class HungWorker:
     """A hung worker as reported by its node."""
 
     rank: int
-    local_rank: int
+    local_rank: LocalRank
     pid: int
-    silent_ms: int
-    reason: str
+    silent_ms: Elapsed
+    reason: Sentence
     timed_out: bool = False
     """Whether the worker has already ended because its collective timed out."""
 

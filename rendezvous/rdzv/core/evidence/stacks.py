@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Annotated
 
+from rdzv.bounds import Cut, Elapsed, First, Part, Sentence
 from rdzv.core.evidence.collectives import FINISHED, Cause, Evidence, GroupRecord
 from rdzv.core.words import listed, ranks_text
 from rdzv.structs import struct
@@ -21,6 +24,8 @@ STOPPED, TRACED, UNINTERRUPTIBLE, ZOMBIE = "T", "t", "D", "Z"
 EXITED = "X"
 """The state of a worker that has ended and whose last record shows it in a collective."""
 
+MAX_FRAMES = 128
+"""The number of frames kept for each thread. Others are omitted."""
 MAX_GROUPS_TOLD = 8
 """The maximum number of groups listed in one sentence."""
 
@@ -47,8 +52,8 @@ _LOADER = re.compile(r"(^|/)torch/utils/data/")
 class Frame:
     """One call in a stack. `line` is 0 if unknown."""
 
-    name: str
-    file: str
+    name: Part
+    file: Part
     line: int
 
     @property
@@ -61,10 +66,10 @@ class Frame:
 class Thread:
     """One thread of a worker."""
 
-    name: str
+    name: Part
     main: bool
     """Whether this is Python's main thread."""
-    frames: tuple[Frame, ...]
+    frames: Annotated[tuple[Frame, ...], First(MAX_FRAMES)]
     """The thread's frames, innermost first."""
     holds_gil: bool = False
     """Whether the thread holds the interpreter's lock (GIL)."""
@@ -77,21 +82,21 @@ class WorkerStack:
     rank: int
     local_rank: int
     pid: int
-    state: str = ""
+    state: Annotated[str, Cut(itemgetter(slice(1)))] = ""
     """The process state, as in /proc/PID/stat, or empty if it could not be read."""
-    threads: tuple[Thread, ...] = ()
+    threads: Annotated[tuple[Thread, ...], First(64)] = ()
     """The worker's threads, or empty if Python's frames could not be read."""
-    note: str = ""
+    note: Sentence = ""
     """The reason why part of the stack is missing, and how to fix it."""
-    kernel: tuple[str, ...] = ()
+    kernel: Annotated[tuple[Part, ...], First(MAX_FRAMES)] = ()
     """The kernel frames in which the process sleeps, innermost first, as far as permissions allow.
     """
     node_id: str = ""
-    collectives: tuple[GroupRecord, ...] = ()
+    collectives: Annotated[tuple[GroupRecord, ...], First(64)] = ()
     """The worker's record in each process group, or empty if there is none."""
-    no_record: str = ""
+    no_record: Sentence = ""
     """The reason why there is no record of the worker's collectives."""
-    exited_ms: int | None = None
+    exited_ms: Elapsed | None = None
     """How long ago the worker exited, if it has `FINISHED` and that is known."""
 
     @property

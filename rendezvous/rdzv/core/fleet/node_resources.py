@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from rdzv.bounds import GPUS, Label, Labels, Sentence, UpTo, Within
 from rdzv.core.model import JobSpec
 from rdzv.structs import struct
 
@@ -10,8 +13,8 @@ from rdzv.structs import struct
 class Gpu:
     """One GPU of a node."""
 
-    uuid: str
-    name: str
+    uuid: Label
+    name: Label
     memory_bytes: int
 
 
@@ -21,11 +24,11 @@ class Resources:
 
     cpus: int = 0
     memory_bytes: int = 0
-    gpus: tuple[Gpu, ...] = ()
-    labels: tuple[tuple[str, str], ...] = ()
-    capacity: int = 1
+    gpus: Annotated[tuple[Gpu, ...], UpTo(GPUS)] = ()
+    labels: Labels = ()
+    capacity: Annotated[int, Within(0, 1_024)] = 1
     """The number of jobs that the node takes at once."""
-    topology: str = ""
+    topology: Label = ""
     """A label for the node's place in the network. A job's nodes come from one place if possible.
     """
 
@@ -34,8 +37,8 @@ class Resources:
 class FailingCheck:
     """A check that fails on a node, and its finding."""
 
-    name: str
-    reason: str
+    name: Sentence
+    reason: Sentence
 
     def __str__(self) -> str:
         return f"{self.name} {self.reason}"

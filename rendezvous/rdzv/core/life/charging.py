@@ -61,7 +61,7 @@ def settle_charge(work: Draft) -> bool:
     counted = restarts_that_count(work.membership, work.now_ms)
     first = failures[0] if failures else None
     charged = (end.cause, end.reason, counted, max_restarts, first, end.cause_node_id)
-    work.events.append(RoundSettled(round_.number, *charged, moved.step))
+    work.events.append(RoundSettled(round_.number, *charged, moved.furthest_step))
     if not charge.budget_left:
         budget = f"restarts spent: {counted} of {max_restarts}"
         if max_restarts is None:

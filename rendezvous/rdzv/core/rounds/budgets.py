@@ -42,9 +42,11 @@ class Exceeded:
 
 def further(moved: Moved, said: Moved) -> Moved:
     """Merge another node's report into a round's progress, and return the result."""
-    steps = [step for step in (moved.step, said.step) if step is not None]
+    steps = [step for step in (moved.furthest_step, said.furthest_step) if step is not None]
     return Moved(
-        max(steps, default=None), moved.snapshot or said.snapshot, moved.sealed or said.sealed
+        max(steps, default=None),
+        moved.snapshot_changed or said.snapshot_changed,
+        moved.sealed or said.sealed,
     )
 
 
@@ -55,7 +57,8 @@ SOON_MS = 60_000
 def spend(membership: Membership, round_: Round, end: RoundEnd, moved: Moved) -> Spent:
     """Return the budgets spent after a round ends, except restarts (charged separately)."""
     spent, failed = membership.spent, end.cause is Cause.WORKER_FAILURE
-    has_moved = moved.snapshot or moved.sealed or _is_further(moved.step, spent.step)
+    further = _is_further(moved.furthest_step, spent.furthest_step)
+    has_moved = moved.snapshot_changed or moved.sealed or further
     soon, in_vain = spent.soon, spent.in_vain
     if has_moved or end.at_ms - round_.at_ms >= SOON_MS:
         soon = 0
@@ -71,7 +74,7 @@ def spend(membership: Membership, round_: Round, end: RoundEnd, moved: Moved) ->
         store_failures=spent.store_failures + (end.cause is Cause.STORE_HOST),
         soon=soon,
         in_vain=in_vain,
-        step=moved.step if _is_further(moved.step, spent.step) else spent.step,
+        furthest_step=moved.furthest_step if further else spent.furthest_step,
     )
 
 
@@ -94,7 +97,8 @@ def exceeded(
     most, given = settings.no_progress_restarts, settings.max_preemptions
     if end.cause is Cause.WORKER_FAILURE and most and spent.in_vain >= most:
         restarts = f"{counted(spent.in_vain, 'restart')} in a row"
-        beyond = "moved it on" if spent.step is None else f"got it beyond step {spent.step}"
+        step = spent.furthest_step
+        beyond = "moved it on" if step is None else f"got it beyond step {step}"
         return Exceeded(
             f"no progress: none of {restarts} {beyond}; the last {why}", no_progress=True
         )

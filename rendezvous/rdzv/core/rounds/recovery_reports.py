@@ -27,7 +27,7 @@ from rdzv.core.model import (
     is_placeholder,
     placeholder,
 )
-from rdzv.core.spent import MAX_RESTART_AGES, Spent, Tally
+from rdzv.core.spent import LATEST, MAX_RESTART_AGES, Spent, Tally
 from rdzv.structs import replace
 
 
@@ -202,9 +202,8 @@ def tally_of(membership: Membership, now_ms: int) -> Tally | None:
     window_ms = membership.settings.restart_window_ms
     if membership.spent == Spent() and not (window_ms and membership.restarts):
         return None
-    ages = [now_ms - at_ms for at_ms in membership.restarts]
-    counted = [max(age_ms, 0) for age_ms in ages if age_ms < window_ms]
-    return Tally(membership.spent, tuple(counted[-MAX_RESTART_AGES:]))
+    counted = tuple(at_ms for at_ms in membership.restarts if now_ms - at_ms < window_ms)
+    return Tally(membership.spent, counted[LATEST])
 
 
 def spent_known(membership: Membership, tally: Tally | None) -> Spent:
@@ -213,13 +212,13 @@ def spent_known(membership: Membership, tally: Tally | None) -> Spent:
     if tally is None:
         return known
     told = tally.spent
-    steps = [step for step in (known.step, told.step) if step is not None]
+    steps = [step for step in (known.furthest_step, told.furthest_step) if step is not None]
     return Spent(
         preemptions=max(known.preemptions, told.preemptions),
         store_failures=max(known.store_failures, told.store_failures),
         soon=told.soon,
         in_vain=told.in_vain,
-        step=max(steps, default=None),
+        furthest_step=max(steps, default=None),
     )
 
 
@@ -235,7 +234,7 @@ def restarts_known(
     missing = max(restarts - len(membership.restarts), 0)
     if tally is None or not missing:
         return membership.restarts + (now_ms,) * missing
-    told = tuple(now_ms - age_ms for age_ms in tally.restart_ages_ms)[-missing:]
+    told = tally.restarts_ms[-missing:]
     # Earlier restarts had left the window when the tally was taken, unless the tally was full.
     forgotten_ms = now_ms - membership.settings.restart_window_ms
     before_ms = told[0] if len(told) == MAX_RESTART_AGES else forgotten_ms

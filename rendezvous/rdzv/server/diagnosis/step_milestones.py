@@ -50,7 +50,7 @@ class StepMilestones:
         if not said.ranks:
             return
         best = max(said.ranks, key=lambda one: one.step)
-        at_ms, furthest = now_ms - best.age_ms, state.membership.spent.step
+        at_ms, furthest = now_ms - best.age_ms, state.membership.spent.furthest_step
         events: tuple[Event, ...] = ()
         known = self._rounds.get(said.rdzv_id)
         if known is None or (known.run, known.round) != (said.run, said.round):

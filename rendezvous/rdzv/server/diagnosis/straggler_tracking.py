@@ -19,7 +19,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.server import messages
 from rdzv.server.diagnosis.arrival_board import ArrivalBoard
 from rdzv.server.messages import RankProgress
-from rdzv.transport.same_fields import from_value
+from rdzv.transport.wire import convert
 
 LOOKS_AT_RATES = 10
 """How often rates are compared within the time after which a slow worker counts as a straggler."""
@@ -173,7 +173,7 @@ def _events(job: _Job, before: dict[int, Straggler]) -> tuple[Event, ...]:
     if before.keys() == after.keys():
         return ()
     began = [
-        from_value(RankStraggles, found, round=job.round, node_id=job.nodes.get(rank, ""))
+        convert(RankStraggles, found, round=job.round, node_id=job.nodes.get(rank, ""))
         for rank, found in after.items()
         if rank not in before
     ]

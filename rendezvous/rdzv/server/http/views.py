@@ -10,12 +10,12 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
+from rdzv import bounds
 from rdzv.errors import InvalidRequestError, UnknownJobError, UnknownNodeError
+from rdzv.server import wire
 from rdzv.server.messages import LogsWanted
 from rdzv.server.operations import answer_values
 from rdzv.server.rpc.queries import Queries
-from rdzv.server.settings import bounds
-from rdzv.server.wire import inbound_operators
 from rdzv.stores.base import HISTORY_ROWS, Record
 from rdzv.view import answers
 from rdzv.view.ledger import Ledger, chosen, ledgers_of, run_numbers
@@ -42,7 +42,7 @@ class Shown(Queries):
 
     async def events(self, asked: str, limit: int) -> list[answers.Event]:
         """Return a job's newest `limit` events, oldest first; 0 means the server's default."""
-        rows = await self.history(asked, inbound_operators.history_limit(limit))
+        rows = await self.history(asked, wire.history_limit(limit))
         return [answers.event_in(row) for row in rows]
 
     async def ledger(self, asked: str, number: int | None) -> tuple[list[int], Ledger]:

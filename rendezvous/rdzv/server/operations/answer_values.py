@@ -17,7 +17,7 @@ from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.messages import LogLines, RankProgress
 from rdzv.server.security.tokens import Token
 from rdzv.structs import replace
-from rdzv.transport.same_fields import from_value
+from rdzv.transport.wire import convert
 from rdzv.view import answers
 
 SUMMARY_ITEMS = 4
@@ -39,7 +39,7 @@ def job_status(
     told = sum(one.kept + one.warm + one.cold for one in starts.values())
     known = list(starts.values()) if told == view.world_size else []
     said = [(one.rank, Word(one.step, one.age_ms, one.rate or None)) for one in progress]
-    return from_value(
+    return convert(
         answers.JobStatus,
         view,
         reason=view.reason,
@@ -51,7 +51,7 @@ def job_status(
         progress=answers.rank_progress(said),
         submission=_submission(view.submission, view.jobs_before, now_ms),
         stragglers=tuple(
-            from_value(answers.Straggler, one, age_ms=max(now_ms - one.since_ms, 0))
+            convert(answers.Straggler, one, age_ms=max(now_ms - one.since_ms, 0))
             for one in stragglers
         ),
         warm=sum(one.warm for one in known) if known else None,
@@ -69,7 +69,7 @@ def _whole_snapshot(
     age_ms, steps = max(now_ms - snapshots.whole_ms, 0), [one.step for one in progress]
     node_loss = None
     if (found := snapshots.node_loss) is not None:
-        node_loss = from_value(
+        node_loss = convert(
             answers.NodeLoss,
             found,
             step=None if found.whole is None else found.whole.step,
@@ -84,7 +84,7 @@ def _whole_snapshot(
 def _job_node(
     view: NodeView, started: Starts | None, held: NodeHolding | None
 ) -> answers.NodeStatus:
-    return from_value(
+    return convert(
         answers.NodeStatus,
         view,
         kept=started.kept if started else None,
@@ -98,7 +98,7 @@ def _job_node(
 def _last_failure(failures: Sequence[Failure], age_ms: int | None) -> answers.LastFailure | None:
     if not failures:
         return None
-    root_cause, *others = (from_value(answers.WorkerFailure, failure) for failure in failures)
+    root_cause, *others = (convert(answers.WorkerFailure, failure) for failure in failures)
     return answers.LastFailure(age_ms, root_cause, tuple(others))
 
 
@@ -108,7 +108,7 @@ def _submission(
     if submission is None:
         return None
     spec = submission.spec
-    return from_value(
+    return convert(
         answers.Submission,
         spec,
         submitted_by=submission.submitted_by or None,
@@ -116,13 +116,13 @@ def _submission(
         env_names=tuple(name for name, _ in spec.env),
         placed=submission.placed,
         jobs_before=jobs_before,
-        declined=tuple(from_value(answers.DeclinedNode, one) for one in submission.declined),
+        declined=tuple(convert(answers.DeclinedNode, one) for one in submission.declined),
     )
 
 
 def job_summary(view: JobView, hangs: str) -> answers.JobSummary:
     """Return the answer for one line in a list; `hangs` names the hanging workers, if any."""
-    return from_value(
+    return convert(
         answers.JobSummary,
         view,
         reason=replace(view.reason, items=view.reason.items[:SUMMARY_ITEMS]),
@@ -145,9 +145,9 @@ def token(token: Token, now_ms: int) -> answers.Token:
 
 def log_lines(lines: LogLines) -> answers.LogLines:
     """Return the answer for a piece of a log or for a note about it."""
-    return from_value(answers.LogLines, lines)
+    return convert(answers.LogLines, lines)
 
 
 def stack_report(report: Report, now_ms: int) -> answers.StackReport:
     """Return the answer for the stacks of a round's workers."""
-    return from_value(answers.StackReport, report, age_ms=max(now_ms - report.at_ms, 0))
+    return convert(answers.StackReport, report, age_ms=max(now_ms - report.at_ms, 0))

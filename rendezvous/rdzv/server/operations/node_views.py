@@ -15,7 +15,7 @@ from rdzv.server.engine.jobs import Jobs
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.telemetry.metrics_interface import Room
 from rdzv.structs import replace
-from rdzv.transport.same_fields import from_value
+from rdzv.transport.wire import convert
 from rdzv.view import answers
 from rdzv.view.answers import Node, NodeJob
 
@@ -145,7 +145,7 @@ class NodeViews:
 @lru_cache(maxsize=16_384)
 def _resources(has: Resources) -> answers.Resources:
     """Return the answer for a node's resources. It is cached, because resources seldom change."""
-    return from_value(answers.Resources, has)
+    return convert(answers.Resources, has)
 
 
 def _memberships(state: State) -> Iterable[tuple[str, NodeJob]]:

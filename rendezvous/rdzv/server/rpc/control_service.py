@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
+from rdzv import bounds
 from rdzv.core.commands import Restart, Scale, Stop
 from rdzv.core.explain import job_state
 from rdzv.core.words import duration, listed
 from rdzv.errors import InvalidRequestError, UnknownJobError
 from rdzv.runtime.clock import Clock
+from rdzv.server import wire
 from rdzv.server.operations import answer_values
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.queries import Queries
 from rdzv.server.security import callers
 from rdzv.server.security.role_gate import AUDIT, note_change, signed
 from rdzv.server.security.tokens import Token
-from rdzv.server.settings import bounds
-from rdzv.server.wire import inbound_operators, outbound
 from rdzv.structs import replace
+from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from rdzv.view.answers import Node
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
 
 AnyContext = grpc.aio.ServicerContext[Any, Any]
 
-Obeyed = Stop | Restart | Scale
-Wish = TypeVar("Wish", pb.StopJobRequest, pb.RestartJobRequest, pb.ScaleJobRequest)
-
+TOKEN_LIFE_MOST_MS = 3_650 * bounds.DAY_MS
+"""Ten years. A token needed for longer should not expire at all."""
 CHUNK_BYTES = 256 * 1024
 """The maximum size of one message in a backup, far below gRPC's message limit."""
 
@@ -71,40 +71,40 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.ListJobsResponse:
         driver = self._replica.driver
         views = [view async for view in self._queries.views()]
-        jobs = [outbound.job_summary(self._queries.summary_of(view)) for view in views]
+        jobs = [write(pb.JobSummary(), self._queries.summary_of(view)) for view in views]
         return pb.ListJobsResponse(jobs=jobs, store_away=driver.trouble)
 
     async def ListEvents(  # noqa: N802
         self, request: pb.ListEventsRequest, context: AnyContext
     ) -> pb.ListEventsResponse:
         """Return the newest events of a job's history, oldest first."""
-        limit = inbound_operators.history_limit(request.limit)
+        limit = wire.history_limit(request.limit)
         rows = await self._queries.history(request.rdzv_id, limit)
-        return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
+        return pb.ListEventsResponse(events=[wire.event_row(row) for row in rows])
 
     async def StopJob(  # noqa: N802
         self, request: pb.StopJobRequest, context: AnyContext
     ) -> pb.JobStatus:
-        return await self._obey(request, inbound_operators.stop_of)
+        return await self._obey(request.rdzv_id, read(Stop, request, checked=True))
 
     async def RestartJob(  # noqa: N802
         self, request: pb.RestartJobRequest, context: AnyContext
     ) -> pb.JobStatus:
         """End a round, so that the next one forms."""
-        return await self._obey(request, inbound_operators.restart_of)
+        return await self._obey(request.rdzv_id, read(Restart, request, checked=True))
 
     async def ScaleJob(  # noqa: N802
         self, request: pb.ScaleJobRequest, context: AnyContext
     ) -> pb.JobStatus:
         """Change how many nodes a run may have."""
-        return await self._obey(request, inbound_operators.scale_of)
+        return await self._obey(request.rdzv_id, wire.scale_of(request))
 
     async def SubmitJob(  # noqa: N802
         self, request: pb.SubmitJobRequest, context: AnyContext
     ) -> pb.JobStatus:
         """Begin a run whose nodes are chosen by the server."""
         rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
-        command = inbound_operators.submit_of(request)
+        command = wire.submit_of(request)
         caller = callers.present.get()
         before = await self._doing(rdzv_id)
         view = await self._replica.driver.operations.submit_job(rdzv_id, command, caller)
@@ -117,19 +117,19 @@ class ControlService(pb_grpc.ControlServicer):
         """Return the named nodes, or all nodes if none are named."""
         named = [bounds.node_id_of(node_id) for node_id in request.node_ids]
         driver = self._replica.driver
-        nodes = list(map(outbound.node, driver.node_views.summaries(named)))
+        nodes = [write(pb.Node(), node) for node in driver.node_views.summaries(named)]
         return pb.ListNodesResponse(nodes=nodes, store_away=driver.trouble)
 
     async def CordonNode(  # noqa: N802
         self, request: pb.CordonNodeRequest, context: AnyContext
     ) -> pb.Node:
         """Stop scheduling submitted jobs onto a node."""
-        node_id, reason = inbound_operators.cordon_of(request)
-        reason = signed(reason, callers.present.get())
+        node_id = bounds.node_id_of(request.node_id)
+        reason = signed(bounds.sentence(request.reason), callers.present.get())
         before = self._use(node_id)
         found = await self._replica.driver.nodes.cordon(node_id, reason)
         note_change(before, _use_of(found))
-        return outbound.node(found)
+        return write(pb.Node(), found)
 
     async def UncordonNode(  # noqa: N802
         self, request: pb.UncordonNodeRequest, context: AnyContext
@@ -139,18 +139,18 @@ class ControlService(pb_grpc.ControlServicer):
         before = self._use(node_id)
         found = await self._replica.driver.nodes.uncordon(node_id)
         note_change(before, _use_of(found))
-        return outbound.node(found)
+        return write(pb.Node(), found)
 
     async def DrainNode(  # noqa: N802
         self, request: pb.DrainNodeRequest, context: AnyContext
     ) -> pb.Node:
         driver = self._replica.driver
-        node_id, deadline_ms, reason = inbound_operators.drain_of(request)
+        node_id, deadline_ms, reason = wire.drain_of(request)
         reason = signed(reason, callers.present.get())
         before = self._use(node_id)
         found = await driver.nodes.drain(node_id, deadline_ms, reason, force=request.force)
         note_change(before, f"{_use_of(found)} (within {duration(deadline_ms)})")
-        return outbound.node(found)
+        return write(pb.Node(), found)
 
     async def UndrainNode(  # noqa: N802
         self, request: pb.UndrainNodeRequest, context: AnyContext
@@ -160,11 +160,10 @@ class ControlService(pb_grpc.ControlServicer):
         before = self._use(node_id)
         found = await self._replica.driver.nodes.undrain(node_id, cordon=request.cordon)
         note_change(before, _use_of(found))
-        return outbound.node(found)
+        return write(pb.Node(), found)
 
-    async def _obey(self, request: Wish, read: Callable[[Wish], Obeyed]) -> pb.JobStatus:
-        rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
-        command = read(request)
+    async def _obey(self, asked: str, command: Stop | Restart | Scale) -> pb.JobStatus:
+        rdzv_id = bounds.rdzv_id_of(asked)
         command = replace(command, reason=signed(command.reason, callers.present.get()))
         scales = isinstance(command, Scale)
         before = await self._doing(rdzv_id, scales=scales)
@@ -188,10 +187,10 @@ class ControlService(pb_grpc.ControlServicer):
         """Send workers' output as fast as the caller reads it."""
         try:
             rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
-            wanted = inbound_operators.logs_wanted_of(request)
+            wanted = wire.logs_wanted_of(request)
             async with aclosing(self._replica.driver.workers.read_logs(rdzv_id, wanted)) as found:
                 async for lines in found:
-                    yield outbound.log_lines(lines)
+                    yield write(pb.LogLines(), lines)
         except UnknownJobError as error:
             raise self._queries.why_no_logs(request.rdzv_id, error) from error
 
@@ -201,11 +200,12 @@ class ControlService(pb_grpc.ControlServicer):
         """Return the stacks of a round's workers, captured now or kept from when the round hung."""
         try:
             rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
-            run, number = inbound_operators.stacks_wanted_of(request)
+            run = request.run and bounds.uid("run", request.run)
+            number = request.round if request.HasField("round") else None
             why = "an operator asked for them"
             report = await self._replica.driver.workers.stacks(rdzv_id, run, number, why)
             shown = answer_values.stack_report(report, self._clock.now_ms())
-            return outbound.stack_report(shown)
+            return write(pb.StackReport(), shown)
         except UnknownJobError as error:
             if self._queries.watched(request.rdzv_id) is not None:
                 raise _without_agents(request.rdzv_id) from error
@@ -224,19 +224,19 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.ListServersResponse:
         """Return every rdzvd that shares this server's store. Standby servers also respond."""
         servers = await self._replica.servers()
-        return pb.ListServersResponse(servers=map(outbound.server, servers))
+        return pb.ListServersResponse(servers=[write(pb.Server(), server) for server in servers])
 
     async def CreateToken(  # noqa: N802
         self, request: pb.CreateTokenRequest, context: AnyContext
     ) -> pb.CreateTokenResponse:
         """Create a token. No later response contains the token's text."""
         name, roles = callers.name_of(request.name), callers.roles_of(request.roles)
-        expires_in_ms = inbound_operators.token_life_of(request)
+        expires_in_ms = bounds.within("expires_in_ms", request.expires_in_ms, 0, TOKEN_LIFE_MOST_MS)
         driver = self._replica.driver
         token, text = await driver.tokens.create(name, roles, expires_in_ms)
         note_change("nothing", f"token {token.id} with {' and '.join(roles)}")
         shown = answer_values.token(token, self._clock.now_ms())
-        return pb.CreateTokenResponse(token=outbound.token(shown), text=text)
+        return pb.CreateTokenResponse(token=write(pb.Token(), shown), text=text)
 
     async def ListTokens(  # noqa: N802
         self, request: pb.ListTokensRequest, context: AnyContext
@@ -253,16 +253,16 @@ class ControlService(pb_grpc.ControlServicer):
 
     def _tokens(self, tokens: Iterable[Token]) -> pb.ListTokensResponse:
         now_ms = self._clock.now_ms()
-        shown = [answer_values.token(token, now_ms) for token in tokens]
-        return pb.ListTokensResponse(tokens=list(map(outbound.token, shown)))
+        shown = [write(pb.Token(), answer_values.token(token, now_ms)) for token in tokens]
+        return pb.ListTokensResponse(tokens=shown)
 
     async def ListAudit(  # noqa: N802
         self, request: pb.ListAuditRequest, context: AnyContext
     ) -> pb.ListEventsResponse:
         """Return the newest rows of the audit history, which shows which caller changed what."""
-        limit = inbound_operators.history_limit(request.limit)
+        limit = wire.history_limit(request.limit)
         rows = await self._replica.driver.history.of(AUDIT, limit)
-        return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
+        return pb.ListEventsResponse(events=[wire.event_row(row) for row in rows])
 
     async def _doing(self, rdzv_id: str, *, scales: bool = False) -> str:
         """Describe a job before a call changes it: its state or, if `scales` is set, its bounds."""
@@ -276,7 +276,7 @@ class ControlService(pb_grpc.ControlServicer):
         return next(map(_use_of, self._replica.driver.node_views.summaries([node_id])), "unknown")
 
     def _status(self, view: JobView) -> pb.JobStatus:
-        return outbound.job_status(self._queries.status_of(view))
+        return wire.job_status(self._queries.status_of(view))
 
 
 def _nnodes(min_nodes: int, max_nodes: int) -> str:

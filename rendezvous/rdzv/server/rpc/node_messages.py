@@ -8,24 +8,29 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from rdzv import bounds
 from rdzv.core.commands import Command
 from rdzv.errors import InvalidRequestError, LimitExceededError
 from rdzv.runtime.clock import Clock
+from rdzv.server import wire
 from rdzv.server.driver import Driver
 from rdzv.server.messages import (
+    Arrivals,
     Belief,
+    Draining,
+    Health,
     Heard,
     Holdings,
     Hung,
+    LogPiece,
     Progress,
     Refused,
     SnapshotsHeld,
+    Stacks,
     WorkersStarted,
 )
 from rdzv.server.rpc.rate_limit import RateLimit
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings import bounds
-from rdzv.server.wire import inbound_nodes, inbound_reports, inbound_snapshots
 from rdzv.v1 import rdzv_pb2 as pb
 
 Said = tuple[str, Command] | Holdings
@@ -60,7 +65,7 @@ class NodeMessages:
         self._driver = driver
         self._stream = stream
         self._clock = clock
-        self._speaker = inbound_nodes.Speaker(stream.node_id, stream.incarnation)
+        self._speaker = wire.Speaker(stream.node_id, stream.incarnation)
         self._allowance = RateLimit(COMMANDS_AT_ONCE, COMMANDS_PER_SECOND)
         # One place more than the limit, for the end marker.
         self._inbox: asyncio.Queue[Said | None] = asyncio.Queue(INBOX + 1)
@@ -79,58 +84,59 @@ class NodeMessages:
         try:
             self._dispatch(message)
         except (InvalidRequestError, LimitExceededError) as error:
-            self._refuse(inbound_nodes.job_named_in(message), error)
+            self._refuse(wire.job_named_in(message), error)
 
     def finish(self) -> None:
         """Record that the node sends no more. Call it once; `obey` ends after the last command."""
         self._inbox.put_nowait(None)
 
     def _dispatch(self, message: pb.NodeMessage) -> None:
-        stream, reports = self._stream, self._driver.reports
+        stream = self._stream
         match message.WhichOneof("body"):
             case "heartbeat":
                 if message.heartbeat.number:
                     now_us = self._clock.now_ms() * 1_000
                     stream.send(Heard(message.heartbeat.number, now_us))
             case "away":
-                deadline_ms = inbound_nodes.away_ms_of(message.away)
+                deadline_ms = wire.away_ms_of(message.away)
                 self._driver.connections.plan_away(stream, deadline_ms)
-            case "log_piece":
-                piece = inbound_nodes.log_piece_of(message.log_piece)
-                reports.take_log(stream, piece)
             case "progress" | "workers_started" | "snapshots_held" | "arrivals":
                 self._take_shown(message)
-            case "hung":
-                self._take_hung(inbound_nodes.hung_of(message.hung))
-            case "stacks":
-                reports.take_stacks_in(stream, inbound_nodes.stacks_of(message.stacks))
-            case "health":
-                reports.note_health(stream, inbound_nodes.failing_of(message.health))
-            case "holdings":
-                self._queue(Holdings(inbound_nodes.holdings_of(message.holdings)))
-            case "draining":
-                reports.note_draining(stream, inbound_nodes.draining_of(message.draining))
             case _:
-                self._queue(inbound_nodes.command_of(message, self._speaker))
+                self._take_report(message)
+
+    def _take_report(self, message: pb.NodeMessage) -> None:
+        stream, reports = self._stream, self._driver.reports
+        match wire.report_of(message):
+            case LogPiece() as piece:
+                reports.take_log(stream, piece)
+            case Hung() as hung:
+                self._take_hung(hung)
+            case Stacks() as stacks:
+                reports.take_stacks_in(stream, stacks)
+            case Health(failing):
+                reports.note_health(stream, failing)
+            case Draining() as draining:
+                reports.note_draining(stream, draining)
+            case Holdings() as holdings:
+                self._queue(holdings)
+            case _:
+                self._queue(wire.command_of(message, self._speaker))
 
     def _take_shown(self, message: pb.NodeMessage) -> None:
         """Handle a report that is not a command; an invalid report is logged, not refused."""
         stream, reports = self._stream, self._driver.reports
         try:
-            match message.WhichOneof("body"):
-                case "progress":
-                    progress = inbound_reports.progress_of(message.progress)
+            match wire.report_of(message):
+                case Progress() as progress:
                     self._show(progress, reports.note_progress)
-                case "workers_started":
-                    started = inbound_reports.started_of(message.workers_started)
+                case WorkersStarted() as started:
                     self._show(started, reports.note_started)
-                case "snapshots_held":
-                    held = inbound_snapshots.snapshots_held_of(message.snapshots_held)
+                case SnapshotsHeld() as held:
                     self._show(held, reports.note_snapshots)
-                case _:
-                    arrivals = inbound_reports.arrivals_of(message.arrivals)
-                    if stream.greeted:  # Early arrivals are dropped: more follow soon.
-                        reports.note_arrivals(stream, arrivals)
+                case Arrivals() as arrivals if stream.greeted:
+                    # Early arrivals are dropped: more follow soon.
+                    reports.note_arrivals(stream, arrivals)
         except InvalidRequestError as error:
             self._warn(error)
 
@@ -185,13 +191,13 @@ class NodeMessages:
     async def obey(self, beliefs: Sequence[pb.Belief]) -> None:
         """Handle the node's beliefs, then its queued messages in order until `finish` is called."""
         stream = self._stream
-        named = [inbound_nodes.job_named_in(message) for message in beliefs]
+        named = [wire.job_named_in(message) for message in beliefs]
         await self._driver.recovery.greet(stream, self._beliefs(beliefs), named)
         self._release_shown()
         self._release_hung()
         while (said := await self._inbox.get()) is not None:
             if isinstance(said, Holdings):
-                await self._driver.reports.note_holdings(stream, said.held)
+                await self._driver.reports.note_holdings(stream, said.holdings)
             else:
                 await self._driver.commands.hear(stream, *said)
         stream.close()
@@ -199,10 +205,10 @@ class NodeMessages:
     def _beliefs(self, messages: Sequence[pb.Belief]) -> Iterable[Belief]:
         for message in messages:
             try:
-                yield inbound_nodes.belief_of(message, self._speaker)
+                yield wire.belief_of(message, self._speaker, self._clock.now_ms())
             except InvalidRequestError as error:
                 # An error about one job must not block the node's other jobs.
-                self._refuse(inbound_nodes.job_named_in(message), error)
+                self._refuse(wire.job_named_in(message), error)
 
     def _release_shown(self) -> None:
         early, self._early = self._early, {}

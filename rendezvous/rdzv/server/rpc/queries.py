@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from rdzv import bounds
 from rdzv.core.explain import JobView
 from rdzv.errors import (
     InvalidRequestError,
@@ -20,7 +21,6 @@ from rdzv.errors import (
 from rdzv.runtime.clock import Clock
 from rdzv.server.operations import answer_values
 from rdzv.server.replication.replica import Replica
-from rdzv.server.settings import bounds
 from rdzv.stores.base import Record
 from rdzv.view import answers
 

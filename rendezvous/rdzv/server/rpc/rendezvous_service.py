@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock
+from rdzv.server import wire
 from rdzv.server.driver import Driver
 from rdzv.server.messages import Announcement
 from rdzv.server.replication.replica import Replica
@@ -26,7 +27,6 @@ from rdzv.server.security import callers
 from rdzv.server.security.callers import Caller
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
-from rdzv.server.wire import inbound_nodes, outbound
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from rdzv.version import VERSION
@@ -88,7 +88,7 @@ class Conversation:
 
         """
         message = await self._first_message()
-        hello = inbound_nodes.hello_of(message)
+        hello = wire.hello_of(message)
         stream = self._driver.connections.attach(hello, caller)
         try:
             end = await self._serve(stream, message.beliefs)
@@ -174,7 +174,7 @@ class Conversation:
             stream.close(RendezvousConnectionError(unproven))
         for together in [told] if stream.takes_several else [[one] for one in told]:
             if stream.open:
-                message = outbound.server_message(
+                message = wire.server_message(
                     together, self._driver.leadership, VERSION, self._clock.now_ms()
                 )
                 try:

@@ -66,14 +66,14 @@ class KnownNodes:
         """Record what a node reports about itself in its hello."""
         former = self._known.get(hello.node_id)
         self._known[hello.node_id] = KnownNode(
-            hello.version,
+            hello.agent_version,
             hello.resources,
-            hello.holdings,
+            hello.holdings.holdings,
             hello.metrics,
             former.failing if former else (),
             former.failing_since_ms if former else 0,
         )
-        self.note_health(hello.node_id, hello.failing)
+        self.note_health(hello.node_id, hello.health.failing)
         self._on_change()
 
     def note_health(self, node_id: str, failing: tuple[FailingCheck, ...]) -> None:

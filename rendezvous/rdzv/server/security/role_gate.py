@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
+from rdzv import bounds
 from rdzv.errors import InvalidRequestError, RendezvousError, UnauthenticatedError
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine.history import History
@@ -22,7 +23,6 @@ from rdzv.server.security import callers, roles
 from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.server.security.roles import Row, Whose
 from rdzv.server.security.tokens import Tokens
-from rdzv.server.settings import bounds
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import Record

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 
+from rdzv import bounds
 from rdzv.core.commands import Command, Join, Resume, Tick
 from rdzv.core.life.runs import ended_run
 from rdzv.core.model import State
@@ -28,7 +29,6 @@ from rdzv.server.messages import Belief, Closed, Refused, Waiting
 from rdzv.server.security import roles
 from rdzv.server.sessions.node_jobs import NodeJobs
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings import bounds
 from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.driver")

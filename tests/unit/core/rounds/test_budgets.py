@@ -87,11 +87,11 @@ def test_who_restarts_workers_itself_is_no_preempted_node_when_it_joins_again() 
         (0, Moved(), 4, 4, 100),
         (LONG_MS - 1, Moved(), 4, 4, 100),
         (LONG_MS, Moved(), 0, 4, 100),
-        (0, Moved(step=100), 4, 4, 100),
-        (0, Moved(step=99), 4, 4, 100),
-        (0, Moved(step=101), 0, 0, 101),
-        (0, Moved(snapshot=True), 0, 0, 100),
-        (0, Moved(step=7, snapshot=True), 0, 0, 100),
+        (0, Moved(furthest_step=100), 4, 4, 100),
+        (0, Moved(furthest_step=99), 4, 4, 100),
+        (0, Moved(furthest_step=101), 0, 0, 101),
+        (0, Moved(snapshot_changed=True), 0, 0, 100),
+        (0, Moved(furthest_step=7, snapshot_changed=True), 0, 0, 100),
         # By another server's clock, a round may have ended before it began.
         (-5, Moved(), 4, 4, 100),
     ],
@@ -99,13 +99,13 @@ def test_who_restarts_workers_itself_is_no_preempted_node_when_it_joins_again() 
 def test_a_row_of_failures_ends_with_time_or_with_progress(
     after_ms: int, moved: Moved, soon: int, in_vain: int, step: int
 ) -> None:
-    before = Spent(soon=3, in_vain=3, step=100)
+    before = Spent(soon=3, in_vain=3, furthest_step=100)
     after = spent_by(ended(after_ms=after_ms, spent=before), moved)
-    assert after == Spent(soon=soon, in_vain=in_vain, step=step)
+    assert after == Spent(soon=soon, in_vain=in_vain, furthest_step=step)
 
 
 def test_the_first_step_that_is_ever_said_is_progress_even_if_it_is_0() -> None:
-    assert spent_by(ended(), Moved(step=0)) == Spent(step=0)
+    assert spent_by(ended(), Moved(furthest_step=0)) == Spent(furthest_step=0)
 
 
 def test_the_first_round_is_no_restart() -> None:
@@ -116,12 +116,12 @@ def test_the_first_round_is_no_restart() -> None:
 def test_a_round_that_ends_otherwise_neither_ends_a_row_nor_goes_on_with_it(cause: Cause) -> None:
     after = spent_by(ended(cause, spent=Spent(soon=3, in_vain=2)))
     assert (after.soon, after.in_vain) == (3, 2)
-    after = spent_by(ended(cause, spent=Spent(soon=3, in_vain=2)), Moved(step=1))
+    after = spent_by(ended(cause, spent=Spent(soon=3, in_vain=2)), Moved(furthest_step=1))
     assert (after.soon, after.in_vain) == (0, 0)
 
 
 def test_what_nodes_say_adds_up_in_any_order() -> None:
-    said = (Moved(), Moved(step=0), Moved(step=7), Moved(snapshot=True))
+    said = (Moved(), Moved(furthest_step=0), Moved(furthest_step=7), Moved(snapshot_changed=True))
     total = Moved()
     for one in (*said, *reversed(said), *said):
         total = further(total, one)
@@ -279,7 +279,10 @@ def test_only_the_listed_ends_are_restarted_and_a_lost_node_is_no_workers_end() 
 def test_who_makes_no_progress_is_told_how_far_it_came() -> None:
     settings = replace(SETTINGS, no_progress_restarts=1)
     end = RoundEnd(Cause.WORKER_FAILURE, "rank 3 on n2: exit code 1", 0, broken=True)
-    found = [exceeded(settings, end, Spent(in_vain=1, step=step), None) for step in (None, 0, 120)]
+    found = [
+        exceeded(settings, end, Spent(in_vain=1, furthest_step=step), None)
+        for step in (None, 0, 120)
+    ]
     last = "; the last worker failure: rank 3 on n2: exit code 1"
     assert [one and one.reason for one in found] == [
         f"no progress: none of 1 restart in a row moved it on{last}",
@@ -373,6 +376,6 @@ def test_whatever_rounds_end_by_no_budget_is_overdrawn(
             or (kind == "fail" and in_vain > 0 and row >= in_vain)
         )
         assert (job.membership.ended is not None) == over
-        assert job.membership.spent.step == furthest
+        assert job.membership.spent.furthest_step == furthest
         if over:
             return

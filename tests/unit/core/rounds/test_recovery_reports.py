@@ -177,13 +177,14 @@ def test_restarts_spent_stay_spent():
     assert job.membership.ended.result is Result.FAILED
 
 
-SPENT = Spent(preemptions=2, store_failures=1, soon=3, in_vain=2, step=900)
+SPENT = Spent(preemptions=2, store_failures=1, soon=3, in_vain=2, furthest_step=900)
 
 
 def remembered(tally: Tally | None, restarts: int = 0, **settings: Any) -> Job:
     """A server without memory whose nodes report the budgets that they were sent."""
     asked = Settings(2, 3, **settings)
     job = Job(asked)
+    job.now_ms = 100_000
     for group_rank in range(3):
         job.do(resume(group_rank, restarts=restarts, settings=asked, tally=tally))
     return job
@@ -209,7 +210,7 @@ def test_a_restart_in_vain_is_one_more_of_those_before_the_server_had_forgotten(
 
 
 def test_restarts_that_the_window_has_forgotten_stay_forgotten():
-    tally = Tally(restart_ages_ms=(50_000, 1_000))
+    tally = Tally(restarts_ms=(50_000, 99_000))
     job = remembered(tally, restarts=5, max_restarts=9, restart_window_ms=60_000)
     assert len(job.membership.restarts) == 5
     assert restarts_that_count(job.membership, job.now_ms) == 2
@@ -223,8 +224,8 @@ def test_restarts_of_which_nobody_tells_when_count_as_if_spent_now():
 
 
 def test_restarts_beyond_what_a_tally_holds_are_as_old_as_its_oldest():
-    ages = tuple(range(30_000, 30_000 - MAX_RESTART_AGES, -1))
-    job = remembered(Tally(restart_ages_ms=ages), restarts=100, restart_window_ms=60_000)
+    times = tuple(range(70_000, 70_000 + MAX_RESTART_AGES))
+    job = remembered(Tally(restarts_ms=times), restarts=100, restart_window_ms=60_000)
     assert restarts_that_count(job.membership, job.now_ms + 29_999) == 100
 
 
@@ -233,8 +234,8 @@ def test_a_backup_knows_what_its_nodes_do_not():
     known = Membership("job-7", RUN, 1, SETTINGS, 0, spent=Spent(5, 0, 0, 0, 1_000), restarts=(10,))
     assert spent_known(known, Tally(SPENT)) == Spent(5, 1, 3, 2, 1_000)
     assert spent_known(known, None) == known.spent
-    assert restarts_known(known, 1, Tally(restart_ages_ms=(5,)), 100) == (10,)
-    assert restarts_known(known, 2, Tally(restart_ages_ms=(90, 5)), 100) == (10, 95)
+    assert restarts_known(known, 1, Tally(restarts_ms=(95,)), 100) == (10,)
+    assert restarts_known(known, 2, Tally(restarts_ms=(10, 95)), 100) == (10, 95)
 
 
 def test_nodes_are_told_what_a_server_without_memory_would_need():
@@ -242,12 +243,12 @@ def test_nodes_are_told_what_a_server_without_memory_would_need():
     nothing = Membership("job-7", RUN, 1, windowed, 0)
     assert tally_of(nothing, 100_000) is None
     spent = replace(nothing, restarts=(10_000, 50_000, 99_000))
-    assert tally_of(spent, 100_000) == Tally(restart_ages_ms=(50_000, 1_000))
+    assert tally_of(spent, 100_000) == Tally(restarts_ms=(50_000, 99_000))
     many = replace(nothing, restarts=tuple(range(50_000, 50_100)))
     found = tally_of(many, 100_000)
     assert found is not None
-    assert len(found.restart_ages_ms) == MAX_RESTART_AGES
-    assert found.restart_ages_ms[-1] == 49_901
+    assert len(found.restarts_ms) == MAX_RESTART_AGES
+    assert found.restarts_ms[-1] == 50_099
     # Without a window all count, so their number is enough.
     assert tally_of(replace(spent, settings=SETTINGS), 100_000) is None
     assert tally_of(replace(spent, settings=SETTINGS, spent=SPENT), 100_000) == Tally(SPENT)

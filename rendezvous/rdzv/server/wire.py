@@ -1,0 +1,442 @@
+"""Converts messages to checked values, and values to messages, where fields alone do not do.
+
+`rdzv.transport.wire` converts by the names of fields, within their bounds. Here are the bounds that
+several fields have together, and what a belief means. An invalid message raises
+`InvalidRequestError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from rdzv import bounds
+from rdzv.bounds import LABEL_CHARS, LOCAL_WORLD_SIZE, refusal
+from rdzv.core.commands import (
+    Command,
+    Decline,
+    Fail,
+    Join,
+    Leave,
+    ReportStoreHost,
+    ReportStuck,
+    Resume,
+    Scale,
+    Submit,
+    Succeed,
+)
+from rdzv.core.model import Failure, KeptWorker, RecoveryReport, Settings, Snapshot
+from rdzv.errors import InvalidRequestError
+from rdzv.server.messages import (
+    SNAPSHOTS_PER_WORKER,
+    Announcement,
+    Arrivals,
+    Belief,
+    Closed,
+    Draining,
+    GroupArrivals,
+    Health,
+    Hello,
+    Holdings,
+    Hung,
+    LogPiece,
+    LogsWanted,
+    Progress,
+    SnapshotsHeld,
+    Stacks,
+    Welcome,
+    WorkersStarted,
+)
+from rdzv.server.settings.config import PROTOCOL_VERSION
+from rdzv.stores.base import HISTORY_ROWS, Record
+from rdzv.structs import replace, struct
+from rdzv.transport.endpoints import Listen
+from rdzv.transport.wire import bodies, read, write
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view import answers
+
+T = TypeVar("T")
+
+# ------------------------------------------------------------------------------------ from nodes
+
+
+@struct(frozen=True)
+class Speaker:
+    """The node that sent a message, and the incarnation of its stream."""
+
+    node_id: str
+    incarnation: int
+
+
+def hello_of(message: pb.Hello) -> Hello:
+    """Read a hello without its beliefs, which `belief_of` reads one at a time."""
+    check_protocol(message.protocol_version)
+    if len(message.beliefs) > bounds.JOBS_PER_NODE:
+        given, most = f"has {len(message.beliefs)} jobs", f"at most {bounds.JOBS_PER_NODE}"
+        raise refusal("hello", message.node_id, given, most)
+    return read(Hello, message, checked=True, metrics=_endpoint("metrics", message.metrics))
+
+
+def check_protocol(version: int) -> None:
+    """Raise an error for a node whose protocol version this server does not support."""
+    if version != PROTOCOL_VERSION:
+        raise InvalidRequestError(
+            f"the node speaks protocol {version}, this server speaks {PROTOCOL_VERSION}; upgrade "
+            f"the {'agent' if version < PROTOCOL_VERSION else 'server'}"
+        )
+
+
+def _endpoint(what: str, text: str) -> str:
+    """Read a HOST:PORT to which other machines can connect, or return "" if none is given."""
+    if not text:
+        return ""
+    try:
+        listen = Listen.parse(text)
+    except InvalidRequestError:
+        raise refusal(what, text, "is not HOST:PORT", "leave it out, or give one") from None
+    if not listen.port:
+        raise refusal(what, text, "has no port", "give 1 to 65535")
+    bounds.address(what, listen.host)
+    return str(listen)
+
+
+_COMMANDS: Mapping[str, type] = {
+    "failed": Fail,
+    "succeeded": Succeed,
+    "leave": Leave,
+    "stuck": ReportStuck,
+    "store_host_failed": ReportStoreHost,
+    "declined": Decline,
+}
+
+
+def command_of(message: pb.NodeMessage, speaker: Speaker) -> tuple[str, Command]:
+    """Read a node's command to a job, and return it with the job's rdzv_id."""
+    body = message.WhichOneof("body")
+    if body == "join":
+        return bounds.rdzv_id_of(message.join.rdzv_id), _join(message.join, speaker)
+    kind = _COMMANDS.get(str(body))
+    if kind is None:
+        remedy = "send Hello only once; upgrade the server"
+        raise refusal("message", body, "has no place here", remedy)
+    content = getattr(message, str(body))
+    command: Command = _spoken(kind, content, speaker)
+    return bounds.rdzv_id_of(content.rdzv_id), command
+
+
+def _spoken(kind: type[T], message: Message, speaker: Speaker, **given: Any) -> T:
+    given |= {"node_id": speaker.node_id, "incarnation": speaker.incarnation}
+    return read(kind, message, checked=True, **given)
+
+
+def job_named_in(message: pb.NodeMessage | pb.Belief) -> str:
+    """Return the rdzv_id in a possibly invalid message, for the refusal; "" if there is none."""
+    if isinstance(message, pb.Belief):
+        return message.join.rdzv_id
+    body = message.WhichOneof("body")
+    return str(getattr(getattr(message, body), "rdzv_id", "")) if body else ""
+
+
+def _join(message: pb.Join, speaker: Speaker, least_port: int = 1) -> Join:
+    given = {"secret": _secret(message), "snapshots": _readable_snapshots(message)}
+    join = _spoken(Join, message, speaker, **given)
+    _check_nnodes(join.settings, "--nnodes: ")
+    bounds.within("offer.store_port", join.offer.store_port, least_port, 65_535)
+    if not join.kept:
+        return join
+    return replace(join, kept=_by_local_rank(join.kept, join.offer.local_world_size))
+
+
+def _check_nnodes(has: Settings | Scale, flag: str = "") -> None:
+    if has.min_nodes > has.max_nodes:
+        reason = f"is above max_nodes {has.max_nodes}"
+        raise refusal(f"{flag}min_nodes", has.min_nodes, reason, "give MIN:MAX")
+
+
+_SECRET_CHARS_LEAST = 16
+
+
+def _secret(message: pb.Join) -> str:
+    """Read a job's secret, and return a hash valid for this job only, or "" for no secret.
+
+    Anyone who can read the hash can try to guess the secret, so short secrets are refused.
+    """
+    if not message.secret:
+        return ""
+    if not _SECRET_CHARS_LEAST <= len(message.secret) <= LABEL_CHARS:
+        raise InvalidRequestError(
+            f"the job secret has {len(message.secret)} characters; give {_SECRET_CHARS_LEAST} to "
+            f"{LABEL_CHARS}, as `openssl rand -hex 32` makes"
+        )
+    return hashlib.sha256(f"{message.rdzv_id}\0{message.secret}".encode()).hexdigest()
+
+
+def _by_local_rank(kept: tuple[KeptWorker, ...], local_world_size: int) -> tuple[KeptWorker, ...]:
+    """Check the parked workers that a node offers, and return them in LOCAL_RANK order."""
+    if len(kept) > local_world_size:
+        reason = "are more parked workers than the node has"
+        most = f"offer at most {local_world_size}, its local_world_size"
+        raise refusal("kept", len(kept), reason, most)
+    by_rank = {one.local_rank: one for one in kept}
+    for one in kept:
+        bounds.within("kept.local_rank", one.local_rank, 0, local_world_size - 1)
+        bounds.within("kept.shard", one.shard, 0, one.shards - 1)
+    if len(by_rank) < len(kept):
+        reason = f"workers have {len(by_rank)} local_ranks"
+        raise refusal("kept", len(kept), reason, "offer each once")
+    return tuple(by_rank[local_rank] for local_rank in sorted(by_rank))
+
+
+def _readable_snapshots(message: pb.Join) -> tuple[Snapshot, ...]:
+    """Read a joining node's snapshots, or return () if any is invalid, as a join needs none."""
+    try:
+        most = SNAPSHOTS_PER_WORKER * message.offer.local_world_size
+        messages = bounds.up_to("snapshots", message.snapshots, most)
+        return _checked_shards(tuple([read(Snapshot, one, checked=True) for one in messages]))
+    except InvalidRequestError:
+        return ()
+
+
+def _checked_shards(snapshots: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
+    for one in snapshots:
+        bounds.within("snapshots.shard", one.shard, 0, one.mark.shards - 1)
+    return snapshots
+
+
+def belief_of(message: pb.Belief, speaker: Speaker, now_ms: int) -> Belief:
+    """Read a node's belief about a job, and the commands that follow from it."""
+    phase = message.phase
+    # Only a node that is waiting for a round reserves a port for its store.
+    least_port = 1 if phase == pb.Belief.JOINING else 0
+    join = _join(message.join, speaker, least_port)
+    rdzv_id = bounds.rdzv_id_of(message.join.rdzv_id)
+    round_ = message.round.round if message.HasField("round") else None
+    if message.HasField("round") and message.round.rdzv_id != rdzv_id:
+        raise refusal("rdzv_id", message.round.rdzv_id, f"is not {rdzv_id}", "name one job")
+    if run := message.round.run or join.run:
+        bounds.uid("run", run)
+    known = message.HasField("round") and run
+    recovery = _recovery_report(message.round, join, now_ms) if known else None
+    resume: tuple[Command, ...] = ()
+    if round_ is not None:
+        again = Resume(speaker.node_id, speaker.incarnation, run, round_, recovery)
+        resume = (replace(again, secret=join.secret),)
+    store_host: tuple[Command, ...] = ()
+    if round_ is not None and message.store_host_failed:
+        reason = bounds.sentence(message.store_host_failed)
+        failed = ReportStoreHost(speaker.node_id, speaker.incarnation, run, round_, reason)
+        # A new incarnation must take its seat before it reports.
+        store_host = (*resume, failed)
+    if phase == pb.Belief.JOINING:
+        join = replace(join, recovery=recovery)
+        return Belief(rdzv_id, run, round_, has_workers=False, commands=(*store_host, join))
+    if phase == pb.Belief.LEAVING:
+        leave = _spoken(Leave, message.leave, speaker)
+        gone = round_ is None or leave.left_round == round_
+        return Belief(rdzv_id, run, round_, not gone, (*(store_host or resume), leave))
+    if phase not in _WITH_WORKERS:
+        raise refusal("phase", phase, "is not known to this server", "upgrade the server")
+    if round_ is None or not run:
+        raise refusal("phase", phase, "needs a round and its run", "name both")
+    commands = [*(store_host or resume)]
+    if phase == pb.Belief.SUCCEEDED:
+        commands.append(Succeed(speaker.node_id, speaker.incarnation, run, round_))
+    elif message.failures:
+        said = pb.Failed(run=run, round=round_, failures=message.failures)
+        commands.append(_spoken(Fail, said, speaker))
+    return Belief(rdzv_id, run, round_, has_workers=True, commands=tuple(commands))
+
+
+_WITH_WORKERS = (pb.Belief.RUNNING, pb.Belief.STOPPING, pb.Belief.SUCCEEDED)
+
+
+def _recovery_report(message: pb.Assignment, join: Join, now_ms: int) -> RecoveryReport | None:
+    """Read a node's assignment, or return None if no round can be rebuilt from it.
+
+    An unusable assignment does not invalidate the rest of the hello, because it may not be needed.
+    """
+    given: dict[str, Any] = {"settings": join.settings, "offer": join.offer}
+    given["kept"] = tuple(sorted(set(message.kept)))
+    try:
+        report = read(RecoveryReport, message, checked=True, now_ms=now_ms, **given)
+    except InvalidRequestError:
+        return None
+    nodes, workers = report.group_world_size, join.offer.local_world_size
+    most = nodes * LOCAL_WORLD_SIZE
+    fits = (
+        report.group_rank < nodes <= report.world_size <= most
+        and max(report.rank_first, report.role_rank_first, report.role_world_size) <= most
+        and (report.source or 0) < report.world_size
+        and report.snapshot_loads <= report.round + 1
+        and max(report.origin, report.lineage) <= report.round
+        and max(report.kept, default=0) < workers
+    )
+    return report if fits else None
+
+
+def away_ms_of(message: pb.Away) -> int:
+    """Read how long, in ms, an agent plans to be away."""
+    return bounds.within("deadline_ms", message.deadline_ms, 1, bounds.AWAY_MS)
+
+
+Report = (
+    Progress
+    | WorkersStarted
+    | SnapshotsHeld
+    | Arrivals
+    | LogPiece
+    | Hung
+    | Stacks
+    | Health
+    | Holdings
+    | Draining
+)
+"""What a node reports that is no command. Whether it has such workers is checked later."""
+
+_REPORTS = {body: kind for kind, body in bodies(pb.NodeMessage, Report).items()}
+
+
+def report_of(message: pb.NodeMessage) -> Report | None:
+    """Read a node's report, or return None if the message is none."""
+    body = message.WhichOneof("body")
+    kind: Any = _REPORTS.get(str(body))
+    if kind is None:
+        return None
+    content = getattr(message, str(body))
+    if kind is Arrivals:
+        return _arrivals(content)
+    report: Report = read(kind, content, checked=True)
+    if isinstance(report, SnapshotsHeld):
+        _checked_shards(report.snapshots)
+    elif isinstance(report, Progress):
+        ranks = [one.rank for one in report.ranks]
+        if len(set(ranks)) < len(ranks):
+            raise refusal("ranks", len(ranks), "workers have fewer RANKs", "name each once")
+    return report
+
+
+_ARRIVALS = 1 << 17
+"""The number of collective entry times in one report from a node."""
+
+
+def _arrivals(message: pb.Arrivals) -> Arrivals:
+    groups = message.groups[:64]
+    told = sum(len(rank.entered_us) for group in groups for rank in group.ranks)
+    bounds.within("entered_us", told, 0, _ARRIVALS)
+    return read(Arrivals, message, checked=True, groups=tuple(map(_group_arrivals, groups)))
+
+
+def _group_arrivals(message: pb.GroupArrivals) -> GroupArrivals:
+    entered: dict[int, dict[int, int]] = {}
+    for rank in message.ranks:
+        if len(rank.entered_us) != len(message.sequences):
+            most = f"send one time for each of the {len(message.sequences)} sequences"
+            raise refusal("entered_us", len(rank.entered_us), "do not fit", most)
+        for sequence, at_us in zip(message.sequences, rank.entered_us, strict=True):
+            entered.setdefault(sequence, {})[rank.rank] = at_us
+    return read(GroupArrivals, message, checked=True, entered_us=entered)
+
+
+# ------------------------------------------------------------------------------------ to nodes
+
+_BODIES = bodies(pb.ServerMessage, Announcement)
+
+
+def server_message(
+    told: Sequence[Announcement], leadership: int, server_version: str, now_ms: int
+) -> pb.ServerMessage:
+    message = pb.ServerMessage(leadership=leadership)
+    _tell(message, told[0], server_version, now_ms)
+    for other in told[1:]:
+        _tell(message.more.add(), other, server_version, now_ms)
+    return message
+
+
+def _tell(message: pb.ServerMessage, told: Announcement, server_version: str, now_ms: int) -> None:
+    body = getattr(message, _BODIES[type(told)])
+    body.SetInParent()
+    write(body, told, now_ms)
+    if isinstance(told, Welcome):
+        body.protocol_version, body.server_version = PROTOCOL_VERSION, server_version
+    elif isinstance(told, Closed) and told.ended.failures:
+        body.root_cause.CopyFrom(_root_cause(told.ended.failures, now_ms))
+
+
+def _root_cause(failures: Iterable[Failure], now_ms: int) -> pb.RootCause:
+    cause = pb.RootCause()
+    for failure in failures:
+        one = cause.failures.add(node_id=failure.node_id, address=failure.address)
+        write(one.failure, failure, now_ms)
+    return cause
+
+
+# ------------------------------------------------------------------------------------ operators
+
+
+def logs_wanted_of(message: pb.ReadLogsRequest) -> LogsWanted:
+    """Read which logs are requested; if neither stream is named, both are."""
+    both = not message.stdout and not message.stderr
+    given = {"stdout": message.stdout or both, "stderr": message.stderr or both}
+    return read(LogsWanted, message, checked=True, **given)
+
+
+def submit_of(message: pb.SubmitJobRequest) -> Submit:
+    submit = read(Submit, message, checked=True)
+    _check_nnodes(submit.settings, "--nnodes: ")
+    if submit.settings.max_restarts is None:
+        remedy = "give a number of restarts, from 0 on"
+        raise refusal("max_restarts", None, "is not set", remedy)
+    # Only the server says who has submitted a job.
+    return replace(submit, spec=replace(submit.spec, submitter=""))
+
+
+def scale_of(message: pb.ScaleJobRequest) -> Scale:
+    """Read a run's new bounds and the reason for the change."""
+    scale = read(Scale, message, checked=True)
+    _check_nnodes(scale)
+    return scale
+
+
+def drain_of(message: pb.DrainNodeRequest) -> tuple[str, int, str]:
+    """Read the node to drain, the time allowed for it in ms, and the reason."""
+    deadline_ms = bounds.within("deadline_ms", message.deadline_ms, 0, bounds.TIMEOUT_MS)
+    reason = bounds.sentence(message.reason) or "an operator asked for it"
+    return bounds.node_id_of(message.node_id), deadline_ms, reason
+
+
+HISTORY_DEFAULT = 200
+
+
+def history_limit(asked: int) -> int:
+    """Read how many history rows are requested, or return the default."""
+    return bounds.within("limit", asked or HISTORY_DEFAULT, 1, HISTORY_ROWS)
+
+
+def event_row(record: Record) -> pb.Event:
+    event = answers.event_in(record)
+    return pb.Event(
+        unix_ms=record.unix_ms,
+        rdzv_id=record.rdzv_id,
+        run=record.run,
+        name=record.name,
+        text=event.text,
+        fields="" if event.fields is None else record.data,
+    )
+
+
+def job_status(status: answers.JobStatus) -> pb.JobStatus:
+    """Convert a job's status, as `rdzvctl status` shows it."""
+    message = write(pb.JobStatus(), status)
+    if (last := status.last_failure) is not None:
+        for failure in (last.root_cause, *last.others):
+            one = message.last_failure.failures.add(
+                node_id=failure.node_id, address=failure.address or ""
+            )
+            # Failures that are shown together have the same age.
+            write(one.failure, failure).age_ms = last.age_ms or 0
+        if last.age_ms is not None:
+            message.last_failure_age_ms = last.age_ms
+    return message
