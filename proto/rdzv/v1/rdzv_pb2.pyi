@@ -2907,6 +2907,7 @@ class JobStatus(google.protobuf.message.Message):
     COLD_FIELD_NUMBER: builtins.int
     SNAPSHOT_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    CLOSED_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     run_number: builtins.int
@@ -2953,6 +2954,8 @@ class JobStatus(google.protobuf.message.Message):
     all nodes have reported how theirs were started.
     """
     cold: builtins.int
+    closed: builtins.bool
+    """Whether the run forms no more rounds: it has ended, or it is being stopped."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeStatus]: ...
     @property
@@ -3019,9 +3022,10 @@ class JobStatus(google.protobuf.message.Message):
         cold: builtins.int | None = ...,
         snapshot: global___WholeSnapshot | None = ...,
         reason: global___Reason | None = ...,
+        closed: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "budgets", b"budgets", "cold", b"cold", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "reason", b"reason", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "snapshot", b"snapshot", "source", b"source", "submission", b"submission", "warm", b"warm"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "backend", b"backend", "budgets", b"budgets", "cold", b"cold", "ended_by_failure", b"ended_by_failure", "has_secret", b"has_secret", "kept", b"kept", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "snapshot", b"snapshot", "source", b"source", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "warm", b"warm", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "backend", b"backend", "budgets", b"budgets", "closed", b"closed", "cold", b"cold", "ended_by_failure", b"ended_by_failure", "has_secret", b"has_secret", "kept", b"kept", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "snapshot", b"snapshot", "source", b"source", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "warm", b"warm", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cold", b"_cold"]) -> typing.Literal["cold"] | None: ...
     @typing.overload

@@ -124,6 +124,8 @@ class JobView:
     """The job's owner, as in `Membership`."""
     has_secret: bool = False
     """Whether nodes must know a secret to join."""
+    closed: bool = False
+    """Whether the run forms no more rounds: it has ended, or it is being stopped."""
     kept: int = 0
     """The number of kept workers in the last complete round."""
     source: int | None = None
@@ -408,6 +410,7 @@ def view(
         submission=membership.submission,
         owner=membership.owner,
         has_secret=bool(membership.secret),
+        closed=membership.ended is not None or bool(membership.stopping),
         kept=kept_workers(round_),
         source=round_.source if round_ else None,
         resume_step=round_.resume_step if round_ else None,

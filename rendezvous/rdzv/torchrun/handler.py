@@ -73,6 +73,7 @@ class RdzvHandler(RendezvousHandler):
         self.talk = Talk(part, addresses.StoreSocket(loopback_only=_loopback_only(self._offer)))
         """The conversation with the server."""
         self._part, self._news = part, self.talk.news
+        self._made_at_s = time.monotonic()
         self._joined_at_s = 0.0
         self._has_closed = False
         # An interrupted launch makes no further calls. At exit, the conversation ends by itself.
@@ -139,9 +140,24 @@ class RdzvHandler(RendezvousHandler):
             return int(self.talk.round_is_over)
 
     def is_closed(self) -> bool:
-        """Return whether, to this node's knowledge, the job forms no more rounds."""
+        """Return whether the job forms no more rounds, also because another node has closed it.
+
+        Unless this node has heard of it, it asks the server; without an answer, the result is
+        False. Once True, it stays so. A run that was closed before this handler was made does not
+        count, since a node that joins now begins the next one.
+        """
         with self._news:
-            return self._part.ended or self._has_closed
+            if self._part.ended or self._has_closed:
+                return True
+        made_ms = round((time.monotonic() - self._made_at_s) * 1000)
+        try:
+            with self._client() as client:
+                present = client.status(self._options.rdzv_id)
+        except errors.RendezvousError as error:
+            log.debug("cannot ask whether %s is closed: %s", self._options.rdzv_id, error)
+            return False
+        self._has_closed = present.closed and present.state_age_ms <= made_ms
+        return self._has_closed
 
     def set_closed(self) -> None:
         """End the job's current run, as `rdzvctl stop` does: its nodes are notified, and stop.
@@ -154,19 +170,19 @@ class RdzvHandler(RendezvousHandler):
             RendezvousError: the server refuses to stop the run; the message has the reason.
         """
         self._has_closed = True
-        name, options = self._options.rdzv_id, self._options
+        name, why = self._options.rdzv_id, f"{self._options.node_id} has closed it (set_closed)"
         try:
-            with ControlClient(options.endpoints, credentials=options.credentials) as client:
-                present = client.status(name)
-                client.stop(
-                    name, present.run or "", f"{options.node_id} has closed it (set_closed)"
-                )
+            with self._client() as client:
+                client.stop(name, client.status(name).run or "", why)
         except (errors.UnknownJobError, errors.RendezvousClosedError):
             return
         except errors.RendezvousConnectionError as error:
             raise RendezvousConnectionError(str(error)) from error
         except errors.RendezvousError as error:
             raise RendezvousError(str(error)) from error
+
+    def _client(self) -> ControlClient:
+        return ControlClient(self._options.endpoints, credentials=self._options.credentials)
 
     def shutdown(self) -> bool:
         """Report to the server how this node's part in the job ended, and close the stream.

@@ -250,6 +250,8 @@ class JobStatus:
     """The only caller, apart from admins, that may change the job, or None if only admins may."""
     has_secret: bool = False
     """Whether joining requires a secret."""
+    closed: bool = False
+    """Whether the run forms no more rounds: it has ended, or it is being stopped."""
     kept: int = 0
     """The number of workers in the last complete round that also took part in the previous one."""
     source: int | None = None

@@ -370,14 +370,18 @@ def closed_by_another(job: str) -> None:
     """One that has not joined ends the run of those that have."""
     node = handler(job)
     node.next_rendezvous()
-    stranger = handler(job)
+    stranger, other = handler(job), handler(job)
+    assert not other.is_closed()
     stranger.set_closed()
+    assert other.is_closed()
+    assert node.is_closed()
     wait_until(node.num_nodes_waiting)
     raises(RendezvousClosedError, node.next_rendezvous)
     raises(RendezvousClosedError, stranger.next_rendezvous)
-    assert node.is_closed()
+    raises(RendezvousClosedError, other.next_rendezvous)
     assert stranger.is_closed()
     node.shutdown()
+    assert not handler(job).is_closed()
     succeed(config(job))
 
 

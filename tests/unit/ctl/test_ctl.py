@@ -254,6 +254,7 @@ def test_status_for_programs(
         "stragglers",
         "owner",
         "has_secret",
+        "closed",
         "kept",
         "source",
         "resume_step",

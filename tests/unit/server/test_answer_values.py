@@ -83,6 +83,7 @@ FULL = replace(
     backend="c10d",
     owner="ada",
     has_secret=True,
+    closed=True,
 )
 PLAIN_NODE = answers.Node(
     *("n1", "gone", None, None, None, None, None, None, (), False, None, None),
