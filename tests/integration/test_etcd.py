@@ -29,7 +29,8 @@ from rdzv.stores.election_session import LOOP_TTLS
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient
 from rdzv.stores.etcd_config import EtcdConfig
-from rdzv.stores.etcd_values import CompactedError, Created, Delete, Get, Modified, Put
+from rdzv.stores.etcd_errors import CompactedError
+from rdzv.stores.etcd_wire import created, delete, found_by, get, modified, put
 from rdzv.stores.leader_key import Leader
 from rdzv.stores.lease_calls import LeaseCalls
 from rdzv.structs import replace
@@ -87,7 +88,7 @@ async def leading(
 async def test_pages_hold_everything_once_in_both_directions(client: EtcdClient) -> None:
     prefix = client.config.prefix.encode()
     keys = [prefix + b"/%02d" % number for number in range(25)]
-    await client.txn((), [Put(key, b"x") for key in keys])
+    await client.txn((), [put(key, b"x") for key in keys])
     start, end = prefix + b"/", prefix + b"0"
     for page in (1, 10, 25, 100):
         pages = [found async for found in client.scan(start, end, page=page)]
@@ -99,31 +100,31 @@ async def test_pages_hold_everything_once_in_both_directions(client: EtcdClient)
 
 async def test_a_transaction_does_all_or_nothing(client: EtcdClient) -> None:
     one, two = (client.config.prefix.encode() + name for name in (b"/one", b"/two"))
-    done = await client.txn((Created(one, 0),), (Put(one, b"1"), Put(two, b"2"), Get(two)))
+    done = await client.txn((created(one, 0),), (put(one, b"1"), put(two, b"2"), get(two)))
     assert done.succeeded
-    assert [kv.value if kv else None for kv in done.found] == [b"2"]
+    assert [kv.value if kv else None for kv in found_by(done)] == [b"2"]
     refused = await client.txn(
-        (Created(one, done.revision), Modified(two, done.revision + 1)),
-        (Put(one, b"lost"), Delete(two)),
-        (Get(one), Get(two), Get(one + b"x")),
+        (created(one, done.header.revision), modified(two, done.header.revision + 1)),
+        (put(one, b"lost"), delete(two)),
+        (get(one), get(two), get(one + b"x")),
     )
     assert not refused.succeeded
-    assert [kv.value if kv else None for kv in refused.found] == [b"1", b"2", None]
+    assert [kv.value if kv else None for kv in found_by(refused)] == [b"1", b"2", None]
 
 
 async def test_a_write_that_is_too_large_is_refused_before_it_is_sent(client: EtcdClient) -> None:
     key = client.config.prefix.encode() + b"/large"
     with pytest.raises(StoreRefusedError, match="above the 1500000 that etcd takes"):
-        await client.txn((), (Put(key, b"x" * 1_500_000),))
+        await client.txn((), (put(key, b"x" * 1_500_000),))
     assert (await client.get(key))[0] is None
 
 
 async def test_what_etcd_refuses_is_definite(client: EtcdClient) -> None:
     key = client.config.prefix.encode() + b"/key"
     with pytest.raises(StoreRefusedError, match="requested lease not found; nothing was written"):
-        await client.txn((), (Put(key, b"x", lease=4711),))
+        await client.txn((), (put(key, b"x", lease=4711),))
     with pytest.raises(StoreRefusedError, match="duplicate key"):
-        await client.txn((), (Put(key, b"x"), Put(key, b"y")))
+        await client.txn((), (put(key, b"x"), put(key, b"y")))
     await client.revoke(4711)
     with closing(LeaseCalls(client.config)) as calls:
         assert await asyncio.to_thread(calls.keep_alive, 4711, 5.0) == 0
@@ -131,23 +132,23 @@ async def test_what_etcd_refuses_is_definite(client: EtcdClient) -> None:
 
 async def test_a_watch_tells_of_every_change_from_its_revision_on(client: EtcdClient) -> None:
     key = client.config.prefix.encode() + b"/key"
-    first = (await client.txn((), (Put(key, b"1"),))).revision
-    await client.txn((), (Put(key, b"2"),))
+    first = (await client.txn((), (put(key, b"1"),))).header.revision
+    await client.txn((), (put(key, b"2"),))
     seen: list[bytes | None] = []
     async for changes in client.watch(key, first):
-        seen += (change.kv.value if change.kv else None for change in changes)
+        seen += (None if one.type == one.DELETE else one.kv.value for one in changes)
         if seen == [b"1", b"2"]:
             # Longer than a member without answers is considered alive.
             await asyncio.sleep(2.5)
-            await client.txn((), (Delete(key),))
+            await client.txn((), (delete(key),))
         if seen == [b"1", b"2", None]:
             break
 
 
 async def test_a_watch_behind_a_compaction_says_so(etcd: EtcdCluster, client: EtcdClient) -> None:
     key = client.config.prefix.encode() + b"/key"
-    first = (await client.txn((), (Put(key, b"1"),))).revision
-    last = (await client.txn((), (Put(key, b"2"),))).revision
+    first = (await client.txn((), (put(key, b"1"),))).header.revision
+    last = (await client.txn((), (put(key, b"2"),))).header.revision
     etcd.etcdctl("compact", str(last))
     with pytest.raises(CompactedError, match=f"revisions below {last} are gone"):
         async for changes in client.watch(key, first):

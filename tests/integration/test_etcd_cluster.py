@@ -220,15 +220,15 @@ async def test_a_token_that_has_run_out_is_renewed(config: EtcdConfig) -> None:
     async with EtcdClient.connected(replace(config, user="root")) as client:
         key = f"{config.prefix}/key".encode()
         # Nothing is sent in the pauses, since any request renews a token.
-        token = client.login.token
+        token = client.members.token
         await asyncio.sleep(TOKEN_TTL_S + 1)
         assert (await client.get(key))[0] is None
-        assert client.login.token != token
-        token = client.login.token
+        assert client.members.token != token
+        token = client.members.token
         await asyncio.sleep(TOKEN_TTL_S + 1)
         watch = client.watch(key, 1)
         assert await anext(watch) == ()
-        assert client.login.token != token
+        assert client.members.token != token
         await watch.aclose()
 
 

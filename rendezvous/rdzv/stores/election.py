@@ -22,10 +22,11 @@ from contextlib import aclosing, asynccontextmanager
 import msgspec
 
 from rdzv.errors import RendezvousConnectionError
+from rdzv.etcd import etcd_pb2 as pb
 from rdzv.runtime.concurrency import single_error
 from rdzv.stores.election_session import MARGIN, RETRY_S, Calls, Session, now_s
 from rdzv.stores.etcd_client import EtcdClient
-from rdzv.stores.etcd_values import Created, Delete, Get, KeyValue, Modified, Put
+from rdzv.stores.etcd_wire import KeyValue, created, delete, found_by, get, modified, put
 from rdzv.stores.leader_key import Fence, Leader, read_leader
 from rdzv.stores.lease_calls import LeaseCalls
 from rdzv.structs import replace, struct
@@ -152,11 +153,11 @@ class Election:
             return False
         value = msgspec.json.encode(replace(leader, deposed=True))
         done = await self._client.txn(
-            (Modified(self._key, held.mod_revision),),
-            (Put(self._key, value), Get(self._key)),
-            (Get(self._key),),
+            (modified(self._key, held.mod_revision),),
+            (put(self._key, value), get(self._key)),
+            (get(self._key),),
         )
-        self.note_leader_key(done.found[0], done.revision)
+        self._note_answer(done)
         return done.succeeded
 
     async def campaign(self, head_start_s: Callable[[], float] = lambda: 0.0) -> Fence:
@@ -203,12 +204,11 @@ class Election:
             Leader(self._address, _unix_ms(), 0, round(1000 * session.word_s))
         )
         done = await self._client.txn(
-            (Created(self._key, 0),),
-            (Put(self._key, value, session.lease), Get(self._key)),
-            (Get(self._key),),
+            (created(self._key, 0),),
+            (put(self._key, value, session.lease), get(self._key)),
+            (get(self._key),),
         )
-        (held,) = done.found
-        self.note_leader_key(held, done.revision)
+        held = self._note_answer(done)
         # An earlier attempt that was cancelled or had an unknown outcome may have succeeded.
         if held is None or held.lease != session.lease:
             return None
@@ -285,8 +285,7 @@ class Election:
         sent_s = now_s()
         lease, ttl_s = await self._client.grant(self._client.config.ttl_s)
         key = f"{self._prefix}/replicas/{lease:016x}".encode()
-        put = Put(key, msgspec.json.encode(self._replica), lease)
-        await self._client.txn((), (put,))
+        await self._client.txn((), (put(key, msgspec.json.encode(self._replica), lease),))
         self._outage.end()
         return Session(self._calls, self._key, lease, ttl_s, sent_s, self._note_read)
 
@@ -321,7 +320,8 @@ class Election:
                 async with aclosing(changes):
                     async for some in changes:
                         for change in some:
-                            self.note_leader_key(change.kv, change.revision)
+                            held = None if change.type == pb.Event.DELETE else change.kv
+                            self.note_leader_key(held, change.kv.mod_revision)
             except RendezvousConnectionError as error:
                 # Compaction is not a failure, but the pause that follows a failure does no harm
                 # here.
@@ -341,6 +341,12 @@ class Election:
             session.lose("another server has deposed it" if deposed else "its leader key is gone")
         self._news.tell()
 
+    def _note_answer(self, done: pb.TxnResponse) -> KeyValue | None:
+        """Record and return the leader key, which is all that a transaction has read."""
+        (held,) = found_by(done)
+        self.note_leader_key(held, done.header.revision)
+        return held
+
     def _note_read(self, held: KeyValue | None, revision: int) -> None:
         """Record a read of the leader key, which may have extended this leader's word."""
         self.note_leader_key(held, revision)
@@ -357,11 +363,11 @@ class Election:
                 continue
             try:
                 done = await self._client.txn(
-                    (Modified(self._key, held.mod_revision),),
-                    (Delete(self._key), Get(self._key)),
-                    (Get(self._key),),
+                    (modified(self._key, held.mod_revision),),
+                    (delete(self._key), get(self._key)),
+                    (get(self._key),),
                 )
-                self.note_leader_key(done.found[0], done.revision)
+                self._note_answer(done)
             except RendezvousConnectionError as error:
                 self._outage.note(error)
 

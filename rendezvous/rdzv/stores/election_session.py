@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rdzv.errors import RendezvousConnectionError
-from rdzv.stores.etcd_values import KeyValue
+from rdzv.stores.etcd_wire import KeyValue
 from rdzv.stores.leader_key import Fence
 
 RENEWALS_PER_TTL = 6

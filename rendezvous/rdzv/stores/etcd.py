@@ -20,6 +20,7 @@ import msgspec
 
 from rdzv.core.model import Membership
 from rdzv.errors import RendezvousStateError, StoreRefusedError
+from rdzv.etcd import etcd_pb2 as pb
 from rdzv.stores import codec
 from rdzv.stores.base import (
     HISTORY_ROWS,
@@ -33,15 +34,7 @@ from rdzv.stores.base import (
     read,
 )
 from rdzv.stores.etcd_client import MAX_OPERATIONS, EtcdClient
-from rdzv.stores.etcd_values import (
-    Delete,
-    Get,
-    KeyValue,
-    Modified,
-    Operation,
-    Put,
-    TxnResult,
-)
+from rdzv.stores.etcd_wire import KeyValue, delete, found_by, get, modified, put
 from rdzv.stores.leader_key import Fence, read_leader, with_leadership
 from rdzv.structs import struct
 
@@ -174,13 +167,13 @@ class EtcdStore:
         fence = self._check_fence()
         held = self._held_at(rdzv_id, revision)
         later = codec.later_successes(held.written, membership)
-        job: tuple[Operation, ...]
+        job: tuple[pb.RequestOp, ...]
         if later:
-            job = (Put(self._success_key(rdzv_id, held.later), codec.encode_nodes(later)),)
+            job = (put(self._success_key(rdzv_id, held.later), codec.encode_nodes(later)),)
         else:
-            job = (Put(self._job_key(rdzv_id), await self._encoded(membership)),)
+            job = (put(self._job_key(rdzv_id), await self._encoded(membership)),)
             if held.later:
-                job += (Delete(*_below(self._successes_folder(rdzv_id))),)
+                job += (delete(*_below(self._successes_folder(rdzv_id))),)
         plan = await self._plan(fence, records)
         # History that exceeds the transaction is written before it, because no guarantee depends on
         # history.
@@ -201,9 +194,9 @@ class EtcdStore:
         fence = self._check_fence()
         held = self._held_at(rdzv_id, revision)
         operations = (
-            Delete(self._job_key(rdzv_id)),
-            Delete(*_below(self._successes_folder(rdzv_id))),
-            Delete(*_below(self._history_folder(rdzv_id))),
+            delete(self._job_key(rdzv_id)),
+            delete(*_below(self._successes_folder(rdzv_id))),
+            delete(*_below(self._history_folder(rdzv_id))),
         )
         await self._swap_job(fence, rdzv_id, held, operations if revision else ())
         self._held.pop(rdzv_id, None)
@@ -290,8 +283,8 @@ class EtcdStore:
         check_document(name, data)
         fence = self._check_fence()
         key = self._document_key(name)
-        unchanged = (Modified(key, revision),)
-        return await self._swap(fence, f"document {name}", key, unchanged, (Put(key, data),))
+        unchanged = (modified(key, revision),)
+        return await self._swap(fence, f"document {name}", key, unchanged, (put(key, data),))
 
     async def list_documents(self) -> tuple[str, ...]:
         """Return the names of all documents, in order."""
@@ -315,12 +308,12 @@ class EtcdStore:
                 raise self._deposed(leader)
             number = max(self._number(held) + 1, at_least)
             done = await self._client.txn(
-                (*fence.conditions, Modified(key, held.mod_revision if held else 0)),
+                (*fence.conditions, modified(key, held.mod_revision if held else 0)),
                 (
-                    Put(key, str(number).encode()),
-                    Put(fence.key, with_leadership(leader, number), lease=None),
+                    put(key, str(number).encode()),
+                    put(fence.key, with_leadership(leader, number), lease=None),
                 ),
-                (Get(fence.key), Get(key)),
+                (get(fence.key), get(key)),
             )
             if done.succeeded:
                 return number
@@ -346,10 +339,10 @@ class EtcdStore:
         return held if held and held.revision == revision else _Held(revision)
 
     async def _swap_job(
-        self, fence: Fence, rdzv_id: str, held: _Held, operations: Sequence[Operation]
+        self, fence: Fence, rdzv_id: str, held: _Held, operations: Sequence[pb.RequestOp]
     ) -> int:
         key = self._job_key(rdzv_id)
-        unchanged = (Modified(key, held.base), Modified(self._success_key(rdzv_id, held.later), 0))
+        unchanged = (modified(key, held.base), modified(self._success_key(rdzv_id, held.later), 0))
         return await self._swap(fence, f"job {rdzv_id}", key, unchanged, operations)
 
     async def _swap(
@@ -357,21 +350,21 @@ class EtcdStore:
         fence: Fence,
         what: str,
         key: bytes,
-        unchanged: Sequence[Modified],
-        operations: Sequence[Operation],
+        unchanged: Sequence[pb.Compare],
+        operations: Sequence[pb.RequestOp],
     ) -> int:
         """Apply operations if this server leads and nothing has changed; return the revision."""
         done = await self._client.txn(
-            (*fence.conditions, *unchanged), operations, (Get(fence.key), Get(key))
+            (*fence.conditions, *unchanged), operations, (get(fence.key), get(key))
         )
         if not done.succeeded:
             held = self._refused(done, fence)
-            found, named = held.mod_revision if held else 0, unchanged[0].revision
+            found, named = held.mod_revision if held else 0, unchanged[0].mod_revision
             how = f"revision {found}, not {named}" if found != named else "later successes"
             raise RevisionConflictError(
                 f"{what} in {self.place} has {how}: another server has written it"
             )
-        return done.revision
+        return done.header.revision
 
     async def _encoded(self, membership: Membership) -> bytes:
         if membership.round is None or len(membership.round.participants) < _SLOW_PARTICIPANTS:
@@ -379,14 +372,14 @@ class EtcdStore:
         # Deflating a large job takes longer than the event loop may be blocked.
         return await asyncio.to_thread(_encode, membership)
 
-    async def _write(self, fence: Fence, operations: Sequence[Operation]) -> None:
-        done = await self._client.txn(fence.conditions, operations, (Get(fence.key),))
+    async def _write(self, fence: Fence, operations: Sequence[pb.RequestOp]) -> None:
+        done = await self._client.txn(fence.conditions, operations, (get(fence.key),))
         if not done.succeeded:
-            raise self._deposed(done.found[0])
+            raise self._deposed(*found_by(done))
 
-    def _refused(self, done: TxnResult, fence: Fence) -> KeyValue | None:
+    def _refused(self, done: pb.TxnResponse, fence: Fence) -> KeyValue | None:
         """Return the key after a failed transaction; raise an error if the fence made it fail."""
-        leader, held = done.found
+        leader, held = found_by(done)
         if not fence.matches(leader):
             raise self._deposed(leader)
         return held
@@ -428,14 +421,14 @@ class EtcdStore:
                 self._batches += 1
                 name = f"{folder}{fence.create_revision:016x}{self._batches:012x}-{len(batch)}"
                 text = msgspec.json.encode([(r.unix_ms, r.run, r.name, r.data) for r in batch])
-                plan.operations.append(Put(name.encode(), codec.pack(text)))
+                plan.operations.append(put(name.encode(), codec.pack(text)))
         return plan
 
     def _account(self, plan: _Plan) -> None:
         """Record the row counts of a plan once it has been written."""
         self._unpruned |= plan.unpruned
 
-    async def _pruning(self, folder: str, rows: int) -> tuple[Delete, ...]:
+    async def _pruning(self, folder: str, rows: int) -> tuple[pb.RequestOp, ...]:
         """Return the deletions needed to make room for `rows` new rows."""
         start, end = _below(folder)
         pages = self._client.scan(start, end, keys_only=True, newest_first=True, page=KEYS_PER_PAGE)
@@ -443,7 +436,7 @@ class EtcdStore:
             async for page in pages:
                 for kv in page:
                     if rows >= self._history_rows:
-                        return (Delete(start, kv.key + b"\0"),)
+                        return (delete(start, kv.key + b"\0"),)
                     rows += _rows_in(kv.key)
         return ()
 
@@ -489,15 +482,15 @@ class _Plan:
     """Operations that write history, and the row counts that result."""
 
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
+        self.operations: list[pb.RequestOp] = []
         self.unpruned: dict[str, int] = {}
 
-    def transactions(self, room: int) -> list[list[Operation]]:
+    def transactions(self, room: int) -> list[list[pb.RequestOp]]:
         """Return the operations in order, in the fewest transactions possible but at least one."""
         size = 0
-        transactions: list[list[Operation]] = [[]]
+        transactions: list[list[pb.RequestOp]] = [[]]
         for operation in self.operations:
-            weight = len(operation.value) if isinstance(operation, Put) else 0
+            weight = len(operation.request_put.value)
             if len(transactions[-1]) == room or size + weight > _HISTORY_BYTES:
                 transactions.append([])
                 size = 0

@@ -1,4 +1,4 @@
-"""A client for etcd's public gRPC API that returns plain values and raises our own exceptions.
+"""A client for etcd's public gRPC API that returns etcd's messages and raises our own exceptions.
 
 All calls are made here, except for those that maintain a lease (`lease_calls`). Each endpoint has
 its own channel, so the client knows where a call was sent. After a failure, a repeatable call goes
@@ -15,7 +15,6 @@ import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -24,6 +23,7 @@ from rdzv.errors import InvalidRequestError, RendezvousConnectionError, StoreRef
 from rdzv.etcd import etcd_pb2 as pb
 from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.stores.etcd_errors import (
+    CompactedError,
     RefusedError,
     is_silence,
     judged,
@@ -32,34 +32,20 @@ from rdzv.stores.etcd_errors import (
     tried,
     unanswered,
 )
-from rdzv.stores.etcd_login import Login
-from rdzv.stores.etcd_values import (
-    Change,
-    CompactedError,
-    Condition,
-    KeyValue,
-    Operation,
-    TxnResult,
-)
 from rdzv.stores.etcd_wire import (
     AUTHENTICATE,
-    CHANNEL_OPTIONS,
     GRANT,
     RANGE,
     REVOKE,
     TXN,
     WATCH,
+    KeyValue,
+    Members,
     Metadata,
     Method,
     Request,
     Response,
-    authenticate_message,
-    change_of,
-    compare_message,
     first_of,
-    operation_message,
-    tls,
-    value_of,
 )
 
 log = logging.getLogger("rdzv.etcd")
@@ -87,19 +73,11 @@ class EtcdClient:
 
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config
-        credentials = tls(config)
-        self._channels = tuple(
-            grpc.aio.insecure_channel(endpoint.target, options=CHANNEL_OPTIONS)
-            if credentials is None
-            else grpc.aio.secure_channel(endpoint.target, credentials, options=CHANNEL_OPTIONS)
-            for endpoint in config.endpoints
-        )
-        self._current = 0
+        self.members = Members(config, grpc.aio)
         self._timeout_s = config.timeout_ms / 1000
-        self.attempt_s = self._timeout_s / (2 if len(self._channels) > 1 else 1)
+        self.attempt_s = self._timeout_s / (2 if len(config.endpoints) > 1 else 1)
         """The maximum time to wait for one endpoint. If it is stopped, another still has time to
         respond."""
-        self.login = Login(config)
         self._authenticating = asyncio.Lock()
 
     @classmethod
@@ -122,7 +100,7 @@ class EtcdClient:
 
     async def close(self) -> None:
         """Close all connections. Calls in progress fail."""
-        for channel in self._channels:
+        for channel in self.members.channels:
             await channel.close()
 
     # ---------------------------------------------------------------- calls
@@ -158,7 +136,7 @@ class EtcdClient:
                 keys_only=keys_only,
             )
             response = await self._repeated(RANGE, request)
-            found = tuple(map(value_of, response.kvs))
+            found = tuple(response.kvs)
             if found:
                 yield found
             if not response.more or not found:
@@ -170,10 +148,10 @@ class EtcdClient:
 
     async def txn(
         self,
-        compare: Sequence[Condition],
-        then: Sequence[Operation],
-        otherwise: Sequence[Operation] = (),
-    ) -> TxnResult:
+        compare: Sequence[pb.Compare],
+        then: Sequence[pb.RequestOp],
+        otherwise: Sequence[pb.RequestOp] = (),
+    ) -> pb.TxnResponse:
         """Execute `then` if all comparisons hold, or `otherwise` if not, in one atomic transaction.
 
         It is executed at most once; it is sent again only if etcd has refused the token.
@@ -183,23 +161,13 @@ class EtcdClient:
             RendezvousConnectionError: it may have been executed, or may still be.
 
         """
-        request = pb.TxnRequest(
-            compare=map(compare_message, compare),
-            success=map(operation_message, then),
-            failure=map(operation_message, otherwise),
-        )
+        request = pb.TxnRequest(compare=compare, success=then, failure=otherwise)
         if (size := request.ByteSize()) > MAX_REQUEST_BYTES:
             raise StoreRefusedError(
                 f"{self.config.place}: a write of {size} bytes is above the {MAX_REQUEST_BYTES} "
                 "that etcd takes at once; nothing was written"
             )
-        response = await self._once(TXN, request)
-        found = tuple(
-            first_of(done.response_range)
-            for done in response.responses
-            if done.WhichOneof("response") == "response_range"
-        )
-        return TxnResult(response.succeeded, response.header.revision, found)
+        return await self._once(TXN, request)
 
     async def grant(self, ttl_s: int) -> tuple[int, int]:
         """Create a lease, and return its id and the TTL in seconds that etcd granted."""
@@ -217,7 +185,7 @@ class EtcdClient:
 
     async def watch(
         self, key: bytes, revision: int, every_s: float = 1.0
-    ) -> AsyncGenerator[tuple[Change, ...]]:
+    ) -> AsyncGenerator[tuple[pb.Event, ...]]:
         """Yield () once the watch is active, and then the changes of one key from `revision` on.
 
         The member is pinged every `every_s`, so if it is stopped or cut off, this is noticed after
@@ -228,13 +196,14 @@ class EtcdClient:
             RendezvousConnectionError: the watch broke; read the key again and watch from there.
 
         """
-        index = self._current
+        index = self.members.current
         metadata = await self._credentials()
         fresh = False
         while True:
             over = asyncio.Event()
             requests = _watch_requests(key, revision, every_s, over)
-            call = self._method(index, WATCH)(requests, metadata=(*metadata, _REQUIRE_LEADER))
+            ask = self.members.method(index, WATCH)
+            call = ask(requests, metadata=(*metadata, _REQUIRE_LEADER))
             try:
                 while True:
                     async with asyncio.timeout(2 * every_s):
@@ -246,7 +215,7 @@ class EtcdClient:
                         reason = self._canceled(response)
                         break
                     if response.created or response.events:
-                        yield tuple(map(change_of, response.events))
+                        yield tuple(response.events)
             except grpc.RpcError as error:
                 reason = reason_of(error)
             except TimeoutError:
@@ -254,10 +223,10 @@ class EtcdClient:
             finally:
                 over.set()
                 call.cancel()
-            if fresh or not self.login.refused(metadata, reason):
+            if fresh or not self.members.refuses_token(metadata, reason):
                 break
             metadata, fresh = await self._credentials(), True
-        self._leave(index)
+        self.members.leave(index)
         raise RendezvousConnectionError(f"{tried(self.config, index)}: {reason}")
 
     # ---------------------------------------------------------------- repeating
@@ -276,7 +245,7 @@ class EtcdClient:
         tried = 0
         reason = ""
         while True:
-            index = self._current
+            index = self.members.current
             left = deadline - loop.time()
             try:
                 return await self._attempt(index, method, request, min(attempt_s, left))
@@ -284,11 +253,11 @@ class EtcdClient:
                 failure = error
             # An earlier error is more informative than a timeout.
             reason = reason_of(failure) if not (reason and is_silence(failure)) else reason
-            self._leave(index)
+            self.members.leave(index)
             tried += 1
             if loop.time() + RETRY_S >= deadline:
                 raise unanswered(self.config, index, reason) from failure
-            if tried % len(self._channels) == 0:
+            if tried % len(self.members.channels) == 0:
                 await asyncio.sleep(RETRY_S)
 
     async def _once(self, method: Method[Request, Response], request: Request) -> Response:
@@ -297,7 +266,7 @@ class EtcdClient:
         try:
             return await self._attempt(index, method, request, self._timeout_s)
         except grpc.RpcError as error:
-            self._leave(index)
+            self.members.leave(index)
             raise self._unsure(index, reason_of(error)) from error
 
     async def _attempt(
@@ -316,7 +285,7 @@ class EtcdClient:
         try:
             return await self._send(index, method, request, timeout_s, metadata)
         except grpc.aio.AioRpcError as error:
-            if not self.login.refused(metadata, error.details() or ""):
+            if not self.members.refuses_token(metadata, error.details() or ""):
                 raise judged(self.config, error) from error
         left = max(deadline - loop.time(), 0)
         try:
@@ -332,7 +301,7 @@ class EtcdClient:
         timeout_s: float,
         metadata: Metadata,
     ) -> Response:
-        ask = self._method(index, method)
+        ask = self.members.method(index, method)
         answer: Response = await ask(request, timeout=timeout_s, metadata=metadata)
         return answer
 
@@ -347,19 +316,19 @@ class EtcdClient:
         deadline = loop.time() + self._timeout_s
         tried = 0
         while True:
-            index = self._current
+            index = self.members.current
             left = min(self.attempt_s, deadline - loop.time())
             if await _within(left, self._until_ready(index)):
                 return index
-            self._leave(index)
+            self.members.leave(index)
             tried += 1
             if loop.time() + RETRY_S >= deadline:
                 raise unanswered(self.config, index, "no connection")
-            if tried % len(self._channels) == 0:
+            if tried % len(self.members.channels) == 0:
                 await asyncio.sleep(RETRY_S)
 
     async def _until_ready(self, index: int) -> bool:
-        channel = self._channels[index]
+        channel = self.members.channels[index]
         while True:
             state = channel.get_state(try_to_connect=True)
             if state is grpc.ChannelConnectivity.READY:
@@ -371,37 +340,23 @@ class EtcdClient:
                 return False
             await channel.wait_for_state_change(state)
 
-    def _leave(self, index: int) -> None:
-        """Make the next call start with another endpoint."""
-        if self._current == index:
-            self._current = (index + 1) % len(self._channels)
-
-    def _method(self, index: int, method: Method[Request, Response]) -> Any:
-        channel = self._channels[index]
-        make: Any = channel.stream_stream if method.streams else channel.unary_unary
-        return make(
-            method.path,
-            request_serializer=method.request.SerializeToString,
-            response_deserializer=method.response.FromString,
-        )
-
     # ---------------------------------------------------------------- users
 
     async def _credentials(self) -> Metadata:
-        if self.login.needed:
+        if self.members.needs_token:
             await self._authenticate()
-        return self.login.metadata
+        return self.members.metadata
 
     async def _authenticate(self) -> None:
         """Get a token, unless another call has got one in the meantime."""
         async with self._authenticating:
-            if not self.login.needed:
+            if not self.members.needs_token:
                 return
-            request = authenticate_message(self.config)
+            request = self.members.authentication()
             loop = asyncio.get_running_loop()
             deadline = loop.time() + self._timeout_s
             while True:
-                index = self._current
+                index = self.members.current
                 left = min(self.attempt_s, deadline - loop.time())
                 try:
                     response = await self._send(index, AUTHENTICATE, request, left, ())
@@ -409,12 +364,12 @@ class EtcdClient:
                     failure = judged(self.config, error)
                     if isinstance(failure, StoreRefusedError):
                         raise failure from error
-                    self._leave(index)
+                    self.members.leave(index)
                     if loop.time() + RETRY_S >= deadline:
                         raise unanswered(self.config, index, reason_of(error)) from error
                     await asyncio.sleep(RETRY_S)
                 else:
-                    self.login.token = response.token
+                    self.members.token = response.token
                     return
 
     # ---------------------------------------------------------------- errors

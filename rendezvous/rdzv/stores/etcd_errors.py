@@ -34,6 +34,10 @@ class RefusedError(StoreRefusedError):
         self.said = said
 
 
+class CompactedError(StoreRefusedError):
+    """The revisions requested by a watch are gone; read the key again and watch from there."""
+
+
 def judged(config: EtcdConfig, error: grpc.aio.AioRpcError) -> Exception:
     """Return a refusal by etcd as a `RefusedError`, and any other error unchanged."""
     said = error.details() or ""

@@ -1,32 +1,22 @@
-"""etcd's methods and messages, and the conversion between messages and values.
+"""etcd's methods, the parts of its transactions, and one client's connections to its members.
 
-Its messages are used only by this module and the two that call etcd (`etcd_client` from the event
-loop, `lease_calls` from threads).
+etcd's own messages are its values here. There are two clients: `etcd_client` for the event loop and
+`lease_calls` for threads.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from types import ModuleType
+from typing import Any, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from rdzv.etcd import etcd_pb2 as pb
 from rdzv.stores.etcd_config import EtcdConfig
-from rdzv.stores.etcd_values import (
-    Change,
-    Condition,
-    Created,
-    Delete,
-    Get,
-    KeyValue,
-    Leased,
-    Modified,
-    Operation,
-    Put,
-)
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # etcd is inside the cluster; an Internet proxy would respond instead.
@@ -82,7 +72,127 @@ AUTHENTICATE = Method(
 )
 
 
-def tls(config: EtcdConfig) -> grpc.ChannelCredentials | None:
+# ------------------------------------------------------------------------------ transactions
+
+KeyValue = pb.KeyValue
+
+
+def created(key: bytes, revision: int) -> pb.Compare:
+    """Hold if the key was created at this revision or, with 0, if it does not exist."""
+    return pb.Compare(key=key, target=pb.Compare.CREATE, create_revision=revision)
+
+
+def modified(key: bytes, revision: int) -> pb.Compare:
+    """Hold if the key was last written at this revision or, with 0, if it does not exist."""
+    return pb.Compare(key=key, target=pb.Compare.MOD, mod_revision=revision)
+
+
+def leased(key: bytes, lease: int) -> pb.Compare:
+    """Hold if the key is attached to this lease."""
+    return pb.Compare(key=key, target=pb.Compare.LEASE, lease=lease)
+
+
+def get(key: bytes) -> pb.RequestOp:
+    """Read one key."""
+    return pb.RequestOp(request_range=pb.RangeRequest(key=key))
+
+
+def put(key: bytes, value: bytes, lease: int | None = 0) -> pb.RequestOp:
+    """Write one key and attach it to `lease`; 0 means no lease, and None keeps the current one."""
+    kept = lease is None
+    request = pb.PutRequest(key=key, value=value, lease=lease or 0, ignore_lease=kept)
+    return pb.RequestOp(request_put=request)
+
+
+def delete(key: bytes, end: bytes = b"") -> pb.RequestOp:
+    """Delete one key, or all keys from it up to but not including `end`."""
+    return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key, range_end=end))
+
+
+def first_of(response: pb.RangeResponse) -> KeyValue | None:
+    """Return the first key that was read, or None if there is none."""
+    return response.kvs[0] if response.kvs else None
+
+
+def found_by(response: pb.TxnResponse) -> tuple[KeyValue | None, ...]:
+    """Return what a transaction has read: one entry for each `get` that was executed."""
+    return tuple(
+        first_of(done.response_range)
+        for done in response.responses
+        if done.WhichOneof("response") == "response_range"
+    )
+
+
+# ------------------------------------------------------------------------------ connections
+
+# For a watch, some versions report that permission was denied when only the token has expired.
+_REFUSAL = re.compile(
+    "invalid auth token|revision of auth store is old|refuses the watch: .*permission denied"
+)
+
+
+class Members:
+    """One client's connections to etcd's members, one of which is asked first, and its token.
+
+    The client authenticates if that `needs_token`, and sends `metadata` with each call. A call
+    whose token was refused was not carried out, so the client sends it once more with a new token.
+    """
+
+    def __init__(self, config: EtcdConfig, transport: ModuleType) -> None:
+        """Connect by `transport`, which is `grpc` or `grpc.aio`."""
+        self.config = config
+        options, credentials = CHANNEL_OPTIONS, _tls(config)
+        self.channels: tuple[Any, ...] = tuple(
+            transport.insecure_channel(endpoint.target, options=options)
+            if credentials is None
+            else transport.secure_channel(endpoint.target, credentials, options=options)
+            for endpoint in config.endpoints
+        )
+        self.current = 0
+        """The index of the member that is asked first."""
+        self.token = ""
+        """The token that etcd has issued to the user, or empty if there is none."""
+
+    def leave(self, index: int) -> None:
+        """Make the next call start with another member, unless another call has done so."""
+        if self.current == index:
+            self.current = (index + 1) % len(self.channels)
+
+    def method(self, index: int, method: Method[Any, Any]) -> Any:
+        """Return a method of one member, as grpc calls it."""
+        channel = self.channels[index]
+        make = channel.stream_stream if method.streams else channel.unary_unary
+        return make(
+            method.path,
+            request_serializer=method.request.SerializeToString,
+            response_deserializer=method.response.FromString,
+        )
+
+    @property
+    def needs_token(self) -> bool:
+        """Whether the client must authenticate before its next call."""
+        return bool(self.config.user) and not self.token
+
+    def authentication(self) -> pb.AuthenticateRequest:
+        return pb.AuthenticateRequest(name=self.config.user, password=self.config.password)
+
+    @property
+    def metadata(self) -> Metadata:
+        return (("token", self.token),) if self.token else ()
+
+    def refuses_token(self, sent: Metadata, reason: str) -> bool:
+        """Return whether a call failed because of its token, and if so, discard that token.
+
+        A newer token, obtained by another call in the meantime, is kept.
+        """
+        if not sent or not _REFUSAL.search(reason):
+            return False
+        if sent == self.metadata:
+            self.token = ""
+        return True
+
+
+def _tls(config: EtcdConfig) -> grpc.ChannelCredentials | None:
     """Return the TLS credentials, read anew from the files, or None for plaintext."""
     if not config.secure:
         return None
@@ -91,46 +201,3 @@ def tls(config: EtcdConfig) -> grpc.ChannelCredentials | None:
         return path.read_bytes() if path else None
 
     return grpc.ssl_channel_credentials(read(config.ca), read(config.key), read(config.cert))
-
-
-def authenticate_message(config: EtcdConfig) -> pb.AuthenticateRequest:
-    """Encode the request for a user's token."""
-    return pb.AuthenticateRequest(name=config.user, password=config.password)
-
-
-def value_of(kv: pb.KeyValue) -> KeyValue:
-    return KeyValue(kv.key, kv.value, kv.create_revision, kv.mod_revision, kv.lease)
-
-
-def first_of(response: pb.RangeResponse) -> KeyValue | None:
-    """Return the first key that was read, or None if there is none."""
-    return value_of(response.kvs[0]) if response.kvs else None
-
-
-def change_of(event: pb.Event) -> Change:
-    deleted = event.type == pb.Event.DELETE
-    return Change(None if deleted else value_of(event.kv), event.kv.mod_revision)
-
-
-def compare_message(condition: Condition) -> pb.Compare:
-    match condition:
-        case Created(key, revision):
-            return pb.Compare(key=key, target=pb.Compare.CREATE, create_revision=revision)
-        case Modified(key, revision):
-            return pb.Compare(key=key, target=pb.Compare.MOD, mod_revision=revision)
-        case Leased(key, lease):
-            return pb.Compare(key=key, target=pb.Compare.LEASE, lease=lease)
-
-
-def operation_message(operation: Operation) -> pb.RequestOp:
-    match operation:
-        case Get(key):
-            return pb.RequestOp(request_range=pb.RangeRequest(key=key))
-        case Put(key, value, None):
-            put = pb.PutRequest(key=key, value=value, ignore_lease=True)
-            return pb.RequestOp(request_put=put)
-        case Put(key, value, lease):
-            return pb.RequestOp(request_put=pb.PutRequest(key=key, value=value, lease=lease or 0))
-        case Delete(key, end):
-            deletion = pb.DeleteRangeRequest(key=key, range_end=end)
-            return pb.RequestOp(request_delete_range=deletion)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import msgspec
 
-from rdzv.stores.etcd_values import Created, KeyValue, Leased
+from rdzv.etcd import etcd_pb2 as pb
+from rdzv.stores.etcd_wire import KeyValue, created, leased
 from rdzv.structs import replace, struct
 
 
@@ -24,9 +25,9 @@ class Fence:
     lease: int
 
     @property
-    def conditions(self) -> tuple[Created, Leased]:
+    def conditions(self) -> tuple[pb.Compare, ...]:
         """The conditions that hold while the term lasts. A deposed key has lost its lease."""
-        return Created(self.key, self.create_revision), Leased(self.key, self.lease)
+        return created(self.key, self.create_revision), leased(self.key, self.lease)
 
     def matches(self, held: KeyValue | None) -> bool:
         if held is None:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from rdzv.errors import RendezvousConnectionError
+from rdzv.etcd import etcd_pb2 as pb
 from rdzv.stores import election, election_session
 from rdzv.stores.election import Election
 from rdzv.stores.election_session import LOOP_TTLS, Session
 from rdzv.stores.etcd_config import EtcdConfig
-from rdzv.stores.etcd_values import KeyValue, TxnResult
+from rdzv.stores.etcd_wire import KeyValue
 from rdzv.stores.leader_key import Fence
 
 TTL_S = 10
@@ -112,10 +113,19 @@ class Member:
     async def grant(self, ttl_s: int) -> tuple[int, int]:
         return next(self.leases), ttl_s
 
-    async def txn(self, compare: Any, then: Any, otherwise: Any = ()) -> TxnResult:
+    async def txn(self, compare: Any, then: Any, otherwise: Any = ()) -> pb.TxnResponse:
         revision = next(self.revisions)
-        held = KeyValue(b"/rdzv/leader", then[0].value, revision, revision, then[0].lease or 0)
-        return TxnResult(True, revision, (held,))
+        put = then[0].request_put
+        held = KeyValue(
+            key=b"/rdzv/leader",
+            value=put.value,
+            create_revision=revision,
+            mod_revision=revision,
+            lease=put.lease,
+        )
+        read = pb.ResponseOp(response_range=pb.RangeResponse(kvs=[held]))
+        header = pb.ResponseHeader(revision=revision)
+        return pb.TxnResponse(header=header, succeeded=True, responses=[read])
 
     async def get(self, key: bytes) -> tuple[None, int]:
         return None, 0

@@ -23,8 +23,7 @@ from rdzv.stores.base import Record
 from rdzv.stores.etcd_client import MAX_REQUEST_BYTES, EtcdClient
 from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.stores.etcd_errors import RefusedError
-from rdzv.stores.etcd_login import Login
-from rdzv.stores.etcd_wire import CHANNEL_OPTIONS
+from rdzv.stores.etcd_wire import CHANNEL_OPTIONS, Members
 from rdzv.structs import replace
 
 GOOD = EtcdConfig.parse("a:1")
@@ -122,23 +121,23 @@ async def test_where_there_are_several_one_may_take_half_of_the_time(
 
 
 def test_a_refused_token_is_replaced_unless_another_call_has_done_so() -> None:
-    login = Login(replace(GOOD, user="ada", password="secret"))
-    assert login.needed
-    login.token = "old"
-    sent = login.metadata
-    assert not login.needed
-    assert not login.refused(sent, "connection reset")
-    assert login.refused(sent, "etcdserver: invalid auth token")
-    assert login.needed
-    login.token = "new"
-    assert login.refused(sent, "etcdserver: invalid auth token"), "the call is sent again"
-    assert login.metadata == (("token", "new"),)
+    members = Members(replace(GOOD, user="ada", password="secret"), grpc)
+    assert members.needs_token
+    members.token = "old"
+    sent = members.metadata
+    assert not members.needs_token
+    assert not members.refuses_token(sent, "connection reset")
+    assert members.refuses_token(sent, "etcdserver: invalid auth token")
+    assert members.needs_token
+    members.token = "new"
+    assert members.refuses_token(sent, "etcdserver: invalid auth token"), "the call is sent again"
+    assert members.metadata == (("token", "new"),)
 
 
 def test_without_a_user_there_is_no_token() -> None:
-    login = Login(GOOD)
-    assert not login.needed
-    assert not login.refused(login.metadata, "etcdserver: invalid auth token")
+    members = Members(GOOD, grpc)
+    assert not members.needs_token
+    assert not members.refuses_token(members.metadata, "etcdserver: invalid auth token")
 
 
 @pytest.mark.slow
