@@ -15,7 +15,6 @@ from rdzv.ctl.command_line import (
     PROGRAM,
     REFUSED,
     UNREACHABLE,
-    Connection,
     complain,
     connection_options,
     list_commands,
@@ -150,11 +149,8 @@ class _Rdzvctl(Group):
 @connection_options
 @click.version_option(VERSION, message=f"{PROGRAM} %(version)s")
 @click.pass_context
-def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None) -> None:
+def rdzvctl(context: click.Context) -> None:
     """Show an rdzvd's jobs and why each is in its state; submit, stop and scale jobs."""
-    if server is None:
-        server = os.environ.get("RDZV_SERVER") or None
-    context.obj = Connection(server, timeout_s)
     if context.invoked_subcommand is None:
         # This is an error, because a script with an empty variable has not done what was intended.
         click.echo(context.get_help(), err=True)

@@ -12,7 +12,6 @@ import click
 
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.runtime.usage import Choice, Group
-from rdzv.structs import struct
 
 if TYPE_CHECKING:
     from rdzv.client import ControlClient
@@ -51,18 +50,10 @@ def complain(message: str, exit_code: int) -> int:
     return exit_code
 
 
-@struct(frozen=True)
-class Connection:
-    """The connection options given before the command's name; None for each one not given."""
-
-    server: str | None
-    timeout_s: float | None
-
-
 _P = ParamSpec("_P")
-
-
 _R = TypeVar("_R")
+
+_FILE = click.Path(path_type=Path)
 
 
 class _ConnectionOption(click.Option):
@@ -77,61 +68,61 @@ class _ConnectionOption(click.Option):
         return "--server, --timeout, ...", "As before the command: rdzvctl --help explains them."
 
 
-def connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Add the connection options, which are accepted both before and after a command's name."""
-    server = click.option(
+_CONNECTION: dict[str, tuple[str, str, click.ParamType[Any], str]] = {
+    "server": (
         "--server",
-        cls=_ConnectionOption,
-        metavar="HOST:PORT",
-        help=f"The rdzvd to ask; default: RDZV_SERVER or, if unset, {DEFAULT_SERVER}. If several "
+        "HOST:PORT",
+        click.STRING,
+        f"The rdzvd to ask; default: RDZV_SERVER or, if unset, {DEFAULT_SERVER}. If several "
         "share a store, give some or all of them, separated by commas.",
-    )
-    timeout = click.option(
+    ),
+    "timeout_s": (
         "--timeout",
-        "timeout_s",
-        cls=_ConnectionOption,
-        type=click.FloatRange(min=0, min_open=True, max=86_400),
-        metavar="SECONDS",
-        help=f"How many seconds to wait for an answer; default: {_DEFAULT_TIMEOUT_S:g}.",
-    )
-    return server(timeout(_credentials_options(command)))
-
-
-_CREDENTIALS = {
+        "SECONDS",
+        click.FloatRange(min=0, min_open=True, max=86_400),
+        f"How many seconds to wait for an answer; default: {_DEFAULT_TIMEOUT_S:g}.",
+    ),
     "ca": (
         "--tls-ca",
+        "FILE",
+        _FILE,
         "The CA of rdzvd's certificate (PEM), for a TLS connection; default: RDZV_TLS_CA.",
     ),
-    "cert": ("--tls-cert", "The client certificate for rdzvd (PEM); default: RDZV_TLS_CERT."),
-    "key": ("--tls-key", "The key of that certificate; default: RDZV_TLS_KEY."),
+    "cert": (
+        "--tls-cert",
+        "FILE",
+        _FILE,
+        "The client certificate for rdzvd (PEM); default: RDZV_TLS_CERT.",
+    ),
+    "key": ("--tls-key", "FILE", _FILE, "The key of that certificate; default: RDZV_TLS_KEY."),
     "token_file": (
         "--token-file",
+        "FILE",
+        _FILE,
         "The file with the token for rdzvd; default: RDZV_TOKEN_FILE, or the token in RDZV_TOKEN.",
     ),
 }
-"""The credentials options and their help, keyed by field of `Credentials`."""
+"""The connection options: flag, unit, type and help, by the name in `connection`."""
 
 
-CREDENTIALS_KEY = "rdzv.credentials"
+def connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Add the connection options, which are accepted both before and after a command's name.
 
-
-def _credentials_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Add the credentials options, whose values go to `credentials_of` instead of the command.
-
-    An option after a command's name overrides one before it.
+    Their values go to `connection` instead of the command. An option after a command's name
+    overrides one before it.
     """
 
-    def keep(context: click.Context, option: click.Parameter, value: Path | None) -> None:
+    def keep(context: click.Context, option: click.Parameter, value: Any) -> None:
         if value is not None:
-            context.meta.setdefault(CREDENTIALS_KEY, {})[option.name] = value
+            connection(context)[option.name or ""] = value
 
-    for name, (flag, text) in reversed(_CREDENTIALS.items()):
+    for name, (flag, unit, kind, text) in reversed(_CONNECTION.items()):
         option = click.option(
             flag,
             name,
             cls=_ConnectionOption,
-            type=click.Path(path_type=Path),
-            metavar="FILE",
+            type=kind,
+            metavar=unit,
             expose_value=False,
             callback=keep,
             help=text,
@@ -140,11 +131,27 @@ def _credentials_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
     return command
 
 
+def connection(context: click.Context) -> dict[str, Any]:
+    """Return the connection options that were given, by name."""
+    given: dict[str, Any] = context.meta.setdefault("rdzv.connection", {})
+    return given
+
+
 def credentials_of(context: click.Context) -> Credentials:
     """Return the credentials from the command line and the environment."""
     from rdzv.transport.channels import Credentials
 
-    return Credentials.parse(context.meta.get(CREDENTIALS_KEY, {}), os.environ)
+    given = connection(context)
+    files = {
+        name: given.get(name) for name, (_, _, kind, _) in _CONNECTION.items() if kind is _FILE
+    }
+    return Credentials.parse(files, os.environ)
+
+
+def _server_named(context: click.Context) -> str | None:
+    """Return the server from the command line or the environment, or None if neither names one."""
+    named: str | None = connection(context).get("server")
+    return os.environ.get("RDZV_SERVER") or None if named is None else named
 
 
 _SENTENCE = 200
@@ -207,11 +214,8 @@ def complete_names(
     """Complete a name by asking the server; if it does not respond, return no completions."""
     from rdzv.client import ControlClient, parse_endpoints
 
-    named = context.params.get("server")
-    if named is None and context.parent is not None:
-        named = context.parent.params.get("server")
     try:
-        endpoints = parse_endpoints(named or os.environ.get("RDZV_SERVER") or DEFAULT_SERVER)
+        endpoints = parse_endpoints(_server_named(context) or DEFAULT_SERVER)
         credentials = credentials_of(context)
         with ControlClient(endpoints[:1], COMPLETION_TIMEOUT_S, credentials, 0) as client:
             names = (
@@ -254,7 +258,7 @@ def as_yaml(document: str) -> str:
 
 
 @contextmanager
-def opened_client(server: str | None, timeout_s: float | None) -> Iterator[ControlClient]:
+def opened_client() -> Iterator[ControlClient]:
     """Open a client for the server named on the command line, and name the server in any errors.
 
     An invalid endpoint or timeout is a usage error.
@@ -262,11 +266,10 @@ def opened_client(server: str | None, timeout_s: float | None) -> Iterator[Contr
     from rdzv.client import ControlClient, parse_endpoints
 
     context = click.get_current_context()
-    before = context.find_object(Connection) or Connection(None, None)
-    named = before.server if server is None else server
+    named = _server_named(context)
     try:
         endpoints = parse_endpoints(DEFAULT_SERVER if named is None else named)
-        within_s = timeout_s or before.timeout_s or _DEFAULT_TIMEOUT_S
+        within_s = connection(context).get("timeout_s", _DEFAULT_TIMEOUT_S)
         client = ControlClient(endpoints, within_s, credentials_of(context))
     except InvalidRequestError as error:
         raise click.UsageError(str(error), context) from None

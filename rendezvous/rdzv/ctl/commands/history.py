@@ -49,8 +49,6 @@ def events_command(
     limit: int | None,
     followed: bool,
     output: str,
-    server: str | None,
-    timeout_s: float | None,
 ) -> str | None:
     """Show the events of JOB, oldest first.
 
@@ -60,12 +58,12 @@ def events_command(
     from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         found = client.events(job, limit or 0)
         if followed:
             from rdzv.ctl.follow import follow_events
 
-            with opened_client(server, timeout_s) as other:
+            with opened_client() as other:
                 follow_events(client, other, job, found, output)
             return None
     if output != "text":
@@ -76,7 +74,7 @@ def events_command(
 @click.command("explain")
 @job_argument
 @connection_options
-def explain_command(job: str, server: str | None, timeout_s: float | None) -> str:
+def explain_command(job: str) -> str:
     """Explain in sentences what has happened to JOB, and what it is waiting for now.
 
     Shows what failed first, what each change of the group cost and, if no round is running, why.
@@ -86,7 +84,7 @@ def explain_command(job: str, server: str | None, timeout_s: float | None) -> st
     from rdzv.ctl import as_text_story
     from rdzv.ctl.layout import page_for
 
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         status, history = client.status(job), whole_history(client, job)
     return as_text_story.explain(status, history, page_for(sys.stdout))
 
@@ -103,7 +101,7 @@ def explain_command(job: str, server: str | None, timeout_s: float | None) -> st
     help="Where to write it; - is standard output. An existing file is replaced.",
 )
 @connection_options
-def trace_command(job: str, path: Path, server: str | None, timeout_s: float | None) -> str:
+def trace_command(job: str, path: Path) -> str:
     """Write the history of JOB as a trace for ui.perfetto.dev.
 
     Rounds are slices on each node's track, with the cause that ended them; events are instants.
@@ -112,7 +110,7 @@ def trace_command(job: str, path: Path, server: str | None, timeout_s: float | N
 
     from rdzv.ctl.trace import trace
 
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         status, history = client.status(job), whole_history(client, job)
     document = trace(status, history, round(time.time() * 1000))
     if path == Path("-"):

@@ -45,8 +45,6 @@ def status_command(
     everything: bool,
     watched: bool,
     output: str,
-    server: str | None,
-    timeout_s: float | None,
 ) -> str | None:
     """Show the state of JOB, and the reason for it.
 
@@ -57,13 +55,13 @@ def status_command(
     from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         # A watch waits for a lost server, but a server that was never there is an immediate error.
         found = client.status(job)
         if watched:
             from rdzv.ctl.watch import show
 
-            with opened_client(server, timeout_s) as other:
+            with opened_client() as other:
                 show(client, other, job, output, everything=everything)
             return None
     if output != "text":
@@ -112,8 +110,6 @@ def list_command(
     everything: bool,
     watched: bool,
     output: str,
-    server: str | None,
-    timeout_s: float | None,
 ) -> str | None:
     """Show every job, or those whose name matches NAME, one line each.
 
@@ -128,7 +124,7 @@ def list_command(
     from rdzv.runtime.log_format import harmless
     from rdzv.view import as_json
 
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
 
         def shown() -> str:
             found = job_list.chosen(client.jobs(), states, name, order)
@@ -178,8 +174,6 @@ def wait_command(
     job: str,
     waits: tuple[str, ...],
     failed_code: str,
-    server: str | None,
-    timeout_s: float | None,
 ) -> None:
     """Wait until JOB has ended, or until it is running.
 
@@ -193,7 +187,7 @@ def wait_command(
     from rdzv.ctl.watch import wait
 
     seconds = [_wait_s(text, context) for text in waits if text != "running"]
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         text, code = wait(
             client,
             job,
@@ -221,9 +215,9 @@ def _wait_s(text: str, context: click.Context) -> float:
 @job_argument
 @reason_option
 @connection_options
-def stop_command(job: str, reason: str | None, server: str | None, timeout_s: float | None) -> str:
+def stop_command(job: str, reason: str | None) -> str:
     """Stop JOB: its workers receive SIGTERM and time to save, and all its nodes leave."""
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         run = client.status(job).run or ""
         found = client.stop(job, run, f"stopped {by_whom(reason)}")
     return f"{job} is {found.state}"
@@ -233,14 +227,12 @@ def stop_command(job: str, reason: str | None, server: str | None, timeout_s: fl
 @job_argument
 @reason_option
 @connection_options
-def restart_command(
-    job: str, reason: str | None, server: str | None, timeout_s: float | None
-) -> str:
+def restart_command(job: str, reason: str | None) -> str:
     """Stop JOB's workers, giving them time to save, and form a new round.
 
     This does not count as a restart.
     """
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         before = client.status(job)
         if before.round is None or before.state != "running":
             has = "has" if before.state in ("succeeded", "failed", "stopped") else "is"
@@ -256,9 +248,7 @@ def restart_command(
 @click.argument("bounds", metavar="MIN:MAX")
 @reason_option
 @connection_options
-def scale_command(
-    job: str, bounds: str, reason: str | None, server: str | None, timeout_s: float | None
-) -> str:
+def scale_command(job: str, bounds: str, reason: str | None) -> str:
     """Allow JOB to have MIN to MAX nodes, overriding its launch options; N alone means N:N.
 
     If more than MAX nodes are seated, the group re-forms and the highest GROUP_RANKs become spares.
@@ -269,7 +259,7 @@ def scale_command(
         raise click.UsageError(f"{bounds!r} is not MIN:MAX; give two numbers, as in 2:4")
     from rdzv.ctl.as_text import scaled
 
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         before = client.status(job)
         why = f"scaled {by_whom(reason)}"
         most = most if colon else least
@@ -280,8 +270,8 @@ def scale_command(
 @click.command("forget")
 @job_argument
 @connection_options
-def forget_command(job: str, server: str | None, timeout_s: float | None) -> str:
+def forget_command(job: str) -> str:
     """Delete JOB and its history. The job must have ended; `rdzvctl stop` ends it."""
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         client.forget(job, by_whom(None))
     return f"{job} is forgotten"

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 )
 @output_option
 @connection_options
-def nodes_command(
-    node: str | None, output: str, server: str | None, timeout_s: float | None
-) -> str:
+def nodes_command(node: str | None, output: str) -> str:
     """Show every node, one line each; or everything known about NODE.
 
     Lists nodes that are connected, away, cordoned or quarantined. GPUS_FREE is the number of GPUs
@@ -43,7 +41,7 @@ def nodes_command(
     from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         found = client.nodes()
         if node is not None:
             one = next((one for one in found if one.node_id == node), None)
@@ -65,9 +63,7 @@ def nodes_command(
 @reason_option
 @output_option
 @connection_options
-def cordon_command(
-    node: str, reason: str | None, output: str, server: str | None, timeout_s: float | None
-) -> str:
+def cordon_command(node: str, reason: str | None, output: str) -> str:
     """Stop scheduling submitted jobs onto NODE; jobs already there continue.
 
     NODE stays cordoned across restarts of the node and of the server, until it is uncordoned.
@@ -75,7 +71,7 @@ def cordon_command(
     from rdzv.ctl.as_text_nodes import cordoned
     from rdzv.view import as_json
 
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         found = client.cordon(node, by_whom(reason))
     return cordoned(found) if output == "text" else as_asked(output, as_json.node(found))
 
@@ -84,12 +80,12 @@ def cordon_command(
 @node_argument
 @output_option
 @connection_options
-def uncordon_command(node: str, output: str, server: str | None, timeout_s: float | None) -> str:
+def uncordon_command(node: str, output: str) -> str:
     """Allow submitted jobs on NODE again. This also lifts a quarantine."""
     from rdzv.ctl.as_text_nodes import uncordoned
     from rdzv.view import as_json
 
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         found = client.uncordon(node, by_whom(None))
     return uncordoned(found) if output == "text" else as_asked(output, as_json.node(found))
 
@@ -138,8 +134,6 @@ def drain_command(
     all_of: str | None,
     command: str | None,
     output: str,
-    server: str | None,
-    timeout_s: float | None,
 ) -> str | int:
     """Empty NODE: its workers are notified and leave, and nothing more is placed there.
 
@@ -169,7 +163,7 @@ def drain_command(
     except InvalidRequestError as error:
         raise click.UsageError(str(error), context) from None
     try:
-        with opened_client(server, timeout_s) as client:
+        with opened_client() as client:
             if node is None:
                 rolling = rolling_drain.Rolling(label, deadline_ms, by_whom(reason), command)
                 return rolling_drain.roll(client, rolling, click.echo)
@@ -209,7 +203,7 @@ def _drain_one(
 @node_argument
 @output_option
 @connection_options
-def undrain_command(node: str, output: str, server: str | None, timeout_s: float | None) -> str:
+def undrain_command(node: str, output: str) -> str:
     """Lift the drain of NODE, and allow submitted jobs there again unless it is cordoned.
 
     Workers that are still there get no further notice and are not killed. Workers that exit because
@@ -218,6 +212,6 @@ def undrain_command(node: str, output: str, server: str | None, timeout_s: float
     from rdzv.ctl.as_text_nodes import undrained
     from rdzv.view import as_json
 
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         found = client.undrain(node, by_whom(None))
     return undrained(found) if output == "text" else as_asked(output, as_json.node(found))

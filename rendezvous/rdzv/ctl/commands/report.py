@@ -60,8 +60,6 @@ def report_command(
     since: str | None,
     html: Path | None,
     output: str,
-    server: str | None,
-    timeout_s: float | None,
 ) -> str:
     """Show how JOB spent its time, and what its failures cost.
 
@@ -75,7 +73,7 @@ def report_command(
     if job is None and number is not None:
         raise click.UsageError("--run needs a JOB")
     now_ms = round(time.time() * 1000)
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         if job is None:
             return _shown_all(_all(client, since or _SINCE, now_ms), output, html)
         runs = _ledgers(client, job, now_ms)

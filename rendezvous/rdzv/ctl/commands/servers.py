@@ -21,13 +21,13 @@ from rdzv.runtime.usage import Choice
 @click.command("servers")
 @output_option
 @connection_options
-def servers_command(output: str, server: str | None, timeout_s: float | None) -> str:
+def servers_command(output: str) -> str:
     """Show the servers that share a store, and which of them leads."""
     from rdzv.ctl import as_text
     from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         found = client.servers()
     if output != "text":
         return as_asked(output, as_json.servers(found))
@@ -38,7 +38,7 @@ def servers_command(output: str, server: str | None, timeout_s: float | None) ->
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @connection_options
-def backup_command(file: Path, force: bool, server: str | None, timeout_s: float | None) -> str:
+def backup_command(file: Path, force: bool) -> str:
     """Write a backup of the server's store to FILE while the server is running.
 
     `rdzvd --restore FILE` restores it into a store of any kind. Only the current user can read
@@ -46,7 +46,7 @@ def backup_command(file: Path, force: bool, server: str | None, timeout_s: float
     """
     from rdzv.ctl.new_files import new_file
 
-    with new_file(file, replace=force) as written, opened_client(server, timeout_s) as client:
+    with new_file(file, replace=force) as written, opened_client() as client:
         found = client.backup(written).trailer
         size = written.seek(0, os.SEEK_END)
     return f"{file}: {found.jobs} jobs, {found.events} events, {size} bytes"
@@ -62,9 +62,7 @@ def backup_command(file: Path, force: bool, server: str | None, timeout_s: float
 )
 @output_option
 @connection_options
-def audit_command(
-    limit: int | None, output: str, server: str | None, timeout_s: float | None
-) -> str:
+def audit_command(limit: int | None, output: str) -> str:
     """Show who changed which jobs, nodes and tokens, oldest first.
 
     For admins only. Times are in this machine's time zone.
@@ -73,7 +71,7 @@ def audit_command(
     from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         found = client.audit(limit or 0)
     if output != "text":
         return as_asked(output, as_json.audit(found))
@@ -110,8 +108,6 @@ def _create_token(
     roles: tuple[str, ...],
     expires: str | None,
     output: str,
-    server: str | None,
-    timeout_s: float | None,
 ) -> str:
     """Create a token for the caller NAME, and write its text to stdout.
 
@@ -123,7 +119,7 @@ def _create_token(
     from rdzv.view import as_json
 
     life_ms = 0 if expires is None else parse_life(expires)
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         token, text = client.create_token(name, roles, life_ms)
     if output != "text":
         return as_asked(output, as_json.token_made(token, text))
@@ -134,13 +130,13 @@ def _create_token(
 @tokens_command.command("list")
 @output_option
 @connection_options
-def _list_tokens(output: str, server: str | None, timeout_s: float | None) -> str:
+def _list_tokens(output: str) -> str:
     """List all tokens, without their text. Expired tokens remain listed for a while."""
     from rdzv.ctl import as_text_access
     from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         found = client.tokens()
     if output != "text":
         return as_asked(output, as_json.tokens(found))
@@ -151,9 +147,7 @@ def _list_tokens(output: str, server: str | None, timeout_s: float | None) -> st
 @click.argument("id_or_name", metavar="ID|NAME")
 @output_option
 @connection_options
-def _revoke_tokens(
-    id_or_name: str, output: str, server: str | None, timeout_s: float | None
-) -> str:
+def _revoke_tokens(id_or_name: str, output: str) -> str:
     """Revoke the token ID, or all tokens of the caller NAME.
 
     Nodes that use them are disconnected.
@@ -161,7 +155,7 @@ def _revoke_tokens(
     from rdzv.ctl import as_text_access
     from rdzv.view import as_json
 
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         found = client.revoke_tokens(id_or_name)
     if output != "text":
         return as_asked(output, as_json.tokens(found))

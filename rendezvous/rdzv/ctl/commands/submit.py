@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from rdzv.ctl.command_line import (
-    CREDENTIALS_KEY,
     as_asked,
     complain,
+    connection,
     opened_client,
     this_user,
     warn,
@@ -69,8 +69,9 @@ def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
             return to_submit(request.rdzv_id, request.settings, request.spec, page_for(sys.stdout))
         document = as_json.to_submit(request.rdzv_id, request.settings, request.spec)
         return as_asked(request.output, document)
-    context.meta.setdefault(CREDENTIALS_KEY, {}).update(request.credentials)
-    with opened_client(request.server, request.timeout_s) as client:
+    given = {"server": request.server, "timeout_s": request.timeout_s, **request.credentials}
+    connection(context).update({name: value for name, value in given.items() if value is not None})
+    with opened_client() as client:
         found = client.submit(
             request.rdzv_id, request.run, request.settings, request.spec, this_user()
         )
@@ -88,9 +89,9 @@ def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
 def _followed(request: Request) -> int:
     from rdzv.ctl.follow import follow
 
-    rdzv_id, server, timeout_s = request.rdzv_id, request.server, request.timeout_s
+    rdzv_id, server = request.rdzv_id, request.server
     try:
-        with opened_client(server, timeout_s) as logs, opened_client(server, timeout_s) as watcher:
+        with opened_client() as logs, opened_client() as watcher:
             return follow(logs, watcher, rdzv_id, request.run, root_cause=request.root_cause_exit)
     except KeyboardInterrupt:
         option = f"--server={server} " if server else ""

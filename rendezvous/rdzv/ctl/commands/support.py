@@ -14,6 +14,7 @@ import click
 from rdzv.ctl.command_line import (
     OK,
     REFUSED,
+    connection,
     connection_options,
     credentials_of,
     job_argument,
@@ -56,8 +57,6 @@ def doctor_command(
     python: str | None,
     listen_port: int | None,
     reach: str | None,
-    server: str | None,
-    timeout_s: float | None,
 ) -> int:
     """Check this machine, the connection to the server and, with --nodes, the nodes.
 
@@ -75,7 +74,8 @@ def doctor_command(
             "--listen and --reach are for two different machines; give one of them", context
         )
     if listen_port is not None:
-        return _show([doctor.wait_for_visit(listen_port, timeout_s or WAIT_S, _say_port)])
+        within_s = connection(context).get("timeout_s", WAIT_S)
+        return _show([doctor.wait_for_visit(listen_port, within_s, _say_port)])
     if reach is not None:
         host, _, port = reach.rpartition(":")
         if not host or not port.isdigit():
@@ -83,7 +83,7 @@ def doctor_command(
         return _show([doctor.visit(host.strip("[]"), int(port))])
     python = python or os.environ.get("PYTHON_EXEC") or sys.executable
     credentials = credentials_of(context)
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         return _show(doctor.examine(client, credentials, python, with_nodes=with_nodes))
 
 
@@ -126,8 +126,6 @@ def support_bundle_command(
     with_logs: bool,
     force: bool,
     yes: bool,
-    server: str | None,
-    timeout_s: float | None,
 ) -> str:
     """Collect everything known about JOB into an archive that you can send to someone.
 
@@ -139,7 +137,7 @@ def support_bundle_command(
     from rdzv.ctl.new_files import new_file
 
     now_unix_ms = round(time.time() * 1000)
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         files = support_bundle.collect(client, job, now_unix_ms, with_logs=with_logs)
     folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in job) + "-support"
     path = path or Path(f"{folder}.tar.gz")

@@ -57,8 +57,6 @@ def logs_command(
     stdout: bool,
     stderr: bool,
     tail: str | None,
-    server: str | None,
-    timeout_s: float | None,
 ) -> None:
     """Show the output of JOB's workers, read from the nodes that have it.
 
@@ -72,7 +70,7 @@ def logs_command(
         tail_lines, tail_bytes = _parsed_tail(tail) if tail else (0, 0)
     except InvalidRequestError as error:
         raise click.UsageError(str(error), context) from None
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         pieces = client.logs(
             job,
             rank=rank,
@@ -124,8 +122,6 @@ def stacks_command(
     number: int | None,
     raw: bool,
     output: str,
-    server: str | None,
-    timeout_s: float | None,
 ) -> str:
     """Show where in their code JOB's workers are.
 
@@ -137,7 +133,7 @@ def stacks_command(
     from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
-    with opened_client(server, timeout_s) as client:
+    with opened_client() as client:
         found = client.stacks(job, number)
     if output != "text":
         return as_asked(output, as_json.stacks(found))
