@@ -35,9 +35,10 @@ from rdzv.transport.node_stream import (
     call_options,
     error_from_status,
 )
-from rdzv.transport.wire import write
+from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import ControlStub
+from rdzv.view import history
 from rdzv.view.answers import (
     Event,
     JobStatus,
@@ -48,16 +49,7 @@ from rdzv.view.answers import (
     StackReport,
     Token,
 )
-from rdzv.view.from_messages import (
-    event_of,
-    job_status_of,
-    job_summary_of,
-    log_lines_of,
-    node_of,
-    server_of,
-    stack_report_of,
-    token_of,
-)
+from rdzv.view.sentences import sentence
 
 if TYPE_CHECKING:
     from rdzv.stores.backup import Summary
@@ -163,7 +155,7 @@ class ControlClient:
     def status(self, rdzv_id: str) -> JobStatus:
         """Return the status of a job's current or last run."""
         request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
-        return job_status_of(self._call(lambda stub: stub.GetStatus, request))
+        return read(JobStatus, self._call(lambda stub: stub.GetStatus, request))
 
     def watch(
         self, rdzv_id: str, silent: Callable[[RendezvousError], None] | None = None
@@ -180,7 +172,7 @@ class ControlClient:
             call = self._stub(STREAM_OPTIONS).WatchJob(request, metadata=self._metadata())
             try:
                 for status in call:
-                    yield job_status_of(status)
+                    yield read(JobStatus, status)
                     silent_since_s, told = time.monotonic(), False
             except grpc.RpcError as failure:
                 error = self._error(failure)
@@ -200,7 +192,8 @@ class ControlClient:
         """Return all jobs known to the server, sorted by name."""
         response = self._call(lambda stub: stub.ListJobs, pb.ListJobsRequest())
         self.store_away = response.store_away or None
-        return tuple(sorted(map(job_summary_of, response.jobs), key=lambda job: job.rdzv_id))
+        jobs = [read(JobSummary, job) for job in response.jobs]
+        return tuple(sorted(jobs, key=lambda job: job.rdzv_id))
 
     def events(self, rdzv_id: str, limit: int = 0) -> tuple[Event, ...]:
         """Return a job's newest `limit` events, oldest first. With 0, the server sets the limit."""
@@ -257,7 +250,7 @@ class ControlClient:
                         cut_at_s = math.inf
                         places.note(lines, request)
                         if lines.data or lines.note:
-                            yield log_lines_of(lines)
+                            yield read(LogLines, lines)
                     return
                 except grpc.RpcError as failure:
                     error = self._error(failure)
@@ -282,7 +275,7 @@ class ControlClient:
         """
         request = pb.TakeStacksRequest(rdzv_id=_checked_name(rdzv_id), round=number)
         within_s = self._timeout_s + STACKS_S
-        return stack_report_of(self._call(lambda stub: stub.TakeStacks, request, within_s))
+        return read(StackReport, self._call(lambda stub: stub.TakeStacks, request, within_s))
 
     def backup(self, file: BinaryIO) -> Summary:
         """Write a backup of the server's store to a file, and return its summary.
@@ -322,7 +315,7 @@ class ControlClient:
     def stop(self, rdzv_id: str, run: str, reason: str) -> JobStatus:
         """End a run, making its nodes stop their workers and leave; return the job's status."""
         request = pb.StopJobRequest(rdzv_id=_checked_name(rdzv_id), run=run, reason=reason)
-        return job_status_of(self._call(lambda stub: stub.StopJob, request))
+        return read(JobStatus, self._call(lambda stub: stub.StopJob, request))
 
     def restart(self, rdzv_id: str, run: str, number: int, reason: str) -> JobStatus:
         """End a round so that another forms, without counting a restart; return the job's status.
@@ -332,7 +325,7 @@ class ControlClient:
         request = pb.RestartJobRequest(
             rdzv_id=_checked_name(rdzv_id), run=run, round=number, reason=reason
         )
-        return job_status_of(self._call(lambda stub: stub.RestartJob, request))
+        return read(JobStatus, self._call(lambda stub: stub.RestartJob, request))
 
     def scale(
         self, rdzv_id: str, run: str, min_nodes: int, max_nodes: int, reason: str
@@ -345,7 +338,7 @@ class ControlClient:
             max_nodes=max_nodes,
             reason=reason,
         )
-        return job_status_of(self._call(lambda stub: stub.ScaleJob, request))
+        return read(JobStatus, self._call(lambda stub: stub.ScaleJob, request))
 
     def create_token(
         self, name: str, roles: Sequence[str], expires_in_ms: int
@@ -365,18 +358,18 @@ class ControlClient:
 
         request = pb.CreateTokenRequest(name=name, roles=roles, expires_in_ms=expires_in_ms)
         answer = self._call(lambda stub: stub.CreateToken, request, failed=stop_in_doubt)
-        return token_of(answer.token), answer.text
+        return read(Token, answer.token), answer.text
 
     def tokens(self) -> list[Token]:
         """Return all tokens."""
         answer = self._call(lambda stub: stub.ListTokens, pb.ListTokensRequest())
-        return [token_of(token) for token in answer.tokens]
+        return [read(Token, token) for token in answer.tokens]
 
     def revoke_tokens(self, id_or_name: str) -> list[Token]:
         """Revoke the token with this id, or all tokens with this name, and return those revoked."""
         request = pb.RevokeTokensRequest(id_or_name=id_or_name)
         answer = self._call(lambda stub: stub.RevokeTokens, request)
-        return [token_of(token) for token in answer.tokens]
+        return [read(Token, token) for token in answer.tokens]
 
     def audit(self, limit: int = 0) -> list[Event]:
         """Return the newest `limit` audit events, oldest first.
@@ -410,8 +403,9 @@ class ControlClient:
         within_s, tries = self._timeout_s, list[RendezvousConnectionError]()
         while True:
             try:
-                return job_status_of(
-                    self._call(lambda stub: stub.SubmitJob, request, within_s, tries.append)
+                return read(
+                    JobStatus,
+                    self._call(lambda stub: stub.SubmitJob, request, within_s, tries.append),
                 )
             except RendezvousConnectionError as error:
                 within_s = until_s - time.monotonic() - SUBMIT_RETRY_S
@@ -428,17 +422,17 @@ class ControlClient:
         request = pb.ListNodesRequest(node_ids=[_checked_name(n, "node") for n in node_ids])
         response = self._call(lambda stub: stub.ListNodes, request)
         self.store_away = response.store_away or None
-        return tuple(map(node_of, response.nodes))
+        return tuple([read(Node, node) for node in response.nodes])
 
     def cordon(self, node_id: str, reason: str) -> Node:
         """Stop placing submitted jobs on a node; jobs already there continue."""
         request = pb.CordonNodeRequest(node_id=_checked_name(node_id, "node"), reason=reason)
-        return node_of(self._call(lambda stub: stub.CordonNode, request))
+        return read(Node, self._call(lambda stub: stub.CordonNode, request))
 
     def uncordon(self, node_id: str, reason: str) -> Node:
         """Allow submitted jobs on a node again."""
         request = pb.UncordonNodeRequest(node_id=_checked_name(node_id, "node"), reason=reason)
-        return node_of(self._call(lambda stub: stub.UncordonNode, request))
+        return read(Node, self._call(lambda stub: stub.UncordonNode, request))
 
     def drain(self, node_id: str, deadline_ms: int, reason: str, *, force: bool = False) -> Node:
         """Drain a node: notify its workers, and stop them at the deadline; return the node.
@@ -451,18 +445,18 @@ class ControlClient:
         request = pb.DrainNodeRequest(
             node_id=name, deadline_ms=deadline_ms, reason=reason, force=force
         )
-        return node_of(self._call(lambda stub: stub.DrainNode, request))
+        return read(Node, self._call(lambda stub: stub.DrainNode, request))
 
     def undrain(self, node_id: str, reason: str, *, cordon: bool = False) -> Node:
         """Lift a node's drain and, with `cordon`, its cordon; return the node."""
         name = _checked_name(node_id, "node")
         request = pb.UndrainNodeRequest(node_id=name, cordon=cordon, reason=reason)
-        return node_of(self._call(lambda stub: stub.UndrainNode, request))
+        return read(Node, self._call(lambda stub: stub.UndrainNode, request))
 
     def servers(self) -> tuple[Server, ...]:
         """Return the servers that share a store, including the leader."""
         response = self._call(lambda stub: stub.ListServers, pb.ListServersRequest())
-        return tuple(map(server_of, response.servers))
+        return tuple([read(Server, server) for server in response.servers])
 
     def _call(
         self,
@@ -595,3 +589,10 @@ def _perhaps_done(error: RendezvousConnectionError) -> bool:
     # Only a connection that was open and then lost may have carried the request.
     never = _NO_CONNECTION.search(failure.details() or "")
     return failure.code() is grpc.StatusCode.UNAVAILABLE and not never
+
+
+def event_of(event: pb.Event) -> Event:
+    """Decode an event. What this version does not know has the server's text."""
+    fields = history.fields_in(event.fields)
+    known = history.read(event.name, fields)
+    return read(Event, event, fields=fields, text=sentence(known) if known else event.text)

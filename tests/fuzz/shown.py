@@ -17,6 +17,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
+from rdzv.client import event_of
 from rdzv.ctl import (
     as_text,
     as_text_access,
@@ -30,8 +31,9 @@ from rdzv.ctl import (
 )
 from rdzv.ctl.layout import Page
 from rdzv.structs import field_names
+from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
-from rdzv.view import from_messages
+from rdzv.view.answers import JobStatus, JobSummary, LogLines, Node, Server, StackReport
 from rdzv.view.history import KINDS
 from rdzv.view.log_lines import Printer
 from tests.fuzz import messages, surface
@@ -42,7 +44,7 @@ _WIDE = Page(width=None, colour=False, now_s=1_000.0)
 
 
 def _status(message: Any) -> Iterator[str]:
-    job = from_messages.job_status_of(message)
+    job = read(JobStatus, message)
     for page in (_NARROW, _WIDE):
         yield as_text.status(job, page)
         yield as_text.status(job, page, everything=True)
@@ -52,35 +54,31 @@ def _status(message: Any) -> Iterator[str]:
 
 
 def _jobs(message: Any) -> Iterator[str]:
-    yield job_list.as_lines(
-        "h:1", [from_messages.job_summary_of(one) for one in message.jobs], _NARROW
-    )
+    yield job_list.as_lines("h:1", [read(JobSummary, one) for one in message.jobs], _NARROW)
 
 
 def _events(message: Any) -> Iterator[str]:
-    found = [from_messages.event_of(one) for one in message.events]
+    found = [event_of(one) for one in message.events]
     yield as_text.events("j", found, _NARROW)
-    job = from_messages.job_status_of(
-        pb.JobStatus(run=found[0].run or "") if found else pb.JobStatus()
-    )
+    job = read(JobStatus, pb.JobStatus(run=found[0].run or "") if found else pb.JobStatus())
     yield as_text_story.explain(job, found, _NARROW)
     yield trace.trace(job, found, 1_000)
     yield as_text_access.audit(found, _NARROW)
 
 
 def _nodes(message: Any) -> Iterator[str]:
-    found = [from_messages.node_of(one) for one in message.nodes]
+    found = [read(Node, one) for one in message.nodes]
     yield as_text_nodes.nodes("h:1", found, _NARROW)
     yield from (as_text_nodes.node(one, _NARROW) for one in found)
 
 
 def _stacks(message: Any) -> Iterator[str]:
     for raw in (False, True):
-        yield as_text_stacks.text(from_messages.stack_report_of(message), _NARROW, raw=raw)
+        yield as_text_stacks.text(read(StackReport, message), _NARROW, raw=raw)
 
 
 def _servers(message: Any) -> Iterator[str]:
-    yield as_text.servers([from_messages.server_of(one) for one in message.servers], _NARROW)
+    yield as_text.servers([read(Server, one) for one in message.servers], _NARROW)
 
 
 _SHOWN: Mapping[str, Callable[[Any], Iterator[str]]] = {
@@ -144,7 +142,7 @@ def _take(steps: Input) -> None:
         except DecodeError:
             continue
         if kind == _LINE:
-            printer.take(from_messages.log_lines_of(message))
+            printer.take(read(LogLines, message))
             continue
         for text in _SHOWN[kind](message):
             check_text(f"what is shown of {kind}", text)

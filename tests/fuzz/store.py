@@ -21,9 +21,10 @@ from rdzv.c10d.observations import Watch
 from rdzv.c10d.store_server import PREFIX, Looks
 from rdzv.ctl import as_text
 from rdzv.ctl.layout import Page
-from rdzv.server import wire
 from rdzv.server.operations import answer_values
-from rdzv.view.from_messages import job_status_of
+from rdzv.transport.wire import read, write
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view.answers import JobStatus
 from tests.fuzz import surface
 from tests.fuzz.surface import Input, Step, Surface, Take, check_text
 
@@ -174,9 +175,9 @@ def _look(answer: Answer) -> None:
     watch = Watch()
     watch.take(answer.states, (*answer.gone, *answer.unreadable), 1_000)
     for view in watch.views(2_000):
-        message = wire.job_status(answer_values.job_status(view, 2_000))
-        message = type(message).FromString(message.SerializeToString())
-        check_text("a job that is watched", as_text.status(job_status_of(message), _PAGE))
+        message = write(pb.JobStatus(), answer_values.job_status(view, 2_000))
+        message = pb.JobStatus.FromString(message.SerializeToString())
+        check_text("a job that is watched", as_text.status(read(JobStatus, message), _PAGE))
 
 
 @contextmanager

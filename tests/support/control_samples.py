@@ -79,30 +79,28 @@ def failed() -> pb.JobStatus:
     nodes = [
         _node(f"n{i + 1}", "left", age_ms=250_000, group_rank=i, rank_first=8 * i) for i in range(3)
     ]
-    root_cause = pb.RootCause(
-        failures=[
-            pb.NodeFailure(
-                node_id="n3",
-                address="10.0.0.3",
-                failure=pb.WorkerFailure(
-                    local_rank=1,
-                    rank=17,
-                    pid=4711,
-                    exit_code=1,
-                    message=OUT_OF_MEMORY,
-                    traceback=TRACEBACK,
-                    age_ms=252_000,
-                ),
-            ),
-            pb.NodeFailure(
-                node_id="n1",
-                address="10.0.0.1",
-                failure=pb.WorkerFailure(
-                    local_rank=3, rank=3, pid=812, signal=6, message="ended by signal 6 (SIGABRT)"
-                ),
-            ),
-        ]
-    )
+    failures = [
+        pb.WorkerFailure(
+            node_id="n3",
+            address="10.0.0.3",
+            local_rank=1,
+            rank=17,
+            pid=4711,
+            exit_code=1,
+            message=OUT_OF_MEMORY,
+            traceback=TRACEBACK,
+            age_ms=252_000,
+        ),
+        pb.WorkerFailure(
+            node_id="n1",
+            address="10.0.0.1",
+            local_rank=3,
+            rank=3,
+            pid=812,
+            signal=6,
+            message="ended by signal 6 (SIGABRT)",
+        ),
+    ]
     spent = "a worker failed and all 3 restarts are spent"
     return pb.JobStatus(
         rdzv_id="gpt-small",
@@ -121,8 +119,7 @@ def failed() -> pb.JobStatus:
         master_addr="10.0.0.1",
         master_port=29511,
         nodes=nodes,
-        last_failure=root_cause,
-        last_failure_age_ms=252_000,
+        last_failure=pb.LastFailure(age_ms=252_000, root_cause=failures[0], others=failures[1:]),
     )
 
 

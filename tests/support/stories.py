@@ -6,14 +6,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC
 
+from rdzv.client import event_of
 from rdzv.core.commands import Leave, Stop
 from rdzv.core.model import LeaveCause
 from rdzv.ctl.layout import Page
 from rdzv.server import wire
 from rdzv.server.operations import answer_values
 from rdzv.structs import replace
+from rdzv.transport.wire import read, write
+from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import Event, JobStatus
-from rdzv.view.from_messages import event_of, job_status_of
 from tests.unit.core.test_small_scope import SETTINGS
 from tests.unit.server.test_driver import join, settle
 from tests.unit.server.test_metrics import Scraped, history, scraped
@@ -42,7 +44,9 @@ async def told(
         rows = await s.driver.views.history(rdzv_id, limit)
         progress, starts = s.driver.views.progress(rdzv_id), s.driver.views.starts(rdzv_id)
     status = answer_values.job_status(view, now_ms, progress, starts=starts)
-    assert job_status_of(wire.job_status(status)) == status, "gRPC carries what HTTP answers"
+    assert read(JobStatus, write(pb.JobStatus(), status)) == status, (
+        "gRPC carries what HTTP answers"
+    )
     return Told(status, tuple(event_of(wire.event_row(row)) for row in rows), now_ms)
 
 

@@ -1089,6 +1089,8 @@ class WorkerFailure(google.protobuf.message.Message):
     TRACEBACK_FIELD_NUMBER: builtins.int
     AGE_MS_FIELD_NUMBER: builtins.int
     SUSPECT_FIELD_NUMBER: builtins.int
+    NODE_ID_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
     local_rank: builtins.int
     rank: builtins.int
     pid: builtins.int
@@ -1107,6 +1109,9 @@ class WorkerFailure(google.protobuf.message.Message):
     """A collective raised an exception in it, perhaps because another worker failed. It is charged only
     if no other failure is found; it has not exited, and parks.
     """
+    node_id: builtins.str
+    """Its node; unset in messages from the node itself."""
+    address: builtins.str
     def __init__(
         self,
         *,
@@ -1119,9 +1124,11 @@ class WorkerFailure(google.protobuf.message.Message):
         traceback: builtins.str = ...,
         age_ms: builtins.int = ...,
         suspect: builtins.bool = ...,
+        node_id: builtins.str = ...,
+        address: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_exit_code", b"_exit_code", "_signal", b"_signal", "exit_code", b"exit_code", "signal", b"signal"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_exit_code", b"_exit_code", "_signal", b"_signal", "age_ms", b"age_ms", "exit_code", b"exit_code", "local_rank", b"local_rank", "message", b"message", "pid", b"pid", "rank", b"rank", "signal", b"signal", "suspect", b"suspect", "traceback", b"traceback"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_exit_code", b"_exit_code", "_signal", b"_signal", "address", b"address", "age_ms", b"age_ms", "exit_code", b"exit_code", "local_rank", b"local_rank", "message", b"message", "node_id", b"node_id", "pid", b"pid", "rank", b"rank", "signal", b"signal", "suspect", b"suspect", "traceback", b"traceback"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_exit_code", b"_exit_code"]) -> typing.Literal["exit_code"] | None: ...
     @typing.overload
@@ -1468,12 +1475,15 @@ class RankProgress(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     AGE_MS_FIELD_NUMBER: builtins.int
     RATE_FIELD_NUMBER: builtins.int
+    BEHIND_FIELD_NUMBER: builtins.int
     rank: builtins.int
     step: builtins.int
     age_ms: builtins.int
     """The age of that report."""
     rate: builtins.float
     """Recent steps per second; 0: unknown."""
+    behind: builtins.int
+    """How many steps it is behind the foremost, at least; only in a job's status."""
     def __init__(
         self,
         *,
@@ -1481,8 +1491,9 @@ class RankProgress(google.protobuf.message.Message):
         step: builtins.int = ...,
         age_ms: builtins.int = ...,
         rate: builtins.float = ...,
+        behind: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "rank", b"rank", "rate", b"rate", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "behind", b"behind", "rank", b"rank", "rate", b"rate", "step", b"step"]) -> None: ...
 
 global___RankProgress = RankProgress
 
@@ -2738,7 +2749,7 @@ class Closed(google.protobuf.message.Message):
     RESULT_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     RETRY_SENSIBLE_FIELD_NUMBER: builtins.int
-    ROOT_CAUSE_FIELD_NUMBER: builtins.int
+    FAILURES_FIELD_NUMBER: builtins.int
     NO_PROGRESS_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
@@ -2749,7 +2760,9 @@ class Closed(google.protobuf.message.Message):
     no_progress: builtins.bool
     """The job kept failing without progress, so launching it again unchanged is pointless."""
     @property
-    def root_cause(self) -> global___RootCause: ...
+    def failures(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkerFailure]:
+        """The first is the root cause; the rest followed within half a second of the earliest."""
+
     def __init__(
         self,
         *,
@@ -2758,11 +2771,10 @@ class Closed(google.protobuf.message.Message):
         result: global___Result.ValueType = ...,
         reason: builtins.str = ...,
         retry_sensible: builtins.bool = ...,
-        root_cause: global___RootCause | None = ...,
+        failures: collections.abc.Iterable[global___WorkerFailure] | None = ...,
         no_progress: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["root_cause", b"root_cause"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["no_progress", b"no_progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "result", b"result", "retry_sensible", b"retry_sensible", "root_cause", b"root_cause", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failures", b"failures", "no_progress", b"no_progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "result", b"result", "retry_sensible", b"retry_sensible", "run", b"run"]) -> None: ...
 
 global___Closed = Closed
 
@@ -2811,49 +2823,6 @@ class Waiting(google.protobuf.message.Message):
 global___Waiting = Waiting
 
 @typing.final
-class RootCause(google.protobuf.message.Message):
-    """The failure to which a job's end or a restart is attributed, and those that followed."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    FAILURES_FIELD_NUMBER: builtins.int
-    @property
-    def failures(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeFailure]:
-        """The first is the root cause; the rest followed within half a second of the earliest."""
-
-    def __init__(
-        self,
-        *,
-        failures: collections.abc.Iterable[global___NodeFailure] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["failures", b"failures"]) -> None: ...
-
-global___RootCause = RootCause
-
-@typing.final
-class NodeFailure(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    NODE_ID_FIELD_NUMBER: builtins.int
-    ADDRESS_FIELD_NUMBER: builtins.int
-    FAILURE_FIELD_NUMBER: builtins.int
-    node_id: builtins.str
-    address: builtins.str
-    @property
-    def failure(self) -> global___WorkerFailure: ...
-    def __init__(
-        self,
-        *,
-        node_id: builtins.str = ...,
-        address: builtins.str = ...,
-        failure: global___WorkerFailure | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["failure", b"failure"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "failure", b"failure", "node_id", b"node_id"]) -> None: ...
-
-global___NodeFailure = NodeFailure
-
-@typing.final
 class GetStatusRequest(google.protobuf.message.Message):
     """---------------------------------------------------------------- operators"""
 
@@ -2889,8 +2858,6 @@ class JobStatus(google.protobuf.message.Message):
     RUN_AGE_MS_FIELD_NUMBER: builtins.int
     MASTER_ADDR_FIELD_NUMBER: builtins.int
     MASTER_PORT_FIELD_NUMBER: builtins.int
-    LAST_FAILURE_FIELD_NUMBER: builtins.int
-    LAST_FAILURE_AGE_MS_FIELD_NUMBER: builtins.int
     BACKEND_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
     SUBMISSION_FIELD_NUMBER: builtins.int
@@ -2908,6 +2875,7 @@ class JobStatus(google.protobuf.message.Message):
     SNAPSHOT_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     CLOSED_FIELD_NUMBER: builtins.int
+    LAST_FAILURE_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     run_number: builtins.int
@@ -2928,7 +2896,6 @@ class JobStatus(google.protobuf.message.Message):
     """How long ago the run began."""
     master_addr: builtins.str
     master_port: builtins.int
-    last_failure_age_ms: builtins.int
     backend: builtins.str
     """The backend that forms the group: `rdzv`, or `c10d` for torchrun's own rendezvous, whose store
     this server hosts and only observes.
@@ -2959,10 +2926,6 @@ class JobStatus(google.protobuf.message.Message):
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeStatus]: ...
     @property
-    def last_failure(self) -> global___RootCause:
-        """The last failure, if there was one in this run."""
-
-    @property
     def progress(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankProgress]:
         """The progress that workers have reported in this round, by RANK."""
 
@@ -2986,6 +2949,10 @@ class JobStatus(google.protobuf.message.Message):
     def reason(self) -> global___Reason:
         """Why it is in that state, and what there is to say about its nodes."""
 
+    @property
+    def last_failure(self) -> global___LastFailure:
+        """The last failure, if there was one in this run."""
+
     def __init__(
         self,
         *,
@@ -3004,8 +2971,6 @@ class JobStatus(google.protobuf.message.Message):
         run_age_ms: builtins.int = ...,
         master_addr: builtins.str = ...,
         master_port: builtins.int = ...,
-        last_failure: global___RootCause | None = ...,
-        last_failure_age_ms: builtins.int | None = ...,
         backend: builtins.str = ...,
         progress: collections.abc.Iterable[global___RankProgress] | None = ...,
         submission: global___Submission | None = ...,
@@ -3023,13 +2988,12 @@ class JobStatus(google.protobuf.message.Message):
         snapshot: global___WholeSnapshot | None = ...,
         reason: global___Reason | None = ...,
         closed: builtins.bool = ...,
+        last_failure: global___LastFailure | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "budgets", b"budgets", "cold", b"cold", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "reason", b"reason", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "snapshot", b"snapshot", "source", b"source", "submission", b"submission", "warm", b"warm"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "backend", b"backend", "budgets", b"budgets", "closed", b"closed", "cold", b"cold", "ended_by_failure", b"ended_by_failure", "has_secret", b"has_secret", "kept", b"kept", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "snapshot", b"snapshot", "source", b"source", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "warm", b"warm", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "budgets", b"budgets", "cold", b"cold", "last_failure", b"last_failure", "max_restarts", b"max_restarts", "reason", b"reason", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "snapshot", b"snapshot", "source", b"source", "submission", b"submission", "warm", b"warm"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "backend", b"backend", "budgets", b"budgets", "closed", b"closed", "cold", b"cold", "ended_by_failure", b"ended_by_failure", "has_secret", b"has_secret", "kept", b"kept", "last_failure", b"last_failure", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "snapshot", b"snapshot", "source", b"source", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "warm", b"warm", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cold", b"_cold"]) -> typing.Literal["cold"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_last_failure_age_ms", b"_last_failure_age_ms"]) -> typing.Literal["last_failure_age_ms"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts", b"_max_restarts"]) -> typing.Literal["max_restarts"] | None: ...
     @typing.overload
@@ -3044,6 +3008,33 @@ class JobStatus(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_warm", b"_warm"]) -> typing.Literal["warm"] | None: ...
 
 global___JobStatus = JobStatus
+
+@typing.final
+class LastFailure(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AGE_MS_FIELD_NUMBER: builtins.int
+    ROOT_CAUSE_FIELD_NUMBER: builtins.int
+    OTHERS_FIELD_NUMBER: builtins.int
+    age_ms: builtins.int
+    @property
+    def root_cause(self) -> global___WorkerFailure: ...
+    @property
+    def others(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkerFailure]:
+        """Those that followed within half a second of the earliest."""
+
+    def __init__(
+        self,
+        *,
+        age_ms: builtins.int | None = ...,
+        root_cause: global___WorkerFailure | None = ...,
+        others: collections.abc.Iterable[global___WorkerFailure] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_age_ms", b"_age_ms", "age_ms", b"age_ms", "root_cause", b"root_cause"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_age_ms", b"_age_ms", "age_ms", b"age_ms", "others", b"others", "root_cause", b"root_cause"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_age_ms", b"_age_ms"]) -> typing.Literal["age_ms"] | None: ...
+
+global___LastFailure = LastFailure
 
 @typing.final
 class Reason(google.protobuf.message.Message):
@@ -4174,31 +4165,47 @@ class Node(google.protobuf.message.Message):
         *,
         node_id: builtins.str = ...,
         state: builtins.str = ...,
-        state_age_ms: builtins.int = ...,
+        state_age_ms: builtins.int | None = ...,
         program: builtins.str = ...,
         address: builtins.str = ...,
         agent_version: builtins.str = ...,
         resources: global___Resources | None = ...,
         jobs: collections.abc.Iterable[global___NodeJob] | None = ...,
-        gpus_free: builtins.int = ...,
+        gpus_free: builtins.int | None = ...,
         cordoned: builtins.bool = ...,
         cordon_reason: builtins.str = ...,
-        cordon_age_ms: builtins.int = ...,
+        cordon_age_ms: builtins.int | None = ...,
         metrics: builtins.str = ...,
         quarantine: builtins.str = ...,
-        quarantine_age_ms: builtins.int = ...,
-        quarantine_left_ms: builtins.int = ...,
+        quarantine_age_ms: builtins.int | None = ...,
+        quarantine_left_ms: builtins.int | None = ...,
         unhealthy: builtins.str = ...,
-        unhealthy_age_ms: builtins.int = ...,
+        unhealthy_age_ms: builtins.int | None = ...,
         drain: builtins.str = ...,
         drain_reason: builtins.str = ...,
-        drain_left_ms: builtins.int = ...,
+        drain_left_ms: builtins.int | None = ...,
         drained_by_operator: builtins.bool = ...,
         cordoned_besides: builtins.bool = ...,
-        drain_age_ms: builtins.int = ...,
+        drain_age_ms: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["resources", b"resources"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "agent_version", b"agent_version", "cordon_age_ms", b"cordon_age_ms", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "cordoned_besides", b"cordoned_besides", "drain", b"drain", "drain_age_ms", b"drain_age_ms", "drain_left_ms", b"drain_left_ms", "drain_reason", b"drain_reason", "drained_by_operator", b"drained_by_operator", "gpus_free", b"gpus_free", "jobs", b"jobs", "metrics", b"metrics", "node_id", b"node_id", "program", b"program", "quarantine", b"quarantine", "quarantine_age_ms", b"quarantine_age_ms", "quarantine_left_ms", b"quarantine_left_ms", "resources", b"resources", "state", b"state", "state_age_ms", b"state_age_ms", "unhealthy", b"unhealthy", "unhealthy_age_ms", b"unhealthy_age_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cordon_age_ms", b"_cordon_age_ms", "_drain_age_ms", b"_drain_age_ms", "_drain_left_ms", b"_drain_left_ms", "_gpus_free", b"_gpus_free", "_quarantine_age_ms", b"_quarantine_age_ms", "_quarantine_left_ms", b"_quarantine_left_ms", "_state_age_ms", b"_state_age_ms", "_unhealthy_age_ms", b"_unhealthy_age_ms", "cordon_age_ms", b"cordon_age_ms", "drain_age_ms", b"drain_age_ms", "drain_left_ms", b"drain_left_ms", "gpus_free", b"gpus_free", "quarantine_age_ms", b"quarantine_age_ms", "quarantine_left_ms", b"quarantine_left_ms", "resources", b"resources", "state_age_ms", b"state_age_ms", "unhealthy_age_ms", b"unhealthy_age_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cordon_age_ms", b"_cordon_age_ms", "_drain_age_ms", b"_drain_age_ms", "_drain_left_ms", b"_drain_left_ms", "_gpus_free", b"_gpus_free", "_quarantine_age_ms", b"_quarantine_age_ms", "_quarantine_left_ms", b"_quarantine_left_ms", "_state_age_ms", b"_state_age_ms", "_unhealthy_age_ms", b"_unhealthy_age_ms", "address", b"address", "agent_version", b"agent_version", "cordon_age_ms", b"cordon_age_ms", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "cordoned_besides", b"cordoned_besides", "drain", b"drain", "drain_age_ms", b"drain_age_ms", "drain_left_ms", b"drain_left_ms", "drain_reason", b"drain_reason", "drained_by_operator", b"drained_by_operator", "gpus_free", b"gpus_free", "jobs", b"jobs", "metrics", b"metrics", "node_id", b"node_id", "program", b"program", "quarantine", b"quarantine", "quarantine_age_ms", b"quarantine_age_ms", "quarantine_left_ms", b"quarantine_left_ms", "resources", b"resources", "state", b"state", "state_age_ms", b"state_age_ms", "unhealthy", b"unhealthy", "unhealthy_age_ms", b"unhealthy_age_ms"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_cordon_age_ms", b"_cordon_age_ms"]) -> typing.Literal["cordon_age_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_drain_age_ms", b"_drain_age_ms"]) -> typing.Literal["drain_age_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_drain_left_ms", b"_drain_left_ms"]) -> typing.Literal["drain_left_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_gpus_free", b"_gpus_free"]) -> typing.Literal["gpus_free"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_quarantine_age_ms", b"_quarantine_age_ms"]) -> typing.Literal["quarantine_age_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_quarantine_left_ms", b"_quarantine_left_ms"]) -> typing.Literal["quarantine_left_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_state_age_ms", b"_state_age_ms"]) -> typing.Literal["state_age_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_unhealthy_age_ms", b"_unhealthy_age_ms"]) -> typing.Literal["unhealthy_age_ms"] | None: ...
 
 global___Node = Node
 

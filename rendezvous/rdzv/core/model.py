@@ -301,8 +301,8 @@ class Participant:
 class Failure:
     """One worker's failure, with its time on the server's clock."""
 
-    node_id: Annotated[str, Unsent]
-    address: Annotated[str, Unsent]
+    node_id: str
+    address: str
     local_rank: int
     rank: int
     pid: int
@@ -432,7 +432,7 @@ class Ended:
     reason: str
     at_ms: Annotated[int, Unsent]
     retry_sensible: bool = False
-    failures: Annotated[tuple[Failure, ...], Unsent] = ()
+    failures: tuple[Failure, ...] = ()
     """The root cause first, followed by the failures shown with it."""
     no_progress: bool = False
     """Whether the run kept failing without progress, so the same launch would fail again."""

@@ -8,7 +8,7 @@ several fields have together, and what a belief means. An invalid message raises
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -28,14 +28,13 @@ from rdzv.core.commands import (
     Submit,
     Succeed,
 )
-from rdzv.core.model import Failure, KeptWorker, RecoveryReport, Settings, Snapshot
+from rdzv.core.model import KeptWorker, RecoveryReport, Settings, Snapshot
 from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import (
     SNAPSHOTS_PER_WORKER,
     Announcement,
     Arrivals,
     Belief,
-    Closed,
     Draining,
     GroupArrivals,
     Health,
@@ -361,16 +360,6 @@ def _tell(message: pb.ServerMessage, told: Announcement, server_version: str, no
     write(body, told, now_ms)
     if isinstance(told, Welcome):
         body.protocol_version, body.server_version = PROTOCOL_VERSION, server_version
-    elif isinstance(told, Closed) and told.ended.failures:
-        body.root_cause.CopyFrom(_root_cause(told.ended.failures, now_ms))
-
-
-def _root_cause(failures: Iterable[Failure], now_ms: int) -> pb.RootCause:
-    cause = pb.RootCause()
-    for failure in failures:
-        one = cause.failures.add(node_id=failure.node_id, address=failure.address)
-        write(one.failure, failure, now_ms)
-    return cause
 
 
 # ------------------------------------------------------------------------------------ operators
@@ -425,18 +414,3 @@ def event_row(record: Record) -> pb.Event:
         text=event.text,
         fields="" if event.fields is None else record.data,
     )
-
-
-def job_status(status: answers.JobStatus) -> pb.JobStatus:
-    """Convert a job's status, as `rdzvctl status` shows it."""
-    message = write(pb.JobStatus(), status)
-    if (last := status.last_failure) is not None:
-        for failure in (last.root_cause, *last.others):
-            one = message.last_failure.failures.add(
-                node_id=failure.node_id, address=failure.address or ""
-            )
-            # Failures that are shown together have the same age.
-            write(one.failure, failure).age_ms = last.age_ms or 0
-        if last.age_ms is not None:
-            message.last_failure_age_ms = last.age_ms
-    return message

@@ -1,8 +1,7 @@
 """rdzvd's responses as values, in which None means "unknown".
 
 The server builds them from its own values (`rdzv.server.operations.answer_values`). Its HTTP API
-writes them as JSON, and its gRPC services as messages, which `from_messages` decodes to equal
-values.
+writes them as JSON, and its gRPC services as messages, which the client reads into equal values.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rdzv.bounds import Unsent
+from rdzv.bounds import Else
 from rdzv.core.evidence.progress_lag import Word, lags
 from rdzv.core.reason import Reason
 from rdzv.core.snapshots import SoleHolder
@@ -29,8 +28,8 @@ OWN_BACKEND = "rdzv"
 class WorkerFailure:
     """A failed worker. Exactly one of `exit_code` and `signal` is known if it has exited."""
 
-    node_id: Annotated[str, Unsent]
-    address: Annotated[str | None, Unsent]
+    node_id: str
+    address: str | None
     rank: int
     local_rank: int
     pid: int | None
@@ -116,7 +115,7 @@ class RankProgress:
     step: int
     age_ms: int
     rate: float | None
-    behind: Annotated[int, Unsent] = 0
+    behind: int = 0
 
 
 @struct(frozen=True)
@@ -234,8 +233,8 @@ class JobStatus:
     master_addr: str | None
     master_port: int | None
     nodes: tuple[NodeStatus, ...]
-    last_failure: Annotated[LastFailure | None, Unsent]
-    backend: str
+    last_failure: LastFailure | None
+    backend: Annotated[str, Else(OWN_BACKEND)]
     progress: tuple[RankProgress, ...]
     submission: Submission | None = None
     budgets: Budgets | None = None
@@ -283,7 +282,7 @@ class JobSummary:
     world_size: int | None
     restarts: int | None
     max_restarts: int | None
-    backend: str
+    backend: Annotated[str, Else(OWN_BACKEND)]
     hangs: str | None = None
     """A description of the workers that are hanging now, or None if no worker is."""
 

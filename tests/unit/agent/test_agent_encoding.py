@@ -435,23 +435,19 @@ TOLD = {
                 result=pb.RESULT_FAILED,
                 reason="why",
                 retry_sensible=True,
-                root_cause=pb.RootCause(
-                    failures=[
-                        pb.NodeFailure(
-                            node_id="n2",
-                            address="10.0.0.2",
-                            failure=pb.WorkerFailure(
-                                local_rank=0,
-                                rank=8,
-                                pid=7,
-                                exit_code=0,
-                                message="m",
-                                traceback="t",
-                            ),
-                        ),
-                        pb.NodeFailure(node_id="n3", failure=pb.WorkerFailure(signal=9)),
-                    ]
-                ),
+                failures=[
+                    pb.WorkerFailure(
+                        node_id="n2",
+                        address="10.0.0.2",
+                        local_rank=0,
+                        rank=8,
+                        pid=7,
+                        exit_code=0,
+                        message="m",
+                        traceback="t",
+                    ),
+                    pb.WorkerFailure(node_id="n3", signal=9),
+                ],
             )
         ),
         events.RunClosed(

@@ -31,8 +31,9 @@ from rdzv.ctl.__main__ import run
 from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.runtime.log_format import harmless
+from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
-from rdzv.view.from_messages import job_status_of
+from rdzv.view.answers import JobStatus
 
 pytestmark = pytest.mark.slow
 
@@ -141,7 +142,7 @@ def test_an_abbreviated_table_keeps_who_is_not_seated(control: FakeControl) -> N
 def test_a_long_traceback_keeps_its_end(control: FakeControl) -> None:
     job = control_samples.failed()
     lines = [f"line {number}" for number in range(100)]
-    job.last_failure.failures[0].failure.traceback = "\n".join(lines)
+    job.last_failure.root_cause.traceback = "\n".join(lines)
     text = show(control, job)
     assert "    ... 40 lines before these are left out; --all shows them\n    line 40\n" in text
     assert "    line 99\n" in text
@@ -159,7 +160,7 @@ def test_a_long_traceback_keeps_its_end(control: FakeControl) -> None:
 )
 def test_how_a_worker_ended(control: FakeControl, failure: pb.WorkerFailure, text: str) -> None:
     job = control_samples.failed()
-    job.last_failure.failures[0].failure.CopyFrom(failure)
+    job.last_failure.root_cause.CopyFrom(failure)
     assert text in show(control, job)
 
 
@@ -199,9 +200,9 @@ def test_escapes_from_outside_are_harmless(
         job.reason.items.add(who=who, state=HOSTILE, cause=HOSTILE, then=HOSTILE)
     for node in job.nodes:
         node.node_id = node.state = node.address = node.role = HOSTILE
-    for failure in job.last_failure.failures:
+    for failure in (job.last_failure.root_cause, *job.last_failure.others):
         failure.node_id = failure.address = HOSTILE
-        failure.failure.message = failure.failure.traceback = HOSTILE
+        failure.message = failure.traceback = HOSTILE
     control.jobs["job"] = job
     control.history = [pb.Event(unix_ms=2**64 - 1, name=HOSTILE, text=HOSTILE, run=HOSTILE)]
     for command in ("status job", "list", "events job", "status job -o json", f"status {HOSTILE}"):
@@ -730,5 +731,5 @@ def test_a_scaled_job_says_what_it_was_and_what_follows(bounds: tuple[int, int],
     seated = [pb.NodeStatus(node_id=f"n{i}", state="seated", group_rank=i) for i in (0, 1)]
     before = pb.JobStatus(rdzv_id="a", state="running", min_nodes=2, max_nodes=4, nodes=seated)
     after = pb.JobStatus(rdzv_id="a", state="running", min_nodes=bounds[0], max_nodes=bounds[1])
-    text = as_text.scaled(job_status_of(before), job_status_of(after)) + "\n"
+    text = as_text.scaled(read(JobStatus, before), read(JobStatus, after)) + "\n"
     assert text.endswith(said)

@@ -110,6 +110,7 @@ def sample() -> list[pb.Node]:
             address="10.0.0.3",
             agent_version="0.1.0",
             resources=pb.Resources(cpus=8, memory_bytes=1536 << 20, capacity=1),
+            gpus_free=0,
             cordoned=True,
             cordon_reason="by ada at head-1: its disk fails",
             cordon_age_ms=86_400_000,

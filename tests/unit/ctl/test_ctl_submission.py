@@ -79,7 +79,7 @@ class SubmitControl(FakeControl):
         status.no_progress = self.no_progress
         if self.exited is not None:
             status.ended_by_failure = True
-            status.last_failure.failures.add().failure.exit_code = self.exited
+            status.last_failure.root_cause.exit_code = self.exited
         if not self.ends_as:
             status.run = "another"
         yield status

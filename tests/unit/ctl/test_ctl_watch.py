@@ -114,7 +114,7 @@ def test_texts_from_outside_are_harmless_on_the_screen() -> None:
     job = control_samples.failed()
     give_reason(job, bad, bad)
     job.reason.items.add(cause=bad, who=job.nodes[0].node_id)
-    job.last_failure.failures[0].failure.message = bad
+    job.last_failure.root_cause.message = bad
     job.submission.declined.add(node_id="n9", reason=bad)
     history = (event(10, "RoundEnded", bad),)
     assert "\x1b" not in "\n".join(screen(of(job), history=history))
@@ -319,7 +319,7 @@ def test_a_wait_may_exit_as_the_root_cause_did(
 ) -> None:
     control, failed = CutControl(), control_samples.failed()
     failed.ended_by_failure = by_failure
-    failed.last_failure.failures[0].failure.exit_code = exited
+    failed.last_failure.root_cause.exit_code = exited
     control.pushed = [failed]
     with serving(control) as endpoint:
         assert run([f"--server={endpoint}", "wait", "gpt-small", *flags]) == code

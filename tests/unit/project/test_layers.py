@@ -90,7 +90,7 @@ RULES = (
             *("server/rpc/*_service.py", "server/rpc/grpc_listener.py", "server/wire.py"),
             "server/rpc/node_messages.py",
             "server/__main__.py",
-            *("view/from_messages.py", "client.py", "transport/*.py"),
+            *("client.py", "transport/*.py"),
             # The agent's reports and node only pass on messages that its link has encoded.
             *("agent/server_link/*.py", "agent/job/reports_to_server.py", "agent/node/node.py"),
             *("torchrun/*.py", "torchrun.py"),

@@ -18,7 +18,6 @@ from rdzv.core.model import (
 )
 from rdzv.core.reason import Reason, ReasonItem
 from rdzv.errors import UnknownJobError
-from rdzv.server import wire
 from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.messages import (
     LogLines,
@@ -27,10 +26,9 @@ from rdzv.server.messages import (
 from rdzv.server.operations import answer_values
 from rdzv.server.security.tokens import Token
 from rdzv.structs import replace
-from rdzv.transport.wire import write
+from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import answers
-from rdzv.view import from_messages as client
 from tests.unit.server.test_driver import server
 from tests.unit.server.test_wire import NODE, VIEW
 
@@ -123,34 +121,34 @@ def into(kind: type[Message]) -> Callable[[object], Message]:
 
 
 @pytest.mark.parametrize(
-    ("value", "into", "read"),
+    ("value", "into", "kind"),
     [
         *(
-            (answer_values.job_status(view, NOW_MS), wire.job_status, client.job_status_of)
+            (answer_values.job_status(view, NOW_MS), into(pb.JobStatus), answers.JobStatus)
             for view in (VIEW, BARE, ZEROS, FULL)
         ),
         (
             answer_values.job_status(FULL, NOW_MS, PROGRESS, SLOW, STARTS),
-            wire.job_status,
-            client.job_status_of,
+            into(pb.JobStatus),
+            answers.JobStatus,
         ),
         *(
-            (answer_values.job_summary(view, hangs), into(pb.JobSummary), client.job_summary_of)
+            (answer_values.job_summary(view, hangs), into(pb.JobSummary), answers.JobSummary)
             for view, hangs in ((VIEW, ""), (BARE, "RANK 3"), (ZEROS, ""), (FULL, "RANK 3"))
         ),
         *(
-            (node, into(pb.Node), client.node_of)
+            (node, into(pb.Node), answers.Node)
             for node in (PLAIN_NODE, FULL_NODE, EMPTY_NODE)
         ),
         *(
-            (view, into(pb.Server), client.server_of)
+            (view, into(pb.Server), answers.Server)
             for view in (
                 answers.Server("h:1", False, None, "memory", "0.1.0", 5),
                 answers.Server("h:1", True, 7, "sqlite", "0.1.0", 0, "no auth", "away", 9, "http://h:2"),
             )
         ),
         *(
-            (answer_values.token(token, NOW_MS), into(pb.Token), client.token_of)
+            (answer_values.token(token, NOW_MS), into(pb.Token), answers.Token)
             for token in (
                 Token("id", "ada", ("read",), "x", 4_000),
                 Token("id", "ada", ("read", "operate"), "x", 4_000, 9_000, 10_001),
@@ -159,11 +157,11 @@ def into(kind: type[Message]) -> Callable[[object], Message]:
         (
             answer_values.stack_report(REPORT, NOW_MS),
             into(pb.StackReport),
-            client.stack_report_of,
+            answers.StackReport,
         ),
         *(
             (answer_values.log_lines(lines), lambda _, lines=lines: write(pb.LogLines(), lines),
-             client.log_lines_of)
+             answers.LogLines)
             for lines in (
                 LogLines("n1", "feed", 3, 1, True, 2, 4_711, b"x\xff"),
                 LogLines("", "feed", note="nothing came"),
@@ -172,10 +170,10 @@ def into(kind: type[Message]) -> Callable[[object], Message]:
     ],
 )  # fmt: skip
 def test_each_value_is_read_back_from_its_message(
-    value: object, into: Callable[[Any], Message], read: Callable[[Any], object]
+    value: object, into: Callable[[Any], Message], kind: type
 ) -> None:
     message = into(value)
-    assert read(type(message).FromString(message.SerializeToString())) == value
+    assert read(kind, type(message).FromString(message.SerializeToString())) == value
 
 
 def test_values_of_the_environment_are_not_told() -> None:

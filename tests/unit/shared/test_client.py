@@ -128,10 +128,9 @@ def test_zero_is_known_where_it_is_a_number(control: FakeControl, client: Contro
         rdzv_id="a",
         round=0,
         nodes=[pb.NodeStatus(node_id="n1", group_rank=0, rank_first=0)],
-        last_failure=pb.RootCause(
-            failures=[pb.NodeFailure(node_id="n1", failure=pb.WorkerFailure(exit_code=0))]
+        last_failure=pb.LastFailure(
+            age_ms=0, root_cause=pb.WorkerFailure(node_id="n1", exit_code=0)
         ),
-        last_failure_age_ms=0,
     )
     job = client.status("a")
     assert job.round == 0

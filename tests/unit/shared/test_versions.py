@@ -471,13 +471,11 @@ def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
         ended = pb.RoundOver(**job, round=2, cause=cause, reason="because", broken=True)
         yield f"round_ended:{pb.Cause.Name(cause)}", message(round_ended=ended)
     yield "round_ended", message(round_ended=pb.RoundOver(**job, round=2, cause=2))
-    failure = pb.WorkerFailure(local_rank=3, rank=11, pid=99, exit_code=1, message="m")
-    root_cause = pb.RootCause(
-        failures=[pb.NodeFailure(node_id="n1", address="10.0.0.5", failure=failure)]
-    )
+    worker = {"local_rank": 3, "rank": 11, "pid": 99, "exit_code": 1, "message": "m"}
+    failure = pb.WorkerFailure(node_id="n1", address="10.0.0.5", **worker)
     for result in pb.Result.values()[1:]:
         closed = pb.Closed(
-            **job, result=result, reason="why", retry_sensible=True, root_cause=root_cause
+            **job, result=result, reason="why", retry_sensible=True, failures=[failure]
         )
         yield f"closed:{pb.Result.Name(result)}", message(closed=closed)
     yield "closed", message(closed=pb.Closed(**job, result=pb.RESULT_STOPPED))

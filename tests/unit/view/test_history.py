@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from past_events import an_event
 
+from rdzv.client import event_of
 from rdzv.core import events
 from rdzv.server import wire
 from rdzv.stores.base import Record
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import as_json
 from rdzv.view.answers import event_in
-from rdzv.view.from_messages import event_of
 from rdzv.view.history import KINDS, fields_in, kept, read, written
 from rdzv.view.sentences import sentence
 from tests.unit.server.test_driver import every_event

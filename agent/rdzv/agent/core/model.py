@@ -178,8 +178,8 @@ class StartReport:
 class NodeFailure:
     """A failed worker on any node, as reported by the server."""
 
-    node_id: Annotated[str, Unsent]
-    address: Annotated[str, Unsent]
+    node_id: str
+    address: str
     local_rank: int
     rank: int
     pid: int

@@ -12,7 +12,6 @@ from rdzv.agent.core import commands, events
 from rdzv.agent.core.model import (
     AgentState,
     Assignment,
-    NodeFailure,
     Phase,
     StartReport,
     WorkerFailure,
@@ -211,6 +210,7 @@ def rdzv_id_of(message: pb.ServerMessage) -> str:
 _EVENTS: dict[str, type[events.Event]] = {
     "joined": events.Joined,
     "round_ended": events.RoundEnded,
+    "closed": events.RunClosed,
     "snapshot_watermark": events.SnapshotWatermark,
     "keep_copies": events.CopiesWanted,
     "refused": events.Refused,
@@ -222,11 +222,5 @@ def event(message: pb.ServerMessage, now_ms: int) -> events.Event | None:
     body = message.WhichOneof("body")
     if body == "round_completed":
         return events.RoundCompleted(read(Assignment, message.round_completed, now_ms=now_ms))
-    if body == "closed":
-        failures = tuple(
-            read(NodeFailure, one.failure, node_id=one.node_id, address=one.address)
-            for one in message.closed.root_cause.failures
-        )
-        return read(events.RunClosed, message.closed, failures=failures)
     kind = _EVENTS.get(str(body))
     return None if kind is None else read(kind, getattr(message, str(body)))

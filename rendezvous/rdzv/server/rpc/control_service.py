@@ -276,7 +276,7 @@ class ControlService(pb_grpc.ControlServicer):
         return next(map(_use_of, self._replica.driver.node_views.summaries([node_id])), "unknown")
 
     def _status(self, view: JobView) -> pb.JobStatus:
-        return wire.job_status(self._queries.status_of(view))
+        return write(pb.JobStatus(), self._queries.status_of(view))
 
 
 def _nnodes(min_nodes: int, max_nodes: int) -> str:
