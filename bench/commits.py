@@ -41,7 +41,7 @@ from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
 from rdzv.server.messages import Assignment, Belief, Closed, Hello
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.stores.base import Record
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.endpoints import Listen
@@ -294,7 +294,7 @@ class Group:
 @asynccontextmanager
 async def serving(store: CountingStore) -> AsyncIterator[Driver]:
     """Run a server without gRPC."""
-    config = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
+    config = RdzvdSettings(listen=Listen("127.0.0.1", 0))
     async with Driver.running(store, MonotonicClock(), config) as driver:
         yield driver
 

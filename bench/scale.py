@@ -62,7 +62,7 @@ from processes import Asked, Rdzvd, certified, cpu_s, resident_bytes
 from profiling import profiled
 
 from rdzv.core.commands import Join
-from rdzv.core.fleet.nodes import NodesTuning
+from rdzv.core.fleet.nodes import LeaseRules
 from rdzv.core.invariants import violations
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import Offer, Settings, State, Tuning
@@ -234,7 +234,7 @@ def settings_for(nodes: int) -> str:
     """Return what docs/scale.md says to set for this number of nodes; nothing up to the default."""
     if nodes <= DEFAULT_NODES:
         return ""
-    lease_s = math.ceil(NodesTuning().lease_max_ms * nodes / DEFAULT_NODES / 1000)
+    lease_s = math.ceil(LeaseRules().longest_ms * nodes / DEFAULT_NODES / 1000)
     return f"[limits]\nnodes = {2 * nodes}\n[lease]\nlongest = {lease_s}\nlongest_nodes = {nodes}\n"
 
 

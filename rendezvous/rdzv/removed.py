@@ -39,7 +39,7 @@ CONSTANTS = {
     "retention.look_every": f"{_SERVER}.engine.forgetting.PRUNE_EVERY_MS",
     "timings.deaf_after": "rdzv.runtime.clock.DEAF_AFTER_MS",
     "timings.first_request": f"{_SERVER}.http.connection_limits.FIRST_REQUEST_S",
-    "timings.handshake": f"{_SERVER}.security.tls.HANDSHAKE_MS",
+    "timings.handshake": f"{_SERVER}.rpc.grpc_listener.HANDSHAKE_MS",
     "timings.hello_timeout": f"{_SERVER}.rpc.rendezvous_service.HELLO_TIMEOUT_S",
     "timings.leaderless_hold": f"{_SERVER}.replication.replica.LEADERLESS_HOLD_S",
     "timings.log_answer": f"{_SERVER}.diagnosis.worker_logs.ANSWER_MS",

@@ -13,16 +13,18 @@ created, compared and replaced several times faster.
 
 A field may have a default or a default factory, `repr=False` if it holds a secret, and
 `compare=False` to be excluded from comparisons. A value that changes should be a dataclass.
+
+Where operators set a field, `Annotated[Duration, setting(...)]` says how; see `rdzv.settings`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from msgspec import Struct, StructMeta
+from msgspec import Meta, Struct, StructMeta
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as struct
@@ -39,7 +41,28 @@ else:
         return lambda cls: _struct(cls, order=order, kw_only=kw_only)
 
 
-__all__ = ["as_dict", "field_names", "replace", "struct"]
+__all__ = ["Duration", "Size", "as_dict", "field_names", "replace", "setting", "struct"]
+
+DURATION_UNITS = {"d": 86_400_000, "h": 3_600_000, "min": 60_000, "s": 1_000, "ms": 1}
+SIZE_UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+
+Duration = Annotated[int, Meta(extra={"unit": "seconds", "units": DURATION_UNITS})]
+"""Whole milliseconds. In a file: a number of seconds, or a string such as "250 ms" or "5 min"."""
+
+Size = Annotated[int, Meta(extra={"unit": "bytes", "units": SIZE_UNITS})]
+"""Whole bytes. In a file: a number of bytes, or a string such as "64 MiB"."""
+
+
+def setting(
+    reason: str, *, ge: float | None = None, le: float | None = None, **more: object
+) -> Meta:
+    """Describe a field of a `Table`, for use in `Annotated`.
+
+    `reason` tells operators, in one or two sentences, what the setting does and why they would
+    change it. `ge` and `le` are bounds, in milliseconds for a duration and in bytes for a size.
+    `more` contains other fields of `Setting`.
+    """
+    return Meta(ge=ge, le=le, description=" ".join(reason.split()), extra=more)
 
 
 def field_names(kind: type) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ from rdzv.agent.runner_link import NotAdoptableError
 from rdzv.agent.runner_link.found_runner import read_hello
 from rdzv.agent.runner_link.runner_events import EVENTS, decode_event, number_of
 from rdzv.agent.system.error_files import read_error
-from rdzv.server.settings.config_loading import Configuration
+from rdzv.server.settings.configuration import Configuration
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.settings.setting_types import settings_of
 from tests.fuzz import surface

@@ -23,7 +23,7 @@ from typing import Any
 import grpc.aio
 
 from rdzv.client import Endpoint
-from rdzv.core.fleet.nodes import NodesTuning
+from rdzv.core.fleet.nodes import LeaseRules
 from rdzv.ctl.authority import Authority
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.diagnosis import reported_hangs, stack_collection, worker_logs
@@ -35,7 +35,7 @@ from rdzv.server.rpc import grpc_listener, rendezvous_service
 from rdzv.server.rpc.grpc_listener import serving
 from rdzv.server.security.role_gate import Gate
 from rdzv.server.security.tls import Tls
-from rdzv.server.settings.config import Config, Limits, TlsFiles
+from rdzv.server.settings.server_settings import Limits, TlsSettings
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.channels import Credentials, Metadata
@@ -43,6 +43,7 @@ from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from tests.fuzz.surface import HANG_S, PATIENCE_S, FoundError, Input, Take, alarmed
+from tests.support.settings import rdzvd_settings
 
 NODE = "bystander"
 JOB = "bystanders-job"
@@ -155,20 +156,18 @@ async def _ends(over: Callable[[], bool], what: str) -> None:
 
 @asynccontextmanager
 async def _serving(guard: Guard, folder: Path) -> AsyncIterator[tuple[Served, _Bystander]]:
-    config = Config(
-        Listen("127.0.0.1", 0),
-        Path("/nowhere"),
+    config = rdzvd_settings(
         store="memory",
-        auth=guard is not Guard.NOTHING,
+        auth="none" if guard is Guard.NOTHING else "required",
         init_admin_token=folder / "token" if guard is Guard.TOKENS else None,
-        tls=_made_files(folder) if guard is Guard.CERTIFICATES else None,
+        tls=_made_files(folder) if guard is Guard.CERTIFICATES else TlsSettings(),
         limits=LIMITS,
-        nodes_tuning=NodesTuning(lease_ms=LONG_MS, lease_max_ms=LONG_MS),
+        lease=LeaseRules(duration_ms=LONG_MS, longest_ms=LONG_MS),
     )
     clock = MonotonicClock()
     replica = Replica(clock, "memory", "1.2.3")
     metrics = Metrics(lambda: None, config, "1.2.3")
-    tls = Tls(config.tls) if config.tls is not None else None
+    tls = Tls(config.tls) if config.tls.pair is not None else None
     gate = Gate(replica, clock, config, metrics)
     async with Driver.running(MemoryStore(), clock, config, meter=metrics) as driver:
         replica.lead(driver)
@@ -181,7 +180,7 @@ async def _serving(guard: Guard, folder: Path) -> AsyncIterator[tuple[Served, _B
         ):
             bystander = _Bystander(another, shown.metadata(_endpoint(bound)))
             await bystander.join()
-            for_tokens = config.tls.token_listen if config.tls is not None else None
+            for_tokens = config.tls.token_listen
             served = Served(
                 bound.port,
                 http.bound.port,
@@ -202,7 +201,7 @@ def _channel(shown: Credentials, bound: Listen, option: str, value: int) -> grpc
     return shown.aio_channel(_endpoint(bound), [(option, value)])
 
 
-def _made_files(folder: Path) -> TlsFiles:
+def _made_files(folder: Path) -> TlsSettings:
     """Make certificates of the server and of the bystander, once per folder."""
     if not (folder / "ca.crt").exists():
         authority = Authority.make(folder, 30, replace=False)
@@ -211,11 +210,11 @@ def _made_files(folder: Path) -> TlsFiles:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    return TlsFiles(
+    return TlsSettings(
         folder / "server.crt",
         folder / "server.key",
         folder / "ca.crt",
-        http_requires=False,
+        http_client_auth="accept",
         token_listen=Listen("127.0.0.1", port),
     )
 

@@ -22,15 +22,15 @@ from test_rdzvd import Rdzvd, attached, hello, rdzvd, status
 from rdzv.errors import InvalidRequestError
 from rdzv.server.replication import offline as offline_module
 from rdzv.server.replication.offline import check, restore
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import Etcd, RdzvdSettings
 from rdzv.stores import backup
 from rdzv.stores.election import Election
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient
-from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from rdzv.view.answers import event_in
+from tests.support.settings import rdzvd_settings
 
 
 def run(program: str, *arguments: str | Path) -> tuple[int, str, str]:
@@ -157,7 +157,7 @@ async def test_a_restore_that_is_killed_leaves_an_empty_store(tmp_path: Path) ->
         "import asyncio, os, signal, sys\n"
         "from pathlib import Path\n"
         "from rdzv.server.replication import offline\n"
-        "from rdzv.server.settings.config import Config\n"
+        "from rdzv.server.settings.server_settings import RdzvdSettings\n"
         "from rdzv.transport.endpoints import Listen\n"
         "from rdzv.stores.sqlite_statements import Tables\n"
         "real = Tables.append\n"
@@ -165,7 +165,7 @@ async def test_a_restore_that_is_killed_leaves_an_empty_store(tmp_path: Path) ->
         "    real(self, rows)\n"
         "    if rows: os.kill(os.getpid(), signal.SIGKILL)\n"
         "Tables.append = killed\n"
-        "config = Config(Listen('127.0.0.1', 0), Path(sys.argv[2]))\n"
+        "config = RdzvdSettings(listen=Listen('127.0.0.1', 0), data_dir=Path(sys.argv[2]))\n"
         "asyncio.run(offline.restore(config, Path(sys.argv[1])))\n"
     )
     file, data = tmp_path / "backup", tmp_path / "elsewhere"
@@ -335,9 +335,9 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
         yield cluster
 
 
-def shared(cluster: EtcdCluster, prefix: str) -> Config:
-    etcd = cluster.config(prefix)
-    return Config(Listen("127.0.0.1", 0), Path("/nowhere"), store="etcd", etcd=etcd)
+def shared(cluster: EtcdCluster, prefix: str) -> RdzvdSettings:
+    endpoints = tuple(member.endpoint for member in cluster.members)
+    return rdzvd_settings(store="etcd", etcd=Etcd(endpoints=endpoints, prefix=prefix))
 
 
 async def test_a_backup_of_sqlite_is_restored_into_etcd(tmp_path: Path, etcd: EtcdCluster) -> None:

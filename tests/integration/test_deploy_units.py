@@ -12,7 +12,7 @@ import pytest
 from cluster import BIN
 
 from rdzv.agent.app.agent_settings import AgentSettings
-from rdzv.server.settings.config_loading import make_config
+from rdzv.server.settings.configuration import check
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.settings.setting_types import Table
 from rdzv.settings.toml_files import load
@@ -116,7 +116,8 @@ SETTINGS: dict[str, type[Table]] = {"rdzvd": RdzvdSettings, "agent": AnyMachine}
 
 
 def test_the_packages_configuration_of_rdzvd_is_in_order() -> None:
-    config = make_config(load(RdzvdSettings, SYSTEMD / "rdzvd.toml").settings)
+    config = load(RdzvdSettings, SYSTEMD / "rdzvd.toml").settings
+    check(config)
     assert config.http is not None and config.http.loopback
 
 

@@ -583,7 +583,7 @@ async def test_a_slow_reader_loses_its_stream_and_nobody_else_suffers(tmp_path: 
 
 
 def test_default_data_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from rdzv.server.settings.config import default_data_dir
+    from rdzv.server.settings.server_settings import default_data_dir
 
     monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/a:/var/lib/b")
     assert default_data_dir() == Path("/var/lib/a")

@@ -130,9 +130,9 @@ class Stage:
     def _new(self, line: Line) -> None:
         name = line.word()
         settings = read_settings(line, SETTINGS)
-        tuning, nodes_tuning = read_tuning(line, Tuning), read_tuning(line, nodes.NodesTuning)
+        tuning, nodes_tuning = read_tuning(line, Tuning), read_tuning(line, nodes.LeaseRules)
         forget_tuning(line, Tuning)
-        forget_tuning(line, nodes.NodesTuning)
+        forget_tuning(line, nodes.LeaseRules)
         line.finish()
         self.job = Job(settings, tuning, name=name)
         self.nodes = nodes.Nodes(1, nodes_tuning)
@@ -229,7 +229,7 @@ class Stage:
         """Another server takes over the durable state; no node is connected to it."""
         happened = self.job.crash()
         streams = bool(self.nodes.records)
-        self.nodes = nodes.Nodes(self.nodes.leadership + 1, self.nodes.tuning)
+        self.nodes = nodes.Nodes(self.nodes.leadership + 1, self.nodes.rules)
         self.unheard = set()
         for node_id, seat in self.job.state.seats.items() if streams else ():
             expect = nodes.Expect(node_id, seat.incarnation)

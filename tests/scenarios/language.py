@@ -66,7 +66,7 @@ from rdzv.core.events import (
 )
 from rdzv.core.explain import JobView
 from rdzv.core.fleet import nodes
-from rdzv.core.fleet.nodes import NodesEvent, NodesTuning
+from rdzv.core.fleet.nodes import LeaseRules, NodesEvent
 from rdzv.core.kept_ranks import NotKept
 from rdzv.core.model import (
     Failure,
@@ -84,7 +84,6 @@ from rdzv.core.model import (
     Tuning,
 )
 from rdzv.core.root_cause import describe_failure
-from rdzv.structs import field_names
 
 _COUNTER_BITS = 32
 _UNITS_MS = {"ms": 1, "s": 1_000, "min": 60_000, "h": 3_600_000}
@@ -223,14 +222,25 @@ def write_settings(settings: Settings, default: Settings) -> list[str]:
     return written
 
 
-_T = TypeVar("_T", Tuning, NodesTuning)
+_T = TypeVar("_T", Tuning, LeaseRules)
+
+
+_TUNING_WORDS: Mapping[type, Mapping[str, str]] = {
+    Tuning: {"forms_from": "forms_from_ms", "takeover_grace": "takeover_grace_ms"},
+    LeaseRules: {
+        "lease": "duration_ms",
+        "lease_nodes": "nodes",
+        "lease_max": "longest_ms",
+        "lease_nodes_max": "longest_nodes",
+        "takeover_grace": "takeover_grace_ms",
+    },
+}
 
 
 def read_tuning(line: Line, kind: type[_T]) -> _T:
-    """Take the server's own timings, named as in the code without their `_ms`."""
+    """Take the server's own timings."""
     given = {}
-    for name in field_names(kind):
-        word = name.removesuffix("_ms")
+    for word, name in _TUNING_WORDS[kind].items():
         if word in line.pairs:
             value = line.pairs[word]
             given[name] = read_ms(value) if name.endswith("_ms") else int(value)
@@ -239,8 +249,8 @@ def read_tuning(line: Line, kind: type[_T]) -> _T:
 
 def forget_tuning(line: Line, kind: type[_T]) -> None:
     """Remove the words that `read_tuning` has read; two kinds of tuning share some."""
-    for name in field_names(kind):
-        line.pairs.pop(name.removesuffix("_ms"), None)
+    for word in _TUNING_WORDS[kind]:
+        line.pairs.pop(word, None)
 
 
 # ------------------------------------------------------------------ commands

@@ -11,7 +11,6 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,20 +23,19 @@ from rdzv.server.driver import Driver
 from rdzv.server.engine.job import Job, News
 from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import Page, Record, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
-from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.sim.loop import Looks, Process
 from tests.sim.network import Connection, End
+from tests.support.settings import rdzvd_settings
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-CONFIG = Config(listen=Listen("127.0.0.1", 0), data_dir=Path("/dev/null"), store="memory")
+CONFIG = rdzvd_settings(store="memory")
 HISTORY_ROWS = 1_000
 
 T = TypeVar("T")

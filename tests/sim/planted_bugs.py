@@ -1736,7 +1736,7 @@ MUTANTS = (
     Mutant(
         "a bug of a script takes a node out of service",
         "quarantine.judge",
-        "    if machine < tuning.failures and len(jobs) < 2:",
+        "    if machine < rules.failures and len(jobs) < 2:",
         "    if False:",
         by=QUARANTINE_TESTS,
     ),
@@ -1785,8 +1785,8 @@ MUTANTS = (
     Mutant(
         "nodes of rdzvrun are judged",
         "quarantine.judge",
-        "    if not tuning.failures or node_id not in daemons or",
-        "    if not tuning.failures or",
+        "    if not rules.failures or node_id not in daemons or",
+        "    if not rules.failures or",
         by=QUARANTINE_TESTS,
     ),
     Mutant(

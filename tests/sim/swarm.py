@@ -13,7 +13,7 @@ from rdzv.agent.core.model import Job
 from rdzv.agent.node.submitted_launch import SERVER_TIMEOUT_MS
 from rdzv.core.fleet.node_resources import Gpu, Resources, gpus_needed
 from rdzv.core.fleet.nodes import AgentKind
-from rdzv.core.fleet.quarantine import QuarantineTuning
+from rdzv.core.fleet.quarantine import QuarantineRules
 from rdzv.core.model import JobSpec, ScaleUp, Settings
 from rdzv.structs import field_names, replace, struct
 from tests.sim.agents import NodeSpec
@@ -149,7 +149,7 @@ class Swarm:
     """How far the servers' clocks differ."""
     specs: dict[str, JobSpec] = field(default_factory=dict)
     """The jobs that are submitted, if nodes take such jobs."""
-    quarantine: QuarantineTuning = field(default_factory=QuarantineTuning)
+    quarantine: QuarantineRules = field(default_factory=QuarantineRules)
     keep_timeout_ms: int = 0
     """How long workers may take to park; 0: no worker is kept."""
     park_timeout_ms: int = 600_000
@@ -392,8 +392,8 @@ def _with_submitted(swarm: Swarm, random: Random) -> Swarm:
     )
 
 
-def _quarantine(random: Random) -> QuarantineTuning:
-    return QuarantineTuning(
+def _quarantine(random: Random) -> QuarantineRules:
+    return QuarantineRules(
         failures=random.choice((0, 1, 1, 2, 3)),
         ttl_ms=random.choice((20_000, 12 * 3_600_000)),
         max_nodes=random.choice((0, 0, 2)),

@@ -25,7 +25,7 @@ from random import Random
 
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Phase
-from rdzv.core.fleet.nodes import AgentKind, NodesTuning
+from rdzv.core.fleet.nodes import AgentKind, LeaseRules
 from rdzv.core.life.absences import STOP_MARGIN_MS
 from rdzv.core.life.forming import GATHER_MS, STORE_BACKOFF_MAX_MS
 from rdzv.core.model import Membership
@@ -595,12 +595,12 @@ class World:
     @property
     def patience_ms(self) -> int:
         """Return how long after the last trouble a round may take to run: all possible waits."""
-        leases = NodesTuning()
+        leases = LeaseRules()
         settings = self.swarm.jobs.values()
         stop_ms = max(spec.shutdown_timeout_ms for spec in self.specs.values())
         return (
             max(s.last_call_timeout_ms for s in settings)
-            + leases.lease_ms
+            + leases.duration_ms
             + leases.takeover_grace_ms
             + 2 * (stop_ms + STOP_MARGIN_MS)
             + STORE_BACKOFF_MAX_MS

@@ -27,12 +27,11 @@ from rdzv.errors import (
     StoreRefusedError,
 )
 from rdzv.server.replication import offline
-from rdzv.server.settings.config import Config
 from rdzv.stores import sqlite_directory, sqlite_file, sqlite_mark
 from rdzv.stores.base import RevisionConflictError
 from rdzv.stores.sqlite import SqliteStore
 from rdzv.stores.sqlite_mark import Mark
-from rdzv.transport.endpoints import Listen
+from tests.support.settings import rdzvd_settings
 
 pytestmark = pytest.mark.slow
 
@@ -665,7 +664,7 @@ async def test_a_disk_without_room_is_named_whether_there_is_data_or_not(
     """With data there the start said "disk I/O error", and --check that all was in order."""
     if data_there:
         await opened_and_closed(tmp_path)
-    config = Config(Listen("127.0.0.1", 0), tmp_path)
+    config = rdzvd_settings(data_dir=tmp_path)
     assert (await offline.check(config)).problems == ()
 
     def full(**_: object) -> typing.IO[bytes]:

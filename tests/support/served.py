@@ -11,8 +11,6 @@ import contextlib
 import threading
 from collections.abc import Collection, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ports import free_port
@@ -39,10 +37,11 @@ from rdzv.server.messages import (
 )
 from rdzv.server.replication.replica import Replica
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config, Timings
+from rdzv.server.settings import server_settings
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.endpoints import Listen
+from tests.support.settings import rdzvd_settings
 from tests.unit.server.test_driver import Server, join
 
 T = TypeVar("T")
@@ -141,9 +140,9 @@ class Served:
 
     # ---------------------------------------------------------------- in its thread
 
-    async def serve(self, ready: asyncio.Future[None], timings: Timings) -> None:
+    async def serve(self, ready: asyncio.Future[None], progress: server_settings.Progress) -> None:
         listen = Listen("127.0.0.1", free_port())
-        config = Config(listen, Path("/nowhere"), grafana=self._grafana, timings=timings)
+        config = rdzvd_settings(listen=listen, grafana=self._grafana, progress=progress)
         self._clock, self._config = MonotonicClock(), config
         self._replica = Replica(self._clock, "memory", "1.2.3")
         async with Driver.running(MemoryStore(), self._clock, config) as driver:
@@ -318,7 +317,7 @@ class Served:
 
 
 @contextmanager
-def served(facade: Any = None, grafana: str | None = None, **timings: int) -> Iterator[Served]:
+def served(facade: Any = None, grafana: str | None = None, **progress: int) -> Iterator[Served]:
     """Run until the body ends."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -328,7 +327,7 @@ def served(facade: Any = None, grafana: str | None = None, **timings: int) -> It
 
         async def begin() -> asyncio.Task[None]:
             ready = loop.create_future()
-            serving = loop.create_task(made.serve(ready, replace(Timings(), **timings)))
+            serving = loop.create_task(made.serve(ready, server_settings.Progress(**progress)))
             await asyncio.wait([ready, serving], return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 await serving

@@ -10,7 +10,7 @@ import pytest
 
 from rdzv.ctl import authority
 from rdzv.ctl.authority import Authority
-from rdzv.server.settings.config import TlsFiles
+from rdzv.server.settings.server_settings import TlsSettings
 from rdzv.transport.channels import Credentials
 
 
@@ -26,9 +26,9 @@ class Files:
     def ca(self) -> Path:
         return self.folder / "ca.crt"
 
-    def server(self, *, client_ca: bool = True) -> TlsFiles:
+    def server(self, *, client_ca: bool = True) -> TlsSettings:
         cert, key = self.folder / "server.crt", self.folder / "server.key"
-        return TlsFiles(cert, key, self.ca if client_ca else None)
+        return TlsSettings(cert=cert, key=key, client_ca=self.ca if client_ca else None)
 
     def renew_server(self, *hosts: str, replace: bool = True) -> None:
         self.authority.server(hosts or ("127.0.0.1",), 20, replace=replace)

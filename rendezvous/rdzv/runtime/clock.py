@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+MINUTE_MS = 60_000
+DAY_MS = 86_400_000
+
 
 def monotonic_ms() -> int:
     """Return the monotonic time in milliseconds, from an arbitrary start."""

@@ -18,7 +18,7 @@ import click
 
 from rdzv.runtime import systemd
 from rdzv.runtime.usage import Choice, Program
-from rdzv.server.settings.config_loading import DEFAULT_FILE, Configuration
+from rdzv.server.settings.configuration import DEFAULT_FILE, Configuration
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.settings.setting_types import settings_of
 from rdzv.structs import replace
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rdzv.server.replication.replica import Replica
     from rdzv.server.security.role_gate import Gate
     from rdzv.server.security.tls import Tls
-    from rdzv.server.settings.config import Config
+    from rdzv.server.settings.server_settings import RdzvdSettings
     from rdzv.server.telemetry.metrics_interface import Meter
     from rdzv.server.telemetry.server_metrics import Metrics
     from rdzv.stores.base import Store
@@ -181,7 +181,7 @@ def main(
         in_order = f"rdzvd: the configuration is in order: {configuration.source}"
         click.echo(render(configuration.loaded) if print_config else in_order, nl=check_config)
         return
-    config = configuration.config
+    config = configuration.settings
     log_to_stderr(config.log_level, config.log_format)
     # Our own errors say more than the log lines of gRPC's core.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -235,7 +235,7 @@ async def run(configuration: Configuration) -> None:
     from rdzv.runtime.clock import MonotonicClock
 
     gc.set_threshold(*_GC_EVERY)
-    config = configuration.config
+    config = configuration.settings
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -245,15 +245,17 @@ async def run(configuration: Configuration) -> None:
     loop.add_signal_handler(signal.SIGHUP, _reload, configuration, tls)
     clock = MonotonicClock()
     with systemd.watched():
-        async with serving_c10d(config.c10d, config.c10d_python, clock) as facade:
-            if config.etcd is None:
+        async with serving_c10d(
+            config.c10d, str(config.c10d_python or sys.executable), clock
+        ) as facade:
+            if (etcd := config.etcd.config()) is None:
                 await _run_alone(config, clock, facade, tls, stop)
             else:
-                await _run_replica(config, config.etcd, clock, facade, tls, stop)
+                await _run_replica(config, etcd, clock, facade, tls, stop)
 
 
-def _tls(config: Config) -> Tls | None:
-    if config.tls is None:
+def _tls(config: RdzvdSettings) -> Tls | None:
+    if config.tls.pair is None:
         return None
     from rdzv.server.security.tls import Tls
 
@@ -278,7 +280,7 @@ def _reload(configuration: Configuration, tls: Tls | None) -> None:
 
 
 async def _run_alone(
-    config: Config, clock: Clock, facade: Facade | None, tls: Tls | None, stop: asyncio.Event
+    config: RdzvdSettings, clock: Clock, facade: Facade | None, tls: Tls | None, stop: asyncio.Event
 ) -> None:
     from rdzv.server.driver import Driver
     from rdzv.server.replication.replica import Replica
@@ -305,7 +307,7 @@ async def _run_alone(
 
 
 async def _run_replica(
-    config: Config,
+    config: RdzvdSettings,
     etcd: EtcdConfig,
     clock: Clock,
     facade: Facade | None,
@@ -340,7 +342,7 @@ async def _run_replica(
 
 
 def _metrics(
-    replica: Replica, config: Config, facade: Facade | None, tls: Tls | None
+    replica: Replica, config: RdzvdSettings, facade: Facade | None, tls: Tls | None
 ) -> Metrics | None:
     if config.http is None:
         return None
@@ -355,12 +357,12 @@ def _metrics(
 
 @asynccontextmanager
 async def _gate(
-    replica: Replica, clock: Clock, config: Config, metrics: Metrics | None
+    replica: Replica, clock: Clock, config: RdzvdSettings, metrics: Metrics | None
 ) -> AsyncIterator[Gate]:
     """Yield the gate, keeping any keys of the token issuer current until the body ends."""
     from rdzv.server.security.role_gate import Gate
 
-    if config.oidc is None:
+    if config.oidc.issuer is None:
         yield Gate(replica, clock, config, metrics)
         return
     from rdzv.server.security.service_accounts import proving
@@ -370,9 +372,9 @@ async def _gate(
 
 
 @asynccontextmanager
-async def _meter(metrics: Metrics | None, config: Config) -> AsyncIterator[Meter | None]:
+async def _meter(metrics: Metrics | None, config: RdzvdSettings) -> AsyncIterator[Meter | None]:
     """Yield the observer of events: any configured metrics and notifications."""
-    if config.notify is None:
+    if config.notify.url_file is None:
         yield metrics
         return
     from rdzv.server.telemetry.metrics_interface import Meters
@@ -386,7 +388,7 @@ async def _meter(metrics: Metrics | None, config: Config) -> AsyncIterator[Meter
 async def _http(
     replica: Replica,
     metrics: Metrics | None,
-    config: Config,
+    config: RdzvdSettings,
     clock: Clock,
     facade: Facade | None,
     tls: Tls | None,
@@ -402,7 +404,7 @@ async def _http(
         yield serving.bound
 
 
-def _page(config: Config, http: Listen | None, tls: Tls | None) -> str:
+def _page(config: RdzvdSettings, http: Listen | None, tls: Tls | None) -> str:
     """Return the URL of the web page for other servers' pages; empty if there is none."""
     if http is None:
         return ""
@@ -413,7 +415,7 @@ def _page(config: Config, http: Listen | None, tls: Tls | None) -> str:
 
 
 def _say_ready(
-    config: Config, bound: Listen, data: str, facade: Facade | None, http: Listen | None
+    config: RdzvdSettings, bound: Listen, data: str, facade: Facade | None, http: Listen | None
 ) -> None:
     also = f", c10d on {facade.bound}" if facade else ""
     also += f", http on {http}" if http else ""
@@ -432,7 +434,7 @@ async def _stopped(stop: asyncio.Event) -> None:
     systemd.notify("STOPPING=1")
 
 
-async def _check(config: Config) -> int:
+async def _check(config: RdzvdSettings) -> int:
     """Check the configuration and the store, print the results, and return the exit code."""
     from rdzv.runtime.log_format import complain
     from rdzv.server.replication import offline
@@ -444,20 +446,20 @@ async def _check(config: Config) -> int:
     return 1 if found.problems else 0
 
 
-async def _restore(config: Config, file: Path) -> None:
+async def _restore(config: RdzvdSettings, file: Path) -> None:
     from rdzv.server.replication import offline
 
     click.echo(await offline.restore(config, file))
 
 
-async def _open_store(config: Config) -> Store:
+async def _open_store(config: RdzvdSettings) -> Store:
     if config.store == "memory":
         from rdzv.stores.memory import MemoryStore
 
         return MemoryStore()
     from rdzv.stores.sqlite import SqliteStore
 
-    return await SqliteStore.open(config.data_dir)
+    return await SqliteStore.open(config.data_folder)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from rdzv.server.sessions.node_leases import Leases
 from rdzv.server.sessions.recovery import Recovery
 from rdzv.server.sessions.reports_from_nodes import Reports
 from rdzv.server.sessions.streams import Streams
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.server.telemetry.metrics_interface import Figures, Meter
 from rdzv.server.telemetry.scrape_targets import ScrapeTargets
 from rdzv.stores.base import Record, Store
@@ -61,7 +61,7 @@ class Driver:
         self,
         store: Store,
         clock: Clock,
-        config: Config,
+        config: RdzvdSettings,
         tasks: Tasks,
         new_uid: Callable[[], str],
         meter: Meter,
@@ -74,7 +74,7 @@ class Driver:
         self.loop_watch = LoopWatch(
             clock,
             self._renew_leases,
-            every_ms=max(WATCH_EVERY_MS, config.nodes_tuning.lease_ms // 100),
+            every_ms=max(WATCH_EVERY_MS, config.lease.duration_ms // 100),
             on_look=meter.loop_late,
         )
         self.store = StoreAccess(store, clock, tasks, meter, on_change=self._show_store)
@@ -97,7 +97,7 @@ class Driver:
         self.leases = Leases(
             clock,
             self.loop_watch,
-            config.nodes_tuning,
+            config.lease,
             on_event=self._on_node_event,
         )
         self.node_jobs = NodeJobs(self.engine, self.leases, self.streams, clock, tasks)
@@ -113,7 +113,7 @@ class Driver:
             clock,
             tasks,
             self.streams.close_opened_with,
-            auth=config.auth,
+            auth=config.authenticates,
         )
         self.diagnosis = Diagnosis(
             self.engine, self.store, clock, tasks, config, self.streams.send, self._note
@@ -201,7 +201,7 @@ class Driver:
         cls,
         store: Store,
         clock: Clock,
-        config: Config,
+        config: RdzvdSettings,
         new_uid: Callable[[], str] = lambda: secrets.token_hex(6),
         meter: Meter | None = None,
     ) -> AsyncIterator[Driver]:

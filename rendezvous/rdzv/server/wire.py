@@ -49,10 +49,10 @@ from rdzv.server.messages import (
     Welcome,
     WorkersStarted,
 )
-from rdzv.server.settings.config import PROTOCOL_VERSION
 from rdzv.stores.base import HISTORY_ROWS, Record
 from rdzv.structs import replace, struct
 from rdzv.transport.endpoints import Listen
+from rdzv.transport.protocol import VERSION as PROTOCOL_VERSION
 from rdzv.transport.wire import bodies, read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import answers

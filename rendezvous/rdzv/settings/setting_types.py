@@ -1,13 +1,13 @@
 """The types with which a program declares its settings, as a tree of `Table` classes.
 
-    class Lease(Table, frozen=True):
-        duration: Annotated[Duration, setting(ge=2, le=600, reason="How long ...")] = 5
+    class Logs(Table, frozen=True):
+        keep_ms: Annotated[Duration, setting(ge=0, le=YEAR, reason="How long ...")] = 14 * DAY
 
 Each field is a setting, another table, or a list of tables (`tuple[Table, ...]`). Its annotation
 contains the type and bounds, for msgspec, and the other fields of the `Setting` that `settings_of`
-returns. The checks of a file, --print-config, the outcome of a reload and the documentation are
-all derived from it. After a change, run tests/unit/server/test_configuration_docs.py with
---rewrite.
+returns. The tree of these structs is the configuration with which the program runs; the checks of a
+file, --print-config, the outcome of a reload and the documentation are all derived from it. After a
+change, run tests/unit/server/test_configuration_docs.py with --rewrite.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from msgspec import NODEFAULT, Meta, Struct
+from msgspec.structs import FieldInfo, fields, force_setattr
 
-Duration = Annotated[float, Meta(extra={"unit": "seconds"})]
-"""A number of seconds, or a string such as "250 ms", "5 min" or "30 d", to the millisecond."""
+from rdzv.structs import DURATION_UNITS
 
-Size = Annotated[int, Meta(extra={"unit": "bytes"})]
-"""A whole number of bytes, or a string such as "64 MiB"."""
-
-DURATION_UNITS = {"d": 86_400, "h": 3_600, "min": 60, "s": 1, "ms": 0.001}
-SIZE_UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+_UNIT_IN_NAME = re.compile("_(ms|bytes)$")
+"""What the name of a field ends with, and its key does not, since users give a unit themselves."""
 
 
 class Rule(Struct, frozen=True):
@@ -54,23 +51,13 @@ class Table(Struct, frozen=True, kw_only=True):
     """The rules of an entire configuration, or of a table in a list."""
 
 
-def setting(
-    reason: str, *, ge: float | None = None, le: float | None = None, **more: object
-) -> Meta:
-    """Describe a field of a `Table`, for use in `Annotated`.
-
-    `reason` tells operators, in one or two sentences, what the setting does and why they would
-    change it. `ge` and `le` are bounds, in seconds for a duration and in bytes for a size. `more`
-    contains other fields of `Setting`.
-    """
-    return Meta(ge=ge, le=le, description=" ".join(reason.split()), extra=more)
-
-
 class Setting(Struct, frozen=True, kw_only=True):
     """The declaration of one setting."""
 
     key: str
-    """The setting's name, prefixed with the names of its tables, such as `tls.cert`."""
+    """The setting's name in files, prefixed with the names of its tables, such as `tls.cert`."""
+    path: str
+    """The name of the field, prefixed in the same way, such as `lease.duration_ms`."""
     annotation: Any
     """The type of the values, excluding None."""
     metas: tuple[Meta, ...]
@@ -84,6 +71,8 @@ class Setting(Struct, frozen=True, kw_only=True):
     """A description of the default for users, shown instead of `default`."""
     unit: str = ""
     """The unit of a number, or the format of a string, such as HOST:PORT."""
+    units: Mapping[str, float] = MappingProxyType({})
+    """The units allowed in a string, largest first."""
     least: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()
@@ -96,8 +85,6 @@ class Setting(Struct, frozen=True, kw_only=True):
     required: bool = False
     reload: bool = False
     """Whether a reload applies a change; if not, a change needs a restart."""
-    sets: tuple[str, ...] = ()
-    """The fields of the program's own configuration that receive the value."""
 
     @property
     def type(self) -> Any:
@@ -106,13 +93,6 @@ class Setting(Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         return self.key.rpartition(".")[2]
-
-    @property
-    def units(self) -> Mapping[str, float]:
-        """The units allowed in a string, largest first. Empty for most kinds."""
-        if (self.kind, self.unit) == (float, "seconds"):
-            return DURATION_UNITS
-        return SIZE_UNITS if (self.kind, self.unit) == (int, "bytes") else {}
 
     @property
     def kind_words(self) -> str:
@@ -163,8 +143,13 @@ class Setting(Struct, frozen=True, kw_only=True):
             words = f"{self.kind_words}{_EXAMPLES.get(self.kind, '')}"
         return f"{words}, {self.bounds}" if self.bounds else words
 
-    def of(self, settings: Table) -> Any:
-        return attrgetter(self.key)(settings)
+    def of(self, settings: Struct) -> Any:
+        return attrgetter(self.path)(settings)
+
+    def alter(self, settings: Struct, value: Any) -> None:
+        """Change the value for all who hold these settings, which are frozen otherwise."""
+        table, _, name = self.path.rpartition(".")
+        force_setattr(attrgetter(table)(settings) if table else settings, name, value)
 
     def spelled(self, value: Any) -> str:
         """Format a value as TOML, or None as `not set`."""
@@ -184,10 +169,12 @@ class Setting(Struct, frozen=True, kw_only=True):
                 return quoted(str(value))
 
     def _number_spelled(self, number: float) -> str:
-        step, least = (60, 120) if self.units is DURATION_UNITS else (2**10, 2**10)
+        step, least = (60_000, 120_000) if self.units is DURATION_UNITS else (2**10, 2**10)
         if self.units and number >= least and number % step == 0:
             return quoted(_with_unit(number, self.units))
-        return str(int(number) if self.units and float(number).is_integer() else number)
+        if self.units is DURATION_UNITS:
+            number /= 1_000
+        return str(int(number) if float(number).is_integer() else number)
 
 
 _KINDS: Mapping[Any, str] = {
@@ -208,49 +195,54 @@ _EXAMPLES: Mapping[Any, str] = {
 
 
 @cache
-def settings_of(table: type[Table], prefix: str = "") -> Mapping[str, Setting]:
+def settings_of(table: type[Struct], prefix: str = "", path: str = "") -> Mapping[str, Setting]:
     found: dict[str, Setting] = {}
-    for name, (annotation, default) in fields_of(table).items():
-        key = f"{prefix}{name}"
-        if is_table(annotation):
-            found |= settings_of(annotation, f"{key}.")
+    for name, field in fields_of(table).items():
+        key, place = f"{prefix}{name}", f"{path}{field.name}"
+        if is_table(field.type):
+            found |= settings_of(field.type, f"{key}.", f"{place}.")
         else:
-            found[key] = _setting(key, annotation, default)
-    assert all(key in found for rule in table.rules for key in rule.keys), "a rule's key is wrong"
+            found[key] = _setting(key, place, field)
+    rules: tuple[Rule, ...] = getattr(table, "rules", ())
+    assert all(key in found for rule in rules for key in rule.keys), "a rule's key is wrong"
     return MappingProxyType(found)
 
 
-def fields_of(table: type[Table]) -> Mapping[str, tuple[Any, object]]:
-    """Return each field's annotation and default. The class must not postpone annotations."""
-    annotations: dict[str, Any] = {}
-    for base in reversed(table.__mro__):
-        annotations |= vars(base).get("__annotations__", {})
-    names, defaults = table.__struct_fields__, table.__struct_defaults__
-    padded = (NODEFAULT,) * (len(names) - len(defaults)) + defaults
-    return {name: (annotations[name], default) for name, default in zip(names, padded, strict=True)}
+@cache
+def fields_of(table: type[Struct]) -> Mapping[str, FieldInfo]:
+    """Return a table's fields by the names that they have in files."""
+    return MappingProxyType(
+        {
+            _UNIT_IN_NAME.sub("", field.name) if _has_units(field.type) else field.name: field
+            for field in fields(table)
+        }
+    )
+
+
+def _has_units(annotation: Any) -> bool:
+    return any("units" in (meta.extra or {}) for meta in _unwrapped(annotation)[1])
 
 
 def is_table(kind: Any) -> bool:
     """Return whether a field with this annotation is a table."""
-    return isinstance(kind, type) and issubclass(kind, Table)
+    return isinstance(kind, type) and issubclass(kind, Struct) and not hasattr(kind, "parse")
 
 
-def _setting(key: str, annotation: Any, default: object) -> Setting:
-    kind, metas = _unwrapped(annotation)
+def _setting(key: str, path: str, field: FieldInfo) -> Setting:
+    kind, metas = _unwrapped(field.type)
     more: dict[str, Any] = {"annotation": kind, "metas": tuple(metas)}
     for meta in metas:
         more |= meta.extra or {}
     about = metas[-1]
     more |= {"reason": about.description, "least": about.ge, "most": about.le}
-    if "default" not in more:
-        more["required"] = default is NODEFAULT
-        more["default"] = None if default is NODEFAULT else default
+    more["required"] = field.default is NODEFAULT
+    more["default"] = None if field.default is NODEFAULT else field.default
     items = get_args(kind)
     if get_origin(kind) is Literal:
         kind, more["choices"] = str, items
     elif items:
         kind, more["each"] = get_origin(kind), items[0] if is_table(items[0]) else None
-    return Setting(key=key, kind=kind, **more)
+    return Setting(key=key, path=path, kind=kind, **more)
 
 
 def _unwrapped(annotation: Any) -> tuple[Any, list[Meta]]:
@@ -265,7 +257,7 @@ def _unwrapped(annotation: Any) -> tuple[Any, list[Meta]]:
 
 
 @cache
-def sections_of(table: type[Table]) -> frozenset[str]:
+def sections_of(table: type[Struct]) -> frozenset[str]:
     """Return the names of all tables within a table."""
     parts = [key.split(".") for key in settings_of(table)]
     return frozenset(".".join(p[:depth]) for p in parts for depth in range(1, len(p)))

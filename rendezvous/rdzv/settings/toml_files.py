@@ -19,7 +19,6 @@ from msgspec import Struct, ValidationError, convert
 from rdzv.errors import SHOWN_CHARS, InvalidRequestError, did_you_mean
 from rdzv.removed import TABLES, instead_of
 from rdzv.settings.setting_types import (
-    DURATION_UNITS,
     Setting,
     Table,
     fields_of,
@@ -28,6 +27,7 @@ from rdzv.settings.setting_types import (
     sections_of,
     settings_of,
 )
+from rdzv.structs import DURATION_UNITS
 
 FILE_BYTES = 1024 * 1024
 """The maximum size of a file; configurations are written by hand."""
@@ -38,6 +38,7 @@ LISTED_PROBLEMS = 50
 MAX_NUMBER = 1e300
 """The exclusive upper bound of numbers, so that none overflows in another unit."""
 
+S = TypeVar("S", bound=Struct)
 T = TypeVar("T", bound=Table)
 
 
@@ -209,11 +210,11 @@ class _Reading(Generic[T]):
         self.problems.append(Problem(source, f"`{self._where}{key}` {text}"))
 
 
-def _built(table: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
-    found = {}
-    for name, (annotation, _) in fields_of(table).items():
-        key = f"{prefix}{name}"
-        found[name] = _built(annotation, values, f"{key}.") if is_table(annotation) else values[key]
+def _built(table: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
+    found: dict[str, Any] = {}
+    for name, field in fields_of(table).items():
+        key, kind = f"{prefix}{name}", field.type
+        found[field.name] = _built(kind, values, f"{key}.") if is_table(kind) else values[key]
     return table(**found)
 
 
@@ -306,20 +307,22 @@ _MEASURED = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", re.ASCII)
 
 
 def _number(setting: Setting, raw: object) -> object:
-    """Return a number in seconds or bytes if it has a unit, or any other value unchanged."""
+    """Return a number in milliseconds or bytes if it has a unit, or any other value unchanged."""
     found = _MEASURED.fullmatch(raw.strip()) if isinstance(raw, str) else None
-    if found is not None and found[2] in setting.units:
-        number = float(found[1]) * setting.units[found[2]]
-        raw = int(number) if setting.kind is int and number.is_integer() else number
+    unit = setting.units.get(found[2]) if found is not None else None
+    if found is not None and unit is not None:
+        raw = float(found[1]) * unit
     if setting.kind not in (int, float) or not isinstance(raw, int | float):
         return raw
     if not abs(raw) < MAX_NUMBER:
         raise _RefusedError("must be a smaller number")
     if setting.units is not DURATION_UNITS or isinstance(raw, bool):
-        return raw
-    if not math.isclose(round(raw * 1000), raw * 1000, rel_tol=1e-9, abs_tol=1e-6):
+        return int(raw) if unit is not None and float(raw).is_integer() else raw
+    # A number without a unit is one of seconds.
+    number = raw if unit is not None else raw * 1_000
+    if not math.isclose(round(number), number, rel_tol=1e-9, abs_tol=1e-6):
         raise _RefusedError("must be a whole number of milliseconds")
-    return round(raw, 3)
+    return round(number)
 
 
 # ------------------------------------------------------------------------------------ comparing

@@ -30,7 +30,7 @@ from rdzv.agent.server_link.link import FINAL_REFUSALS, Identity, ServerLink
 from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.client import Endpoint, parse_endpoint
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
-from rdzv.core.fleet.nodes import NodesTuning
+from rdzv.core.fleet.nodes import LeaseRules
 from rdzv.core.model import JobSpec, Result
 from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
@@ -870,7 +870,7 @@ async def test_a_server_with_thousands_of_nodes_may_take_longer_to_answer(
 
 def test_a_server_waits_for_a_hello_as_long_as_ten_thousand_nodes_wait_for_its_answer() -> None:
     """It closed streams after 10 s whose hello it had not read yet, and their nodes began again."""
-    waits_s = server_link.welcome_timeout_s(NodesTuning().lease_max_ms, unanswered=0)
+    waits_s = server_link.welcome_timeout_s(LeaseRules().longest_ms, unanswered=0)
     assert waits_s <= HELLO_TIMEOUT_S
 
 

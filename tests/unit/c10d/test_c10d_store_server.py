@@ -19,8 +19,9 @@ from rdzv.c10d.facade import serving_c10d
 from rdzv.c10d.store_server import Looks, UnreadableError
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.runtime.clock import MonotonicClock
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.transport.endpoints import Listen
+from tests.support.settings import rdzvd_settings
 
 pytestmark = pytest.mark.slow
 
@@ -191,19 +192,18 @@ def serve(*answers):
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RdzvdSettings]:
     """A configuration whose interpreter is `python` in the test's folder; time goes fast."""
     monkeypatch.setattr(facade, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(facade, "RESTART_AFTER_S", (0.01, 0.02))
-    yield Config(
-        listen=Listen("127.0.0.1", 0),
+    yield rdzvd_settings(
         data_dir=tmp_path,
         c10d=Listen("127.0.0.1", 0),
-        c10d_python=str(tmp_path / "python"),
+        c10d_python=tmp_path / "python",
     )
 
 
-def script(config: Config, *lines: str) -> None:
+def script(config: RdzvdSettings, *lines: str) -> None:
     path = Path(config.c10d_python)
     path.write_text(HEAD + "\n".join(lines) + "\n")
     path.chmod(0o755)
@@ -222,7 +222,7 @@ async def until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
 
 
 async def test_nothing_is_served_unless_asked_for(tmp_path: Path) -> None:
-    plain = Config(listen=Listen("127.0.0.1", 0), data_dir=tmp_path)
+    plain = rdzvd_settings(data_dir=tmp_path)
     async with serving_c10d(plain.c10d, plain.c10d_python, MonotonicClock()) as none:
         assert none is None
 
@@ -238,7 +238,7 @@ async def test_nothing_is_served_unless_asked_for(tmp_path: Path) -> None:
     ],
 )
 async def test_a_process_that_does_not_come_to_serve_is_an_error(
-    lines: list[str], why: str, config: Config
+    lines: list[str], why: str, config: RdzvdSettings
 ) -> None:
     script(config, *lines)
     with pytest.raises(RendezvousError, match=why):
@@ -248,7 +248,7 @@ async def test_a_process_that_does_not_come_to_serve_is_an_error(
 
 @pytest.mark.slow
 async def test_a_process_that_is_not_ready_in_time_is_an_error(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    config: RdzvdSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(facade, "READY_TIMEOUT_S", 0.2)
     script(config, "time.sleep(600)")
@@ -257,7 +257,7 @@ async def test_a_process_that_is_not_ready_in_time_is_an_error(
             pass
 
 
-async def test_an_interpreter_without_torch_is_refused(config: Config) -> None:
+async def test_an_interpreter_without_torch_is_refused(config: RdzvdSettings) -> None:
     script(config, "print('ModuleNotFoundError: no torch', file=sys.stderr)", "sys.exit(3)")
     with pytest.raises(InvalidRequestError, match=r"no torch\); install rdzv\[torch\] beside"):
         async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()):
@@ -273,7 +273,7 @@ async def test_an_interpreter_without_torch_is_refused(config: Config) -> None:
     ],
 )
 async def test_a_process_that_answers_nonsense_is_replaced(
-    answer: str, why: str, config: Config, caplog: pytest.LogCaptureFixture
+    answer: str, why: str, config: RdzvdSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "rdzv.c10d")
     script(config, f"serve({{'states': {{'a': None}}}}, {answer})", "hear()")
@@ -285,7 +285,7 @@ async def test_a_process_that_answers_nonsense_is_replaced(
 
 
 async def test_what_it_tells_is_shown_and_a_slow_answer_is_waited_for(
-    config: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    config: RdzvdSettings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(facade, "SLOW_AFTER_S", 0.05)
     go = config.data_dir / "go"
@@ -307,7 +307,7 @@ async def test_what_it_tells_is_shown_and_a_slow_answer_is_waited_for(
 
 
 async def test_a_bug_in_a_look_costs_nobody_the_store(
-    config: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    config: RdzvdSettings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*look: object) -> None:
         raise ZeroDivisionError

@@ -36,9 +36,10 @@ from rdzv.errors import (
     StoreRefusedError,
     UnknownJobError,
 )
+from rdzv.runtime.clock import DAY_MS
 from rdzv.server.engine.forgetting import PRUNE_EVERY_MS, outlived, refuse_to_forget
 from rdzv.server.messages import Assignment
-from rdzv.server.settings.config import DAY_MS, Limits, Timings
+from rdzv.server.settings.server_settings import Retention
 from rdzv.stores.base import Record, RevisionConflictError, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import as_dict, replace
@@ -342,7 +343,7 @@ def test_each_is_forgotten_for_its_own_reason() -> None:
 async def test_at_a_start_what_is_too_old_goes(
     store: DeletingStore, clock: FakeClock, lines: list[str]
 ) -> None:
-    kept_ms = Timings().ended_kept_ms
+    kept_ms = Retention().ended_for_ms
     await stored(store, "old", NOW_MS - kept_ms - 1)
     await stored(store, "older", NOW_MS - kept_ms - 2)
     await stored(store, "new", NOW_MS - kept_ms)
@@ -361,14 +362,14 @@ async def test_at_a_start_what_is_too_many_goes(store: DeletingStore, clock: Fak
     for number in range(5):
         await stored(store, f"job-{number}", NOW_MS - number)
     await stored(store, "open", None)
-    async with server(store, clock, Limits(ended_jobs=2)):
+    async with server(store, clock, retention=Retention(ended_jobs=2)):
         await settle()
     assert store.deleted == ["job-4", "job-3", "job-2"]
     assert await store.list() == ("job-0", "job-1", "open")
 
 
 async def test_it_is_looked_again_every_hour(store: DeletingStore, clock: FakeClock) -> None:
-    async with server(store, clock, Limits(ended_jobs=1)) as s:
+    async with server(store, clock, retention=Retention(ended_jobs=1)) as s:
         for rdzv_id in ("job-7", "job-8", "job-9"):
             await finished(s, rdzv_id)
             await clock.advance(1)
@@ -376,7 +377,7 @@ async def test_it_is_looked_again_every_hour(store: DeletingStore, clock: FakeCl
         assert store.deleted == []
         await clock.pause(100)
         assert store.deleted == ["job-7", "job-8"]
-        await clock.pause(Timings().ended_kept_ms)
+        await clock.pause(Retention().ended_for_ms)
         assert store.deleted == ["job-7", "job-8", "job-9"]
     # And none once the server has stopped.
     await stored(store, "job-10", 0)

@@ -223,7 +223,7 @@ RULES = (
     Rule(
         "configurations are described without knowing any program",
         "settings/*.py",
-        only=of("rdzv.errors", "rdzv.removed", "rdzv.settings", "msgspec"),
+        only=of("rdzv.errors", "rdzv.removed", "rdzv.settings", "rdzv.structs", "msgspec"),
     ),
     Rule(
         "what a node's messages do is decided without gRPC, so the simulator decides the same",

@@ -24,7 +24,7 @@ from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import Frame, Group, Report, Thread, WorkerStack
 from rdzv.core.explain import view
 from rdzv.core.life.runs import vacant
-from rdzv.core.model import JobState
+from rdzv.core.model import JobState, Tuning
 from rdzv.errors import RendezvousConnectionError
 from rdzv.server.driver import Driver
 from rdzv.server.http import state_feeds as feeds_module
@@ -45,16 +45,17 @@ from rdzv.server.messages import (
 from rdzv.server.replication.replica import Replica
 from rdzv.server.security.role_gate import AUDIT
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config, Limits
+from rdzv.server.settings.server_settings import Limits
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.base import Page
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
+from tests.support.settings import rdzvd_settings
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, read, settle
 
 pytestmark = pytest.mark.slow
 
-CONFIG = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
+CONFIG = rdzvd_settings()
 OPENAPI = Path(__file__).parents[3] / "docs" / "openapi.json"
 WAIT_S = 20.0
 """How long anything may take on a busy machine."""
@@ -862,7 +863,7 @@ class Watching:
     def view(self, rdzv_id: str) -> Any:
         if rdzv_id not in self.names:
             return None
-        shown = view(vacant(rdzv_id, CONFIG.tuning), 0)
+        shown = view(vacant(rdzv_id, Tuning()), 0)
         return replace(shown, run="c10d", backend="c10d", state=JobState.RUNNING)
 
     def views(self) -> tuple[Any, ...]:

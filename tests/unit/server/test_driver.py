@@ -10,7 +10,6 @@ import typing
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,7 @@ from rdzv.core.commands import (
     Tick,
 )
 from rdzv.core.fleet.node_resources import FailingCheck
-from rdzv.core.fleet.nodes import AgentKind, NodesTuning
+from rdzv.core.fleet.nodes import AgentKind, LeaseRules
 from rdzv.core.life import runs
 from rdzv.core.model import (
     Cause,
@@ -85,15 +84,15 @@ from rdzv.server.messages import (
     Welcome,
 )
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config, Limits
+from rdzv.server.settings.server_settings import Limits
 from rdzv.server.telemetry import event_lines
 from rdzv.stores.base import Page, Record, RevisionConflictError, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
-from rdzv.transport.endpoints import Listen
 from rdzv.view.answers import event_in
 from rdzv.view.history import kept
 from rdzv.view.sentences import sentence
+from tests.support.settings import rdzvd_settings
 
 TUNING = Tuning()
 
@@ -246,13 +245,10 @@ class Server:
 async def server(
     store: MemoryStore | None = None,
     clock: FakeClock | None = None,
-    limits: Limits | None = None,
-    nodes_tuning: NodesTuning | None = None,
     store_name: str = "sqlite",
+    **given: object,
 ) -> AsyncIterator[Server]:
-    listen = Listen("127.0.0.1", 0)
-    config = Config(listen, Path("/nowhere"), store=store_name, limits=limits or Limits())
-    config = replace(config, nodes_tuning=nodes_tuning or config.nodes_tuning)
+    config = rdzvd_settings(store=store_name, **given)
     clock = clock or FakeClock()
     uids = (f"run-{number}" for number in itertools.count(1))
     async with Driver.running(
@@ -329,7 +325,7 @@ async def test_nodes_are_told_which_servers_stand_by_and_of_each_change() -> Non
 
 
 async def test_who_came_first_is_told_a_longer_lease_when_many_have_come() -> None:
-    async with server(nodes_tuning=NodesTuning(lease_nodes=1, lease_nodes_max=2)) as s:
+    async with server(lease=LeaseRules(nodes=1, longest_nodes=2)) as s:
         n1 = await s.connect("n1")
         assert read(n1) == [Welcome(n1.incarnation, 1_666, 5_000)]
         n2 = await s.connect("n2")

@@ -8,7 +8,6 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -27,10 +26,11 @@ from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc import grpc_listener
 from rdzv.server.rpc.grpc_listener import serving
 from rdzv.server.rpc.grpc_server import grpc_server
-from rdzv.server.settings.config import Config, Timings
+from rdzv.server.settings.server_settings import Timings
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
+from tests.support.settings import rdzvd_settings
 
 pytestmark = pytest.mark.slow
 
@@ -90,8 +90,7 @@ def frames(received: bytes) -> Counter[int]:
 @asynccontextmanager
 async def server(timings: Timings | None = None) -> AsyncIterator[Listen]:
     clock = MonotonicClock()
-    listen = Listen("127.0.0.1", 0)
-    config = Config(listen, Path("/nowhere"), store="memory", timings=timings or Timings())
+    config = rdzvd_settings(store="memory", timings=timings or Timings())
     replica = Replica(clock, "memory", "1.2.3")
     async with Driver.running(MemoryStore(), clock, config) as driver:
         replica.lead(driver)

@@ -38,7 +38,7 @@ from rdzv.errors import LimitExceededError, RendezvousConnectionError, Rendezvou
 from rdzv.server.driver import Driver
 from rdzv.server.messages import Progress, RankProgress
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.server.telemetry.job_metrics_page import (
     JOB_METRICS,
     missing_nodes,
@@ -49,7 +49,7 @@ from rdzv.server.telemetry.metrics_interface import Figures, Meter, Meters
 from rdzv.server.telemetry.server_metrics import ENDED_JOB_MS, ENDED_JOBS, SLICE_JOBS, Metrics
 from rdzv.stores.base import Record
 from rdzv.structs import replace
-from rdzv.transport.endpoints import Listen
+from tests.support.settings import rdzvd_settings
 from tests.unit.core import test_small_scope as small_scope
 from tests.unit.core.test_small_scope import SETTINGS, everything_said
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, settle
@@ -58,7 +58,7 @@ pytestmark = pytest.mark.slow
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "metrics"
 EXPIRES = datetime(2027, 3, 1, tzinfo=UTC)
-CONFIG = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
+CONFIG = rdzvd_settings()
 
 
 class Scraped(Server):
@@ -110,8 +110,7 @@ def values(text: bytes) -> dict[str, float]:
 @asynccontextmanager
 async def scraped(
     store: FlakyStore | None = None,
-    config: Config = CONFIG,
-    tuning: Tuning | None = None,
+    config: RdzvdSettings = CONFIG,
     also: Meter | None = None,
 ) -> AsyncIterator[Scraped]:
     """Run a driver with metrics; `also` receives the same calls as they do."""
@@ -129,7 +128,7 @@ async def scraped(
     async with Driver.running(
         store or FlakyStore(),
         clock,
-        replace(config, tuning=tuning or config.tuning),
+        config,
         new_uid=lambda: next(uids),
         meter=metrics if also is None else Meters(metrics, also),
     ) as driver:
@@ -315,7 +314,7 @@ async def test_what_fails_is_told_and_harms_nothing_else(caplog: pytest.LogCaptu
     def broken() -> tuple[JobView, ...]:
         raise OSError("no store")
 
-    state = vacant("job-7", CONFIG.tuning)
+    state = vacant("job-7", Tuning())
     began = step(state, _first_join(), 0)
     figures = Figures(0, 1, 0, 0, 0, 0, 0, (began.state,))
     metrics = Metrics(lambda: figures, CONFIG, "1.2.3", c10d=broken)
@@ -520,14 +519,14 @@ async def test_a_pause_of_the_loop_is_in_the_histogram() -> None:
 async def test_ended_jobs_are_bounded() -> None:
     metrics = Metrics(lambda: None, CONFIG, "1.2.3")
     for number in range(ENDED_JOBS + 10):
-        state = vacant(f"job-{number}", CONFIG.tuning)
+        state = vacant(f"job-{number}", Tuning())
         began = step(state, _first_join(), 0)
         ended = step(began.state, Stop("run-1", "an operator"), 1)
         metrics.count_step(state, began.state, began.events, 0)
         metrics.count_step(began.state, ended.state, ended.events, 1)
     assert len(metrics.ended) == ENDED_JOBS
     # Events that arrive after the job was forgotten create nothing again.
-    first = vacant("job-0", CONFIG.tuning)
+    first = vacant("job-0", Tuning())
     ended = step(step(first, _first_join(), 0).state, Stop("run-1", "an operator"), 1)
     assert ended.state.membership.ended
     metrics.count_step(ended.state, ended.state, (NodeLost("n1", "too late"),), 2)
@@ -568,7 +567,7 @@ def agrees(state: State, now_ms: int) -> str:
 
 def test_who_leaves_is_missing_although_its_workers_still_stop() -> None:
     seats = {"n1": Seat(1, 0, leaving="SIGTERM"), "n2": Seat(2, 0)}
-    began = step(vacant("job-7", CONFIG.tuning), _first_join(), 0).state
+    began = step(vacant("job-7", Tuning()), _first_join(), 0).state
     settings = Settings(min_nodes=3, max_nodes=3)
     state = replace(
         began, membership=replace(began.membership, settings=settings), waiting={}, seats=seats
@@ -636,7 +635,7 @@ async def test_many_jobs_leave_the_event_loop_to_others() -> None:
     states = []
     metrics = Metrics(lambda: figures, CONFIG, "1.2.3")
     for number in range(2_000):
-        state = vacant(f"job-{number}", CONFIG.tuning)
+        state = vacant(f"job-{number}", Tuning())
         began = step(state, _first_join(), 0)
         states.append(began.state)
         metrics.count_step(state, began.state, (RunBegan("run-1", 1, ""),), 0)
@@ -670,7 +669,7 @@ async def test_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "é"])
 async def test_any_name_of_a_job_is_written_so_that_it_can_be_read(name: str) -> None:
-    state = vacant(name, CONFIG.tuning)
+    state = vacant(name, Tuning())
     began = step(state, _first_join(), 0)
     figures = Figures(0, 1, 0, 0, 0, 0, 0, (began.state,))
     metrics = Metrics(lambda: figures, CONFIG, "1.2.3")

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from rdzv.errors import InvalidRequestError
-from rdzv.server.settings.config import Notify
+from rdzv.server.settings.server_settings import Notify
 from rdzv.server.telemetry import notifications as module
 from rdzv.server.telemetry.notifications import Notification, Notifications, notifying
 from rdzv.stores.base import Record

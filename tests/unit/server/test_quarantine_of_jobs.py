@@ -9,25 +9,23 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
 from rdzv.core.commands import Bar, Fail, FailureReport, Join, Place, ReportStuck
 from rdzv.core.events import NodeJoined, NodesPlaced
 from rdzv.core.fleet.nodes import AgentKind
-from rdzv.core.fleet.quarantine import QuarantineTuning
+from rdzv.core.fleet.quarantine import QuarantineRules
 from rdzv.core.model import Offer, Settings
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError, UnknownNodeError
 from rdzv.server.driver import Driver
 from rdzv.server.messages import Assignment, Placed, Withdrawn
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
-from rdzv.transport.endpoints import Listen
 from rdzv.view.answers import Node
 from tests.support.builders import Job
+from tests.support.settings import rdzvd_settings
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, read, settle
 from tests.unit.server.test_placing import QUIET_MS, daemons, live, submission
 
@@ -59,7 +57,7 @@ class Documents(FlakyStore):
 async def server(
     store: MemoryStore | None = None, clock: FakeClock | None = None, **tuning: int
 ) -> AsyncIterator[Server]:
-    config = Config(Listen("127.0.0.1", 0), Path("/nowhere"), quarantine=QuarantineTuning(**tuning))
+    config = rdzvd_settings(quarantine=QuarantineRules(**tuning))
     clock = clock or FakeClock()
     async with Driver.running(store or MemoryStore(), clock, config) as driver:
         yield Server(driver, clock)

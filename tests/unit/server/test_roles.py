@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -27,11 +26,10 @@ from rdzv.server.rpc import gate_interceptor, grpc_listener
 from rdzv.server.rpc.grpc_listener import serving
 from rdzv.server.security import role_gate, roles
 from rdzv.server.security.callers import Role
-from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.memory import MemoryStore
-from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
+from tests.support.settings import rdzvd_settings
 from tests.unit.server.test_driver import FakeClock
 
 pytestmark = pytest.mark.slow
@@ -109,7 +107,7 @@ async def guarded(monkeypatch: pytest.MonkeyPatch, **config_as: Any) -> AsyncIte
         lambda *args, **more: made.append(application(*args, **more)) or made[-1],
     )
     clock = FakeClock()
-    config = Config(Listen("127.0.0.1", 0), Path("/nowhere"), auth=True, **config_as)
+    config = rdzvd_settings(auth="required", **config_as)
     replica = Replica(clock, "memory", "1.2.3")
     metrics = Metrics(lambda: None, config, "1.2.3")
     async with Driver.running(MemoryStore(), clock, config, meter=metrics) as driver:
@@ -614,7 +612,7 @@ async def test_refused_calls_are_counted_and_logged_now_and_then(
 
 async def test_where_nobody_proves_anything_everybody_may_do_everything() -> None:
     clock = FakeClock()
-    config = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
+    config = rdzvd_settings()
     replica = Replica(clock, "memory", "1.2.3")
     async with Driver.running(MemoryStore(), clock, config) as driver:
         replica.lead(driver)

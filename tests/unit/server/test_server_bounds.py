@@ -10,7 +10,7 @@ import pytest
 from rdzv.server.http.connection_limits import ConnectionLimits
 from rdzv.server.rpc.grpc_listener import OTHER_FILES, connections_at_once
 from rdzv.server.rpc.rate_limit import RateLimit
-from rdzv.server.settings.config import Limits
+from rdzv.server.settings.server_settings import Limits
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ async def test_http_may_leave_open_whether_a_caller_has_a_certificate(files: Fil
         # A certificate that is presented has to be valid all the same.
         (strangers, False, True),
     ):
-        tls = Tls(replace(files.server(), http_requires=requires))
+        tls = Tls(replace(files.server(), http_client_auth="require" if requires else "accept"))
         async with both(tls) as (_, port), ClientSession() as session:
             url = f"https://127.0.0.1:{port}/held"
             if fails:

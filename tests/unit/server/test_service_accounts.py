@@ -27,17 +27,20 @@ from rdzv.errors import (  # noqa: E402
 from rdzv.server.security import callers, issuer_keys  # noqa: E402
 from rdzv.server.security.callers import Caller, Role  # noqa: E402
 from rdzv.server.security.service_accounts import ServiceAccounts, proving  # noqa: E402
-from rdzv.server.settings.config import Oidc, OidcAccount  # noqa: E402
-from rdzv.server.settings.server_settings import ROLES  # noqa: E402
+from rdzv.server.settings.server_settings import (  # noqa: E402
+    ROLES,
+    Oidc,
+    OidcAccount,
+)
 from tests.support.issuer import AUDIENCE, Issuer, Key, issuing  # noqa: E402
 from tests.unit.server.test_driver import settle  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 ACCOUNTS = (
-    OidcAccount("team-a", "", ("submit",)),
-    OidcAccount("team-a", "shared", ("submit",), "namespace"),
-    OidcAccount("rdzv", "agent", ("node",), "node"),
+    OidcAccount(namespace="team-a", roles=("submit",)),
+    OidcAccount(namespace="team-a", name="shared", roles=("submit",), known_as="namespace"),
+    OidcAccount(namespace="rdzv", name="agent", roles=("node",), known_as="node"),
 )
 
 
@@ -48,7 +51,7 @@ def issuer(tmp_path: Path) -> Iterator[Issuer]:
 
 
 def oidc_of(issuer: Issuer, /, **more: Any) -> Oidc:
-    return Oidc(**{"issuer": issuer.url, "audience": AUDIENCE, "accounts": ACCOUNTS} | more)
+    return Oidc(**{"issuer": issuer.url, "audience": AUDIENCE, "account": ACCOUNTS} | more)
 
 
 @asynccontextmanager
@@ -95,7 +98,7 @@ async def test_an_issuer_may_sign_with_rsa_and_have_other_keys_beside(issuer: Is
 
 async def test_what_is_not_for_us_is_refused_with_both_values(issuer: Issuer) -> None:
     now = int(time.time())
-    async with accounts_of(issuer, leeway_s=30) as accounts:
+    async with accounts_of(issuer, leeway_ms=30_000) as accounts:
         await accounts.caller(issuer.token(exp=now - 20))
         assert "expired at" in await refusal(accounts, issuer.token(exp=now - 40))
         await accounts.caller(issuer.token(nbf=now + 20, iat=now + 20))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from rdzv.core.events import RankCaughtUp, RankStraggles
-from rdzv.core.fleet.nodes import NodesTuning
+from rdzv.core.fleet.nodes import LeaseRules
 from rdzv.server.messages import Progress, RankProgress
 from rdzv.server.sessions.streams import Stream
 from rdzv.view.answers import event_in
 from rdzv.view.history import read as event_of
 from tests.unit.server.test_driver import Server, server, settle
 
-PATIENT = NodesTuning(lease_ms=600_000)
+PATIENT = LeaseRules(duration_ms=600_000)
 
 
 async def train(s: Server, n1: Stream, n2: Stream, for_s: int, slow: float) -> None:
@@ -34,7 +34,7 @@ async def told(s: Server) -> list[object]:
 
 @pytest.mark.slow
 async def test_a_straggler_is_shown_and_told() -> None:
-    async with server(nodes_tuning=PATIENT) as s:
+    async with server(lease=PATIENT) as s:
         n1, n2 = await s.pair()
         await train(s, n1, n2, 40, slow=3.0)
         assert [one.rank for one in s.driver.views.stragglers("job-7")] == [3]

@@ -23,10 +23,9 @@ from rdzv.errors import (
 from rdzv.server.driver import Driver
 from rdzv.server.security import callers, tokens
 from rdzv.server.security.callers import Caller, Role
-from rdzv.server.settings.config import Config
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.certificates import read_certificate
-from rdzv.transport.endpoints import Listen
+from tests.support.settings import rdzvd_settings
 from tests.unit.server.test_driver import FakeClock, settle
 
 HOUR_MS = 3_600_000
@@ -36,8 +35,8 @@ HOUR_MS = 3_600_000
 async def driving(
     store: MemoryStore, clock: FakeClock | None = None, **config_as: Any
 ) -> AsyncIterator[Driver]:
-    given = {"auth": True, **config_as}
-    config = Config(Listen("127.0.0.1", 0), Path("/nowhere"), **given)
+    given = {"auth": "required", **config_as}
+    config = rdzvd_settings(**given)
     async with Driver.running(store, clock or FakeClock(), config) as driver:
         yield driver
 
@@ -203,7 +202,7 @@ async def test_nobody_opens_a_server_by_leaving_a_flag_out() -> None:
     async with driving(store) as driver:
         await driver.tokens.create("ada", [Role.READ], 0)
     with pytest.raises(InvalidRequestError, match="start it with --auth=required"):
-        async with driving(store, auth=False):
+        async with driving(store, auth="none"):
             pass
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from examples import SETTLED
 from rdzv.errors import InvalidRequestError
 from rdzv.settings.rendering import as_markdown, render
-from rdzv.settings.setting_types import Duration, Rule, Size, Table, setting, settings_of
+from rdzv.settings.setting_types import Rule, Table, settings_of
 from rdzv.settings.toml_files import (
     FILE_BYTES,
     LISTED_PROBLEMS,
@@ -24,6 +24,7 @@ from rdzv.settings.toml_files import (
     compare,
     load,
 )
+from rdzv.structs import Duration, Size, setting
 
 
 def host_port(text: str) -> None:
@@ -53,7 +54,7 @@ class Place:
 
 
 def short_first(settings: "Settings") -> str:
-    if settings.wait.short > settings.wait.long:
+    if settings.wait.short_ms > settings.wait.long_ms:
         return "`wait.short` is above `wait.long`; give it less"
     return ""
 
@@ -62,7 +63,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Stop(Table, frozen=True):
-    grace: Annotated[Duration, setting(reason="What stop.grace is.")] = 30
+    grace_ms: Annotated[Duration, setting(reason="What stop.grace is.")] = 30_000
 
 
 class Job(Table, frozen=True, kw_only=True):
@@ -72,10 +73,10 @@ class Job(Table, frozen=True, kw_only=True):
 
 
 class Wait(Table, frozen=True):
-    short: Annotated[
-        Duration, setting(ge=0.001, le=86_400, reload=True, reason="What wait.short is.")
-    ] = 0.25
-    long: Annotated[Duration, setting(reason="What wait.long is.")] = 2_592_000
+    short_ms: Annotated[
+        Duration, setting(ge=1, le=86_400_000, reload=True, reason="What wait.short is.")
+    ] = 250
+    long_ms: Annotated[Duration, setting(reason="What wait.long is.")] = 2_592_000_000
 
 
 class Tls(Table, frozen=True):
@@ -154,9 +155,9 @@ def refused(file: Path, text: str, **given_: object) -> list[str]:
     [
         ("buffer", 64 * 2**20, '"64 MiB"'),
         ("buffer", 100, "100"),
-        ("wait.long", 300.0, '"5 min"'),
-        ("wait.long", 5.0, "5"),
-        ("wait.short", 0.25, "0.25"),
+        ("wait.long", 300_000, '"5 min"'),
+        ("wait.long", 5_000, "5"),
+        ("wait.short", 250, "0.25"),
         ("labels", {"odd name": "é\x07"}, r'{ "odd name" = "é\u0007" }'),
     ],
 )
@@ -178,7 +179,7 @@ def test_each_kind_is_read(file: Path) -> None:
     assert settings.file == Path("/etc/x")
     assert settings.peers == ("a:1", "b:2")
     assert settings.labels == {"rack": "r1", "odd name": "é"}
-    assert settings.wait.long == 7_200
+    assert settings.wait.long_ms == 7_200_000
     assert loaded.sources["count"] == str(file)
 
 
@@ -203,8 +204,8 @@ def test_lists_of_tables_are_described_too(file: Path) -> None:
     text = '[[job]]\nname = "a"\nstop.grace = 5\n[[job]]\nname = "b"\n[job.env]\nX = "1"\n'
     loaded = read(file, text)
     assert loaded.settings.job == (
-        Job(name="a", env={}, stop=Stop(5)),
-        Job(name="b", env={"X": "1"}, stop=Stop(30)),
+        Job(name="a", env={}, stop=Stop(5_000)),
+        Job(name="b", env={"X": "1"}, stop=Stop(30_000)),
     )
     assert loaded.sources["job[1].stop.grace"] == str(file)
 
@@ -215,7 +216,7 @@ def test_lists_of_tables_are_described_too(file: Path) -> None:
      ('"1 d"', 86_400_000), ("0.001", 1)],
 )  # fmt: skip
 def test_durations_are_seconds_or_have_a_unit(file: Path, spelled: str, ms: int) -> None:
-    assert read(file, f"[wait]\nshort = {spelled}").settings.wait.short == ms / 1000
+    assert read(file, f"[wait]\nshort = {spelled}").settings.wait.short_ms == ms
 
 
 # ------------------------------------------------------------------------------------ refusing
@@ -413,7 +414,7 @@ def test_any_duration_and_size_is_printed_so_that_it_can_be_read(ms: int, size: 
     raw = tomllib.loads(render(loaded))
     given_ = {"wait.short": raw["wait"]["short"], "buffer": raw["buffer"]}
     again = load(Settings, given=given_).settings
-    assert round(again.wait.short * 1000) == ms and again.buffer == size
+    assert again.wait.short_ms == ms and again.buffer == size
 
 
 def test_every_setting_is_documented_with_unit_default_and_reason() -> None:

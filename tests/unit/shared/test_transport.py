@@ -15,7 +15,7 @@ from tls_files import Files, put
 from rdzv.client import ControlClient, Endpoint
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.server.security.tls import Tls
-from rdzv.server.settings.config import TlsFiles
+from rdzv.server.settings.server_settings import TlsSettings
 from rdzv.transport.channels import PLAIN, Credentials, handshake_trouble
 from rdzv.transport.node_stream import error_from_status
 
@@ -95,7 +95,7 @@ def test_a_token_is_shown_to_nobody() -> None:
 
 
 @asynccontextmanager
-async def served(tls: TlsFiles | None) -> AsyncIterator[Endpoint]:
+async def served(tls: TlsSettings | None) -> AsyncIterator[Endpoint]:
     """Run a server without services, with or without TLS; it answers calls with UNIMPLEMENTED."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     if tls is None:
@@ -154,7 +154,7 @@ async def test_a_nodes_certificate_is_of_no_use_to_a_false_server(files: Files) 
     node = files.node("127.0.0.1")
     assert node.cert is not None
     assert node.key is not None
-    async with served(TlsFiles(node.cert, node.key)) as server:
+    async with served(TlsSettings(node.cert, node.key)) as server:
         said = await ask(server, Credentials(files.ca))
         assert "cannot reach rdzvd" in said
 

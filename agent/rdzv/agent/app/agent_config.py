@@ -58,7 +58,7 @@ class Config:
     def preemption(self) -> Preemption:
         """The sources of preemption notices for this machine."""
         settings = self.settings.preemption
-        return Preemption(settings.file, settings.command, round(settings.deadline * 1000))
+        return Preemption(settings.file, settings.command, settings.deadline_ms)
 
     @property
     def accounts(self) -> Accounts:
@@ -80,18 +80,18 @@ class Config:
         return [self._check(check, resources, own) for check in self.settings.health]
 
     def _check(self, check: HealthCheck, resources: Resources, own: Mapping[str, str]) -> Check:
-        name, timeout_s = check.name, check.timeout
+        name, timeout_s = check.name, check.timeout_ms / 1000
         match check.check:
             case "command":
                 args = check.command or ()
                 return Command(name or f"command {Path(args[0]).name}", timeout_s, args, own)
             case "disk":
                 assert check.path is not None, "a rule demands it"
-                least, percent = check.min_free or 0, check.min_free_percent or 0.0
+                least, percent = check.min_free_bytes or 0, check.min_free_percent or 0.0
                 return Disk(name or f"disk {check.path}", timeout_s, check.path, least, percent)
             case "gpu":
                 uuids = [gpu.uuid for gpu in resources.gpus]
-                used = MEMORY_USED if check.memory_used is None else check.memory_used
+                used = MEMORY_USED if check.memory_used_bytes is None else check.memory_used_bytes
                 return Gpus(name or "gpu", timeout_s, uuids, check.count or 0, used)
             case "xid":
                 codes = CODES if check.codes is None else check.codes

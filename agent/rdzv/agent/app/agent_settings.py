@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
 
+from msgspec import field
+
 from rdzv.agent.inventory.resources import NONE, NVML, parse_gpus
 from rdzv.agent.inventory.xid import CODES, KMSG
 from rdzv.agent.system.accounts import EVERYONE, own_account, parse_limits, parse_umask
@@ -22,10 +24,12 @@ from rdzv.launch_options.job_options import (
     WORKERS_OWN,
     check_printable,
 )
-from rdzv.settings.setting_types import Duration, Rule, Size, Table, setting
+from rdzv.settings.setting_types import Rule, Table
+from rdzv.structs import Duration, Size, setting
 from rdzv.transport.endpoints import Listen, parse_endpoints
 
-MINUTE = 60
+SECOND = 1_000
+MINUTE = 60 * SECOND
 HOUR = 60 * MINUTE
 DAY = 24 * HOUR
 GIB = 1 << 30
@@ -118,8 +122,8 @@ def _log_level() -> Literal["debug", "info", "warning", "error"]:
 
 _OF_CHECK = {
     "command": ("command",),
-    "disk": ("path", "min_free", "min_free_percent"),
-    "gpu": ("count", "memory_used"),
+    "disk": ("path", "min_free_bytes", "min_free_percent"),
+    "gpu": ("count", "memory_used_bytes"),
     "xid": ("codes", "log"),
 }
 """The settings of each kind of check, in addition to `name` and `timeout`."""
@@ -130,15 +134,15 @@ def _check_of_kind(check: "HealthCheck") -> str:
     for name in (name for names in _OF_CHECK.values() for name in names):
         if name not in mine and getattr(check, name) is not None:
             return (
-                f"`{name}` is not a setting of {check.check} checks; leave it out, or see "
-                "docs/health.md"
+                f"`{name.removesuffix('_bytes')}` is not a setting of {check.check} checks; leave "
+                "it out, or see docs/health.md"
             )
     if check.check == "command" and not check.command:
         return "`command` is missing, or empty; give the program and its arguments"
     if check.check == "disk":
         if check.path is None:
             return "`path` is missing; name a folder on the disk to check"
-        if not check.min_free and not check.min_free_percent:
+        if not check.min_free_bytes and not check.min_free_percent:
             return "`min_free` or `min_free_percent` is missing; say how much space must be free"
     return ""
 
@@ -155,16 +159,16 @@ class HealthCheck(Table, frozen=True):
     name: Annotated[str | None, setting(
         check=_printable, default_words="the kind, with the path or the program", reason="""
         The name of the check in its results.""")] = None
-    timeout: Annotated[Duration, setting(ge=0.1, le=15, reason="""
+    timeout_ms: Annotated[Duration, setting(ge=100, le=15 * SECOND, reason="""
         A check that takes longer fails. After a worker failure on this node, the job's other nodes
-        wait for it.""")] = 10
+        wait for it.""")] = 10 * SECOND
     command: Annotated[tuple[str, ...] | None, setting(reason="""
         The program and its arguments. Exit code 0 means that the node is healthy; otherwise the
         last line of output is the reason. RDZV_UNUSED_GPUS lists the GPUs that no job uses.
         """)] = None
     path: Annotated[Path | None, setting(reason="""
         A folder on the disk to check.""")] = None
-    min_free: Annotated[Size | None, setting(ge=0, reason="""
+    min_free_bytes: Annotated[Size | None, setting(ge=0, reason="""
         How much space must be free on the disk for accounts other than root.""")] = None
     min_free_percent: Annotated[float | None, setting(ge=0, le=100, unit="percent", reason="""
         The same, as a percentage of the disk.""")] = None
@@ -172,7 +176,7 @@ class HealthCheck(Table, frozen=True):
         ge=0, le=1_024, unit="GPUs", default_words="`0`", reason="""
         How many GPUs must answer at least, besides all those present when the agent started.
         """)] = None
-    memory_used: Annotated[Size | None, setting(ge=0, default_words='`"2 GiB"`', reason="""
+    memory_used_bytes: Annotated[Size | None, setting(ge=0, default_words='`"2 GiB"`', reason="""
         How much of a GPU's memory may be in use while no job uses the GPU: the driver itself takes
         a few hundred MiB.""")] = None
     codes: Annotated[tuple[str, ...] | None, setting(
@@ -250,16 +254,16 @@ class PreemptionSettings(Table, frozen=True):
         A program and its arguments. It runs all the time, and exits with 0 when this machine is
         about to be preempted; its first line of output may say how many seconds are left. After any
         other exit code it is restarted.""")] = ()
-    deadline: Annotated[Duration, setting(ge=0, le=DAY, reason="""
-        How much time is left after a notice that does not say so.""")] = 30
+    deadline_ms: Annotated[Duration, setting(ge=0, le=DAY, reason="""
+        How much time is left after a notice that does not say so.""")] = 30 * SECOND
 
 
 class Logs(Table, frozen=True):
     """The retention of run folders."""
 
-    keep: Annotated[Duration, setting(ge=0, le=3650 * DAY, reload=True, reason="""
+    keep_ms: Annotated[Duration, setting(ge=0, le=3650 * DAY, reload=True, reason="""
         How long the folder of a run is kept after its last change.""")] = 14 * DAY
-    keep_size: Annotated[Size, setting(ge=0, reload=True, reason="""
+    keep_size_bytes: Annotated[Size, setting(ge=0, reload=True, reason="""
         How much disk space the folders of all runs may use; above it, the oldest folders of ended
         runs are removed.""")] = 20 * GIB
 # fmt: on
@@ -413,7 +417,7 @@ class AgentSettings(Table, frozen=True, kw_only=True):
     capacity: Annotated[int, setting(ge=1, le=256, unit="jobs", reload=True, reason="""
         How many submitted jobs may run here at once. GPUs are divided among them; CPUs and memory
         are not.""")] = 1
-    snapshot_memory: Annotated[Size | None, setting(
+    snapshot_memory_bytes: Annotated[Size | None, setting(
         ge=0, default_words="half of what is free when a job first saves", reason="""
         The most memory for snapshots of submitted jobs on this node. Each job may use an equal
         share, by the `capacity` that the agent has started with, or less, by its own
@@ -439,7 +443,7 @@ class AgentSettings(Table, frozen=True, kw_only=True):
         default_words="`$RUNTIME_DIRECTORY`, else `/run/rdzv-agent` for root, else "
         "`$XDG_RUNTIME_DIR/rdzv-agent`", reason="""
         Where the agent keeps short-lived files; use a local disk or memory.""")] = _runtime_dir()
-    restart_within: Annotated[Duration, setting(ge=1, le=HOUR, reload=True, reason="""
+    restart_within_ms: Annotated[Duration, setting(ge=SECOND, le=HOUR, reload=True, reason="""
         After a deliberate restart of this agent: how long the server keeps the node's seats, and
         its workers keep running, while no agent runs.""")] = 5 * MINUTE
     metrics_listen: Annotated[Listen | None, setting(
@@ -462,14 +466,14 @@ class AgentSettings(Table, frozen=True, kw_only=True):
     env: Annotated[Mapping[str, str], setting(reload=True, reason="""
         Environment variables for every submitted job; those set by the submission take precedence.
         """)] = NOTHING
-    drain_deadline: Annotated[Duration, setting(ge=0, le=DAY, reload=True, reason="""
+    drain_deadline_ms: Annotated[Duration, setting(ge=0, le=DAY, reload=True, reason="""
         How long workers may take to save and exit after a SIGTERM to the agent; then they are
         killed.""",
     )] = MINUTE
-    tls: Tls
-    preemption: PreemptionSettings
-    logs: Logs
-    health_interval: Annotated[Duration, setting(ge=0, le=DAY, reason="""
+    tls: Tls = field(default_factory=Tls)
+    preemption: PreemptionSettings = field(default_factory=PreemptionSettings)
+    logs: Logs = field(default_factory=Logs)
+    health_interval_ms: Annotated[Duration, setting(ge=0, le=DAY, reason="""
         How often the node checks itself while it has no job, so that `rdzvctl nodes` shows an
         unhealthy node before a job is placed there; 0: only when needed.""",
     )] = 5 * MINUTE

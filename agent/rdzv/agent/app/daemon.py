@@ -145,7 +145,7 @@ class Daemon:
             address=settings.address or "",
             topology=topology,
             progress_dir=settings.runtime_dir,
-            snapshot_memory=_share(settings.snapshot_memory, settings.capacity),
+            snapshot_memory=_share(settings.snapshot_memory_bytes, settings.capacity),
         )
         runner_link.become_subreaper()
         runners, folders = RunnerRecords(settings.state_dir), RunFolders(settings.state_dir)
@@ -154,7 +154,7 @@ class Daemon:
         link.on_welcome = adoption.note_welcome
         uuids = frozenset(gpu.uuid for gpu in resources.gpus)
         health = Health(config.checks(resources, os.environ), lambda: uuids)
-        health.idle_interval_s = settings.health_interval
+        health.idle_interval_s = settings.health_interval_ms / 1000
         placements = Placements(
             link, resources, around, folders, runners, adoption, health, config.accounts
         )
@@ -198,7 +198,7 @@ class Daemon:
                 systemd.notify("READY=1", f"STATUS={self.describe()}")
                 await self._ending.wait()
                 if self._handing_over:
-                    await self._placements.hand_over(self._restart_within_ms)
+                    await self._placements.hand_over(self._config.settings.restart_within_ms)
                 else:
                     await self._placements.all_gone()
                     await self._link.log_reader.finish(LOG_FINISH_TIMEOUT_S)
@@ -258,17 +258,13 @@ class Daemon:
             "received %s; leaving this node's jobs to the next agent, which must start "
             "within %g s (`restart_within`): %s",
             why,
-            self._restart_within_ms / 1000,
+            self._config.settings.restart_within_ms / 1000,
             jobs,
         )
         systemd.notify("STOPPING=1", "STATUS=leaving its jobs to the next agent")
         if held:
-            self._link.say_away(self._restart_within_ms)
+            self._link.say_away(self._config.settings.restart_within_ms)
         self._ending.set()
-
-    @property
-    def _restart_within_ms(self) -> int:
-        return round(self._config.settings.restart_within * 1000)
 
     async def _notice_superseded(self) -> None:
         """Wait until another agent has taken over this node, and then end."""
@@ -290,7 +286,7 @@ class Daemon:
         if signum is not signal.SIGTERM or self._ending.is_set():
             self._placements.leave(signum, signum.name)
             return
-        deadline_ms = round(self._config.settings.drain_deadline * 1000)
+        deadline_ms = self._config.settings.drain_deadline_ms
         # Saving and ending the workers may take longer than the unit's timeout.
         systemd.notify(f"EXTEND_TIMEOUT_USEC={(deadline_ms + END_MS) * 1000}")
         self._placements.take_no_more()
@@ -345,7 +341,7 @@ class Daemon:
             logs = self._config.settings.logs
             try:
                 removed = await in_thread(
-                    self._folders.sweep, logs.keep, logs.keep_size, time.time()
+                    self._folders.sweep, logs.keep_ms / 1000, logs.keep_size_bytes, time.time()
                 )
             except Exception:
                 # An error here must not affect any jobs.

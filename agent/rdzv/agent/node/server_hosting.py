@@ -11,22 +11,19 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
 import socket
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rdzv.agent.launch.launch import local_address
 from rdzv.agent.node.shared_port import shared
-from rdzv.core.fleet.nodes import NodesTuning
-from rdzv.core.model import Tuning
+from rdzv.core.fleet.nodes import LeaseRules
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
-from rdzv.runtime.clock import MonotonicClock
+from rdzv.runtime.clock import DAY_MS, MonotonicClock
 from rdzv.server.driver import Driver
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.grpc_listener import serving
-from rdzv.server.settings.config import DAY_MS, Config, Timings
+from rdzv.server.settings.server_settings import RdzvdSettings, Timings
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.transport.addresses import is_loopback, listen_at
@@ -66,7 +63,7 @@ async def serving_itself(
     never_ms = UNWATCHED_MS
     config = replace(
         _from_memory(Listen("127.0.0.1", 0)),
-        nodes_tuning=NodesTuning(lease_ms=never_ms, lease_max_ms=never_ms),
+        lease=LeaseRules(duration_ms=never_ms, longest_ms=never_ms),
         timings=Timings(ping_interval_ms=never_ms),
     )
     async with contextlib.AsyncExitStack() as stack:
@@ -105,8 +102,7 @@ async def serving_others(
         _warn(host_at)
     config = replace(
         _from_memory(Listen("127.0.0.1", 0)),
-        tuning=Tuning(takeover_grace_ms=TAKEOVER_GRACE_MS),
-        nodes_tuning=NodesTuning(takeover_grace_ms=TAKEOVER_GRACE_MS),
+        lease=LeaseRules(takeover_grace_ms=TAKEOVER_GRACE_MS),
     )
     async with _serving(config) as (server, bound):
         finder = StoreFinder(server, rdzv_id)
@@ -143,14 +139,11 @@ async def serving_if_elected(etcd: EtcdConfig, local_addr: str) -> AsyncIterator
 
     address = local_addr or await local_address(etcd.endpoints[0])
     listen = Listen("127.0.0.1" if is_loopback(address) else "::", 0)
-    config = Config(
-        listen,
-        Path(os.devnull),
+    config = RdzvdSettings(
+        listen=listen,
         store="etcd",
-        etcd=etcd,
         insecure=True,
-        tuning=Tuning(takeover_grace_ms=TAKEOVER_GRACE_MS),
-        nodes_tuning=NodesTuning(takeover_grace_ms=TAKEOVER_GRACE_MS),
+        lease=LeaseRules(takeover_grace_ms=TAKEOVER_GRACE_MS),
     )
     clock = MonotonicClock()
     replica = Replica(clock, etcd.place, VERSION)
@@ -194,12 +187,12 @@ def _taken(at: Endpoint, remedy: str) -> RendezvousConnectionError:
     )
 
 
-def _from_memory(listen: Listen) -> Config:
-    return Config(listen=listen, data_dir=Path(os.devnull), store="memory", insecure=True)
+def _from_memory(listen: Listen) -> RdzvdSettings:
+    return RdzvdSettings(listen=listen, store="memory", insecure=True)
 
 
 @contextlib.asynccontextmanager
-async def _serving(config: Config) -> AsyncIterator[tuple[Driver, Listen]]:
+async def _serving(config: RdzvdSettings) -> AsyncIterator[tuple[Driver, Listen]]:
     """Serve from memory until the body ends; yield the driver and the bound address."""
     clock = MonotonicClock()
     store = MemoryStore()

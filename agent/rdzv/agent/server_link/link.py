@@ -30,7 +30,7 @@ from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.agent.server_link.outbox import Call, Outbox
 from rdzv.agent.server_link.ports import JobPort, PlacementPort
 from rdzv.agent.server_link.standby import Standby
-from rdzv.core.fleet.nodes import NodesTuning, check_fence
+from rdzv.core.fleet.nodes import LeaseRules, check_fence
 from rdzv.errors import (
     InvalidRequestError,
     NodeSupersededError,
@@ -222,7 +222,7 @@ class ServerLink:
     @property
     def tolerated_ms(self) -> int:
         """How long the server tolerates this node's silence: the last lease or the default."""
-        return self._last_lease_ms or NodesTuning().lease_ms
+        return self._last_lease_ms or LeaseRules().duration_ms
 
     def say_away(self, deadline_ms: int) -> None:
         """Announce that this agent is exiting on purpose and will be replaced by the deadline."""
@@ -547,6 +547,6 @@ def welcome_timeout_s(tolerated_ms: int, unanswered: int) -> float:
     would otherwise serve only nodes that have already given up on it. Pings detect a server that is
     gone.
     """
-    over_s = max(tolerated_ms - NodesTuning().lease_ms, 0) / 1000
+    over_s = max(tolerated_ms - LeaseRules().duration_ms, 0) / 1000
     first_s = WELCOME_TIMEOUT_S + 2 * over_s
     return min(first_s * 2.0 ** min(unanswered, 10), WELCOME_TIMEOUT_MOST_S)

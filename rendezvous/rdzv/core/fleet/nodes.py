@@ -33,11 +33,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
+from typing import Annotated
 
 from rdzv.core.model import RECONNECT_GRACE_MS
 from rdzv.core.shared_map import put, put_all
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousConnectionError
-from rdzv.structs import replace, struct
+from rdzv.structs import Duration, replace, setting, struct
 
 COUNTER_BITS = 32
 
@@ -70,27 +71,36 @@ class AgentKind(StrEnum):
     DAEMON = "daemon"
 
 
+# fmt: off
 @struct(frozen=True)
-class NodesTuning:
-    """The timings used by the nodes core."""
+class LeaseRules:
+    """How long nodes may be silent."""
 
-    lease_ms: int = 5_000
-    """The lease of a node when there are at most `lease_nodes` nodes."""
-    lease_nodes: int = 1_000
-    lease_max_ms: int = 30_000
-    """The lease of a node when there are `lease_nodes_max` nodes or more."""
-    lease_nodes_max: int = 10_000
-    takeover_grace_ms: int = 30_000
+    duration_ms: Annotated[Duration, setting(ge=2_000, le=600_000, reason="""
+        How long a node may be silent before its seat is given away. Raise it on a network that
+        stalls; --fence-after of every node must stay 1 s below it.""")] = 5_000
+    nodes: Annotated[int, setting(ge=1, unit="nodes", reason="""
+        Up to this number of nodes, the lease is `duration`; with more it grows, so that heartbeats
+        do not fill the server's time.""")] = 1_000
+    longest_ms: Annotated[Duration, setting(ge=2_000, le=600_000, reason="""
+        The lease with `longest_nodes` or more.""")] = 30_000
+    longest_nodes: Annotated[int, setting(ge=1, unit="nodes", reason="""
+        From this number of nodes on, the lease is `longest`.""")] = 10_000
+    takeover_grace_ms: Annotated[Duration, setting(ge=5_000, le=3_600_000, reason="""
+        How long the server gives up no silent node after its start, a takeover or a pause. Nodes
+        try to reconnect at least every 5 s. After a start or a takeover with more than 6,000 nodes
+        it is longer: 5 ms for each.""")] = 30_000
+    # fmt: on
 
     def lease_for(self, nodes: int) -> int:
         """Return the lease, in ms, for the given number of nodes.
 
-        >>> [NodesTuning().lease_for(n) for n in (1, 1_000, 5_500, 20_000)]
+        >>> [LeaseRules().lease_for(n) for n in (1, 1_000, 5_500, 20_000)]
         [5000, 5000, 17500, 30000]
         """
-        above = min(max(nodes - self.lease_nodes, 0), self.lease_nodes_max - self.lease_nodes)
-        span = max(self.lease_nodes_max - self.lease_nodes, 1)
-        return self.lease_ms + (self.lease_max_ms - self.lease_ms) * above // span
+        above = min(max(nodes - self.nodes, 0), self.longest_nodes - self.nodes)
+        span = max(self.longest_nodes - self.nodes, 1)
+        return self.duration_ms + (self.longest_ms - self.duration_ms) * above // span
 
     def interval_for(self, lease_ms: int) -> int:
         """Return the heartbeat interval, in ms, of a node with the given lease.
@@ -98,7 +108,7 @@ class NodesTuning:
         A heartbeat that is `AMPLE_MS` late is still in time, so the long leases of many nodes need
         few heartbeats: ten thousand nodes send no more per second than one thousand do.
 
-        >>> [NodesTuning().interval_for(lease_ms) for lease_ms in (5_000, 15_000, 17_500, 30_000)]
+        >>> [LeaseRules().interval_for(lease_ms) for lease_ms in (5_000, 15_000, 17_500, 30_000)]
         [1666, 5000, 7500, 15000]
         """
         often_ms = lease_ms // HEARTBEATS_PER_LEASE
@@ -107,7 +117,7 @@ class NodesTuning:
     def takeover_grace_for(self, nodes: int) -> int:
         """Return how long, in ms, the given number of nodes may take until one is given up.
 
-        >>> [NodesTuning().takeover_grace_for(nodes) for nodes in (1, 6_000, 10_000)]
+        >>> [LeaseRules().takeover_grace_for(nodes) for nodes in (1, 6_000, 10_000)]
         [30000, 30000, 50000]
         """
         return max(self.takeover_grace_ms, nodes * RETURN_MS)
@@ -117,7 +127,7 @@ class NodesTuning:
 
         This period ends before the first of them would be given up.
 
-        >>> [NodesTuning().quiet_for(lease_ms) for lease_ms in (5_000, 15_000, 30_000)]
+        >>> [LeaseRules().quiet_for(lease_ms) for lease_ms in (5_000, 15_000, 30_000)]
         [2500, 7500, 12000]
         """
         return min(lease_ms // 2, (lease_ms - self.interval_for(lease_ms)) * 4 // 5)
@@ -170,7 +180,7 @@ class Nodes:
     """All nodes of one server."""
 
     leadership: int
-    tuning: NodesTuning = field(default_factory=NodesTuning)
+    rules: LeaseRules = field(default_factory=LeaseRules)
     records: Mapping[str, NodeRecord] = field(default_factory=dict)
     counter: int = 0
     wake_at_ms: int | None = None
@@ -356,7 +366,7 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
     incarnation = (nodes.leadership << COUNTER_BITS) + counter
     if old is not None and same:
         incarnation = max(old.incarnation, command.incarnation)
-    lease_ms = nodes.tuning.lease_for(len(nodes.records) + (0 if old else 1))
+    lease_ms = nodes.rules.lease_for(len(nodes.records) + (0 if old else 1))
     check_fence(command.fence_after_ms, lease_ms)
     record = NodeRecord(
         node_id=command.node_id,
@@ -375,7 +385,7 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
         # Until the node responds, the Welcome itself may be what is late.
         record = replace(
             record,
-            excused_until_ms=min(now_ms + nodes.tuning.takeover_grace_ms, old.returns_until_ms),
+            excused_until_ms=min(now_ms + nodes.rules.takeover_grace_ms, old.returns_until_ms),
             returns_until_ms=old.returns_until_ms,
         )
     connected = NodeConnected(
@@ -461,7 +471,7 @@ def _who(record: NodeRecord) -> str:
 
 
 def _hear(nodes: Nodes, command: Hear, now_ms: int) -> NodesTransition:
-    suits_ms = nodes.tuning.lease_for(len(nodes.records))
+    suits_ms = nodes.rules.lease_for(len(nodes.records))
     heard: dict[str, NodeRecord] = {}
     grown: list[LeaseGrown] = []
     for node_id in command.node_ids:
@@ -515,7 +525,7 @@ def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransiti
     # about the node: an unanswered ping ended the stream, or an earlier end was noticed late.
     excused_until_ms = old.excused_until_ms
     if command.unheard or _returns(old, now_ms) or _coming_back(nodes, now_ms):
-        excused_until_ms = max(excused_until_ms, now_ms + nodes.tuning.takeover_grace_ms)
+        excused_until_ms = max(excused_until_ms, now_ms + nodes.rules.takeover_grace_ms)
     else:
         excused_until_ms = max(excused_until_ms, _deaf_until_ms(nodes, now_ms))
     if excused_until_ms > until_ms:
@@ -541,7 +551,7 @@ def _expect(nodes: Nodes, command: Expect, now_ms: int) -> NodesTransition:
     old = nodes.records.get(command.node_id)
     if old is not None and (old.instance or old.incarnation >= command.incarnation):
         return NodesTransition(nodes)
-    grace_ms = nodes.tuning.takeover_grace_for(command.nodes)
+    grace_ms = nodes.rules.takeover_grace_for(command.nodes)
     record = NodeRecord(
         node_id=command.node_id,
         instance="",
@@ -552,7 +562,7 @@ def _expect(nodes: Nodes, command: Expect, now_ms: int) -> NodesTransition:
         stream=None,
         since_ms=now_ms,
         heard_ms=now_ms,
-        lease_ms=nodes.tuning.lease_ms,
+        lease_ms=nodes.rules.duration_ms,
         fence_after_ms=command.fence_after_ms,
         until_ms=now_ms + grace_ms,
         firm=True,
@@ -563,7 +573,7 @@ def _expect(nodes: Nodes, command: Expect, now_ms: int) -> NodesTransition:
 
 
 def _pause(nodes: Nodes, now_ms: int) -> NodesTransition:
-    grace_until_ms = now_ms + nodes.tuning.takeover_grace_ms
+    grace_until_ms = now_ms + nodes.rules.takeover_grace_ms
     records: dict[str, NodeRecord] = {}
     events: list[NodeAway] = []
     for record in nodes.records.values():
@@ -596,19 +606,19 @@ def _tick(nodes: Nodes, now_ms: int) -> NodesTransition:
 
 def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
     """Return the time until which the silence of all nodes is excused; 0 if not all are silent."""
-    tuning = nodes.tuning
+    rules = nodes.rules
     # Usually one of the first few nodes was heard just now, so there is no need to check all of
     # them.
-    fresh_ms = now_ms - tuning.quiet_for(min(tuning.lease_ms, tuning.lease_max_ms))
+    fresh_ms = now_ms - rules.quiet_for(min(rules.duration_ms, rules.longest_ms))
     if any(r.heard_ms > fresh_ms and r.stream is not None for r in nodes.records.values()):
         return 0
     connected = [record for record in nodes.records.values() if record.stream is not None]
     if len(connected) < 2:
         return 0
     newest = max(connected, key=lambda record: record.heard_ms)
-    if now_ms < newest.heard_ms + tuning.quiet_for(newest.lease_ms):
+    if now_ms < newest.heard_ms + rules.quiet_for(newest.lease_ms):
         return 0
-    return newest.heard_ms + tuning.takeover_grace_ms
+    return newest.heard_ms + rules.takeover_grace_ms
 
 
 def _excused(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:

@@ -20,12 +20,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import field
+from typing import Annotated
 
 from rdzv.core.events import Event, NodeNotQuarantined, NodeQuarantined, NodeStuck, RoundSettled
 from rdzv.core.model import Cause, Failure
 from rdzv.core.root_cause import describe_failure, is_connection_error
 from rdzv.core.words import duration, listed
-from rdzv.structs import replace, struct
+from rdzv.structs import Duration, replace, setting, struct
 
 MAX_STRIKES = 1_000
 """The number of strikes remembered across all nodes. The oldest are forgotten first."""
@@ -50,16 +51,22 @@ WINDOW_MS = 3_600_000
 """Only failures within this time count: broken hardware fails again soon."""
 
 
+# fmt: off
 @struct(frozen=True)
-class QuarantineTuning:
-    """The rules for when a node is quarantined and for how long; the same for all nodes."""
+class QuarantineRules:
+    """When a node is quarantined and for how long: the same for all nodes of a server."""
 
-    failures: int = 3
-    """The number of strikes within the window after which a node is quarantined, or 0 for never."""
-    ttl_ms: int = 12 * 3_600_000
-    """The length of a quarantine, unless an operator lifts it."""
-    max_nodes: int = 0
-    """The maximum number of nodes quarantined at a time; 0 means a quarter of the known daemons."""
+    failures: Annotated[int, setting(ge=0, le=1_000, unit="rounds", reason="""
+        The node of a daemon is quarantined after its machine ended this number of rounds (a signal,
+        an error of the device, a worker that could not be killed). A script's exceptions count
+        if two jobs failed there. 0: never.""")] = 3
+    ttl_ms: Annotated[Duration, setting(ge=1_000, le=365 * 86_400_000, reason="""
+        How long a quarantined node gets no job: time for a person to look at it.
+        `rdzvctl uncordon` ends the quarantine.""")] = 12 * 3_600_000
+    max_nodes: Annotated[int, setting(ge=0, le=1_000_000, unit="nodes", reason="""
+        The largest number of nodes in quarantine. 0: a quarter of the known daemons, and at least
+        one; a single daemon never is.""")] = 0
+# fmt: on
 
 
 @struct(frozen=True)
@@ -142,7 +149,7 @@ def _points_to_machine(failure: Failure) -> bool:
 def judge(
     record: Record,
     strike: Strike,
-    tuning: QuarantineTuning,
+    rules: QuarantineRules,
     daemons: Collection[str],
     now_ms: int,
 ) -> Verdict:
@@ -152,7 +159,7 @@ def judge(
     currently known nodes whose agent is a daemon.
     """
     node_id = strike.node_id
-    if not tuning.failures or node_id not in daemons or _known(record, strike):
+    if not rules.failures or node_id not in daemons or _known(record, strike):
         return Verdict(record)
     if node_id in record.quarantined(now_ms):
         # Jobs still running there prove nothing new.
@@ -162,14 +169,14 @@ def judge(
     mine = [other for other in kept.strikes if other.node_id == node_id]
     blamed = {run for run, _ in kept.blamed}
     counted = [other for other in mine if other.run not in blamed]
-    if len(counted) < tuning.failures:
+    if len(counted) < rules.failures:
         mine = [other for other in mine if other.run == strike.run]
-        if strike.run not in blamed or len(mine) < tuning.failures:
+        if strike.run not in blamed or len(mine) < rules.failures:
             return Verdict(kept)
         refusal = f"a node was quarantined for this run of {strike.rdzv_id} already, so {_THE_JOB}"
         return Verdict(kept, NodeNotQuarantined(node_id, _place_of(mine, now_ms), refusal))
     machine, jobs = sum(1 for one in counted if one.machine), {one.rdzv_id for one in counted}
-    if machine < tuning.failures and len(jobs) < 2:
+    if machine < rules.failures and len(jobs) < 2:
         refusal = (
             f"only {strike.rdzv_id} failed there, and {machine or 'none'} of these failures "
             f"{'is' if machine < 2 else 'are'} the machine's (a signal, a device error), so "
@@ -177,16 +184,16 @@ def judge(
         )
         return Verdict(kept, NodeNotQuarantined(node_id, _place_of(counted, now_ms), refusal))
     often = f"at fault {_often(counted, now_ms)}"
-    if refusal := _refusal(kept, tuning, daemons, now_ms):
+    if refusal := _refusal(kept, rules, daemons, now_ms):
         return Verdict(kept, NodeNotQuarantined(node_id, often, refusal))
     reason = f"{often}, last in {strike.rdzv_id}: {strike.reason}"
-    nodes = {**kept.nodes, node_id: Quarantined(now_ms, now_ms + tuning.ttl_ms, reason)}
+    nodes = {**kept.nodes, node_id: Quarantined(now_ms, now_ms + rules.ttl_ms, reason)}
     kept = Record(
         tuple(other for other in kept.strikes if other.node_id != node_id),
         nodes,
-        (*kept.blamed, (strike.run, now_ms + tuning.ttl_ms))[-MAX_BLAMED:],
+        (*kept.blamed, (strike.run, now_ms + rules.ttl_ms))[-MAX_BLAMED:],
     )
-    return Verdict(kept, NodeQuarantined(node_id, tuning.ttl_ms, reason))
+    return Verdict(kept, NodeQuarantined(node_id, rules.ttl_ms, reason))
 
 
 def lift(record: Record, node_id: str) -> Record:
@@ -210,13 +217,11 @@ def _often(strikes: Sequence[Strike], now_ms: int) -> str:
     return f"{times} times within {duration(now_ms - strikes[0].at_ms)}" if times > 1 else "once"
 
 
-def _refusal(
-    record: Record, tuning: QuarantineTuning, daemons: Collection[str], now_ms: int
-) -> str:
+def _refusal(record: Record, rules: QuarantineRules, daemons: Collection[str], now_ms: int) -> str:
     """Explain why a node that is at fault is not quarantined, or return ""."""
     if len(daemons) < 2:
         return "no other node is known"
-    held, most = record.quarantined(now_ms), tuning.max_nodes or max(len(daemons) // 4, 1)
+    held, most = record.quarantined(now_ms), rules.max_nodes or max(len(daemons) // 4, 1)
     if len(held) < most:
         return ""
     are = "is" if len(held) == 1 else "are"

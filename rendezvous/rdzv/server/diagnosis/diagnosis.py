@@ -21,7 +21,7 @@ from rdzv.server.diagnosis.worker_starts import WorkerStarts
 from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.messages import Announcement
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 
 
 class Diagnosis:
@@ -33,7 +33,7 @@ class Diagnosis:
         store: StoreAccess,
         clock: Clock,
         tasks: Tasks,
-        config: Config,
+        config: RdzvdSettings,
         send: Callable[[str, Announcement], bool],
         note: Callable[[str, tuple[Event, ...]], None],
     ) -> None:
@@ -43,7 +43,7 @@ class Diagnosis:
         self.milestones = StepMilestones(note)
         self.starts = WorkerStarts(note)
         self.snapshots = SnapshotTracking(send)
-        self.stragglers = Stragglers(config.timings.straggler_after_ms, note)
+        self.stragglers = Stragglers(config.progress.straggler_after_ms, note)
         self.logs = WorkerLogs(clock, send)
         self.stacks = StackRelay(clock, send)
         self.stack_archive = StackArchive(store)

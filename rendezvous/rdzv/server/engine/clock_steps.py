@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 
 from rdzv.core.words import duration
-from rdzv.server.settings.config import DAY_MS
+from rdzv.runtime.clock import DAY_MS
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.jobs")

@@ -23,7 +23,7 @@ from rdzv.server.engine.history import History
 from rdzv.server.engine.job import Asked, Guard, Job, Judge, News, Step
 from rdzv.server.engine.jobs import Jobs
 from rdzv.server.engine.store_access import StoreAccess
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.structs import replace
 
@@ -43,7 +43,7 @@ class Engine:
         store: StoreAccess,
         clock: Clock,
         watch: LoopWatch,
-        config: Config,
+        config: RdzvdSettings,
         tasks: Tasks,
         new_uid: Callable[[], str],
         meter: Meter,

@@ -17,14 +17,14 @@ from rdzv.errors import (
     RendezvousError,
     UnknownJobError,
 )
-from rdzv.runtime.clock import Clock, Timer
+from rdzv.runtime.clock import DAY_MS, Clock, Timer
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.clock_steps import TimeSeen
 from rdzv.server.engine.job import Job
 from rdzv.server.engine.jobs import Jobs
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.engine.stored_records import KeyValueRecord
-from rdzv.server.settings.config import DAY_MS, Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 
 log = logging.getLogger("rdzv.jobs")
 
@@ -40,14 +40,14 @@ class Forgetting:
     """Deletes one server's ended jobs together with their history."""
 
     def __init__(
-        self, jobs: Jobs, store: StoreAccess, clock: Clock, config: Config, tasks: Tasks
+        self, jobs: Jobs, store: StoreAccess, clock: Clock, config: RdzvdSettings, tasks: Tasks
     ) -> None:
         self._jobs = jobs
         self._store = store
         self._seen = KeyValueRecord(store, TIME_SEEN, msgspec.json.Decoder(TimeSeen).decode)
         self._clock = clock
         self._tasks = tasks
-        self._config = config
+        self._retention = config.retention
         """Read at each use, because a reload may change the values."""
         self._time_noted = False
         """Whether this server has stored the time since it started."""
@@ -103,7 +103,7 @@ class Forgetting:
         self._tasks.start(self._prune())
 
     async def _prune(self) -> None:
-        most, kept_ms = self._config.limits.ended_jobs, self._config.timings.ended_kept_ms
+        most, kept_ms = self._retention.ended_jobs, self._retention.ended_for_ms
         now_ms, ended_at_ms = self._clock.now_ms(), dict(self._jobs.ended)
         try:
             seen = await self._note_time(now_ms)

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from rdzv.core.life import restoring, runs
-from rdzv.core.model import State
+from rdzv.core.model import State, Tuning
 from rdzv.errors import (
     InvariantError,
     LimitExceededError,
@@ -25,7 +25,7 @@ from rdzv.runtime.clock import Clock, Timer
 from rdzv.server.engine.job import Job, Step
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.engine.store_availability import STORE_RETRY_MS
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import RevisionConflictError
 from rdzv.structs import replace
@@ -46,7 +46,7 @@ class Jobs:
         self,
         store: StoreAccess,
         clock: Clock,
-        config: Config,
+        config: RdzvdSettings,
         meter: Meter,
         *,
         publish: Callable[[Job, Sequence[Step]], None],
@@ -63,10 +63,10 @@ class Jobs:
         self._clock = clock
         self._meter = meter
         self._limits = config.limits
-        self._tuning = config.tuning
+        self._tuning = Tuning(config.lease.takeover_grace_ms)
         if config.store == "memory":
             forms_from_ms = clock.now_ms() + RECONNECT_MS
-            self._tuning = replace(config.tuning, forms_from_ms=forms_from_ms)
+            self._tuning = replace(self._tuning, forms_from_ms=forms_from_ms)
         self._publish = publish
         self._on_load = on_load
         self._on_due = on_due

@@ -27,7 +27,7 @@ from rdzv.server.http.openapi import LOG_BYTES, PREFIX, Operation, document, ope
 from rdzv.server.http.state_feeds import Feeds, frame
 from rdzv.server.http.views import Shown
 from rdzv.server.messages import LogsWanted
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.view import as_json
 from rdzv.view.answers import LogLines
 from rdzv.view.log_lines import Printer, note_of
@@ -72,7 +72,7 @@ BEAT = b": still here\n" + frame("beat", json.dumps({"version": as_json.VERSION}
 class Api:
     """The API's request handlers."""
 
-    def __init__(self, answers: Shown, feeds: Feeds, config: Config) -> None:
+    def __init__(self, answers: Shown, feeds: Feeds, config: RdzvdSettings) -> None:
         self._answers = answers
         self._feeds = feeds
         self._operations = operations()

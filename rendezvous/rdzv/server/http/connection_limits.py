@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from rdzv.server.security.tls import HANDSHAKE_MS
+from rdzv.server.rpc.grpc_listener import HANDSHAKE_MS
 from rdzv.transport.endpoints import Listen
 
 _END_OF_HEADERS = b"\r\n\r\n"

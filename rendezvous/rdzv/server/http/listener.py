@@ -25,7 +25,7 @@ from rdzv.server.http.state_feeds import Feeds
 from rdzv.server.http.views import Shown
 from rdzv.server.replication.replica import Replica
 from rdzv.server.security.role_gate import Gate
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.structs import struct
 from rdzv.transport.endpoints import Listen, cannot_listen
@@ -54,7 +54,7 @@ class Serving:
 async def serving_http(
     replica: Replica,
     metrics: Metrics,
-    config: Config,
+    config: RdzvdSettings,
     listen: Listen,
     clock: Clock,
     facade: Facade | None = None,
@@ -139,7 +139,7 @@ def _target(address: str, **labels: str) -> dict[str, object]:
     return {"targets": [address], "labels": labels}
 
 
-def _sd_of(replica: Replica, config: Config, listen: Listen) -> Handler:
+def _sd_of(replica: Replica, config: RdzvdSettings, listen: Listen) -> Handler:
     """Return a handler that lists this server and, if it leads, the agents that serve /metrics.
 
     Each server lists itself: if it dies, it stays on Prometheus's list and its absence is noticed.

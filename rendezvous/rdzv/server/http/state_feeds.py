@@ -33,7 +33,7 @@ from rdzv.runtime.concurrency import single_error
 from rdzv.server.driver import Driver
 from rdzv.server.http.views import Shown
 from rdzv.server.rpc.queries import SLICE
-from rdzv.server.settings.config import Limits
+from rdzv.server.settings.server_settings import Limits
 from rdzv.structs import replace
 from rdzv.view import answers, as_json
 

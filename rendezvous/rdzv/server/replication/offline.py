@@ -12,10 +12,10 @@ from pathlib import Path
 
 from rdzv.core.invariants import violations
 from rdzv.core.life import restoring, runs
-from rdzv.core.model import Membership
+from rdzv.core.model import Membership, Tuning
 from rdzv.core.words import size_text
 from rdzv.errors import InvalidRequestError, RendezvousStateError, StoreRefusedError
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.stores import backup
 from rdzv.stores.base import Store
 from rdzv.stores.election import Election
@@ -40,7 +40,7 @@ class Found:
     problems: tuple[str, ...]
 
 
-async def check(config: Config) -> Found:
+async def check(config: RdzvdSettings) -> Found:
     """Check a configuration's store without changing anything, and return the findings.
 
     Raises:
@@ -48,11 +48,11 @@ async def check(config: Config) -> Found:
 
     """
     lines = [f"configuration: in order; listen on {config.listen}, store {config.store}"]
-    problems = list(_without_room(config.data_dir)) if config.store == "sqlite" else []
+    problems = list(_without_room(config.data_folder)) if config.store == "sqlite" else []
     if config.store == "memory":
         lines.append("store: in memory, empty at every start")
-    elif config.store == "sqlite" and not _has_data(config.data_dir):
-        lines.append(f"store: {config.data_dir} holds no data yet; rdzvd will create it")
+    elif config.store == "sqlite" and not _has_data(config.data_folder):
+        lines.append(f"store: {config.data_folder} holds no data yet; rdzvd will create it")
     else:
         try:
             await _check_data(config, lines, problems)
@@ -60,12 +60,12 @@ async def check(config: Config) -> Found:
             # SQLite writes files even for reading; on a full disk it reports only "disk I/O error".
             if not problems:
                 raise
-            lines.append(f"store: {config.data_dir} cannot be checked: {error}")
+            lines.append(f"store: {config.data_folder} cannot be checked: {error}")
     lines.append(f"{len(problems)} problem(s) found" if problems else "all is in order")
     return Found(tuple(lines), tuple(problems))
 
 
-async def _check_data(config: Config, lines: list[str], problems: list[str]) -> None:
+async def _check_data(config: RdzvdSettings, lines: list[str], problems: list[str]) -> None:
     async with _to_read(config) as store:
         if isinstance(store, SqliteStore):
             survey = await store.survey()
@@ -108,7 +108,9 @@ def _without_room(directory: Path) -> Iterator[str]:
         yield f"{directory} cannot be written to: {error.strerror or error}; nothing can be stored"
 
 
-async def _check_jobs(store: Store, config: Config, lines: list[str], problems: list[str]) -> None:
+async def _check_jobs(
+    store: Store, config: RdzvdSettings, lines: list[str], problems: list[str]
+) -> None:
     jobs = open_runs = 0
     async with aclosing(store.pages()) as pages:
         async for page in pages:
@@ -124,18 +126,18 @@ async def _check_jobs(store: Store, config: Config, lines: list[str], problems: 
     lines.append(f"jobs: {jobs}, of them {open_runs} with an open run")
 
 
-def _flaws(rdzv_id: str, membership: Membership, config: Config) -> Iterator[str]:
+def _flaws(rdzv_id: str, membership: Membership, config: RdzvdSettings) -> Iterator[str]:
     """Yield a description of each guarantee that a stored job breaks."""
     if membership.rdzv_id != rdzv_id:
         yield f"it is stored under this name, but is named {membership.rdzv_id}"
     now_ms = round(time.time() * 1000)
-    restored = restoring.restore(membership, config.tuning, now_ms)
-    yield from violations(runs.vacant(rdzv_id, config.tuning), restored)
+    restored = restoring.restore(membership, Tuning(config.lease.takeover_grace_ms), now_ms)
+    yield from violations(runs.vacant(rdzv_id, Tuning(config.lease.takeover_grace_ms)), restored)
     if membership.round is not None and membership.round.number >= membership.next_round:
         yield f"round {membership.round.number} is not below the next one, {membership.next_round}"
 
 
-async def restore(config: Config, file: Path) -> str:
+async def restore(config: RdzvdSettings, file: Path) -> str:
     """Fill an empty store from a backup, and return a sentence that describes what was restored.
 
     The whole file is verified before anything is written.
@@ -171,31 +173,31 @@ async def restore(config: Config, file: Path) -> str:
 
 
 @asynccontextmanager
-async def _to_read(config: Config) -> AsyncIterator[Store]:
+async def _to_read(config: RdzvdSettings) -> AsyncIterator[Store]:
     async with AsyncExitStack() as stack:
         store: Store
-        if config.etcd is not None:
-            client = await stack.enter_async_context(EtcdClient.connected(config.etcd))
+        if (etcd := config.etcd.config()) is not None:
+            client = await stack.enter_async_context(EtcdClient.connected(etcd))
             store = EtcdStore(client)
         else:
-            store = await SqliteStore.look(config.data_dir)
+            store = await SqliteStore.look(config.data_folder)
         stack.push_async_callback(store.close)
         yield store
 
 
 @asynccontextmanager
-async def _to_write(config: Config) -> AsyncIterator[Store]:
+async def _to_write(config: RdzvdSettings) -> AsyncIterator[Store]:
     async with AsyncExitStack() as stack:
         store: Store
-        if config.etcd is not None:
-            client = await stack.enter_async_context(EtcdClient.connected(config.etcd))
+        if (etcd := config.etcd.config()) is not None:
+            client = await stack.enter_async_context(EtcdClient.connected(etcd))
             # The name has no address, so that no client connects to this short-lived leader.
             name = f"rdzvd --restore (pid {os.getpid()} on {socket.gethostname()})"
             election = await stack.enter_async_context(Election.running(client, name))
-            fence = await _elected(election, config.etcd)
+            fence = await _elected(election, etcd)
             store = EtcdStore(client, fence)
         else:
-            store = await SqliteStore.open(config.data_dir)
+            store = await SqliteStore.open(config.data_folder)
         stack.push_async_callback(store.close)
         yield store
 

@@ -19,7 +19,7 @@ from rdzv.runtime.clock import Clock, sleep_ms
 from rdzv.server.driver import Driver
 from rdzv.server.engine.store_availability import STORE_RETRY_MS
 from rdzv.server.replication.leader_probe import LeaderProbe
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.server.telemetry.metrics_interface import Figures, Meter
 from rdzv.view.answers import Server
 
@@ -204,7 +204,7 @@ class Replica:
         self,
         client: EtcdClient,
         election: Election,
-        config: Config,
+        config: RdzvdSettings,
         meter: Meter | None = None,
     ) -> None:
         """Lead whenever elected, until cancelled. `meter` counts across all terms."""
@@ -260,7 +260,7 @@ class Replica:
         self._changed = asyncio.Event()
 
     async def _serve_a_term(
-        self, client: EtcdClient, election: Election, config: Config, meter: Meter | None
+        self, client: EtcdClient, election: Election, config: RdzvdSettings, meter: Meter | None
     ) -> None:
         from rdzv.stores.etcd import EtcdStore
 

@@ -24,8 +24,7 @@ from rdzv.server.rpc.gate_interceptor import Interceptor
 from rdzv.server.rpc.grpc_server import grpc_server
 from rdzv.server.rpc.rendezvous_service import RendezvousService
 from rdzv.server.security.role_gate import Gate
-from rdzv.server.security.tls import HANDSHAKE_MS
-from rdzv.server.settings.config import Config, Limits, Timings
+from rdzv.server.settings.server_settings import Limits, RdzvdSettings, Timings
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen, cannot_listen
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
@@ -55,6 +54,9 @@ MIN_PING_INTERVAL_MS = 300
 """The interval at which clients may send pings. gRPC disconnects faster clients with "Too many
 pings"."""
 
+HANDSHAKE_MS = 10_000
+"""How long a new connection may take for TLS (and HTTP/2, with gRPC) before it is closed."""
+
 UNHEARD_S = 120
 """How long a call may wait until this server accepts it. Nodes give up earlier."""
 
@@ -65,7 +67,7 @@ SERVICES = ("rdzv.v1.Rendezvous", "rdzv.v1.Control")
 async def serving(
     replica: Replica,
     clock: Clock,
-    config: Config,
+    config: RdzvdSettings,
     facade: Facade | None = None,
     tls: Tls | None = None,
     gate: Gate | None = None,
@@ -208,16 +210,16 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def _bind_all(server: grpc.aio.Server, config: Config, tls: Tls | None) -> Listen:
+def _bind_all(server: grpc.aio.Server, config: RdzvdSettings, tls: Tls | None) -> Listen:
     """Bind every configured address, and return `listen` with the actual port for port 0.
 
     Raises:
         InvalidRequestError: the server cannot listen on an address.
 
     """
-    asks = config.tls is not None and config.tls.client_ca is not None
+    asks = config.tls.client_ca is not None
     bound = replace(config.listen, port=_bind(server, config.listen, tls, asks=asks))
-    if config.tls is not None and (listen := config.tls.token_listen) is not None:
+    if (listen := config.tls.token_listen) is not None:
         at_port = replace(listen, port=_bind(server, listen, tls, asks=False))
         log.info("callers without a certificate can connect to %s with a token", at_port)
     return bound

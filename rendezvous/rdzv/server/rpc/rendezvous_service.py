@@ -26,7 +26,7 @@ from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.server.security import callers
 from rdzv.server.security.callers import Caller
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from rdzv.version import VERSION
@@ -43,7 +43,7 @@ log = logging.getLogger("rdzv.service")
 class RendezvousService(pb_grpc.RendezvousServicer):
     """Serves one stream per node, for all of the node's jobs."""
 
-    def __init__(self, replica: Replica, clock: Clock, config: Config) -> None:
+    def __init__(self, replica: Replica, clock: Clock, config: RdzvdSettings) -> None:
         self._replica = replica
         self._clock = clock
         self._config = config
@@ -73,7 +73,12 @@ class Conversation:
     """A node's stream, served with the driver that led when the stream was opened."""
 
     def __init__(
-        self, driver: Driver, replica: Replica, clock: Clock, config: Config, context: Context
+        self,
+        driver: Driver,
+        replica: Replica,
+        clock: Clock,
+        config: RdzvdSettings,
+        context: Context,
     ) -> None:
         self._driver = driver
         self._replica = replica

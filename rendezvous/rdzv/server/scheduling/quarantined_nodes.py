@@ -18,7 +18,7 @@ from rdzv.core.commands import Bar
 from rdzv.core.events import NodeQuarantined
 from rdzv.core.fleet.quarantine import (
     Quarantined,
-    QuarantineTuning,
+    QuarantineRules,
     Record,
     Strike,
     Verdict,
@@ -53,7 +53,7 @@ class Quarantine:
         self,
         store: StoreAccess,
         clock: Clock,
-        tuning: QuarantineTuning,
+        tuning: QuarantineRules,
         daemons: Callable[[], Collection[str]],
         on_change: Callable[[], None],
     ) -> None:

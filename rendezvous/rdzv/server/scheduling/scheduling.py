@@ -18,7 +18,7 @@ from rdzv.server.scheduling.hosts import Hosts
 from rdzv.server.scheduling.known_nodes import KnownNodes
 from rdzv.server.scheduling.placing import Placer
 from rdzv.server.scheduling.quarantined_nodes import Quarantine
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 
 
 class Scheduling:
@@ -30,7 +30,7 @@ class Scheduling:
         store: StoreAccess,
         clock: Clock,
         tasks: Tasks,
-        config: Config,
+        config: RdzvdSettings,
         records: Callable[[], Mapping[str, nodes.NodeRecord]],
         send: Callable[[str, Announcement], object],
         on_quarantine: Callable[[], None],
@@ -58,7 +58,7 @@ class Scheduling:
             drains=self.drains,
             hosts=self.hosts,
             quarantine=self.quarantine,
-            settle_ms=config.tuning.takeover_grace_ms,
+            settle_ms=config.lease.takeover_grace_ms,
         )
 
     async def start(self) -> None:

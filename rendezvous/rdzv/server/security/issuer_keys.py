@@ -20,7 +20,7 @@ import msgspec
 from rdzv.core.words import duration
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, UnauthenticatedError, short
 from rdzv.runtime.concurrency import beside
-from rdzv.server.settings.config import Oidc
+from rdzv.server.settings.server_settings import Oidc
 
 log = logging.getLogger("rdzv.access")
 
@@ -171,7 +171,8 @@ async def following(oidc: Oidc) -> AsyncIterator[IssuerKeys]:
     async def fetch() -> Keys:
         return await fetch_keys(oidc)
 
-    keys = IssuerKeys(fetch, oidc.issuer, kept_s=oidc.keys_kept_s)
+    assert oidc.issuer is not None, "without it, no tokens are accepted"
+    keys = IssuerKeys(fetch, oidc.issuer, kept_s=oidc.keys_kept_ms / 1000)
     async with beside(keys.follow()):
         yield keys
 
@@ -183,6 +184,7 @@ async def fetch_keys(oidc: Oidc) -> Keys:
         FetchError: the keys cannot be fetched.
 
     """
+    assert oidc.issuer is not None, "without it, no tokens are accepted"
     headers = {"Accept": "application/json"}
     try:
         if oidc.token_file is not None:

@@ -23,7 +23,7 @@ from rdzv.server.security import callers, roles
 from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.server.security.roles import Row, Whose
 from rdzv.server.security.tokens import Tokens
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import Record
 
@@ -109,7 +109,7 @@ class Gate:
         self,
         leadership: Leadership,
         clock: Clock,
-        config: Config,
+        config: RdzvdSettings,
         meter: Meter | None = None,
         accounts: Accounts | None = None,
     ) -> None:
@@ -131,7 +131,7 @@ class Gate:
                 unknown and cannot be fetched now.
 
         """
-        if not self._config.auth:
+        if not self._config.authenticates:
             return ANYBODY
         if header is not None:
             text = callers.bearer(header)

@@ -18,7 +18,7 @@ import jwt
 from rdzv.errors import InvalidRequestError, UnauthenticatedError, short
 from rdzv.server.security.callers import Caller, Role, implied, name_of
 from rdzv.server.security.issuer_keys import ALGORITHMS, following
-from rdzv.server.settings.config import Oidc, OidcAccount
+from rdzv.server.settings.server_settings import Oidc, OidcAccount
 
 _SUBJECT = re.compile(r"system:serviceaccount:([a-z0-9-]{1,63}):([a-z0-9.-]{1,253})")
 
@@ -43,7 +43,7 @@ class ServiceAccounts:
     def __init__(self, oidc: Oidc, keys: KeySource) -> None:
         self._oidc = oidc
         self._keys = keys
-        self._accounts = {(one.namespace, one.name): one for one in oidc.accounts}
+        self._accounts = {(one.namespace, one.name or ""): one for one in oidc.account}
 
     async def caller(self, text: str) -> Caller:
         """Return the caller identified by this token. Errors never quote the token.
@@ -89,7 +89,7 @@ class ServiceAccounts:
                 algorithms=[key.algorithm_name],
                 issuer=oidc.issuer,
                 audience=oidc.audience,
-                leeway=oidc.leeway_s,
+                leeway=oidc.leeway_ms / 1000,
                 options={"require": _CLAIMS},
             )
             return claims

@@ -20,14 +20,11 @@ from datetime import UTC, datetime, timedelta
 import grpc
 
 from rdzv.errors import InvalidRequestError
-from rdzv.server.settings.config import TlsFiles
+from rdzv.server.settings.server_settings import TlsSettings
 from rdzv.structs import struct
 from rdzv.transport.certificates import Certificate, Stamp, stamp_of
 
 EXPIRY_WARNING = timedelta(days=14)
-
-HANDSHAKE_MS = 10_000
-"""How long a new connection may take for TLS (and HTTP/2, with gRPC) before it is closed."""
 
 READS = 3
 """How often to reread files that keep changing before leaving them to the next connection."""
@@ -52,7 +49,7 @@ class Tls:
     The event loop and gRPC's own threads may use it at the same time.
     """
 
-    def __init__(self, files: TlsFiles) -> None:
+    def __init__(self, files: TlsSettings) -> None:
         """Read the files.
 
         Raises:
@@ -146,13 +143,15 @@ class Tls:
 
     def _read(self, stamp: Stamp) -> _Loaded:
         files = self._files
+        assert files.pair is not None, "they are given"
+        cert, key = files.pair
         shown = files.check()
         context = _context(files)
-        context.load_cert_chain(files.cert, files.key)
+        context.load_cert_chain(cert, key)
         authorities = files.client_ca.read_bytes() if files.client_ca else None
-        pair = (files.key.read_bytes(), files.cert.read_bytes())
+        pair = (key.read_bytes(), cert.read_bytes())
         config = grpc.ssl_server_certificate_configuration([pair], authorities)
-        return _Loaded(stamp, shown, files.key.stat(), config, context)
+        return _Loaded(stamp, shown, key.stat(), config, context)
 
     def _warn(self) -> None:
         key = self._now.key
@@ -167,12 +166,14 @@ class Tls:
             log.warning("certificate %s: %s", self._files.cert, self._now.shown.in_words)
 
 
-def _context(files: TlsFiles) -> ssl.SSLContext:
+def _context(files: TlsSettings) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if files.client_ca is not None:
         context.load_verify_locations(cafile=files.client_ca)
-        context.verify_mode = ssl.CERT_REQUIRED if files.http_requires else ssl.CERT_OPTIONAL
+        context.verify_mode = (
+            ssl.CERT_REQUIRED if files.http_client_auth == "require" else ssl.CERT_OPTIONAL
+        )
     return context
 
 

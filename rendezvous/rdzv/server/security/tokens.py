@@ -27,12 +27,11 @@ from rdzv.errors import (
     UnauthenticatedError,
     UnknownTokenError,
 )
-from rdzv.runtime.clock import Clock
+from rdzv.runtime.clock import DAY_MS, MINUTE_MS, Clock
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.engine.stored_records import KeyValueRecord, unreadable
 from rdzv.server.security.callers import Caller, Role, implied
-from rdzv.server.settings.config import DAY_MS, MINUTE_MS
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.tokens")

@@ -17,7 +17,7 @@ from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.server.sessions.node_jobs import NodeJobs
 from rdzv.server.sessions.node_leases import Leases
 from rdzv.server.sessions.streams import Stream, Streams
-from rdzv.server.settings.config import Limits
+from rdzv.server.settings.server_settings import Limits
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.server.telemetry.scrape_targets import ScrapeTargets
 

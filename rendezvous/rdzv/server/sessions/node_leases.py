@@ -29,14 +29,14 @@ class Leases:
         self,
         clock: Clock,
         watch: LoopWatch,
-        tuning: nodes.NodesTuning,
+        rules: nodes.LeaseRules,
         on_event: Callable[[nodes.NodesEvent], None],
     ) -> None:
         """Pass the core's events to `on_event`."""
         self._clock = clock
         self._watch = watch
         self._on_event = on_event
-        self._nodes = nodes.Nodes(leadership=0, tuning=tuning)
+        self._nodes = nodes.Nodes(leadership=0, rules=rules)
         self._timer = Timer(clock, self.expire)
         self._heard: set[str] = set()
         self._hear_timer = Timer(clock, lambda _: self._feed_heard())
@@ -61,10 +61,10 @@ class Leases:
     @property
     def lease_ms(self) -> int:
         """The lease that a node would receive if it connected now."""
-        return self._nodes.tuning.lease_for(len(self._nodes.records))
+        return self._nodes.rules.lease_for(len(self._nodes.records))
 
     def heartbeat_interval_ms(self, lease_ms: int) -> int:
-        return self._nodes.tuning.interval_for(lease_ms)
+        return self._nodes.rules.interval_for(lease_ms)
 
     def hear(self, node_id: str) -> None:
         """Renew the lease of a node that has sent a message, batched with other renewals."""

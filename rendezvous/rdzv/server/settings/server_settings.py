@@ -1,43 +1,50 @@
 """rdzvd's settings: everything that rdzvd.toml may contain, with bounds, defaults and reasons.
 
-A setting with `sets` gives its value to the fields of `Config` named there and takes its default
-from them. A reload changes only values that are read at each use.
+All parts of a server read these structs. A reload changes values of `reload` settings in them; only
+values that are read at each use have it.
 """
 
 # The annotations are used as data, so their evaluation is not postponed.
+import os
 import re
+from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+from urllib.parse import urlsplit
 
-from msgspec import Meta
+from msgspec import field
 
-from rdzv.core.fleet.nodes import NodesTuning
-from rdzv.core.fleet.quarantine import QuarantineTuning
-from rdzv.core.model import Tuning
+from rdzv.core.fleet.nodes import LeaseRules
+from rdzv.core.fleet.quarantine import QuarantineRules
 from rdzv.errors import InvalidRequestError
-from rdzv.server.settings.config import Limits, Timings, check_grafana
-from rdzv.settings.setting_types import Duration, Rule, Table, setting, settings_of
+from rdzv.settings.setting_types import Rule, Table, settings_of
+from rdzv.structs import Duration, setting
+from rdzv.transport.certificates import Certificate, check_authorities, check_pair, read_certificate
 from rdzv.transport.endpoints import DEFAULT_PORT, Listen
 
-MINUTE = 60
+if TYPE_CHECKING:
+    from rdzv.stores.etcd_config import EtcdConfig
+
+SECOND = 1_000
+MINUTE = 60 * SECOND
 HOUR = 60 * MINUTE
 DAY = 24 * HOUR
 
-PARTS: dict[str, Any] = {
-    "limits": Limits(),
-    "timings": Timings(),
-    "tuning": Tuning(),
-    "nodes_tuning": NodesTuning(),
-    "quarantine": QuarantineTuning(),
-}
-"""The parts of a `Config` that settings change, by name, with their defaults."""
 
+def _grafana(text: str) -> None:
+    """Refuse text that is not the address of a Grafana server.
 
-def _sets(*fields: str, reason: str, **more: Any) -> Meta:
-    defaults = {getattr(PARTS[part], name) for part, name in (f.split(".") for f in fields)}
-    assert len(defaults) == 1, f"{fields} have several defaults"
-    default = defaults.pop() / 1000 if fields[0].endswith("_ms") else defaults.pop()
-    return setting(reason=reason, default=default, sets=fields, **more)
+    Raises:
+        InvalidRequestError: the text is not an http or https URL, or has a query or a fragment.
+
+    """
+    url = urlsplit(text)
+    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
+        raise InvalidRequestError(
+            f"{text!r} is not the address of a Grafana; give the URL of its first page, such as "
+            "https://grafana.example.org"
+        )
 
 
 def _etcd_endpoint(text: str) -> None:
@@ -52,7 +59,7 @@ def _etcd_endpoint(text: str) -> None:
 # fmt: off
 
 
-class Tls(Table, frozen=True):
+class TlsSettings(Table, frozen=True):
     """Settings for how connections are encrypted and who may connect."""
 
     cert: Annotated[Path | None, setting(default_words="connections are not encrypted", reason="""
@@ -72,6 +79,34 @@ class Tls(Table, frozen=True):
         With `tls.client_ca`: the address for nodes and operators that have a token and no
         certificate. gRPC cannot leave that open at one port: callers of `listen` always need a
         certificate.""")] = None
+
+    @property
+    def pair(self) -> tuple[Path, Path] | None:
+        """The certificate and its key, or None if connections are not encrypted."""
+        return None if self.cert is None or self.key is None else (self.cert, self.key)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(path for path in (self.cert, self.key, self.client_ca) if path is not None)
+
+    def check(self) -> Certificate:
+        """Check the files and return the server's certificate.
+
+        Raises:
+            InvalidRequestError: a file cannot be used; the message names the file and the remedy.
+
+        """
+        assert self.pair is not None, "there are no files to check"
+        if self.client_ca is not None:
+            check_authorities(self.client_ca, "client CA")
+        cert, key = self.pair
+        check_pair(cert, key, "certificate")
+        certificate = read_certificate(cert.read_bytes(), f"certificate {cert}")
+        if trouble := certificate.trouble(datetime.now(UTC)):
+            raise InvalidRequestError(
+                f"certificate {cert} cannot be used: it {trouble}; give one that is valid"
+            )
+        return certificate
 
 
 def _issuer(text: str) -> None:
@@ -141,10 +176,26 @@ class Oidc(Table, frozen=True):
         """)] = None
     token_file: Annotated[Path | None, setting(default_words="none", reason="""
         The token that rdzvd sends to the issuer; Kubernetes' API server requires one.""")] = None
-    leeway: Annotated[Duration, setting(ge=0, le=5 * MINUTE, unit="seconds", reason="""
-        How far the clocks of the issuer and of rdzvd may be apart.""")] = 30
-    keys_kept: Annotated[Duration, setting(ge=MINUTE, le=30 * DAY, unit="seconds", reason="""
+    leeway_ms: Annotated[Duration, setting(ge=0, le=5 * MINUTE, reason="""
+        How far the clocks of the issuer and of rdzvd may be apart.""")] = 30 * SECOND
+    keys_kept_ms: Annotated[Duration, setting(ge=MINUTE, le=30 * DAY, reason="""
         How long the keys stay good while the issuer cannot be reached.""")] = DAY
+
+    def check(self) -> None:
+        """Check everything that can be checked without the issuer.
+
+        Raises:
+            InvalidRequestError: a file cannot be used, or PyJWT is missing.
+
+        """
+        if find_spec("jwt") is None:
+            raise InvalidRequestError(
+                f"`oidc.issuer` = {self.issuer!r} needs PyJWT, which is not installed here; "
+                "pip install 'rdzv[oidc]', or leave `oidc` out"
+            )
+        # A missing token file may still appear before the keys are fetched; if not, that is logged.
+        if self.ca is not None:
+            check_authorities(self.ca, "CA of the issuer")
 
 
 class Etcd(Table, frozen=True):
@@ -170,6 +221,28 @@ class Etcd(Table, frozen=True):
         How long a leader may be silent before another server takes over; raise it if leaders change
         without need.""")] = 3
 
+    def config(self) -> "EtcdConfig | None":
+        """Read the password and return how the cluster is reached, or None if there is none.
+
+        Raises:
+            InvalidRequestError: the password cannot be read.
+
+        """
+        from rdzv.stores.etcd_config import EtcdConfig, first_line
+
+        if not self.endpoints:
+            return None
+        return EtcdConfig.parse(
+            ",".join(self.endpoints),
+            prefix=self.prefix,
+            user=self.user or "",
+            password=first_line(self.password_file) if self.password_file else "",
+            ca=self.ca,
+            cert=self.cert,
+            key=self.key,
+            ttl_s=self.ttl,
+        )
+
 
 class Notify(Table, frozen=True):
     """A webhook notified when a run ends, a node is quarantined, or a job waits too long."""
@@ -177,97 +250,72 @@ class Notify(Table, frozen=True):
     url_file: Annotated[Path | None, setting(default_words="no notifications", reason="""
         The webhook's address: the first line of this file. Anyone who knows it can post there, so
         only rdzvd should be able to read it.""")] = None
-    queued_after: Annotated[Duration, setting(ge=0, le=7 * DAY, unit="seconds", reason="""
-        Report a job that has waited in the queue for this long; 0: never.""")] = 600
+    queued_after_ms: Annotated[Duration, setting(ge=0, le=7 * DAY, reason="""
+        Report a job that has waited in the queue for this long; 0: never.""")] = 10 * MINUTE
 
+    def read_url(self) -> str:
+        """Return the webhook's address, which is read from its file.
 
-class Lease(Table, frozen=True):
-    """Settings for how long nodes may be silent."""
+        Raises:
+            InvalidRequestError: the file cannot be read, or does not begin with an address.
 
-    duration: Annotated[Duration, _sets("nodes_tuning.lease_ms", ge=2, le=10 * MINUTE, reason="""
-        How long a node may be silent before its seat is given away. Raise it on a network that
-        stalls; --fence-after of every node must stay 1 s below it.""")]
-    nodes: Annotated[int, _sets("nodes_tuning.lease_nodes", ge=1, unit="nodes", reason="""
-        Up to this number of nodes, the lease is `duration`; with more it grows, so that heartbeats
-        do not fill the server's time.""")]
-    longest: Annotated[Duration, _sets("nodes_tuning.lease_max_ms", ge=2, le=10 * MINUTE, reason="""
-        The lease with `longest_nodes` or more.""")]
-    longest_nodes: Annotated[int, _sets(
-        "nodes_tuning.lease_nodes_max", ge=1, unit="nodes", reason="""
-        From this number of nodes on, the lease is `longest`.""")]
-    takeover_grace: Annotated[Duration, _sets(
-        "tuning.takeover_grace_ms", "nodes_tuning.takeover_grace_ms", ge=5, le=HOUR, reason="""
-        How long the server gives up no silent node after its start, a takeover or a pause. Nodes
-        try to reconnect at least every 5 s. After a start or a takeover with more than 6,000 nodes
-        it is longer: 5 ms for each.""")]
+        """
+        from rdzv.stores.etcd_config import first_line
 
-
-class Quarantine(Table, frozen=True):
-    """Quarantine of nodes on which workers keep failing."""
-
-    failures: Annotated[int, _sets("quarantine.failures", ge=0, le=1_000, unit="rounds", reason="""
-        The node of a daemon is quarantined after its machine ended this number of rounds (a signal,
-        an error of the device, a worker that could not be killed). A script's exceptions count
-        if two jobs failed there. 0: never.""")]
-    ttl: Annotated[Duration, _sets("quarantine.ttl_ms", ge=1, le=365 * DAY, reason="""
-        How long a quarantined node gets no job: time for a person to look at it.
-        `rdzvctl uncordon` ends the quarantine.""")]
-    max_nodes: Annotated[int, _sets(
-        "quarantine.max_nodes", ge=0, le=1_000_000, unit="nodes", reason="""
-        The largest number of nodes in quarantine. 0: a quarter of the known daemons, and at least
-        one; a single daemon never is.""")]
+        assert self.url_file is not None, "there is no webhook"
+        url = first_line(self.url_file, "`notify.url_file`")
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            # Do not show the address, because anyone who knows it may be able to post there.
+            raise InvalidRequestError(
+                f"`notify.url_file` {self.url_file}: its first line is not an http or https address"
+            )
+        return url
 
 
 class Progress(Table, frozen=True):
     """When a slow worker counts as a straggler."""
 
-    straggler_after: Annotated[Duration, _sets(
-        "timings.straggler_after_ms", ge=1, le=DAY, reason="""
+    straggler_after_ms: Annotated[Duration, setting(ge=SECOND, le=DAY, reason="""
         A worker is named as a straggler when for this time the others have waited for it in
         collectives, or, where torch has no record of these, when it has taken more than twice as
-        long for a step as the median of its role.""")]
+        long for a step as the median of its role.""")] = 30 * SECOND
 
 
 class Retention(Table, frozen=True):
     """How long ended jobs are kept."""
 
-    ended_for: Annotated[Duration, _sets(
-        "timings.ended_kept_ms", ge=30 * DAY, le=3650 * DAY, reload=True, reason="""
+    ended_for_ms: Annotated[Duration, setting(ge=30 * DAY, le=3650 * DAY, reload=True, reason="""
         How long a job is remembered after its end, with its events: at least as long as the longest
         timeout of a job. For this time its round numbers continue when its name is used again.
-        """)]
-    ended_jobs: Annotated[int, _sets(
-        "limits.ended_jobs", ge=1, le=1_000_000, unit="jobs", reload=True, reason="""
+        """)] = 30 * DAY
+    ended_jobs: Annotated[int, setting(ge=1, le=1_000_000, unit="jobs", reload=True, reason="""
         How many ended jobs are remembered; the ones that ended first are forgotten first. Each
-        costs a little time at every start.""")]
+        costs a little time at every start.""")] = 10_000
 
 
-class LimitSettings(Table, frozen=True):
+class Limits(Table, frozen=True):
     """Limits on what is accepted from callers and on what is kept for them."""
 
-    jobs: Annotated[int, _sets(
-        "limits.jobs", ge=1, le=1_000_000, unit="jobs", reload=True, reason="""
-        Jobs that have nodes, or a round that is not settled; each takes memory.""")]
-    nodes: Annotated[int, _sets(
-        "limits.nodes", ge=1, le=1_000_000, unit="nodes", reload=True, reason="""
-        Nodes, connected or away; each stream needs about 30 KB.""")]
-    connections: Annotated[int, _sets(
-        "limits.connections", ge=1, le=1_000_000, unit="connections", reason="""
+    jobs: Annotated[int, setting(ge=1, le=1_000_000, unit="jobs", reload=True, reason="""
+        Jobs that have nodes, or a round that is not settled; each takes memory.""")] = 10_000
+    nodes: Annotated[int, setting(ge=1, le=1_000_000, unit="nodes", reload=True, reason="""
+        Nodes, connected or away; each stream needs about 30 KB.""")] = 20_000
+    connections: Annotated[int, setting(ge=1, le=1_000_000, unit="connections", reason="""
         Connections over gRPC. The open files that the system allows rdzvd, less 512, are a bound,
-        too.""")]
-    http_streams: Annotated[int, _sets(
-        "limits.http_streams", ge=1, le=100_000, unit="readers", reload=True, reason="""
-        Pages and programs that follow the stream of the HTTP API at once.""")]
+        too.""")] = 32_768
+    http_streams: Annotated[int, setting(ge=1, le=100_000, unit="readers", reload=True, reason="""
+        Pages and programs that follow the stream of the HTTP API at once.""")] = 200
 
 
-class TimingSettings(Table, frozen=True):
+class Timings(Table, frozen=True):
     """The server's own timings."""
 
-    ping_interval: Annotated[Duration, _sets("timings.ping_interval_ms", ge=1, le=HOUR, reason="""
+    ping_interval_ms: Annotated[Duration, setting(ge=SECOND, le=HOUR, reason="""
         How often a silent connection is pinged; keep it below the idle timeout of firewalls on the
-        way.""")]
-    ping_timeout: Annotated[Duration, _sets("timings.ping_timeout_ms", ge=0.1, le=HOUR, reason="""
-        An unanswered ping ends the connection after this time.""")]
+        way.""")] = 20 * SECOND
+    ping_timeout_ms: Annotated[Duration, setting(ge=100, le=HOUR, reason="""
+        An unanswered ping ends the connection after this time.""")] = 20 * SECOND
 # fmt: on
 
 
@@ -333,7 +381,7 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
     rules = (
         _in_order("lease.duration", "lease.longest"),
         _in_order("lease.nodes", "lease.longest_nodes"),
-        Rule(tuple(f"tls.{name}" for name in Tls.__struct_fields__), _tls_together),
+        Rule(tuple(f"tls.{name}" for name in TlsSettings.__struct_fields__), _tls_together),
         Rule(("oidc.issuer", "oidc.account", "tls.cert", "auth"), _oidc_together),
     )
 
@@ -348,7 +396,7 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         Serve the live page, /api, /metrics, /sd, /healthz and /readyz here, by TLS if `tls.cert` is
         given. Any address but loopback needs `tls.client_ca` or `insecure`.""")] = None
     grafana: Annotated[str | None, setting(
-        unit="URL", check=check_grafana, default_words="none", reason="""
+        unit="URL", check=_grafana, default_words="none", reason="""
         The Grafana that has the dashboards of `deploy/grafana`: the page of a job links to its
         dashboard there.""")] = None
     insecure: Annotated[bool, setting(reason="""
@@ -378,13 +426,59 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         The lowest level that is logged, to stderr.""")] = "info"
     log_format: Annotated[Literal["human", "json"], setting(reload=True, reason="""
         Lines for people, or one JSON object a line.""")] = "human"
-    tls: Tls
-    oidc: Oidc
-    etcd: Etcd
-    notify: Notify
-    lease: Lease
-    quarantine: Quarantine
-    progress: Progress
-    retention: Retention
-    limits: LimitSettings
-    timings: TimingSettings
+    tls: TlsSettings = field(default_factory=TlsSettings)
+    oidc: Oidc = field(default_factory=Oidc)
+    etcd: Etcd = field(default_factory=Etcd)
+    notify: Notify = field(default_factory=Notify)
+    lease: LeaseRules = field(default_factory=LeaseRules)
+    quarantine: QuarantineRules = field(default_factory=QuarantineRules)
+    progress: Progress = field(default_factory=Progress)
+    retention: Retention = field(default_factory=Retention)
+    limits: Limits = field(default_factory=Limits)
+    timings: Timings = field(default_factory=Timings)
+    # fmt: on
+
+    @property
+    def data_folder(self) -> Path:
+        return self.data_dir or default_data_dir()
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether every caller must authenticate.
+
+        If callers can do so by certificate or service account, they must.
+        """
+        if self.auth is None:
+            return bool(self.tls.client_ca or self.oidc.issuer)
+        return self.auth == "required"
+
+    @property
+    def open(self) -> str:
+        """Why anyone might be able to do anything here; empty if access is restricted."""
+        if self.tls.cert is None and self.authenticates:
+            return "nothing here is encrypted, so anyone on the network path can steal a token"
+        if self.tls.cert is None:
+            return "nothing here is encrypted or authenticated"
+        if self.tls.client_ca is None and not self.authenticates:
+            return "no caller is asked to authenticate"
+        return ""
+
+    @property
+    def exposed(self) -> str:
+        """The same as `open`, but empty if only this machine can reach the server."""
+        reached = [at for at in (self.listen, self.http, self.tls.token_listen) if at]
+        return "" if all(listen.loopback for listen in reached) else self.open
+
+
+def default_data_dir() -> Path:
+    """Return the data directory that is used if no setting names one.
+
+    This is systemd's `$STATE_DIRECTORY` if set, `/var/lib/rdzv` for root, and otherwise
+    `$XDG_STATE_HOME/rdzv`, which defaults to `~/.local/state/rdzv`.
+    """
+    if state_directory := os.environ.get("STATE_DIRECTORY"):
+        return Path(state_directory.split(":", maxsplit=1)[0])
+    if os.geteuid() == 0:
+        return Path("/var/lib/rdzv")
+    state_home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state_home).expanduser() / "rdzv"

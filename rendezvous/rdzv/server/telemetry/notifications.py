@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from rdzv.server.settings.config import Notify
+from rdzv.server.settings.server_settings import Notify
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import Record
 from rdzv.structs import struct

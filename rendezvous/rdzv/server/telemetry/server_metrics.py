@@ -44,7 +44,7 @@ from rdzv.core.kept_ranks import kept_workers
 from rdzv.core.model import Cause, JobState, Result, Round, State
 from rdzv.errors import DeniedError, LimitExceededError, UnauthenticatedError
 from rdzv.runtime.exposition import Collect, Parts, add_process, by_label, expiry
-from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.server.telemetry.c10d_metrics import c10d_metrics
 from rdzv.server.telemetry.job_ledgers import JobLedgers
 from rdzv.server.telemetry.job_metrics_page import JobPage
@@ -96,7 +96,7 @@ class Metrics(Meter, Collector):
     def __init__(
         self,
         look: Callable[[], Figures | None],
-        config: Config,
+        config: RdzvdSettings,
         version: str,
         now_s: Callable[[], float] = time.perf_counter,
         c10d: Callable[[], Iterable[JobView]] | None = None,

@@ -16,13 +16,13 @@ from rdzv.core.fleet.nodes import (
     Expect,
     Hear,
     LeaseGrown,
+    LeaseRules,
     NodeAway,
     NodeConnected,
     NodeLost,
     Nodes,
     NodesCommand,
     NodesEvent,
-    NodesTuning,
     Pause,
     PlanAway,
     Tick,
@@ -143,7 +143,7 @@ def test_an_absence_is_worth_what_the_agents_workers_survive(kind: str, worth_ms
 
 
 def test_the_lease_grows_with_the_number_of_nodes() -> None:
-    tuning = NodesTuning(lease_nodes=2, lease_nodes_max=4, lease_ms=5_000, lease_max_ms=30_000)
+    tuning = LeaseRules(nodes=2, longest_nodes=4, duration_ms=5_000, longest_ms=30_000)
     fleet = Fleet(Nodes(1, tuning))
     for i in range(6):
         fleet.connect(f"n{i}")
@@ -153,7 +153,7 @@ def test_the_lease_grows_with_the_number_of_nodes() -> None:
 
 def test_who_came_first_has_a_longer_lease_once_it_is_heard() -> None:
     """Otherwise the first thousand nodes would send most of all heartbeats forever."""
-    tuning = NodesTuning(lease_nodes=2, lease_nodes_max=4, lease_ms=5_000, lease_max_ms=30_000)
+    tuning = LeaseRules(nodes=2, longest_nodes=4, duration_ms=5_000, longest_ms=30_000)
     fleet = Fleet(Nodes(1, tuning))
     for i in range(3):
         fleet.connect(f"n{i}")
@@ -599,7 +599,7 @@ def test_a_fence_too_close_to_the_lease_is_refused() -> None:
 
 
 def test_the_fence_is_measured_by_the_lease_that_the_node_gets() -> None:
-    tuning = NodesTuning(lease_nodes=1, lease_nodes_max=2, lease_ms=5_000, lease_max_ms=30_000)
+    tuning = LeaseRules(nodes=1, longest_nodes=2, duration_ms=5_000, longest_ms=30_000)
     fleet = Fleet(Nodes(1, tuning))
     with pytest.raises(InvalidRequestError):
         fleet.connect("n1", fence_after_ms=20_000)

@@ -13,7 +13,7 @@ import pytest
 from rdzv.core.events import NodeStuck, RoundSettled
 from rdzv.core.fleet.quarantine import (
     MAX_STRIKES,
-    QuarantineTuning,
+    QuarantineRules,
     Record,
     Strike,
     judge,
@@ -42,7 +42,7 @@ def after(
         number, job = 100 * int(at_s) + round_, run.rstrip("?")
         machine = not run.endswith("?")
         strike = Strike(node_id, f"job-{job[0]}", job, number, at_ms, "exit code 3", machine)
-        verdict = judge(record, strike, QuarantineTuning(**tuning), daemons, at_ms)
+        verdict = judge(record, strike, QuarantineRules(**tuning), daemons, at_ms)
         record, text = verdict.record, sentence(verdict.event) if verdict.event else ""
     return record, text
 
@@ -215,11 +215,11 @@ def test_a_node_without_a_daemon_is_not_judged() -> None:
 
 def test_a_strike_that_is_told_again_changes_nothing() -> None:
     strike = Strike("n2", "job-7", "a", 5, 1_000, "exit code 3", machine=True)
-    record = judge(Record(), strike, QuarantineTuning(), FOUR, 1_000).record
+    record = judge(Record(), strike, QuarantineRules(), FOUR, 1_000).record
     for at_ms in (1_000, 2_000, 3_000):
-        again = judge(record, strike, QuarantineTuning(), FOUR, at_ms)
+        again = judge(record, strike, QuarantineRules(), FOUR, at_ms)
         assert again.record is record and not again.event
-    tuning = QuarantineTuning(failures=1)
+    tuning = QuarantineRules(failures=1)
     record = judge(Record(), strike, tuning, FOUR, 1_000).record
     assert judge(record, strike, tuning, FOUR, 2_000).record is record
 
@@ -247,7 +247,7 @@ def test_what_was_before_an_operator_lifted_it_does_not_count() -> None:
 @pytest.mark.slow
 def test_what_is_remembered_is_bounded_and_forgotten_in_time() -> None:
     record = Record()
-    tuning = QuarantineTuning(failures=MAX_STRIKES * 2)
+    tuning = QuarantineRules(failures=MAX_STRIKES * 2)
     for number in range(MAX_STRIKES + 10):
         strike = Strike("n2", "job-7", "a", number, number, "exit code 3")
         record = judge(record, strike, tuning, FOUR, number).record
