@@ -25,14 +25,12 @@ from rdzv.errors import (
 )
 from rdzv.stores.base import DeposedError, Record, RevisionConflictError
 from rdzv.stores.election import Election
-from rdzv.stores.election_session import LOOP_TTLS
+from rdzv.stores.election_session import LOOP_TTLS, Leader
 from rdzv.stores.etcd import EtcdStore
-from rdzv.stores.etcd_client import EtcdClient
+from rdzv.stores.etcd_client import EtcdClient, LeaseCalls
 from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.stores.etcd_errors import CompactedError
 from rdzv.stores.etcd_wire import created, delete, found_by, get, modified, put
-from rdzv.stores.leader_key import Leader
-from rdzv.stores.lease_calls import LeaseCalls
 from rdzv.structs import replace
 
 DEADLINE_S = 100.0

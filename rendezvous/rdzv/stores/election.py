@@ -24,11 +24,17 @@ import msgspec
 from rdzv.errors import RendezvousConnectionError
 from rdzv.etcd import etcd_pb2 as pb
 from rdzv.runtime.concurrency import single_error
-from rdzv.stores.election_session import MARGIN, RETRY_S, Calls, Session, now_s
-from rdzv.stores.etcd_client import EtcdClient
+from rdzv.stores.election_session import (
+    MARGIN,
+    RETRY_S,
+    Fence,
+    Leader,
+    Session,
+    now_s,
+    read_leader,
+)
+from rdzv.stores.etcd_client import EtcdClient, LeaseCalls
 from rdzv.stores.etcd_wire import KeyValue, created, delete, found_by, get, modified, put
-from rdzv.stores.leader_key import Fence, Leader, read_leader
-from rdzv.stores.lease_calls import LeaseCalls
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.election")
@@ -54,7 +60,7 @@ class Election:
     """One server's part in the election. Created by `Election.running`."""
 
     def __init__(
-        self, client: EtcdClient, calls: Calls, address: str, version: str, page: str = ""
+        self, client: EtcdClient, calls: LeaseCalls, address: str, version: str, page: str = ""
     ) -> None:
         self._client = client
         self._calls = calls

@@ -1,4 +1,10 @@
-"""A server's lease, and its word while it leads, both maintained by separate threads.
+"""The leader key in etcd, and a server's lease and word, which separate threads maintain.
+
+A leader's claim rests on two things. Its *lease* holds as long as the leader renews it, and
+otherwise expires. Its *word* holds for `word_ms` after each read that showed the key to be its own;
+the leader sends messages to nodes only while its word holds. Once another server has overwritten
+the key, the former leader's word therefore expires within `word_ms`, whether that leader is dead or
+alive, and no server has to wait for the lease to expire.
 
 A server that takes over must respond to thousands of nodes, so its event loop falls behind. A
 renewal waiting its turn there would come too late: the next server would take over, have to respond
@@ -12,11 +18,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+
+import msgspec
 
 from rdzv.errors import RendezvousConnectionError
-from rdzv.stores.etcd_wire import KeyValue
-from rdzv.stores.leader_key import Fence
+from rdzv.etcd import etcd_pb2 as pb
+from rdzv.stores.etcd_client import LeaseCalls
+from rdzv.stores.etcd_wire import KeyValue, created, leased
+from rdzv.structs import replace, struct
 
 RENEWALS_PER_TTL = 6
 """The number of renewals in each TTL, enough to repeat a lost one with another member even while
@@ -42,14 +51,53 @@ MARGIN = 1 / 6
 """The fraction of the TTL that allows for clock drift and for closing streams."""
 
 
-class Calls(Protocol):
-    """The calls that the threads make to etcd. Both may raise `RendezvousConnectionError`."""
+@struct(frozen=True)
+class Fence:
+    """The leader key as created by one term. Every write of that term is compared with it."""
 
-    def keep_alive(self, lease: int, timeout_s: float) -> int:
-        """Renew a lease, and return its TTL in seconds, or 0 if it is gone."""
+    key: bytes
+    create_revision: int
+    lease: int
 
-    def get(self, key: bytes, timeout_s: float) -> tuple[KeyValue | None, int]:
-        """Read one key, and return it with the revision at which it was read."""
+    @property
+    def conditions(self) -> tuple[pb.Compare, ...]:
+        """The conditions that hold while the term lasts. A deposed key has lost its lease."""
+        return created(self.key, self.create_revision), leased(self.key, self.lease)
+
+    def matches(self, held: KeyValue | None) -> bool:
+        if held is None:
+            return False
+        return (held.create_revision, held.lease) == (self.create_revision, self.lease)
+
+
+@struct(frozen=True)
+class Leader:
+    """The leader as described by its key.
+
+    `since_unix_ms` is by its own clock, and only for display.
+    """
+
+    address: str
+    since_unix_ms: int
+    leadership: int
+    """Its leadership number, or 0 until it has taken over the store."""
+    word_ms: int = 0
+    """The time for which its word may outlive its key, or 0 if that is unknown."""
+    deposed: bool = False
+    """Whether another server has ended its term. This key is deleted once its word has expired."""
+
+
+def read_leader(kv: KeyValue) -> Leader:
+    """Return the leader described by a key. If the key is unreadable, the address is `unknown`."""
+    try:
+        return msgspec.json.decode(kv.value, type=Leader)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return Leader("unknown", 0, 0)
+
+
+def with_leadership(kv: KeyValue, number: int) -> bytes:
+    """Return the new value of a leader key after its leader has taken over as `number`."""
+    return msgspec.json.encode(replace(read_leader(kv), leadership=number))
 
 
 class Session:
@@ -61,7 +109,7 @@ class Session:
 
     def __init__(
         self,
-        calls: Calls,
+        calls: LeaseCalls,
         key: bytes,
         lease: int,
         ttl_s: int,
@@ -76,8 +124,7 @@ class Session:
         """The reason why the session ended, or None while it holds."""
         self.over = asyncio.Event()
         self.word_until_s = 0.0
-        """The time until which this leader may send messages to nodes; see
-        `rdzv.stores.leader_key`."""
+        """The time until which this leader may send messages to nodes."""
         self.word_s = ttl_s / WORDS_PER_TTL
         self.every_s = ttl_s / RENEWALS_PER_TTL
         """The time from one renewal to the next."""

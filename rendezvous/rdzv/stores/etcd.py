@@ -33,9 +33,9 @@ from rdzv.stores.base import (
     check_document,
     read,
 )
+from rdzv.stores.election_session import Fence, read_leader, with_leadership
 from rdzv.stores.etcd_client import MAX_OPERATIONS, EtcdClient
 from rdzv.stores.etcd_wire import KeyValue, delete, found_by, get, modified, put
-from rdzv.stores.leader_key import Fence, read_leader, with_leadership
 from rdzv.structs import struct
 
 KEYS_PER_PAGE = 1_000
@@ -113,11 +113,9 @@ class EtcdStore:
 
     @property
     def place(self) -> str:
-        """A human-readable description of where the data is stored."""
         return self._client.config.place
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as last written, or None if it was never written."""
         self._check_open()
         if (found := await self._read(rdzv_id)) is None:
             return None
@@ -203,7 +201,6 @@ class EtcdStore:
         self._unpruned.pop(rdzv_id, None)
 
     async def list(self) -> tuple[str, ...]:
-        """Return the rdzv_ids of all stored jobs, in order."""
         return await self._names(f"{self._prefix}/jobs/")
 
     async def pages(self) -> AsyncGenerator[Page, None]:
@@ -247,7 +244,6 @@ class EtcdStore:
         self._account(plan)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
-        """Return the newest records of a job, at most `limit`, oldest first."""
         self._check_open()
         wanted = min(limit, self._history_rows)
         newest_first: list[Record] = []
@@ -265,21 +261,11 @@ class EtcdStore:
         return tuple(reversed(newest_first[: max(wanted, 0)]))
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document and its revision, or None if it was never written."""
         self._check_open()
         kv, _ = await self._client.get(self._document_key(name))
         return (kv.value, kv.mod_revision) if kv else None
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
-        """Write a document and return its new revision.
-
-        Also raises the errors of `compare_and_swap`.
-
-        Raises:
-            InvalidRequestError: the name is not valid.
-            LimitExceededError: the document exceeds `DOCUMENT_BYTES`; nothing was written.
-
-        """
         check_document(name, data)
         fence = self._check_fence()
         key = self._document_key(name)
@@ -287,7 +273,6 @@ class EtcdStore:
         return await self._swap(fence, f"document {name}", key, unchanged, (put(key, data),))
 
     async def list_documents(self) -> tuple[str, ...]:
-        """Return the names of all documents, in order."""
         return await self._names(f"{self._prefix}/documents/")
 
     async def take_over(self, at_least: int = 0) -> int:

@@ -1,8 +1,9 @@
 """A client for etcd's public gRPC API that returns etcd's messages and raises our own exceptions.
 
-All calls are made here, except for those that maintain a lease (`lease_calls`). Each endpoint has
-its own channel, so the client knows where a call was sent. After a failure, a repeatable call goes
-to the next endpoint, whereas a transaction does so only if it was certainly not sent.
+`EtcdClient` is for the event loop, `LeaseCalls` for the threads that maintain a lease. Each
+endpoint has its own channel, so the client knows where a call was sent. After a failure, a
+repeatable call goes to the next endpoint, whereas a transaction does so only if it was certainly
+not sent.
 
 The package `etcd3` cannot be imported alongside a current protobuf, and uses a single endpoint.
 Other clients lack TLS, or are refused permanently once a token has expired.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 
@@ -35,6 +37,7 @@ from rdzv.stores.etcd_errors import (
 from rdzv.stores.etcd_wire import (
     AUTHENTICATE,
     GRANT,
+    KEEP_ALIVE,
     RANGE,
     REVOKE,
     TXN,
@@ -405,6 +408,77 @@ class EtcdClient:
     def _unsure(self, index: int, reason: str) -> RendezvousConnectionError:
         why = f"{tried(self.config, index)}: {reason}; the outcome is unknown"
         return RendezvousConnectionError(why)
+
+
+class LeaseCalls:
+    """Separate connections to etcd for the threads that maintain a lease. Its calls block.
+
+    They do not use the event loop, which would send them too late while it responds to thousands of
+    nodes. Each call goes to one member, and raises `StoreRefusedError` if it does not respond in
+    time. The following call then goes to the next member.
+    """
+
+    def __init__(self, config: EtcdConfig) -> None:
+        self._config = config
+        self._members = Members(config, grpc)
+
+    def close(self) -> None:
+        """Close all connections. Calls in progress fail, and no further calls are allowed."""
+        for channel in self._members.channels:
+            channel.close()
+
+    def keep_alive(self, lease: int, timeout_s: float) -> int:
+        """Renew a lease, and return its TTL in seconds, or 0 if it is gone."""
+        return self._ask(KEEP_ALIVE, pb.LeaseKeepAliveRequest(ID=lease), timeout_s).TTL
+
+    def get(self, key: bytes, timeout_s: float) -> tuple[KeyValue | None, int]:
+        response = self._ask(RANGE, pb.RangeRequest(key=key), timeout_s)
+        return first_of(response), response.header.revision
+
+    def _ask(
+        self, method: Method[Request, Response], request: Request, timeout_s: float
+    ) -> Response:
+        index, until_s = self._members.current, time.monotonic() + timeout_s
+        try:
+            metadata = self._credentials(until_s)
+            try:
+                return self._send(index, method, request, until_s, metadata)
+            except grpc.RpcError as error:
+                if not self._members.refuses_token(metadata, reason_of(error)):
+                    raise
+            return self._send(index, method, request, until_s, self._credentials(until_s))
+        except (grpc.RpcError, StopIteration) as error:
+            self._members.leave(index)
+            ended = "the stream has ended without an answer"
+            reason = reason_of(error) if isinstance(error, grpc.RpcError) else ended
+            raise unanswered(self._config, index, reason) from error
+
+    def _credentials(self, until_s: float) -> Metadata:
+        members = self._members
+        if members.needs_token:
+            request = members.authentication()
+            members.token = self._send(members.current, AUTHENTICATE, request, until_s, ()).token
+        return members.metadata
+
+    def _send(
+        self,
+        index: int,
+        method: Method[Request, Response],
+        request: Request,
+        until_s: float,
+        metadata: Metadata,
+    ) -> Response:
+        ask = self._members.method(index, method)
+        left_s = max(until_s - time.monotonic(), 0)
+        if not method.streams:
+            answer: Response = ask(request, timeout=left_s, metadata=metadata)
+            return answer
+        stream = ask(iter((request,)), timeout=left_s, metadata=metadata)
+        try:
+            first: Response = next(stream)
+            return first
+        finally:
+            stream.cancel()
 
 
 # ------------------------------------------------------------------------------------ the watch

@@ -1,7 +1,6 @@
 """etcd's methods, the parts of its transactions, and one client's connections to its members.
 
-etcd's own messages are its values here. There are two clients: `etcd_client` for the event loop and
-`lease_calls` for threads.
+etcd's own messages are its values here. The two clients are in `etcd_client`.
 """
 
 from __future__ import annotations

@@ -39,11 +39,9 @@ class MemoryStore:
 
     @property
     def place(self) -> str:
-        """A human-readable description of where the data is stored."""
         return "memory"
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as last written, or None if it was never written."""
         self._check_open()
         if (held := self.jobs.get(rdzv_id)) is None:
             return None
@@ -80,12 +78,10 @@ class MemoryStore:
             self.records.pop(rdzv_id, None)
 
     async def list(self) -> tuple[str, ...]:
-        """Return the rdzv_ids of all stored jobs, in order."""
         self._check_open()
         return tuple(sorted(self.jobs))
 
     async def pages(self) -> AsyncGenerator[Page, None]:
-        """Yield all stored jobs at once."""
         self._check_open()
         page = [
             (name, read(partial(self._decoded, name, *held)))
@@ -95,18 +91,15 @@ class MemoryStore:
             yield page
 
     async def append(self, records: Sequence[Record]) -> None:
-        """Write records on their own, without a membership."""
         self._check_open()
         self._record(records)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
-        """Return the newest records of a job, at most `limit`, oldest first."""
         self._check_open()
         rows = tuple(self.records.get(rdzv_id, ()))
         return rows[max(len(rows) - limit, 0) :]
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document and its revision, or None if it was never written."""
         self._check_open()
         return self.documents.get(name)
 
@@ -117,18 +110,15 @@ class MemoryStore:
         return revision + 1
 
     async def list_documents(self) -> tuple[str, ...]:
-        """Return the names of all documents, in order."""
         self._check_open()
         return tuple(sorted(self.documents))
 
     async def take_over(self, at_least: int = 0) -> int:
-        """Return a leadership number above all those issued before, and at least `at_least`."""
         self._check_open()
         self._leadership = max(self._leadership + 1, at_least)
         return self._leadership
 
     async def close(self) -> None:
-        """Make the store refuse all later calls."""
         self._closed = True
 
     def _decoded(self, rdzv_id: str, data: bytes, revision: int) -> Stored:

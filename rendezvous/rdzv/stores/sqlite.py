@@ -89,11 +89,9 @@ class SqliteStore:
 
     @property
     def place(self) -> str:
-        """A human-readable description of where the data is stored."""
         return f"{self._directory} (sqlite)"
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as last written, or None if it was never written."""
         return await self.connection.call(self._tables.load, rdzv_id)
 
     async def compare_and_swap(
@@ -108,32 +106,26 @@ class SqliteStore:
         )
 
     async def delete(self, rdzv_id: str, revision: int) -> None:
-        """Delete a job and its history in one commit."""
         await self.connection.write(partial(self._tables.delete, rdzv_id, revision))
 
     async def list(self) -> tuple[str, ...]:
-        """Return the rdzv_ids of all stored jobs, in order."""
         return await self.connection.call(self._tables.names)
 
     async def pages(self) -> AsyncGenerator[Page, None]:
-        """Yield all stored jobs, `JOBS_PER_PAGE` at a time."""
         after = ""
         while page := await self.connection.call(self._tables.page, after):
             yield page
             after = page[-1][0]
 
     async def append(self, records: Sequence[Record]) -> None:
-        """Write records on their own, without a membership."""
         await self.connection.write(partial(self._tables.append, records))
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
-        """Return the newest records of a job, at most `limit`, oldest first."""
         return await self.connection.call(
             self._tables.history, rdzv_id, min(limit, self._history_rows)
         )
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document and its revision, or None if it was never written."""
         return await self.connection.call(self._tables.load_document, name)
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
@@ -143,11 +135,9 @@ class SqliteStore:
         )
 
     async def list_documents(self) -> tuple[str, ...]:
-        """Return the names of all documents, in order."""
         return await self.connection.call(self._tables.document_names)
 
     async def take_over(self, at_least: int = 0) -> int:
-        """Return a leadership number above all those issued before, and at least `at_least`."""
         return await self.connection.write(partial(self._tables.take_over, at_least))
 
     def all_or_nothing(self) -> AbstractAsyncContextManager[None]:
@@ -159,6 +149,5 @@ class SqliteStore:
         return await self.connection.call(self._tables.survey, self._used_by)
 
     async def close(self) -> None:
-        """Wait for calls in progress, close the file, and release the directory."""
         if await self.connection.close():
             self._locked.close()

@@ -61,7 +61,6 @@ class Tables:
         connection.on_rollback = self._forget_written
 
     def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job, or None if it was never written."""
         with self._connection.reading():
             row = self._connection.db.execute(
                 f"{_SELECT_JOBS} WHERE rdzv_id = ?", (rdzv_id,)
@@ -93,7 +92,6 @@ class Tables:
         )
 
     def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
-        """Return the newest records of a job, at most `limit`, oldest first."""
         with self._connection.reading():
             rows = self._connection.db.execute(
                 "SELECT unix_ms, rdzv_id, run, name, data FROM history WHERE rdzv_id = ? "
@@ -103,7 +101,6 @@ class Tables:
         return tuple(Record(*row) for row in reversed(rows))
 
     def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document and its revision, or None if it was never written."""
         with self._connection.reading():
             row = self._connection.db.execute(
                 "SELECT data, revision FROM document WHERE name = ?", (name,)
@@ -184,7 +181,6 @@ class Tables:
             self._written.pop(rdzv_id, None)
 
     def swap_document(self, name: str, data: bytes, revision: int) -> int:
-        """Write a document over the given revision, and return the new revision."""
         row = self._connection.db.execute(
             "SELECT revision FROM document WHERE name = ?", (name,)
         ).fetchone()

@@ -48,7 +48,7 @@ def of(*names: str) -> frozenset[str]:
 FRAMEWORKS = ("accelerate", "lightning", "transformers")
 """Each has a module of its name in the worker's library, the only one to import it."""
 
-CALL_ETCD = ("etcd_client", "etcd_wire", "etcd_errors", "lease_calls")
+CALL_ETCD = ("etcd_client", "etcd_wire", "etcd_errors")
 """The modules of stores/ that use gRPC."""
 
 RULES = (

@@ -13,10 +13,9 @@ from rdzv.errors import RendezvousConnectionError
 from rdzv.etcd import etcd_pb2 as pb
 from rdzv.stores import election, election_session
 from rdzv.stores.election import Election
-from rdzv.stores.election_session import LOOP_TTLS, Session
+from rdzv.stores.election_session import LOOP_TTLS, Fence, Session
 from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.stores.etcd_wire import KeyValue
-from rdzv.stores.leader_key import Fence
 
 TTL_S = 10
 

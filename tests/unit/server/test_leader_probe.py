@@ -12,7 +12,7 @@ import pytest
 from rdzv.errors import RendezvousConnectionError
 from rdzv.server.replication import leader_probe
 from rdzv.server.replication.leader_probe import LeaderProbe
-from rdzv.stores.leader_key import Leader
+from rdzv.stores.election_session import Leader
 from rdzv.structs import replace
 
 pytestmark = pytest.mark.slow

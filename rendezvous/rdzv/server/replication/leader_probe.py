@@ -19,7 +19,7 @@ from rdzv.transport.endpoints import Endpoint, parse_endpoint
 
 if TYPE_CHECKING:
     from rdzv.stores.election import Election
-    from rdzv.stores.leader_key import Leader
+    from rdzv.stores.election_session import Leader
 
 log = logging.getLogger("rdzv.replica")
 

@@ -19,10 +19,10 @@ from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.stores import backup
 from rdzv.stores.base import Store
 from rdzv.stores.election import Election
+from rdzv.stores.election_session import Fence
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient
 from rdzv.stores.etcd_config import EtcdConfig
-from rdzv.stores.leader_key import Fence
 from rdzv.stores.sqlite import SqliteStore
 from rdzv.stores.sqlite_file import SCHEMA_VERSION, has_data, try_room
 from rdzv.stores.sqlite_statements import Survey
