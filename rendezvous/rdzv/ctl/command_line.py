@@ -141,11 +141,7 @@ def credentials_of(context: click.Context) -> Credentials:
     """Return the credentials from the command line and the environment."""
     from rdzv.transport.channels import Credentials
 
-    given = connection(context)
-    files = {
-        name: given.get(name) for name, (_, _, kind, _) in _CONNECTION.items() if kind is _FILE
-    }
-    return Credentials.parse(files, os.environ)
+    return Credentials.parse(connection(context), os.environ)
 
 
 def _server_named(context: click.Context) -> str | None:
