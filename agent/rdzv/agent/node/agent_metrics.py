@@ -293,7 +293,7 @@ class _JobCounter(JobMeter):
                 self._starting = max(self._starting - 1, 0)
                 self._running.add(event.local_rank)
                 node.start_seconds.observe(self._now_s() - self._started_s)
-                if event.how in _STARTS:  # A runner of an older version does not report it.
+                if event.how:  # Empty in jobs whose workers are never kept.
                     node.starts.labels(event.how).inc()
             case events.WorkerResumed():
                 node.resume_seconds.observe(self._now_s() - self._started_s)
