@@ -336,7 +336,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 
 
 def shared(cluster: EtcdCluster, prefix: str) -> RdzvdSettings:
-    endpoints = tuple(member.endpoint for member in cluster.members)
+    endpoints = tuple(str(member.endpoint) for member in cluster.members)
     return rdzvd_settings(store="etcd", etcd=Etcd(endpoints=endpoints, prefix=prefix))
 
 
