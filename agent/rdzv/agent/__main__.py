@@ -165,7 +165,7 @@ async def _take_part(config: Config) -> int:
             config.endpoints,
             config.launches,
             metrics_listen=config.settings.metrics_listen,
-            preemption=config.preemption,
+            preemption=config.settings.preemption,
             credentials=config.credentials,
         )
     for launch, outcome in zip(config.launches, outcomes, strict=True):

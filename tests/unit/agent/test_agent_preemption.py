@@ -45,7 +45,7 @@ async def watched(
     file: Path | None = None, command: tuple[str, ...] = ()
 ) -> AsyncIterator[Notices]:
     notices = Notices()
-    async with reporting_preemptions(Preemption(file, command, left_ms=7_000), notices.give):
+    async with reporting_preemptions(Preemption(file, command, deadline_ms=7_000), notices.give):
         yield notices
 
 

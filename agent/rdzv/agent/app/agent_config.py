@@ -14,7 +14,6 @@ from rdzv.agent.app.agent_settings import MEMORY_USED, AgentSettings, HealthChec
 from rdzv.agent.cli.options import parse_launch
 from rdzv.agent.inventory.health import Check
 from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids
-from rdzv.agent.inventory.preemption import Preemption
 from rdzv.agent.inventory.xid import CODES, KMSG, Lifted
 from rdzv.agent.launch.launch import Launch, check_startable
 from rdzv.agent.node.submitted_launch import passed_on
@@ -53,12 +52,6 @@ class Config:
     def settings(self) -> AgentSettings:
         """The settings from the file, with defaults filled in."""
         return self.loaded.settings
-
-    @property
-    def preemption(self) -> Preemption:
-        """The sources of preemption notices for this machine."""
-        settings = self.settings.preemption
-        return Preemption(settings.file, settings.command, settings.deadline_ms)
 
     @property
     def accounts(self) -> Accounts:

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from msgspec import field
 
+from rdzv.agent.inventory.preemption import Preemption
 from rdzv.agent.inventory.resources import NONE, NVML, parse_gpus
 from rdzv.agent.inventory.xid import CODES, KMSG
 from rdzv.agent.system.accounts import EVERYONE, own_account, parse_limits, parse_umask
@@ -243,21 +244,6 @@ class Tls(Table, frozen=True):
         The private key of that certificate.""")] = None
 
 
-class PreemptionSettings(Table, frozen=True):
-    """How the agent learns that this machine is about to be preempted."""
-
-    file: Annotated[Path | None, setting(reason="""
-        When this file appears, this machine is about to be preempted: workers are notified, and the
-        node leaves its jobs. The first line of the file may say how many seconds are left.
-        """)] = None
-    command: Annotated[tuple[str, ...], setting(reason="""
-        A program and its arguments. It runs all the time, and exits with 0 when this machine is
-        about to be preempted; its first line of output may say how many seconds are left. After any
-        other exit code it is restarted.""")] = ()
-    deadline_ms: Annotated[Duration, setting(ge=0, le=DAY, reason="""
-        How much time is left after a notice that does not say so.""")] = 30 * SECOND
-
-
 class Logs(Table, frozen=True):
     """The retention of run folders."""
 
@@ -471,7 +457,7 @@ class AgentSettings(Table, frozen=True, kw_only=True):
         killed.""",
     )] = MINUTE
     tls: Tls = field(default_factory=Tls)
-    preemption: PreemptionSettings = field(default_factory=PreemptionSettings)
+    preemption: Preemption = field(default_factory=Preemption)
     logs: Logs = field(default_factory=Logs)
     health_interval_ms: Annotated[Duration, setting(ge=0, le=DAY, reason="""
         How often the node checks itself while it has no job, so that `rdzvctl nodes` shows an

@@ -77,7 +77,7 @@ async def serve(path: Path, config: Config, set_log_level: Callable[[str], None]
         log.info("node %s is ready to run submitted jobs: %s", node_id, daemon.describe())
         async with (
             metered(listen, daemon.link, daemon.placements),
-            reporting_preemptions(config.preemption, daemon.link.drain_node),
+            reporting_preemptions(config.settings.preemption, daemon.link.drain_node),
         ):
             await daemon.adopt()
             await daemon.run()

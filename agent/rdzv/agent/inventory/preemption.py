@@ -18,12 +18,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from rdzv.agent import runner_link
 from rdzv.agent.system.file_watches import Watches
 from rdzv.agent.system.side_thread import find_program, in_thread, in_time
 from rdzv.core.words import duration
-from rdzv.structs import struct
+from rdzv.structs import Duration, setting, struct
 
 log = logging.getLogger("rdzv.agent")
 
@@ -45,14 +46,22 @@ Give = Callable[[int, str], None]
 """A callback that receives the milliseconds left and the reason."""
 
 
+# fmt: off
 @struct(frozen=True)
 class Preemption:
-    """The sources of preemption notices."""
+    """How the agent learns that this machine is about to be preempted."""
 
-    file: Path | None = None
-    command: tuple[str, ...] = ()
-    left_ms: int = 30_000
-    """The time left after a notice that does not specify it."""
+    file: Annotated[Path | None, setting(reason="""
+        When this file appears, this machine is about to be preempted: workers are notified, and the
+        node leaves its jobs. The first line of the file may say how many seconds are left.
+        """)] = None
+    command: Annotated[tuple[str, ...], setting(reason="""
+        A program and its arguments. It runs all the time, and exits with 0 when this machine is
+        about to be preempted; its first line of output may say how many seconds are left. After any
+        other exit code it is restarted.""")] = ()
+    deadline_ms: Annotated[Duration, setting(ge=0, le=86_400_000, reason="""
+        How much time is left after a notice that does not say so.""")] = 30_000
+# fmt: on
 
 
 @asynccontextmanager
@@ -138,7 +147,7 @@ class _Watching:
         if left_ms is None:
             if text:
                 log.warning("%s: %r is not a number of seconds; using the default time", why, text)
-            left_ms = self._preemption.left_ms
+            left_ms = self._preemption.deadline_ms
         log.warning("%s: this node will leave all its jobs within %s", why, duration(left_ms))
         self._give(left_ms, why)
 
