@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import textwrap
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cluster import WORKERS, Node, alive, cluster
 from test_daemon import Daemons
 
@@ -22,6 +25,9 @@ from rdzv.view.answers import JobStatus, NodeStatus
 from rdzv.view.answers import Node as SeenNode
 
 SAVING = str(WORKERS / "saving.py")
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "drain.md").read_text()
+EXAMPLE = DOCUMENT.partition("wherever the notice came:\n\n")[2].partition("\nRun it with")[0]
 
 
 class Floor(Daemons):
@@ -107,6 +113,35 @@ def test_a_spare_takes_the_seat_with_what_was_saved_at_the_notice(f: Floor) -> N
     assert f.says("undrain", "n1").startswith("the drain of n1 is lifted: ")
     f.until("other runs", lambda: f.status("other").state == "running")
     f.succeed()
+
+
+def test_all_ranks_save_the_same_step_by_the_script_of_the_documents(f: Floor) -> None:
+    for name in ("n1", "n2", "n3"):
+        f.start(name)
+    script, saved = f.folder / "train.py", f.folder / "saved"
+    script.write_text(textwrap.dedent(EXAMPLE))
+    f.submit("job", "--nnodes=2", "--nproc-per-node=1", str(script), str(saved), "1000000")
+    f.until("both wait for SIGTERM", lambda: len(waiting_for_sigterm(script)) == 2)
+    f.says("drain", "n1", "--deadline=1m", "--reason=new kernel", "--wait")
+    steps = [torch.load(f"{saved}.{rank}") for rank in (0, 1)]
+    assert steps[0] == steps[1] > 0
+    f.until("the spare runs", lambda: f.status("job").round == 1)
+    assert f.status("job").restarts == 0
+    f.says("stop", "job", "--reason=enough")
+
+
+def waiting_for_sigterm(script: Path) -> list[Path]:
+    """Return the processes that run a script and handle SIGTERM."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if str(script).encode() in (process / "cmdline").read_bytes().split(b"\0"):
+                status = dict(
+                    line.split(":\t", 1) for line in (process / "status").read_text().splitlines()
+                )
+                if int(status["SigCgt"], 16) & 1 << signal.SIGTERM - 1:
+                    found.append(process)
+    return found
 
 
 def test_at_the_deadline_workers_that_heed_nothing_are_killed(f: Floor) -> None:

@@ -80,6 +80,35 @@ def test_the_notice_file_is_a_notice(
     assert notice.given
 
 
+@pytest.mark.slow
+def test_ranks_agree_on_a_notice_every_so_many_calls_of_their_group(tmp_path: Path) -> None:
+    script = f"""
+import os, sys
+import torch.distributed as dist
+from rdzv.worker import should_stop
+
+rank = int(sys.argv[1])
+assert not should_stop(every=3)  # There is no group, so each process answers for itself.
+for number in range(2):
+    dist.init_process_group("gloo", f"file://{tmp_path}/{{number}}", rank=rank, world_size=2)
+    told = rank == number
+    if told:
+        os.environ["RDZV_NOTICE_FILE"] = __file__
+    agreed = [number for number in range(7) if should_stop(every=3)]
+    assert agreed == [2, 5]
+    os.environ.pop("RDZV_NOTICE_FILE", None)
+    dist.destroy_process_group()
+try:
+    should_stop(every=0)
+except ValueError as error:
+    assert "every=0" in str(error)
+"""
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, tmp_path / "script.py"]
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE) for rank in (0, 1)]
+    assert [(rank.communicate(timeout=60)[1], rank.returncode) for rank in ranks] == [(b"", 0)] * 2
+
+
 def test_sigterm_is_a_notice_until_the_handler_is_given_back(notice: Notice) -> None:
     before = signal.getsignal(signal.SIGTERM)
     notice.wait_for_sigterm()

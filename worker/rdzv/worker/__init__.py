@@ -27,6 +27,9 @@ a lost peer may have caused from the script's own.
 Without that socket (under torchrun or plain Python) there is a single round, and the same script
 runs unchanged.
 
+Any script, without a `State` too, may use `should_stop` and `exit_if_leaving`: all ranks save the
+same step before some of them leave.
+
 The package needs only the standard library and torch, which is imported on first use. It needs no
 other part of rdzv, so it can be installed on its own for the job's interpreter. It never decides
 whether a worker is kept: the server does, and the runner kills workers that do not park in time.
@@ -45,6 +48,7 @@ from .errors import (
 )
 from .rounds import Round
 from .sampler import ElasticBatchSampler
+from .should_stop import exit_if_leaving, should_stop
 from .state import State
 
 __all__ = [
@@ -60,4 +64,6 @@ __all__ = [
     "UnsupportedError",
     "WorkerError",
     "elastic",
+    "exit_if_leaving",
+    "should_stop",
 ]

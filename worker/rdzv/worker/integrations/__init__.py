@@ -11,7 +11,7 @@ asked to save. Without these files, for example under torchrun, only SIGTERM wor
 is shown.
 """
 
-from .notice import Notice
+from ..notice import Notice
 from .progress import report_step
 
 __all__ = ["Notice", "report_step"]

@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from ..notice import Notice
 from ..state import State
-from .notice import Notice
 from .progress import report_step
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from ..notice import Notice
 from ..state import State
 from .checkpoints import newest_checkpoint
-from .notice import Notice
 from .progress import report_step
 
 __all__ = ["RdzvCallback", "newest_checkpoint"]

@@ -6,6 +6,7 @@ import atexit
 import os
 import signal
 import threading
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -29,6 +30,9 @@ class Notice:
         self._has_saved = False
         self._former_handler: Any = None
         self._waits_for_sigterm = False
+        self._group: weakref.ref[Any] | None = None
+        self._calls = 0
+        """How often the ranks of that group have been asked."""
 
     def wait_for_sigterm(self) -> None:
         """Treat SIGTERM as a notice from now on, instead of letting it end the process.
@@ -53,15 +57,22 @@ class Notice:
         """Whether this worker has received a notice."""
         return self._terminated or _node_leaves()
 
-    def agreed(self) -> bool:
+    def agreed(self, every: int = 1) -> bool:
         """Return whether any rank has received a notice. All ranks must call it at the same point.
 
-        It is a single four-byte collective; with NCCL alone, it waits for the GPU.
+        It is a single four-byte collective; with NCCL alone, it waits for the GPU. With `every`
+        above 1, only each call of that number in a group asks, and the others return False.
         """
         import torch.distributed as dist
 
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return self.given
+        # A process that is kept must count as the new ones of its next group do.
+        if self._group is None or self._group() is not dist.group.WORLD:
+            self._group, self._calls = weakref.ref(dist.group.WORLD), 0
+        self._calls += 1
+        if self._calls % every:
+            return False
         import torch
 
         device = "cpu" if "gloo" in str(dist.get_backend_config()) else torch.device("cuda")
