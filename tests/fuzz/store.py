@@ -175,7 +175,7 @@ def _look(answer: Answer) -> None:
     watch = Watch()
     watch.take(answer.states, (*answer.gone, *answer.unreadable), 1_000)
     for view in watch.views(2_000):
-        message = write(pb.JobStatus(), answer_values.job_status(view, 2_000))
+        message = write(pb.JobStatus(), answer_values.with_workers(view, 2_000))
         message = pb.JobStatus.FromString(message.SerializeToString())
         check_text("a job that is watched", as_text.status(read(JobStatus, message), _PAGE))
 

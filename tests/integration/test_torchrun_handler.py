@@ -36,7 +36,6 @@ from torch.distributed.elastic.utils import store as store_util
 from rdzv import errors
 from rdzv.client import Endpoint
 from rdzv.core.events import RoundSettled
-from rdzv.core.explain import view
 from rdzv.core.model import Cause, JobState, LeaveCause, ScaleUp, Settings
 from rdzv.errors import SettingsMismatchError
 from rdzv.server import wire
@@ -53,6 +52,7 @@ from rdzv.torchrun.sync_stream import NodeStream
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import RendezvousServicer, add_RendezvousServicer_to_server
+from rdzv.view.explain import view
 
 RUN = "run-1"
 UNCOUNTED = Settings(2, 3, max_restarts=None, last_call_timeout_ms=5_000)

@@ -19,13 +19,13 @@ from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 from ports import free_port
 from served import Served, served
 
-from rdzv.core.explain import view
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobState, Tuning
 from rdzv.core.reason import Reason, ReasonItem
 from rdzv.server.http.views import Shown
 from rdzv.structs import as_dict, replace
 from rdzv.view.answers import Node
+from rdzv.view.explain import view
 
 DEADLINE_MS = 90_000
 FLAGS = (

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 
 from rdzv.core.commands import MarkAway, MarkBack, MarkLost
 from rdzv.core.events import Event
-from rdzv.core.explain import view
 from rdzv.core.fleet import nodes
 from rdzv.core.fleet.nodes import NodesCommand, NodesEvent
 from rdzv.core.model import Tuning
 from rdzv.errors import RendezvousError
+from rdzv.view.explain import view
 from tests.scenarios.language import (
     Line,
     Said,

@@ -64,7 +64,6 @@ from rdzv.core.events import (
     RunEnded,
     WorkerFailed,
 )
-from rdzv.core.explain import JobView
 from rdzv.core.fleet import nodes
 from rdzv.core.fleet.nodes import LeaseRules, NodesEvent
 from rdzv.core.kept_ranks import NotKept
@@ -84,6 +83,7 @@ from rdzv.core.model import (
     Tuning,
 )
 from rdzv.core.root_cause import describe_failure
+from rdzv.view.answers import JobStatus
 
 _COUNTER_BITS = 32
 _UNITS_MS = {"ms": 1, "s": 1_000, "min": 60_000, "h": 3_600_000}
@@ -717,7 +717,7 @@ def write_state(state: State) -> str:
     return f"round {number} {doing}: " + ("; ".join(who) or "nobody")
 
 
-def write_view(shown: JobView) -> list[str]:
+def write_view(shown: JobStatus) -> list[str]:
     """Write the output of `status`."""
     written = [f"{shown.state}: {shown.reason.line}"]
     whys = shown.reason.by_node

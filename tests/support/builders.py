@@ -22,7 +22,6 @@ from rdzv.core.commands import (
     Tick,
 )
 from rdzv.core.events import Event
-from rdzv.core.explain import job_state, view, waiting_reason
 from rdzv.core.invariants import violations
 from rdzv.core.life.leaving import any_seat_has_deadline, seats_with_deadline
 from rdzv.core.life.restoring import restore
@@ -40,10 +39,12 @@ from rdzv.core.model import (
     Snapshot,
     State,
     Tuning,
+    job_state,
 )
 from rdzv.core.rendezvous import Transition, step
 from rdzv.errors import RendezvousError
 from rdzv.structs import replace
+from rdzv.view.explain import view, waiting_reason
 
 SETTINGS = Settings(min_nodes=2, max_nodes=3, last_call_timeout_ms=5_000)
 RUN = "run-1"

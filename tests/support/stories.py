@@ -43,7 +43,7 @@ async def told(
         view = await s.driver.views.status(rdzv_id)
         rows = await s.driver.views.history(rdzv_id, limit)
         progress, starts = s.driver.views.progress(rdzv_id), s.driver.views.starts(rdzv_id)
-    status = answer_values.job_status(view, now_ms, progress, starts=starts)
+    status = answer_values.with_workers(view, now_ms, progress, starts=starts)
     assert read(JobStatus, write(pb.JobStatus(), status)) == status, (
         "gRPC carries what HTTP answers"
     )

@@ -21,10 +21,10 @@ from pathlib import Path
 import msgspec
 
 from rdzv.c10d.observations import State, Watch
-from rdzv.core.explain import JobView
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.runtime.clock import Clock
 from rdzv.transport.endpoints import Listen, cannot_listen
+from rdzv.view.answers import JobStatus
 
 log = logging.getLogger("rdzv.c10d")
 
@@ -82,11 +82,11 @@ class Facade:
         self._warned: set[str] = set()
         self._complaint = ""
 
-    def view(self, rdzv_id: str) -> JobView | None:
+    def view(self, rdzv_id: str) -> JobStatus | None:
         """Return the view of one job, or None if there is no job with this name."""
         return self._watch.view(rdzv_id, self._clock.now_ms())
 
-    def views(self) -> tuple[JobView, ...]:
+    def views(self) -> tuple[JobStatus, ...]:
         return self._watch.views(self._clock.now_ms())
 
     # ---------------------------------------------------------------- the life of the process

@@ -16,11 +16,11 @@ from typing import Annotated
 
 import msgspec
 
-from rdzv.core.explain import JobView, NodeView
 from rdzv.core.model import JobState, NodeState
 from rdzv.core.reason import Reason, ReasonItem
 from rdzv.core.words import counted, duration, listed
 from rdzv.structs import struct
+from rdzv.view.answers import JobStatus, NodeStatus
 
 BACKEND = "c10d"
 
@@ -126,16 +126,16 @@ class Watch:
         self._jobs.clear()
         return tuple(lost)
 
-    def views(self, now_ms: int) -> tuple[JobView, ...]:
+    def views(self, now_ms: int) -> tuple[JobStatus, ...]:
         """Return the views of all jobs, sorted by name."""
         return tuple(self._view(self._jobs[rdzv_id], now_ms) for rdzv_id in sorted(self._jobs))
 
-    def view(self, rdzv_id: str, now_ms: int) -> JobView | None:
+    def view(self, rdzv_id: str, now_ms: int) -> JobStatus | None:
         """Return the view of one job, or None if there is no job with this name."""
         job = self._jobs.get(rdzv_id)
         return self._view(job, now_ms) if job else None
 
-    def _view(self, job: _Job, now_ms: int) -> JobView:
+    def _view(self, job: _Job, now_ms: int) -> JobStatus:
         state, silent_ms = job.state, now_ms - job.heard_ms
         given_up = _may_change(job) and bool(job.nodes) and silent_ms >= GIVEN_UP_MS
         headline = _explain(job, now_ms)
@@ -150,26 +150,26 @@ class Watch:
         if completed is not None and _joins(state):
             ended = f"round {completed} ended"
             items = (ReasonItem("all its participants have left it", state=ended), *items)
-        return JobView(
+        return JobStatus(
             rdzv_id=job.rdzv_id,
-            run="",
-            run_number=0,
+            run=None,
+            run_number=None,
             state=JobState.STOPPED if given_up else job.job_state,
             reason=Reason(headline, items=items),
             round=completed,
-            min_nodes=0,
-            max_nodes=0,
-            world_size=0,
+            min_nodes=None,
+            max_nodes=None,
+            world_size=None,
             restarts=None,
             max_restarts=None,
             nodes=_node_views(job, now_ms),
             state_age_ms=now_ms - (job.heard_ms if given_up else job.since_ms),
             run_age_ms=now_ms - job.began_ms,
-            master_addr="",
-            master_port=0,
-            last_failure=(),
-            last_failure_age_ms=None,
+            master_addr=None,
+            master_port=None,
+            last_failure=None,
             backend=BACKEND,
+            progress=(),
         )
 
 
@@ -304,16 +304,16 @@ def _keeps_alive(seen: _Seen) -> bool:
     return seen.state not in (NodeState.LEFT, NodeState.LOST)
 
 
-def _node_views(job: _Job, now_ms: int) -> tuple[NodeView, ...]:
+def _node_views(job: _Job, now_ms: int) -> tuple[NodeStatus, ...]:
     return tuple(
-        NodeView(
+        NodeStatus(
             node_id=node,
             state=seen.state,
             group_rank=seen.group_rank,
             rank_first=None,
-            local_world_size=0,
+            local_world_size=None,
             address=node.rsplit("_", 2)[0],
-            role="",
+            role=None,
             state_age_ms=now_ms - seen.since_ms,
         )
         for node, seen in job.nodes.items()

@@ -739,3 +739,22 @@ class State:
     def is_unready(self, node_id: str) -> bool:
         """Return whether a waiting node is away."""
         return node_id in self.away and node_id in self.waiting
+
+
+_JOB_STATE_OF_RESULT = {
+    Result.SUCCEEDED: JobState.SUCCEEDED,
+    Result.FAILED: JobState.FAILED,
+    Result.STOPPED: JobState.STOPPED,
+}
+
+
+def job_state(state: State) -> JobState:
+    membership = state.membership
+    if membership.ended is not None:
+        return _JOB_STATE_OF_RESULT[membership.ended.result]
+    round_ = membership.round
+    if round_ is not None and round_.live:
+        return JobState.RUNNING
+    if state.seats or membership.stopping:
+        return JobState.STOPPING
+    return JobState.QUEUED if state.queued else JobState.JOINING

@@ -8,7 +8,7 @@ import pytest
 
 from rdzv.c10d import observations
 from rdzv.c10d.observations import GIVEN_UP_MS, KEEP_ALIVE_MS, STALE_MS, State, Watch
-from rdzv.core.explain import JobView
+from rdzv.view.answers import JobStatus
 
 N1, N2, N3, N4 = (f"h{i}_{100 + i}_0" for i in (1, 2, 3, 4))
 
@@ -39,18 +39,18 @@ def state(
     )
 
 
-def look(seen: Watch, now_ms: int, found: State | None) -> JobView:
+def look(seen: Watch, now_ms: int, found: State | None) -> JobStatus:
     seen.take({"j": found}, (), now_ms)
     return shown(seen, now_ms)
 
 
-def shown(seen: Watch, now_ms: int) -> JobView:
+def shown(seen: Watch, now_ms: int) -> JobStatus:
     view = seen.view("j", now_ms)
     assert view is not None
     return view
 
 
-def nodes(view: JobView) -> list[tuple[str, str, int | None]]:
+def nodes(view: JobStatus) -> list[tuple[str, str, int | None]]:
     return [(node.address, node.state.value, node.group_rank) for node in view.nodes]
 
 
@@ -63,7 +63,7 @@ def test_a_job_joins_runs_restarts_grows_and_is_closed() -> None:
         "no node has joined yet",
         None,
     )
-    assert (view.backend, view.run, view.restarts, view.max_restarts) == ("c10d", "", None, None)
+    assert (view.backend, view.run, view.restarts, view.max_restarts) == ("c10d", None, None, None)
 
     view = look(seen, 2_000, state(N1, complete=False))
     assert (view.state, view.reason.headline) == ("joining", "round 0 has 1 node; waiting for more")

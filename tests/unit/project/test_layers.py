@@ -153,7 +153,7 @@ RULES = (
     Rule(
         "what was seen of torch's jobs is told without I/O or a clock",
         "c10d/observations.py",
-        only=of("rdzv.core", "rdzv.structs", "msgspec"),
+        only=of("rdzv.core", "rdzv.view.answers", "rdzv.structs", "msgspec"),
         stdlib=False,
     ),
     Rule(

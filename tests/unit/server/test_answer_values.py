@@ -10,10 +10,14 @@ from google.protobuf.message import Message
 
 from rdzv.core.evidence.stacks import Frame, Group, Report, SilentNode, Thread, WorkerStack
 from rdzv.core.evidence.stragglers import Straggler
+from rdzv.core.fleet.job_queue import QueuedWait
 from rdzv.core.model import (
     Declined,
     Failure,
     JobSpec,
+    Membership,
+    Settings,
+    State,
     Submission,
 )
 from rdzv.core.reason import Reason, ReasonItem
@@ -29,25 +33,19 @@ from rdzv.structs import replace
 from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import answers
+from rdzv.view.explain import view
 from tests.unit.server.test_driver import server
 from tests.unit.server.test_wire import NODE, VIEW
 
 NOW_MS = 10_000
 BARE = replace(
     VIEW,
-    **{
-        "run": "",
-        "run_number": 0,
-        "reason": Reason(),
-        "round": None,
-        "world_size": 0,
-        "restarts": None,
-    },
-    **{"max_restarts": None, "nodes": (), "master_addr": "", "master_port": 0, "budgets": None},
-    **{"last_failure": (), "last_failure_age_ms": None, "no_progress": False},
+    **{"run": None, "run_number": None, "reason": Reason(), "round": None, "world_size": None},
+    **{"restarts": None, "max_restarts": None, "nodes": (), "master_addr": None},
+    **{"master_port": None, "budgets": None, "last_failure": None, "no_progress": False},
     ended_by_failure=False,
 )
-ZEROS = replace(VIEW, round=0, restarts=0, max_restarts=0, min_nodes=0, max_nodes=0)
+ZEROS = replace(VIEW, round=0, restarts=0, max_restarts=0, min_nodes=None, max_nodes=None)
 FAILED = (
     Failure("n1", "10.0.0.1", 0, 0, 4711, 0, None, "m", "t", 9_000),
     Failure("n2", "", 1, 9, 0, None, 9, "", "", 9_100),
@@ -63,6 +61,10 @@ SPEC = JobSpec(
     account="ada",
 )
 SUBMITTED = Submission(SPEC, "ada at head", 4_000, ("n1", "n2"), (Declined("n3", "no /data"),))
+STORED = Membership(
+    *("job-7", "run-1", 1, Settings(1, 2), 0), submission=SUBMITTED, last_failures=FAILED
+)
+SHOWN = view(State(STORED), NOW_MS, QueuedWait(Reason("needs 1 node"), 0))
 FULL = replace(
     VIEW,
     reason=Reason(
@@ -74,10 +76,9 @@ FULL = replace(
             ReasonItem("the store is away"),
         ),
     ),
-    nodes=(NODE, replace(NODE, role="", address="")),
-    last_failure=FAILED,
-    submission=SUBMITTED,
-    jobs_before=0,
+    nodes=(NODE, replace(NODE, role=None, address=None)),
+    last_failure=replace(SHOWN.last_failure, age_ms=1_000),
+    submission=SHOWN.submission,
     backend="c10d",
     owner="ada",
     has_secret=True,
@@ -124,11 +125,11 @@ def into(kind: type[Message]) -> Callable[[object], Message]:
     ("value", "into", "kind"),
     [
         *(
-            (answer_values.job_status(view, NOW_MS), into(pb.JobStatus), answers.JobStatus)
+            (answer_values.with_workers(view, NOW_MS), into(pb.JobStatus), answers.JobStatus)
             for view in (VIEW, BARE, ZEROS, FULL)
         ),
         (
-            answer_values.job_status(FULL, NOW_MS, PROGRESS, SLOW, STARTS),
+            answer_values.with_workers(FULL, NOW_MS, PROGRESS, SLOW, STARTS),
             into(pb.JobStatus),
             answers.JobStatus,
         ),
@@ -177,10 +178,9 @@ def test_each_value_is_read_back_from_its_message(
 
 
 def test_values_of_the_environment_are_not_told() -> None:
-    told = answer_values.job_status(FULL, NOW_MS)
-    assert told.submission is not None
-    assert told.submission.env_names == ("TOKEN",)
-    assert "hunter2" not in repr(told)
+    assert SHOWN.submission is not None
+    assert SHOWN.submission.env_names == ("TOKEN",)
+    assert "hunter2" not in repr(SHOWN)
 
 
 async def test_whether_a_job_is_there_costs_no_view_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from yarl import URL
 from rdzv.core.commands import Fail, FailureReport, Succeed
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import Frame, Group, Report, Thread, WorkerStack
-from rdzv.core.explain import view
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobState, Tuning
 from rdzv.errors import RendezvousConnectionError
@@ -50,6 +49,7 @@ from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.base import Page
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
+from rdzv.view.explain import view
 from tests.support.settings import rdzvd_settings
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, read, settle
 

@@ -1096,7 +1096,7 @@ async def test_no_deadline_of_a_job_counts_before_input_is_read_after_a_pause() 
         await s.clock.advance(3_000)
         status = await s.driver.views.status("job-7")
         assert status.state == "failed"
-        assert [failure.message for failure in status.last_failure] == ["boom"]
+        assert (status.last_failure.root_cause.message, status.last_failure.others) == ("boom", ())
         names = [row.name for row in await s.driver.views.history("job-7", 100)]
         assert "NodeLost" not in names
 

@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from rdzv.c10d import observations as c10d
 from rdzv.core.commands import Fail, FailureReport, Join, Stop, Submit, Succeed, Tick
 from rdzv.core.events import NodeLost, RunBegan
-from rdzv.core.explain import JobView, job_state, node_views, view
 from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import (
@@ -32,6 +31,7 @@ from rdzv.core.model import (
     Settings,
     State,
     Tuning,
+    job_state,
 )
 from rdzv.core.rendezvous import step
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousError
@@ -49,6 +49,8 @@ from rdzv.server.telemetry.metrics_interface import Figures, Meter, Meters
 from rdzv.server.telemetry.server_metrics import ENDED_JOB_MS, ENDED_JOBS, SLICE_JOBS, Metrics
 from rdzv.stores.base import Record
 from rdzv.structs import replace
+from rdzv.view.answers import JobStatus
+from rdzv.view.explain import node_views, view
 from tests.support.settings import rdzvd_settings
 from tests.unit.core import test_small_scope as small_scope
 from tests.unit.core.test_small_scope import SETTINGS, everything_said
@@ -239,7 +241,7 @@ async def test_nodes_that_leave_are_counted_by_whether_something_is_left_on_them
         assert await counted() == (1, 0)
 
 
-def torchs_own() -> tuple[JobView, ...]:
+def torchs_own() -> tuple[JobStatus, ...]:
     """Two jobs in torch's own store, one of which is closed."""
     watch = c10d.Watch()
     nodes = [f"10.0.0.1_4711_{number}" for number in range(3)]
@@ -311,7 +313,7 @@ async def test_no_label_is_called_job() -> None:
 
 
 async def test_what_fails_is_told_and_harms_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    def broken() -> tuple[JobView, ...]:
+    def broken() -> tuple[JobStatus, ...]:
         raise OSError("no store")
 
     state = vacant("job-7", Tuning())

@@ -13,7 +13,6 @@ from fake_control import FakeControl, serving
 from rdzv import bounds
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.core.commands import Leave
-from rdzv.core.explain import JobView
 from rdzv.core.model import LeaveCause
 from rdzv.ctl import as_text, watch
 from rdzv.ctl.layout import Page
@@ -224,7 +223,7 @@ async def test_what_is_said_before_the_beliefs_are_decided_waits_for_them(
 async def test_watchers_are_woken_by_progress_once_a_second_at_most() -> None:
     async with server() as s:
         n1, _ = await s.pair()
-        seen: list[JobView] = []
+        seen: list[JobStatus] = []
 
         async def look() -> None:
             async for view in s.driver.views.watch("job-7"):

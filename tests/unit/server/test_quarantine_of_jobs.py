@@ -174,8 +174,8 @@ async def test_a_job_that_waits_says_that_its_node_is_quarantined() -> None:
         n1, n2 = await daemons(s, "n1", "n2")
         await training(s, (n1, n2))
         await fails(s, n2, [n1])
-        reason = (await s.driver.views.status("job-7")).reason
-        assert "; n2: quarantined (at fault once, last in job-7: " in reason
+        reason = str((await s.driver.views.status("job-7")).reason)
+        assert "; n2 (quarantined): at fault once, last in job-7: " in reason
 
 
 @pytest.mark.quick

@@ -168,12 +168,12 @@ async def test_it_is_shown_with_what_a_failure_would_cost() -> None:
         known = s.driver.views.snapshots("job-7")
         progress = tuple(RankProgress(rank, 50 + rank, 0, 0.0) for rank in range(4))
         view, now_ms = await s.driver.views.status("job-7"), s.clock.now_ms()
-        shown = answer_values.job_status(view, now_ms, progress, snapshots=known)
+        shown = answer_values.with_workers(view, now_ms, progress, snapshots=known)
         sole = tuple(answers.SoleHolder(name, SAME_MACHINE) for name in ("n1", "n2"))
         alone = answers.NodeLoss(None, None, sole, 2)
         assert shown.snapshot == answers.WholeSnapshot(0, 40, 2, 3_000, 13, alone)
         assert [(n.snapshots, n.snapshot_bytes) for n in shown.nodes] == [(1, 1_000), (2, 2_000)]
-        unknown = answer_values.job_status(view, now_ms, snapshots=known)
+        unknown = answer_values.with_workers(view, now_ms, snapshots=known)
         assert unknown.snapshot == answers.WholeSnapshot(0, 40, 2, 3_000, None, alone)
         page, state = JobPage(), s.driver.jobs.peek("job-7")
         assert state is not None
@@ -199,7 +199,7 @@ async def test_a_step_that_is_whole_without_any_one_node_is_shown_beside_the_new
         known, now_ms = s.driver.views.snapshots("job-7"), s.clock.now_ms()
         progress = tuple(RankProgress(rank, 53, 0, 0.0) for rank in range(4))
         view = await s.driver.views.status("job-7")
-        shown = answer_values.job_status(view, now_ms, progress, snapshots=known)
+        shown = answer_values.with_workers(view, now_ms, progress, snapshots=known)
         assert shown.snapshot is not None and shown.snapshot.node_loss is not None
         loss = shown.snapshot.node_loss
         assert (shown.snapshot.step, shown.snapshot.lost_steps) == (50, 3)

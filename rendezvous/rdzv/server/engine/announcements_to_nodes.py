@@ -24,7 +24,6 @@ from rdzv.core.events import (
     RunBegan,
     RunEnded,
 )
-from rdzv.core.explain import waiting_reason
 from rdzv.core.life.chosen_nodes import awaited
 from rdzv.core.life.runs import ended_run
 from rdzv.core.model import (
@@ -51,6 +50,7 @@ from rdzv.server.messages import (
     Withdrawn,
 )
 from rdzv.structs import replace
+from rdzv.view.explain import waiting_reason
 
 _NEW_PHASE = (LastCallBegan, RoundCompleted, RoundAdopted, RoundEnded, RoundSettled)
 """Waiting nodes are sent their reason again only after one of these events; otherwise n joins would

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rdzv.core.explain import job_state
-from rdzv.core.model import State
+from rdzv.core.model import State, job_state
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,

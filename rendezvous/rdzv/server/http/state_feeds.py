@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
-from rdzv.core.explain import JobView
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -36,6 +35,7 @@ from rdzv.server.rpc.queries import SLICE
 from rdzv.server.settings.server_settings import Limits
 from rdzv.structs import replace
 from rdzv.view import answers, as_json
+from rdzv.view.answers import JobStatus
 
 log = logging.getLogger("rdzv.feeds")
 
@@ -379,7 +379,7 @@ class JobFeed(Feed):
         _put_all(fresh, [BEGIN, told, self._events, READY])
 
 
-def _turn_of(view: JobView) -> object:
+def _turn_of(view: JobStatus) -> object:
     """Return a value that changes with every step recorded in the history."""
     nodes = tuple((node.node_id, node.state) for node in view.nodes)
     submission = view.submission

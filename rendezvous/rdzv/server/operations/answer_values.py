@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from rdzv.core.evidence.progress_lag import Word
 from rdzv.core.evidence.stacks import Report
 from rdzv.core.evidence.stragglers import Straggler
-from rdzv.core.explain import JobView, NodeView
-from rdzv.core.model import Failure, NodeState, Submission
+from rdzv.core.model import NodeState
 from rdzv.core.snapshots import NodeHolding, SnapshotsKnown
 from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.messages import LogLines, RankProgress
@@ -26,30 +25,26 @@ NO_SNAPSHOTS = SnapshotsKnown()
 _HERE = (NodeState.SEATED, NodeState.SUCCEEDED, NodeState.AWAY, NodeState.STOPPING)
 
 
-def job_status(
-    view: JobView,
+def with_workers(
+    status: answers.JobStatus,
     now_ms: int,
     progress: Sequence[RankProgress] = (),
     stragglers: Iterable[Straggler] = (),
     starts: Mapping[str, Starts] | None = None,
     snapshots: SnapshotsKnown = NO_SNAPSHOTS,
 ) -> answers.JobStatus:
-    """Return the answer about a job, including what is known about its workers and snapshots."""
+    """Add to a job's status what is known about its workers and snapshots."""
     starts = starts or {}
     told = sum(one.kept + one.warm + one.cold for one in starts.values())
-    known = list(starts.values()) if told == view.world_size else []
+    known = list(starts.values()) if told == (status.world_size or 0) else []
     said = [(one.rank, Word(one.step, one.age_ms, one.rate or None)) for one in progress]
-    return convert(
-        answers.JobStatus,
-        view,
-        reason=view.reason,
+    return replace(
+        status,
         nodes=tuple(
             _job_node(node, starts.get(node.node_id), snapshots.held.get(node.node_id))
-            for node in view.nodes
+            for node in status.nodes
         ),
-        last_failure=_last_failure(view.last_failure, view.last_failure_age_ms),
         progress=answers.rank_progress(said),
-        submission=_submission(view.submission, view.jobs_before, now_ms),
         stragglers=tuple(
             convert(answers.Straggler, one, age_ms=max(now_ms - one.since_ms, 0))
             for one in stragglers
@@ -82,51 +77,22 @@ def _whole_snapshot(
 
 
 def _job_node(
-    view: NodeView, started: Starts | None, held: NodeHolding | None
+    node: answers.NodeStatus, started: Starts | None, held: NodeHolding | None
 ) -> answers.NodeStatus:
-    return convert(
-        answers.NodeStatus,
-        view,
-        kept=started.kept if started else None,
-        warm=started.warm if started else None,
-        cold=started.cold if started else None,
-        snapshots=held.snapshots if held else 0,
-        snapshot_bytes=held.bytes if held else 0,
-    )
+    if started is not None:
+        node = replace(node, kept=started.kept, warm=started.warm, cold=started.cold)
+    if held is not None:
+        node = replace(node, snapshots=held.snapshots, snapshot_bytes=held.bytes)
+    return node
 
 
-def _last_failure(failures: Sequence[Failure], age_ms: int | None) -> answers.LastFailure | None:
-    if not failures:
-        return None
-    root_cause, *others = (convert(answers.WorkerFailure, failure) for failure in failures)
-    return answers.LastFailure(age_ms, root_cause, tuple(others))
-
-
-def _submission(
-    submission: Submission | None, jobs_before: int | None, now_ms: int
-) -> answers.Submission | None:
-    if submission is None:
-        return None
-    spec = submission.spec
-    return convert(
-        answers.Submission,
-        spec,
-        submitted_by=submission.submitted_by or None,
-        age_ms=max(now_ms - submission.at_ms, 0),
-        env_names=tuple(name for name, _ in spec.env),
-        placed=submission.placed,
-        jobs_before=jobs_before,
-        declined=tuple(convert(answers.DeclinedNode, one) for one in submission.declined),
-    )
-
-
-def job_summary(view: JobView, hangs: str) -> answers.JobSummary:
+def job_summary(status: answers.JobStatus, hangs: str) -> answers.JobSummary:
     """Return the answer for one line in a list; `hangs` names the hanging workers, if any."""
     return convert(
         answers.JobSummary,
-        view,
-        reason=replace(view.reason, items=view.reason.items[:SUMMARY_ITEMS]),
-        nodes=sum(1 for n in view.nodes if n.group_rank is not None and n.state in _HERE),
+        status,
+        reason=replace(status.reason, items=status.reason.items[:SUMMARY_ITEMS]),
+        nodes=sum(1 for n in status.nodes if n.group_rank is not None and n.state in _HERE),
         hangs=hangs or None,
     )
 

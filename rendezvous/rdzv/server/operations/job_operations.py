@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from rdzv.core.commands import Command, Submit
-from rdzv.core.explain import JobView
 from rdzv.core.model import State
 from rdzv.errors import RendezvousError
 from rdzv.server.diagnosis.stack_archive import StackArchive
@@ -17,6 +16,7 @@ from rdzv.server.scheduling.placing import Placer
 from rdzv.server.security import roles
 from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.structs import replace
+from rdzv.view.answers import JobStatus
 
 log = logging.getLogger("rdzv.driver")
 
@@ -41,7 +41,9 @@ class JobOperations:
         self._stack_archive = stack_archive
         self._watchers = watchers
 
-    async def submit_job(self, rdzv_id: str, command: Submit, caller: Caller = ANYBODY) -> JobView:
+    async def submit_job(
+        self, rdzv_id: str, command: Submit, caller: Caller = ANYBODY
+    ) -> JobStatus:
         """Begin a run whose nodes the server chooses, and return the job's new view.
 
         Raises:
@@ -62,7 +64,7 @@ class JobOperations:
         await self._placer.place()
         return await self._views.status(rdzv_id)
 
-    async def obey(self, rdzv_id: str, command: Command) -> JobView:
+    async def obey(self, rdzv_id: str, command: Command) -> JobStatus:
         """Stop, restart or scale a job as an operator requested, and return its new view.
 
         Raises:

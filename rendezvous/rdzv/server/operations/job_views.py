@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import AsyncGenerator, Mapping
 
 from rdzv.core.evidence.stragglers import Straggler
-from rdzv.core.explain import JobView, view
 from rdzv.core.model import State
 from rdzv.core.reason import ReasonItem
 from rdzv.core.snapshots import SnapshotsKnown
@@ -21,6 +20,8 @@ from rdzv.server.messages import RankProgress
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.stores.base import Record
 from rdzv.structs import replace
+from rdzv.view.answers import JobStatus
+from rdzv.view.explain import view
 
 WATCHERS = 1_000
 """The number of callers that watch jobs at once. Each costs a message for every change."""
@@ -49,7 +50,7 @@ class JobViews:
         self.watching = 0
         """The number of callers that are watching a job."""
 
-    async def status(self, rdzv_id: str) -> JobView:
+    async def status(self, rdzv_id: str) -> JobStatus:
         """Return the view of a job; raises the same errors as `state`."""
         return self.of(await self.state(rdzv_id))
 
@@ -71,7 +72,7 @@ class JobViews:
             )
         return state
 
-    def of(self, state: State) -> JobView:
+    def of(self, state: State) -> JobStatus:
         rdzv_id, scheduling = state.membership.rdzv_id, self._scheduling
         wait, drains = scheduling.placer.queue_wait_of(rdzv_id), scheduling.drains.all()
         shown = view(state, self._clock.now_ms(), wait, drains)
@@ -83,7 +84,7 @@ class JobViews:
         items = (ReasonItem(trouble), *shown.reason.items)
         return replace(shown, reason=replace(shown.reason, items=items))
 
-    async def watch(self, rdzv_id: str) -> AsyncGenerator[JobView, None]:
+    async def watch(self, rdzv_id: str) -> AsyncGenerator[JobStatus, None]:
         """Yield a job's view now and after each change; a slow reader misses some of the views.
 
         Raises:
@@ -106,10 +107,10 @@ class JobViews:
         finally:
             self.watching -= 1
 
-    async def list(self) -> tuple[JobView, ...]:
+    async def list(self) -> tuple[JobStatus, ...]:
         return tuple([view async for view in self.each()])
 
-    async def each(self) -> AsyncGenerator[JobView, None]:
+    async def each(self) -> AsyncGenerator[JobStatus, None]:
         async with contextlib.aclosing(self._jobs.each()) as states:
             async for state in states:
                 # A job that was forgotten in the meantime is left out.

@@ -11,7 +11,7 @@ import grpc.aio
 
 from rdzv import bounds
 from rdzv.core.commands import Restart, Scale, Stop
-from rdzv.core.explain import job_state
+from rdzv.core.model import job_state
 from rdzv.core.words import duration, listed
 from rdzv.errors import InvalidRequestError, UnknownJobError
 from rdzv.runtime.clock import Clock
@@ -30,7 +30,7 @@ from rdzv.view.answers import Node
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
-    from rdzv.core.explain import JobView
+    from rdzv.view.answers import JobStatus
 
 AnyContext = grpc.aio.ServicerContext[Any, Any]
 
@@ -275,11 +275,11 @@ class ControlService(pb_grpc.ControlServicer):
         """Describe whether a node is in service, before a call changes this."""
         return next(map(_use_of, self._replica.driver.node_views.summaries([node_id])), "unknown")
 
-    def _status(self, view: JobView) -> pb.JobStatus:
+    def _status(self, view: JobStatus) -> pb.JobStatus:
         return write(pb.JobStatus(), self._queries.status_of(view))
 
 
-def _nnodes(min_nodes: int, max_nodes: int) -> str:
+def _nnodes(min_nodes: int | None, max_nodes: int | None) -> str:
     return f"{min_nodes}:{max_nodes} nodes"
 
 

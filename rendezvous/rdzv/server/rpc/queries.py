@@ -12,7 +12,6 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from rdzv import bounds
-from rdzv.core.explain import JobView
 from rdzv.errors import (
     InvalidRequestError,
     RendezvousError,
@@ -23,6 +22,7 @@ from rdzv.server.operations import answer_values
 from rdzv.server.replication.replica import Replica
 from rdzv.stores.base import Record
 from rdzv.view import answers
+from rdzv.view.answers import JobStatus
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
@@ -39,7 +39,7 @@ class Queries:
         self.clock = clock
         self._facade = facade
 
-    async def view(self, asked: str) -> JobView:
+    async def view(self, asked: str) -> JobStatus:
         """Return the view of a job, or else of the observed job with this name.
 
         Raises:
@@ -55,7 +55,7 @@ class Queries:
                 raise
             return watched
 
-    def watched(self, asked: str) -> JobView | None:
+    def watched(self, asked: str) -> JobStatus | None:
         """Return the view of the observed job with this name, or None if there is none."""
         return self._facade.view(asked) if self._facade is not None else None
 
@@ -64,7 +64,7 @@ class Queries:
         """Whether this server can have observed jobs."""
         return self._facade is not None
 
-    def all_watched(self) -> tuple[JobView, ...]:
+    def all_watched(self) -> tuple[JobStatus, ...]:
         return self._facade.views() if self._facade is not None else ()
 
     async def check_known(self, asked: str) -> None:
@@ -75,17 +75,17 @@ class Queries:
             if self.watched(asked) is None:
                 raise
 
-    def status_of(self, view: JobView) -> answers.JobStatus:
+    def status_of(self, view: JobStatus) -> answers.JobStatus:
         views = self.replica.driver.views
         rdzv_id, now_ms = view.rdzv_id, self.clock.now_ms()
         found = (views.progress(rdzv_id), views.stragglers(rdzv_id), views.starts(rdzv_id))
-        return answer_values.job_status(view, now_ms, *found, snapshots=views.snapshots(rdzv_id))
+        return answer_values.with_workers(view, now_ms, *found, snapshots=views.snapshots(rdzv_id))
 
-    def summary_of(self, view: JobView) -> answers.JobSummary:
+    def summary_of(self, view: JobStatus) -> answers.JobSummary:
         """Return a job's line for lists, computed from its view."""
         return answer_values.job_summary(view, self.replica.driver.views.hangs(view.rdzv_id))
 
-    async def views(self) -> AsyncGenerator[JobView, None]:
+    async def views(self) -> AsyncGenerator[JobStatus, None]:
         """Yield the view of every job, observed jobs last; other tasks run in between."""
         async with aclosing(self.replica.driver.views.each()) as found:
             number = 0

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from rdzv.core.explain import JobView
 from rdzv.core.model import JobState, NodeState
+from rdzv.view.answers import JobStatus
 
 _LIVE = (JobState.JOINING, JobState.RUNNING)
 _HERE = (NodeState.SEATED, NodeState.WAITING, NodeState.SPARE, NodeState.LOST)
 """The node states to count. Lost nodes count, because losing one does not re-form the group."""
 
 
-def c10d_metrics(views: Iterable[JobView]) -> Iterator[Metric]:
+def c10d_metrics(views: Iterable[JobStatus]) -> Iterator[Metric]:
     live = [view for view in views if view.state in _LIVE]
     jobs = Tally(view.state for view in live)
     family = GaugeMetricFamily(

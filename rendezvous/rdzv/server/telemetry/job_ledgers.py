@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rdzv.core.events import RunBegan
-from rdzv.core.explain import job_state
-from rdzv.core.model import State
+from rdzv.core.model import State, job_state
 from rdzv.stores.base import Record
 from rdzv.view import history
 from rdzv.view.ledger import Book

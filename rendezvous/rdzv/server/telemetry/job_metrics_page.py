@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median_low
 
 from rdzv.core.evidence.stragglers import Straggler
-from rdzv.core.explain import job_state
 from rdzv.core.life.charging import restarts_that_count
 from rdzv.core.life.forming import FLAP_WINDOW_MS, completion_due_ms, holds, restart_due_ms
-from rdzv.core.model import Cause, JobState, Membership, NodeState, State
+from rdzv.core.model import Cause, JobState, Membership, NodeState, State, job_state
 from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.server.messages import RankProgress
 from rdzv.server.telemetry.job_tallies import CHANGES, JobTally, Sum

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter as Tally
 from dataclasses import dataclass, field
 
-from rdzv.core.explain import job_state
-from rdzv.core.model import Cause, JobState, State
+from rdzv.core.model import Cause, JobState, State, job_state
 
 CHANGES = ("joined", "left", "lost", "replaced")
 """The kinds of change in a job's membership."""

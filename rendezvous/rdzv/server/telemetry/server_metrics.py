@@ -39,9 +39,8 @@ from rdzv.core.events import (
     WorkerStart,
 )
 from rdzv.core.evidence.collectives import KINDS
-from rdzv.core.explain import JobView, job_state
 from rdzv.core.kept_ranks import kept_workers
-from rdzv.core.model import Cause, JobState, Result, Round, State
+from rdzv.core.model import Cause, JobState, Result, Round, State, job_state
 from rdzv.errors import DeniedError, LimitExceededError, UnauthenticatedError
 from rdzv.runtime.exposition import Collect, Parts, add_process, by_label, expiry
 from rdzv.server.settings.server_settings import RdzvdSettings
@@ -51,7 +50,7 @@ from rdzv.server.telemetry.job_metrics_page import JobPage
 from rdzv.server.telemetry.job_tallies import CHANGES, FORM, STOP, JobTally
 from rdzv.server.telemetry.metrics_interface import Figures, Meter
 from rdzv.stores.base import Record
-from rdzv.view.answers import event_in
+from rdzv.view.answers import JobStatus, event_in
 
 SLICE_JOBS = 50
 """How many jobs are written before other tasks run; this takes two or three milliseconds."""
@@ -99,7 +98,7 @@ class Metrics(Meter, Collector):
         config: RdzvdSettings,
         version: str,
         now_s: Callable[[], float] = time.perf_counter,
-        c10d: Callable[[], Iterable[JobView]] | None = None,
+        c10d: Callable[[], Iterable[JobStatus]] | None = None,
         expires: Callable[[], datetime] | None = None,
     ) -> None:
         """Get the server's current figures from `look`, or None while the server does not lead.

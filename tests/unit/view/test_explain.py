@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from rdzv.core.commands import Decline, Place, Submit, Withdraw
-from rdzv.core.explain import node_views, view, waiting_reason
 from rdzv.core.model import (
     JobSpec,
     JobState,
@@ -21,6 +20,7 @@ from rdzv.core.model import (
 from rdzv.core.reason import Reason, ReasonItem
 from rdzv.core.spent import Spent
 from rdzv.structs import replace
+from rdzv.view.explain import node_views, view, waiting_reason
 from tests.support.builders import SETTINGS, Job, report, running
 
 RESTARTS = replace(SETTINGS, max_restarts=3)
@@ -302,8 +302,8 @@ def test_a_failed_run_shows_its_root_cause_and_what_was_spent() -> None:
     assert shown.state is JobState.FAILED
     assert "ValueError: loss is nan" in shown.reason.headline
     assert "0 of 0" in shown.reason.headline and shown.reason.items == ()
-    assert shown.last_failure[0].message == "ValueError: loss is nan"
-    assert shown.last_failure_age_ms == 3_000
+    assert shown.last_failure is not None and shown.last_failure.age_ms == 3_000
+    assert shown.last_failure.root_cause.message == "ValueError: loss is nan"
     assert {node.state for node in shown.nodes} == {NodeState.LEFT}
 
 

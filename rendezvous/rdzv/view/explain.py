@@ -1,13 +1,14 @@
-"""A job's state and the reason for it, and the view shown by `status`.
+"""A job's status: its state, the reason for it, and its nodes.
 
 All of this is derived from `State` on request; nothing is stored separately.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from rdzv.core import model
 from rdzv.core.fleet.drain import Drain
 from rdzv.core.fleet.job_queue import QueuedWait
 from rdzv.core.kept_ranks import kept_workers
@@ -37,113 +38,27 @@ from rdzv.core.model import (
     RoundEnd,
     ScaleUp,
     State,
-    Submission,
     is_placeholder,
+    job_state,
 )
 from rdzv.core.reason import LAST_CALL, Reason, ReasonItem
 from rdzv.core.rounds.budgets import backoff_ms
 from rdzv.core.words import counted, duration, listed
-from rdzv.structs import replace, struct
-
-_JOB_STATE_OF_RESULT = {
-    Result.SUCCEEDED: JobState.SUCCEEDED,
-    Result.FAILED: JobState.FAILED,
-    Result.STOPPED: JobState.STOPPED,
-}
-
+from rdzv.structs import replace
+from rdzv.transport.wire import convert
+from rdzv.view.answers import (
+    OWN_BACKEND,
+    Budgets,
+    DeclinedNode,
+    JobStatus,
+    LastFailure,
+    NodeStatus,
+    Submission,
+    WorkerFailure,
+)
 
 _NO_DRAINS: Mapping[str, Drain] = MappingProxyType({})
 _NO_OFFER = Offer(address="", local_world_size=0)
-
-
-@struct(frozen=True)
-class NodeView:
-    """One node of a job; `rdzv.view.answers.NodeStatus` is its public form."""
-
-    node_id: str
-    state: NodeState
-    group_rank: int | None
-    rank_first: int | None
-    local_world_size: int
-    address: str
-    role: str
-    state_age_ms: int
-
-
-@struct(frozen=True)
-class BudgetsView:
-    """The budgets of a run other than restarts, spent and allowed, with None for no limit."""
-
-    preemptions: int
-    max_preemptions: int | None
-    store_failures: int
-    max_store_failures: int | None
-    restarts_in_vain: int
-    no_progress_restarts: int
-    furthest_step: int | None
-    restart_window_ms: int
-
-
-@struct(frozen=True)
-class JobView:
-    """One job as the server knows it; `rdzv.view.answers.JobStatus` is its public form."""
-
-    rdzv_id: str
-    run: str
-    run_number: int
-    state: JobState
-    reason: Reason
-    round: int | None
-    min_nodes: int
-    max_nodes: int
-    world_size: int
-    restarts: int | None
-    """The number of spent restarts that still count. None, like `max_restarts`, if the nodes' own
-    agents count restarts and do not report them."""
-    max_restarts: int | None
-    nodes: tuple[NodeView, ...]
-    state_age_ms: int
-    run_age_ms: int
-    master_addr: str
-    master_port: int
-    last_failure: tuple[Failure, ...]
-    last_failure_age_ms: int | None
-    submission: Submission | None = None
-    jobs_before: int | None = None
-    """The number of jobs ahead of this one in the queue, if it was submitted and is waiting for
-    nodes."""
-    budgets: BudgetsView | None = None
-    """The run's budgets, or None if unknown."""
-    no_progress: bool = False
-    ended_by_failure: bool = False
-    """Whether `last_failure` ended the run."""
-    """Whether the job failed because it made no progress, so the same launch would fail again."""
-    backend: str = "rdzv"
-    """The rendezvous backend. This server only observes groups formed by other backends."""
-    owner: str = ""
-    """The job's owner, as in `Membership`."""
-    has_secret: bool = False
-    """Whether nodes must know a secret to join."""
-    closed: bool = False
-    """Whether the run forms no more rounds: it has ended, or it is being stopped."""
-    kept: int = 0
-    """The number of kept workers in the last complete round."""
-    source: int | None = None
-    """The RANK of the source, as in `Round`."""
-    resume_step: int | None = None
-    """The step at which the round resumes, as in `Round`."""
-
-
-def job_state(state: State) -> JobState:
-    membership = state.membership
-    if membership.ended is not None:
-        return _JOB_STATE_OF_RESULT[membership.ended.result]
-    round_ = membership.round
-    if round_ is not None and round_.live:
-        return JobState.RUNNING
-    if state.seats or membership.stopping:
-        return JobState.STOPPING
-    return JobState.QUEUED if state.queued else JobState.JOINING
 
 
 def _headline(state: State, now_ms: int) -> Reason:
@@ -377,47 +292,71 @@ def view(
     now_ms: int,
     wait: QueuedWait | None = None,
     drains: Mapping[str, Drain] = _NO_DRAINS,
-) -> JobView:
-    """Return the view of the whole job.
+) -> JobStatus:
+    """Return the whole job's status, without what its workers have reported.
 
     `wait` explains why a submitted job lacks nodes; `drains` contains the nodes that are about to
     leave.
     """
     membership, round_ = state.membership, state.membership.round
-    failures = membership.last_failures
     if membership.ended is not None:
         wait, drains = None, _NO_DRAINS
     drains = {n: drain for n, drain in drains.items() if state.present(n)}
-    return JobView(
+    return JobStatus(
         rdzv_id=membership.rdzv_id,
-        run=membership.run,
-        run_number=membership.run_number,
+        run=membership.run or None,
+        run_number=membership.run_number or None,
         state=job_state(state),
+        state_age_ms=max(now_ms - _state_since_ms(state), 0),
         reason=_reason(state, now_ms, wait, drains),
+        run_age_ms=max(now_ms - membership.began_at_ms, 0),
         round=round_.number if round_ else None,
-        min_nodes=membership.min_nodes,
-        max_nodes=membership.max_nodes,
-        world_size=round_.world_size if round_ else 0,
+        min_nodes=membership.min_nodes or None,
+        max_nodes=membership.max_nodes or None,
+        world_size=(round_.world_size if round_ else 0) or None,
         restarts=_restarts(membership, now_ms),
         max_restarts=membership.settings.max_restarts,
+        master_addr=(round_.master_addr if round_ else "") or None,
+        master_port=(round_.master_port if round_ else 0) or None,
         nodes=node_views(state, now_ms),
-        state_age_ms=max(now_ms - _state_since_ms(state), 0),
-        run_age_ms=max(now_ms - membership.began_at_ms, 0),
-        master_addr=round_.master_addr if round_ else "",
-        master_port=round_.master_port if round_ else 0,
-        last_failure=failures,
-        last_failure_age_ms=max(now_ms - failures[0].at_ms, 0) if failures else None,
-        submission=membership.submission,
-        owner=membership.owner,
+        last_failure=_last_failure(membership.last_failures, now_ms),
+        backend=OWN_BACKEND,
+        progress=(),
+        submission=_submission(membership.submission, wait, now_ms),
+        budgets=_budgets(membership),
+        no_progress=membership.ended is not None and membership.ended.no_progress,
+        ended_by_failure=membership.ended is not None and bool(membership.ended.failures),
+        owner=membership.owner or None,
         has_secret=bool(membership.secret),
         closed=membership.ended is not None or bool(membership.stopping),
         kept=kept_workers(round_),
         source=round_.source if round_ else None,
         resume_step=round_.resume_step if round_ else None,
+    )
+
+
+def _last_failure(failures: Sequence[Failure], now_ms: int) -> LastFailure | None:
+    if not failures:
+        return None
+    root_cause, *others = (convert(WorkerFailure, failure) for failure in failures)
+    return LastFailure(max(now_ms - failures[0].at_ms, 0), root_cause, tuple(others))
+
+
+def _submission(
+    submission: model.Submission | None, wait: QueuedWait | None, now_ms: int
+) -> Submission | None:
+    if submission is None:
+        return None
+    spec = submission.spec
+    return convert(
+        Submission,
+        spec,
+        submitted_by=submission.submitted_by or None,
+        age_ms=max(now_ms - submission.at_ms, 0),
+        env_names=tuple(name for name, _ in spec.env),
+        placed=submission.placed,
         jobs_before=wait.jobs_before if wait is not None else None,
-        budgets=_budgets(membership),
-        no_progress=membership.ended is not None and membership.ended.no_progress,
-        ended_by_failure=membership.ended is not None and bool(membership.ended.failures),
+        declined=tuple(convert(DeclinedNode, one) for one in submission.declined),
     )
 
 
@@ -432,9 +371,9 @@ def _reason(
     return replace(headline, items=tuple(items))
 
 
-def _budgets(membership: Membership) -> BudgetsView:
+def _budgets(membership: Membership) -> Budgets:
     settings, spent = membership.settings, membership.spent
-    return BudgetsView(
+    return Budgets(
         preemptions=spent.preemptions,
         max_preemptions=settings.max_preemptions,
         store_failures=spent.store_failures,
@@ -464,7 +403,7 @@ def _state_since_ms(state: State) -> int:
     return round_.end.at_ms if round_.end else round_.at_ms
 
 
-def node_views(state: State, now_ms: int) -> tuple[NodeView, ...]:
+def node_views(state: State, now_ms: int) -> tuple[NodeStatus, ...]:
     """Return a view of each node: participants by GROUP_RANK, then waiting nodes, then departed."""
     round_ = state.membership.round
     participants = round_.participants if round_ else ()
@@ -487,7 +426,7 @@ def node_views(state: State, now_ms: int) -> tuple[NodeView, ...]:
 
 def _participant_view(
     state: State, participant: Participant, group_rank: int, now_ms: int
-) -> NodeView:
+) -> NodeStatus:
     node_id = participant.node_id
     node_state, since_ms = _participant_state(state, node_id)
     return _node_view(
@@ -524,7 +463,7 @@ def _final_state(state: State, node_id: str, ended: Ended) -> tuple[NodeState, i
     return NodeState.LEFT, ended.at_ms
 
 
-def _waiting_view(state: State, node_id: str, now_ms: int) -> NodeView:
+def _waiting_view(state: State, node_id: str, now_ms: int) -> NodeStatus:
     if node_id in state.stuck:
         age_ms = now_ms - state.stuck[node_id].since_ms
         return _node_view(node_id, NodeState.STOPPING, _NO_OFFER, age_ms)
@@ -536,7 +475,7 @@ def _waiting_view(state: State, node_id: str, now_ms: int) -> NodeView:
     return _node_view(node_id, node_state, waiting.offer, now_ms - waiting.since_ms)
 
 
-def _departed_view(departure: Departure, now_ms: int) -> NodeView:
+def _departed_view(departure: Departure, now_ms: int) -> NodeStatus:
     offer = Offer(
         departure.address, local_world_size=departure.local_world_size, role=departure.role
     )
@@ -550,15 +489,15 @@ def _node_view(
     age_ms: int,
     group_rank: int | None = None,
     rank_first: int | None = None,
-) -> NodeView:
-    return NodeView(
+) -> NodeStatus:
+    return NodeStatus(
         node_id=node_id,
         state=node_state,
         group_rank=group_rank,
         rank_first=rank_first,
-        local_world_size=offer.local_world_size,
-        address=offer.address,
-        role=offer.role,
+        local_world_size=offer.local_world_size or None,
+        address=offer.address or None,
+        role=offer.role or None,
         state_age_ms=max(age_ms, 0),
     )
 
