@@ -14,11 +14,12 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import grpc.aio
 
@@ -50,12 +51,16 @@ JOB = "bystanders-job"
 """No surface generates these names, so no input may affect them."""
 
 LIMITS = Limits(jobs=200)
-rendezvous_service.HELLO_TIMEOUT_S = 0.2
-worker_logs.ANSWER_MS = 100
-api.LOG_ANSWER_MOST_S = 0.2
-stack_collection.ANSWER_MS = 100
-reported_hangs.GATHER_MS = 50
-grpc_listener.STOP_GRACE_MS = 100
+SHORT = (
+    (rendezvous_service, "HELLO_TIMEOUT_S", 0.2),
+    (worker_logs, "ANSWER_MS", 100),
+    (api, "LOG_ANSWER_MOST_S", 0.2),
+    (stack_collection, "ANSWER_MS", 100),
+    (reported_hangs, "GATHER_MS", 50),
+    (grpc_listener, "STOP_GRACE_MS", 100),
+)
+"""What the server waits for, while inputs are tried."""
+
 
 LONG_MS = 600_000
 """The bystander's lease: a busy machine must not take it for lost."""
@@ -169,28 +174,33 @@ async def _serving(guard: Guard, folder: Path) -> AsyncIterator[tuple[Served, _B
     metrics = Metrics(lambda: None, config, "1.2.3")
     tls = Tls(config.tls) if config.tls.pair is not None else None
     gate = Gate(replica, clock, config, metrics)
-    async with Driver.running(MemoryStore(), clock, config, meter=metrics) as driver:
-        replica.lead(driver)
-        shown = _credentials(guard, folder)
-        async with (
-            serving(replica, clock, config, tls=tls, gate=gate) as bound,
-            serving_http(replica, metrics, config, config.listen, clock, None, tls, gate) as http,
-            _channel(shown, bound, "grpc.enable_retries", 0) as channel,
-            _channel(shown, bound, "grpc.use_local_subchannel_pool", 1) as another,
-        ):
-            bystander = _Bystander(another, shown.metadata(_endpoint(bound)))
-            await bystander.join()
-            for_tokens = config.tls.token_listen
-            served = Served(
-                bound.port,
-                http.bound.port,
-                channel,
-                driver,
-                (folder / "token").read_text().strip() if guard is Guard.TOKENS else "",
-                for_tokens.port if for_tokens is not None else 0,
-            )
-            yield served, bystander
-            bystander.leave()
+    with ExitStack() as shortened:
+        for module, name, value in SHORT:
+            shortened.enter_context(patch.object(module, name, value))
+        async with Driver.running(MemoryStore(), clock, config, meter=metrics) as driver:
+            replica.lead(driver)
+            shown = _credentials(guard, folder)
+            async with (
+                serving(replica, clock, config, tls=tls, gate=gate) as bound,
+                serving_http(
+                    replica, metrics, config, config.listen, clock, None, tls, gate
+                ) as http,
+                _channel(shown, bound, "grpc.enable_retries", 0) as channel,
+                _channel(shown, bound, "grpc.use_local_subchannel_pool", 1) as another,
+            ):
+                bystander = _Bystander(another, shown.metadata(_endpoint(bound)))
+                await bystander.join()
+                for_tokens = config.tls.token_listen
+                served = Served(
+                    bound.port,
+                    http.bound.port,
+                    channel,
+                    driver,
+                    (folder / "token").read_text().strip() if guard is Guard.TOKENS else "",
+                    for_tokens.port if for_tokens is not None else 0,
+                )
+                yield served, bystander
+                bystander.leave()
 
 
 def _endpoint(bound: Listen) -> Endpoint:
