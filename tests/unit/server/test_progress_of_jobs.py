@@ -13,6 +13,7 @@ from fake_control import FakeControl, serving
 from rdzv import bounds
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.core.commands import Leave
+from rdzv.core.evidence.progress_lag import Word
 from rdzv.core.model import LeaveCause
 from rdzv.ctl import as_text, watch
 from rdzv.ctl.layout import Page
@@ -23,9 +24,10 @@ from rdzv.server.messages import RankProgress as Said
 from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
+from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import as_json
-from rdzv.view.answers import JobStatus, RankProgress
+from rdzv.view.answers import JobStatus, RankProgress, rank_progress
 from tests.unit.server.test_driver import FakeClock, Server, read, running, server, settle
 
 pytestmark = pytest.mark.slow
@@ -256,7 +258,9 @@ async def test_nobody_is_woken_where_nobody_watches() -> None:
 
 def status(*progress: pb.RankProgress) -> JobStatus:
     job = running_sample()
-    job.progress.extend(progress)
+    said = [(one.rank, Word(one.step, one.age_ms, one.rate or None)) for one in progress]
+    for one in rank_progress(said):
+        write(job.progress.add(), one)
     control = FakeControl()
     control.jobs[job.rdzv_id] = job
     with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
