@@ -37,9 +37,9 @@ from simulated import until
 from rdzv.core.commands import Fail, FailureReport, Join, Resume, Succeed
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.model import Membership, Offer, RecoveryReport, Settings
+from rdzv.messages import Assignment, Belief, Closed, Hello
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
-from rdzv.server.messages import Assignment, Belief, Closed, Hello
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.stores.base import Record

@@ -25,8 +25,8 @@ from rdzv.agent.output.run_folders import RunFolders, folder_name
 from rdzv.client import Endpoint
 from rdzv.core.commands import Submit
 from rdzv.ctl import job_request
+from rdzv.messages import Placed
 from rdzv.server import wire
-from rdzv.server.messages import Placed
 from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.fuzz import messages, surface

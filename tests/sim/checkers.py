@@ -20,7 +20,6 @@ from rdzv.agent.core import events as agent_events
 from rdzv.agent.core.machine import Transition as AgentTransition
 from rdzv.agent.core.machine import step as agent_step
 from rdzv.agent.core.model import AgentState, Assignment, Phase
-from rdzv.agent.server_link.placed_jobs import Placed
 from rdzv.core import rendezvous
 from rdzv.core.commands import Command, Join, Leave, Tick, Withdraw
 from rdzv.core.events import (
@@ -62,6 +61,7 @@ from rdzv.core.model import (
 from rdzv.core.rendezvous import Transition
 from rdzv.core.snapshots import MAX_LOADS
 from rdzv.errors import RendezvousError
+from rdzv.messages import Placed
 from rdzv.server.engine.job import News
 from rdzv.server.scheduling import placing
 from rdzv.server.scheduling.quarantined_nodes import QUARANTINE

@@ -17,9 +17,9 @@ from rdzv.agent.core.model import Phase
 from rdzv.agent.node.gpu_assignments import Ledger
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import Event
-from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.core.fleet.node_resources import gpus_needed
 from rdzv.errors import InvalidRequestError
+from rdzv.messages import Holding, Placed
 from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.sim.agents import Agent, NodeSpec, Part

@@ -19,10 +19,7 @@ from rdzv.core.commands import Fail, FailureReport, Succeed
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
 from rdzv.core.model import KeptWorker, Settings, Snapshot, SnapshotMark
-from rdzv.runtime.clock import MonotonicClock
-from rdzv.server.driver import Driver
-from rdzv.server.http.listener import serving_http
-from rdzv.server.messages import (
+from rdzv.messages import (
     Announcement,
     Hung,
     LogPiece,
@@ -35,6 +32,9 @@ from rdzv.server.messages import (
     TakeStacks,
     WorkersStarted,
 )
+from rdzv.runtime.clock import MonotonicClock
+from rdzv.server.driver import Driver
+from rdzv.server.http.listener import serving_http
 from rdzv.server.replication.replica import Replica
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings import server_settings

@@ -30,7 +30,7 @@ from rdzv.core.commands import (
 )
 from rdzv.core.model import KeptWorker, RecoveryReport, Settings, Snapshot
 from rdzv.errors import InvalidRequestError
-from rdzv.server.messages import (
+from rdzv.messages import (
     SNAPSHOTS_PER_WORKER,
     Announcement,
     Arrivals,

@@ -28,9 +28,8 @@ from rdzv.agent.observers.progress_files import ProgressFiles
 from rdzv.agent.observers.snapshot_file_watch import SnapshotFileWatch
 from rdzv.agent.output.run_files import RoundOutput, RunLogs, WorkerOutput, Written
 from rdzv.agent.output.run_folders import RunFolders
-from rdzv.agent.output.worker_log_reader import Piece, ReadRequest, WorkerLogReader
+from rdzv.agent.output.worker_log_reader import ReadRequest, WorkerLogReader
 from rdzv.agent.runner.linux import identity
-from rdzv.agent.server_link.placed_jobs import Placed
 from rdzv.agent.system.accounts import (
     EVERYONE,
     Accounts,
@@ -50,6 +49,7 @@ from rdzv.agent.system.file_watches import Watches
 from rdzv.client import Endpoint
 from rdzv.core.model import JobSpec, Settings
 from rdzv.errors import InvalidRequestError
+from rdzv.messages import LogPiece, Placed
 from rdzv.structs import replace
 from tests.support.accounts import (
     ADA,
@@ -432,12 +432,12 @@ def round_of(folder: Path, written: Written) -> Path:
     return log
 
 
-async def read_log(written: Written) -> list[Piece]:
+async def read_log(written: Written) -> list[LogPiece]:
     """Read the output that `rdzvctl logs` would be sent, to its end."""
-    pieces: list[Piece] = []
+    pieces: list[LogPiece] = []
     over = asyncio.Event()
 
-    async def say(piece: Piece) -> None:
+    async def say(piece: LogPiece) -> None:
         pieces.append(piece)
         if piece.last:
             over.set()

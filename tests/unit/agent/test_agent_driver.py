@@ -21,7 +21,6 @@ from rdzv.agent.job import store_offer as module
 from rdzv.agent.job.event_log_lines import log_event
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
-from rdzv.agent.observers.stack_sampling import StacksAsked
 from rdzv.agent.runner.requests import ZygoteSpec
 from rdzv.agent.system.side_thread import in_thread
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
@@ -30,6 +29,7 @@ from rdzv.core.model import (
     Settings,
 )
 from rdzv.core.spent import Tally
+from rdzv.messages import TakeStacks
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -345,7 +345,7 @@ async def test_workers_start_in_the_jobs_folder_with_the_jobs_environment(f: Fix
 
 
 async def test_stacks_are_refused_with_a_reason_before_the_first_round(f: Fixture) -> None:
-    f.driver.take_stacks(StacksAsked(5, "job-7", "r1", 2, 900))
+    f.driver.take_stacks(TakeStacks(5, "job-7", "r1", 2, 900))
     sampled = (await said(f, "stacks")).stacks
     assert (sampled.request, sampled.error) == (5, "it has no workers of round 2")
     assert f.driver.belief() is not None

@@ -14,7 +14,6 @@ from rdzv.agent.core.model import (
     WorkerFailure,
 )
 from rdzv.agent.server_link import encoding
-from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.core import commands as asked
 from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.model import (
@@ -32,6 +31,7 @@ from rdzv.core.model import (
 from rdzv.core.root_cause import MAX_FAILURES
 from rdzv.core.snapshot_copies import CopySource
 from rdzv.core.spent import Spent, Tally
+from rdzv.messages import Holding, Placed
 from rdzv.server import wire
 from rdzv.structs import field_names, replace
 from rdzv.transport.wire import read, write

@@ -21,15 +21,7 @@ from rdzv.agent.core.commands import (
     StopWorkers,
 )
 from rdzv.agent.core.machine import Transition
-from rdzv.agent.core.model import (
-    AgentState,
-    Assignment,
-    Job,
-    Leaving,
-    NodeFailure,
-    Outcome,
-    Phase,
-)
+from rdzv.agent.core.model import AgentState, Assignment, Job, Leaving, NodeFailure, Outcome, Phase
 from rdzv.agent.core.stopping import rejoin
 from rdzv.core.model import UNMOVED, Cause, LeaveCause, Moved, Result, Settings
 from rdzv.structs import replace

@@ -26,12 +26,12 @@ from rdzv.agent.node.placements import Placements
 from rdzv.agent.node.submitted_launch import Surroundings
 from rdzv.agent.output.run_files import Written
 from rdzv.agent.output.run_folders import RunFolders
-from rdzv.agent.server_link.placed_jobs import Placed
 from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.client import Endpoint
 from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.model import JobSpec, Offer, Result, Settings
 from rdzv.errors import InvalidRequestError
+from rdzv.messages import Placed
 
 pytestmark = pytest.mark.slow
 

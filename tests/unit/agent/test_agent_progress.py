@@ -14,16 +14,10 @@ import pytest
 
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers import progress_files
-from rdzv.agent.observers.progress_files import (
-    WINDOW_MS,
-    Pace,
-    ProgressFiles,
-    RankProgress,
-    Report,
-    read_step,
-)
+from rdzv.agent.observers.progress_files import WINDOW_MS, Pace, ProgressFiles, Report, read_step
 from rdzv.agent.system import file_watches
 from rdzv.agent.system.inotify import Inotify
+from rdzv.messages import RankProgress
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 

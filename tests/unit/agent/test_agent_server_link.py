@@ -20,14 +20,12 @@ from tcp_proxy import proxy_to
 
 from rdzv.agent.core import events
 from rdzv.agent.launch.launch import NO_FILES
-from rdzv.agent.observers.stack_sampling import StacksAsked
 from rdzv.agent.output.run_files import RoundOutput, WorkerOutput, Written
 from rdzv.agent.runner.linux.boottime import boottime_ms
 from rdzv.agent.server_link import encoding, fence_proofs, outbox
 from rdzv.agent.server_link import link as server_link
 from rdzv.agent.server_link.fence_proofs import FenceProofs
 from rdzv.agent.server_link.link import FINAL_REFUSALS, Identity, ServerLink
-from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.client import Endpoint, parse_endpoint
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
 from rdzv.core.fleet.nodes import LeaseRules
@@ -38,6 +36,7 @@ from rdzv.errors import (
     LEADER_METADATA_KEY,
     RendezvousConnectionError,
 )
+from rdzv.messages import Holding, Placed, TakeStacks
 from rdzv.runtime.concurrency import beside
 from rdzv.server.rpc.rendezvous_service import HELLO_TIMEOUT_S
 from rdzv.structs import replace
@@ -194,7 +193,7 @@ class Job:
         self.renewals: asyncio.Queue[int] = asyncio.Queue()
         self.run: str | None = ""
         self.notes: list[str] = []
-        self.asked: asyncio.Queue[StacksAsked] = asyncio.Queue()
+        self.asked: asyncio.Queue[TakeStacks] = asyncio.Queue()
         self.everything: list[events.Event] = []
         self._heard: asyncio.Queue[events.Event] = asyncio.Queue()
 
@@ -213,7 +212,7 @@ class Job:
     def note(self, reason: str) -> None:
         self.notes.append(reason)
 
-    def take_stacks(self, asked: StacksAsked) -> None:
+    def take_stacks(self, asked: TakeStacks) -> None:
         self.asked.put_nowait(asked)
 
     def renew_fence(self, heard_at_ms: int) -> None:
@@ -334,7 +333,7 @@ async def test_stacks_are_asked_of_the_job_that_is_meant_and_refused_for_others(
         wanted = pb.TakeStacks(request=5, rdzv_id="job-7", run="r1", round=2, timeout_ms=900)
         await talk.say(take_stacks=wanted)
         async with asyncio.timeout(PATIENCE_S):
-            assert await job.asked.get() == StacksAsked(5, "job-7", "r1", 2, 900)
+            assert await job.asked.get() == TakeStacks(5, "job-7", "r1", 2, 900)
         await talk.say(take_stacks=pb.TakeStacks(request=6, rdzv_id="job-9"))
         while (message := await talk.hear()) is not None and not message.HasField("stacks"):
             pass

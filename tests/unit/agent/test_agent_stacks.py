@@ -18,18 +18,18 @@ from rdzv.agent.observers import stack_sampling
 from rdzv.agent.observers.collective_records import RecordReader
 from rdzv.agent.observers.stack_sampling import (
     StackAnswers,
-    StacksAsked,
     Target,
     parse_dump,
     process_state,
     take_all,
 )
 from rdzv.core.evidence.stacks import WorkerStack
+from rdzv.messages import TakeStacks
 from tests.support.accounts import ADA, needs_root, passable_folder
 
 pytestmark = pytest.mark.slow
 
-ASKED = StacksAsked(5, "job-7", "run-1", 2, 10_000)
+ASKED = TakeStacks(5, "job-7", "run-1", 2, 10_000)
 FRAME = {"name": "f", "filename": "/home/ada/train.py", "line": 3}
 
 

@@ -17,10 +17,10 @@ from rdzv.agent.node.submitted_launch import (
     passed_on,
     working_directory,
 )
-from rdzv.agent.server_link.placed_jobs import Placed
 from rdzv.client import Endpoint
 from rdzv.core.model import JobSpec
 from rdzv.errors import InvalidRequestError
+from rdzv.messages import Placed
 from rdzv.structs import replace
 
 SPEC = JobSpec(args=("--nnodes=2:4", "--max-restarts=3", "train.py", "--lr=1"), chdir="/srv")

@@ -15,13 +15,8 @@ from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import NO_FILES
 from rdzv.agent.output import worker_log_reader
 from rdzv.agent.output.run_files import RoundOutput, WorkerOutput, Written
-from rdzv.agent.output.worker_log_reader import (
-    PIECE_COST,
-    Piece,
-    ReadRequest,
-    WorkerLogReader,
-    tail,
-)
+from rdzv.agent.output.worker_log_reader import PIECE_COST, ReadRequest, WorkerLogReader, tail
+from rdzv.messages import LogPiece
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +32,11 @@ class Node:
         self.written = Written()
         self.reading = WorkerLogReader(self._say)
         self.reading.serve("job-7", self.written)
-        self.pieces: list[Piece] = []
+        self.pieces: list[LogPiece] = []
         self._numbers = itertools.count(1)
         self._came = asyncio.Event()
 
-    async def _say(self, piece: Piece) -> None:
+    async def _say(self, piece: LogPiece) -> None:
         self.pieces.append(piece)
         self._came.set()
 
@@ -85,14 +80,14 @@ class Node:
                 self._came.clear()
                 await self._came.wait()
 
-    async def last(self, request: int = 1) -> Piece:
+    async def last(self, request: int = 1) -> LogPiece:
         """Wait for the last piece."""
         await self.came(lambda: any(piece.last for piece in self.of(request)))
         await idle()
         assert [piece.last for piece in self.of(request)].index(True) == len(self.of(request)) - 1
         return self.of(request)[-1]
 
-    def of(self, request: int) -> list[Piece]:
+    def of(self, request: int) -> list[LogPiece]:
         return [piece for piece in self.pieces if piece.request == request]
 
     def text(self, request: int = 1) -> str:
@@ -139,8 +134,8 @@ async def test_all_that_was_written_is_sent_and_named(node: Node) -> None:
     node.write("one\ntwo", 0, 0)
     node.write("three", 0, 1, "stderr")
     request = node.ask()
-    assert await node.last() == Piece(request, last=True)
-    assert node.pieces[0] == Piece(request, 0)
+    assert await node.last() == LogPiece(request, last=True)
+    assert node.pieces[0] == LogPiece(request, 0)
     assert {
         (piece.rank, piece.local_rank, piece.stderr): (piece.offset, piece.data)
         for piece in node.pieces[1:-1]
@@ -267,7 +262,7 @@ async def test_following_begins_with_the_round_or_its_tail(node: Node) -> None:
 async def test_following_before_the_first_round_is_answered_at_once(node: Node) -> None:
     request = node.ask(follow=True, rank=4)
     await node.came(lambda: bool(node.pieces))
-    assert node.pieces == [Piece(request, 0)]
+    assert node.pieces == [LogPiece(request, 0)]
     node.begin(6)
     node.write("x", 6)
     await node.until("x")

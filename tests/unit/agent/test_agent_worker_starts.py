@@ -18,8 +18,9 @@ from rdzv.agent.core.events import (
     ZygoteLost,
     ZygoteReady,
 )
-from rdzv.agent.core.model import KeptWorker, StartedWorker, StartReport
+from rdzv.agent.core.model import KeptWorker, StartReport
 from rdzv.agent.job.worker_starts import WorkerStarts
+from rdzv.messages import StartedWorker
 from rdzv.structs import replace
 from tests.unit.agent.test_agent_machine import line
 

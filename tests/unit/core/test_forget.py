@@ -36,9 +36,9 @@ from rdzv.errors import (
     StoreRefusedError,
     UnknownJobError,
 )
+from rdzv.messages import Assignment
 from rdzv.runtime.clock import DAY_MS
 from rdzv.server.engine.forgetting import PRUNE_EVERY_MS, outlived, refuse_to_forget
-from rdzv.server.messages import Assignment
 from rdzv.server.settings.server_settings import Retention
 from rdzv.stores.base import Record, RevisionConflictError, Stored
 from rdzv.stores.memory import MemoryStore

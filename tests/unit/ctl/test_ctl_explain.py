@@ -18,7 +18,7 @@ from rdzv.ctl import as_text
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.as_text_story import FIRST, LAST, explain
 from rdzv.ctl.trace import Phase, spans_of
-from rdzv.server.messages import StartedWorker, WorkersStarted
+from rdzv.messages import StartedWorker, WorkersStarted
 from rdzv.structs import replace
 from rdzv.view.answers import Event
 from rdzv.view.life import runs_of

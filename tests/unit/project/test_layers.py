@@ -61,7 +61,10 @@ RULES = (
     Rule(
         "the agent's core decides with the words of the rendezvous, and nothing else",
         "agent/core/**/*.py",
-        only=of("rdzv.bounds", "rdzv.errors", "rdzv.core", "rdzv.structs", "rdzv.agent.core"),
+        only=of(
+            *("rdzv.bounds", "rdzv.errors", "rdzv.core", "rdzv.messages", "rdzv.structs"),
+            "rdzv.agent.core",
+        ),
         stdlib=False,
     ),
     Rule(

@@ -8,8 +8,8 @@ from rdzv.core.commands import Fail, Resume
 from rdzv.core.events import RunBegan
 from rdzv.core.model import KeptWorker, RecoveryReport, Settings
 from rdzv.core.rendezvous import step
+from rdzv.messages import Assignment, Belief, Joined, RoundOver
 from rdzv.server.engine import announcements_to_nodes
-from rdzv.server.messages import Assignment, Belief, Joined, RoundOver
 from rdzv.structs import replace
 
 SETTINGS = Settings(1, 3, last_call_timeout_ms=60_000)

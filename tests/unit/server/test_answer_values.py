@@ -22,11 +22,11 @@ from rdzv.core.model import (
 )
 from rdzv.core.reason import Reason, ReasonItem
 from rdzv.errors import UnknownJobError
-from rdzv.server.diagnosis.worker_starts import Starts
-from rdzv.server.messages import (
+from rdzv.messages import (
     LogLines,
     RankProgress,
 )
+from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.operations import answer_values
 from rdzv.server.security.tokens import Token
 from rdzv.structs import replace

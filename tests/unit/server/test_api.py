@@ -25,14 +25,7 @@ from rdzv.core.evidence.stacks import Frame, Group, Report, Thread, WorkerStack
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobState, Tuning
 from rdzv.errors import RendezvousConnectionError
-from rdzv.server.driver import Driver
-from rdzv.server.http import state_feeds as feeds_module
-from rdzv.server.http.listener import Serving, serving_http
-from rdzv.server.http.openapi import LOG_BYTES, PREFIX, document, operations
-from rdzv.server.http.page_files import FOLDER, POLICY
-from rdzv.server.http.state_feeds import Reader
-from rdzv.server.http.views import Shown
-from rdzv.server.messages import (
+from rdzv.messages import (
     Hung,
     LogPiece,
     Progress,
@@ -41,6 +34,13 @@ from rdzv.server.messages import (
     Stacks,
     TakeStacks,
 )
+from rdzv.server.driver import Driver
+from rdzv.server.http import state_feeds as feeds_module
+from rdzv.server.http.listener import Serving, serving_http
+from rdzv.server.http.openapi import LOG_BYTES, PREFIX, document, operations
+from rdzv.server.http.page_files import FOLDER, POLICY
+from rdzv.server.http.state_feeds import Reader
+from rdzv.server.http.views import Shown
 from rdzv.server.replication.replica import Replica
 from rdzv.server.security.role_gate import AUDIT
 from rdzv.server.sessions.streams import Stream

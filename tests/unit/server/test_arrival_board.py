@@ -6,8 +6,8 @@ from rdzv.agent.observers.arrival_watch import arrivals as reported_by
 from rdzv.agent.observers.flight_records import GroupTimes
 from rdzv.agent.observers.server_clock import Reading
 from rdzv.core.evidence.lateness import arrivals
+from rdzv.messages import Arrivals, GroupArrivals
 from rdzv.server.diagnosis.arrival_board import ArrivalBoard
-from rdzv.server.messages import Arrivals, GroupArrivals
 
 NODES = {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
 

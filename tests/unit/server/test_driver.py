@@ -57,14 +57,7 @@ from rdzv.errors import (
     StoreRefusedError,
     UnknownJobError,
 )
-from rdzv.runtime import log_format
-from rdzv.runtime.clock import Timer
-from rdzv.server.driver import Driver
-from rdzv.server.engine import announcements_to_nodes as told
-from rdzv.server.engine import decide_persist_publish as engine_module
-from rdzv.server.engine.jobs import RECONNECT_MS
-from rdzv.server.engine.store_availability import StoreState
-from rdzv.server.messages import (
+from rdzv.messages import (
     Announcement,
     Assignment,
     Belief,
@@ -83,6 +76,13 @@ from rdzv.server.messages import (
     Waiting,
     Welcome,
 )
+from rdzv.runtime import log_format
+from rdzv.runtime.clock import Timer
+from rdzv.server.driver import Driver
+from rdzv.server.engine import announcements_to_nodes as told
+from rdzv.server.engine import decide_persist_publish as engine_module
+from rdzv.server.engine.jobs import RECONNECT_MS
+from rdzv.server.engine.store_availability import StoreState
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.server_settings import Limits
 from rdzv.server.telemetry import event_lines

@@ -16,9 +16,9 @@ from rdzv.core.evidence.stacks import EXITED, Frame, Report, Thread, WorkerStack
 from rdzv.core.model import Cause, Failure, LeaveCause, Membership, Result, Settings, State
 from rdzv.core.root_cause import describe_failure, is_connection_error
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
+from rdzv.messages import Hung, RoundOver, TakeStacks
 from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.store_availability import STORE_RETRY_MS
-from rdzv.server.messages import Hung, RoundOver, TakeStacks
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace

@@ -35,8 +35,8 @@ from rdzv.core.model import (
 )
 from rdzv.core.rendezvous import step
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousError
+from rdzv.messages import Progress, RankProgress
 from rdzv.server.driver import Driver
-from rdzv.server.messages import Progress, RankProgress
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.server.telemetry.job_metrics_page import (

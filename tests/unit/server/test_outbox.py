@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rdzv.server.messages import Announcement, Heard, Joined, Waiting, Welcome
+from rdzv.messages import Announcement, Heard, Joined, Waiting, Welcome
 from rdzv.server.sessions import outbox
 from rdzv.server.sessions.outbox import Outbox
 from rdzv.server.sessions.streams import Stream

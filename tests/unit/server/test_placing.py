@@ -15,7 +15,7 @@ from rdzv.errors import (
     TooFewNodesError,
     UnknownNodeError,
 )
-from rdzv.server.messages import (
+from rdzv.messages import (
     Announcement,
     Assignment,
     Belief,

@@ -18,9 +18,9 @@ from rdzv.core.model import LeaveCause
 from rdzv.ctl import as_text, watch
 from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError
+from rdzv.messages import Assignment, Progress
+from rdzv.messages import RankProgress as Said
 from rdzv.server import wire
-from rdzv.server.messages import Assignment, Progress
-from rdzv.server.messages import RankProgress as Said
 from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace

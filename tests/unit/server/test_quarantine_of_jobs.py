@@ -18,8 +18,8 @@ from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.fleet.quarantine import QuarantineRules
 from rdzv.core.model import Offer, Settings
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError, UnknownNodeError
+from rdzv.messages import Assignment, Placed, Withdrawn
 from rdzv.server.driver import Driver
-from rdzv.server.messages import Assignment, Placed, Withdrawn
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace

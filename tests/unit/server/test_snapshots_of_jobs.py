@@ -7,14 +7,14 @@ import pytest
 from rdzv.core.events import RoundCompleted
 from rdzv.core.model import Ended, Offer, Participant, Result, Round, Snapshot, SnapshotMark
 from rdzv.core.snapshots import NodeHolding, NodeLoss, SnapshotsKnown, SoleHolder, WhyNotLoaded
-from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
-from rdzv.server.messages import (
+from rdzv.messages import (
     Announcement,
     Assignment,
     RankProgress,
     SnapshotsHeld,
     SnapshotWatermark,
 )
+from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
 from rdzv.server.operations import answer_values
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.telemetry.job_metrics_page import JobPage

@@ -17,8 +17,8 @@ from rdzv.errors import (
     RendezvousError,
     UnknownJobError,
 )
+from rdzv.messages import Stacks, TakeStacks
 from rdzv.server.diagnosis import stack_archive
-from rdzv.server.messages import Stacks, TakeStacks
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace

@@ -6,7 +6,7 @@ import pytest
 
 from rdzv.core.commands import Fail, FailureReport, Join
 from rdzv.core.model import Moved, Settings
-from rdzv.server.messages import Arrivals, Assignment, GroupArrivals, Progress, RankProgress
+from rdzv.messages import Arrivals, Assignment, GroupArrivals, Progress, RankProgress
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.view.answers import event_in

@@ -6,7 +6,7 @@ import pytest
 
 from rdzv.core.events import RankCaughtUp, RankStraggles
 from rdzv.core.fleet.nodes import LeaseRules
-from rdzv.server.messages import Progress, RankProgress
+from rdzv.messages import Progress, RankProgress
 from rdzv.server.sessions.streams import Stream
 from rdzv.view.answers import event_in
 from rdzv.view.history import read as event_of

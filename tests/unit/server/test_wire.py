@@ -31,8 +31,7 @@ from rdzv.core.model import (
 from rdzv.core.reason import Reason
 from rdzv.core.spent import Spent, Tally
 from rdzv.errors import InvalidRequestError
-from rdzv.server import wire
-from rdzv.server.messages import (
+from rdzv.messages import (
     Announcement,
     Assignment,
     Closed,
@@ -48,6 +47,7 @@ from rdzv.server.messages import (
     Waiting,
     Welcome,
 )
+from rdzv.server import wire
 from rdzv.server.operations import answer_values
 from rdzv.stores.base import Record
 from rdzv.structs import field_names, replace

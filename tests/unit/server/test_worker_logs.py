@@ -16,8 +16,7 @@ from rdzv.errors import (
     RendezvousError,
     UnknownJobError,
 )
-from rdzv.server.diagnosis.worker_logs import PIECE_COST, by_node
-from rdzv.server.messages import (
+from rdzv.messages import (
     Assignment,
     LogCredit,
     LogLines,
@@ -26,6 +25,7 @@ from rdzv.server.messages import (
     LogsWanted,
     ReadLog,
 )
+from rdzv.server.diagnosis.worker_logs import PIECE_COST, by_node
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace

@@ -8,9 +8,9 @@ from rdzv import bounds
 from rdzv.core.commands import Leave
 from rdzv.core.model import LeaveCause
 from rdzv.errors import InvalidRequestError
+from rdzv.messages import Assignment, Joined, StartedWorker, WorkersStarted
 from rdzv.server import wire
 from rdzv.server.diagnosis.worker_starts import Starts
-from rdzv.server.messages import Assignment, Joined, StartedWorker, WorkersStarted
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb

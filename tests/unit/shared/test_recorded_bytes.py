@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from rdzv import messages as told
 from rdzv.agent.core import commands
-from rdzv.agent.core.model import KeptWorker, StartedWorker, StartReport
+from rdzv.agent.core.model import KeptWorker, StartReport
 from rdzv.agent.observers.arrival_watch import ArrivalReport, GroupArrivals, RankArrivals
 from rdzv.agent.observers.hang_watch import HungReport
-from rdzv.agent.observers.progress_files import RankProgress, Report
-from rdzv.agent.output.worker_log_reader import Piece
+from rdzv.agent.observers.progress_files import Report
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import NodeDrain
-from rdzv.agent.server_link.placed_jobs import Holding
 from rdzv.core.evidence import collectives
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.fleet.node_resources import FailingCheck, Gpu, Resources
@@ -31,7 +30,7 @@ from rdzv.core.model import JobSpec, Moved, ScaleUp, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.core.spent import Tally
 from rdzv.errors import InvalidRequestError
-from rdzv.server import messages as told
+from rdzv.messages import Holding, LogPiece, RankProgress, StartedWorker
 from rdzv.server import wire
 from rdzv.stores.base import Record
 from rdzv.structs import replace
@@ -117,7 +116,7 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     hung = (HungWorker(9, 1, 99, 61_000, "no progress", timed_out=True),)
     yield "hung", encoding.report(HungReport("r1", 2, hung), "job-7", NOW_MS)
     yield "hung:none", encoding.report(HungReport("r1", 2, ()), "job-7", NOW_MS)
-    yield "log_piece", encoding.log_piece(Piece(5, 2, 3, 11, True, 4_711, b"x\xff", True, "why"))
+    yield "log_piece", encoding.log_piece(LogPiece(5, 2, 3, 11, True, 4_711, b"x\xff", True, "why"))
     yield "stacks", encoding.stacks(5, (STACK,), last=False, error="")
     yield "stacks:last", encoding.stacks(5, (), last=True, error="caf\udce9")
     has = Resources(8, 64, (Gpu("GPU-a", "H100", 80),), (("gpu", "h100"),), 2, "rack-1")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rdzv.core.model import Cause, RoundEnd
-from rdzv.server.messages import Announcement, Joined, RoundOver
+from rdzv.messages import Announcement, Joined, RoundOver
 from rdzv.server.sessions.streams import Stream
 
 OVER = RoundOver("job-7", "run-1", 3, RoundEnd(Cause.NODE_LEFT, "n2 leaves", 0, broken=False))

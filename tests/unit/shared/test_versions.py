@@ -20,12 +20,11 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.message import Message
 
 from rdzv import bounds
-from rdzv.agent.observers.stack_sampling import StacksAsked
 from rdzv.agent.output import worker_log_reader
 from rdzv.agent.server_link import encoding as agent_wire
-from rdzv.agent.server_link.placed_jobs import Placed
 from rdzv.client import LOG_POSITIONS
 from rdzv.errors import InvalidRequestError
+from rdzv.messages import Placed, TakeStacks
 from rdzv.server import wire
 from rdzv.server.diagnosis import worker_logs
 from rdzv.structs import as_dict
@@ -49,7 +48,7 @@ def meaning(message: Message) -> Any:
         if body == "read_log":
             return _plain(_read_request(agent_wire.read_request(message.read_log)))
         if body == "take_stacks":
-            return as_dict(read(StacksAsked, message.take_stacks))
+            return as_dict(read(TakeStacks, message.take_stacks))
         if body == "servers":
             return {"addresses": list(message.servers.addresses)}
         if body == "placed":

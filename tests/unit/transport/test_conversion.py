@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import pytest
 from google.protobuf.message import Message
 
-from rdzv import bounds
+from rdzv import bounds, messages
 from rdzv.bounds import Age, Else, Flat, Rate, Unsent, Within
 from rdzv.core import commands
 from rdzv.core.evidence.hang_culprit import HungWorker
@@ -21,7 +21,6 @@ from rdzv.core.model import JobSpec, KeptWorker, Offer, ScaleUp, Settings, Snaps
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.core.spent import Tally
 from rdzv.errors import InvalidRequestError
-from rdzv.server import messages
 from rdzv.structs import struct
 from rdzv.transport import wire
 from rdzv.transport.wire import bodies, convert, read, write

@@ -68,14 +68,7 @@ from rdzv.agent.core.exit_codes import (
     EXIT_TRY_AGAIN,
     EXIT_USAGE,
 )
-from rdzv.agent.core.model import (
-    AgentState,
-    Assignment,
-    Job,
-    Leaving,
-    Outcome,
-    Phase,
-)
+from rdzv.agent.core.model import AgentState, Assignment, Job, Leaving, Outcome, Phase
 from rdzv.agent.core.server_contact import (
     note_server_found,
     note_server_lost,

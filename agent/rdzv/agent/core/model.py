@@ -19,6 +19,7 @@ from rdzv.core.model import (
 )
 from rdzv.core.snapshot_copies import CopyCarrier, MissingCopies
 from rdzv.core.spent import Tally
+from rdzv.messages import StartedWorker
 from rdzv.structs import struct
 
 
@@ -149,16 +150,6 @@ class KeptWorker:
     oldest_step: int | None = None
     """The oldest sealed step to which the worker can return; None if it can return only to `step`.
     """
-
-
-@struct(frozen=True)
-class StartedWorker:
-    """How a worker entered its round: kept, warm or cold."""
-
-    local_rank: int
-    how: str
-    why: str = ""
-    """Why the worker was not kept, or is not warm; empty if this node does not know."""
 
 
 @struct(frozen=True)

@@ -32,7 +32,7 @@ from rdzv.agent.job.store_offer import StoreOffer
 from rdzv.agent.job.worker_observers import WorkerObservers
 from rdzv.agent.job.worker_starts import WorkerStarts
 from rdzv.agent.launch.launch import Launch
-from rdzv.agent.observers.stack_sampling import StacksAsked, Target
+from rdzv.agent.observers.stack_sampling import Target
 from rdzv.agent.output.run_files import Written
 from rdzv.agent.runner.spawn import reason_of
 from rdzv.agent.server_link.link import ServerLink
@@ -44,6 +44,7 @@ from rdzv.core.evidence.collectives import FINISHED
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.model import Offer
 from rdzv.errors import InvalidRequestError
+from rdzv.messages import TakeStacks
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 
@@ -358,7 +359,7 @@ class JobDriver:
         """Log why no workers are running yet."""
         log.info("%s: %s", self.rdzv_id, reason)
 
-    def take_stacks(self, asked: StacksAsked) -> None:
+    def take_stacks(self, asked: TakeStacks) -> None:
         state, assignment = self._decisions.state, self._decisions.state.assignment
         targets: tuple[Target, ...] = ()
         finished: tuple[WorkerStack, ...] = ()

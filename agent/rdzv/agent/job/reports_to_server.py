@@ -12,11 +12,12 @@ from rdzv.agent.job.snapshot_reports import SnapshotReports
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.collective_records import RecordReader
 from rdzv.agent.observers.server_clock import Reading
-from rdzv.agent.observers.stack_sampling import StackAnswers, StacksAsked, Target
+from rdzv.agent.observers.stack_sampling import StackAnswers, Target
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.model import LeaveCause, Offer
+from rdzv.messages import TakeStacks
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -89,7 +90,7 @@ class Reports:
 
     def stacks(
         self,
-        asked: StacksAsked,
+        asked: TakeStacks,
         targets: tuple[Target, ...],
         why_none: str,
         world_size: int,

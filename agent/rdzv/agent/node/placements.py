@@ -42,12 +42,12 @@ from rdzv.agent.node.submitted_launch import (
 )
 from rdzv.agent.output.run_folders import RunFolder, RunFolders
 from rdzv.agent.server_link.link import ServerLink
-from rdzv.agent.server_link.placed_jobs import Holding, Key, Placed
 from rdzv.agent.system.accounts import Accounts
 from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside, in_time, log_long_wait
 from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.core.fleet.node_resources import FailingCheck, Resources, gpus_needed
 from rdzv.errors import InvalidRequestError
+from rdzv.messages import Holding, Key, Placed
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.agent")

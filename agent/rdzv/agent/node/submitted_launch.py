@@ -14,11 +14,11 @@ from pathlib import Path
 from rdzv.agent.cli.options import parse_launch
 from rdzv.agent.core.model import Job
 from rdzv.agent.launch.launch import Launch, Output, ask_count_devices, count_cpus
-from rdzv.agent.server_link.placed_jobs import Placed
 from rdzv.agent.system.accounts import Account
 from rdzv.errors import InvalidRequestError
 from rdzv.launch_options import flags
 from rdzv.launch_options.job_options import parse_nproc
+from rdzv.messages import Placed
 from rdzv.structs import replace, struct
 from rdzv.transport.endpoints import Endpoint
 

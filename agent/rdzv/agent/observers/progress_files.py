@@ -26,6 +26,7 @@ from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted, writ
 from rdzv.agent.system.file_watches import Watches
 from rdzv.agent.system.folder_trees import remove_tree
 from rdzv.agent.system.temporary_folders import MAX_FILES, PROGRESS
+from rdzv.messages import RankProgress
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import struct
 
@@ -98,18 +99,6 @@ class Pace:
             return 0.0
         (first_ms, first), (last_ms, last) = self.seen[0], self.seen[-1]
         return (last - first) * 1000 / max(last_ms - first_ms, 1)
-
-
-@struct(frozen=True)
-class RankProgress:
-    """One worker's progress."""
-
-    rank: int
-    step: int
-    age_ms: int
-    """The time since the step was seen."""
-    rate: float
-    """Steps per second; 0 if unknown."""
 
 
 @struct(frozen=True)

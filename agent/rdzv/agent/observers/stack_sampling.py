@@ -34,6 +34,7 @@ from rdzv.core.evidence.stacks import (
     Thread,
     WorkerStack,
 )
+from rdzv.messages import TakeStacks
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.agent")
@@ -66,17 +67,6 @@ PY_SPY_LIMITS = "ulimit -v 1048576; ulimit -t 20"
 made."""
 
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
-
-
-@struct(frozen=True)
-class StacksAsked:
-    """A request for workers' stacks; see `TakeStacks` in `rdzv.proto`."""
-
-    request: int
-    rdzv_id: str
-    run: str
-    round: int
-    timeout_ms: int
 
 
 @struct(frozen=True)
@@ -113,7 +103,7 @@ class StackAnswers:
 
     def answer(
         self,
-        asked: StacksAsked,
+        asked: TakeStacks,
         targets: Sequence[Target],
         why_none: str,
         world_size: int = 1,
@@ -140,7 +130,7 @@ class StackAnswers:
 
     async def _answer(
         self,
-        asked: StacksAsked,
+        asked: TakeStacks,
         targets: Sequence[Target],
         error: str,
         world_size: int,
@@ -192,7 +182,7 @@ class StackAnswers:
             return left.record
         return await self._records.read(target.file, target.pid, entries, RECORD_TIMEOUT_S)
 
-    def _timeout_s(self, asked: StacksAsked) -> float:
+    def _timeout_s(self, asked: TakeStacks) -> float:
         """Return the time left for sampling, with a reserve for sending the stacks."""
         return max(asked.timeout_ms / 1000 - ON_THE_WAY_S, ON_THE_WAY_S)
 

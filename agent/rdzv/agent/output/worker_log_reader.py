@@ -27,6 +27,7 @@ from rdzv.agent.output.run_files import Written, WrittenRound
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
 from rdzv.agent.system.file_watches import Watches
 from rdzv.agent.system.side_thread import settle
+from rdzv.messages import LogPiece
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
@@ -68,22 +69,7 @@ class ReadRequest:
     """The job's runs, newest first. Another job of the same name has other runs."""
 
 
-@struct(frozen=True)
-class Piece:
-    """A piece of a log; see `LogPiece` in `rdzv.proto`."""
-
-    request: int
-    round: int = 0
-    local_rank: int = 0
-    rank: int = 0
-    stderr: bool = False
-    offset: int = 0
-    data: bytes = b""
-    last: bool = False
-    error: str = ""
-
-
-Say = Callable[[Piece], Awaitable[None]]
+Say = Callable[[LogPiece], Awaitable[None]]
 
 
 class WorkerLogReader:
@@ -218,7 +204,7 @@ class _Request:
         except Exception as failure:
             log.exception("cannot read logs of %s", self.rdzv_id)
             error = f"a bug in its agent: {failure!r}"
-        await self._send(Piece(self._wanted.request, last=True, error=error[:ERROR_CHARS]))
+        await self._send(LogPiece(self._wanted.request, last=True, error=error[:ERROR_CHARS]))
 
     async def _look_back(self) -> str:
         """Find an earlier run if one is requested; return the reason if none can be found."""
@@ -249,7 +235,7 @@ class _Request:
         number, begun = first or 0, False
         # This is sent even if there is no data yet, so that the reader knows that the node
         # responds.
-        await self._send(Piece(wanted.request, number))
+        await self._send(LogPiece(wanted.request, number))
         while True:
             found = written.next(number)
             if found is not None and self._at(found.number) is None:
@@ -269,7 +255,7 @@ class _Request:
         files, nowhere = self._files(found)
         if not files and not nowhere:
             return ""
-        await self._send(Piece(self._wanted.request, found.number))
+        await self._send(LogPiece(self._wanted.request, found.number))
         if not files:
             return "; ".join(nowhere)
         for reason in nowhere:
@@ -373,14 +359,14 @@ class _Request:
             await self._pause()
         return self._credit - PIECE_COST
 
-    async def _send(self, piece: Piece) -> None:
+    async def _send(self, piece: LogPiece) -> None:
         await self._room()
         self._credit -= len(piece.data) + PIECE_COST
         await self._say(piece)
 
     async def _send_data(self, file: _File, data: bytes) -> None:
         await self._send(
-            Piece(
+            LogPiece(
                 self._wanted.request,
                 file.round,
                 file.local_rank,
@@ -396,7 +382,7 @@ class _Request:
         if reason not in self._told:
             self._told.add(reason)
             error = reason[:ERROR_CHARS]
-            await self._send(Piece(self._wanted.request, found.number, error=error))
+            await self._send(LogPiece(self._wanted.request, found.number, error=error))
 
 
 def _without_file(stderr: bool, path: Path | None, ranks: Iterable[int]) -> str:

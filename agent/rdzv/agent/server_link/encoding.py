@@ -9,24 +9,18 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from rdzv.agent.core import commands, events
-from rdzv.agent.core.model import (
-    AgentState,
-    Assignment,
-    Phase,
-    StartReport,
-    WorkerFailure,
-)
+from rdzv.agent.core.model import AgentState, Assignment, Phase, StartReport, WorkerFailure
 from rdzv.agent.core.stopping import rejoin
 from rdzv.agent.observers.arrival_watch import ArrivalReport
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.observers.progress_files import Report
-from rdzv.agent.output.worker_log_reader import Piece, ReadRequest
+from rdzv.agent.output.worker_log_reader import ReadRequest
 from rdzv.agent.server_link.node_drain import NodeDrain
-from rdzv.agent.server_link.placed_jobs import Holding
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.node_resources import FailingCheck
 from rdzv.core.model import Offer
 from rdzv.core.root_cause import MAX_FAILURES
+from rdzv.messages import Holding, LogPiece
 from rdzv.structs import replace
 from rdzv.transport.wire import read, sendable, write
 from rdzv.v1 import rdzv_pb2 as pb
@@ -141,7 +135,7 @@ def report(say: Statement, rdzv_id: str, now_ms: int) -> pb.NodeMessage:
     return message
 
 
-def log_piece(piece: Piece) -> pb.NodeMessage:
+def log_piece(piece: LogPiece) -> pb.NodeMessage:
     return pb.NodeMessage(log_piece=write(pb.LogPiece(), piece))
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, MutableMapping
 
-from rdzv.agent.observers.stack_sampling import StacksAsked
 from rdzv.agent.output.worker_log_reader import WorkerLogReader
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import NodeDrain
-from rdzv.agent.server_link.placed_jobs import Key, Placed
 from rdzv.agent.server_link.ports import JobPort, PlacementPort
+from rdzv.messages import Key, Placed, TakeStacks
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
@@ -49,7 +48,7 @@ class Inbox:
             case "log_credit":
                 self._note_credit(message.log_credit)
             case "take_stacks":
-                self._take_stacks(read(StacksAsked, message.take_stacks))
+                self._take_stacks(read(TakeStacks, message.take_stacks))
             case "look_again":
                 if placements is not None:
                     placements.look_again()
@@ -69,7 +68,7 @@ class Inbox:
         else:
             self._log_reader.grant(credit.request, credit.bytes)
 
-    def _take_stacks(self, asked: StacksAsked) -> None:
+    def _take_stacks(self, asked: TakeStacks) -> None:
         if (job := self._jobs.get(asked.rdzv_id)) is not None:
             job.take_stacks(asked)
         else:

@@ -21,7 +21,7 @@ from rdzv.agent.agent_metrics_interface import Meter
 from rdzv.agent.core import events
 from rdzv.agent.launch.launch import local_address, reachable_host_name
 from rdzv.agent.observers.server_clock import ServerClock
-from rdzv.agent.output.worker_log_reader import Piece, WorkerLogReader
+from rdzv.agent.output.worker_log_reader import WorkerLogReader
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.connection_log import ConnectionLog
 from rdzv.agent.server_link.fence_proofs import HEARTBEATS_PER_FENCE, FenceProofs
@@ -38,6 +38,7 @@ from rdzv.errors import (
     RendezvousError,
     UnauthenticatedError,
 )
+from rdzv.messages import LogPiece
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import struct
 from rdzv.transport.addresses import is_loopback
@@ -265,7 +266,7 @@ class ServerLink:
         """Send a message if a stream is open. Otherwise, the next Hello covers it."""
         self.outbox.say(message)
 
-    async def _say_piece(self, piece: Piece) -> None:
+    async def _say_piece(self, piece: LogPiece) -> None:
         await self.say_after_all(encoding.log_piece(piece))
 
     async def say_after_all(self, message: pb.NodeMessage) -> None:

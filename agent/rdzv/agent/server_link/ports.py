@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from rdzv.agent.core import events
-from rdzv.agent.observers.stack_sampling import StacksAsked
-from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
+from rdzv.messages import Holding, Placed, TakeStacks
 from rdzv.v1 import rdzv_pb2 as pb
 
 
@@ -38,7 +37,7 @@ class JobPort(Protocol):
     def note(self, reason: str) -> None:
         """Log why no workers are running yet."""
 
-    def take_stacks(self, asked: StacksAsked) -> None:
+    def take_stacks(self, asked: TakeStacks) -> None:
         """Start reporting the stacks of a round's workers."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rdzv.core.evidence.lateness import LEAST_PAIRS, GroupLook, pairs
-from rdzv.server.messages import Arrivals, GroupArrivals
+from rdzv.messages import Arrivals, GroupArrivals
 
 MAX_GROUPS = 1_024
 """The maximum number of process groups in one round; a large job has a few for each of its

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from rdzv.core.events import Event
 from rdzv.core.model import State
 from rdzv.errors import RendezvousConnectionError, RendezvousError
+from rdzv.messages import Announcement
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.diagnosis.progress_tracking import ProgressBoard
@@ -20,7 +21,6 @@ from rdzv.server.diagnosis.worker_logs import WorkerLogs
 from rdzv.server.diagnosis.worker_starts import WorkerStarts
 from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.store_access import StoreAccess
-from rdzv.server.messages import Announcement
 from rdzv.server.settings.server_settings import RdzvdSettings
 
 

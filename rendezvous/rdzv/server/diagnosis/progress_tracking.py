@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from rdzv.core.model import Round, State
 from rdzv.errors import InvalidRequestError
-from rdzv.server.messages import Progress, RankProgress
+from rdzv.messages import Progress, RankProgress
 from rdzv.structs import replace
 
 

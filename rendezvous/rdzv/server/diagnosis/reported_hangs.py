@@ -20,12 +20,12 @@ from rdzv.core.evidence.hang_culprit import HungWorker, describe_hung, verdict
 from rdzv.core.evidence.stacks import Report
 from rdzv.core.model import Round, State
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
+from rdzv.messages import Hung
 from rdzv.runtime.clock import Clock, Timer, sleep_ms
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.diagnosis.stack_archive import StackArchive
 from rdzv.server.diagnosis.stack_collection import StackRelay
 from rdzv.server.engine.store_availability import STORE_RETRY_MS
-from rdzv.server.messages import Hung
 
 log = logging.getLogger("rdzv.hangs")
 

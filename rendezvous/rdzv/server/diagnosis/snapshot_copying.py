@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from rdzv.core.model import Round, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, are_kept, orders, why_no_keeper
 from rdzv.core.snapshots import HeldByNodes
-from rdzv.server.messages import KeepCopies, SnapshotsHeld
+from rdzv.messages import KeepCopies, SnapshotsHeld
 
 
 class Copying:

@@ -23,8 +23,8 @@ from rdzv.core.snapshots import (
     SnapshotsKnown,
     SoleHolder,
 )
+from rdzv.messages import Announcement, SnapshotsHeld, SnapshotWatermark
 from rdzv.server.diagnosis.snapshot_copying import Copying
-from rdzv.server.messages import Announcement, SnapshotsHeld, SnapshotWatermark
 
 
 @dataclass(slots=True)

@@ -26,8 +26,8 @@ from rdzv.core.evidence.stacks import (
 )
 from rdzv.core.model import Participant, Round, State, is_placeholder
 from rdzv.errors import InvalidRequestError, LimitExceededError, RendezvousConnectionError
+from rdzv.messages import Announcement, Stacks, TakeStacks
 from rdzv.runtime.clock import Clock, Timer
-from rdzv.server.messages import Announcement, Stacks, TakeStacks
 from rdzv.structs import replace
 
 Send = Callable[[str, Announcement], bool]

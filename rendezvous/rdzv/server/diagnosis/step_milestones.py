@@ -17,7 +17,7 @@ from rdzv.core.events import (
     LostStepsRedone,
 )
 from rdzv.core.model import State
-from rdzv.server.messages import Arrivals, Progress
+from rdzv.messages import Arrivals, Progress
 
 OLDEST_COLLECTIVE_MS = 60_000
 """A collective entered longer ago than this is not the round's first, or its time is wrong."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from rdzv import messages
 from rdzv.core.events import Event, RankCaughtUp, RankStraggles
 from rdzv.core.evidence.lateness import LOOKS, Arrivals, arrivals, follow
 from rdzv.core.evidence.stragglers import Pace, Sample, Straggler
 from rdzv.core.evidence.stragglers import follow as follow_rates
 from rdzv.core.model import Round, State
 from rdzv.errors import InvalidRequestError
-from rdzv.server import messages
+from rdzv.messages import RankProgress
 from rdzv.server.diagnosis.arrival_board import ArrivalBoard
-from rdzv.server.messages import RankProgress
 from rdzv.transport.wire import convert
 
 LOOKS_AT_RATES = 10

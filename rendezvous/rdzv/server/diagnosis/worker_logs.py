@@ -24,8 +24,7 @@ from rdzv.errors import (
     RendezvousClosedError,
     RendezvousError,
 )
-from rdzv.runtime.clock import Clock, Timer
-from rdzv.server.messages import (
+from rdzv.messages import (
     Announcement,
     LogCredit,
     LogLines,
@@ -34,6 +33,7 @@ from rdzv.server.messages import (
     LogsWanted,
     ReadLog,
 )
+from rdzv.runtime.clock import Clock, Timer
 
 PIECE_COST = 256
 """The credit that a piece costs in addition to its data; this bounds the number of small pieces."""

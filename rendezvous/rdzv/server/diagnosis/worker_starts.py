@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from rdzv import messages
 from rdzv.core.events import Event, NewWorker, SnapshotsNotLoaded, WorkersStarted, WorkerStart
 from rdzv.core.model import Participant, Round, State
 from rdzv.core.words import LISTED
 from rdzv.errors import InvalidRequestError
-from rdzv.server import messages
 from rdzv.structs import struct
 
 

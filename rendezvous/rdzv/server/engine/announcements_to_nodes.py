@@ -38,7 +38,7 @@ from rdzv.core.model import (
 from rdzv.core.rounds.participants import facts
 from rdzv.core.rounds.recovery_reports import adoptable, tally_of
 from rdzv.core.spent import Tally
-from rdzv.server.messages import (
+from rdzv.messages import (
     Announcement,
     Assignment,
     Belief,

@@ -23,10 +23,10 @@ from rdzv.errors import (
     NotLeaderError,
     RendezvousError,
 )
+from rdzv.messages import LogsWanted
 from rdzv.server.http.openapi import LOG_BYTES, PREFIX, Operation, document, operations
 from rdzv.server.http.state_feeds import Feeds, frame
 from rdzv.server.http.views import Shown
-from rdzv.server.messages import LogsWanted
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.view import as_json
 from rdzv.view.answers import LogLines

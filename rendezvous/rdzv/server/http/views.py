@@ -12,8 +12,8 @@ from contextlib import aclosing
 
 from rdzv import bounds
 from rdzv.errors import InvalidRequestError, UnknownJobError, UnknownNodeError
+from rdzv.messages import LogsWanted
 from rdzv.server import wire
-from rdzv.server.messages import LogsWanted
 from rdzv.server.operations import answer_values
 from rdzv.server.rpc.queries import Queries
 from rdzv.stores.base import HISTORY_ROWS, Record

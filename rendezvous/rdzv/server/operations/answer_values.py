@@ -12,8 +12,8 @@ from rdzv.core.evidence.stacks import Report
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.model import NodeState
 from rdzv.core.snapshots import NodeHolding, SnapshotsKnown
+from rdzv.messages import LogLines, RankProgress
 from rdzv.server.diagnosis.worker_starts import Starts
-from rdzv.server.messages import LogLines, RankProgress
 from rdzv.server.security.tokens import Token
 from rdzv.structs import replace
 from rdzv.transport.wire import convert

@@ -10,13 +10,13 @@ from rdzv.core.model import State
 from rdzv.core.reason import ReasonItem
 from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, UnknownJobError
+from rdzv.messages import RankProgress
 from rdzv.runtime.clock import Clock
 from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.store_availability import StoreState
 from rdzv.server.engine.watchers import Watchers
-from rdzv.server.messages import RankProgress
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.stores.base import Record
 from rdzv.structs import replace

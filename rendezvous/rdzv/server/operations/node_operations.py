@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rdzv.messages import LookAgain
 from rdzv.server.engine.watchers import Watchers
-from rdzv.server.messages import LookAgain
 from rdzv.server.operations.node_views import NodeViews
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.sessions.node_jobs import NodeJobs

@@ -11,10 +11,7 @@ from typing import Any
 from rdzv import bounds
 from rdzv.core.commands import Command
 from rdzv.errors import InvalidRequestError, LimitExceededError
-from rdzv.runtime.clock import Clock
-from rdzv.server import wire
-from rdzv.server.driver import Driver
-from rdzv.server.messages import (
+from rdzv.messages import (
     Arrivals,
     Belief,
     Draining,
@@ -29,6 +26,9 @@ from rdzv.server.messages import (
     Stacks,
     WorkersStarted,
 )
+from rdzv.runtime.clock import Clock
+from rdzv.server import wire
+from rdzv.server.driver import Driver
 from rdzv.server.rpc.rate_limit import RateLimit
 from rdzv.server.sessions.streams import Stream
 from rdzv.v1 import rdzv_pb2 as pb

@@ -16,10 +16,10 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
+from rdzv.messages import Announcement
 from rdzv.runtime.clock import Clock
 from rdzv.server import wire
 from rdzv.server.driver import Driver
-from rdzv.server.messages import Announcement
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.gate_interceptor import end_stream_unheard
 from rdzv.server.rpc.node_messages import NodeMessages

@@ -16,9 +16,9 @@ from rdzv.core.fleet.drain import told as drain_words
 from rdzv.core.model import State
 from rdzv.core.words import duration
 from rdzv.errors import TooFewNodesError
+from rdzv.messages import Announcement, Draining, DrainNode, Hello, UndrainNode
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine.decide_persist_publish import Engine
-from rdzv.server.messages import Announcement, Draining, DrainNode, Hello, UndrainNode
 from rdzv.server.scheduling.cordons import Cordon, Cordons
 
 log = logging.getLogger("rdzv.scheduling")

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
+from rdzv.messages import Hello, Holding
 from rdzv.runtime.clock import Clock
-from rdzv.server.messages import Hello, Holding
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.scheduling")

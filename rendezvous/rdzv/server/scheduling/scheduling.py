@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 
 from rdzv.core.fleet import nodes
 from rdzv.core.fleet.node_resources import FailingCheck
+from rdzv.messages import Announcement, Draining, Hello, Holding
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.store_access import StoreAccess
-from rdzv.server.messages import Announcement, Draining, Hello, Holding
 from rdzv.server.scheduling.cordons import Cordon, Cordons
 from rdzv.server.scheduling.drains import Drains
 from rdzv.server.scheduling.hosts import Hosts

@@ -22,10 +22,10 @@ from rdzv.errors import (
     RunStoppingError,
     UnknownNodeError,
 )
+from rdzv.messages import Belief, Closed, Refused, Waiting
 from rdzv.runtime.clock import Clock, sleep_ms
 from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.store_availability import STORE_RETRY_MS
-from rdzv.server.messages import Belief, Closed, Refused, Waiting
 from rdzv.server.security import roles
 from rdzv.server.sessions.node_jobs import NodeJobs
 from rdzv.server.sessions.streams import Stream

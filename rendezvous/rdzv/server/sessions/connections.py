@@ -7,10 +7,10 @@ import itertools
 from rdzv.core.fleet import nodes
 from rdzv.core.model import Instance
 from rdzv.errors import LimitExceededError, RendezvousConnectionError
+from rdzv.messages import Hello, Lease, Servers, Welcome
 from rdzv.runtime.clock import Clock, LoopWatch
 from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.engine.watchers import Watchers
-from rdzv.server.messages import Hello, Lease, Servers, Welcome
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.security import roles
 from rdzv.server.security.callers import ANYBODY, Caller

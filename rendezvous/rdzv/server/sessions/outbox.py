@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rdzv.server.messages import Announcement, Joined, Lease, Servers, Waiting, Welcome
+from rdzv.messages import Announcement, Joined, Lease, Servers, Waiting, Welcome
 
 LINGER_S = 0.05
 """The maximum time for which a message waits for others."""

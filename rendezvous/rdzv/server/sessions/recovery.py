@@ -17,11 +17,11 @@ from rdzv.core.life.conditions import joined_replaced_run
 from rdzv.core.life.runs import ended_run
 from rdzv.core.model import State, is_placeholder
 from rdzv.errors import RendezvousError, UnknownNodeError
+from rdzv.messages import Belief, Refused
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine import announcements_to_nodes
 from rdzv.server.engine.job import Job
 from rdzv.server.engine.jobs import Jobs
-from rdzv.server.messages import Belief, Refused
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.sessions.commands_from_nodes import NodeCommands, log_unknown
 from rdzv.server.sessions.node_jobs import NodeJobs

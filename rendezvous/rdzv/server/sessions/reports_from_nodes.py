@@ -12,11 +12,7 @@ from rdzv.core.commands import MarkLost, Withdraw
 from rdzv.core.fleet.node_resources import FailingCheck
 from rdzv.core.life.chosen_nodes import awaited
 from rdzv.core.model import State
-from rdzv.runtime.clock import Clock
-from rdzv.server.diagnosis.diagnosis import Diagnosis
-from rdzv.server.engine.jobs import Jobs
-from rdzv.server.engine.watchers import Watchers
-from rdzv.server.messages import (
+from rdzv.messages import (
     Arrivals,
     Draining,
     Holding,
@@ -27,6 +23,10 @@ from rdzv.server.messages import (
     Stacks,
     WorkersStarted,
 )
+from rdzv.runtime.clock import Clock
+from rdzv.server.diagnosis.diagnosis import Diagnosis
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.watchers import Watchers
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.sessions.commands_from_nodes import NodeCommands
 from rdzv.server.sessions.node_jobs import NodeJobs

@@ -14,10 +14,7 @@ from rdzv.errors import (
     RendezvousError,
     UnauthenticatedError,
 )
-from rdzv.runtime.clock import Clock
-from rdzv.server.engine import announcements_to_nodes
-from rdzv.server.engine.job import News
-from rdzv.server.messages import (
+from rdzv.messages import (
     Announcement,
     Assignment,
     Closed,
@@ -26,6 +23,9 @@ from rdzv.server.messages import (
     RoundOver,
     Waiting,
 )
+from rdzv.runtime.clock import Clock
+from rdzv.server.engine import announcements_to_nodes
+from rdzv.server.engine.job import News
 from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.server.sessions.outbox import Outbox
 

@@ -16,7 +16,7 @@ from rdzv.core.life.charging import restarts_that_count
 from rdzv.core.life.forming import FLAP_WINDOW_MS, completion_due_ms, holds, restart_due_ms
 from rdzv.core.model import Cause, JobState, Membership, NodeState, State, job_state
 from rdzv.core.snapshots import SnapshotsKnown
-from rdzv.server.messages import RankProgress
+from rdzv.messages import RankProgress
 from rdzv.server.telemetry.job_tallies import CHANGES, JobTally, Sum
 from rdzv.view.ledger import LedgerPhase
 

@@ -14,7 +14,7 @@ from rdzv.core.events import Event
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.model import State
 from rdzv.core.snapshots import SnapshotsKnown
-from rdzv.server.messages import RankProgress
+from rdzv.messages import RankProgress
 from rdzv.stores.base import Record
 from rdzv.structs import struct
 

@@ -8,7 +8,7 @@ import pytest
 
 from rdzv.core.evidence.stragglers import Pace, Sample, follow
 from rdzv.errors import InvalidRequestError
-from rdzv.server.messages import Arrivals, GroupArrivals, Progress, RankProgress
+from rdzv.messages import Arrivals, GroupArrivals, Progress, RankProgress
 from rdzv.server.sessions.streams import Stream
 from tests.unit.server.test_driver import FakeClock, Server, server
 

@@ -1,7 +1,7 @@
-"""Values that the driver exchanges with nodes and operators: incoming reports and announcements.
+"""Values that nodes and the server exchange: reports and announcements. Both ends use them.
 
-`wire` converts them to and from protobuf; `announcements_to_nodes` decides which node
-receives which announcement.
+`transport.wire` converts them to and from protobuf; `server.engine.announcements_to_nodes` decides
+which node receives which announcement.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ from rdzv.core.model import (
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.core.spent import Tally
 from rdzv.structs import struct
+
+Key = tuple[str, str]
+"""Identifies a job's run by its rdzv_id and its uid."""
 
 SNAPSHOTS_PER_WORKER = 8
 """The number of snapshots that a node holds for each of its workers: two of the worker's own, and
@@ -157,7 +160,7 @@ class StartedWorker:
     local_rank: int
     how: Label
     """A `WorkerStart`, or a value that only newer agents know."""
-    why: ShortSentence
+    why: ShortSentence = ""
     """Why the worker was not kept or not started warm; empty if its node does not know why."""
 
 
@@ -433,6 +436,10 @@ class Placed:
     rdzv_id: str
     run: str
     spec: JobSpec
+
+    @property
+    def key(self) -> Key:
+        return self.rdzv_id, self.run
 
 
 @struct(frozen=True)
