@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from rdzv.core.reason import Reason
 from rdzv.core.words import counted, duration, listed, size_text
 from rdzv.ctl.as_text_submission import submission
-from rdzv.ctl.layout import Cell, Page
+from rdzv.ctl.layout import Cell, Columns, Page, Text, bold, dim
 from rdzv.runtime.log_format import harmless
 from rdzv.view.answers import (
+    ENDED,
     OWN_BACKEND,
     Event,
     JobStatus,
@@ -40,21 +41,12 @@ _STEADY_MS = 60_000
 _BEHIND_MS = 10_000
 """The slowest worker is named once its report is older than the newest report by this much."""
 
-_UNKNOWN = "-"
-_ENDED = ("succeeded", "failed", "stopped")
-
+UNKNOWN = "-"
 _STATE_STYLES = {
-    "queued": "yellow",
-    "joining": "yellow",
-    "running": "green",
-    "failed": "red",
-    "stopped": "yellow",
-    "seated": "green",
-    "waiting": "yellow",
-    "stopping": "yellow",
-    "away": "yellow",
-    "lost": "red",
-    "succeeded": "green",
+    **dict.fromkeys(("running", "seated", "succeeded", "connected"), "green"),
+    **dict.fromkeys(("queued", "joining", "stopping", "stopped", "waiting", "away"), "yellow"),
+    **dict.fromkeys(("draining", "drained"), "yellow"),
+    **dict.fromkeys(("failed", "lost", "gone"), "red"),
 }
 
 EVENT_STYLES = {
@@ -121,7 +113,12 @@ def events(rdzv_id: str, history: Sequence[Event], page: Page) -> str:
     """Format a job's history, oldest event first."""
     if not history:
         return "\n".join(page.sentence(f"no events of {rdzv_id} are kept"))
-    return "\n".join(page.table(("TIME", "EVENT", "TEXT"), [_event(e, page) for e in history]))
+    columns: Columns[Event] = {
+        "TIME": lambda event: page.at(event.unix_ms),
+        "EVENT": _event_name,
+        "TEXT": lambda event: event.text,
+    }
+    return "\n".join(page.table(history, columns))
 
 
 def event_lines(history: Sequence[Event], page: Page) -> str:
@@ -130,41 +127,34 @@ def event_lines(history: Sequence[Event], page: Page) -> str:
     There is no header, and the columns are wide enough for any event name.
     """
     width = max(map(len, KINDS))
-    return "\n".join(page.line(*_event(event, page, width)) for event in history)
+    return "\n".join(
+        page.line(page.at(event.unix_ms), _event_name(event, width), event.text)
+        for event in history
+    )
 
 
-def _event(event: Event, page: Page, width: int = 0) -> tuple[Cell, Cell, Cell]:
-    name = Cell(event.name.ljust(width), EVENT_STYLES.get(event.name, ""))
-    return Cell(page.at(event.unix_ms)), name, Cell(event.text)
+def _event_name(event: Event, width: int = 0) -> Cell:
+    return Cell(event.name.ljust(width), EVENT_STYLES.get(event.name, ""))
 
 
 def servers(found: Sequence[Server], page: Page) -> str:
     """Format the servers, one per line."""
     if not found:
-        return page.line(Cell("no server is known here", "dim"))
-    rows = [
-        (
-            Cell(server.address),
-            Cell("leads", "green") if server.leads else Cell("stands by"),
-            Cell(duration(server.state_age_ms)),
-            number_cell(server.leadership),
-            Cell(server.version),
-            Cell(server.store),
-        )
-        for server in found
-    ]
-    header = ("SERVER", "STATE", "FOR", "LEADERSHIP", "VERSION", "DATA")
-    warned = [
-        Cell(
-            f"insecure: {server.insecure}; anyone who can reach {server.address} can run and end "
-            "jobs",
-            "red",
-        )
-        for server in found
-        if server.insecure
-    ]
+        return page.line(dim("no server is known here"))
+    columns: Columns[Server] = {
+        "SERVER": lambda server: server.address,
+        "STATE": lambda server: Cell("leads", "green") if server.leads else "stands by",
+        "FOR": lambda server: duration(server.state_age_ms),
+        "LEADERSHIP": lambda server: number_text(server.leadership),
+        "VERSION": lambda server: server.version,
+        "DATA": lambda server: server.store,
+    }
+    lines = page.table(found, columns)
+    for server in found:
+        if server.insecure:
+            text = f"insecure: {server.insecure}; anyone who can reach {server.address} can run "
+            lines.append(page.line(Cell(f"{text}and end jobs", "red")))
     away = [f"{server.address}: {server.store_away}" for server in found if server.store_away]
-    lines = [*page.table(header, rows), *map(page.line, warned)]
     return "\n".join(lines + [line for text in away for line in page.sentence(text)])
 
 
@@ -174,48 +164,43 @@ def servers(found: Sequence[Server], page: Page) -> str:
 def headline(job: JobStatus, page: Page) -> str:
     """Describe a job's state and when it began."""
     age, at = duration(job.state_age_ms), page.ago(job.state_age_ms)
-    since = f"{age} ago, at {at}" if job.state in _ENDED else f"for {age}, since {at}"
+    since = f"{age} ago, at {at}" if job.state in ENDED else f"for {age}, since {at}"
     mark = f"{job.backend}, read-only" if only_watched(job) else ""
-    return page.line(
-        Cell(job.rdzv_id, "bold"), state_cell(job.state), Cell(since), Cell(mark, "dim")
-    )
+    return page.line(bold(job.rdzv_id), state_cell(job.state), since, dim(mark))
 
 
 def facts(job: JobStatus, page: Page) -> list[str]:
     """Format the facts about a job, one per line."""
-    found = (
-        ("backend" if only_watched(job) else "run", Cell(_run(job))),
-        *((("owner", Cell(job.owner)),) if job.owner else ()),
-        ("round", Cell(_round(job))),
-        ("nodes", Cell(_node_counts(job))),
-        ("WORLD_SIZE", Cell(_of_round(number_cell(job.world_size).text, job))),
-        ("restarts", _restarts(job)),
-        *((("budgets", Cell(text)),) if (text := budgets(job)) else ()),
-        ("MASTER_ADDR", Cell(_of_round(_master(job), job))),
-        *((("workers", Cell(text)),) if (text := workers(job)) else ()),
-        *((("progress", Cell(progress(job))),) if job.progress else ()),
-        *((("snapshots", Cell(snapshots(job))),) if job.snapshot is not None else ()),
-        *((("copies", Cell(text)),) if (text := after_loss_of_node(job)) else ()),
-        *((("straggling", Cell(straggling(job), "yellow")),) if job.stragglers else ()),
+    return page.facts(
+        {
+            "backend" if only_watched(job) else "run": _run(job),
+            "owner": job.owner or "",
+            "round": "none is complete yet" if job.round is None else str(job.round),
+            "nodes": _node_counts(job),
+            "WORLD_SIZE": _of_round(number_text(job.world_size), job),
+            "restarts": _restarts(job),
+            "budgets": budgets(job),
+            "MASTER_ADDR": _of_round(_master(job), job),
+            "workers": workers(job),
+            "progress": progress(job) if job.progress else "",
+            "snapshots": snapshots(job),
+            "copies": after_loss_of_node(job),
+            "straggling": Cell(straggling(job), "yellow"),
+        }
     )
-    return [line for label, value in found for line in page.fact(label, value)]
 
 
 def _run(job: JobStatus) -> str:
     began = f"{duration(job.run_age_ms)} ago"
     if only_watched(job):
         return f"{job.backend}, which forms the group; rdzvd only watches it, first seen {began}"
-    number = _UNKNOWN if job.run_number is None else str(job.run_number)
-    return f"{number} (uid {job.run or _UNKNOWN}), began {began}"
-
-
-def _round(job: JobStatus) -> str:
-    return "none is complete yet" if job.round is None else str(job.round)
+    number = UNKNOWN if job.run_number is None else str(job.run_number)
+    return f"{number} (uid {job.run or UNKNOWN}), began {began}"
 
 
 def _of_round(value: str, job: JobStatus) -> str:
     """Append the number of the round that a value belongs to, unless the job is running."""
-    if job.state == "running" or value == _UNKNOWN or job.round is None:
+    if job.state == "running" or value == UNKNOWN or job.round is None:
         return value
     return f"{value} in round {job.round}"
 
@@ -231,17 +216,15 @@ def _node_counts(job: JobStatus) -> str:
     return f"{have}; min:max is {job.min_nodes}:{job.max_nodes}"
 
 
-def _restarts(job: JobStatus) -> Cell:
+def _restarts(job: JobStatus) -> Text:
     if job.restarts is None or job.max_restarts is None:
-        return Cell("counted by each node's own agent")
+        return "counted by each node's own agent"
     if job.max_restarts == 0:
-        return Cell("none allowed (max_restarts is 0)")
+        return "none allowed (max_restarts is 0)"
     spent = f"{job.restarts} of {job.max_restarts} spent"
     if job.budgets is not None and job.budgets.restart_window_ms:
         spent += f" in the last {duration(job.budgets.restart_window_ms)}"
-    if job.restarts < job.max_restarts:
-        return Cell(spent)
-    return Cell(f"{spent}, none left", "yellow")
+    return spent if job.restarts < job.max_restarts else Cell(f"{spent}, none left", "yellow")
 
 
 def budgets(job: JobStatus) -> str:
@@ -283,9 +266,9 @@ def workers(job: JobStatus) -> str:
 
 def _master(job: JobStatus) -> str:
     if job.master_addr is None:
-        return _UNKNOWN
+        return UNKNOWN
     host = f"[{job.master_addr}]" if ":" in job.master_addr else job.master_addr
-    return f"{host}:{job.master_port or _UNKNOWN}"
+    return f"{host}:{job.master_port or UNKNOWN}"
 
 
 def progress(job: JobStatus) -> str:
@@ -390,24 +373,28 @@ def node_table(
     nodes = list(job.nodes)
     if most is not None and len(nodes) > most:
         nodes = sorted(nodes, key=_concern)[:most]
-    # Usually all nodes have the same role, which is not worth a column.
-    roles = {node.role for node in job.nodes}
-    header = (
-        *("GROUP_RANK", "NODE", "STATE", "FOR", "RANK", "STEP"),
-        *("WORKERS", "ROLE", "ADDRESS", "WHY"),
-    )
     by_rank = {one.rank: one for one in job.progress}
     whys = job.reason.by_node
-    rows = [
-        _node_row(node, job, by_rank, whys.get(node.node_id, ""), with_role=len(roles) > 1)
-        for node in nodes
-    ]
+    # Usually all nodes have the same role, which is not worth a column.
+    with_role = len({node.role for node in job.nodes}) > 1
+    columns: Columns[NodeStatus] = {
+        "GROUP_RANK": lambda node: number_text(node.group_rank),
+        "NODE": lambda node: node.node_id,
+        "STATE": lambda node: state_cell(node.state),
+        "FOR": lambda node: duration(node.state_age_ms),
+        "RANK": _ranks,
+        "STEP": lambda node: _node_steps(node, job, by_rank),
+        # Split into kept, warm and cold if known.
+        "WORKERS": lambda node: origins(node) or number_text(node.local_world_size),
+        "ROLE": lambda node: (node.role or UNKNOWN) if with_role else "",
+        "ADDRESS": lambda node: node.address or UNKNOWN,
+        "WHY": lambda node: whys.get(node.node_id, ""),
+    }
     expendable = ("STEP", "ADDRESS", "WORKERS", "ROLE")
-    lines = page.table(header, rows, expendable=expendable, one_line=one_line)
+    lines = page.table(nodes, columns, expendable=expendable, one_line=one_line)
     if left_out := Counter(node.state for node in job.nodes) - Counter(n.state for n in nodes):
         states = ", ".join(f"{number} {state}" for state, number in left_out.items())
-        note = f"... and {left_out.total()} more nodes ({states}){hint}"
-        lines.append(page.line(Cell(note, "dim")))
+        lines.append(page.line(dim(f"... and {left_out.total()} more nodes ({states}){hint}")))
     return lines
 
 
@@ -416,31 +403,9 @@ def _concern(node: NodeStatus) -> int:
     return _BY_CONCERN.index(node.state) if node.state in _BY_CONCERN else 0
 
 
-def _node_row(
-    node: NodeStatus,
-    job: JobStatus,
-    by_rank: Mapping[int, RankProgress],
-    why: str,
-    *,
-    with_role: bool,
-) -> tuple[Cell, ...]:
-    return (
-        number_cell(node.group_rank),
-        Cell(node.node_id),
-        state_cell(node.state),
-        Cell(duration(node.state_age_ms)),
-        Cell(_ranks(node)),
-        Cell(_node_steps(node, job, by_rank)),
-        Cell(_node_workers(node)),
-        Cell(node.role or _UNKNOWN) if with_role else Cell(""),
-        Cell(node.address or _UNKNOWN),
-        Cell(why),
-    )
-
-
 def _ranks(node: NodeStatus) -> str:
     if node.rank_first is None:
-        return _UNKNOWN
+        return UNKNOWN
     rank_last = node.rank_first + (node.local_world_size or 1) - 1
     return f"{node.rank_first}..{rank_last}" if rank_last > node.rank_first else str(rank_last)
 
@@ -452,12 +417,7 @@ def _node_steps(node: NodeStatus, job: JobStatus, by_rank: Mapping[int, RankProg
     ranks = range(node.rank_first, node.rank_first + (node.local_world_size or 1))
     # Search the reports, not the RANKs, because a server may claim any number of workers.
     said = [one for rank, one in sorted(by_rank.items()) if rank in ranks]
-    return _steps(said, job) if said else _UNKNOWN
-
-
-def _node_workers(node: NodeStatus) -> str:
-    """Return a node's worker count, split into kept, warm and cold if known."""
-    return origins(node) or number_cell(node.local_world_size).text
+    return _steps(said, job) if said else UNKNOWN
 
 
 # ------------------------------------------------------------------------------------ its failure
@@ -474,11 +434,11 @@ def one_line_of(failure: LastFailure) -> str:
 def _last_failure(failure: LastFailure, reason: Reason, page: Page, everything: bool) -> list[str]:
     cause, others = failure.root_cause, failure.others
     when = "" if failure.age_ms is None else f", {duration(failure.age_ms)} ago"
-    lines = [page.line(Cell(f"last failure{when}", "bold"))]
-    lines += page.fact("who", Cell(_who(cause)))
+    lines = [page.line(bold(f"last failure{when}"))]
+    lines += page.fact("who", _who(cause))
     lines += page.fact("how", Cell(_how(cause), "red"))
     if cause.message and cause.message not in str(reason):
-        lines += page.fact("message", Cell(cause.message))
+        lines += page.fact("message", cause.message)
     if cause.traceback:
         last = None if everything else _MOST_TRACEBACK_LINES
         lines += ["", *page.block(cause.traceback, indent=4, last=last)]
@@ -518,31 +478,25 @@ def _signal_name(number: int) -> str:
 
 def _failed_too(others: Sequence[WorkerFailure], page: Page, everything: bool) -> list[str]:
     shown = others if everything else others[:_MOST_FAILURES]
-    rows = [
-        (
-            Cell(str(other.rank)),
-            Cell(other.node_id),
-            Cell(str(other.local_rank)),
-            Cell(_how(other)),
-            Cell(other.message or ""),
-        )
-        for other in shown
-    ]
-    lines = [page.line(Cell("failed within half a second of it", "bold"))]
-    lines += page.table(
-        ("RANK", "NODE", "LOCAL_RANK", "HOW", "MESSAGE"), rows, one_line=not everything
-    )
+    columns: Columns[WorkerFailure] = {
+        "RANK": lambda other: str(other.rank),
+        "NODE": lambda other: other.node_id,
+        "LOCAL_RANK": lambda other: str(other.local_rank),
+        "HOW": _how,
+        "MESSAGE": lambda other: other.message or "",
+    }
+    lines = [page.line(bold("failed within half a second of it"))]
+    lines += page.table(shown, columns, one_line=not everything)
     if len(shown) < len(others):
-        note = f"... and {len(others) - len(shown)} more; --all shows them"
-        lines.append(page.line(Cell(note, "dim")))
+        lines.append(page.line(dim(f"... and {len(others) - len(shown)} more; --all shows them")))
     return lines
 
 
 def state_cell(state: str) -> Cell:
     """Return a cell with a state in its usual color."""
-    return Cell(state or _UNKNOWN, _STATE_STYLES.get(state, ""))
+    return Cell(state or UNKNOWN, _STATE_STYLES.get(state, ""))
 
 
-def number_cell(number: int | None) -> Cell:
-    """Return a cell with a number, or with a dash if the number is unknown."""
-    return Cell(_UNKNOWN if number is None else str(number))
+def number_text(number: int | None) -> str:
+    """Format a number, or a dash if the number is unknown."""
+    return UNKNOWN if number is None else str(number)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from rdzv.core.words import duration
-from rdzv.ctl.layout import Cell, Page
+from rdzv.ctl.layout import Cell, Columns, Page, Text
 from rdzv.errors import InvalidRequestError
 from rdzv.view.answers import Event, Token
 
@@ -32,34 +32,31 @@ def tokens(found: Sequence[Token], page: Page) -> str:
     """Format the tokens, one per line."""
     if not found:
         return "\n".join(page.sentence("there are no tokens; `rdzvctl tokens create` creates one"))
-    rows = [
-        (
-            Cell(token.id),
-            Cell(token.name),
-            Cell(", ".join(token.roles)),
-            Cell(duration(token.age_ms)),
-            _used(token),
-            _expires(token),
-        )
-        for token in found
-    ]
-    return "\n".join(page.table(("ID", "NAME", "ROLES", "AGE", "USED", "EXPIRES"), rows))
+    columns: Columns[Token] = {
+        "ID": lambda token: token.id,
+        "NAME": lambda token: token.name,
+        "ROLES": lambda token: ", ".join(token.roles),
+        "AGE": lambda token: duration(token.age_ms),
+        "USED": _used,
+        "EXPIRES": _expires,
+    }
+    return "\n".join(page.table(found, columns))
 
 
-def _used(token: Token) -> Cell:
+def _used(token: Token) -> str:
     # The server does not record the time any more precisely.
     if token.used_age_ms is None:
-        return Cell("never")
+        return "never"
     within_the_hour = token.used_age_ms < 3_600_000
-    return Cell("lately" if within_the_hour else f"{duration(token.used_age_ms)} ago")
+    return "lately" if within_the_hour else f"{duration(token.used_age_ms)} ago"
 
 
-def _expires(token: Token) -> Cell:
+def _expires(token: Token) -> Text:
     if token.expires_in_ms is None:
-        return Cell("never")
+        return "never"
     if token.expires_in_ms == 0:
         return Cell("has expired", "red")
-    return Cell(f"in {duration(token.expires_in_ms)}")
+    return f"in {duration(token.expires_in_ms)}"
 
 
 def made(token: Token) -> str:
@@ -83,5 +80,9 @@ def audit(history: Sequence[Event], page: Page) -> str:
     """Format the audit log, oldest entry first."""
     if not history:
         return "\n".join(page.sentence("no changes are recorded"))
-    rows = [(Cell(page.at(event.unix_ms)), Cell(event.name), Cell(event.text)) for event in history]
-    return "\n".join(page.table(("TIME", "CALL", "TEXT"), rows))
+    columns: Columns[Event] = {
+        "TIME": lambda event: page.at(event.unix_ms),
+        "CALL": lambda event: event.name,
+        "TEXT": lambda event: event.text,
+    }
+    return "\n".join(page.table(history, columns))

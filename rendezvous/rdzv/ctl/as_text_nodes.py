@@ -7,15 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rdzv.core.words import counted, duration, size_text
-from rdzv.ctl.layout import Cell, Page
+from rdzv.ctl.as_text import UNKNOWN, number_text, state_cell
+from rdzv.ctl.layout import Cell, Columns, Page, Text, bold
 from rdzv.runtime.log_format import harmless
-from rdzv.view.answers import Gpu, Node
+from rdzv.view.answers import Gpu, Node, NodeJob
 
-_UNKNOWN = "-"
-_STATE_STYLES = {
-    **{"connected": "green", "away": "yellow", "gone": "red"},
-    **{"draining": "yellow", "drained": "yellow"},
-}
 _MOST_JOBS = 3
 """The maximum number of a node's jobs named on its line in the table."""
 _LEAST_REASON = 16
@@ -28,15 +24,21 @@ def nodes(server: str, found: Sequence[Node], page: Page, store_away: str | None
         return "\n".join([f"no nodes at {server}", *away])
     # If all reasons are of one kind, the header names it; otherwise each row does.
     unusable = "UNUSABLE" if any(n.quarantine or n.unhealthy for n in found) else "CORDONED"
-    header = ("NODE", "STATE", "FOR", "PROGRAM", "GPUS_FREE", "CPUS", "MEMORY", "LABELS", "JOBS")
-    rows = [
-        (*_row(node), Cell(_unusable(node, unusable), "yellow"))
-        for node in sorted(found, key=_by_name)
-    ]
+    columns: Columns[Node] = {
+        "NODE": lambda node: node.node_id,
+        "STATE": _state,
+        "FOR": _age,
+        "PROGRAM": lambda node: node.program or UNKNOWN,
+        "GPUS_FREE": _gpus_free,
+        "CPUS": lambda node: number_text(node.resources.cpus if node.resources else None),
+        "MEMORY": lambda node: _bytes(node.resources.memory_bytes if node.resources else None),
+        "LABELS": lambda node: _labels(node.resources.labels) if node.resources else "",
+        "JOBS": _jobs,
+        unusable: lambda node: Cell(_unusable(node, unusable), "yellow"),
+    }
     expendable = ("MEMORY", "CPUS", "LABELS", "PROGRAM", "FOR")
-    lines = page.table(
-        (*header, unusable), rows, expendable=expendable, one_line=True, least=_LEAST_REASON
-    )
+    rows = sorted(found, key=lambda node: natural(node.node_id))
+    lines = page.table(rows, columns, expendable=expendable, one_line=True, least=_LEAST_REASON)
     return "\n".join([*lines, *away])
 
 
@@ -49,12 +51,15 @@ def node(found: Node, page: Page) -> str:
     marks += ["cordoned"] * _is_cordoned(found)
     marks += ["quarantined"] * bool(found.quarantine) + ["unhealthy"] * bool(found.unhealthy)
     mark = Cell(", ".join(marks), "yellow")
-    state = Cell(found.state or _UNKNOWN, _STATE_STYLES.get(found.state, ""))
-    lines = [page.line(Cell(found.node_id, "bold"), state, Cell(since), mark)]
-    lines += [line for label, value in _facts(found, page) for line in page.fact(label, value)]
+    name = bold(found.node_id)
+    lines = [page.line(name, state_cell(found.state), since, mark), *_facts(found, page)]
     if found.jobs:
-        rows = [(Cell(job.rdzv_id), Cell(str(job.gpus)), Cell(job.state)) for job in found.jobs]
-        lines += ["", *page.table(("JOB", "GPUS", "STATE"), rows)]
+        columns: Columns[NodeJob] = {
+            "JOB": lambda job: job.rdzv_id,
+            "GPUS": lambda job: str(job.gpus),
+            "STATE": lambda job: job.state,
+        }
+        lines += ["", *page.table(found.jobs, columns)]
     return "\n".join(lines)
 
 
@@ -132,42 +137,44 @@ def _why_taken_out(node: Node) -> str:
     return node.cordon_reason or "yes" if node.cordoned else ""
 
 
-def _facts(found: Node, page: Page) -> list[tuple[str, Cell]]:
+def _facts(found: Node, page: Page) -> list[str]:
     version = f" {found.agent_version}" if found.agent_version else ""
-    facts = [
-        ("program", Cell(f"{found.program or _UNKNOWN}{version}")),
-        ("address", Cell(found.address or _UNKNOWN)),
-    ]
+    facts: dict[str, Text] = {
+        "program": f"{found.program or UNKNOWN}{version}",
+        "address": found.address or UNKNOWN,
+    }
     if found.drain is not None:
         by = "an operator" if found.drained_by_operator else "itself"
-        facts.append((found.drain, Cell(f"by {by}, {_why_taken_out(found)}", "yellow")))
+        facts[found.drain] = Cell(f"by {by}, {_why_taken_out(found)}", "yellow")
     if _is_cordoned(found):
         at = "" if found.cordon_age_ms is None else f", since {page.ago(found.cordon_age_ms)}"
         why = f", {found.cordon_reason}" if found.cordon_reason else ""
-        facts.append(("cordoned", Cell(f"nothing is placed on it{at}{why}", "yellow")))
+        facts["cordoned"] = Cell(f"nothing is placed on it{at}{why}", "yellow")
     if found.metrics:
-        facts.append(("metrics", Cell(f"http://{found.metrics}/metrics")))
+        facts["metrics"] = f"http://{found.metrics}/metrics"
     if found.quarantine:
         at = page.ago(found.quarantine_age_ms or 0)
         left = duration(found.quarantine_left_ms or 0)
         text = f"nothing is placed on it for {left} more, since {at}: {found.quarantine}"
-        facts.append(("quarantined", Cell(text, "yellow")))
+        facts["quarantined"] = Cell(text, "yellow")
     if found.unhealthy:
         text = f"since {page.ago(found.unhealthy_age_ms or 0)}: {found.unhealthy}"
-        facts.append(("unhealthy", Cell(text, "yellow")))
+        facts["unhealthy"] = Cell(text, "yellow")
     resources = found.resources
     if resources is None:
-        return [*facts, ("takes", Cell("no submitted jobs"))]
-    capacity = counted(resources.capacity, "job") if resources.capacity else _UNKNOWN
-    return [
-        *facts,
-        ("takes", Cell(f"{capacity} at once")),
-        ("GPUs", Cell(_gpus(found, resources.gpus))),
-        ("CPUs", Cell(_number(resources.cpus))),
-        ("memory", Cell(_bytes(resources.memory_bytes))),
-        ("labels", Cell(_labels(resources.labels) or "none")),
-        ("topology", Cell(resources.topology or _UNKNOWN)),
-    ]
+        return page.facts({**facts, "takes": "no submitted jobs"})
+    capacity = counted(resources.capacity, "job") if resources.capacity else UNKNOWN
+    return page.facts(
+        {
+            **facts,
+            "takes": f"{capacity} at once",
+            "GPUs": _gpus(found, resources.gpus),
+            "CPUs": number_text(resources.cpus),
+            "memory": _bytes(resources.memory_bytes),
+            "labels": _labels(resources.labels) or "none",
+            "topology": resources.topology or UNKNOWN,
+        }
+    )
 
 
 def _gpus(found: Node, gpus: Sequence[Gpu]) -> str:
@@ -178,24 +185,19 @@ def _gpus(found: Node, gpus: Sequence[Gpu]) -> str:
         f"{number} x {name}" + (f" of {size_text(size)}" if size else "")
         for (name, size), number in kinds.items()
     ]
-    return f"{_number(found.gpus_free)} of {len(gpus)} free: {', '.join(each)}"
+    return f"{number_text(found.gpus_free)} of {len(gpus)} free: {', '.join(each)}"
 
 
-def _row(node: Node) -> tuple[Cell, ...]:
-    resources = node.resources
+def _age(node: Node) -> str:
     shows_drain = node.drain is not None and node.state == "connected"
     age_ms = node.drain_age_ms if shows_drain else node.state_age_ms
-    return (
-        Cell(node.node_id),
-        _state(node),
-        Cell(_UNKNOWN if age_ms is None else duration(age_ms)),
-        Cell(node.program or _UNKNOWN),
-        Cell(f"{_number(node.gpus_free)}/{len(resources.gpus)}" if resources else _UNKNOWN),
-        Cell(_number(resources.cpus) if resources else _UNKNOWN),
-        Cell(_bytes(resources.memory_bytes) if resources else _UNKNOWN),
-        Cell(_labels(resources.labels) if resources else ""),
-        Cell(_jobs(node)),
-    )
+    return UNKNOWN if age_ms is None else duration(age_ms)
+
+
+def _gpus_free(node: Node) -> str:
+    if node.resources is None:
+        return UNKNOWN
+    return f"{number_text(node.gpus_free)}/{len(node.resources.gpus)}"
 
 
 def _unusable(node: Node, header: str) -> str:
@@ -222,28 +224,24 @@ def _jobs(node: Node) -> str:
         for job in node.jobs[:_MOST_JOBS]
     ]
     more = len(node.jobs) - len(named)
-    return ", ".join([*named, *([f"{more} more"] if more else [])]) or _UNKNOWN
+    return ", ".join([*named, *([f"{more} more"] if more else [])]) or UNKNOWN
 
 
-def _by_name(node: Node) -> list[tuple[int, str]]:
+def natural(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts n2 before n10."""
-    parts = re.split(r"([0-9]+)", node.node_id)
+    parts = re.split(r"([0-9]+)", name)
     return [(int(part[:18]), part) if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _state(node: Node) -> Cell:
     """Return the cell for a node's state; a drain replaces `connected`."""
-    state = node.drain if node.drain is not None and node.state == "connected" else node.state
-    return Cell(state or _UNKNOWN, _STATE_STYLES.get(state, ""))
+    connected = node.state == "connected"
+    return state_cell(node.drain if node.drain is not None and connected else node.state)
 
 
 def _labels(labels: dict[str, str]) -> str:
     return ",".join(f"{name}={value}" for name, value in labels.items())
 
 
-def _number(number: int | None) -> str:
-    return _UNKNOWN if number is None else str(number)
-
-
 def _bytes(number: int | None) -> str:
-    return _UNKNOWN if number is None else size_text(number)
+    return UNKNOWN if number is None else size_text(number)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from rdzv.core.words import counted, duration
-from rdzv.ctl.layout import Cell, Page
+from rdzv.ctl.layout import Cell, Columns, Page, bold
 from rdzv.errors import InvalidRequestError
-from rdzv.view.ledger import Cost, Ledger, LedgerPhase
+from rdzv.view.ledger import Comeback, Cost, Ledger, LedgerPhase
 from rdzv.view.reports import JobLine, Loss, Report
+
+T = TypeVar("T")
 
 NO_STEPS = (
     "No progress is reported: training counts from the first collective or, where none is "
@@ -19,9 +22,6 @@ NO_STEPS = (
 FORGOTTEN = "The beginning of this run is no longer in the history, so it is not counted."
 LISTED = 10
 """The maximum number of jobs, causes and nodes that a text lists."""
-
-COMEBACKS = ("workers", "times", "each", "time", "node-hours")
-"""The column titles for the table that shows how rounds began."""
 
 _BAR = 24
 _HOUR_MS = 3_600_000
@@ -71,31 +71,83 @@ def cause_name(cause: str) -> str:
     return cause or "the start"
 
 
+COMEBACKS: Mapping[str, Callable[[Comeback], str]] = {
+    "workers": lambda one: one.way,
+    "times": lambda one: str(one.times),
+    "each": lambda one: duration(one.ms // one.times),
+    "time": lambda one: duration(one.ms),
+    "node-hours": lambda one: hours(one.node_ms),
+}
+"""The columns of the table that shows how rounds began."""
+
+RUN_JOBS: Mapping[str, Callable[[JobLine], str]] = {
+    "job": lambda job: job.rdzv_id,
+    "runs": lambda job: str(job.runs),
+    "time": lambda job: duration(job.wall_ms),
+    "goodput": lambda job: share(job.goodput, steps_reported=job.steps_reported),
+    "lost node-hours": lambda job: hours(job.lost_node_ms),
+    "lost GPU-hours": lambda job: hours(job.lost_gpu_ms),
+}
+
+
+def cost_columns(gpus_per_node: int | None) -> Mapping[str, Callable[[Cost], str]]:
+    """Return the columns of the table that shows what one run lost."""
+    gpus = gpus_per_node
+    return {
+        "cause": lambda cost: cause_name(cost.cause),
+        "node": lambda cost: cost.node_id,
+        "times": lambda cost: str(cost.times) if cost.cause else "",
+        "time": lambda cost: duration(cost.ms),
+        "node-hours": lambda cost: hours(cost.node_ms),
+        "GPU-hours": lambda cost: hours(None if gpus is None else cost.node_ms * gpus),
+    }
+
+
+def loss_columns(name: str) -> Mapping[str, Callable[[Loss], str]]:
+    """Return the columns of the table that shows what all jobs lost; `name` titles the first."""
+    return {
+        name: lambda loss: cause_name(loss.name),
+        "times": lambda loss: str(loss.times),
+        "time": lambda loss: duration(loss.ms),
+        "node-hours": lambda loss: hours(loss.node_ms),
+        "GPU-hours": lambda loss: hours(loss.gpu_ms),
+    }
+
+
 def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger], page: Page) -> str:
     """Format one run's ledger; `others` are the job's other runs."""
     number = f"run {found.run_number}" if found.run_number is not None else "run"
     state = found.result or "open"
-    lines = [page.line(Cell(rdzv_id, "bold"), Cell(f"{number}, {state}")), ""]
+    lines = [page.line(bold(rdzv_id), f"{number}, {state}"), ""]
     good = share(found.goodput, steps_reported=found.steps_reported)
     spent = f"{duration(found.phases[LedgerPhase.TRAINING])} of {duration(found.wall_ms)}"
-    lines += page.fact("goodput", Cell(f"{good} ({spent} were training)"))
-    lines += page.fact("held", Cell(_held(found.node_ms, found.gpus_per_node)))
-    if found.steps_redone:
-        lines += page.fact("steps redone", Cell(str(found.steps_redone)))
-    for note in notes(found):
-        lines += page.sentence(note)
-    lines += ["", page.line(Cell("Where the time went", "bold"))]
-    lines += _indented(_phases(found.phases, page))
+    held, gpus = f"{hours(found.node_ms)} node-hours", found.gpus_per_node
+    if gpus is not None:
+        held += f", {hours(found.node_ms * gpus)} GPU-hours"
+    lines += page.facts(
+        {
+            "goodput": f"{good} ({spent} were training)",
+            "held": held,
+            "steps redone": str(found.steps_redone or ""),
+        }
+    )
+    lines += [line for note in notes(found) for line in page.sentence(note)]
+    lines += _section("Where the time went", _phases(found.phases, page), page)
     if found.costs:
-        lines += ["", page.line(Cell("What it cost", "bold"))]
-        lines += _indented(_costs(found.costs, found.gpus_per_node, page))
+        costs = _first(found.costs, cost_columns(gpus), "cause", page)
+        lines += _section("What it cost", costs, page)
     if found.comebacks:
-        lines += ["", page.line(Cell("How long until it trained again", "bold"))]
-        header = tuple(name.upper() for name in COMEBACKS)
-        lines += _indented(page.table(header, [[*map(Cell, row)] for row in came_back(found)]))
+        ways = _first(found.comebacks, COMEBACKS, "way", page)
+        lines += _section("How long until it trained again", ways, page)
     if others:
-        lines += ["", page.line(Cell("Other runs", "bold"))]
-        lines += _indented(_runs(others, page))
+        columns: Columns[Ledger] = {
+            "RUN": lambda run: "?" if run.run_number is None else str(run.run_number),
+            "BEGAN": lambda run: page.clock(run.from_unix_ms),
+            "RESULT": lambda run: run.result or "open",
+            "LASTED": lambda run: duration(run.wall_ms),
+            "GOODPUT": lambda run: share(run.goodput, steps_reported=run.steps_reported),
+        }
+        lines += _section("Other runs", page.table(others[-LISTED:], columns), page)
     return "\n".join(lines)
 
 
@@ -109,68 +161,35 @@ def notes(found: Ledger) -> list[str]:
     return told
 
 
-def came_back(found: Ledger) -> list[tuple[str, ...]]:
-    """Return a row for each way in which rounds began, with the columns of `COMEBACKS`."""
-    return [
-        (
-            *(one.way, str(one.times), duration(one.ms // one.times)),
-            *(duration(one.ms), hours(one.node_ms)),
-        )
-        for one in found.comebacks
-    ]
-
-
-def _indented(lines: Iterable[str]) -> list[str]:
-    return [f"  {line}" for line in lines]
-
-
-def _held(node_ms: int, gpus_per_node: int | None) -> str:
-    text = f"{hours(node_ms)} node-hours"
-    if gpus_per_node is not None:
-        text += f", {hours(node_ms * gpus_per_node)} GPU-hours"
-    return text
+def _section(title: str, lines: Iterable[str], page: Page) -> list[str]:
+    return ["", page.line(bold(title)), *(f"  {line}" for line in lines)]
 
 
 def _phases(phases: Mapping[str, int], page: Page) -> list[str]:
     whole_ms = sum(phases.values())
-    rows = []
-    for phase, ms in phases.items():
-        if not ms:
-            continue
-        style = _STYLES.get(phase, "")
-        bar = Cell("#" * max(round(ms / whole_ms * _BAR), 1), style)
-        rows.append((Cell(phase, style), Cell(duration(ms)), Cell(f"{ms / whole_ms:.1%}"), bar))
-    return page.table(("PHASE", "TIME", "SHARE", ""), rows) if rows else ["no time yet"]
+    columns: Columns[tuple[str, int]] = {
+        "PHASE": lambda one: Cell(one[0], _STYLES.get(one[0], "")),
+        "TIME": lambda one: duration(one[1]),
+        "SHARE": lambda one: f"{one[1] / whole_ms:.1%}",
+        "": lambda one: Cell(
+            "#" * max(round(one[1] / whole_ms * _BAR), 1), _STYLES.get(one[0], "")
+        ),
+    }
+    rows = [(phase, ms) for phase, ms in phases.items() if ms]
+    return page.table(rows, columns) if rows else ["no time yet"]
 
 
-def _costs(costs: Sequence[Cost], gpus_per_node: int | None, page: Page) -> list[str]:
-    header = ("CAUSE", "NODE", "TIMES", "TIME", "NODE-HOURS", "GPU-HOURS")
-    rows = []
-    for cost in costs[:LISTED]:
-        gpu_ms = None if gpus_per_node is None else cost.node_ms * gpus_per_node
-        times = str(cost.times) if cost.cause else ""
-        rows.append(
-            (
-                *(Cell(cause_name(cost.cause)), Cell(cost.node_id), Cell(times)),
-                *(Cell(duration(cost.ms)), Cell(hours(cost.node_ms)), Cell(hours(gpu_ms))),
-            )
-        )
-    return page.table(header, rows) + _more(len(costs), "cause")
-
-
-def _more(number: int, noun: str) -> list[str]:
-    left = number - LISTED
-    return [f"and {counted(left, f'more {noun}')}; -o json has all of them"] if left > 0 else []
-
-
-def _runs(runs: Sequence[Ledger], page: Page) -> list[str]:
-    rows = []
-    for run in runs[-LISTED:]:
-        number = "?" if run.run_number is None else str(run.run_number)
-        good = share(run.goodput, steps_reported=run.steps_reported)
-        began, lasted = page.clock(run.from_unix_ms), duration(run.wall_ms)
-        rows.append([Cell(text) for text in (number, began, run.result or "open", lasted, good)])
-    return page.table(("RUN", "BEGAN", "RESULT", "LASTED", "GOODPUT"), rows)
+def _first(
+    found: Sequence[T], columns: Mapping[str, Callable[[T], str]], noun: str, page: Page
+) -> list[str]:
+    """Format the first rows of a table, and count the others."""
+    if not found:
+        return ["none"]
+    capital = {title.upper(): text_of for title, text_of in columns.items()}
+    lines, left = page.table(found[:LISTED], capital), len(found) - LISTED
+    if left > 0:
+        lines.append(f"and {counted(left, f'more {noun}')}; -o json has all of them")
+    return lines
 
 
 # ------------------------------------------------------------------ all jobs
@@ -179,47 +198,19 @@ def _runs(runs: Sequence[Ledger], page: Page) -> list[str]:
 def report(found: Report, page: Page) -> str:
     """Format how all jobs spent their time, and which causes and nodes cost most."""
     since = duration(found.until_unix_ms - found.from_unix_ms)
-    lines = [page.line(Cell(f"All jobs in the last {since}", "bold")), ""]
+    lines = [page.line(bold(f"All jobs in the last {since}")), ""]
     if not found.jobs:
         return "\n".join([*lines, *page.sentence("No job had a run in this time.")])
     bound = all(job.steps_reported for job in found.jobs)
     good = share(found.goodput, steps_reported=bound)
-    lines += page.fact("goodput", Cell(f"{good} of {hours(found.node_ms)} node-hours"))
+    lines += page.fact("goodput", f"{good} of {hours(found.node_ms)} node-hours")
     if not bound:
         lines += page.sentence(NO_STEPS)
-    lines += ["", page.line(Cell("Where the time went", "bold"))]
-    lines += _indented(_phases(found.phases, page))
-    lines += ["", page.line(Cell("Which causes cost most", "bold"))]
-    lines += _indented(_losses("CAUSE", found.causes, page))
+    lines += _section("Where the time went", _phases(found.phases, page), page)
+    causes = _first(found.causes, loss_columns("cause"), "cause", page)
+    lines += _section("Which causes cost most", causes, page)
     if found.nodes:
-        lines += ["", page.line(Cell("Which nodes cost most", "bold"))]
-        lines += _indented(_losses("NODE", found.nodes, page))
-    lines += ["", page.line(Cell("Jobs", "bold")), *_indented(_jobs(found.jobs, page))]
+        nodes = _first(found.nodes, loss_columns("node"), "node", page)
+        lines += _section("Which nodes cost most", nodes, page)
+    lines += _section("Jobs", _first(found.jobs, RUN_JOBS, "job", page), page)
     return "\n".join(lines)
-
-
-def _losses(name: str, losses: Sequence[Loss], page: Page) -> list[str]:
-    rows = [
-        (
-            *(Cell(cause_name(loss.name)), Cell(str(loss.times)), Cell(duration(loss.ms))),
-            *(Cell(hours(loss.node_ms)), Cell(hours(loss.gpu_ms))),
-        )
-        for loss in losses[:LISTED]
-    ]
-    if not rows:
-        return ["none"]
-    header = (name, "TIMES", "TIME", "NODE-HOURS", "GPU-HOURS")
-    return page.table(header, rows) + _more(len(losses), name.lower())
-
-
-def _jobs(jobs: Sequence[JobLine], page: Page) -> list[str]:
-    rows = [
-        (
-            *(Cell(job.rdzv_id), Cell(str(job.runs)), Cell(duration(job.wall_ms))),
-            Cell(share(job.goodput, steps_reported=job.steps_reported)),
-            *(Cell(hours(job.lost_node_ms)), Cell(hours(job.lost_gpu_ms))),
-        )
-        for job in jobs[:LISTED]
-    ]
-    header = ("JOB", "RUNS", "TIME", "GOODPUT", "LOST NODE-HOURS", "LOST GPU-HOURS")
-    return page.table(header, rows) + _more(len(jobs), "job")

@@ -14,7 +14,7 @@ from rdzv.core.words import counted, duration
 from rdzv.ctl import as_text_report
 from rdzv.ctl.as_text import after_loss_of_node, snapshots
 from rdzv.ctl.layout import Cell, Page
-from rdzv.view.answers import Event, JobStatus
+from rdzv.view.answers import ENDED, Event, JobStatus
 from rdzv.view.history import read
 from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
 from rdzv.view.life import Round, Run, following, name_present, runs_of
@@ -26,7 +26,6 @@ NODES_TOLD = 8
 ITEMS_TOLD = 8
 """The maximum number of items shown of the reason for its present state."""
 
-_ENDED = ("succeeded", "failed", "stopped")
 _STYLES = {"succeeded": "green", "running": "green", "failed": "red", "stopped": "yellow"}
 
 # Events that the sentences about rounds already cover, or that explain nothing.
@@ -271,11 +270,11 @@ def _spent(spent: Ledger) -> list[str]:
 
 def _now(status: JobStatus, page: Page) -> list[str]:
     """Describe the job's current state, and what it is waiting for."""
-    since = "" if status.state in _ENDED else f" (for {duration(status.state_age_ms)})"
+    since = "" if status.state in ENDED else f" (for {duration(status.state_age_ms)})"
     text = f"It {_does(status.state)}{since}"
     reason = status.reason.line.removeprefix(f"{status.state}: ")
     lines = page.sentence(_sentence(f"{text}: {reason}" if reason else text))
-    items = () if status.state in _ENDED else status.reason.items
+    items = () if status.state in ENDED else status.reason.items
     for item in items[:ITEMS_TOLD]:
         lines += page.sentence(_sentence(str(item)), indent=2)
     if more := len(items) - ITEMS_TOLD if len(items) > ITEMS_TOLD else 0:

@@ -7,12 +7,11 @@ from fnmatch import fnmatchcase
 
 from rdzv.core.model import JobState
 from rdzv.core.words import duration
-from rdzv.ctl.as_text import number_cell, only_watched, state_cell
-from rdzv.ctl.layout import Cell, Page
-from rdzv.view.answers import JobSummary
+from rdzv.ctl.as_text import UNKNOWN, number_text, only_watched, state_cell
+from rdzv.ctl.layout import Cell, Columns, Page, Text
+from rdzv.view.answers import ENDED, JobSummary
 
 STATES = tuple(JobState)
-ENDED = (JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED)
 
 ORDERS: dict[str, Callable[[JobSummary], tuple[object, ...]]] = {
     "name": lambda job: (job.rdzv_id,),
@@ -80,31 +79,27 @@ def as_lines(
 
 
 def _job_table(summaries: Sequence[JobSummary], page: Page, wide: bool) -> list[str]:
-    header = ("JOB", "BACKEND", "STATE", "FOR", "SEATED", "WORLD_SIZE", "ROUND", "RESTARTS", "WHY")
     # The BACKEND column is empty, and so omitted, if all jobs are the server's own.
     others = any(map(only_watched, summaries))
-    rows = [
-        (
-            Cell(job.rdzv_id),
-            Cell(job.backend if others else ""),
-            state_cell(job.state),
-            Cell(duration(job.state_age_ms)),
-            Cell(_seated(job)),
-            number_cell(job.world_size),
-            number_cell(job.round),
-            _budget(job),
-            _why(job, wide),
-        )
-        for job in summaries
-    ]
+    columns: Columns[JobSummary] = {
+        "JOB": lambda job: job.rdzv_id,
+        "BACKEND": lambda job: job.backend if others else "",
+        "STATE": lambda job: state_cell(job.state),
+        "FOR": lambda job: duration(job.state_age_ms),
+        "SEATED": _seated,
+        "WORLD_SIZE": lambda job: number_text(job.world_size),
+        "ROUND": lambda job: number_text(job.round),
+        "RESTARTS": _budget,
+        "WHY": lambda job: _why(job, wide),
+    }
     expendable = () if wide else ("ROUND", "WORLD_SIZE", "RESTARTS")
-    return page.table(header, rows, expendable=expendable, one_line=not wide)
+    return page.table(summaries, columns, expendable=expendable, one_line=not wide)
 
 
-def _why(job: JobSummary, wide: bool) -> Cell:
+def _why(job: JobSummary, wide: bool) -> Text:
     if job.hangs:
         return Cell(f"hangs: {job.hangs}", "red")
-    return Cell(str(job.reason) if wide else job.reason.line)
+    return str(job.reason) if wide else job.reason.line
 
 
 def _seated(job: JobSummary) -> str:
@@ -113,7 +108,7 @@ def _seated(job: JobSummary) -> str:
     return f"{job.nodes} of {job.min_nodes}:{job.max_nodes}"
 
 
-def _budget(job: JobSummary) -> Cell:
+def _budget(job: JobSummary) -> str:
     if job.restarts is None or job.max_restarts is None:
-        return Cell("-")
-    return Cell(f"{job.restarts} of {job.max_restarts}")
+        return UNKNOWN
+    return f"{job.restarts} of {job.max_restarts}"

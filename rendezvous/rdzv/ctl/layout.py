@@ -11,14 +11,16 @@ import shutil
 import textwrap
 import time
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, tzinfo
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 import click
 
 from rdzv.runtime.log_format import harmless
 from rdzv.structs import struct
+
+T = TypeVar("T")
 
 _GAP = "  "
 _LABEL_WIDTH = 15
@@ -36,6 +38,20 @@ class Cell:
     style: str = ""
 
 
+def bold(text: str) -> Cell:
+    return Cell(text, "bold")
+
+
+def dim(text: str) -> Cell:
+    return Cell(text, "dim")
+
+
+Text = str | Cell
+"""A piece of text, with its style if it has one."""
+Columns = Mapping[str, Callable[[T], Text]]
+"""The columns of a table: the text for a row, by title."""
+
+
 @struct(frozen=True)
 class Page:
     """The destination for laid-out lines. A pipe or a file has no `width`."""
@@ -46,59 +62,73 @@ class Page:
     zone: tzinfo | None = None
     """The time zone for all times; None means this machine's."""
 
-    def line(self, *cells: Cell) -> str:
-        """Join the cells that have text into one line."""
-        return _GAP.join(self._paint(cell) for cell in cells if cell.text)
+    def line(self, *texts: Text) -> str:
+        """Join all texts that are not empty into one line."""
+        return _GAP.join(self._paint(cell) for cell in map(_cell, texts) if cell.text)
 
     def sentence(self, text: str, indent: int = 0) -> list[str]:
         """Wrap text to fit the page."""
         return self._wrapped(Cell(text), " " * indent, indent)
 
-    def fact(self, label: str, value: Cell, width: int = 0) -> list[str]:
+    def fact(self, label: str, value: Text, width: int = 0) -> list[str]:
         """Format a value after its label; `width` is the width of the widest label."""
         indent = max(_LABEL_WIDTH, 2 + width + len(_GAP))
-        name = self._paint(Cell(f"  {label}".ljust(indent), "dim"))
-        return self._wrapped(value, name, indent)
+        name = self._paint(dim(f"  {label}".ljust(indent)))
+        return self._wrapped(_cell(value), name, indent)
+
+    def facts(self, found: Mapping[str, Text]) -> list[str]:
+        """Format values by label, without those that are empty."""
+        shown = ((label, value) for label, value in found.items() if _cell(value).text)
+        return [line for label, value in shown for line in self.fact(label, value)]
 
     def block(self, text: str, indent: int, last: int | None = None) -> list[str]:
         """Indent text without wrapping it, optionally keeping only its last `last` lines."""
         lines = text.splitlines()
         left_out = max(len(lines) - last, 0) if last is not None else 0
-        note = Cell(f"... {left_out} lines before these are left out; --all shows them", "dim")
-        shown = [self._paint(note)] if left_out else []
+        note = f"... {left_out} lines before these are left out; --all shows them"
+        shown = [self.line(dim(note))] if left_out else []
         shown += [harmless(line.expandtabs()) for line in lines[left_out:]]
         return [" " * indent + line if line else "" for line in shown]
 
     def table(
         self,
-        header: Sequence[str],
-        rows: Iterable[Sequence[Cell]],
+        found: Iterable[T],
+        columns: Columns[T],
         *,
         expendable: Sequence[str] = (),
         one_line: bool = False,
         least: int = _SHORTEST,
     ) -> list[str]:
-        """Align rows under a header; the last column is free text and takes the remaining width.
+        """Format a row for each value found; the last column is free text.
 
-        Columns without text are omitted, and then `expendable` ones, in that order, until the rest
-        fits. Free text is wrapped; with `one_line`, it is cut, and `least` is kept free for it.
+        Free text takes the remaining width. Columns without text are omitted, and then `expendable`
+        ones, in that order, until the rest fits. Free text is wrapped; with `one_line`, it is cut,
+        and `least` is kept free for it.
         """
-        *columns, texts = (
-            _Column(name, cells)
-            for name, cells in zip(header, zip(*rows, strict=True), strict=True)
-        )
-        reserved = least if one_line and texts.filled else 0
-        fixed = [column for column in columns if column.filled]
-        fixed = self._fitting(fixed, expendable, reserved)
-        left = [self._row([column.head for column in fixed], fixed)]
-        left += [self._row(cells, fixed) for cells in zip(*(c.cells for c in fixed), strict=True)]
-        free = (texts.head, *texts.cells) if texts.filled else (Cell(""),) * len(left)
-        taken = sum(column.width + len(_GAP) for column in fixed)
-        return [
-            line
-            for row, text in zip(left, free, strict=True)
-            for line in self._with_text(row, text, taken, one_line)
-        ]
+        rows = list(found)
+        filled = {}
+        for title, text_of in columns.items():
+            cells = [_cell(text_of(row)) for row in rows]
+            if any(cell.text for cell in cells):
+                filled[title] = [bold(title), *cells]
+        texts = filled.pop(list(columns)[-1], None)
+        widths = {
+            title: max(_width(cell.text) for cell in cells) + len(_GAP)
+            for title, cells in filled.items()
+        }
+        reserved = least if one_line and texts else 0
+        for title in expendable:
+            if self.width is None or sum(widths.values()) + reserved <= self.width:
+                break
+            widths.pop(title, None)
+        taken, lines = sum(widths.values()), []
+        for number in range(len(rows) + 1):
+            left = ""
+            for title, width in widths.items():
+                cell = filled[title][number]
+                left += self._paint(cell) + " " * (width - _width(cell.text))
+            lines += self._with_text(left, texts[number] if texts else Cell(""), taken, one_line)
+        return lines
 
     def at(self, unix_ms: int) -> str:
         """Format a time to the millisecond."""
@@ -143,23 +173,6 @@ class Page:
         painted = [self._paint(Cell(line, cell.style)) for line in lines]
         return [first + painted[0], *(" " * indent + line for line in painted[1:])]
 
-    def _fitting(
-        self, columns: list[_Column], expendable: Sequence[str], reserved: int
-    ) -> list[_Column]:
-        for name in expendable:
-            taken = sum(column.width + len(_GAP) for column in columns)
-            if self.width is None or taken + reserved <= self.width:
-                break
-            columns = [column for column in columns if column.head.text != name]
-        return columns
-
-    def _row(self, cells: Sequence[Cell], columns: Sequence[_Column]) -> str:
-        """Pad cells to their columns' widths, each followed by a gap."""
-        return "".join(
-            self._paint(cell) + " " * (column.width - _width(cell.text)) + _GAP
-            for cell, column in zip(cells, columns, strict=True)
-        )
-
     def _with_text(self, row: str, text: Cell, taken: int, one_line: bool) -> list[str]:
         if not text.text:
             return [row.rstrip()]
@@ -184,24 +197,8 @@ def page_for(stream: TextIO) -> Page:
     )
 
 
-@struct(frozen=True)
-class _Column:
-    """A column in a table."""
-
-    name: str
-    cells: tuple[Cell, ...]
-
-    @property
-    def head(self) -> Cell:
-        return Cell(self.name, "bold")
-
-    @property
-    def filled(self) -> bool:
-        return any(cell.text for cell in self.cells)
-
-    @property
-    def width(self) -> int:
-        return max(_width(cell.text) for cell in (self.head, *self.cells))
+def _cell(text: Text) -> Cell:
+    return Cell(text) if isinstance(text, str) else text
 
 
 def _width(text: str) -> int:

@@ -13,9 +13,9 @@ from rdzv.core.reason import LAST_CALL
 from rdzv.core.words import counted, duration, listed
 from rdzv.ctl import as_text
 from rdzv.ctl.as_text_submission import awaited
-from rdzv.ctl.layout import Cell, Page
+from rdzv.ctl.layout import Cell, Columns, Page
 from rdzv.structs import replace
-from rdzv.view.answers import Event, JobStatus
+from rdzv.view.answers import ENDED, Event, JobStatus
 
 FOOTER = "Ctrl-C ends this view, not the job"
 
@@ -175,14 +175,14 @@ class _Bars:
 def _bars(job: JobStatus, whole_ms: int | None, bars: _Bars) -> list[str]:
     """Format a bar for the nodes that are present, and one for the time left in a wait."""
     lines = []
-    if job.min_nodes is not None and job.max_nodes is not None and job.state not in _ENDED:
+    if job.min_nodes is not None and job.max_nodes is not None and job.state not in ENDED:
         have = sum(1 for node in job.nodes if node.state in _HERE)
         text = f"{have} of {job.min_nodes}:{job.max_nodes}"
         if have < job.min_nodes:
             text += f", {job.min_nodes - have} missing"
         lines += bars.line("nodes", bars.of(have, job.max_nodes), text)
     left_ms = job.reason.left_ms
-    if left_ms is not None and whole_ms and job.state not in _ENDED:
+    if left_ms is not None and whole_ms and job.state not in ENDED:
         lines += bars.line("time left", bars.of(left_ms, whole_ms), duration(left_ms))
     return lines
 
@@ -204,9 +204,6 @@ def _since_its_beginning(
     return max(whole_ms, left_ms + round(page.now_s * 1000) - began_ms[-1])
 
 
-_ENDED = ("succeeded", "failed", "stopped")
-
-
 # ------------------------------------------------------------------------------------ the timeline
 
 
@@ -222,15 +219,22 @@ def timeline(
     turns = [event for event in events if event.name in _TURNS]
     if not turns:
         return []
-    rows, began_ms = [], None
+    rows: list[tuple[Event, str]] = []
+    began_ms = None
     for event in turns:
         ran = ""
         if event.name in _BEGINS:
             began_ms = event.unix_ms
         elif event.name in _ENDS and began_ms is not None:
             ran, began_ms = f"after {duration(event.unix_ms - began_ms)}: ", None
-        rows.append((Cell(page.clock(event.unix_ms)), Cell(f"{ran}{event.text}", _style(event))))
-    lines = page.table(("TIME", "HISTORY"), rows, one_line=True)
+        rows.append((event, ran))
+    columns: Columns[tuple[Event, str]] = {
+        "TIME": lambda row: page.clock(row[0].unix_ms),
+        "HISTORY": lambda row: Cell(
+            row[1] + row[0].text, as_text.EVENT_STYLES.get(row[0].name, "")
+        ),
+    }
+    lines = page.table(rows, columns, one_line=True)
     share = _share(events, page)
     return lines if bars is None or share is None else [*_ran(share, bars), *lines[1:]]
 
@@ -263,7 +267,3 @@ def _share(events: Sequence[Event], page: Page) -> list[tuple[float, float]] | N
     if began_ms is not None:
         found.append((began_ms, max(round(now_ms), began_ms)))
     return [((a - first_ms) / whole_ms, min((b - first_ms) / whole_ms, 1.0)) for a, b in found]
-
-
-def _style(event: Event) -> str:
-    return as_text.EVENT_STYLES.get(event.name, "")

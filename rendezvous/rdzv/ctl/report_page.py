@@ -8,11 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
+from typing import TypeVar
 
 from rdzv.core.words import duration
-from rdzv.ctl.as_text_report import COMEBACKS, came_back, cause_name, hours, notes, share
+from rdzv.ctl.as_text_report import (
+    COMEBACKS,
+    RUN_JOBS,
+    cause_name,
+    cost_columns,
+    hours,
+    loss_columns,
+    notes,
+    share,
+)
 from rdzv.view.ledger import Interval, Ledger, LedgerPhase
 from rdzv.view.reports import Loss, Report
+
+T = TypeVar("T")
 
 COLOURS: Mapping[str, str] = {
     LedgerPhase.QUEUED: "#b8bfcc",
@@ -66,19 +78,11 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger]) -> str:
         _bars((phase, ms, COLOURS[phase]) for phase, ms in found.phases.items() if ms),
     ]
     if found.costs:
-        gpus = found.gpus_per_node
-        rows = [
-            (
-                *(cause_name(cost.cause), cost.node_id, str(cost.times) if cost.cause else ""),
-                *(duration(cost.ms), hours(cost.node_ms)),
-                hours(None if gpus is None else cost.node_ms * gpus),
-            )
-            for cost in found.costs
-        ]
-        header = ("cause", "node", "times", "time", "node-hours", "GPU-hours")
-        body += ["<h2>What it cost</h2>", _table(header, rows)]
+        costs = _table(cost_columns(found.gpus_per_node), found.costs)
+        body += ["<h2>What it cost</h2>", costs]
     if found.comebacks:
-        body += ["<h2>How long until it trained again</h2>", _table(COMEBACKS, came_back(found))]
+        ways = _table(COMEBACKS, found.comebacks)
+        body += ["<h2>How long until it trained again</h2>", ways]
     if others:
         body += ["<h2>Other runs</h2>", *(_other(run) for run in others)]
     return _page(f"{rdzv_id}: {number}", body)
@@ -89,15 +93,6 @@ def report(found: Report) -> str:
     bound = all(job.steps_reported for job in found.jobs)
     since = duration(found.until_unix_ms - found.from_unix_ms)
     good = share(found.goodput, steps_reported=bound)
-    rows = [
-        (
-            *(job.rdzv_id, str(job.runs), duration(job.wall_ms)),
-            share(job.goodput, steps_reported=job.steps_reported),
-            *(hours(job.lost_node_ms), hours(job.lost_gpu_ms)),
-        )
-        for job in found.jobs
-    ]
-    header = ("job", "runs", "time", "goodput", "lost node-hours", "lost GPU-hours")
     body = [
         f"<h1>All jobs in the last {since}</h1>",
         f'<p class="big">Goodput {escape(good)}</p>',
@@ -109,7 +104,7 @@ def report(found: Report) -> str:
         "<h2>Which nodes cost most</h2>",
         *_losses("node", found.nodes),
         "<h2>Jobs</h2>",
-        _table(header, rows),
+        _table(RUN_JOBS, found.jobs),
     ]
     return _page(f"All jobs in the last {since}", body)
 
@@ -208,16 +203,9 @@ def _bars(rows: Iterable[tuple[str, int, str]], text_of: Callable[[int], str] = 
 def _losses(name: str, losses: Sequence[Loss]) -> list[str]:
     if not losses:
         return ["<p>None.</p>"]
-    rows = [
-        (
-            *(cause_name(loss.name), str(loss.times), duration(loss.ms)),
-            *(hours(loss.node_ms), hours(loss.gpu_ms)),
-        )
-        for loss in losses
-    ]
     most = ((cause_name(loss.name), loss.node_ms, "#d1495b") for loss in losses[:20])
     bars = _bars(most, lambda node_ms: f"{hours(node_ms)} node-hours")
-    return [bars, _table((name, "times", "time", "node-hours", "GPU-hours"), rows)]
+    return [bars, _table(loss_columns(name), losses)]
 
 
 def _other(run: Ledger) -> str:
@@ -227,14 +215,15 @@ def _other(run: Ledger) -> str:
     return f"<p>{escape(text)}</p>{_band(run.intervals)}"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(columns: Mapping[str, Callable[[T], str]], found: Sequence[T]) -> str:
     """Format a table without its empty columns; `_WORDS` names the columns that hold text."""
-    found = list(rows)
-    kept = [i for i in range(len(header)) if any(row[i] for row in found)]
-    kinds = {i: "" if header[i] in _WORDS else ' class="n"' for i in kept}
-    head = "".join(f"<th{kinds[i]}>{escape(header[i])}</th>" for i in kept)
-    lines = (
-        "<tr>" + "".join(f"<td{kinds[i]}>{escape(row[i])}</td>" for i in kept) + "</tr>"
-        for row in found
-    )
-    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+    cells = {title: [text_of(one) for one in found] for title, text_of in columns.items()}
+    filled = {title: texts for title, texts in cells.items() if any(texts)}
+    kinds = ["" if title in _WORDS else ' class="n"' for title in filled]
+
+    def row(tag: str, texts: Iterable[str]) -> str:
+        cells = zip(kinds, texts, strict=True)
+        return f"<tr>{''.join(f'<{tag}{kind}>{escape(text)}</{tag}>' for kind, text in cells)}</tr>"
+
+    lines = [row("td", texts) for texts in zip(*filled.values(), strict=True)]
+    return f"<table>{row('th', filled)}{''.join(lines)}</table>"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from rdzv.client import ControlClient
 from rdzv.core.words import duration
+from rdzv.ctl.as_text_nodes import natural
 from rdzv.errors import (
     InvalidRequestError,
     RendezvousConnectionError,
@@ -123,7 +124,7 @@ def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) ->
         raise UnknownNodeError(
             f"no known node has the label {name}={value}; `rdzvctl nodes` shows them"
         )
-    node_ids.sort(key=_natural)
+    node_ids.sort(key=natural)
     say(harmless(f"{len(node_ids)} with {name}={value}: {', '.join(node_ids)}"))
     for number, node_id in enumerate(node_ids, 1):
         before = f"{number} of {len(node_ids)}, {node_id}: "
@@ -227,9 +228,3 @@ def _run(command: str, node_id: str) -> int:
 
 def _has(node: Node, name: str, value: str) -> bool:
     return node.resources is not None and node.resources.labels.get(name) == value
-
-
-def _natural(node_id: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts n2 before n10."""
-    parts = re.split(r"([0-9]+)", node_id)
-    return [(int(part[:18]), part) if part.isdecimal() else (-1, part) for part in parts]

@@ -208,6 +208,10 @@ class Budgets:
     restart_window_ms: int
 
 
+ENDED = ("succeeded", "failed", "stopped")
+"""The states of jobs that have ended."""
+
+
 @struct(frozen=True)
 class JobStatus:
     """One job's state and its reason. `round` and `world_size` describe the last complete round.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rdzv.structs import replace, struct
+from rdzv.view.answers import ENDED
 from rdzv.view.ledger import Cost, Interval, Ledger, LedgerPhase, costs, summed
 
 
@@ -84,7 +85,7 @@ def clipped(ledger: Ledger, from_ms: int) -> tuple[Interval, ...]:
 
 def ended_before(state: str, state_age_ms: int, since_ms: int) -> bool:
     """Return whether a job ended more than `since_ms` ago."""
-    return state in ("succeeded", "failed", "stopped") and state_age_ms > since_ms
+    return state in ENDED and state_age_ms > since_ms
 
 
 def spent_by(rdzv_id: str, runs: Iterable[Ledger], from_ms: int) -> Spent | None:

@@ -15,7 +15,8 @@ from rdzv.errors import InvalidRequestError
 from rdzv.runtime.usage import Choice
 
 if TYPE_CHECKING:
-    from rdzv.ctl.authority import Made
+    from rdzv.ctl.authority import Made, Shown
+    from rdzv.ctl.layout import Columns, Text
 
 ROLES = ("read", "submit", "admin")
 """The roles for clients; `rdzvctl certs node` creates certificates with the node role."""
@@ -159,29 +160,24 @@ def _show(files: tuple[Path, ...], folder: Path) -> str:
     if not found:
         raise InvalidRequestError(f"no certificate is in {folder}; give --dir, or FILES")
     now = datetime.now(UTC)
-    rows = [
-        (
-            Cell(str(one.file)),
-            Cell(one.kind),
-            Cell(one.name),
-            Cell(",".join(one.roles)),
-            _expiry(one.not_after, now),
-            Cell(" ".join(one.hosts)),
-        )
-        for one in sorted(found, key=lambda one: one.not_after)
-    ]
-    header = ("FILE", "KIND", "NAME", "ROLES", "VALID UNTIL", "ASKED FOR AS")
-    return "\n".join(page_for(sys.stdout).table(header, rows))
 
+    def expiry(one: Shown) -> Text:
+        day = f"{one.not_after:%Y-%m-%d}"
+        if one.not_after <= now:
+            return Cell(f"{day} (expired)", "red")
+        days = (one.not_after - now).days
+        return Cell(f"{day} ({days} days)", "yellow" if days < 14 else "")
 
-def _expiry(not_after: datetime, now: datetime) -> Any:
-    from rdzv.ctl.layout import Cell
-
-    days = (not_after - now).days
-    day = f"{not_after:%Y-%m-%d}"
-    if not_after <= now:
-        return Cell(f"{day} (expired)", "red")
-    return Cell(f"{day} ({days} days)", "yellow" if days < 14 else "")
+    columns: Columns[Shown] = {
+        "FILE": lambda one: str(one.file),
+        "KIND": lambda one: one.kind,
+        "NAME": lambda one: one.name,
+        "ROLES": lambda one: ",".join(one.roles),
+        "VALID UNTIL": expiry,
+        "ASKED FOR AS": lambda one: " ".join(one.hosts),
+    }
+    rows = sorted(found, key=lambda one: one.not_after)
+    return "\n".join(page_for(sys.stdout).table(rows, columns))
 
 
 def _files(made: Made) -> str:
