@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from rdzv.runtime.usage import Choice, Group
 
 if TYPE_CHECKING:
     from rdzv.client import ControlClient
+    from rdzv.ctl.layout import Page
     from rdzv.transport.channels import Credentials
 
 PROGRAM = "rdzvctl"
@@ -224,11 +226,13 @@ def complete_names(
     return [name for name in names if name.startswith(incomplete) and name.isprintable()]
 
 
-def as_asked(output: str, json: str) -> str:
-    """Return a document from `as_json` in the requested format, JSON or YAML."""
-    if output == "json":
-        return json
-    return as_yaml(json)
+def answer(output: str, document: Callable[[], str], text: Callable[[Page], str]) -> str:
+    """Format an answer as requested: as text for people, or as its document in JSON or YAML."""
+    if output == "text":
+        from rdzv.ctl.layout import page_for
+
+        return text(page_for(sys.stdout))
+    return document() if output == "json" else as_yaml(document())
 
 
 def as_yaml(document: str) -> str:

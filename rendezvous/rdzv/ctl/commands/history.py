@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rdzv.ctl.command_line import (
-    as_asked,
+    answer,
     connection_options,
     job_argument,
     opened_client,
@@ -44,18 +44,12 @@ _HISTORY_ROWS = 10_000
 )
 @output_option
 @connection_options
-def events_command(
-    job: str,
-    limit: int | None,
-    followed: bool,
-    output: str,
-) -> str | None:
+def events_command(job: str, limit: int | None, followed: bool, output: str) -> str | None:
     """Show the events of JOB, oldest first.
 
     JOB is its rdzv_id. Times are in this machine's time zone.
     """
     from rdzv.ctl import as_text
-    from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
     with opened_client() as client:
@@ -66,9 +60,11 @@ def events_command(
             with opened_client() as other:
                 follow_events(client, other, job, found, output)
             return None
-    if output != "text":
-        return as_asked(output, as_json.events(job, found))
-    return as_text.events(job, found, page_for(sys.stdout))
+    return answer(
+        output,
+        lambda: as_json.events(job, found),
+        lambda page: as_text.events(job, found, page),
+    )
 
 
 @click.command("explain")
@@ -115,13 +111,18 @@ def trace_command(job: str, path: Path) -> str:
     document = trace(status, history, round(time.time() * 1000))
     if path == Path("-"):
         return document
+    write_text(path, document + "\n")
+    return f"{path} has the history of {job}; open it at https://ui.perfetto.dev"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, and replace it if it exists."""
     try:
-        path.write_text(document + "\n", encoding="ascii")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidRequestError(
             f"{path} cannot be written: {error.strerror}; give another file"
         ) from error
-    return f"{path} has the history of {job}; open it at https://ui.perfetto.dev"
 
 
 def whole_history(client: ControlClient, job: str) -> tuple[Event, ...]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from rdzv.ctl.command_line import (
-    as_asked,
+    answer,
     by_whom,
     connection_options,
     job_argument,
@@ -40,19 +38,13 @@ MOST_ENDED = 10
 )
 @output_option
 @connection_options
-def status_command(
-    job: str,
-    everything: bool,
-    watched: bool,
-    output: str,
-) -> str | None:
+def status_command(job: str, everything: bool, watched: bool, output: str) -> str | None:
     """Show the state of JOB, and the reason for it.
 
     JOB is its rdzv_id. For a job that has ended, the last run is shown. Long tracebacks are
     abbreviated, and so are lists of more than 40 nodes; nodes that are not seated come first.
     """
     from rdzv.ctl import as_text
-    from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
     with opened_client() as client:
@@ -64,9 +56,11 @@ def status_command(
             with opened_client() as other:
                 show(client, other, job, output, everything=everything)
             return None
-    if output != "text":
-        return as_asked(output, as_json.status(found))
-    return as_text.status(found, page_for(sys.stdout), everything=everything)
+    return answer(
+        output,
+        lambda: as_json.status(found),
+        lambda page: as_text.status(found, page, everything=everything),
+    )
 
 
 @click.command("list")
@@ -120,7 +114,6 @@ def list_command(
     rdzvctl list 'sweep-*' -s failed -o name
     """
     from rdzv.ctl import job_list
-    from rdzv.ctl.layout import page_for
     from rdzv.runtime.log_format import harmless
     from rdzv.view import as_json
 
@@ -130,16 +123,18 @@ def list_command(
             found = job_list.chosen(client.jobs(), states, name, order)
             if output == "name":
                 return "\n".join(harmless(job.rdzv_id) for job in found)
-            if output in ("json", "yaml"):
-                return as_asked(output, as_json.jobs(found, store_away=client.store_away))
             where = str(client.server) if not (states or name) else f"{client.server} match that"
-            return job_list.as_lines(
-                where,
-                found,
-                page_for(sys.stdout),
-                client.store_away,
-                most_ended=None if everything else MOST_ENDED,
-                wide=output == "wide",
+            return answer(
+                "text" if output == "wide" else output,
+                lambda: as_json.jobs(found, store_away=client.store_away),
+                lambda page: job_list.as_lines(
+                    where,
+                    found,
+                    page,
+                    client.store_away,
+                    most_ended=None if everything else MOST_ENDED,
+                    wide=output == "wide",
+                ),
             )
 
         if not watched:
@@ -170,10 +165,7 @@ def list_command(
 @connection_options
 @click.pass_context
 def wait_command(
-    context: click.Context,
-    job: str,
-    waits: tuple[str, ...],
-    failed_code: str,
+    context: click.Context, job: str, waits: tuple[str, ...], failed_code: str
 ) -> None:
     """Wait until JOB has ended, or until it is running.
 

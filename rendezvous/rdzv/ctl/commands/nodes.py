@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import click
 
 from rdzv.ctl.command_line import (
-    as_asked,
+    answer,
     by_whom,
     complain,
     complete_names,
@@ -22,7 +21,10 @@ from rdzv.errors import InvalidRequestError, TooFewNodesError, UnknownNodeError,
 from rdzv.runtime.usage import INTERRUPTED
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rdzv.client import ControlClient
+    from rdzv.view.answers import Node
 
 
 @click.command("nodes")
@@ -38,24 +40,30 @@ def nodes_command(node: str | None, output: str) -> str:
     not used by any job, and the total.
     """
     from rdzv.ctl import as_text_nodes
-    from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
     with opened_client() as client:
         found = client.nodes()
-        if node is not None:
-            one = next((one for one in found if one.node_id == node), None)
-            if one is None:
-                raise UnknownNodeError(
-                    f"no node {short(node)} is known; `rdzvctl nodes` lists the known ones"
-                )
-            if output != "text":
-                return as_asked(output, as_json.node(one))
-            return as_text_nodes.node(one, page_for(sys.stdout))
-    if output != "text":
-        return as_asked(output, as_json.nodes(found, store_away=client.store_away))
-    page = page_for(sys.stdout)
-    return as_text_nodes.nodes(str(client.server), found, page, client.store_away)
+    if node is None:
+        server, away = str(client.server), client.store_away
+        return answer(
+            output,
+            lambda: as_json.nodes(found, store_away=away),
+            lambda page: as_text_nodes.nodes(server, found, page, away),
+        )
+    one = next((one for one in found if one.node_id == node), None)
+    if one is None:
+        raise UnknownNodeError(
+            f"no node {short(node)} is known; `rdzvctl nodes` lists the known ones"
+        )
+    return answer(output, lambda: as_json.node(one), lambda page: as_text_nodes.node(one, page))
+
+
+def _changed(output: str, node: Node, sentence: Callable[[Node], str]) -> str:
+    """Report how a node has changed."""
+    from rdzv.view import as_json
+
+    return answer(output, lambda: as_json.node(node), lambda _: sentence(node))
 
 
 @click.command("cordon")
@@ -69,11 +77,9 @@ def cordon_command(node: str, reason: str | None, output: str) -> str:
     NODE stays cordoned across restarts of the node and of the server, until it is uncordoned.
     """
     from rdzv.ctl.as_text_nodes import cordoned
-    from rdzv.view import as_json
 
     with opened_client() as client:
-        found = client.cordon(node, by_whom(reason))
-    return cordoned(found) if output == "text" else as_asked(output, as_json.node(found))
+        return _changed(output, client.cordon(node, by_whom(reason)), cordoned)
 
 
 @click.command("uncordon")
@@ -83,11 +89,9 @@ def cordon_command(node: str, reason: str | None, output: str) -> str:
 def uncordon_command(node: str, output: str) -> str:
     """Allow submitted jobs on NODE again. This also lifts a quarantine."""
     from rdzv.ctl.as_text_nodes import uncordoned
-    from rdzv.view import as_json
 
     with opened_client() as client:
-        found = client.uncordon(node, by_whom(None))
-    return uncordoned(found) if output == "text" else as_asked(output, as_json.node(found))
+        return _changed(output, client.uncordon(node, by_whom(None)), uncordoned)
 
 
 @click.command("drain")
@@ -184,7 +188,6 @@ def _drain_one(
 ) -> str:
     from rdzv.ctl import rolling_drain
     from rdzv.ctl.as_text_nodes import drained
-    from rdzv.view import as_json
 
     try:
         found = client.drain(node, deadline_ms, by_whom(reason), force=force)
@@ -196,7 +199,7 @@ def _drain_one(
         found = (
             rolling_drain.wait_empty(client, node, lambda text: click.echo(text, err=True)) or found
         )
-    return drained(found) if output == "text" else as_asked(output, as_json.node(found))
+    return _changed(output, found, drained)
 
 
 @click.command("undrain")
@@ -210,8 +213,6 @@ def undrain_command(node: str, output: str) -> str:
     of the notice leave their job.
     """
     from rdzv.ctl.as_text_nodes import undrained
-    from rdzv.view import as_json
 
     with opened_client() as client:
-        found = client.undrain(node, by_whom(None))
-    return undrained(found) if output == "text" else as_asked(output, as_json.node(found))
+        return _changed(output, client.undrain(node, by_whom(None)), undrained)

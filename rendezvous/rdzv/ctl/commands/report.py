@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,14 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from rdzv.ctl.command_line import (
-    as_asked,
+    answer,
     complete_names,
     connection_options,
     opened_client,
     output_option,
 )
-from rdzv.ctl.commands.history import whole_history
-from rdzv.errors import InvalidRequestError, UnknownJobError
+from rdzv.ctl.commands.history import whole_history, write_text
+from rdzv.errors import UnknownJobError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,11 +54,7 @@ _SINCE = "7d"
 @output_option
 @connection_options
 def report_command(
-    job: str | None,
-    number: int | None,
-    since: str | None,
-    html: Path | None,
-    output: str,
+    job: str | None, number: int | None, since: str | None, html: Path | None, output: str
 ) -> str:
     """Show how JOB spent its time, and what its failures cost.
 
@@ -98,17 +93,19 @@ def servers_now_ms(status: JobStatus, past: Sequence[Event], own_ms: int) -> int
 
 def _shown(job: str, runs: list[Ledger], number: int | None, output: str, html: Path | None) -> str:
     from rdzv.ctl import as_text_report, report_page
-    from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
     from rdzv.view.ledger import chosen, run_numbers
 
     run = chosen(job, runs, number)
     others = [one for one in runs if one is not run]
     if html is not None:
-        return _written(html, report_page.ledger(job, run, others), f"the ledger of {job}")
-    if output != "text":
-        return as_asked(output, as_json.ledger(job, run_numbers(runs), run))
-    return as_text_report.ledger(job, run, others, page_for(sys.stdout))
+        write_text(html, report_page.ledger(job, run, others))
+        return f"{html} has the ledger of {job}; open it in a browser"
+    return answer(
+        output,
+        lambda: as_json.ledger(job, run_numbers(runs), run),
+        lambda page: as_text_report.ledger(job, run, others, page),
+    )
 
 
 def _all(client: ControlClient, since: str, now_ms: int) -> Report:
@@ -133,21 +130,11 @@ def _all(client: ControlClient, since: str, now_ms: int) -> Report:
 
 def _shown_all(found: Report, output: str, html: Path | None) -> str:
     from rdzv.ctl import as_text_report, report_page
-    from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
     if html is not None:
-        return _written(html, report_page.report(found), "the report")
-    if output != "text":
-        return as_asked(output, as_json.report(found))
-    return as_text_report.report(found, page_for(sys.stdout))
-
-
-def _written(path: Path, page: str, what: str) -> str:
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InvalidRequestError(
-            f"{path} cannot be written: {error.strerror}; give another file"
-        ) from error
-    return f"{path} has {what}; open it in a browser"
+        write_text(html, report_page.report(found))
+        return f"{html} has the report; open it in a browser"
+    return answer(
+        output, lambda: as_json.report(found), lambda page: as_text_report.report(found, page)
+    )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import click
 
 from rdzv.ctl.command_line import (
     Subcommands,
-    as_asked,
+    answer,
     connection_options,
     opened_client,
     output_option,
@@ -24,14 +23,11 @@ from rdzv.runtime.usage import Choice
 def servers_command(output: str) -> str:
     """Show the servers that share a store, and which of them leads."""
     from rdzv.ctl import as_text
-    from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
     with opened_client() as client:
         found = client.servers()
-    if output != "text":
-        return as_asked(output, as_json.servers(found))
-    return as_text.servers(found, page_for(sys.stdout))
+    return answer(output, lambda: as_json.servers(found), lambda page: as_text.servers(found, page))
 
 
 @click.command("backup")
@@ -68,14 +64,13 @@ def audit_command(limit: int | None, output: str) -> str:
     For admins only. Times are in this machine's time zone.
     """
     from rdzv.ctl import as_text_access
-    from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
     with opened_client() as client:
         found = client.audit(limit or 0)
-    if output != "text":
-        return as_asked(output, as_json.audit(found))
-    return as_text_access.audit(found, page_for(sys.stdout))
+    return answer(
+        output, lambda: as_json.audit(found), lambda page: as_text_access.audit(found, page)
+    )
 
 
 _ROLES = ("read", "submit", "node", "admin")
@@ -103,28 +98,21 @@ def tokens_command() -> None:
 )
 @output_option
 @connection_options
-def _create_token(
-    name: str,
-    roles: tuple[str, ...],
-    expires: str | None,
-    output: str,
-) -> str:
+def _create_token(name: str, roles: tuple[str, ...], expires: str | None, output: str) -> str:
     """Create a token for the caller NAME, and write its text to stdout.
 
     The text cannot be shown again, so store it where only NAME can read it. A name may have several
     tokens, so that a new one can be handed out before the old one is revoked.
     """
     from rdzv.ctl import as_text_access
-    from rdzv.ctl.as_text_access import parse_life
     from rdzv.view import as_json
 
-    life_ms = 0 if expires is None else parse_life(expires)
+    life_ms = 0 if expires is None else as_text_access.parse_life(expires)
     with opened_client() as client:
         token, text = client.create_token(name, roles, life_ms)
-    if output != "text":
-        return as_asked(output, as_json.token_made(token, text))
-    click.echo(as_text_access.made(token), err=True)
-    return text
+    if output == "text":
+        click.echo(as_text_access.made(token), err=True)
+    return answer(output, lambda: as_json.token_made(token, text), lambda _: text)
 
 
 @tokens_command.command("list")
@@ -133,14 +121,13 @@ def _create_token(
 def _list_tokens(output: str) -> str:
     """List all tokens, without their text. Expired tokens remain listed for a while."""
     from rdzv.ctl import as_text_access
-    from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
     with opened_client() as client:
         found = client.tokens()
-    if output != "text":
-        return as_asked(output, as_json.tokens(found))
-    return as_text_access.tokens(found, page_for(sys.stdout))
+    return answer(
+        output, lambda: as_json.tokens(found), lambda page: as_text_access.tokens(found, page)
+    )
 
 
 @tokens_command.command("revoke")
@@ -157,6 +144,4 @@ def _revoke_tokens(id_or_name: str, output: str) -> str:
 
     with opened_client() as client:
         found = client.revoke_tokens(id_or_name)
-    if output != "text":
-        return as_asked(output, as_json.tokens(found))
-    return as_text_access.revoked(found)
+    return answer(output, lambda: as_json.tokens(found), lambda _: as_text_access.revoked(found))

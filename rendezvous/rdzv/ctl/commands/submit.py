@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rdzv.ctl.command_line import (
-    as_asked,
+    answer,
     complain,
     connection,
     opened_client,
@@ -65,22 +65,23 @@ def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
     for note in request.notes:
         warn(note)
     if request.dry_run:
-        if request.output == "text":
-            return to_submit(request.rdzv_id, request.settings, request.spec, page_for(sys.stdout))
-        document = as_json.to_submit(request.rdzv_id, request.settings, request.spec)
-        return as_asked(request.output, document)
+        job = (request.rdzv_id, request.settings, request.spec)
+        return answer(
+            request.output, lambda: as_json.to_submit(*job), lambda page: to_submit(*job, page)
+        )
     given = {"server": request.server, "timeout_s": request.timeout_s, **request.credentials}
     connection(context).update({name: value for name, value in given.items() if value is not None})
     with opened_client() as client:
         found = client.submit(
             request.rdzv_id, request.run, request.settings, request.spec, this_user()
         )
-    if request.output != "text":
-        return as_asked(request.output, as_json.status(found))
-    page = page_for(sys.stderr if request.follow else sys.stdout)
-    text = submitted(found, request.server, page, followed=request.follow)
     if not request.follow:
-        return text
+        return answer(
+            request.output,
+            lambda: as_json.status(found),
+            lambda page: submitted(found, request.server, page),
+        )
+    text = submitted(found, request.server, page_for(sys.stderr), followed=True)
     # Only the workers' output goes to stdout.
     click.echo(text, err=True)
     return _followed(request)

@@ -121,11 +121,7 @@ def _show(findings: Iterable[Finding]) -> int:
 @click.option("--yes", is_flag=True, help="Write it without asking.")
 @connection_options
 def support_bundle_command(
-    job: str,
-    path: Path | None,
-    with_logs: bool,
-    force: bool,
-    yes: bool,
+    job: str, path: Path | None, with_logs: bool, force: bool, yes: bool
 ) -> str:
     """Collect everything known about JOB into an archive that you can send to someone.
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import click
 
 from rdzv.ctl.command_line import (
     OK,
     REFUSED,
-    as_asked,
+    answer,
     connection_options,
     job_argument,
     opened_client,
@@ -117,12 +116,7 @@ def _parsed_tail(text: str) -> tuple[int, int]:
 )
 @output_option
 @connection_options
-def stacks_command(
-    job: str,
-    number: int | None,
-    raw: bool,
-    output: str,
-) -> str:
+def stacks_command(job: str, number: int | None, raw: bool, output: str) -> str:
     """Show where in their code JOB's workers are.
 
     Workers at the same place are grouped. Running workers are inspected now by py-spy on their
@@ -130,11 +124,12 @@ def stacks_command(
     listed. If no workers are running, the stacks kept from the last hang are shown.
     """
     from rdzv.ctl import as_text_stacks
-    from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
     with opened_client() as client:
         found = client.stacks(job, number)
-    if output != "text":
-        return as_asked(output, as_json.stacks(found))
-    return as_text_stacks.text(found, page_for(sys.stdout), raw=raw)
+    return answer(
+        output,
+        lambda: as_json.stacks(found),
+        lambda page: as_text_stacks.text(found, page, raw=raw),
+    )
