@@ -289,8 +289,8 @@ def _check_size(what: str, texts: Iterable[str]) -> None:
     """Limit arguments and environments. Linux allows as much in a single variable."""
     most = 128 * 1024
     if (size := sum(len(text.encode()) for text in texts)) > most:
-        remedy = f"give at most {most}; put larger data into a file"
-        raise refusal(what, f"of {size} bytes", "is too large", remedy)
+        remedy = f"give at most {most}, and put larger data into a file"
+        raise refusal(what, size, "bytes are too many", remedy)
 
 
 # ------------------------------------------------------------------------------------ the kinds

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import click
 
@@ -70,41 +70,53 @@ class _ConnectionOption(click.Option):
         return "--server, --timeout, ...", "As before the command: rdzvctl --help explains them."
 
 
-_CONNECTION: dict[str, tuple[str, str, click.ParamType[Any], str]] = {
-    "server": (
+class Connection(NamedTuple):
+    """A connection option: its flag, the unit of its value, its type and its help."""
+
+    flag: str
+    unit: str
+    kind: click.ParamType[Any]
+    help: str
+
+
+MAX_TIMEOUT_S = 86_400
+CONNECTION = {
+    "server": Connection(
         "--server",
         "HOST:PORT",
         click.STRING,
         f"The rdzvd to ask; default: RDZV_SERVER or, if unset, {DEFAULT_SERVER}. If several "
         "share a store, give some or all of them, separated by commas.",
     ),
-    "timeout_s": (
+    "timeout_s": Connection(
         "--timeout",
         "SECONDS",
-        click.FloatRange(min=0, min_open=True, max=86_400),
+        click.FloatRange(min=0, min_open=True, max=MAX_TIMEOUT_S),
         f"How many seconds to wait for an answer; default: {_DEFAULT_TIMEOUT_S:g}.",
     ),
-    "ca": (
+    "ca": Connection(
         "--tls-ca",
         "FILE",
         _FILE,
         "The CA of rdzvd's certificate (PEM), for a TLS connection; default: RDZV_TLS_CA.",
     ),
-    "cert": (
+    "cert": Connection(
         "--tls-cert",
         "FILE",
         _FILE,
         "The client certificate for rdzvd (PEM); default: RDZV_TLS_CERT.",
     ),
-    "key": ("--tls-key", "FILE", _FILE, "The key of that certificate; default: RDZV_TLS_KEY."),
-    "token_file": (
+    "key": Connection(
+        "--tls-key", "FILE", _FILE, "The key of that certificate; default: RDZV_TLS_KEY."
+    ),
+    "token_file": Connection(
         "--token-file",
         "FILE",
         _FILE,
         "The file with the token for rdzvd; default: RDZV_TOKEN_FILE, or the token in RDZV_TOKEN.",
     ),
 }
-"""The connection options: flag, unit, type and help, by the name in `connection`."""
+"""The connection options, by the name in `connection`."""
 
 
 def connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -118,7 +130,7 @@ def connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
         if value is not None:
             connection(context)[option.name or ""] = value
 
-    for name, (flag, unit, kind, text) in reversed(_CONNECTION.items()):
+    for name, (flag, unit, kind, text) in reversed(CONNECTION.items()):
         option = click.option(
             flag,
             name,

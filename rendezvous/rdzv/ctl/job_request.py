@@ -13,27 +13,20 @@ import secrets
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from rdzv.core.model import JobSpec, Settings
+from rdzv import bounds
+from rdzv.core.model import PRIORITY, JobSpec, Settings
 from rdzv.core.words import listed
 from rdzv.ctl import job_file
-from rdzv.errors import InvalidRequestError, short
+from rdzv.ctl.command_line import CONNECTION, MAX_TIMEOUT_S
+from rdzv.errors import InvalidRequestError
 from rdzv.launch_options import declared_flags, flags, job_options
 from rdzv.launch_options.declared_flags import Option, switch, value
 from rdzv.launch_options.flags import Given
 from rdzv.launch_options.help_format import HelpFormatter
-from rdzv.launch_options.job_options import LABEL, LABEL_CHARS, VARIABLE, WORKERS_OWN
+from rdzv.launch_options.job_options import WORKERS_OWN
 from rdzv.structs import struct
-
-ENV_VARIABLES = 1_000
-ENV_BYTES = 128 * 1024
-"""The maximum total size of all names and values, which is also the server's limit."""
-ARGS_BYTES = 128 * 1024
-MAX_TIMEOUT_S = 86_400
-MAX_PRIORITY = 1_000_000
-ACCOUNT_CHARS = 64
-
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]{0,127}")
 
 REFUSED = {
     "standalone": "the nodes that run it have a server; leave it out",
@@ -49,16 +42,13 @@ REFUSED = {
 """Flags that a submitted job cannot have, with the reason and the remedy, keyed by the flag's dest.
 """
 
-CREDENTIALS = {
-    "tls_ca": "ca",
-    "tls_cert": "cert",
-    "tls_key": "key",
-    "token_file": "token_file",
+_CONNECTION = {
+    option.flag.lstrip("-").replace("-", "_"): name for name, option in CONNECTION.items()
 }
-"""The flags for credentials: the field of `Credentials`, keyed by the flag's dest."""
+"""The connection options: the name in `connection`, keyed by the flag's dest."""
 
 _REFUSED_IN_FILES = REFUSED | dict.fromkeys(
-    CREDENTIALS,
+    _CONNECTION.keys() - {"server", "timeout"},
     "it is for this command, not for the job: every node connects with its own; give it "
     "on the command line or in the environment",
 )
@@ -90,10 +80,8 @@ class Request:
     root_cause_exit: bool
     dry_run: bool
     output: str
-    server: str | None
-    timeout_s: float | None
-    credentials: Mapping[str, Path]
-    """The fields of `Credentials` that are given on the command line."""
+    connection: Mapping[str, Any]
+    """The connection options that are given, as `connection_options` names them."""
     notes: tuple[str, ...]
     """Notes on options and variables that have no effect."""
 
@@ -159,24 +147,28 @@ def _request(
         raise InvalidRequestError(
             f"--follow shows the workers' output, and -o {args.output} a document; leave one out"
         )
+    if args.timeout is not None and not 0 < args.timeout <= MAX_TIMEOUT_S:
+        raise InvalidRequestError(
+            f"--timeout={args.timeout:g}: give a number of seconds above 0, at most {MAX_TIMEOUT_S}"
+        )
     chdir = _chdir(args.chdir, caller.directory)
     spec = JobSpec(
         args=_job_args(given, rest, chdir),
         env=_environment(args.env or (), file, caller.environ),
         chdir=chdir,
         labels=_labels(args.labels),
-        priority=_priority(args.priority),
+        priority=bounds.within("--priority", args.priority, -PRIORITY, PRIORITY),
         gpus_per_node=None
         if args.gpus_per_node is None
-        else job_options.at_least("--gpus-per-node", args.gpus_per_node, 0),
+        else bounds.within("--gpus-per-node", args.gpus_per_node, 0, bounds.GPUS),
         local_world_size=local_world_size,
         needs_gpu=args.nproc_per_node == "gpu",
-        account=_account(args.user),
+        account=bounds.label("--user", args.user),
     )
     return Request(
         rdzv_id=_name_for(args.training_script, args)
         if args.rdzv_id is None
-        else _name(args.rdzv_id),
+        else bounds.name("--rdzv-id", args.rdzv_id),
         run=uuid.uuid4().hex,
         settings=settings,
         spec=spec,
@@ -184,12 +176,10 @@ def _request(
         root_cause_exit=job_options.wants_root_cause(args.exit_code),
         dry_run=args.dry_run,
         output=args.output,
-        server=args.server,
-        timeout_s=_timeout_s(args.timeout),
-        credentials={
-            field: path
-            for dest, field in CREDENTIALS.items()
-            if (path := getattr(args, dest)) is not None
+        connection={
+            name: given
+            for dest, name in _CONNECTION.items()
+            if (given := getattr(args, dest)) is not None
         },
         notes=_notes(conf, caller.environ),
     )
@@ -234,7 +224,7 @@ def _of_rdzvrun() -> list[Option]:
     return [
         (option[0], {**option[1], **(hidden if _dest(option) in REFUSED else {})})
         for option in declared_flags.described()
-        if _dest(option) not in CREDENTIALS
+        if _dest(option) not in _CONNECTION
     ]
 
 
@@ -295,11 +285,15 @@ def _of_command() -> list[Option]:
             default="text",
             choices=("text", "json", "yaml"),
         ),
-        value("--server", "HOST:PORT", "the rdzvd to ask"),
-        value("--timeout", "SECONDS", "how long to wait for an answer"),
-        *(option for option in declared_flags.described() if _dest(option) in CREDENTIALS),
+        *(
+            value(one.flag, one.unit, one.help, type=_TYPES.get(one.unit, str))
+            for one in CONNECTION.values()
+        ),
         switch("--help", "show this", short="-h"),
     ]
+
+
+_TYPES = {"SECONDS": float, "FILE": Path}
 
 
 def _dest(option: Option) -> str:
@@ -368,13 +362,7 @@ def _job_args(given: Sequence[Given], rest: Sequence[str], chdir: str) -> tuple[
     args = (*words, *rest)
     for arg in args:
         _check_utf8("argument", arg)
-    size = sum(len(arg.encode()) for arg in args)
-    if size > ARGS_BYTES:
-        raise InvalidRequestError(
-            f"the arguments have {size} bytes; give at most {ARGS_BYTES}, and put larger "
-            "data into a file"
-        )
-    return args
+    return bounds.arguments("arguments", args)
 
 
 def _environment(
@@ -382,8 +370,6 @@ def _environment(
 ) -> tuple[tuple[str, str], ...]:
     """Return the job's variables; the command line overrides the file."""
     env = dict(file.env)
-    for name in env:
-        _check_variable(f"env.{name}", name)
     env.update((name, _from_caller(name, "env_from: ", environ)) for name in file.env_from)
     on_line: set[str] = set()
     for text in given:
@@ -394,28 +380,27 @@ def _environment(
                 "--env: there is no name before the `=`; give NAME=VALUE, or only NAME "
                 "for the caller's value"
             )
-        _check_variable(f"--env {name}", name)
         if name in on_line:
             raise InvalidRequestError(f"--env {name} is given twice; leave one of them out")
         on_line.add(name)
+        if not _is_utf8(value):
+            raise InvalidRequestError(f"--env {name}: its value is not UTF-8; put it into a file")
         env[name] = value if equals else _from_caller(name, "--env ", environ)
-    for name, value in env.items():
-        _check_value(name, value)
-    size = sum(len(name) + len(value.encode()) for name, value in env.items())
-    if len(env) > ENV_VARIABLES:
-        raise InvalidRequestError(
-            f"the environment has {len(env)} variables; give at most {ENV_VARIABLES}"
-        )
-    if size > ENV_BYTES:
-        raise InvalidRequestError(
-            f"the environment has {size} bytes; give at most {ENV_BYTES}, and put larger "
-            "data into a file"
-        )
-    return tuple(env.items())
+    checked = bounds.environment("--env", tuple(env.items()))
+    for name in env:
+        if name in WORKERS_OWN:
+            raise InvalidRequestError(
+                f"variable {name}: it is different in every worker and round; leave it out"
+            )
+        if name == "CUDA_VISIBLE_DEVICES":
+            raise InvalidRequestError(
+                f"variable {name}: each node assigns GPUs to the job; say how many with "
+                "--gpus-per-node"
+            )
+    return checked
 
 
 def _from_caller(name: str, given: str, environ: Mapping[str, str]) -> str:
-    _check_variable(f"{given}{name}", name)
     if name not in environ:
         raise InvalidRequestError(
             f"{given}{name}: it is not set here; set it, or give {name}=VALUE"
@@ -423,101 +408,29 @@ def _from_caller(name: str, given: str, environ: Mapping[str, str]) -> str:
     return environ[name]
 
 
-def _check_variable(given: str, name: str) -> None:
-    if not VARIABLE.fullmatch(name):
-        raise InvalidRequestError(
-            f"{given}: {name!r} is not a variable name; give letters, digits and _, not "
-            "starting with a digit, as NAME=VALUE or NAME"
-        )
-
-
-def _check_value(name: str, value: str) -> None:
-    """Refuse a variable that no node can set. Errors do not show its value."""
-    if name in WORKERS_OWN:
-        raise InvalidRequestError(
-            f"variable {name}: it is different in every worker and round; leave it out"
-        )
-    if name == "CUDA_VISIBLE_DEVICES":
-        raise InvalidRequestError(
-            f"variable {name}: each node assigns GPUs to the job; say how many with --gpus-per-node"
-        )
-    if "\0" in value:
-        raise InvalidRequestError(f"variable {name}: its value has a NUL character; leave it out")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequestError(
-            f"variable {name}: its value is not UTF-8; give it another, or put it into a file"
-        ) from None
-
-
 def _check_utf8(what: str, text: str) -> None:
+    if not _is_utf8(text):
+        raise InvalidRequestError(f"{what} {text!r} cannot be used: it is not UTF-8")
+
+
+def _is_utf8(text: str) -> bool:
+    """Return whether text can be sent; a word of the command line may have any bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidRequestError(f"{what} {text!r} cannot be used: it is not UTF-8") from None
-    if "\0" in text:
-        raise InvalidRequestError(f"{what} {text!r} cannot be used: it has a NUL character")
+        return False
+    return True
 
 
 def _labels(text: str) -> tuple[tuple[str, str], ...]:
-    labels: dict[str, str] = {}
-    for pair in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = (part.strip() for part in pair.partition("="))
-        if not equals or not LABEL.fullmatch(name):
+    pairs = [part.strip() for part in text.split(",") if part.strip()]
+    for pair in pairs:
+        if "=" not in pair:
             raise InvalidRequestError(
                 f"--labels: {pair!r} is not NAME=VALUE; give, for example, gpu=h100,zone=a"
             )
-        if not value.isprintable() or len(value) > LABEL_CHARS:
-            raise InvalidRequestError(
-                f"--labels: the value of {name} cannot be used; give at most {LABEL_CHARS} "
-                "characters that can be printed"
-            )
-        if name in labels:
-            raise InvalidRequestError(f"--labels: {name} is given twice; leave one of them out")
-        labels[name] = value
-    return tuple(sorted(labels.items()))
-
-
-def _priority(value: int) -> int:
-    if abs(value) > MAX_PRIORITY:
-        raise InvalidRequestError(
-            f"--priority={value} is out of bounds; give {-MAX_PRIORITY} to {MAX_PRIORITY}"
-        )
-    return value
-
-
-def _timeout_s(text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds <= MAX_TIMEOUT_S:
-        raise InvalidRequestError(
-            f"--timeout={text}: give a number of seconds above 0, at most {MAX_TIMEOUT_S}"
-        )
-    return seconds
-
-
-def _account(name: str) -> str:
-    job_options.check_printable("--user", name)
-    if len(name) > ACCOUNT_CHARS:
-        raise InvalidRequestError(
-            f"--user={name:.80} has {len(name)} characters, too many for an account name; "
-            f"give at most {ACCOUNT_CHARS}"
-        )
-    return name
-
-
-def _name(rdzv_id: str) -> str:
-    if not _NAME.fullmatch(rdzv_id):
-        raise InvalidRequestError(
-            f"--rdzv-id={short(rdzv_id)} cannot be used; give at most 128 letters, digits "
-            "and . _ : @ -, starting with a letter, a digit or _"
-        )
-    return rdzv_id
+    split = (pair.partition("=") for pair in pairs)
+    return bounds.labels("--labels", ((name.strip(), value.strip()) for name, _, value in split))
 
 
 def _name_for(script: str, args: argparse.Namespace) -> str:
@@ -552,7 +465,7 @@ def _chdir(given: str | None, directory: str) -> str:
             f"--chdir={given or ''}: the working directory is gone; give an absolute path"
         )
     _check_utf8("--chdir", chdir)
-    return chdir
+    return bounds.no_nul("--chdir", chdir)
 
 
 def _notes(conf: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, ...]:

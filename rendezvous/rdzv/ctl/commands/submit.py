@@ -69,8 +69,7 @@ def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
         return answer(
             request.output, lambda: as_json.to_submit(*job), lambda page: to_submit(*job, page)
         )
-    given = {"server": request.server, "timeout_s": request.timeout_s, **request.credentials}
-    connection(context).update({name: value for name, value in given.items() if value is not None})
+    connection(context).update(request.connection)
     with opened_client() as client:
         found = client.submit(
             request.rdzv_id, request.run, request.settings, request.spec, this_user()
@@ -79,9 +78,9 @@ def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
         return answer(
             request.output,
             lambda: as_json.status(found),
-            lambda page: submitted(found, request.server, page),
+            lambda page: submitted(found, request.connection.get("server"), page),
         )
-    text = submitted(found, request.server, page_for(sys.stderr), followed=True)
+    text = submitted(found, None, page_for(sys.stderr), followed=True)
     # Only the workers' output goes to stdout.
     click.echo(text, err=True)
     return _followed(request)
@@ -90,7 +89,7 @@ def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
 def _followed(request: Request) -> int:
     from rdzv.ctl.follow import follow
 
-    rdzv_id, server = request.rdzv_id, request.server
+    rdzv_id, server = request.rdzv_id, request.connection.get("server")
     try:
         with opened_client() as logs, opened_client() as watcher:
             return follow(logs, watcher, rdzv_id, request.run, root_cause=request.root_cause_exit)
