@@ -14,17 +14,10 @@ from rdzv.client import ControlClient
 from rdzv.ctl import as_text
 from rdzv.ctl.command_line import say
 from rdzv.ctl.layout import page_for
-from rdzv.ctl.watch import (
-    EXIT_CODES,
-    HISTORY_EVENTS,
-    StateReports,
-    exit_code,
-    one_of_many,
-    watching,
-)
+from rdzv.ctl.watch import HISTORY_EVENTS, StateReports, exit_code, one_of_many, tries_again
 from rdzv.errors import InvalidRequestError, RendezvousClosedError, RendezvousError
 from rdzv.view import as_json
-from rdzv.view.answers import Event, JobStatus, LogLines
+from rdzv.view.answers import ENDED, Event, JobStatus, LogLines
 from rdzv.view.log_lines import Printer, note_of
 
 
@@ -64,8 +57,7 @@ def follow(
         RendezvousError: the server can no longer report on the run.
     """
     story = _Story(watcher, rdzv_id, run)
-    told = threading.Thread(target=story.tell, daemon=True)
-    told.start()
+    story.start()
     try:
         written = logs.logs(rdzv_id, follow=True, run=run)
         # Notes about the whole job are omitted, because the story reports them.
@@ -77,40 +69,38 @@ def follow(
     except RendezvousError as error:
         say(f"no more of its output can be shown: {error}")
     # This ends, because the watch gives up by itself if no server responds.
-    told.join()
+    story.join()
     return story.end(root_cause=root_cause)
 
 
-class _Story:
-    """Reports one run's state changes as the server pushes them."""
+class _Story(threading.Thread):
+    """Reports one run's state changes on stderr, as the server pushes them, until it has ended."""
 
     def __init__(self, client: ControlClient, rdzv_id: str, run: str) -> None:
+        super().__init__(daemon=True)
         self._client = client
         self._rdzv_id = rdzv_id
-        self._run = run
-        self._reports = StateReports(rdzv_id)
+        self._run_uid = run
         self._end: JobStatus | RendezvousError | None = None
 
-    def tell(self) -> None:
-        """Report every change on stderr until the run has ended."""
-        with watching(self._client, self._rdzv_id) as news:
-            while self._end is None:
-                found = news.get()
-                if isinstance(found, RendezvousError):
-                    self._end = found
-                elif found.status.run != self._run:
-                    self._end = RendezvousClosedError(
+    def run(self) -> None:
+        """Report every change."""
+        reports = StateReports(self._rdzv_id)
+        try:
+            for status in self._client.watch(self._rdzv_id, tries_again):
+                if status.run != self._run_uid:
+                    raise RendezvousClosedError(
                         f"another run of {self._rdzv_id} has begun; `rdzvctl events "
                         f"{self._rdzv_id}` shows how this one ended"
                     )
-                else:
-                    self._tell(found.status)
-
-    def _tell(self, status: JobStatus) -> None:
-        if status.state in EXIT_CODES:
-            self._end = status
-            return
-        self._reports.report(status)
+                if status.state in ENDED:
+                    self._end = status
+                    return
+                reports.report(status)
+        except RendezvousError as error:
+            self._end = error
+        except ValueError:
+            pass  # The client was closed, because of Ctrl-C.
 
     def end(self, *, root_cause: bool) -> int:
         """Report how the run ended and return the exit code; raise if that is unknown."""
@@ -131,16 +121,12 @@ def follow_events(
     The server announces each change to the job; the new events are then fetched.
     """
     _show_events(rdzv_id, known, output)
-    with watching(watcher, rdzv_id) as news:
-        ended = False
-        while not ended:
-            found = news.get()
-            if isinstance(found, RendezvousError):
-                raise found
-            ended = found.status.state in EXIT_CODES
-            newest = client.events(rdzv_id, HISTORY_EVENTS)
-            _show_events(rdzv_id, _after(known, newest), output)
-            known = newest
+    for status in watcher.watch(rdzv_id, tries_again):
+        newest = client.events(rdzv_id, HISTORY_EVENTS)
+        _show_events(rdzv_id, _after(known, newest), output)
+        known = newest
+        if status.state in ENDED:
+            return
 
 
 def _after(known: Sequence[Event], newest: Sequence[Event]) -> Sequence[Event]:

@@ -23,9 +23,8 @@ from rdzv.ctl.command_line import DENIED, UNREACHABLE, as_yaml, say, warn
 from rdzv.ctl.layout import page_for
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.launch_options.job_options import root_cause_exit
-from rdzv.structs import struct
 from rdzv.view import as_json
-from rdzv.view.answers import Event, JobStatus
+from rdzv.view.answers import ENDED, Event, JobStatus
 
 EXIT_CODES = {"succeeded": 0, "failed": 1, "stopped": 3}
 """The exit codes of `wait` by job state. In any other state, the job has not ended."""
@@ -51,67 +50,44 @@ _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
 _LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 
 
-@struct(frozen=True)
-class SeenStatus:
-    """A job's status, and when it arrived."""
-
-    status: JobStatus
-    at_s: float
-
-    def aged(self) -> JobStatus:
-        """Return the job with its ages brought up to date."""
-        return live.later(self.status, round((time.monotonic() - self.at_s) * 1000))
+_News = SimpleQueue[JobStatus | RendezvousError]
 
 
-_News = SimpleQueue[SeenStatus | RendezvousError]
-
-
-def _tries_again(error: RendezvousError) -> None:
+def tries_again(error: RendezvousError) -> None:
+    """Report that the server does not respond any more."""
     warn(f"{error}; trying again")
 
 
-@contextmanager
-def watching(
-    client: ControlClient, job: str, silent: Callable[[RendezvousError], None] = _tries_again
-) -> Iterator[_News]:
-    """Yield a queue of the server's updates, which a thread receives.
+def _watching(
+    client: ControlClient, job: str, silent: Callable[[RendezvousError], None] = tries_again
+) -> _News:
+    """Return a queue of the server's updates, which a thread receives.
 
-    `silent` is called in that thread when no server responds any more; by default it prints this on
-    stderr.
+    `silent` is called in that thread when no server responds any more.
     """
     news: _News = SimpleQueue()
 
     def take_in() -> None:
         try:
             for status in client.watch(job, silent):
-                news.put(SeenStatus(status, time.monotonic()))
+                news.put(status)
         except RendezvousError as error:
             news.put(error)
         except ValueError:
-            # The client was closed, because the caller is no longer watching.
-            pass
+            pass  # The client was closed, because the caller is no longer watching.
 
     threading.Thread(target=take_in, daemon=True).start()
-    yield news
+    return news
 
 
-def _next(news: _News, within_s: float | None) -> SeenStatus | None:
-    """Return the newest update or raise its error; None if nothing arrives within `within_s`."""
-    try:
-        found = news.get(timeout=within_s)
-        while not news.empty():
-            found = news.get()
-    except Empty:
-        return None
+def _next(news: _News, within_s: float | None = None) -> JobStatus:
+    """Return the newest update or raise its error; raise Empty if none arrives in time."""
+    found = news.get(timeout=within_s)
+    while not news.empty():
+        found = news.get()
     if isinstance(found, RendezvousError):
         raise found
     return found
-
-
-def _newest(news: _News) -> SeenStatus:
-    seen = _next(news, None)
-    assert seen is not None, "there is always an update without a deadline"
-    return seen
 
 
 def show(
@@ -121,25 +97,22 @@ def show(
 
     `other` is a client of the same server, for requests while `client` is streaming.
     """
-    smart = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    terminal = smart and output == "text"
-    # A line on stderr would corrupt the screen.
-    silent = (lambda _: None) if terminal else _tries_again
-    with watching(client, job, silent) as news:
-        if terminal:
-            last = _live(other, job, news)
-            page = page_for(sys.stdout)
-            print(as_text.status(last.status, page, everything=everything))  # noqa: T201
+    if output == "text" and _is_smart():
+        status = _live(other, job, _watching(client, job, lambda _: None))
+        print(as_text.status(status, page_for(sys.stdout), everything=everything))  # noqa: T201
+        return
+    for status in client.watch(job, tries_again):
+        if output == "text":
+            shown = as_text.status(status, page_for(sys.stdout), everything=everything) + "\n"
+        else:
+            shown = one_of_many(output, as_json.status(status))
+        print(shown, flush=True)  # noqa: T201
+        if status.state in ENDED:
             return
-        while True:
-            seen = _newest(news)
-            if output == "text":
-                text = as_text.status(seen.status, page_for(sys.stdout), everything=everything)
-                print(f"{text}\n", flush=True)  # noqa: T201
-            else:
-                print(one_of_many(output, as_json.status(seen.status)), flush=True)  # noqa: T201
-            if seen.status.state in EXIT_CODES:
-                return
+
+
+def _is_smart() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def show_again(shown: Callable[[], str], *, as_screen: bool) -> None:
@@ -148,24 +121,20 @@ def show_again(shown: Callable[[], str], *, as_screen: bool) -> None:
     On a terminal, with `as_screen`, it is redrawn in place. If the server stops responding, this is
     reported, and the request is repeated.
     """
-    smart = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and as_screen
+    smart = as_screen and _is_smart()
     text = shown()  # A server that was never there is an error.
     with _own_screen() if smart else contextlib.nullcontext():
         while True:
             if smart:
-                _draw(_cut(text.splitlines(), shutil.get_terminal_size().lines))
+                lines, height = text.splitlines(), shutil.get_terminal_size().lines
+                _draw(lines if len(lines) <= height else [*lines[: height - 1], "..."])
             else:
                 print(text, flush=True)  # noqa: T201
             time.sleep(REPEAT_S)
             try:
                 text = shown()
             except RendezvousConnectionError as error:
-                _tries_again(error)
-
-
-def _cut(lines: Sequence[str], height: int) -> Sequence[str]:
-    """Return as many lines as fit on a terminal; "..." replaces those that do not."""
-    return lines if len(lines) <= height else [*lines[: height - 1], "..."]
+                tries_again(error)
 
 
 def one_of_many(output: str, document: str) -> str:
@@ -175,59 +144,31 @@ def one_of_many(output: str, document: str) -> str:
     return f"---\n{as_yaml(document)}"
 
 
-def _live(client: ControlClient, job: str, news: _News) -> SeenStatus:
+def _live(client: ControlClient, job: str, news: _News) -> JobStatus:
     """Keep the screen up to date until the job has ended; return its last status."""
-    seen = _newest(news)
-    whole_ms = live.whole_wait_ms(seen.status, None, None)
-    history = _History(client, job)
+    status, seen_s = _next(news), time.monotonic()
+    whole_ms = live.whole_wait_ms(status, None, None)
+    history: Sequence[Event] = ()
+    turn: object = None
     with _own_screen():
-        while seen.status.state not in EXIT_CODES:
-            history.want(seen.status)
-            now_s = time.monotonic()
-            _draw(
-                live.screen(
-                    seen.aged(),
-                    history.events,
-                    whole_ms,
-                    page_for(sys.stdout),
-                    shutil.get_terminal_size().lines,
-                    blocks=_has_blocks(),
-                )
-            )
-            fresh = _next(news, REDRAW_S)
-            if fresh is not None:
-                whole_ms = live.whole_wait_ms(fresh.status, seen.status, whole_ms)
-                seen = fresh
+        while status.state not in ENDED:
+            placed = status.submission.placed if status.submission else ()
+            before, turn = turn, (status.run, status.round, status.state, placed)
+            if turn != before:
+                # While the server does not respond, the screen keeps the last history.
+                with contextlib.suppress(RendezvousError):
+                    history = client.events(job, HISTORY_EVENTS)
+            drawn_s = time.monotonic()
+            aged = live.later(status, round((drawn_s - seen_s) * 1000))
+            page, height = page_for(sys.stdout), shutil.get_terminal_size().lines
+            _draw(live.screen(aged, history, whole_ms, page, height, blocks=_has_blocks()))
+            with contextlib.suppress(Empty):
+                fresh = _next(news, REDRAW_S)
+                whole_ms = live.whole_wait_ms(fresh, status, whole_ms)
+                status, seen_s = fresh, time.monotonic()
                 # Several changes in quick succession are drawn once.
-                time.sleep(max(LEAST_REDRAW_S - (time.monotonic() - now_s), 0.0))
-    return seen
-
-
-class _History:
-    """A job's events, fetched again whenever the job has changed."""
-
-    def __init__(self, client: ControlClient, job: str) -> None:
-        self.events: tuple[Event, ...] = ()
-        self._client = client
-        self._job = job
-        self._turn: object = None
-        self._turned: SimpleQueue[None] = SimpleQueue()
-        threading.Thread(target=self._keep, daemon=True).start()
-
-    def want(self, status: JobStatus) -> None:
-        """Fetch the events again in the background if the job has changed since the last fetch."""
-        placed = status.submission.placed if status.submission else ()
-        turn = (status.run, status.round, status.state, placed)
-        if turn != self._turn:
-            self._turn = turn
-            self._turned.put(None)
-
-    def _keep(self) -> None:
-        while True:
-            self._turned.get()
-            # While the server does not respond, the screen keeps the last history.
-            with contextlib.suppress(RendezvousError, ValueError):
-                self.events = self._client.events(self._job, HISTORY_EVENTS)
+                time.sleep(max(LEAST_REDRAW_S - (seen_s - drawn_s), 0.0))
+    return status
 
 
 @contextmanager
@@ -303,19 +244,18 @@ def wait(
     Until then, report the job's state and reason on stderr, at once and whenever they change.
     """
     reports = StateReports(job)
-    deadline_s = None if wait_s is None else time.monotonic() + wait_s
-    with watching(client, job) as news:
-        last: SeenStatus | None = None
-        while True:
-            left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
-            seen = _next(news, left_s)
-            if seen is None:
-                state = last.status.state if last else "not known"
-                return f"{job} is {state} after {wait_s:g} s", EXIT_GOES_ON
-            last = seen
-            code = exit_code(seen.status, root_cause=root_cause)
-            if code is not None:
-                return f"{job} has {seen.status.state}: {seen.status.reason}", code
-            reports.report(seen.status)
-            if until_running and seen.status.state == "running":
-                return f"{job} is running", 0
+    until_s = None if wait_s is None else time.monotonic() + wait_s
+    news, state = _watching(client, job), "not known"
+    while True:
+        left_s = None if until_s is None else max(until_s - time.monotonic(), 0.0)
+        try:
+            status = _next(news, left_s)
+        except Empty:
+            return f"{job} is {state} after {wait_s:g} s", EXIT_GOES_ON
+        state = status.state
+        code = exit_code(status, root_cause=root_cause)
+        if code is not None:
+            return f"{job} has {state}: {status.reason}", code
+        reports.report(status)
+        if until_running and state == "running":
+            return f"{job} is running", 0

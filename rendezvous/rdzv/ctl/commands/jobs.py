@@ -224,10 +224,12 @@ def restart_command(job: str, reason: str | None) -> str:
 
     This does not count as a restart.
     """
+    from rdzv.view.answers import ENDED
+
     with opened_client() as client:
         before = client.status(job)
         if before.round is None or before.state != "running":
-            has = "has" if before.state in ("succeeded", "failed", "stopped") else "is"
+            has = "has" if before.state in ENDED else "is"
             raise InvalidRequestError(
                 f"{job} {has} {before.state}: there are no workers to restart"
             )
