@@ -34,7 +34,7 @@ TIMEOUT_MS = 30 * DAY_MS
 """The longest timeout of a job. An ended job is remembered for at least as long, so no node can
 still be waiting to learn how it ended."""
 NODES_PER_JOB = 1_000_000
-"""The largest max_nodes. The setting `limits.nodes` bounds how many nodes there are."""
+"""The largest max_nodes. The largest min_nodes is the setting `limits.nodes`."""
 LOCAL_WORLD_SIZE = 4_096
 """The number of workers of one node in a job."""
 JOBS_PER_NODE = 256

@@ -447,7 +447,7 @@ def test_a_job_that_is_not_known_is_named_by_every_command(c: Cluster) -> None:
 
 
 def test_nothing_that_was_refused_is_known_to_the_server(c: Cluster) -> None:
-    for option in ("--rdzv-id=a b", "--node-id=a b", "--nproc-per-node=5000", "--nnodes=20000"):
+    for option in ("--rdzv-id=a b", "--node-id=a b", "--nproc-per-node=5000", "--nnodes=20001"):
         assert c.start_node("n1", option, nnodes="1").wait() == 2
     with ControlClient(parse_endpoint(c.endpoint)) as client:
         assert client.jobs() == ()

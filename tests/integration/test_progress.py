@@ -150,4 +150,4 @@ def test_progress_that_can_not_be_true_costs_a_node_nothing(c: Cluster) -> None:
         )
         bodies = [message.WhichOneof("body") for message in call]
     assert bodies == ["welcome", "heard"]
-    c.wait_for_log("n9: ignoring an invalid report: rate -1.0 is no rate")
+    c.wait_for_log("n9: ignoring an invalid report: ranks.rate -1.0 is no rate")

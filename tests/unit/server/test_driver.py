@@ -22,6 +22,7 @@ from rdzv.core.commands import (
     Leave,
     MarkLost,
     Resume,
+    Scale,
     Stop,
     Succeed,
     Tick,
@@ -47,6 +48,7 @@ from rdzv.core.model import (
 )
 from rdzv.core.reason import ReasonItem
 from rdzv.errors import (
+    InvalidRequestError,
     InvariantError,
     LimitExceededError,
     RendezvousClosedError,
@@ -487,6 +489,22 @@ async def test_nodes_are_bounded() -> None:
         await s.connect("n1")
         with pytest.raises(LimitExceededError, match="n2 is over the limit"):
             s.attach("n2")
+
+
+async def test_a_job_that_needs_more_nodes_than_the_server_holds_is_refused() -> None:
+    async with server(limits=Limits(nodes=2)) as s:
+        n1 = await s.connect("n1")
+        await s.join(n1, (3, 4))
+        refused = read(n1)[-1]
+        assert isinstance(refused, Refused)
+        assert refused.message == (
+            "--nnodes: min_nodes 3 is above the 2 nodes that this server holds; lower it, or raise "
+            "the server's limit `nodes`"
+        )
+        await s.join(n1, (2, 4))
+        assert any(isinstance(message, Joined) for message in read(n1))
+        with pytest.raises(InvalidRequestError, match="min_nodes 3 is above the 2 nodes"):
+            await s.driver.engine.submit("job-7", Scale("feed", 3, 4, ""))
 
 
 async def test_a_slow_reader_loses_its_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from rdzv.bounds import refusal
 from rdzv.core import rendezvous
-from rdzv.core.commands import Command, Fail, Join, Tick
+from rdzv.core.commands import Command, Fail, Join, Scale, Submit, Tick
 from rdzv.core.invariants import violations
-from rdzv.core.model import State
+from rdzv.core.model import Settings, State
 from rdzv.core.rendezvous import Transition
 from rdzv.errors import InvariantError, RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, LoopWatch
@@ -62,6 +63,7 @@ class Engine:
         self._tasks = tasks
         self._new_uid = new_uid
         self._meter = meter
+        self._limits = config.limits
         self._judge = judge
         self._on_step = publish
         self._waiting: dict[str, deque[Asked]] = {}
@@ -89,6 +91,7 @@ class Engine:
                 `RendezvousConnectionError` it may have taken effect, and the caller repeats it.
 
         """
+        self._check_size(command)
         outcome: asyncio.Future[State | RendezvousError] = (
             asyncio.get_running_loop().create_future()
         )
@@ -97,6 +100,18 @@ class Engine:
         if isinstance(decided, RendezvousError):
             raise decided
         return decided
+
+    def _check_size(self, command: Command) -> None:
+        """Refuse a job of more nodes than this server ever holds, which would wait for nothing."""
+        match command:
+            case (
+                Join(settings=Settings(min_nodes=least))
+                | Submit(settings=Settings(min_nodes=least))
+                | Scale(min_nodes=least)
+            ) if least > self._limits.nodes:
+                reason = f"is above the {self._limits.nodes} nodes that this server holds"
+                remedy = "lower it, or raise the server's limit `nodes`"
+                raise refusal("--nnodes: min_nodes", least, reason, remedy)
 
     def _ask_for(self, rdzv_id: str, asked: Asked) -> None:
         if (waiting := self._waiting.get(rdzv_id)) is not None:

@@ -300,7 +300,8 @@ class Limits(Table, frozen=True):
     jobs: Annotated[int, setting(ge=1, le=1_000_000, unit="jobs", reload=True, reason="""
         Jobs that have nodes, or a round that is not settled; each takes memory.""")] = 10_000
     nodes: Annotated[int, setting(ge=1, le=1_000_000, unit="nodes", reload=True, reason="""
-        Nodes, connected or away; each stream needs about 30 KB.""")] = 20_000
+        Nodes, connected or away; each stream needs about 30 KB. A job that needs more is refused.
+        """)] = 20_000
     connections: Annotated[int, setting(ge=1, le=1_000_000, unit="connections", reason="""
         Connections over gRPC. The open files that the system allows rdzvd, less 512, are a bound,
         too.""")] = 32_768
