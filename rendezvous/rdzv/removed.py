@@ -11,7 +11,7 @@ CONSTANTS = {
     "forming.gather": "rdzv.core.life.forming.GATHER_MS",
     "forming.gather_quiet": "rdzv.core.life.forming.GATHER_QUIET_MS",
     "forming.root_cause_window": "rdzv.core.root_cause.WINDOW_MS",
-    "forming.stop_margin": "rdzv.core.life.absences.STOP_MARGIN_MS",
+    "forming.stop_margin": "rdzv.core.rounds.ranks.STOP_MARGIN_MS",
     "forming.store_backoff": "rdzv.core.life.forming.STORE_BACKOFF_MS",
     "forming.store_backoff_longest": "rdzv.core.life.forming.STORE_BACKOFF_MAX_MS",
     "lease.heartbeats": "rdzv.core.fleet.nodes.HEARTBEATS_PER_LEASE",

@@ -44,8 +44,8 @@ from rdzv.core.fleet.job_queue import Demand, Host, Plan
 from rdzv.core.fleet.node_resources import gpus_needed
 from rdzv.core.fleet.quarantine import Record as QuarantineRecord
 from rdzv.core.kept_ranks import kept_workers
-from rdzv.core.life.chosen_nodes import MAX_DECLINED
 from rdzv.core.model import (
+    MAX_DECLINED,
     UNMOVED,
     Cause,
     JobSpec,

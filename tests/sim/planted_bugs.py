@@ -443,7 +443,7 @@ MUTANTS = (
     # ---------------------------------------------------------- rendezvous: command rules
     Mutant(
         "an old incarnation is heard",
-        "conditions.from_holder",
+        "rendezvous.from_holder",
         "    return None if held == command.incarnation else Ignored.OTHER_INSTANCE",
         "    return None",
         by=_unit(),
@@ -517,7 +517,7 @@ MUTANTS = (
     ),
     Mutant(
         "a resumed seat keeps its former incarnation",
-        "restoring.resume",
+        "joining.resume",
         "        moved = replace(seat, incarnation=command.incarnation)",
         "        moved = seat",
         by=_unit(),
@@ -545,8 +545,8 @@ MUTANTS = (
     Mutant(
         "who leaves excuses nothing",
         "leaving.leave",
-        "    if not (seat.succeeded or seat.leaving or failed):",
-        "    if False:",
+        "(round_.live or not (seat.leaving or failed)):",
+        "round_.live:",
     ),
     Mutant(
         "a stuck node keeps its seat",
@@ -557,8 +557,7 @@ MUTANTS = (
     Mutant(
         "a store host that fails is a worker failure",
         "report_store_host",
-        "    end_round(work, Cause.STORE_HOST, reason, broken=True, node_id=command.node_id)\n"
-        "    charge_instead(work, Cause.STORE_HOST, reason, command.node_id)",
+        "    end_round(work, Cause.STORE_HOST, reason, broken=True, node_id=command.node_id)",
         "    end_round(work, Cause.WORKER_FAILURE, reason, broken=True)",
     ),
     Mutant(
@@ -576,8 +575,8 @@ MUTANTS = (
     Mutant(
         "a lost node excuses nothing",
         "leaving.give_up",
-        "        charge_instead(work, Cause.NODE_LOST, text, node_id)\n",
-        "",
+        "not seat.succeeded:",
+        "not seat.succeeded and work.membership.live_round:",
     ),
     Mutant(
         "who is lost keeps its seat",
@@ -587,9 +586,9 @@ MUTANTS = (
     ),
     Mutant(
         "a round ends twice",
-        "round_end.end_round",
-        "    if round_ is None or not round_.live:\n        return\n    keep = keep and",
-        "    if round_ is None:\n        return\n    keep = keep and",
+        "failures.end_round",
+        "    if round_ is None or not round_.live:",
+        "    if round_ is None:",
     ),
     # ---------------------------------------------------------- keeping
     Mutant(
@@ -776,14 +775,14 @@ MUTANTS = (
     ),
     Mutant(
         "keeping: an operator's restart asks for no new processes",
-        "operator_commands.restart",
+        "runs.restart",
         "broken=False, keep=False)",
         "broken=False)",
         by=KEEPING_TESTS,
     ),
     Mutant(
         "keeping: what torch's own agents restart",
-        "round_end.end_round",
+        "failures.end_round",
         "keep = keep and work.membership.settings.max_restarts is not None",
         "keep = keep",
         by=KEEPING_TESTS,
@@ -918,8 +917,8 @@ MUTANTS = (
     ),
     Mutant(
         "what was spent is forgotten",
-        "settle_charge",
-        "            spent=charge.spent,\n",
+        "failures._charge",
+        "        spent=spent,\n",
         "",
     ),
     Mutant(
@@ -1013,26 +1012,26 @@ MUTANTS = (
     Mutant(
         "a charge is settled before everyone has stopped",
         "settle_charge",
-        "    if work.state.seats:\n        return False\n    moved, ",
-        "    moved, ",
+        " or work.state.seats:",
+        ":",
     ),
     Mutant(
         "every end of a round spends a restart",
-        "_charge",
-        "    if end.cause is Cause.WORKER_FAILURE and budget_left:",
-        "    if budget_left:",
+        "failures._charge",
+        "    if end.cause is Cause.WORKER_FAILURE and over is None:",
+        "    if over is None:",
     ),
     Mutant(
         "the budget of restarts has one more",
-        "_charge",
-        "now_ms) < most\n",
-        "now_ms) <= most\n",
+        "failures._charge",
+        "counted >= most",
+        "counted > most",
     ),
     Mutant(
         "restarts are not counted",
-        "_charge",
-        "        restarts = (*restarts, now_ms) if budget_left else restarts",
-        "        restarts = restarts",
+        "failures._charge",
+        "            restarts = (*restarts, now_ms)",
+        "            pass",
         by=_unit(),
     ),
     Mutant(
@@ -1612,13 +1611,13 @@ MUTANTS = (
     # ---------------------------------------------------------- operators
     Mutant(
         "other bounds are forgotten",
-        "operator_commands.scale",
+        "runs.scale",
         "    work.store(replace(membership, scaled=bounds))\n",
         "",
     ),
     Mutant(
         "a round above its bounds goes on",
-        "operator_commands.scale",
+        "runs.scale",
         "    if round_ is not None and len(work.state.seats) > command.max_nodes:\n",
         "    if False:\n",
     ),
@@ -1679,9 +1678,9 @@ MUTANTS = (
     ),
     Mutant(
         "who has declined is chosen again",
-        "chosen_nodes.decline",
-        "    return replace(withdraw(submission, (node_id,)), declined=declined)",
-        "    return withdraw(submission, (node_id,))",
+        "Submission.with_declined",
+        "    return replace(self.without((node_id,)), declined=declined)",
+        "    return self.without((node_id,))",
     ),
     Mutant(
         "nodes are given while a placement is in doubt",
@@ -1805,7 +1804,7 @@ MUTANTS = (
     ),
     Mutant(
         "who was let go of is let in by the echo of its join",
-        "conditions.is_barred",
+        "joining.is_barred",
         "    return state.run_is_open and state.membership.submission is not None",
         "    return False",
         by=QUARANTINE_TESTS,
@@ -1963,7 +1962,7 @@ MUTANTS = (
     ),
     Mutant(
         "a node that is heard again is waited for all the same",
-        "absences.note_heard",
+        "leaving.note_heard",
         "    if not any(d.may_run and d.node_id == node_id for d in departures):",
         "    if True:",
         by="tests/unit/core/test_rendezvous.py tests/unit/server/test_driver.py",
@@ -1992,8 +1991,8 @@ MUTANTS = (
     Mutant(
         "an instance before the participant's own reports its success",
         "leaving.succeed",
-        "if p.node_id == node_id and p.incarnation <= command.incarnation",
-        "if p.node_id == node_id",
+        " or own.incarnation > command.incarnation",
+        "",
         by="tests/unit/core/test_rendezvous.py",
     ),
     # ---------------------------------------------------------- hangs

@@ -26,9 +26,9 @@ from random import Random
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Phase
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules
-from rdzv.core.life.absences import STOP_MARGIN_MS
 from rdzv.core.life.forming import GATHER_MS, STORE_BACKOFF_MAX_MS
 from rdzv.core.model import Membership
+from rdzv.core.rounds.ranks import STOP_MARGIN_MS
 from tests.sim.agents import PING_MS, Agent, NodeSpec, Part, Workers
 from tests.sim.checkers import Judge, LivenessError
 from tests.sim.cluster import Disk, Server

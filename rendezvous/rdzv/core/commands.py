@@ -73,7 +73,23 @@ Failures = Annotated[tuple[FailureReport, ...], Cut(_earliest)]
 
 
 @struct(frozen=True)
-class Join:
+class OfNode:
+    """A command from, or about, one instance of a node in the job."""
+
+    node_id: str
+    incarnation: int
+
+
+@struct(frozen=True)
+class OfRound(OfNode):
+    """A command of a node about a round."""
+
+    run: Uid
+    round: int
+
+
+@struct(frozen=True)
+class Join(OfNode):
     """Ask for a place in the next round.
 
     `left_round` confirms that the node's workers no longer take part in that round: each worker has
@@ -86,8 +102,6 @@ class Join:
     node holds.
     """
 
-    node_id: str
-    incarnation: int
     run: AnyUid
     settings: Settings
     offer: Offer
@@ -109,15 +123,13 @@ class Join:
 
 
 @struct(frozen=True)
-class Resume:
+class Resume(OfNode):
     """Report, after a reconnect, that the node is running or stopping workers of `round`.
 
     `recovery` reports that round to a server that may not know it; `owner`, `secret` and `instance`
     are as in `Join`.
     """
 
-    node_id: str
-    incarnation: int
     run: str
     round: int
     recovery: RecoveryReport | None = None
@@ -127,28 +139,19 @@ class Resume:
 
 
 @struct(frozen=True)
-class Fail:
+class Fail(OfRound):
     """Report failed workers of `round`; the node has already begun to stop its other workers."""
 
-    node_id: str
-    incarnation: int
-    run: Uid
-    round: int
     failures: Failures
 
 
 @struct(frozen=True)
-class Succeed:
+class Succeed(OfRound):
     """Report that all workers of `round` on the node exited with code 0."""
-
-    node_id: str
-    incarnation: int
-    run: Uid
-    round: int
 
 
 @struct(frozen=True)
-class Leave:
+class Leave(OfNode):
     """Leave the job.
 
     The node keeps its seat until it leaves again with `left_round` set to the round.
@@ -156,8 +159,6 @@ class Leave:
     `run` is empty if the node leaves before it has learned which run it is in.
     """
 
-    node_id: str
-    incarnation: int
     run: AnyUid
     cause: LeaveCause
     reason: Sentence
@@ -167,33 +168,23 @@ class Leave:
 
 
 @struct(frozen=True)
-class ReportStuck:
+class ReportStuck(OfRound):
     """Report workers of `round` that survive SIGKILL."""
 
-    node_id: str
-    incarnation: int
-    run: Uid
-    round: int
     pids: Annotated[tuple[int, ...], First(64)]
 
 
 @struct(frozen=True)
-class ReportStoreHost:
+class ReportStoreHost(OfRound):
     """Report that the c10d store of `round` died or was not ready in time."""
 
-    node_id: str
-    incarnation: int
-    run: Uid
-    round: int
     reason: Sentence
 
 
 @struct(frozen=True)
-class MarkAway:
+class MarkAway(OfNode):
     """The node's stream has ended; the nodes core will give it up at `until_ms`."""
 
-    node_id: str
-    incarnation: int
     until_ms: int
     firm: bool
     may_run: bool = True
@@ -201,22 +192,17 @@ class MarkAway:
 
 
 @struct(frozen=True)
-class MarkBack:
+class MarkBack(OfNode):
     """The node is connected again."""
-
-    node_id: str
-    incarnation: int
 
 
 @struct(frozen=True)
-class MarkLost:
+class MarkLost(OfNode):
     """The nodes core has given up the node.
 
     `heard` means that the node reported having no workers.
     """
 
-    node_id: str
-    incarnation: int
     reason: str
     heard: bool = False
     silent_ms: int = 0

@@ -4,10 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
-from rdzv.core.events import Event
-from rdzv.core.model import Away, Membership, Round, Seat, State, Stuck, Submission, Waiting
+from rdzv.core.events import Event, RunEnded
+from rdzv.core.model import (
+    Away,
+    Ended,
+    Failure,
+    Membership,
+    Result,
+    Round,
+    RoundEnd,
+    Seat,
+    State,
+    Stuck,
+    Submission,
+    Waiting,
+)
 from rdzv.structs import replace
+
+
+class Ignored(StrEnum):
+    """The reason why a command had no effect.
+
+    A command that arrives late, arrives twice, or comes from a replaced instance is not an error.
+    """
+
+    NO_OPEN_RUN = "no run is open"
+    OTHER_RUN = "it names another run"
+    OTHER_ROUND = "it names another round"
+    ROUND_ENDED = "the round has ended for another cause"
+    NOT_PRESENT = "the node is not in the job"
+    OTHER_INSTANCE = "another instance has the node's place"
+    NO_SEAT = "the node has no seat in the round"
+    SEATED = "the node still has a seat"
+    NOT_STORE_HOST = "the node does not host the store"
+    NOT_SUBMITTED = "the run was not submitted"
+    NOT_PLACED = "the node was not chosen"
+    BARRED = "the node is barred from submitted jobs"
+    KNOWN = "nothing new"
 
 
 @dataclass(slots=True)
@@ -63,6 +98,23 @@ class Draft:
     def store_round(self, round_: Round) -> None:
         self.store(replace(self.membership, round=round_))
 
+    def store_end(self, round_: Round, end: RoundEnd) -> None:
+        self.store_round(replace(round_, end=end))
+
     def store_submission(self, submission: Submission) -> None:
         if submission != self.membership.submission:
             self.store(replace(self.membership, submission=submission))
+
+    def close(
+        self,
+        result: Result,
+        reason: str,
+        *,
+        retry_sensible: bool = False,
+        failures: tuple[Failure, ...] = (),
+        no_progress: bool = False,
+    ) -> None:
+        """Close the run, which then forms no more rounds and has no nodes."""
+        ended = Ended(result, reason, self.now_ms, retry_sensible, failures, no_progress)
+        self.state = State(replace(self.membership, ended=ended), self.state.tuning)
+        self.events.append(RunEnded(self.membership.run, ended))

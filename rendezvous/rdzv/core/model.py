@@ -11,7 +11,7 @@ and anchored to Unix time at its start, so a durable time can be shown to people
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from enum import StrEnum
 from typing import Annotated
@@ -44,7 +44,7 @@ from rdzv.bounds import (
     WorkerEnds,
 )
 from rdzv.core.spent import Spent, Tally
-from rdzv.structs import struct
+from rdzv.structs import replace, struct
 
 PRIORITY = 1_000_000
 """The largest priority. The smallest is its negative."""
@@ -471,6 +471,10 @@ class JobSpec:
     """The account to run as, or empty for the account that each node maps to the submitter."""
 
 
+MAX_DECLINED = 16
+"""The number of nodes that must decline a job before the job itself is considered at fault."""
+
+
 @struct(frozen=True)
 class Declined:
     """A node that could not run the job and is not chosen again in this run."""
@@ -494,6 +498,19 @@ class Submission:
     too many."""
     queued_again_ms: int | None = None
     """When the job last went back to the queue, which does not cost it its place there."""
+
+    def with_placed(self, node_ids: Iterable[str]) -> Submission:
+        return replace(self, placed=tuple(dict.fromkeys((*self.placed, *node_ids))))
+
+    def without(self, node_ids: Iterable[str]) -> Submission:
+        gone = frozenset(node_ids)
+        return replace(self, placed=tuple(n for n in self.placed if n not in gone))
+
+    def with_declined(self, node_id: str, reason: str) -> Submission:
+        """Record that a node cannot run the job, so it is not chosen again."""
+        others = tuple(other for other in self.declined if other.node_id != node_id)
+        declined = (*others, Declined(node_id, reason))[-MAX_DECLINED:]
+        return replace(self.without((node_id,)), declined=declined)
 
 
 @struct(frozen=True)
@@ -699,6 +716,14 @@ class State:
     def run_is_open(self) -> bool:
         """Whether there is a run that has not ended."""
         return bool(self.membership.run) and self.membership.ended is None
+
+    @property
+    def unsettled(self) -> tuple[Round, RoundEnd] | None:
+        """The round that has ended but is not yet charged to a cause, and its end."""
+        round_ = self.membership.round
+        if not self.run_is_open or round_ is None or round_.end is None or round_.end.settled:
+            return None
+        return round_, round_.end
 
     def present(self, node_id: str) -> bool:
         """Return whether the node is currently in this job, even if it is away."""

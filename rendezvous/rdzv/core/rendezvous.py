@@ -24,6 +24,8 @@ from rdzv.core.commands import (
     MarkBack,
     MarkHeard,
     MarkLost,
+    OfNode,
+    OfRound,
     Place,
     ReportStoreHost,
     ReportStuck,
@@ -36,22 +38,9 @@ from rdzv.core.commands import (
     Tick,
     Withdraw,
 )
-from rdzv.core.draft import Draft
+from rdzv.core.draft import Draft, Ignored
 from rdzv.core.events import Event
-from rdzv.core.life.absences import mark_away, mark_back, note_heard, unheard_until_ms
-from rdzv.core.life.charging import settle_charge
-from rdzv.core.life.conditions import (
-    Ignored,
-    from_holder,
-    from_seat,
-    from_store_host,
-    of_latest_round,
-    of_run_joined,
-    of_submitted_run,
-    of_this_run,
-    run_is_open,
-)
-from rdzv.core.life.failures import fail, report_store_host
+from rdzv.core.life.failures import fail, report_store_host, settle_charge
 from rdzv.core.life.forming import (
     admit_newcomers,
     complete_round,
@@ -60,31 +49,39 @@ from rdzv.core.life.forming import (
     next_newcomers_ms,
     time_out_joining,
 )
-from rdzv.core.life.joining import join
+from rdzv.core.life.joining import join, joined_replaced_run, resume
 from rdzv.core.life.leaving import (
     any_seat_has_deadline,
     away_seats_due,
     leave,
+    mark_away,
+    mark_back,
     mark_lost,
+    note_heard,
     release_away_seats,
     release_unstopped_seats,
     report_stuck,
     succeed,
+    unheard_until_ms,
 )
-from rdzv.core.life.operator_commands import restart, scale, stop
-from rdzv.core.life.restoring import release_unreported_seats, resume, unreported_seat_due
-from rdzv.core.life.runs import close_when_all_left, close_when_stopped, succeed_run
+from rdzv.core.life.restoring import not_after, release_unreported_seats, unreported_seat_due
+from rdzv.core.life.runs import (
+    close_when_all_left,
+    close_when_stopped,
+    restart,
+    scale,
+    stop,
+    succeed_run,
+)
 from rdzv.core.life.submitted_jobs import (
     bar_nodes,
     choose_nodes,
     decline_job,
-    give_up_job,
     submit,
     take_back,
     withdraw_barred,
 )
-from rdzv.core.life.times_ahead import not_after
-from rdzv.core.model import State
+from rdzv.core.model import Result, State
 from rdzv.structs import replace, struct
 
 
@@ -106,8 +103,8 @@ def step(state: State, command: Command, now_ms: int) -> Transition:
     immediately repeated has no effect; a `Tick` before `wake_at_ms` has no effect.
 
     Raises:
-        RendezvousError: the command is refused, and nothing has changed; `refusals` lists every
-            reason and its error.
+        RendezvousError: the command is refused, and nothing has changed; see the `refuse_*`
+            functions of `life`.
 
     """
     membership = not_after(state.membership, now_ms)
@@ -141,6 +138,58 @@ class CommandRule:
     conditions: tuple[Callable[[State, Any], Ignored | None], ...] = ()
 
 
+OfSubmission = Place | Withdraw | Decline | GiveUp
+
+
+def run_is_open(state: State, _: object) -> Ignored | None:
+    """Require a run that has not ended."""
+    return None if state.run_is_open else Ignored.NO_OPEN_RUN
+
+
+def of_this_run(state: State, command: OfRound | OfSubmission) -> Ignored | None:
+    """Ignore a command unless it names the current run."""
+    return None if command.run == state.membership.run else Ignored.OTHER_RUN
+
+
+def of_run_joined(state: State, command: Leave) -> Ignored | None:
+    """Require that the node name the run it joined, or no run if it does not know the run yet."""
+    if command.run in ("", state.membership.run):
+        return None
+    joined = joined_replaced_run(state, command.node_id, command.incarnation, command.run)
+    return None if joined else Ignored.OTHER_RUN
+
+
+def of_latest_round(state: State, command: OfRound) -> Ignored | None:
+    """Require that the command name the latest round, whether live or ended."""
+    round_ = state.membership.round
+    return None if round_ is not None and round_.number == command.round else Ignored.OTHER_ROUND
+
+
+def from_holder(state: State, command: OfNode) -> Ignored | None:
+    """Require that the command be from, or about, the instance that has the node's place."""
+    held = state.incarnation(command.node_id)
+    if held is None:
+        return Ignored.NOT_PRESENT
+    return None if held == command.incarnation else Ignored.OTHER_INSTANCE
+
+
+def from_seat(state: State, command: OfRound) -> Ignored | None:
+    """Require that the node have a seat in the latest round."""
+    return None if command.node_id in state.seats else Ignored.NO_SEAT
+
+
+def from_store_host(state: State, command: OfRound) -> Ignored | None:
+    """Require that the node, as GROUP_RANK 0, host the c10d store of the latest round."""
+    round_ = state.membership.round
+    first = round_.participants[0].node_id if round_ is not None else None
+    return None if command.node_id == first else Ignored.NOT_STORE_HOST
+
+
+def of_submitted_run(state: State, _: object) -> Ignored | None:
+    """Require that the server choose the nodes of this run."""
+    return None if state.membership.submission is not None else Ignored.NOT_SUBMITTED
+
+
 _FROM_HOLDER = (run_is_open, from_holder)
 _OF_ROUND = (*_FROM_HOLDER, of_this_run, of_latest_round)
 _OF_SUBMISSION = (run_is_open, of_submitted_run, of_this_run)
@@ -165,7 +214,9 @@ COMMAND_RULES: Mapping[type, CommandRule] = {
     Withdraw: CommandRule(take_back, _OF_SUBMISSION),
     Bar: CommandRule(bar_nodes),
     Decline: CommandRule(decline_job, _OF_SUBMISSION),
-    GiveUp: CommandRule(give_up_job, _OF_SUBMISSION),
+    GiveUp: CommandRule(
+        lambda work, command: work.close(Result.FAILED, command.reason), _OF_SUBMISSION
+    ),
     Tick: CommandRule(lambda work, command: None),
 }
 """The protocol. docs/protocol.md lists its outcomes, command by command."""

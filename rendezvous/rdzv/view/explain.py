@@ -12,18 +12,18 @@ from rdzv.core import model
 from rdzv.core.fleet.drain import Drain
 from rdzv.core.fleet.job_queue import QueuedWait
 from rdzv.core.kept_ranks import kept_workers
-from rdzv.core.life.absences import some_seat_away, unheard, unheard_until_ms
-from rdzv.core.life.charging import restarts_that_count
-from rdzv.core.life.chosen_nodes import awaited
+from rdzv.core.life.failures import restarts_that_count, some_succeeded
 from rdzv.core.life.forming import (
     completion_due_ms,
     holds,
     newcomers_due_ms,
     preparing,
     restart_due_ms,
+    some_seat_away,
     superseded_until_ms,
 )
-from rdzv.core.life.round_end import some_succeeded
+from rdzv.core.life.leaving import unheard, unheard_until_ms
+from rdzv.core.life.submitted_jobs import awaited
 from rdzv.core.model import (
     Departure,
     Ended,

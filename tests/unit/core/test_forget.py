@@ -11,7 +11,7 @@ import pytest
 
 from rdzv.core.commands import Fail, FailureReport, Leave, Succeed
 from rdzv.core.life import restoring
-from rdzv.core.life.times_ahead import not_after
+from rdzv.core.life.restoring import not_after
 from rdzv.core.model import (
     Cause,
     Departure,

@@ -175,9 +175,9 @@ refused or ignored. A refused command raises, and the node or operator gets the 
 command is late, repeated, or from an instance that was replaced; it changes nothing. The job needs
 two to three nodes and has n1, n2 and n3; n1 has GROUP_RANK 0.
 
-`core/rendezvous.py` has the rule of each command (`COMMAND_RULES`), `core/life/conditions.py` the
-conditions, `core/life/refusals.py` the refusals. A test makes this page, by `pytest
-tests/unit/core/test_protocol.py --rewrite`.
+`core/rendezvous.py` has the rule of each command (`COMMAND_RULES`) and the conditions, the files of
+`core/life` the refusals. A test makes this page, by `pytest tests/unit/core/test_protocol.py
+--rewrite`.
 
 The phases: *no run*; *joining*, n1 waits for others; *running*, a round is live; *round ended*, a
 worker of n3 has failed, no restart is left, and all workers are stopped; *being stopped*, by an

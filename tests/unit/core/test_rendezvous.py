@@ -15,9 +15,8 @@ from rdzv.core.events import (
     RunBegan,
 )
 from rdzv.core.invariants import violations
-from rdzv.core.life.absences import STOP_MARGIN_MS, unheard
 from rdzv.core.life.forming import STORE_BACKOFF_MAX_MS, STORE_BACKOFF_MS
-from rdzv.core.life.leaving import MAX_DEPARTURES
+from rdzv.core.life.leaving import MAX_DEPARTURES, unheard
 from rdzv.core.life.restoring import restore
 from rdzv.core.life.runs import MAX_EARLIER_RUNS, ended_run
 from rdzv.core.model import (
@@ -33,6 +32,7 @@ from rdzv.core.model import (
     Tuning,
 )
 from rdzv.core.rendezvous import step
+from rdzv.core.rounds.ranks import STOP_MARGIN_MS
 from rdzv.errors import NodeSupersededError, RendezvousClosedError, SettingsMismatchError
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, join, report, running

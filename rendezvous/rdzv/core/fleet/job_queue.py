@@ -23,9 +23,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import field
 
 from rdzv.core.fleet.node_resources import Resources, gpus_needed
-from rdzv.core.life.chosen_nodes import MAX_DECLINED
-from rdzv.core.life.round_end import some_succeeded
-from rdzv.core.model import JobSpec, ScaleUp, State, is_placeholder
+from rdzv.core.life.failures import some_succeeded
+from rdzv.core.model import MAX_DECLINED, JobSpec, ScaleUp, State, is_placeholder
 from rdzv.core.reason import Reason, ReasonItem
 from rdzv.core.words import counted, listed
 from rdzv.structs import replace, struct

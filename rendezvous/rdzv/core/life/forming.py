@@ -5,12 +5,17 @@ from __future__ import annotations
 from rdzv.core.draft import Draft
 from rdzv.core.events import JobQueued, LastCallBegan, RoundCompleted
 from rdzv.core.kept_ranks import keep
-from rdzv.core.life.absences import some_seat_away
-from rdzv.core.life.chosen_nodes import awaited
-from rdzv.core.life.round_end import end_round, some_succeeded
-from rdzv.core.life.runs import close
-from rdzv.core.life.submitted_jobs import withdraw_nodes
-from rdzv.core.model import Cause, NodeState, Result, Round, ScaleUp, Seat, State
+from rdzv.core.life.failures import end_round, some_succeeded
+from rdzv.core.life.submitted_jobs import awaited, withdraw_nodes
+from rdzv.core.model import (
+    Cause,
+    NodeState,
+    Result,
+    Round,
+    ScaleUp,
+    Seat,
+    State,
+)
 from rdzv.core.rounds.budgets import backoff_ms
 from rdzv.core.rounds.ranks import assign_seats
 from rdzv.core.rounds.reachability import master_addr
@@ -19,25 +24,18 @@ from rdzv.structs import replace
 
 PREPARE_MS = 60_000
 """How long after the first newcomer's join a running round goes on while any of them prepares."""
-
 GATHER_QUIET_MS = 1_000
 """New nodes are admitted once none has arrived for this long, so that several cost one restart."""
-
 GATHER_MS = 10_000
 """They are admitted no later than this long after the first of them."""
-
 STORE_BACKOFF_MS = 500
 """The delay before the next round after a store host has failed. It doubles with each in a row."""
-
 STORE_BACKOFF_MAX_MS = 30_000
 """The longest such delay."""
-
 FLAP_WINDOW_MS = 600_000
 """A node that is lost twice within this time waits before it may end a running round."""
-
 FLAP_HOLD_MS = 60_000
 """The length of that wait. It doubles with each further loss."""
-
 MAX_STORE_FAILURES = 3
 """After this many consecutive store host failures, RANK 0's worker serves the store itself."""
 
@@ -195,7 +193,7 @@ def time_out_joining(work: Draft) -> bool:
         node_ids = dict.fromkeys((*state.placed, *state.waiting, *state.stuck))
         withdraw_nodes(work, tuple(node_ids), "the job is queued again")
     else:
-        close(work, Result.FAILED, reason, retry_sensible=True)
+        work.close(Result.FAILED, reason, retry_sensible=True)
     return True
 
 
@@ -297,3 +295,8 @@ def holds(state: State) -> dict[str, int]:
         if recent >= 2:
             held[node_id] = at_ms[-1] + (FLAP_HOLD_MS << min(recent - 2, 16))
     return held
+
+
+def some_seat_away(state: State) -> bool:
+    """Return whether a participant is away, and therefore cannot confirm its stop or success."""
+    return any(node_id in state.seats for node_id in state.away)

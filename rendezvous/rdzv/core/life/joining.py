@@ -1,25 +1,50 @@
-"""Joins, each of which gives a node its place in the next round and reports on the last one."""
+"""Joins, each of which gives a node its place in the next round and reports on the last one.
+
+A node that reconnects *resumes* instead: its workers still run. Every reason to refuse either is in
+`refuse_join` and `refuse_resume`. A refusal raises an exception, so nothing has changed.
+"""
 
 from __future__ import annotations
 
-from rdzv.core.commands import Join
-from rdzv.core.draft import Draft
+from rdzv.core.commands import (
+    Join,
+    Resume,
+)
+from rdzv.core.draft import Draft, Ignored
 from rdzv.core.events import NodeJoined, NodeStopped
-from rdzv.core.life.absences import mark_back, note_heard
-from rdzv.core.life.charging import charge_instead
-from rdzv.core.life.conditions import Ignored, is_barred
-from rdzv.core.life.failures import add_failures, end_by_failure, failures_from
-from rdzv.core.life.leaving import give_up
-from rdzv.core.life.refusals import refuse_join, replaces_run
+from rdzv.core.life.failures import (
+    add_failures,
+    end_by_failure,
+    end_round,
+    fails_when_stopped,
+    failures_from,
+)
+from rdzv.core.life.leaving import give_up, mark_back, note_heard, unheard
 from rdzv.core.life.restoring import adopt
-from rdzv.core.life.round_end import end_round
-from rdzv.core.life.runs import REPLACED, begin_run, close
-from rdzv.core.model import Cause, Result, Round, State, Waiting, is_placeholder
+from rdzv.core.life.runs import REPLACED, begin_run, ended_run
+from rdzv.core.model import (
+    Cause,
+    Membership,
+    Result,
+    Round,
+    Settings,
+    State,
+    Waiting,
+    is_placeholder,
+)
 from rdzv.core.rounds.budgets import further
-from rdzv.core.rounds.reachability import note_reach
+from rdzv.core.rounds.reachability import note_reach, refuse_unreachable
 from rdzv.core.shared_map import put, without
-from rdzv.core.words import duration
-from rdzv.structs import replace
+from rdzv.core.words import duration, listed
+from rdzv.errors import (
+    DeniedError,
+    NodeSupersededError,
+    RendezvousClosedError,
+    RunStoppingError,
+    SettingsMismatchError,
+    UnknownNodeError,
+)
+from rdzv.structs import field_names, replace
 
 
 def join(work: Draft, command: Join) -> Ignored | None:
@@ -82,7 +107,7 @@ def _round_to_stop(state: State, node_id: str) -> int | None:
 
 def _admit(work: Draft, command: Join) -> None:
     if replaces_run(work.state, command):
-        close(work, Result.STOPPED, REPLACED)
+        work.close(Result.STOPPED, REPLACED)
     if not work.open:
         begin_run(work, command)
     note_reach(work, command.offer)
@@ -149,10 +174,8 @@ def _confirm_stopped(work: Draft, command: Join, number: int) -> None:
                 f"{command.node_id}: it was cut off, and has killed its workers{ago} "
                 "(--fence-after)"
             )
-            dead_ms = command.fenced_age_ms
-            node_id = command.node_id
+            dead_ms, node_id = command.fenced_age_ms, command.node_id
             end_round(work, Cause.NODE_LEFT, reason, broken=True, dead_ms=dead_ms, node_id=node_id)
-            charge_instead(work, Cause.NODE_LEFT, reason, node_id)
         elif round_.live and any(not failure.finished for failure in failures):
             end_by_failure(work, failures)
         elif round_.live:
@@ -169,3 +192,189 @@ def _confirm_stopped(work: Draft, command: Join, number: int) -> None:
     )
     _wait(work, command, work.now_ms)
     work.events.append(NodeStopped(command.node_id, number, len(command.kept)))
+
+
+def resume(work: Draft, command: Resume) -> Ignored | None:
+    """Transfer a seat to the incarnation that now represents its workers."""
+    before = work.state
+    if command.recovery is not None:
+        adopt(work, command, command.recovery)
+    refuse_resume(before, work.state, command)
+    seat = work.state.seats.get(command.node_id)
+    round_ = work.membership.round
+    if round_ is None or command.round != round_.number:
+        return Ignored.OTHER_ROUND
+    if seat is None:
+        return Ignored.NO_SEAT
+    if seat.incarnation != command.incarnation:
+        moved = replace(seat, incarnation=command.incarnation)
+        work.put(of=command.node_id, seats=put(work.state.seats, command.node_id, moved))
+    mark_back(work, command.node_id)
+    return Ignored.KNOWN if work.state is before else None
+
+
+def joined_replaced_run(state: State, node_id: str, incarnation: int, run: str) -> bool:
+    """Return whether a waiting node names the run that it joined before an adopted run replaced it.
+
+    That run had formed no round, and the node may not know of the replacement.
+    """
+    waiting, membership = state.waiting.get(node_id), state.membership
+    if waiting is None or waiting.incarnation != incarnation or run in ("", membership.run):
+        return False
+    return all(earlier.run != run for earlier in membership.earlier)
+
+
+def is_barred(state: State, node_id: str) -> bool:
+    """Return whether the open run was submitted and is not allowed to keep this node."""
+    if node_id not in state.barred:
+        return False
+    return state.run_is_open and state.membership.submission is not None
+
+
+def refuse_join(before: State, state: State, command: Join, now_ms: int, *, admits: bool) -> None:
+    """Refuse a join for the first of the reasons below that applies.
+
+    `before` is the job as the server knew it; `state` adds what the join reports about a round that
+    the server did not know. `admits` means that the join would bring the node into the job, either
+    because the node is not in it or because this instance replaces the one that is.
+
+    Raises:
+        DeniedError: the node does not know the job's secret.
+        NodeSupersededError: a newer instance has the node's place.
+        RendezvousClosedError: the run that it names has ended.
+        RunStoppingError: the last run is being stopped, or can only fail; retry.
+        SettingsMismatchError: the job was launched with other settings.
+        RendezvousClosedError: the last run has ended, and this node may not begin another.
+        InvalidRequestError: other nodes could not reach this one.
+        UnreachableNodeError: this node could not reach another, or not tell itself from it; retry.
+
+    """
+    membership, node_id = state.membership, command.node_id
+    _refuse_stranger(before, command)
+    _refuse_former_instance(state, command)
+    run = command.run
+    if run and not joined_replaced_run(state, node_id, command.incarnation, run):
+        _refuse_ended_run(state, command)
+    if not admits:
+        return
+    if membership.stopping and state.run_is_open and not (run or state.present(node_id)):
+        raise RunStoppingError(
+            f"the last run of {membership.rdzv_id} is being stopped; the next begins when the "
+            f"workers on {listed((*state.seats, *unheard(state)))} are gone"
+        )
+    if not (run or state.present(node_id)) and fails_when_stopped(state, now_ms):
+        raise RunStoppingError(
+            f"the last run of {membership.rdzv_id} has no budget left and fails when the workers "
+            f"on {listed(state.seats)} are gone; the next begins then"
+        )
+    if is_barred(state, node_id):
+        return
+    if replaces_run(state, command):
+        _refuse_reuse(membership.rdzv_id, Result.STOPPED, REPLACED, command)
+    elif state.run_is_open and command.settings != membership.settings:
+        raise _settings_mismatch(membership, command)
+    elif membership.ended is not None:
+        _refuse_reuse(membership.rdzv_id, membership.ended.result, membership.ended.reason, command)
+    refuse_unreachable(state, command)
+
+
+def refuse_resume(before: State, state: State, command: Resume) -> None:
+    """Refuse a node that reports running workers, for the first of the reasons below that applies.
+
+    `before` and `state` are as in `refuse_join`.
+
+    Raises:
+        DeniedError: the node does not know the job's secret.
+        UnknownNodeError: the job is not known.
+        RendezvousClosedError: the run that it names has ended.
+        NodeSupersededError: a newer instance has the node's place.
+
+    """
+    _refuse_stranger(before, command)
+    if not state.membership.run:
+        raise UnknownNodeError(
+            f"{state.membership.rdzv_id} is not known here; {command.node_id} reports that it runs "
+            f"round {command.round} of it"
+        )
+    _refuse_ended_run(state, command)
+    _refuse_former_instance(state, command)
+
+
+def replaces_run(state: State, command: Join) -> bool:
+    """Return whether a launch with other settings ends the open run, which has no other nodes."""
+    if command.settings == state.membership.settings or not state.run_is_open:
+        return False
+    if command.run or state.membership.submission:
+        return False
+    present = (*state.seats, *state.waiting, *state.stuck)
+    return all(node_id == command.node_id for node_id in present)
+
+
+def _refuse_stranger(state: State, command: Join | Resume) -> None:
+    """Refuse a node that does not know the run's secret, if the run has one."""
+    membership = state.membership
+    if membership.secret == command.secret or not state.run_is_open:
+        return
+    if any(earlier.run == command.run for earlier in membership.earlier):
+        # The node is told how that run ended, but nothing about this one.
+        return
+    if not membership.secret:
+        difference = "it has a job secret, and the job was begun without one"
+    elif command.secret:
+        difference = "its job secret is not that of the job"
+    else:
+        difference = "the job was begun with a job secret, and it has none"
+    raise DeniedError(
+        f"{command.node_id} cannot join {membership.rdzv_id}: {difference}. Launch all nodes of a "
+        "job with the same RDZV_JOB_SECRET_FILE, or choose another --rdzv-id"
+    )
+
+
+def _refuse_former_instance(state: State, command: Join | Resume) -> None:
+    held = state.incarnation(command.node_id)
+    if held is not None and command.incarnation < held:
+        raise NodeSupersededError(
+            f"a newer instance of node_id {command.node_id} has taken its place in "
+            f"{state.membership.rdzv_id}; this one is superseded and must stop its workers"
+        )
+
+
+def _refuse_ended_run(state: State, command: Join | Resume) -> None:
+    ended = ended_run(state, command.run)
+    if ended is not None:
+        raise RendezvousClosedError(
+            f"run {command.run} of {state.membership.rdzv_id} has ended: {ended.reason}"
+        )
+
+
+def _refuse_reuse(rdzv_id: str, result: Result, reason: str, command: Join) -> None:
+    if command.refuse_reuse:
+        raise RendezvousClosedError(
+            f"the last run of {rdzv_id} has {result} ({reason}) and "
+            "reuse=false was given; choose another --rdzv-id"
+        )
+
+
+def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatchError:
+    theirs, ours = command.settings, membership.settings
+    differences = [
+        f"{name.removesuffix('_ms')} is {_shown(name, here)} here and {_shown(name, there)} in the "
+        "job"
+        for name in field_names(Settings)
+        if (here := getattr(theirs, name)) != (there := getattr(ours, name))
+    ]
+    return SettingsMismatchError(
+        f"{command.node_id} cannot join {membership.rdzv_id}: {'; '.join(differences)}. "
+        "Launch all nodes of a job alike, or choose another --rdzv-id"
+    )
+
+
+def _shown(name: str, value: object) -> str:
+    """Format a setting's value, including None, for display."""
+    if value is None:
+        restarts = name == "max_restarts"
+        return "left to each node's own agent (torchrun)" if restarts else "without limit"
+    if isinstance(value, tuple):
+        return ",".join(value) or "empty"
+    # The command line takes seconds.
+    return f"{value / 1000:g} s" if name.endswith("_ms") and isinstance(value, int) else str(value)

@@ -1,19 +1,24 @@
-"""Removing nodes from a round or a job when they succeed, leave, get stuck, or are lost."""
+"""Nodes that succeed, leave, get stuck, are away, or are lost; a lost one may still run workers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rdzv.core.commands import Leave, MarkLost, ReportStuck, Succeed
-from rdzv.core.draft import Draft
-from rdzv.core.events import NodeLeaving, NodeLeft, NodeLost, NodeStuck, NodeSucceeded
-from rdzv.core.life.absences import may_run, note_heard, orphans_end_after_ms, participant_of
-from rdzv.core.life.charging import charge_instead, charge_stuck
-from rdzv.core.life.chosen_nodes import decline, withdraw
-from rdzv.core.life.conditions import Ignored
-from rdzv.core.life.round_end import end_round, some_succeeded
+from rdzv.core.commands import Leave, MarkAway, MarkLost, ReportStuck, Succeed
+from rdzv.core.draft import Draft, Ignored
+from rdzv.core.events import (
+    NodeCameBack,
+    NodeLeaving,
+    NodeLeft,
+    NodeLost,
+    NodeStuck,
+    NodeSucceeded,
+    NodeWentAway,
+)
+from rdzv.core.life.failures import charge_stuck, end_round, some_succeeded
 from rdzv.core.model import (
     RECONNECT_GRACE_MS,
+    Away,
     Cause,
     Departure,
     LeaveCause,
@@ -22,7 +27,9 @@ from rdzv.core.model import (
     Round,
     State,
     Stuck,
+    is_placeholder,
 )
+from rdzv.core.rounds.ranks import longest_stop_ms, participant_of
 from rdzv.core.shared_map import put, without
 from rdzv.structs import replace
 
@@ -42,12 +49,8 @@ def succeed(work: Draft, command: Succeed) -> Ignored | None:
         done = replace(seat, succeeded=True, since_ms=work.now_ms)
         work.put(of=node_id, seats=put(work.state.seats, node_id, done))
         return None
-    own = (
-        p
-        for p in round_.participants
-        if p.node_id == node_id and p.incarnation <= command.incarnation
-    )
-    if round_.live or not any(own):
+    own = participant_of(round_, node_id)
+    if round_.live or own is None or own.incarnation > command.incarnation:
         return Ignored.NO_SEAT if seat is None else Ignored.OTHER_INSTANCE
     _note_success(work, round_, node_id)
     note_heard(work, node_id)
@@ -73,14 +76,11 @@ def leave(work: Draft, command: Leave) -> Ignored | None:
         # If they had not finished, failures caused by their absence may be reported after this.
         round_ = replace(round_, excuse=f"{command.node_id}: {command.reason}")
         _note_success(work, round_, command.node_id)
-    if round_.live and not seat.succeeded:
-        cause = _CAUSE_OF_LEAVE.get(command.cause, Cause.NODE_LEFT)
+    # A node that leaves because its workers failed does not excuse that failure.
+    if not seat.succeeded and (round_.live or not (seat.leaving or failed)):
+        cause = _CAUSE_OF_LEAVE[command.cause] if round_.live else Cause.NODE_LEFT
         reason = f"{command.node_id}: {command.reason}"
         end_round(work, cause, reason, broken=failed, node_id=command.node_id)
-    # A node that leaves because its workers failed does not excuse that failure.
-    if not (seat.succeeded or seat.leaving or failed):
-        reason = f"{command.node_id}: {command.reason}"
-        charge_instead(work, Cause.NODE_LEFT, reason, command.node_id)
     if seat.succeeded or command.left_round == round_.number:
         depart(work, command.node_id, NodeState.LEFT, command.reason, command.cause)
     elif seat.leaving:
@@ -93,6 +93,8 @@ def leave(work: Draft, command: Leave) -> Ignored | None:
 
 
 _CAUSE_OF_LEAVE = {
+    LeaveCause.SIGNAL: Cause.NODE_LEFT,
+    LeaveCause.TIMEOUT: Cause.NODE_LEFT,
     LeaveCause.START_FAILED: Cause.START_FAILED,
     LeaveCause.FAILED: Cause.WORKER_FAILURE,
 }
@@ -116,10 +118,39 @@ def report_stuck(work: Draft, command: ReportStuck) -> None:
     work.events.append(NodeStuck(command.node_id, round_.number, reason))
 
 
+def mark_away(work: Draft, command: MarkAway) -> Ignored | None:
+    """Keep the place of a node whose stream has ended, until it returns or is given up."""
+    before = work.state.away.get(command.node_id)
+    since_ms = work.now_ms if before is None else before.since_ms
+    away = Away(since_ms, command.until_ms, command.firm, command.may_run)
+    if away == before:
+        return Ignored.KNOWN
+    if before is None:
+        work.events.append(NodeWentAway(command.node_id, command.until_ms - work.now_ms))
+    work.put(of=command.node_id, away=put(work.state.away, command.node_id, away))
+    return None
+
+
+def mark_back(work: Draft, node_id: str) -> Ignored | None:
+    """Record that a node is connected again."""
+    away = work.state.away.get(node_id)
+    if away is None:
+        return Ignored.KNOWN
+    work.put(of=node_id, away=without(work.state.away, node_id))
+    work.events.append(NodeCameBack(node_id, work.now_ms - away.since_ms))
+    if node_id in work.state.seats:
+        work.state = replace(work.state, back_ms=work.now_ms)
+    deadline_ms, round_ = work.state.stop_deadline_ms, work.membership.round
+    if away.firm and deadline_ms is not None and round_ is not None:
+        # The node may find out only now that the round has ended.
+        late_ms = work.now_ms + longest_stop_ms(round_)
+        work.state = replace(work.state, stop_deadline_ms=max(deadline_ms, late_ms))
+    return None
+
+
 def mark_lost(work: Draft, command: MarkLost) -> None:
     """Give up a node that the nodes core has declared lost."""
-    silent_ms = command.silent_ms
-    give_up(work, command.node_id, command.reason, heard=command.heard, silent_ms=silent_ms)
+    give_up(work, command.node_id, command.reason, heard=command.heard, silent_ms=command.silent_ms)
 
 
 def give_up(
@@ -144,7 +175,6 @@ def give_up(
     if seat is not None and not seat.succeeded:
         text = f"{node_id}: {reason}"
         end_round(work, Cause.NODE_LOST, text, broken=True, node_id=node_id)
-        charge_instead(work, Cause.NODE_LOST, text, node_id)
     if (away := work.state.away.get(node_id)) is not None:
         silent_ms = max(work.now_ms - away.since_ms, silent_ms)
     lost = (node_id, NodeState.LOST, reason, None)
@@ -185,9 +215,9 @@ def depart(
     work.store(replace(work.membership, departures=departures))
     if (submission := work.membership.submission) is not None:
         if cause is LeaveCause.START_FAILED:
-            work.store_submission(decline(submission, node_id, reason))
+            work.store_submission(submission.with_declined(node_id, reason))
         else:
-            work.store_submission(withdraw(submission, (node_id,)))
+            work.store_submission(submission.without((node_id,)))
     work.state = replace(work.state, last_leave=cause)
     if how is NodeState.LOST:
         work.events.append(NodeLost(node_id, reason, departure.may_run, silent_ms))
@@ -198,7 +228,7 @@ def depart(
 def _offer_of(state: State, node_id: str) -> Offer:
     if node_id in state.waiting:
         return state.waiting[node_id].offer
-    participant = participant_of(state, node_id)
+    participant = participant_of(state.membership.round, node_id)
     return participant.offer if participant is not None else Offer(address="")
 
 
@@ -258,3 +288,46 @@ def seats_with_deadline(state: State) -> Iterable[str]:
     for node_id in state.seats:
         if node_id not in state.away or not state.away[node_id].firm:
             yield node_id
+
+
+def note_heard(work: Draft, node_id: str) -> Ignored | None:
+    """Record a lost node's report that none of its workers remain."""
+    departures = work.membership.departures
+    if not any(d.may_run and d.node_id == node_id for d in departures):
+        return Ignored.KNOWN
+    heard = (replace(d, may_run=d.may_run and d.node_id != node_id) for d in departures)
+    work.store(replace(work.membership, departures=tuple(heard)))
+    return None
+
+
+def unheard(state: State) -> tuple[str, ...]:
+    """Return the IDs of the nodes that were given up but may still be running workers."""
+    return tuple(d.node_id for d in state.membership.departures if d.may_run)
+
+
+def unheard_until_ms(state: State) -> int:
+    """Return when runners will have killed the workers of all dead agents, or 0 if none exist."""
+    departures = state.membership.departures
+    return max((d.at_ms + d.ends_after_ms for d in departures if d.may_run), default=0)
+
+
+def may_run(state: State, node_id: str) -> bool:
+    """Return whether workers may still be running on a node if it is given up without a report."""
+    away = state.away.get(node_id)
+    if node_id in state.waiting or is_placeholder(node_id):
+        return False
+    if away is not None and not away.may_run:
+        return False
+    participant = participant_of(state.membership.round, node_id)
+    return participant is not None and not participant.instance.fence_after_ms
+
+
+def orphans_end_after_ms(work: Draft, node_id: str) -> int:
+    """Return how long a runner whose agent is dead may take to kill its workers.
+
+    The runner waits for another agent no longer than the longest lease, and then stops the workers.
+    """
+    away, round_, tuning = work.state.away.get(node_id), work.membership.round, work.state.tuning
+    age_ms = work.now_ms - away.since_ms if away is not None else 0
+    stop_ms = longest_stop_ms(round_) if round_ is not None else 0
+    return max(tuning.takeover_grace_ms + stop_ms - age_ms, 0)

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 from rdzv.core.commands import Join, Resume
 from rdzv.core.draft import Draft
 from rdzv.core.events import NodeAdopted, RoundAdopted, RunBegan
-from rdzv.core.life.absences import longest_stop_ms, mark_back
-from rdzv.core.life.conditions import Ignored
 from rdzv.core.life.leaving import give_up
-from rdzv.core.life.refusals import refuse_resume
-from rdzv.core.life.runs import close, next_run
+from rdzv.core.life.runs import next_run
 from rdzv.core.model import (
     UNMOVED,
     Away,
+    Departure,
+    Failure,
     Membership,
     RecoveryReport,
     Result,
     Round,
+    RoundEnd,
     Seat,
     Settings,
     State,
+    Submission,
     Superseded,
     Tuning,
     is_placeholder,
     placeholder,
 )
+from rdzv.core.rounds.ranks import longest_stop_ms
 from rdzv.core.rounds.reachability import note_address, only_local
 from rdzv.core.rounds.recovery_reports import (
     adoptable,
@@ -65,25 +68,6 @@ def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
         loopback_machine=next((p.offer.machine for p in held if only_local(p.offer)), None),
         machines={p.offer.address: p.offer.machine for p in held},
     )
-
-
-def resume(work: Draft, command: Resume) -> Ignored | None:
-    """Transfer a seat to the incarnation that now represents its workers."""
-    before = work.state
-    if command.recovery is not None:
-        adopt(work, command, command.recovery)
-    refuse_resume(before, work.state, command)
-    seat = work.state.seats.get(command.node_id)
-    round_ = work.membership.round
-    if round_ is None or command.round != round_.number:
-        return Ignored.OTHER_ROUND
-    if seat is None:
-        return Ignored.NO_SEAT
-    if seat.incarnation != command.incarnation:
-        moved = replace(seat, incarnation=command.incarnation)
-        work.put(of=command.node_id, seats=put(work.state.seats, command.node_id, moved))
-    mark_back(work, command.node_id)
-    return Ignored.KNOWN if work.state is before else None
 
 
 def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
@@ -132,7 +116,7 @@ def _adopt_run(work: Draft, command: Join | Resume, settings: Settings) -> None:
     old, reason = work.membership, "its nodes reported it; this server had no memory of it"
     unstarted = work.open and old.round is None and old.settings == settings
     if work.open and not unstarted:
-        close(work, Result.STOPPED, f"run {run} of the same job is alive", retry_sensible=True)
+        work.close(Result.STOPPED, f"run {run} of the same job is alive", retry_sensible=True)
     membership = next_run(work.membership, run, settings, work.now_ms, command.owner)
     membership = replace(membership, secret=command.secret)
     work.state = replace(work.state, membership=membership)
@@ -223,3 +207,53 @@ def unreported_seat_due(state: State) -> tuple[str, int] | None:
     if first is None:
         return None
     return first[0], max(first[1].until_ms, state.reported_ms + CLAIMS_QUIET_MS)
+
+
+_Dated = TypeVar("_Dated", Departure, Failure, RoundEnd, Submission, Round)
+
+
+def not_after(membership: Membership, now_ms: int) -> Membership:
+    """Return the membership with all future times set to now, unless its run has ended.
+
+    A time can be in the future if the clock was set back, or was ahead when the time was stored.
+    Ages would then stand still, and no restart would be forgotten, until the clock caught up. A
+    membership without future times is returned unchanged.
+    """
+    if membership.ended is not None or max(_times(membership)) <= now_ms:
+        return membership
+
+    def bounded(one: _Dated) -> _Dated:
+        return replace(one, at_ms=min(one.at_ms, now_ms))
+
+    resumed_at_ms, round_ = membership.resumed_at_ms, membership.round
+    if round_ is not None:
+        if (end := round_.end) is not None:
+            end = replace(bounded(end), failures=tuple(map(bounded, end.failures)))
+        round_ = replace(bounded(round_), end=end)
+    submission = membership.submission
+    return replace(
+        membership,
+        began_at_ms=min(membership.began_at_ms, now_ms),
+        resumed_at_ms=None if resumed_at_ms is None else min(resumed_at_ms, now_ms),
+        restarts=tuple(min(at_ms, now_ms) for at_ms in membership.restarts),
+        departures=tuple(map(bounded, membership.departures)),
+        last_failures=tuple(map(bounded, membership.last_failures)),
+        round=round_,
+        submission=None if submission is None else bounded(submission),
+    )
+
+
+def _times(membership: Membership) -> Iterable[int]:
+    """Yield all times of a run that has not ended."""
+    yield membership.began_at_ms
+    yield membership.resumed_at_ms or 0
+    yield from membership.restarts
+    yield from (departure.at_ms for departure in membership.departures)
+    yield from (failure.at_ms for failure in membership.last_failures)
+    if membership.submission is not None:
+        yield membership.submission.at_ms
+    if (round_ := membership.round) is not None:
+        yield round_.at_ms
+        if (end := round_.end) is not None:
+            yield end.at_ms
+            yield from (failure.at_ms for failure in end.failures)

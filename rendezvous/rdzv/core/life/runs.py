@@ -1,15 +1,16 @@
-"""Beginning and closing runs."""
+"""Beginning and closing runs, and operators' commands for one: stop, restart, and scale."""
 
 from __future__ import annotations
 
-from rdzv.core.commands import Join
-from rdzv.core.draft import Draft
-from rdzv.core.events import RunBegan, RunEnded
-from rdzv.core.life.absences import unheard, unheard_until_ms
+from rdzv.core.commands import Join, Restart, Scale, Stop
+from rdzv.core.draft import Draft, Ignored
+from rdzv.core.events import JobScaled, RunBegan
+from rdzv.core.life.failures import end_round
+from rdzv.core.life.leaving import unheard, unheard_until_ms
 from rdzv.core.model import (
+    Cause,
     Ended,
     EndedRun,
-    Failure,
     LeaveCause,
     Membership,
     Result,
@@ -17,7 +18,11 @@ from rdzv.core.model import (
     State,
     Tuning,
 )
-from rdzv.core.words import listed
+from rdzv.core.words import duration, listed
+from rdzv.errors import (
+    InvalidRequestError,
+    RendezvousClosedError,
+)
 from rdzv.structs import replace
 
 MAX_EARLIER_RUNS = 16
@@ -94,7 +99,7 @@ def succeed_run(work: Draft) -> bool:
     """
     if not work.open or not _all_done(work.state):
         return False
-    close(work, Result.SUCCEEDED, "all workers exited 0")
+    work.close(Result.SUCCEEDED, "all workers exited 0")
     return True
 
 
@@ -122,7 +127,7 @@ def close_when_stopped(work: Draft) -> bool:
     reason = work.membership.stopping
     if names := unheard(work.state):
         reason += f"; workers may still run on {listed(names)}: no report since it was given up"
-    close(work, Result.STOPPED, reason)
+    work.close(Result.STOPPED, reason)
     return True
 
 
@@ -135,26 +140,76 @@ def close_when_all_left(work: Draft) -> bool:
         return False
     reason = work.membership.departures[-1].reason
     if cause is LeaveCause.START_FAILED:
-        close(work, Result.FAILED, f"no node could start its workers: {reason}")
+        work.close(Result.FAILED, f"no node could start its workers: {reason}")
     elif cause is LeaveCause.FAILED:
-        close(work, Result.FAILED, f"all nodes left, the last with failed workers: {reason}")
+        work.close(Result.FAILED, f"all nodes left, the last with failed workers: {reason}")
     elif cause is LeaveCause.TIMEOUT:
-        close(work, Result.FAILED, reason, retry_sensible=True)
+        work.close(Result.FAILED, reason, retry_sensible=True)
     else:
-        close(work, Result.STOPPED, f"all nodes left: {reason}")
+        work.close(Result.STOPPED, f"all nodes left: {reason}")
     return True
 
 
-def close(
-    work: Draft,
-    result: Result,
-    reason: str,
-    *,
-    retry_sensible: bool = False,
-    failures: tuple[Failure, ...] = (),
-    no_progress: bool = False,
-) -> None:
-    """Close the run, which then forms no more rounds and has no nodes."""
-    ended = Ended(result, reason, work.now_ms, retry_sensible, failures, no_progress)
-    work.state = State(replace(work.membership, ended=ended), work.state.tuning)
-    work.events.append(RunEnded(work.membership.run, ended))
+def stop(work: Draft, command: Stop) -> Ignored | None:
+    """Stop every node. The run closes only once all nodes have stopped, so no two runs overlap."""
+    refuse_operator(work.state, command, work.now_ms)
+    if work.membership.stopping:
+        return Ignored.KNOWN
+    work.store(replace(work.membership, stopping=command.reason))
+    end_round(work, Cause.OPERATOR, command.reason, broken=False, keep=False)
+    return None
+
+
+def restart(work: Draft, command: Restart) -> Ignored | None:
+    """End the latest round so that another can form, without spending a restart."""
+    refuse_operator(work.state, command, work.now_ms)
+    round_ = work.membership.round
+    if round_ is None or command.round != round_.number:
+        return Ignored.OTHER_ROUND
+    if not round_.live:
+        return Ignored.KNOWN
+    end_round(work, Cause.OPERATOR, command.reason, broken=False, keep=False)
+    return None
+
+
+def scale(work: Draft, command: Scale) -> Ignored | None:
+    """Change the run's bounds, ending a round that has more nodes than they allow."""
+    refuse_operator(work.state, command, work.now_ms)
+    bounds = (command.min_nodes, command.max_nodes)
+    membership = work.membership
+    if bounds == membership.bounds:
+        return Ignored.KNOWN
+    work.store(replace(membership, scaled=bounds))
+    work.events.append(JobScaled(*bounds, command.reason))
+    round_ = membership.round
+    if round_ is not None and len(work.state.seats) > command.max_nodes:
+        end_round(work, Cause.OPERATOR, command.reason, broken=False)
+    return None
+
+
+def refuse_operator(state: State, command: Stop | Restart | Scale, now_ms: int) -> None:
+    """Refuse an operator's command unless its run is still open and the round it names has existed.
+
+    Raises:
+        RendezvousClosedError: the run has ended, or is being stopped (a repeated stop is allowed).
+        InvalidRequestError: there has been no such round to restart.
+
+    """
+    membership, round_ = state.membership, state.membership.round
+    if command.run != membership.run or membership.ended is not None:
+        what = "been followed by another"
+        if membership.ended and command.run == membership.run:
+            ago = duration(now_ms - membership.ended.at_ms)
+            what = f"{membership.ended.result} {ago} ago"
+        raise RendezvousClosedError(
+            f"run {command.run} of {membership.rdzv_id} has {what}; nothing was changed"
+        )
+    if membership.stopping and not isinstance(command, Stop):
+        raise RendezvousClosedError(
+            f"run {command.run} of {membership.rdzv_id} is being stopped ({membership.stopping}); "
+            "nothing was changed"
+        )
+    if isinstance(command, Restart) and (round_ is None or command.round > round_.number):
+        raise InvalidRequestError(
+            f"{membership.rdzv_id} has had no round {command.round}; nothing was changed"
+        )

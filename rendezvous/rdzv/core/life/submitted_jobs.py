@@ -1,18 +1,29 @@
-"""The effects of commands for submitted jobs, whose nodes are chosen by the server."""
+"""Submitted jobs: their nodes are chosen by the server, withdrawn, or unable to run the job.
+
+The rendezvous treats a submitted run like any other, with three differences: the server chooses its
+nodes (`job_queue`), it waits in a queue while it has no nodes, and it never ends because nodes are
+missing but goes back to the queue.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rdzv.core.commands import Bar, Decline, GiveUp, Place, Submit, Withdraw
-from rdzv.core.draft import Draft
+from rdzv.core.commands import (
+    Bar,
+    Decline,
+    Place,
+    Submit,
+    Withdraw,
+)
+from rdzv.core.draft import Draft, Ignored
 from rdzv.core.events import JobQueued, NodeDeclined, NodesPlaced, NodesWithdrawn, RunBegan
-from rdzv.core.life.chosen_nodes import decline, place, withdraw, withdrawable
-from rdzv.core.life.conditions import Ignored
 from rdzv.core.life.leaving import depart
-from rdzv.core.life.refusals import refuse_submission
-from rdzv.core.life.runs import close, next_run
-from rdzv.core.model import NodeState, Result, State, Submission
+from rdzv.core.life.runs import next_run
+from rdzv.core.model import NodeState, State, Submission
+from rdzv.errors import (
+    JobExistsError,
+)
 from rdzv.structs import replace
 
 
@@ -37,11 +48,33 @@ def submit(work: Draft, command: Submit) -> Ignored | None:
     return None
 
 
+def refuse_submission(state: State, command: Submit) -> None:
+    """Refuse a submission while a run of the job is open.
+
+    Raises:
+        JobExistsError: a run has not ended.
+
+    """
+    old = state.membership
+    if not state.run_is_open:
+        return
+    if old.stopping:
+        raise JobExistsError(
+            f"job {old.rdzv_id} is being stopped; submit it again when its workers are gone, for "
+            f"which `rdzvctl wait {old.rdzv_id}` waits, or choose another name"
+        )
+    by = f", submitted by {old.submission.submitted_by}" if old.submission else ""
+    raise JobExistsError(
+        f"a job {old.rdzv_id} already exists{by}, and has not ended; choose another name, or "
+        "stop that one first"
+    )
+
+
 def choose_nodes(work: Draft, command: Place) -> Ignored | None:
     submission, was_queued = _submission(work), work.state.queued
     # A node may have been barred after it was chosen.
     chosen = [n for n in command.node_ids if n not in work.state.barred]
-    work.store_submission(place(submission, chosen))
+    work.store_submission(submission.with_placed(chosen))
     added = work.state.placed[len(submission.placed) :]
     if not added:
         return Ignored.BARRED if chosen != list(command.node_ids) else Ignored.KNOWN
@@ -69,7 +102,7 @@ def decline_job(work: Draft, command: Decline) -> Ignored | None:
     if command.passing:
         withdraw_nodes(work, (node_id,), command.reason)
         return None
-    work.store_submission(decline(submission, node_id, command.reason))
+    work.store_submission(submission.with_declined(node_id, command.reason))
     work.events.append(NodeDeclined(node_id, command.reason))
     if work.state.present(node_id):
         depart(work, node_id, NodeState.LEFT, command.reason, None)
@@ -80,10 +113,6 @@ def decline_job(work: Draft, command: Decline) -> Ignored | None:
 def _not_withdrawn(work: Draft, node_ids: Iterable[str]) -> Ignored:
     seated = any(node_id in work.state.seats for node_id in node_ids)
     return Ignored.SEATED if seated else Ignored.NOT_PLACED
-
-
-def give_up_job(work: Draft, command: GiveUp) -> None:
-    close(work, Result.FAILED, command.reason)
 
 
 def bar_nodes(work: Draft, command: Bar) -> Ignored | None:
@@ -103,13 +132,12 @@ def _submission(work: Draft) -> Submission:
 
 def withdraw_nodes(work: Draft, node_ids: tuple[str, ...], reason: str) -> None:
     """Withdraw nodes from a submitted run. Nodes that have already joined it leave it."""
-    submission = work.membership.submission
-    if submission is None or not node_ids:
+    if not node_ids:
         return
     for node_id in node_ids:
         if work.state.present(node_id):
             depart(work, node_id, NodeState.LEFT, reason, None)
-    work.store_submission(withdraw(work.membership.submission or submission, node_ids))
+    work.store_submission(_submission(work).without(node_ids))
     work.events.append(NodesWithdrawn(node_ids, reason))
     _note_queued(work)
 
@@ -130,3 +158,17 @@ def withdraw_barred(work: Draft) -> bool:
             withdraw_nodes(work, (node_id,), state.barred[node_id])
             return True
     return False
+
+
+def awaited(state: State) -> tuple[str, ...]:
+    """Return the IDs of the chosen nodes that have not joined yet."""
+    return tuple(node_id for node_id in state.placed if not state.present(node_id))
+
+
+def withdrawable(state: State, node_ids: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the given nodes that are in the job or chosen for it but hold no seat."""
+    return tuple(
+        node_id
+        for node_id in node_ids
+        if node_id not in state.seats and (node_id in state.placed or state.present(node_id))
+    )

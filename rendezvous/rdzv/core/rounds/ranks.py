@@ -1,11 +1,17 @@
-"""Seats and ranks of a completed round: GROUP_RANK, RANK, and ROLE_RANK."""
+"""The participants of a round: their seats, their ranks (GROUP_RANK, RANK, ROLE_RANK), and lookups.
+
+A large job takes as many steps as it has nodes, and few of them change the participants. Lookups
+use tables computed once rather than at every step.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
-from rdzv.core.model import Participant, Waiting
+from rdzv.core.model import Participant, Round, Waiting
+from rdzv.structs import struct
 
 
 def assign_seats(
@@ -93,3 +99,63 @@ def _with_ranks(order: Sequence[str], candidates: Mapping[str, Waiting]) -> tupl
         rank_first += waiting.offer.local_world_size
         role_rank_first[role] += waiting.offer.local_world_size
     return tuple(participants)
+
+
+Participants = tuple[Participant, ...]
+
+
+@struct(frozen=True)
+class Facts:
+    """Facts derived from the participants of one round."""
+
+    group_ranks: Mapping[str, int]
+    """The GROUP_RANK of each node, by node_id."""
+    longest_shutdown_ms: int
+    """The longest time that any participant gives its workers to stop."""
+
+
+def facts(participants: Participants) -> Facts:
+    """Return the facts about these participants, using cached results if available."""
+    return _facts(_Same(participants))
+
+
+def participant_of(round_: Round | None, node_id: str) -> Participant | None:
+    """Return a node's place in a round, or None if it has none."""
+    if round_ is None:
+        return None
+    group_rank = facts(round_.participants).group_ranks.get(node_id)
+    return None if group_rank is None else round_.participants[group_rank]
+
+
+class _Same:
+    """A tuple as a cache key, compared by identity because comparing values visits every node."""
+
+    __slots__ = ("participants",)
+
+    def __init__(self, participants: Participants) -> None:
+        self.participants = participants
+
+    def __hash__(self) -> int:
+        return id(self.participants)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.participants is other.participants
+
+
+# Enough for the rounds of jobs whose steps alternate on one server.
+@lru_cache(maxsize=16)
+def _facts(of: _Same) -> Facts:
+    return Facts(
+        {participant.node_id: rank for rank, participant in enumerate(of.participants)},
+        max((one.offer.shutdown_timeout_ms for one in of.participants), default=0),
+    )
+
+
+STOP_MARGIN_MS = 20_000
+"""The time that a node may take to stop its workers beyond its `shutdown_timeout`: processes that
+use GPUs take long to die."""
+
+
+def longest_stop_ms(round_: Round) -> int:
+    """Return the longest time that any participant of a round may take to stop its workers."""
+    return facts(round_.participants).longest_shutdown_ms + STOP_MARGIN_MS

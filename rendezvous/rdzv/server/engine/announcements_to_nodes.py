@@ -24,8 +24,8 @@ from rdzv.core.events import (
     RunBegan,
     RunEnded,
 )
-from rdzv.core.life.chosen_nodes import awaited
 from rdzv.core.life.runs import ended_run
+from rdzv.core.life.submitted_jobs import awaited
 from rdzv.core.model import (
     Cause,
     Membership,
@@ -35,7 +35,7 @@ from rdzv.core.model import (
     State,
     is_placeholder,
 )
-from rdzv.core.rounds.participants import facts
+from rdzv.core.rounds.ranks import facts
 from rdzv.core.rounds.recovery_reports import adoptable, tally_of
 from rdzv.core.spent import Tally
 from rdzv.messages import (

@@ -8,7 +8,7 @@ from functools import lru_cache
 from rdzv.core.fleet import nodes
 from rdzv.core.fleet.job_queue import Host
 from rdzv.core.fleet.node_resources import Resources
-from rdzv.core.life.chosen_nodes import awaited
+from rdzv.core.life.submitted_jobs import awaited
 from rdzv.core.model import State
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine.jobs import Jobs

@@ -23,7 +23,7 @@ from rdzv.core.fleet.job_queue import (
     nearest_miss,
     place_queued_jobs,
 )
-from rdzv.core.life.chosen_nodes import awaited
+from rdzv.core.life.submitted_jobs import awaited
 from rdzv.core.model import JobSpec, State
 from rdzv.core.reason import ReasonItem
 from rdzv.core.words import counted, duration

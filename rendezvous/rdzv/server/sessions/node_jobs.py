@@ -15,7 +15,7 @@ from functools import partial
 from rdzv.core.commands import Command, Join, MarkAway, MarkBack, MarkLost, Resume, Withdraw
 from rdzv.core.events import NodesPlaced, RunEnded
 from rdzv.core.fleet import nodes
-from rdzv.core.life.absences import may_run_on
+from rdzv.core.life.leaving import unheard
 from rdzv.core.model import State
 from rdzv.core.words import listed
 from rdzv.errors import RendezvousConnectionError, RendezvousError
@@ -88,7 +88,7 @@ class NodeJobs:
         """If a step ended a run, remove the nodes that are no longer in the job."""
         if any(isinstance(event, RunEnded) for event in news.events):
             for node_id in tuple(job.node_ids):
-                if not (news.after.present(node_id) or may_run_on(news.after, node_id)):
+                if not (news.after.present(node_id) or node_id in unheard(news.after)):
                     self._remove(job, node_id)
 
     def _note_present(self, job: Job, command: Join | Resume) -> None:
@@ -165,7 +165,7 @@ class NodeJobs:
                 return None
             return Withdraw(state.membership.run, (node_id,), lost.reason)
         if held is None:
-            if not may_run_on(state, node_id):
+            if node_id not in unheard(state):
                 self._remove(job, node_id)
             return None
         if record is None:

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable
 
 from rdzv.core.commands import Join, MarkHeard, MarkLost
 from rdzv.core.fleet import nodes
-from rdzv.core.life.absences import may_run_on, unheard
-from rdzv.core.life.conditions import joined_replaced_run
+from rdzv.core.life.joining import joined_replaced_run
+from rdzv.core.life.leaving import unheard
 from rdzv.core.life.runs import ended_run
 from rdzv.core.model import State, is_placeholder
 from rdzv.errors import RendezvousError, UnknownNodeError
@@ -125,7 +125,7 @@ class Recovery:
         joined = False
         try:
             state = await self._commands.latest(stream, belief.rdzv_id)
-            if not belief.has_workers and may_run_on(state, node_id):
+            if not belief.has_workers and node_id in unheard(state):
                 # Do this before the join, because the next run may be waiting only for this.
                 state = await self._commands.insist(stream, belief.rdzv_id, MarkHeard(node_id))
             if (
@@ -169,7 +169,7 @@ class Recovery:
         node_id = stream.node_id
         for rdzv_id in sorted(self._node_jobs.jobs_of(node_id) - set(believed)):
             state = self._jobs.peek(rdzv_id)
-            if state is None or may_run_on(state, node_id):
+            if state is None or node_id in unheard(state):
                 await self._commands.insist_or_log(stream, rdzv_id, MarkHeard(node_id))
             elif state.incarnation(node_id) == stream.incarnation:
                 reason = "it has returned, and no longer takes part"

@@ -10,7 +10,7 @@ from functools import partial
 
 from rdzv.core.commands import MarkLost, Withdraw
 from rdzv.core.fleet.node_resources import FailingCheck
-from rdzv.core.life.chosen_nodes import awaited
+from rdzv.core.life.submitted_jobs import awaited
 from rdzv.core.model import State
 from rdzv.messages import (
     Arrivals,

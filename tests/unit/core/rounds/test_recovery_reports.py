@@ -17,8 +17,7 @@ from rdzv.core.events import (
     RunBegan,
     RunEnded,
 )
-from rdzv.core.life.absences import STOP_MARGIN_MS
-from rdzv.core.life.charging import restarts_that_count
+from rdzv.core.life.failures import restarts_that_count
 from rdzv.core.life.restoring import CLAIMS_QUIET_MS
 from rdzv.core.model import (
     Away,
@@ -34,6 +33,7 @@ from rdzv.core.model import (
     is_placeholder,
     placeholder,
 )
+from rdzv.core.rounds.ranks import STOP_MARGIN_MS
 from rdzv.core.rounds.recovery_reports import (
     adoptable,
     placeholders_replaced,
