@@ -20,7 +20,7 @@ from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.fence_proofs import HEARTBEATS_PER_FENCE
 from rdzv.agent.server_link.node_drain import Event, NodeDrain
 from rdzv.core.evidence.hang_culprit import HungWorker
-from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
+from rdzv.core.evidence.stacks import StackFrame, ThreadStack, WorkerStack
 from rdzv.core.fleet.node_resources import Resources
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.model import UNMOVED, Moved, Offer
@@ -791,8 +791,8 @@ class Agent:
             self._answer(encoding.stacks(asked.request, (), last=True, error="it has none"))
             return
         for rank in sorted(part.runner.alive):
-            where = Frame("hang" if rank in part.runner.hung else "step", "train.py", 1)
-            main = Thread("MainThread", True, (where,))
+            where = StackFrame("hang" if rank in part.runner.hung else "step", "train.py", 1)
+            main = ThreadStack("MainThread", True, (where,))
             stack = WorkerStack(line.rank_first + rank, rank, 100 + rank, "S", (main,))
             self._answer(encoding.stacks(asked.request, (stack,), last=False, error=""))
         self._answer(encoding.stacks(asked.request, (), last=True, error=""))

@@ -17,7 +17,7 @@ from ports import free_port
 
 from rdzv.core.commands import Fail, FailureReport, Succeed
 from rdzv.core.evidence.hang_culprit import HungWorker
-from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
+from rdzv.core.evidence.stacks import StackFrame, ThreadStack, WorkerStack
 from rdzv.core.model import KeptWorker, Settings, Snapshot, SnapshotMark
 from rdzv.messages import (
     Announcement,
@@ -221,8 +221,8 @@ class Served:
         workers = []
         for local_rank in range(node.local_world_size):
             rank = node.rank_first + local_rank
-            frame = Frame("step", "/home/ada/train.py", self.lines.get(rank, 41))
-            main = Thread("MainThread", True, (frame, Frame("<module>", frame.file, 90)))
+            frame = StackFrame("step", "/home/ada/train.py", self.lines.get(rank, 41))
+            main = ThreadStack("MainThread", True, (frame, StackFrame("<module>", frame.file, 90)))
             workers.append(WorkerStack(rank, local_rank, 4700 + rank, "S", (main,)))
         self.driver.reports.take_stacks_in(stream, Stacks(asked.request, tuple(workers), last=True))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rdzv.core.evidence.collectives import MIN_WAIT_MS
+from rdzv.core.evidence.collectives import MIN_WAIT_MS, CollectiveRecord, GroupRecord
+from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.words import counted, duration, ranks_text
 from rdzv.ctl.layout import Cell, Page
-from rdzv.view.answers import CollectiveRecord, GroupRecord, StackReport, WorkerStack
+from rdzv.view.answers import StackReport
 
 _MOST_FRAMES = 12
 _MOST_GROUPS = 16

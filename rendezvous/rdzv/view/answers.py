@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rdzv.bounds import Else
+from rdzv.core.evidence.collectives import HangCause
 from rdzv.core.evidence.progress_lag import Word, lags
+from rdzv.core.evidence.stacks import SilentNode, WorkerStack
 from rdzv.core.reason import Reason
 from rdzv.core.snapshots import SoleHolder
 from rdzv.structs import struct
@@ -402,111 +404,11 @@ class LogLines:
 
 
 @struct(frozen=True)
-class StackFrame:
-    """One call in a stack. `line` is None if unknown."""
-
-    name: str
-    file: str
-    line: int | None
-
-
-@struct(frozen=True)
-class ThreadStack:
-    """One thread of a worker, with its frames, innermost first."""
-
-    name: str
-    main: bool
-    frames: tuple[StackFrame, ...]
-    holds_gil: bool = False
-    """Whether it holds the interpreter's lock (GIL)."""
-
-
-@struct(frozen=True)
-class CollectiveRecord:
-    """One collective that a worker has entered. `sizes` gives the shapes and types of its input."""
-
-    sequence: int
-    operation: str
-    sizes: str
-    done: bool
-    age_ms: int
-
-
-@struct(frozen=True)
-class GroupRecord:
-    """The latest collectives of one worker in one process group, oldest first.
-
-    `entered` is the sequence number of the last collective that it has entered.
-    """
-
-    group: str
-    description: str
-    entered: int
-    latest: tuple[CollectiveRecord, ...]
-    members: tuple[int, ...] = ()
-    """The RANKs in the group; empty if unknown, or if the worker does not wait in it."""
-
-
-@struct(frozen=True)
-class WorkerStack:
-    """The stack of one worker. `state` is the state of its process, as in /proc."""
-
-    rank: int
-    node_id: str
-    local_rank: int
-    pid: int
-    state: str | None
-    threads: tuple[ThreadStack, ...]
-    kernel: tuple[str, ...]
-    """The kernel frames in which the worker is sleeping."""
-    note: str | None
-    """The reason why part of the stack is missing."""
-    collectives: tuple[GroupRecord, ...] = ()
-    """Torch's record of its collectives, or empty if there is none."""
-    no_record: str | None = None
-    """The reason why there is no record of its collectives."""
-    exited_ms: int | None = None
-    """How long ago it exited with 0 (state `0`), if that is known."""
-
-
-@struct(frozen=True)
 class StackGroup:
     """A group of workers that are at the same place in their code."""
 
     ranks: tuple[int, ...]
     where: str
-
-
-@struct(frozen=True)
-class SilentNode:
-    """A node that has not responded."""
-
-    node_id: str
-    rank_first: int
-    local_world_size: int
-    reason: str
-
-
-@struct(frozen=True)
-class HangCause:
-    """The workers that the rest of a round is waiting for, according to the records of collectives.
-
-    `sentence` is for people; `details` contains a line for each process group that is waiting.
-    """
-
-    kind: str
-    ranks: tuple[int, ...]
-    """The workers that the others are waiting for, or empty if either side may be at fault."""
-    group: str
-    """The process group of the collective in which the others are waiting."""
-    sequence: int
-    operation: str
-    waiting: tuple[int, ...]
-    """The RANKs that are waiting in that collective."""
-    waiting_ms: int
-    """The time for which they have been waiting."""
-    sentence: str
-    details: tuple[str, ...]
 
 
 @struct(frozen=True)

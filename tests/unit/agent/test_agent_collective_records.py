@@ -34,7 +34,7 @@ from rdzv.agent.observers.collective_records import (
     with_hook,
 )
 from rdzv.agent.observers.hang_watch import HangWatch, HungReport
-from rdzv.core.evidence.collectives import Collective, GroupRecord
+from rdzv.core.evidence.collectives import CollectiveRecord, GroupRecord
 from rdzv.core.evidence.hang_culprit import HangTimeout
 from tests.support.lingering import LINGER_S, lingering
 
@@ -125,8 +125,8 @@ def test_the_ranks_of_a_group_in_which_a_worker_waits(
     records, file = RecordReader("job", on=True), str(tmp_path / "progress")
     if text is not None:
         (tmp_path / "collectives.7.groups").write_text(text)
-    waits = GroupRecord("1", "", 1, (Collective(1, "barrier"),))
-    done = GroupRecord("2", "", 1, (Collective(1, "barrier", done=True),))
+    waits = GroupRecord("1", "", 1, (CollectiveRecord(1, "barrier"),))
+    done = GroupRecord("2", "", 1, (CollectiveRecord(1, "barrier", done=True),))
     found = records.with_members(file, 7, (waits, done))
     assert [one.members for one in found] == [members, ()]
     assert records.with_members(file, 8, (waits,)) == (waits,)

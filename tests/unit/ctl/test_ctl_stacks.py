@@ -6,17 +6,11 @@ from datetime import UTC
 
 import pytest
 
+from rdzv.core.evidence.collectives import CollectiveRecord, GroupRecord, HangCause
+from rdzv.core.evidence.stacks import SilentNode, WorkerStack
 from rdzv.ctl.as_text_stacks import text
 from rdzv.ctl.layout import Page
-from rdzv.view.answers import (
-    CollectiveRecord,
-    GroupRecord,
-    HangCause,
-    SilentNode,
-    StackGroup,
-    StackReport,
-    WorkerStack,
-)
+from rdzv.view.answers import StackGroup, StackReport
 
 PAGE = Page(width=100, colour=False, now_s=61, zone=UTC)
 NOBODY_WAITS = "\nno rank has waited in a collective for longer than 2 s\n"
@@ -30,7 +24,7 @@ def shown(
     silent: tuple[SilentNode, ...] = (),
 ) -> str:
     stacks = tuple(
-        WorkerStack(rank, "n1", rank, 4711 + rank, "S", (), (), None, record)
+        WorkerStack(rank, rank, 4711 + rank, "S", node_id="n1", collectives=record)
         for rank, record in enumerate(records)
     )
     groups = (StackGroup(tuple(range(len(records))), "in step at train.py:41"),)

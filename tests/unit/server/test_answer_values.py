@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from rdzv.core.evidence.stacks import Frame, Group, Report, SilentNode, Thread, WorkerStack
+from rdzv.core.evidence.stacks import (
+    Group,
+    Report,
+    SilentNode,
+    StackFrame,
+    ThreadStack,
+    WorkerStack,
+)
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.fleet.job_queue import QueuedWait
 from rdzv.core.model import (
@@ -103,7 +110,14 @@ FULL_NODE = answers.Node(
     **{"drain_age_ms": 3, "cordoned_besides": True},
 )
 STACK = WorkerStack(
-    3, 1, 99, "D", (Thread("main", True, (Frame("step", "train.py", 0),)),), "n", ("futex",), "n1"
+    3,
+    1,
+    99,
+    "D",
+    (ThreadStack("main", True, (StackFrame("step", "train.py", None),)),),
+    "n",
+    ("futex",),
+    "n1",
 )
 REPORT = Report(
     "job-7", "feed", 2, 9_000, "why", (Group((0, 1), "in step"),), (STACK, WorkerStack(4, 0, 0)), 7,

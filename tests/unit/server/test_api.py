@@ -21,7 +21,7 @@ from yarl import URL
 
 from rdzv.core.commands import Fail, FailureReport, Succeed
 from rdzv.core.evidence.hang_culprit import HungWorker
-from rdzv.core.evidence.stacks import Frame, Group, Report, Thread, WorkerStack
+from rdzv.core.evidence.stacks import Group, Report, StackFrame, ThreadStack, WorkerStack
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobState, Tuning
 from rdzv.errors import RendezvousConnectionError
@@ -318,8 +318,8 @@ async def test_what_has_happened_on_a_node_is_told_of_all_jobs() -> None:
 
 
 async def test_the_stacks_that_a_hang_has_left_are_answered_and_none_are_taken() -> None:
-    frame = Frame("step", "/home/ada/train.py", 41)
-    stack = WorkerStack(0, 0, 4711, "S", (Thread("MainThread", True, (frame,)),), node_id="n1")
+    frame = StackFrame("step", "/home/ada/train.py", 41)
+    stack = WorkerStack(0, 0, 4711, "S", (ThreadStack("MainThread", True, (frame,)),), node_id="n1")
     async with asked() as s:
         n1, _ = await s.pair()
         error = await s.get("/jobs/job-7/stacks", 400)

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from rdzv.core.commands import Command, Fail, Leave
-from rdzv.core.evidence.collectives import FINISHED, Collective, GroupRecord
-from rdzv.core.evidence.collectives import Cause as HangCause
+from rdzv.core.evidence.collectives import FINISHED, CollectiveRecord, GroupRecord, HangCause
 from rdzv.core.evidence.hang_culprit import HungWorker, verdict
-from rdzv.core.evidence.stacks import EXITED, Frame, Report, Thread, WorkerStack, grouped
+from rdzv.core.evidence.stacks import EXITED, Report, StackFrame, ThreadStack, WorkerStack, grouped
 from rdzv.core.model import Cause, Failure, LeaveCause, Membership, Result, Settings, State
 from rdzv.core.root_cause import describe_failure, is_connection_error
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
@@ -116,9 +115,9 @@ def test_a_worker_that_has_exited_is_charged_only_if_it_may_be_in_the_group(
 
 @pytest.mark.quick
 def test_the_message_is_bounded() -> None:
-    frame = Frame("f" * 200, "/" + "x" * 250, 1)
+    frame = StackFrame("f" * 200, "/" + "x" * 250, 1)
     many = [
-        WorkerStack(n, 0, 1, "S", (Thread("t", True, (Frame(f"{n}", "x", n), frame)),))
+        WorkerStack(n, 0, 1, "S", (ThreadStack("t", True, (StackFrame(f"{n}", "x", n), frame)),))
         for n in range(20)
     ]
     assert len(verdict({"n1": (worker(0),)}, a_report(*many), "").message) <= 1_000
@@ -169,7 +168,7 @@ async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then
 
 
 def recorded(rank: int, line: int, sequence: int, *, done: bool) -> WorkerStack:
-    last = Collective(sequence, "all_reduce", "[4] Float", done=done, age_ms=60_000)
+    last = CollectiveRecord(sequence, "all_reduce", "[4] Float", done=done, age_ms=60_000)
     return replace(
         stack(rank, line=line),
         collectives=(GroupRecord("0", "default_pg", sequence, (last,)),),

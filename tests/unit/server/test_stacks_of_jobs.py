@@ -7,8 +7,15 @@ import asyncio
 import pytest
 
 from rdzv.core.commands import Succeed
-from rdzv.core.evidence.collectives import FINISHED, Collective, GroupRecord
-from rdzv.core.evidence.stacks import Frame, Group, Report, SilentNode, Thread, WorkerStack
+from rdzv.core.evidence.collectives import FINISHED, CollectiveRecord, GroupRecord
+from rdzv.core.evidence.stacks import (
+    Group,
+    Report,
+    SilentNode,
+    StackFrame,
+    ThreadStack,
+    WorkerStack,
+)
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -30,9 +37,9 @@ ANSWER_MS = 10_000
 
 
 def stack(rank: int, line: int = 41, size: int = 1) -> WorkerStack:
-    frame = Frame("step", "/home/ada/train.py", line)
+    frame = StackFrame("step", "/home/ada/train.py", line)
     return WorkerStack(
-        rank, rank % 2, 100 + rank, "S", (Thread("MainThread", True, (frame,) * size),)
+        rank, rank % 2, 100 + rank, "S", (ThreadStack("MainThread", True, (frame,) * size),)
     )
 
 
@@ -138,7 +145,7 @@ async def test_the_workers_of_a_node_that_has_succeeded_are_known_to_have_exited
         succeed = Succeed("n2", n2.incarnation, "run-1", 0)
         await s.driver.engine.submit("job-7", succeed)
         asking = await ask(s)
-        record = GroupRecord("0", "default_pg", 9, (Collective(9, "barrier", age_ms=30_000),))
+        record = GroupRecord("0", "default_pg", 9, (CollectiveRecord(9, "barrier", age_ms=30_000),))
         await say(s, n1, *(replace(stack(rank), collectives=(record,)) for rank in (0, 1)))
         s.driver.connections.detach(n2)
         report = await asking.report()
@@ -307,9 +314,10 @@ async def test_after_a_write_that_failed_the_store_is_read_anew(
 
 async def test_what_is_too_much_for_a_document_is_kept_without_some_of_its_stacks() -> None:
     async with server() as s:
-        frame = Frame("\x01" * 255, "/home/ada/train.py", 1)
+        frame = StackFrame("\x01" * 255, "/home/ada/train.py", 1)
         wide = [
-            replace(stack(rank), threads=(Thread("t", True, (frame,) * 100),)) for rank in range(9)
+            replace(stack(rank), threads=(ThreadStack("t", True, (frame,) * 100),))
+            for rank in range(9)
         ]
         whole = replace(report(3), stacks=tuple(wide), left_out=1)
         await s.driver.diagnosis.stack_archive.keep(whole)

@@ -50,7 +50,11 @@ STACK = replace(
     answered.STACK,
     collectives=(
         collectives.GroupRecord(
-            "0", "default_pg", 5, (collectives.Collective(5, "all_reduce", "4 f", True, 9),), (0, 1)
+            "0",
+            "default_pg",
+            5,
+            (collectives.CollectiveRecord(5, "all_reduce", "4 f", True, 9),),
+            (0, 1),
         ),
     ),
     no_record="caf\udce9",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rdzv.core.evidence.collectives import DEFAULT_GROUP, Collective, GroupRecord
+from rdzv.core.evidence.collectives import DEFAULT_GROUP, CollectiveRecord, GroupRecord
 from rdzv.structs import struct
 
 ENTRIES = 64
@@ -199,8 +199,8 @@ def _group(name: str, found: list[_Entry], now_ns: int, entries: int) -> GroupRe
     )
 
 
-def _collective(entry: _Entry, now_ns: int) -> Collective:
-    return Collective(
+def _collective(entry: _Entry, now_ns: int) -> CollectiveRecord:
+    return CollectiveRecord(
         sequence=entry.collective_seq_id,
         operation=entry.profiling_name.partition(":")[2][:MAX_TEXT_CHARS] or entry.profiling_name,
         sizes=_sizes(entry),

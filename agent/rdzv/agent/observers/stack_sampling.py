@@ -30,8 +30,8 @@ from rdzv.core.evidence.stacks import (
     STOPPED,
     UNINTERRUPTIBLE,
     ZOMBIE,
-    Frame,
-    Thread,
+    StackFrame,
+    ThreadStack,
     WorkerStack,
 )
 from rdzv.messages import TakeStacks
@@ -362,7 +362,7 @@ def _ptrace_scope() -> int:
 # ---------------------------------------------------------------------- py-spy's output
 
 
-def parse_dump(text: bytes, pid: int) -> tuple[Thread, ...]:
+def parse_dump(text: bytes, pid: int) -> tuple[ThreadStack, ...]:
     """Parse the output of `py-spy dump --json`, main thread first; long stacks are truncated.
 
     Raises:
@@ -387,7 +387,7 @@ def _main_thread(said: list[Any], pid: int) -> Any:
     return next(by_id, None) or next(by_name, said[0])
 
 
-def _bounded(threads: Sequence[Thread]) -> tuple[Thread, ...]:
+def _bounded(threads: Sequence[ThreadStack]) -> tuple[ThreadStack, ...]:
     """Drop threads beyond `MAX_BYTES`, but never the first one."""
     room, kept = MAX_BYTES, list(threads[:1])
     for thread in threads[1:]:
@@ -397,18 +397,18 @@ def _bounded(threads: Sequence[Thread]) -> tuple[Thread, ...]:
     return tuple(kept)
 
 
-def _thread(said: Any, *, main: bool) -> Thread:
+def _thread(said: Any, *, main: bool) -> ThreadStack:
     frames = tuple(
-        Frame(
+        StackFrame(
             name=str(frame["name"])[:MAX_NAME_CHARS],
             file=str(frame.get("filename") or "?")[-MAX_FILE_CHARS:],
-            line=max(int(frame.get("line") or 0), 0),
+            line=max(int(frame.get("line") or 0), 0) or None,
         )
         for frame in said["frames"][:MAX_FRAMES]
     )
     # Python does not name threads until `threading` is imported.
     name = str(said.get("thread_name") or ("MainThread" if main else ""))[:MAX_NAME_CHARS]
-    return Thread(name, main, frames, bool(said.get("owns_gil")))
+    return ThreadStack(name, main, frames, bool(said.get("owns_gil")))
 
 
 # ---------------------------------------------------------------------- /proc

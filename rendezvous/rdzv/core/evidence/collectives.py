@@ -53,13 +53,12 @@ _SAME_SIZES = ("all_gather", "allgather", "reduce_scatter")
 
 
 @struct(frozen=True)
-class Collective:
-    """One collective that a rank has entered."""
+class CollectiveRecord:
+    """One collective that a worker has entered. `sizes` gives the shapes and types of its input."""
 
     sequence: int
     operation: Part
     sizes: Part = ""
-    """The shapes and types of its input, or empty if it has no input."""
     done: bool = False
     age_ms: Elapsed = 0
     """The time since it was entered."""
@@ -67,23 +66,25 @@ class Collective:
 
 @struct(frozen=True)
 class GroupRecord:
-    """One rank's record in one process group."""
+    """The latest collectives of one worker in one process group, oldest first.
+
+    `entered` is the sequence number of the last collective that it has entered. `latest` always
+    includes the first one that is not done.
+    """
 
     group: Part
     description: Part = ""
     entered: int = 0
-    """The sequence number of the last collective that the rank entered."""
-    latest: Annotated[tuple[Collective, ...], First(64)] = ()
-    """The latest collectives, oldest first; always includes the first one that is not done."""
+    latest: Annotated[tuple[CollectiveRecord, ...], First(64)] = ()
     members: Annotated[tuple[int, ...], First(4_096)] = ()
-    """The RANKs in the group, or empty if unknown. Only known where the rank is waiting in it."""
+    """The RANKs in the group; empty if unknown, or if the worker does not wait in it."""
 
     @property
-    def pending(self) -> Collective | None:
+    def pending(self) -> CollectiveRecord | None:
         """The collective in which the rank is waiting, if any."""
         return next((one for one in self.latest if not one.done), None)
 
-    def at(self, sequence: int) -> Collective | None:
+    def at(self, sequence: int) -> CollectiveRecord | None:
         """Return the collective with the given number, or None if it is unknown."""
         return next((one for one in self.latest if one.sequence == sequence), None)
 
@@ -116,21 +117,26 @@ class Evidence:
 
 
 @struct(frozen=True)
-class Cause:
-    """The ranks that a round is waiting for, and why."""
+class HangCause:
+    """The workers that the rest of a round is waiting for, according to the records of collectives.
+
+    `sentence` is for people; `details` contains a line for each process group that is waiting.
+    """
 
     kind: str
     """The kind of cause, which is one of `KINDS`."""
     ranks: tuple[int, ...]
-    """The ranks that the others are waiting for, or empty if either side may be at fault."""
+    """The workers that the others are waiting for, or empty if either side may be at fault."""
     group: str
+    """The process group of the collective in which the others are waiting."""
     sequence: int
     operation: str
     waiting: tuple[int, ...]
+    """The RANKs that are waiting in that collective."""
     waiting_ms: int
+    """The time for which they have been waiting."""
     sentence: str
     details: tuple[str, ...] = ()
-    """One line for each group that has waiting ranks."""
 
     @property
     def finds(self) -> bool:
@@ -147,7 +153,7 @@ class _Wait:
     sequence: int
     operation: str
     waiting_ms: int
-    pending: Mapping[int, Collective]
+    pending: Mapping[int, CollectiveRecord]
     """The collective in which each rank is waiting, by rank."""
     absent: frozenset[int]
     """The ranks that have not entered the collective in which others of the group are waiting."""
@@ -155,7 +161,7 @@ class _Wait:
     """The ranks of the group that have exited with 0, having entered that collective or not."""
     unknown: frozenset[int]
     """The other ranks of the group that have no record."""
-    entered: Mapping[int, Collective]
+    entered: Mapping[int, CollectiveRecord]
     """Each rank's record of the first collective in which any rank is waiting, by rank."""
     whole: bool
     """Whether the group contains all ranks of the round."""
@@ -167,7 +173,7 @@ class _Wait:
         return f"{self.operation} #{self.sequence} of {self.name}"
 
 
-def compare(evidence: Iterable[Evidence], world_size: int = 0) -> Cause | None:
+def compare(evidence: Iterable[Evidence], world_size: int = 0) -> HangCause | None:
     """Return the cause for which ranks of a round are waiting, or None if the records show none.
 
     Waits shorter than `MIN_WAIT_MS` are ignored. The result is the first of these causes that
@@ -240,7 +246,7 @@ def _wait(records: Mapping[int, GroupRecord], known: Mapping[int, Evidence]) -> 
 # ---------------------------------------------------------------------- possible causes
 
 
-def _mismatch(waits: Iterable[_Wait]) -> Cause | None:
+def _mismatch(waits: Iterable[_Wait]) -> HangCause | None:
     for wait in waits:
         operations = _sides({rank: one.operation for rank, one in wait.entered.items()})
         if len(operations) > 1:
@@ -272,7 +278,7 @@ def _equal_sizes(operation: str) -> bool:
     )
 
 
-def _differing(wait: _Wait, kind: str, sides: Sequence[tuple[str, list[int]]]) -> Cause:
+def _differing(wait: _Wait, kind: str, sides: Sequence[tuple[str, list[int]]]) -> HangCause:
     (most, many), others = sides[0], sides[1:]
     odd = [rank for _, ranks in others for rank in ranks]
     clear = len(many) > len(others[0][1])
@@ -290,7 +296,7 @@ def _differing(wait: _Wait, kind: str, sides: Sequence[tuple[str, list[int]]]) -
     return _cause(wait, kind, odd if clear else (), f"{sentence}; {_waited(wait)}", waiting, most)
 
 
-def _missing(waits: Sequence[_Wait], known: Mapping[int, Evidence]) -> Cause | None:
+def _missing(waits: Sequence[_Wait], known: Mapping[int, Evidence]) -> HangCause | None:
     """Find ranks that others are waiting for in a collective and that wait in none themselves."""
     if gone := {rank for wait in waits for rank in wait.gone}:
         return _of_missing([wait for wait in waits if wait.gone], known, gone)
@@ -315,7 +321,7 @@ def _missing(waits: Sequence[_Wait], known: Mapping[int, Evidence]) -> Cause | N
 
 def _of_missing(
     waits: Sequence[_Wait], known: Mapping[int, Evidence], found: Collection[int]
-) -> Cause:
+) -> HangCause:
     kinds = {rank: _kind(known[rank]) for rank in found}
     # If one of several ranks is held, that explains the others.
     kind = min(kinds.values(), key=lambda one: (one == "absent", one not in _HELD.values(), one))
@@ -348,7 +354,7 @@ def _kind(one: Evidence) -> str:
     return _HELD.get(one.state, one.busy or "absent")
 
 
-def _other_order(waits: Sequence[_Wait]) -> Cause | None:
+def _other_order(waits: Sequence[_Wait]) -> HangCause | None:
     """Find ranks that are missing from one group because they are waiting in another."""
     most = next((wait for wait in waits if wait.absent), None)
     if most is None:
@@ -365,7 +371,7 @@ def _other_order(waits: Sequence[_Wait]) -> Cause | None:
     return _cause(most, "other_order", ranks if clear else (), sentence, list(most.pending))
 
 
-def _unfinished(wait: _Wait) -> Cause:
+def _unfinished(wait: _Wait) -> HangCause:
     latest = max(one.sequence for one in wait.pending.values())
     behind = [rank for rank, one in wait.pending.items() if one.sequence < latest]
     if behind and len(behind) < len(wait.pending) - len(behind):
@@ -392,8 +398,8 @@ def _cause(
     sentence: str,
     waiting: Iterable[int],
     operation: str = "",
-) -> Cause:
-    return Cause(
+) -> HangCause:
+    return HangCause(
         kind=kind,
         ranks=tuple(ranks),
         group=wait.group,

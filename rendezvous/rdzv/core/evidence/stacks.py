@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import Annotated
 
 from rdzv.bounds import Cut, Elapsed, First, Part, Sentence
-from rdzv.core.evidence.collectives import FINISHED, Cause, Evidence, GroupRecord
+from rdzv.core.evidence.collectives import FINISHED, Evidence, GroupRecord, HangCause
 from rdzv.core.words import listed, ranks_text
 from rdzv.structs import struct
 
@@ -49,12 +49,12 @@ _LOADER = re.compile(r"(^|/)torch/utils/data/")
 
 
 @struct(frozen=True)
-class Frame:
-    """One call in a stack. `line` is 0 if unknown."""
+class StackFrame:
+    """One call in a stack. `line` is None if unknown."""
 
     name: Part
     file: Part
-    line: int
+    line: int | None
 
     @property
     def own(self) -> bool:
@@ -63,30 +63,29 @@ class Frame:
 
 
 @struct(frozen=True)
-class Thread:
-    """One thread of a worker."""
+class ThreadStack:
+    """One thread of a worker, with its frames, innermost first."""
 
     name: Part
     main: bool
     """Whether this is Python's main thread."""
-    frames: Annotated[tuple[Frame, ...], First(MAX_FRAMES)]
-    """The thread's frames, innermost first."""
+    frames: Annotated[tuple[StackFrame, ...], First(MAX_FRAMES)]
     holds_gil: bool = False
-    """Whether the thread holds the interpreter's lock (GIL)."""
+    """Whether it holds the interpreter's lock (GIL)."""
 
 
 @struct(frozen=True)
 class WorkerStack:
-    """The stack of one worker at one moment."""
+    """The stack of one worker. `state` is the state of its process, as in /proc."""
 
     rank: int
     local_rank: int
     pid: int
-    state: Annotated[str, Cut(itemgetter(slice(1)))] = ""
-    """The process state, as in /proc/PID/stat, or empty if it could not be read."""
-    threads: Annotated[tuple[Thread, ...], First(64)] = ()
+    state: Annotated[str, Cut(itemgetter(slice(1)))] | None = None
+    """None if it could not be read, and `0` if the worker has exited with 0."""
+    threads: Annotated[tuple[ThreadStack, ...], First(64)] = ()
     """The worker's threads, or empty if Python's frames could not be read."""
-    note: Sentence = ""
+    note: Sentence | None = None
     """The reason why part of the stack is missing, and how to fix it."""
     kernel: Annotated[tuple[Part, ...], First(MAX_FRAMES)] = ()
     """The kernel frames in which the process sleeps, innermost first, as far as permissions allow.
@@ -94,18 +93,18 @@ class WorkerStack:
     node_id: str = ""
     collectives: Annotated[tuple[GroupRecord, ...], First(64)] = ()
     """The worker's record in each process group, or empty if there is none."""
-    no_record: Sentence = ""
+    no_record: Sentence | None = None
     """The reason why there is no record of the worker's collectives."""
     exited_ms: Elapsed | None = None
     """How long ago the worker exited, if it has `FINISHED` and that is known."""
 
     @property
-    def frames(self) -> tuple[Frame, ...]:
+    def frames(self) -> tuple[StackFrame, ...]:
         """The frames of the main thread, innermost first."""
         return next((thread.frames for thread in self.threads if thread.main), ())
 
     @property
-    def place(self) -> tuple[Frame, ...]:
+    def place(self) -> tuple[StackFrame, ...]:
         """The innermost frames up to the first of the user's own code, or all if there is none."""
         frames = self.frames
         for depth, frame in enumerate(frames, start=1):
@@ -133,7 +132,7 @@ class Group:
 
 @struct(frozen=True)
 class SilentNode:
-    """A node that has not reported its workers' stacks."""
+    """A node that has not responded."""
 
     node_id: str
     rank_first: int
@@ -158,7 +157,7 @@ class Report:
     left_out: int = 0
     """The number of workers that are in a group but not in `stacks`."""
     silent: tuple[SilentNode, ...] = ()
-    cause: Cause | None = None
+    cause: HangCause | None = None
     """The workers that the others are waiting for, if the records of their collectives show it."""
 
     @property
@@ -168,12 +167,12 @@ class Report:
         return f"{self.cause.sentence}; {places}" if self.cause is not None else places
 
 
-Key = tuple[str, tuple[tuple[str, str, int], ...], tuple[str, ...]]
+Key = tuple[str, tuple[tuple[str, str, int | None], ...], tuple[str, ...]]
 
 
 def key_of(stack: WorkerStack) -> Key:
     """Return the key shared by all workers of one group."""
-    state = stack.state if stack.state in _ODD_STATES else ""
+    state = stack.state if stack.state and stack.state in _ODD_STATES else ""
     place = tuple((frame.name, _short(frame.file), frame.line) for frame in stack.place)
     return state, place, () if place else stack.kernel[:1]
 
@@ -181,7 +180,7 @@ def key_of(stack: WorkerStack) -> Key:
 def where(stack: WorkerStack) -> str:
     """Describe a worker's position.
 
-    >>> main = Thread("MainThread", True, (Frame("load", "/home/ada/data.py", 7),))
+    >>> main = ThreadStack("MainThread", True, (StackFrame("load", "/home/ada/data.py", 7),))
     >>> where(WorkerStack(1, 1, 99, "S", (main,))), where(WorkerStack(1, 1, 99, "T", (main,)))
     ('in load at data.py:7', 'stopped by a signal, in load at data.py:7')
     """
@@ -194,7 +193,7 @@ def where(stack: WorkerStack) -> str:
         text = f"in the kernel at {stack.kernel[0]}"
     else:
         text = "" if stack.state in _ODD_STATES else "somewhere: its stack could not be read"
-    odd = _ODD_STATES.get(stack.state, "")
+    odd = _ODD_STATES.get(stack.state or "", "")
     return ", ".join(filter(None, (odd, text)))
 
 
@@ -209,7 +208,7 @@ def evidence(stack: WorkerStack) -> Evidence:
     return Evidence(
         rank=stack.rank,
         records=stack.collectives or None,
-        state=stack.state,
+        state=stack.state or "",
         exited_ms=stack.exited_ms,
         busy=busy,
         where=where(stack) if known else "",

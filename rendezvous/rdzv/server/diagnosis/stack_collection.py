@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from rdzv.core.evidence.collectives import FINISHED, Evidence, compare
 from rdzv.core.evidence.stacks import (
-    Frame,
     Key,
     Report,
     SilentNode,
-    Thread,
+    StackFrame,
+    ThreadStack,
     WorkerStack,
     evidence,
     groups,
@@ -58,7 +58,7 @@ class _Taking:
         if key not in self.ranks and len(self.ranks) >= most_groups:
             # With this many different stacks, more groups would not help anyone, so the rest share
             # one.
-            key = (stack.state, (("elsewhere", "", 0),), ())
+            key = (stack.state or "", (("elsewhere", "", None),), ())
             stack = _elsewhere(stack)
         self.told.add(stack.rank)
         self.evidence.append(said)
@@ -91,8 +91,8 @@ class _Taking:
 
 
 def _elsewhere(stack: WorkerStack) -> WorkerStack:
-    frames = (Frame("one of very many places", "elsewhere", 0),)
-    main = Thread("MainThread", True, frames)
+    frames = (StackFrame("one of very many places", "elsewhere", None),)
+    main = ThreadStack("MainThread", True, frames)
     return WorkerStack(
         stack.rank, stack.local_rank, stack.pid, stack.state, (main,), node_id=stack.node_id
     )
@@ -103,7 +103,8 @@ def _size(stack: WorkerStack) -> int:
     recorded = sum(
         100 + 100 * len(record.latest) + 4 * len(record.members) for record in stack.collectives
     )
-    return 200 + len(stack.note) + recorded + sum(len(f.name) + len(f.file) + 40 for f in frames)
+    shown = sum(len(frame.name) + len(frame.file) + 40 for frame in frames)
+    return 200 + len(stack.note or "") + recorded + shown
 
 
 TAKINGS = 8

@@ -7,10 +7,10 @@ import pytest
 from rdzv.core.evidence.collectives import (
     FINISHED,
     KINDS,
-    Cause,
-    Collective,
+    CollectiveRecord,
     Evidence,
     GroupRecord,
+    HangCause,
     compare,
 )
 from rdzv.structs import replace
@@ -18,21 +18,25 @@ from rdzv.structs import replace
 WAIT_MS = 32_000
 
 
-def entered(sequence: int, operation: str = "all_reduce", sizes: str = "[4] Float") -> Collective:
-    return Collective(sequence, operation, sizes, done=True, age_ms=WAIT_MS + 500)
+def entered(
+    sequence: int, operation: str = "all_reduce", sizes: str = "[4] Float"
+) -> CollectiveRecord:
+    return CollectiveRecord(sequence, operation, sizes, done=True, age_ms=WAIT_MS + 500)
 
 
 def waits(
     sequence: int, operation: str = "all_reduce", sizes: str = "[4] Float", ms: int = WAIT_MS
-) -> Collective:
-    return Collective(sequence, operation, sizes, done=False, age_ms=ms)
+) -> CollectiveRecord:
+    return CollectiveRecord(sequence, operation, sizes, done=False, age_ms=ms)
 
 
-def group(*latest: Collective, name: str = "0", description: str = "default_pg") -> GroupRecord:
+def group(
+    *latest: CollectiveRecord, name: str = "0", description: str = "default_pg"
+) -> GroupRecord:
     return GroupRecord(name, description, latest[-1].sequence if latest else 0, latest)
 
 
-def pair(*latest: Collective) -> GroupRecord:
+def pair(*latest: CollectiveRecord) -> GroupRecord:
     return group(*latest, name="1", description="pair")
 
 
@@ -257,7 +261,7 @@ def test_whom_they_wait_for(
     evidence: tuple[Evidence, ...], kind: str, ranks: tuple[int, ...], sentence: str
 ) -> None:
     found = compare(evidence)
-    assert isinstance(found, Cause)
+    assert isinstance(found, HangCause)
     expected = sentence.replace(
         "stopped by a signal; RANK 0-2 have waited in it",
         "stopped by a signal; RANK 0-2 have waited in all_reduce #41 of the default group",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rdzv.core.evidence.stacks import (
-    Frame,
     SilentNode,
-    Thread,
+    StackFrame,
+    ThreadStack,
     WorkerStack,
     as_traceback,
     grouped,
@@ -19,18 +19,18 @@ SITE = "/venv/lib/python3.12/site-packages/torch/distributed"
 TRAIN = "/home/ada/train.py"
 
 
-def stack(rank: int, *frames: Frame, state: str = "S", **more: object) -> WorkerStack:
-    threads = (Thread("MainThread", True, frames),) if frames else ()
+def stack(rank: int, *frames: StackFrame, state: str = "S", **more: object) -> WorkerStack:
+    threads = (ThreadStack("MainThread", True, frames),) if frames else ()
     return WorkerStack(rank, rank % 8, 100 + rank, state, threads, **more)  # type: ignore[arg-type]
 
 
 def in_all_reduce(rank: int, line: int = 41, **more: object) -> WorkerStack:
     return stack(
         rank,
-        Frame("all_reduce", f"{SITE}/distributed_c10d.py", 2930),
-        Frame("wrapper", f"{SITE}/c10d_logger.py", 81),
-        Frame("train", TRAIN, line),
-        Frame("<module>", TRAIN, 90),
+        StackFrame("all_reduce", f"{SITE}/distributed_c10d.py", 2930),
+        StackFrame("wrapper", f"{SITE}/c10d_logger.py", 81),
+        StackFrame("train", TRAIN, line),
+        StackFrame("<module>", TRAIN, 90),
         **more,  # type: ignore[arg-type]
     )
 
@@ -38,15 +38,17 @@ def in_all_reduce(rank: int, line: int = 41, **more: object) -> WorkerStack:
 def in_load(rank: int, **more: object) -> WorkerStack:
     return stack(
         rank,
-        Frame("read", "/home/ada/data.py", 7),
-        Frame("train", TRAIN, 40),
+        StackFrame("read", "/home/ada/data.py", 7),
+        StackFrame("train", TRAIN, 40),
         **more,  # type: ignore[arg-type]
     )
 
 
 def in_backward(rank: int) -> WorkerStack:
     engine = "/venv/lib/python3.12/site-packages/torch/autograd/graph.py"
-    return stack(rank, Frame("_engine_run_backward", engine, 800), Frame("train", TRAIN, 44))
+    return stack(
+        rank, StackFrame("_engine_run_backward", engine, 800), StackFrame("train", TRAIN, 44)
+    )
 
 
 CASES = [
@@ -151,29 +153,29 @@ def test_where_workers_differ_and_whom_they_wait_for(
     ],
 )
 def test_the_users_own_code_is_told_from_libraries(file: str, own: bool) -> None:
-    assert Frame("f", file, 1).own is own
+    assert StackFrame("f", file, 1).own is own
 
 
 def test_the_same_place_in_different_folders_is_one_place() -> None:
     """Environments of nodes may lie in different folders; other files count as other places."""
 
     def at(rank: int, root: str, file: str) -> WorkerStack:
-        wait = Frame("wait", f"{root}/lib/python3.11/threading.py", 3)
-        return stack(rank, wait, Frame("f", f"{root}/{file}", 1))
+        wait = StackFrame("wait", f"{root}/lib/python3.11/threading.py", 3)
+        return stack(rank, wait, StackFrame("f", f"{root}/{file}", 1))
 
     assert len(grouped([at(0, "/a", "x/y/t.py"), at(1, "/b", "x/y/t.py")])) == 1
     assert len(grouped([at(0, "/a", "x/y/t.py"), at(1, "/a", "x/z/t.py")])) == 2
 
 
 def test_only_the_main_thread_tells_where_a_worker_is() -> None:
-    side = Thread("loader", False, (Frame("poll", "/home/ada/loader.py", 3),))
-    main = Thread("MainThread", True, (Frame("f", TRAIN, 1),))
+    side = ThreadStack("loader", False, (StackFrame("poll", "/home/ada/loader.py", 3),))
+    main = ThreadStack("MainThread", True, (StackFrame("f", TRAIN, 1),))
     found = grouped([WorkerStack(0, 0, 1, "S", (side, main)), WorkerStack(1, 1, 2, "S", (main,))])
     assert [group.ranks for group in found] == [(0, 1)]
 
 
 def test_a_summary_is_short_however_many_places_and_nodes_there_are() -> None:
-    found = grouped([stack(rank, Frame(f"f{rank}", TRAIN, rank)) for rank in range(20)])
+    found = grouped([stack(rank, StackFrame(f"f{rank}", TRAIN, rank)) for rank in range(20)])
     silent = [SilentNode(f"n{number}", 0, 8, "not connected") for number in range(30)]
     told = summarise(found, silent)
     nodes = "n0, n1, n2, n3, n4, n5, n6, n7 and 22 more"
