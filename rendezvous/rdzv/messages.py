@@ -34,6 +34,7 @@ from rdzv.bounds import (
 )
 from rdzv.core.commands import Command
 from rdzv.core.evidence.hang_culprit import HungWorker
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
 from rdzv.core.fleet.nodes import AgentKind
@@ -129,18 +130,6 @@ class Belief:
     has_workers: bool
     """Whether workers of that round may be running on the node, or have succeeded there."""
     commands: tuple[Command, ...] = ()
-
-
-@struct(frozen=True)
-class RankProgress:
-    """The progress of one worker."""
-
-    rank: int
-    step: int
-    age_ms: Elapsed
-    """How long ago the worker reported this step."""
-    rate: Rate
-    """Recent steps per second, or 0 if unknown."""
 
 
 @struct(frozen=True)
@@ -526,18 +515,3 @@ class LogsWanted:
 
 
 # ------------------------------------------------------------------ answers to operators
-
-
-@struct(frozen=True)
-class LogLines:
-    """A piece of a worker's output, or a note about why something is missing."""
-
-    node_id: str
-    run: str
-    rank: int = 0
-    local_rank: int = 0
-    stderr: bool = False
-    round: int = 0
-    offset: int = 0
-    data: bytes = b""
-    note: str = ""

@@ -17,6 +17,7 @@ from ports import free_port
 
 from rdzv.core.commands import Fail, FailureReport, Succeed
 from rdzv.core.evidence.hang_culprit import HungWorker
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import StackFrame, ThreadStack, WorkerStack
 from rdzv.core.model import KeptWorker, Settings, Snapshot, SnapshotMark
 from rdzv.messages import (
@@ -24,7 +25,6 @@ from rdzv.messages import (
     Hung,
     LogPiece,
     Progress,
-    RankProgress,
     ReadLog,
     SnapshotsHeld,
     Stacks,
@@ -301,7 +301,7 @@ class Served:
     ) -> None:
         state = await self.driver.views.status(rdzv_id)
         assert state.round is not None
-        said = tuple(RankProgress(rank, step, 0, rate) for rank, step, rate in steps)
+        said = tuple(RankProgress(rank, step, 0, rate or None) for rank, step, rate in steps)
         progress = Progress(rdzv_id, state.run, state.round, said)
         self.driver.reports.note_progress(self._streams[node_id], progress)
 

@@ -10,6 +10,7 @@ import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.reason import Reason
 from rdzv.core.words import counted, duration, listed, size_text
 from rdzv.ctl.as_text_submission import submission
@@ -23,7 +24,6 @@ from rdzv.view.answers import (
     JobSummary,
     LastFailure,
     NodeStatus,
-    RankProgress,
     Server,
     Straggler,
     WorkerFailure,

@@ -6,12 +6,11 @@ writes them as JSON, and its gRPC services as messages, which the client reads i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rdzv.bounds import Else
 from rdzv.core.evidence.collectives import HangCause
-from rdzv.core.evidence.progress_lag import Word, lags
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import SilentNode, WorkerStack
 from rdzv.core.reason import Reason
 from rdzv.core.snapshots import SoleHolder
@@ -103,21 +102,6 @@ class WholeSnapshot:
     """The number of steps that would be redone if all workers failed now, or None if unknown."""
     node_loss: NodeLoss | None = None
     """The worst-case loss of a node, or None until this server knows which nodes hold the step."""
-
-
-@struct(frozen=True)
-class RankProgress:
-    """The progress that one worker reported `age_ms` ago. `rate` is in steps per second.
-
-    `behind` is the minimum number of steps by which it trails the leading worker at the same
-    moment. The reported steps themselves are from different moments.
-    """
-
-    rank: int
-    step: int
-    age_ms: int
-    rate: float | None
-    behind: int = 0
 
 
 @struct(frozen=True)
@@ -395,12 +379,15 @@ class LogLines:
     """
 
     node_id: str
-    rank: int
-    local_rank: int
-    stderr: bool
-    round: int
-    data: bytes
-    note: str | None
+    run: str
+    rank: int = 0
+    local_rank: int = 0
+    stderr: bool = False
+    round: int = 0
+    offset: int = 0
+    """The position of `data` in its file."""
+    data: bytes = b""
+    note: str | None = None
 
 
 @struct(frozen=True)
@@ -465,15 +452,6 @@ def node_event_in(row: Record, node_id: str) -> NodeEvent | None:
     if node_id not in (fields.get("node_id"), fields.get("cause_node_id")):
         return None
     return NodeEvent(row.rdzv_id, row.unix_ms, row.name, sentence_of(row.name, fields))
-
-
-def rank_progress(said: Sequence[tuple[int, Word]]) -> tuple[RankProgress, ...]:
-    """Compare the progress of a round's workers, by RANK, as reported at different moments."""
-    behind = lags([word for _, word in said])
-    return tuple(
-        RankProgress(rank, word.step, word.age_ms, word.rate, steps)
-        for (rank, word), steps in zip(said, behind, strict=True)
-    )
 
 
 def event_in(row: Record) -> Event:

@@ -17,7 +17,7 @@ from rdzv.agent.observers import progress_files
 from rdzv.agent.observers.progress_files import WINDOW_MS, Pace, ProgressFiles, Report, read_step
 from rdzv.agent.system import file_watches
 from rdzv.agent.system.inotify import Inotify
-from rdzv.messages import RankProgress
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 
@@ -204,7 +204,7 @@ async def test_a_file_may_be_replaced_and_be_written_anew(desk: Desk) -> None:
     desk.path(0).write_text("11")
     await desk.expect(r4=11)
     desk.path(1).write_text("5")
-    assert (await desk.expect(r4=11, r5=5)).ranks[1].rate == 0
+    assert (await desk.expect(r4=11, r5=5)).ranks[1].rate is None
 
 
 async def test_what_is_said_again_is_the_last_word_and_its_age() -> None:
@@ -221,7 +221,7 @@ async def test_what_is_said_again_is_the_last_word_and_its_age() -> None:
             now_ms = 1_000_000 + later_ms
             desk.files.say_again()
             (report,) = desk.said
-            assert report.ranks == (RankProgress(4, 5, later_ms, 0.0),)
+            assert report.ranks == (RankProgress(4, 5, later_ms, None),)
 
 
 async def test_nothing_is_said_while_the_step_stays(desk: Desk) -> None:

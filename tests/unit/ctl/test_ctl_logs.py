@@ -158,7 +158,7 @@ def test_lines_come_out_the_same_however_they_are_cut(size: int) -> None:
     out = io.BytesIO()
     printer = Printer(out, prefixed=True, escaped=False, as_it_comes=False)
     for start in range(0, len(text), size):
-        printer.take(LogLines("n1", 3, 0, False, 0, text[start : start + size], None))
+        printer.take(LogLines("n1", "r", 3, data=text[start : start + size]))
     printer.end()
     assert out.getvalue() == b"".join(b"[rank 3] " + line + b"\n" for line in whole)
 
@@ -169,7 +169,7 @@ def test_a_line_without_an_end_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPa
     out = io.BytesIO()
     printer = Printer(out, prefixed=True, escaped=False, as_it_comes=False)
     for number in (0, 1):
-        printer.take(LogLines("n1", 0, 0, False, number, b"x" * 15, None))
+        printer.take(LogLines("n1", "r", round=number, data=b"x" * 15))
     # A round is over when its node is in another.
     shown = [line.removeprefix(b"[rank 0] ") for line in out.getvalue().splitlines()]
     assert shown == [b"x" * 10, b"x" * 5, b"x" * 10]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import (
     Group,
     Report,
@@ -29,10 +30,6 @@ from rdzv.core.model import (
 )
 from rdzv.core.reason import Reason, ReasonItem
 from rdzv.errors import UnknownJobError
-from rdzv.messages import (
-    LogLines,
-    RankProgress,
-)
 from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.operations import answer_values
 from rdzv.server.security.tokens import Token
@@ -40,6 +37,7 @@ from rdzv.structs import replace
 from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import answers
+from rdzv.view.answers import LogLines
 from rdzv.view.explain import view
 from tests.unit.server.test_driver import server
 from tests.unit.server.test_wire import NODE, VIEW
@@ -123,7 +121,7 @@ REPORT = Report(
     "job-7", "feed", 2, 9_000, "why", (Group((0, 1), "in step"),), (STACK, WorkerStack(4, 0, 0)), 7,
     (SilentNode("n2", 8, 8, "away"),),
 )  # fmt: skip
-PROGRESS = (RankProgress(0, 1_200, 10, 2.5), RankProgress(1, 1_190, 300, 0.0))
+PROGRESS = (RankProgress(0, 1_200, 10, 2.5), RankProgress(1, 1_190, 300, None))
 SLOW = (
     Straggler(3, 9_500, 2.5, 0.5),
     Straggler(4, 9_500, late_ms=19.5, late_p95_ms=35.0, clock_error_ms=2.0, wait_share=0.125),
@@ -175,8 +173,7 @@ def into(kind: type[Message]) -> Callable[[object], Message]:
             answers.StackReport,
         ),
         *(
-            (answer_values.log_lines(lines), lambda _, lines=lines: write(pb.LogLines(), lines),
-             answers.LogLines)
+            (lines, into(pb.LogLines), answers.LogLines)
             for lines in (
                 LogLines("n1", "feed", 3, 1, True, 2, 4_711, b"x\xff"),
                 LogLines("", "feed", note="nothing came"),

@@ -21,19 +21,12 @@ from yarl import URL
 
 from rdzv.core.commands import Fail, FailureReport, Succeed
 from rdzv.core.evidence.hang_culprit import HungWorker
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import Group, Report, StackFrame, ThreadStack, WorkerStack
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobState, Tuning
 from rdzv.errors import RendezvousConnectionError
-from rdzv.messages import (
-    Hung,
-    LogPiece,
-    Progress,
-    RankProgress,
-    ReadLog,
-    Stacks,
-    TakeStacks,
-)
+from rdzv.messages import Hung, LogPiece, Progress, ReadLog, Stacks, TakeStacks
 from rdzv.server.driver import Driver
 from rdzv.server.http import state_feeds as feeds_module
 from rdzv.server.http.listener import Serving, serving_http

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rdzv.c10d import observations as c10d
 from rdzv.core.commands import Fail, FailureReport, Join, Stop, Submit, Succeed, Tick
 from rdzv.core.events import NodeLost, RunBegan
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import (
@@ -35,7 +36,7 @@ from rdzv.core.model import (
 )
 from rdzv.core.rendezvous import step
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousError
-from rdzv.messages import Progress, RankProgress
+from rdzv.messages import Progress
 from rdzv.server.driver import Driver
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.server_settings import RdzvdSettings
@@ -166,7 +167,7 @@ async def history(s: Scraped) -> None:
     await s.let_pass(6_000, "n2")
     await s.say(n1, join(n1, nodes, settings=settings, run="run-1", left_round=1))
     await s.let_pass(10_000, "n2")
-    s.tell(n1, 2, RankProgress(0, 120, 0, 2.5), RankProgress(1, 121, 0, 0.0))
+    s.tell(n1, 2, RankProgress(0, 120, 0, 2.5), RankProgress(1, 121, 0, None))
     await submitted_jobs(s)
     s.tell(n3, 2, RankProgress(2, 118, 0, 2.25))
     await s.let_pass(1_500)
@@ -465,7 +466,7 @@ async def test_a_server_that_starts_counts_what_it_sees_of_jobs_that_run() -> No
 async def test_progress_is_told_by_its_extremes_while_the_round_is_live() -> None:
     async with scraped() as s:
         n1, n2 = await s.pair()
-        s.tell(n1, 0, RankProgress(0, 7, 0, 0.0), RankProgress(1, 9, 0, 3.5))
+        s.tell(n1, 0, RankProgress(0, 7, 0, None), RankProgress(1, 9, 0, 3.5))
         await s.let_pass(2_000)
         s.tell(n2, 0, RankProgress(2, 8, 500, 4.5))
         found = await s.values()

@@ -13,21 +13,21 @@ from fake_control import FakeControl, serving
 from rdzv import bounds
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.core.commands import Leave
-from rdzv.core.evidence.progress_lag import Word
+from rdzv.core.evidence.progress_lag import RankProgress, lags
 from rdzv.core.model import LeaveCause
 from rdzv.ctl import as_text, live
 from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import Assignment, Progress
-from rdzv.messages import RankProgress as Said
 from rdzv.server import wire
 from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
+from rdzv.transport.wire import read as read_message
 from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import as_json
-from rdzv.view.answers import JobStatus, RankProgress, rank_progress
+from rdzv.view.answers import JobStatus
 from tests.unit.server.test_driver import FakeClock, Server, read, running, server, settle
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def checked(message: pb.Progress) -> Progress:
 @pytest.mark.quick
 def test_progress_is_read() -> None:
     said = message(pb.RankProgress(rank=3, step=7, age_ms=9, rate=1.5))
-    assert checked(said) == Progress("job-7", "feed", 2, (Said(3, 7, 9, 1.5),))
+    assert checked(said) == Progress("job-7", "feed", 2, (RankProgress(3, 7, 9, 1.5),))
     late = message(pb.RankProgress(age_ms=2**63))
     assert checked(late).ranks[0].age_ms == bounds.TIMEOUT_MS
 
@@ -79,7 +79,7 @@ def test_what_can_not_be_is_refused(said: pb.Progress, why: str) -> None:
 
 
 def said(*steps: int, rank: int = 0, run: str = "run-1", round_: int = 0) -> Progress:
-    ranks = tuple(Said(rank + n, step, 100, 2.0) for n, step in enumerate(steps))
+    ranks = tuple(RankProgress(rank + n, step, 100, 2.0) for n, step in enumerate(steps))
     return Progress("job-7", run, round_, ranks)
 
 
@@ -96,9 +96,9 @@ async def test_the_last_word_of_each_worker_is_shown_with_its_age() -> None:
         await s.clock.advance(1_000)
         s.driver.reports.note_progress(n1, said(8, 9))
         assert s.driver.views.progress("job-7") == (
-            Said(0, 8, 100, 2.0),
-            Said(1, 9, 100, 2.0),
-            Said(2, 7, 1_100, 2.0),
+            RankProgress(0, 8, 100, 2.0),
+            RankProgress(1, 9, 100, 2.0),
+            RankProgress(2, 7, 1_100, 2.0),
         )
         assert s.driver.views.progress("job-8") == ()
 
@@ -111,17 +111,17 @@ async def test_what_is_told_again_is_as_old_as_it_was() -> None:
         n1, _ = await s.pair()
         s.driver.reports.note_progress(n1, said(6))
         await clock.advance(2_000)
-        assert s.driver.views.progress("job-7") == (Said(0, 6, 2_100, 2.0),)
+        assert s.driver.views.progress("job-7") == (RankProgress(0, 6, 2_100, 2.0),)
     async with server(store, clock) as s:
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
-        again = replace(said(6), ranks=(Said(0, 6, 4_321, 2.0),))
+        again = replace(said(6), ranks=(RankProgress(0, 6, 4_321, 2.0),))
         s.driver.reports.note_progress(n1, again)
-        assert s.driver.views.progress("job-7") == (Said(0, 6, 4_321, 2.0),)
+        assert s.driver.views.progress("job-7") == (RankProgress(0, 6, 4_321, 2.0),)
         await clock.advance(679)
-        assert s.driver.views.progress("job-7") == (Said(0, 6, 5_000, 2.0),)
+        assert s.driver.views.progress("job-7") == (RankProgress(0, 6, 5_000, 2.0),)
         # If it is repeated, it is neither added up nor counted from the start.
-        s.driver.reports.note_progress(n1, replace(again, ranks=(Said(0, 6, 5_010, 2.0),)))
-        assert s.driver.views.progress("job-7") == (Said(0, 6, 5_010, 2.0),)
+        s.driver.reports.note_progress(n1, replace(again, ranks=(RankProgress(0, 6, 5_010, 2.0),)))
+        assert s.driver.views.progress("job-7") == (RankProgress(0, 6, 5_010, 2.0),)
 
 
 async def test_a_worker_of_another_node_is_refused() -> None:
@@ -258,9 +258,9 @@ async def test_nobody_is_woken_where_nobody_watches() -> None:
 
 def status(*progress: pb.RankProgress) -> JobStatus:
     job = running_sample()
-    said = [(one.rank, Word(one.step, one.age_ms, one.rate or None)) for one in progress]
-    for one in rank_progress(said):
-        write(job.progress.add(), one)
+    said = [read_message(RankProgress, one) for one in progress]
+    for one, behind in zip(said, lags(said), strict=True):
+        write(job.progress.add(), replace(one, behind=behind))
     control = FakeControl()
     control.jobs[job.rdzv_id] = job
     with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:

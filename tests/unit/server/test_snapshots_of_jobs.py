@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rdzv.core.events import RoundCompleted
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.model import Ended, Offer, Participant, Result, Round, Snapshot, SnapshotMark
 from rdzv.core.snapshots import NodeHolding, NodeLoss, SnapshotsKnown, SoleHolder, WhyNotLoaded
-from rdzv.messages import (
-    Announcement,
-    Assignment,
-    RankProgress,
-    SnapshotsHeld,
-    SnapshotWatermark,
-)
+from rdzv.messages import Announcement, Assignment, SnapshotsHeld, SnapshotWatermark
 from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
 from rdzv.server.operations import answer_values
 from rdzv.server.sessions.streams import Stream

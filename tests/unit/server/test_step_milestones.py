@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rdzv.core.commands import Fail, FailureReport, Join
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.model import Moved, Settings
-from rdzv.messages import Arrivals, Assignment, GroupArrivals, Progress, RankProgress
+from rdzv.messages import Arrivals, Assignment, GroupArrivals, Progress
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.view.answers import event_in

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rdzv.core.events import RankCaughtUp, RankStraggles
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.fleet.nodes import LeaseRules
-from rdzv.messages import Progress, RankProgress
+from rdzv.messages import Progress
 from rdzv.server.sessions.streams import Stream
 from rdzv.view.answers import event_in
 from rdzv.view.history import read as event_of

@@ -9,6 +9,7 @@ import pytest
 
 from rdzv import bounds
 from rdzv.core import commands
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.model import (
     Cause,
@@ -39,7 +40,6 @@ from rdzv.messages import (
     Hello,
     Joined,
     Lease,
-    RankProgress,
     Refused,
     RoundOver,
     Servers,

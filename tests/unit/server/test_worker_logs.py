@@ -19,7 +19,6 @@ from rdzv.errors import (
 from rdzv.messages import (
     Assignment,
     LogCredit,
-    LogLines,
     LogPiece,
     LogPosition,
     LogsWanted,
@@ -29,6 +28,7 @@ from rdzv.server.diagnosis.worker_logs import PIECE_COST, by_node
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
+from rdzv.view.answers import LogLines
 from tests.unit.server.test_driver import FakeClock, Server, read, server, settle
 
 pytestmark = pytest.mark.slow

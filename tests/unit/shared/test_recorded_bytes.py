@@ -25,12 +25,13 @@ from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.core.evidence import collectives
 from rdzv.core.evidence.hang_culprit import HungWorker
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.fleet.node_resources import FailingCheck, Gpu, Resources
 from rdzv.core.model import JobSpec, Moved, ScaleUp, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.core.spent import Tally
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import Holding, LogPiece, RankProgress, StartedWorker
+from rdzv.messages import Holding, LogPiece, StartedWorker
 from rdzv.server import wire
 from rdzv.stores.base import Record
 from rdzv.structs import replace
@@ -107,7 +108,7 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     suspect = replace(agent.FAILURE, message="caf\udce9", suspect=True)
     failed = commands.SayFailed("r1", 5, (suspect,))
     yield "report:suspect", encoding.report(failed, "job-7", NOW_MS)
-    progress = (RankProgress(8, 1_204, 300, 14.25), RankProgress(9, 0, 0, 0.0))
+    progress = (RankProgress(8, 1_204, 300, 14.25), RankProgress(9, 0, 0, None))
     yield "progress", encoding.report(Report("r1", 2, progress), "job-7", NOW_MS)
     held = commands.SaySnapshots("r1", SNAPSHOTS, CARRIER, MISSING)
     yield "snapshots_held", encoding.report(held, "job-7", NOW_MS)

@@ -26,7 +26,7 @@ from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted, writ
 from rdzv.agent.system.file_watches import Watches
 from rdzv.agent.system.folder_trees import remove_tree
 from rdzv.agent.system.temporary_folders import MAX_FILES, PROGRESS
-from rdzv.messages import RankProgress
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import struct
 
@@ -319,7 +319,9 @@ class ProgressFiles:
     def _report(self, assignment: Assignment) -> None:
         now_ms = self._now_ms()
         ranks = tuple(
-            RankProgress(file.rank, file.pace.step, now_ms - file.pace.at_ms, file.pace.rate)
+            RankProgress(
+                file.rank, file.pace.step, now_ms - file.pace.at_ms, file.pace.rate or None
+            )
             for file in self._files
             if file.pace.step is not None
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rdzv.bounds import Elapsed, Rate
 from rdzv.structs import struct
 
 SILENT_MS = 10_000
@@ -23,21 +24,28 @@ UNSTEADY = 0.25
 
 
 @struct(frozen=True)
-class Word:
-    """A worker's last report."""
+class RankProgress:
+    """The progress that one worker reported `age_ms` ago. `rate` is in steps per second.
 
+    `behind` is the minimum number of steps by which it trails the leading worker at the same
+    moment. The reported steps themselves are from different moments.
+    """
+
+    rank: int
     step: int
-    age_ms: int
-    rate: float | None
-    """Steps per second, or None if unknown."""
+    age_ms: Elapsed
+    rate: Rate | None
+    """None if unknown."""
+    behind: int = 0
 
 
-def lags(words: Sequence[Word]) -> tuple[int, ...]:
+def lags(words: Sequence[RankProgress]) -> tuple[int, ...]:
     """Return the minimum number of steps by which each worker trails the leading one.
 
     The result is 0 for a worker that may be level with it.
 
-    >>> lags([Word(100, 0, 13.0), Word(87, 1_000, 13.0), Word(60, 500, 13.0)])
+    >>> said = (100, 0), (87, 1_000), (60, 500)
+    >>> lags([RankProgress(rank, *one, 13.0) for rank, one in enumerate(said)])
     (0, 0, 34)
     """
     newest_ms = min((word.age_ms for word in words), default=0)
@@ -52,23 +60,23 @@ def lags(words: Sequence[Word]) -> tuple[int, ...]:
     )
 
 
-def _silent(word: Word, newest_ms: int) -> bool:
+def _silent(word: RankProgress, newest_ms: int) -> bool:
     silent_ms = word.age_ms - newest_ms
     if silent_ms < SILENT_MS:
         return False
     return word.rate is None or word.rate * silent_ms / 1000 > SILENT_STEPS
 
 
-def _present_step(word: Word, newest_ms: int) -> float:
+def _present_step(word: RankProgress, newest_ms: int) -> float:
     """Estimate a worker's step at the time of the newest report."""
     return word.step + _steps(word, word.age_ms - newest_ms)
 
 
-def _steps(word: Word, for_ms: int) -> float:
+def _steps(word: RankProgress, for_ms: int) -> float:
     return (word.rate or 0.0) * for_ms / 1000
 
 
-def _lag(word: Word, foremost: Word) -> int:
+def _lag(word: RankProgress, foremost: RankProgress) -> int:
     """Compare two workers at the time of the earlier of their reports.
 
     If the earlier report is the leading worker's, the other worker was then no further than it

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.model import Round, State
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import Progress, RankProgress
+from rdzv.messages import Progress
 from rdzv.structs import replace
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from rdzv import messages
 from rdzv.core.events import Event, RankCaughtUp, RankStraggles
 from rdzv.core.evidence.lateness import LOOKS, Arrivals, arrivals, follow
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stragglers import Pace, Sample, Straggler
 from rdzv.core.evidence.stragglers import follow as follow_rates
 from rdzv.core.model import Round, State
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import RankProgress
 from rdzv.server.diagnosis.arrival_board import ArrivalBoard
 from rdzv.transport.wire import convert
 
@@ -156,7 +156,7 @@ def _samples(round_: Round, progress: Sequence[RankProgress]) -> list[Sample]:
     return [
         Sample(one.rank, roles.get(one.rank, ""), 1 / one.rate)
         for one in progress
-        if one.rate > 0 and one.age_ms <= max(SILENT_MS, SILENT_STEPS * 1_000 / one.rate)
+        if one.rate and one.age_ms <= max(SILENT_MS, SILENT_STEPS * 1_000 / one.rate)
     ]
 
 

@@ -27,13 +27,13 @@ from rdzv.errors import (
 from rdzv.messages import (
     Announcement,
     LogCredit,
-    LogLines,
     LogPiece,
     LogPosition,
     LogsWanted,
     ReadLog,
 )
 from rdzv.runtime.clock import Clock, Timer
+from rdzv.view.answers import LogLines
 
 PIECE_COST = 256
 """The credit that a piece costs in addition to its data; this bounds the number of small pieces."""

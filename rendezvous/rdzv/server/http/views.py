@@ -142,7 +142,7 @@ class Shown(Queries):
             rdzv_id = bounds.rdzv_id_of(asked)
             async with aclosing(self.replica.driver.workers.read_logs(rdzv_id, wanted)) as found:
                 async for lines in found:
-                    yield answer_values.log_lines(lines)
+                    yield lines
         except (UnknownJobError, InvalidRequestError) as error:
             raise self.why_no_logs(asked, error) from error
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from rdzv.core.evidence.progress_lag import Word
+from rdzv.core.evidence.progress_lag import RankProgress, lags
 from rdzv.core.evidence.stacks import Report
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.model import NodeState
 from rdzv.core.snapshots import NodeHolding, SnapshotsKnown
-from rdzv.messages import LogLines, RankProgress
 from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.security.tokens import Token
 from rdzv.structs import replace
@@ -37,14 +36,15 @@ def with_workers(
     starts = starts or {}
     told = sum(one.kept + one.warm + one.cold for one in starts.values())
     known = list(starts.values()) if told == (status.world_size or 0) else []
-    said = [(one.rank, Word(one.step, one.age_ms, one.rate or None)) for one in progress]
     return replace(
         status,
         nodes=tuple(
             _job_node(node, starts.get(node.node_id), snapshots.held.get(node.node_id))
             for node in status.nodes
         ),
-        progress=answers.rank_progress(said),
+        progress=tuple(
+            replace(one, behind=steps) for one, steps in zip(progress, lags(progress), strict=True)
+        ),
         stragglers=tuple(
             convert(answers.Straggler, one, age_ms=max(now_ms - one.since_ms, 0))
             for one in stragglers
@@ -107,11 +107,6 @@ def token(token: Token, now_ms: int) -> answers.Token:
         expires_in_ms=None if expires_ms is None else max(expires_ms - now_ms, 0),
         used_age_ms=None if used_ms is None else max(now_ms - used_ms, 0),
     )
-
-
-def log_lines(lines: LogLines) -> answers.LogLines:
-    """Return the answer for a piece of a log or for a note about it."""
-    return convert(answers.LogLines, lines)
 
 
 def stack_report(report: Report, now_ms: int) -> answers.StackReport:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Mapping
 
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.model import State
 from rdzv.core.reason import ReasonItem
 from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, UnknownJobError
-from rdzv.messages import RankProgress
 from rdzv.runtime.clock import Clock
 from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.diagnosis.worker_starts import Starts

@@ -8,10 +8,11 @@ from rdzv.core.evidence.stacks import Report
 from rdzv.core.model import State
 from rdzv.core.words import listed
 from rdzv.errors import InvalidRequestError, RendezvousClosedError, RendezvousConnectionError
-from rdzv.messages import LogLines, LogsWanted
+from rdzv.messages import LogsWanted
 from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.operations.job_views import JobViews
+from rdzv.view.answers import LogLines
 
 
 class WorkerViews:

@@ -11,12 +11,12 @@ from collections import Counter as Tally
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median_low
 
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.life.failures import restarts_that_count
 from rdzv.core.life.forming import FLAP_WINDOW_MS, completion_due_ms, holds, restart_due_ms
 from rdzv.core.model import Cause, JobState, Membership, NodeState, State, job_state
 from rdzv.core.snapshots import SnapshotsKnown
-from rdzv.messages import RankProgress
 from rdzv.server.telemetry.job_tallies import CHANGES, JobTally, Sum
 from rdzv.view.ledger import LedgerPhase
 
@@ -284,7 +284,7 @@ class JobPage:
         add("rdzv_job_progress_age_seconds", job, min(ages) / 1000)
         add("rdzv_job_max_progress_age_seconds", job, max(ages) / 1000)
         add("rdzv_job_progress_workers", job, len(steps))
-        if rates := sorted(one.rate for one in progress if one.rate > 0):
+        if rates := sorted(one.rate for one in progress if one.rate):
             add("rdzv_job_steps_per_second", job, rates[0])
             add("rdzv_job_median_steps_per_second", job, median_low(rates))
             add("rdzv_job_max_steps_per_second", job, rates[-1])

@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import field
 
 from rdzv.core.events import Event
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.model import State
 from rdzv.core.snapshots import SnapshotsKnown
-from rdzv.messages import RankProgress
 from rdzv.stores.base import Record
 from rdzv.structs import struct
 

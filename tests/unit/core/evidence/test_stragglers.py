@@ -6,9 +6,10 @@ import logging
 
 import pytest
 
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stragglers import Pace, Sample, follow
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import Arrivals, GroupArrivals, Progress, RankProgress
+from rdzv.messages import Arrivals, GroupArrivals, Progress
 from rdzv.server.sessions.streams import Stream
 from tests.unit.server.test_driver import FakeClock, Server, server
 
