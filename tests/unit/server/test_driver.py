@@ -1489,7 +1489,7 @@ async def test_a_start_that_fails_leaves_no_timer_behind() -> None:
 
 async def test_word_of_a_superseded_stream_changes_nothing() -> None:
     async with server() as s:
-        former = await s.connect("n1")
+        former, _ = await s.pair()
         present = s.attach("n1", incarnation=former.incarnation)
         assert former.number != present.number
         scheduling, hangs = s.driver.scheduling, s.driver.diagnosis.hangs

@@ -38,24 +38,15 @@ class ProgressBoard:
     def jobs(self) -> int:
         return len(self._jobs)
 
-    def note(
-        self, state: State, node_id: str, incarnation: int, said: Progress, now_ms: int
-    ) -> bool:
-        """Record a node's progress, and return whether it was recorded.
-
-        A report about a round that is not live comes too late or too early and is ignored. So is a
-        report from a node that has no seat in the round.
+    def note(self, state: State, node_id: str, said: Progress, now_ms: int) -> None:
+        """Record a node's progress in the live round.
 
         Raises:
             InvalidRequestError: the report names a worker that the node does not have.
 
         """
         round_ = state.membership.live_round
-        if round_ is None or (said.run, said.round) != (state.membership.run, round_.number):
-            return False
-        seat = state.seats.get(node_id)
-        if seat is None or seat.incarnation != incarnation:
-            return False
+        assert round_ is not None
         job = self._job(state, round_)
         ranks = job.ranks[node_id]
         for one in said.ranks:
@@ -65,7 +56,6 @@ class ProgressBoard:
                     f"round {said.round}; name those"
                 )
         job.said[node_id] = now_ms, said
-        return True
 
     def _job(self, state: State, round_: Round) -> _Job:
         """Return the record for a job's live round, creating it if there is none."""

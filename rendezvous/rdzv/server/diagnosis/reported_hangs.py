@@ -79,22 +79,15 @@ class ReportedHangs:
         self._tell = tell
         self._episodes: dict[str, _Episode] = {}
 
-    def take_report(self, node_id: str, incarnation: int, said: Hung) -> None:
-        """Record a node's report of hanging workers.
-
-        The report is ignored if its round is not live or if the node has no seat in it.
+    def take_report(self, state: State, node_id: str, said: Hung) -> None:
+        """Record a node's report of hanging workers in the live round.
 
         Raises:
             InvalidRequestError: the report names a worker that the node does not have.
 
         """
-        state = self._peek(said.rdzv_id)
-        round_ = _live_round(state, said.run, said.round)
-        if state is None or round_ is None:
-            return
-        seat = state.seats.get(node_id)
-        if seat is None or seat.incarnation != incarnation:
-            return
+        round_ = state.membership.live_round
+        assert round_ is not None
         _check_own(round_, node_id, said)
         episode = self._episodes.get(said.rdzv_id)
         if episode is None or (episode.run, episode.round) != (said.run, said.round):
@@ -107,7 +100,7 @@ class ReportedHangs:
     def note_state(self, state: State) -> None:
         """React to a job's new state by ending its episode if the round is over."""
         episode = self._episodes.get(state.membership.rdzv_id)
-        if episode is not None and _live_round(state, episode.run, episode.round) is None:
+        if episode is not None and not state.membership.is_live(episode.run, episode.round):
             self._end(episode)
 
     def shown(self, rdzv_id: str) -> str:
@@ -159,7 +152,8 @@ class ReportedHangs:
         if self._episodes.get(episode.rdzv_id) is not episode:
             return None
         state = self._peek(episode.rdzv_id)
-        return state if _live_round(state, episode.run, episode.round) is not None else None
+        live = state is not None and state.membership.is_live(episode.run, episode.round)
+        return state if live else None
 
     async def _look_into(self, episode: _Episode) -> None:
         """Run an episode to completion. Never raises, because an error would end the server."""
@@ -233,13 +227,6 @@ def _taken(report: Report) -> StacksTaken:
     if cause is None:
         return StacksTaken(report.round, report.summary)
     return StacksTaken(report.round, report.summary, cause.kind, cause.ranks)
-
-
-def _live_round(state: State | None, run: str, number: int) -> Round | None:
-    """Return round `number` of `run` if it is live, otherwise None."""
-    if state is None or not state.membership.is_live(run, number):
-        return None
-    return state.membership.live_round
 
 
 def _check_own(round_: Round, node_id: str, said: Hung) -> None:

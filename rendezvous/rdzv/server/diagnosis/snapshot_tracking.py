@@ -77,20 +77,12 @@ class SnapshotTracking:
         """The round, mark and given-up mark that were last sent on each node's stream, by node_id
         and rdzv_id."""
 
-    def note(
-        self, state: State, node_id: str, incarnation: int, said: SnapshotsHeld, now_ms: int
-    ) -> bool:
-        """Record the snapshots that a participant holds, and return whether they were recorded.
+    def note(self, state: State, node_id: str, said: SnapshotsHeld, now_ms: int) -> None:
+        """Record the snapshots that a participant holds.
 
-        A report is ignored if no round of its run is live or if the node has no seat. Once copying
-        of a newer whole mark is settled, or a mark is given up, the mark is sent to all
-        participants.
+        Once copying of a newer whole mark is settled, or a mark is given up, the mark is sent to
+        all participants.
         """
-        membership, seat = state.membership, state.seats.get(node_id)
-        if membership.live_round is None or said.run != membership.run:
-            return False
-        if seat is None or seat.incarnation != incarnation:
-            return False
         job = self._job(state)
         if job.held.note(node_id, said.snapshots):
             job.whole_ms = now_ms
@@ -103,7 +95,6 @@ class SnapshotTracking:
         news = (job.announced, job.given_up) != before
         for participant in state.seats if news else (node_id,):
             self._tell(participant, said.rdzv_id, job)
-        return True
 
     def note_gone(self, node_id: str) -> None:
         """Forget what was sent on a node's stream, because the stream has ended."""

@@ -66,10 +66,10 @@ class StepMilestones:
         if events:
             self._tell(said.rdzv_id, events)
 
-    def note_collectives(self, state: State, node_id: str, said: Arrivals, now_ms: int) -> None:
+    def note_collectives(self, node_id: str, said: Arrivals, now_ms: int) -> None:
         """Record that a node's workers have entered collectives in the live round."""
         key = said.run, said.round
-        if self._collectives.get(said.rdzv_id) == key or not state.membership.is_live(*key):
+        if self._collectives.get(said.rdzv_id) == key:
             return
         self._collectives[said.rdzv_id] = key
         event = FirstCollectiveMade(said.round, node_id, _entered_ago_ms(said, now_ms))

@@ -72,9 +72,7 @@ class Stragglers:
         self, state: State, progress: Callable[[], Sequence[RankProgress]], now_ms: int
     ) -> None:
         """Compare the rates of a job's workers, unless they were compared a moment ago."""
-        if (found := self._job(state, now_ms)) is None:
-            return
-        job, round_ = found
+        job, round_ = self._job(state, now_ms)
         every_ms = self._look_every_ms(LOOKS_AT_RATES)
         if now_ms - job.looked_ms < every_ms:
             return
@@ -87,23 +85,17 @@ class Stragglers:
         self._tell_changes(state, job, before)
 
     def note_arrivals(
-        self, state: State, node_id: str, incarnation: int, said: messages.Arrivals, now_ms: int
+        self, state: State, node_id: str, said: messages.Arrivals, now_ms: int
     ) -> bool:
         """Record when a node's workers entered collectives, and compare all nodes' entries if due.
 
-        Return whether the stragglers have changed. A report about a round that is not live is
-        ignored.
+        Return whether the stragglers have changed.
 
         Raises:
             InvalidRequestError: the report names a worker that the node does not have.
 
         """
-        found, seat = self._job(state, now_ms), state.seats.get(node_id)
-        if found is None or seat is None or seat.incarnation != incarnation:
-            return False
-        job, _ = found
-        if (said.run, said.round) != (job.run, job.round):
-            return False
+        job, _ = self._job(state, now_ms)
         for group in said.groups:
             told = {rank for entered in group.entered_us.values() for rank in entered}
             if (rank := next((r for r in told if job.nodes.get(r) != node_id), None)) is not None:
@@ -116,11 +108,10 @@ class Stragglers:
         job.arrivals = follow(job.arrivals, arrivals(groups, job.nodes), now_ms)
         return self._tell_changes(state, job, before)
 
-    def _job(self, state: State, now_ms: int) -> tuple[_Job, Round] | None:
-        """Return what is known about a job's live round, and the round itself, or None."""
-        membership, round_ = state.membership, state.membership.round
-        if round_ is None or not round_.live:
-            return None
+    def _job(self, state: State, now_ms: int) -> tuple[_Job, Round]:
+        """Return what is known about a job's live round, and the round itself."""
+        membership, round_ = state.membership, state.membership.live_round
+        assert round_ is not None
         rdzv_id, key = membership.rdzv_id, (membership.run, round_.number)
         job = self._jobs.get(rdzv_id)
         if job is None or (job.run, job.round) != key:

@@ -51,22 +51,17 @@ class WorkerStarts:
         self._tell = tell
         self._jobs: dict[str, _Job] = {}
 
-    def note(
-        self, state: State, node_id: str, incarnation: int, said: messages.WorkersStarted
-    ) -> bool:
-        """Record how a node's workers were started, and return whether the report is new.
+    def note(self, state: State, node_id: str, said: messages.WorkersStarted) -> bool:
+        """Record how a node's workers were started for the live round.
 
-        A report about a round that is not live comes too late or too early and is ignored.
+        Return whether the report is new.
 
         Raises:
             InvalidRequestError: the report does not name exactly the workers that the node has.
 
         """
-        round_, seat = state.membership.live_round, state.seats.get(node_id)
-        if round_ is None or (said.run, said.round) != (state.membership.run, round_.number):
-            return False
-        if seat is None or seat.incarnation != incarnation:
-            return False
+        round_ = state.membership.live_round
+        assert round_ is not None
         participant = next(p for p in round_.participants if p.node_id == node_id)
         _check(said, participant)
         job = self._jobs.get(said.rdzv_id)

@@ -57,9 +57,22 @@ class Reports:
         self._diagnosis = diagnosis
         self._watchers = watchers
 
-    def _state_for(self, stream: Stream, rdzv_id: str) -> State | None:
-        """Return the state of a job; None if it is not known, or a newer stream has come."""
-        return self._jobs.peek(rdzv_id) if self._streams.is_current(stream) else None
+    def _state_for(
+        self, stream: Stream, said: Progress | WorkersStarted | SnapshotsHeld | Arrivals | Hung
+    ) -> State | None:
+        """Return the state of the job that a report is about.
+
+        Return None if the report is to be ignored: it comes too early or too late for the job's
+        live round, its node has no seat there, or a newer stream has come.
+        """
+        state = self._jobs.peek(said.rdzv_id) if self._streams.is_current(stream) else None
+        round_ = state.membership.live_round if state is not None else None
+        if state is None or round_ is None or said.run != state.membership.run:
+            return None
+        if not isinstance(said, SnapshotsHeld) and said.round != round_.number:
+            return None
+        seat = state.seats.get(stream.node_id)
+        return state if seat is not None and seat.incarnation == stream.incarnation else None
 
     def note_progress(self, stream: Stream, said: Progress) -> None:
         """Record the progress of a node's workers if the report is about the current round.
@@ -68,13 +81,10 @@ class Reports:
             InvalidRequestError: the report names a worker that the node does not have.
 
         """
-        state, now_ms = self._state_for(stream, said.rdzv_id), self._clock.now_ms()
+        state, now_ms = self._state_for(stream, said), self._clock.now_ms()
         if state is None:
             return
-        if not self._diagnosis.progress.note(
-            state, stream.node_id, stream.incarnation, said, now_ms
-        ):
-            return
+        self._diagnosis.progress.note(state, stream.node_id, said, now_ms)
         self._diagnosis.milestones.note(state, stream.node_id, said, now_ms)
         shown = partial(self._diagnosis.progress.shown, state, now_ms)
         self._diagnosis.stragglers.note(state, shown, now_ms)
@@ -87,18 +97,14 @@ class Reports:
             InvalidRequestError: the report does not name exactly the workers that the node has.
 
         """
-        if (state := self._state_for(stream, said.rdzv_id)) is None:
-            return
-        if self._diagnosis.starts.note(state, stream.node_id, stream.incarnation, said):
+        state = self._state_for(stream, said)
+        if state is not None and self._diagnosis.starts.note(state, stream.node_id, said):
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_snapshots(self, stream: Stream, said: SnapshotsHeld) -> None:
         """Record which snapshots a node holds if it takes part in the job's current round."""
-        state, now_ms = self._state_for(stream, said.rdzv_id), self._clock.now_ms()
-        if state is None:
-            return
-        speaker = stream.node_id, stream.incarnation
-        if self._diagnosis.snapshots.note(state, *speaker, said, now_ms):
+        if (state := self._state_for(stream, said)) is not None:
+            self._diagnosis.snapshots.note(state, stream.node_id, said, self._clock.now_ms())
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_arrivals(self, stream: Stream, said: Arrivals) -> None:
@@ -108,19 +114,18 @@ class Reports:
             InvalidRequestError: the report names a worker that the node does not have.
 
         """
-        if (state := self._state_for(stream, said.rdzv_id)) is None:
+        if (state := self._state_for(stream, said)) is None:
             return
-        speaker, now_ms = (stream.node_id, stream.incarnation), self._clock.now_ms()
-        changed = self._diagnosis.stragglers.note_arrivals(state, *speaker, said, now_ms)
-        if stream.node_id in state.seats:
-            self._diagnosis.milestones.note_collectives(state, stream.node_id, said, now_ms)
+        now_ms = self._clock.now_ms()
+        changed = self._diagnosis.stragglers.note_arrivals(state, stream.node_id, said, now_ms)
+        self._diagnosis.milestones.note_collectives(stream.node_id, said, now_ms)
         if changed:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_hung(self, stream: Stream, said: Hung) -> None:
         """Pass on a report that workers hang or no longer hang; see `ReportedHangs`."""
-        if self._streams.is_current(stream):
-            self._diagnosis.hangs.take_report(stream.node_id, stream.incarnation, said)
+        if (state := self._state_for(stream, said)) is not None:
+            self._diagnosis.hangs.take_report(state, stream.node_id, said)
 
     def note_health(self, stream: Stream, failing: tuple[FailingCheck, ...]) -> None:
         if self._streams.is_current(stream):
