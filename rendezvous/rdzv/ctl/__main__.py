@@ -111,7 +111,7 @@ SECTIONS: dict[str, dict[str, str | None]] = {
         "certs": "certs",
     },
     "When something is wrong": {"doctor": "support", "support-bundle": "support"},
-    "This machine": {"demo": "support", "docs": "docs", "completion": None, "version": None},
+    "This machine": {"demo": "support", "docs": "support", "completion": None, "version": None},
 }
 """All commands, grouped by task, with the module of `commands` that has each; None: here."""
 

@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from rdzv.core.words import duration
 from rdzv.ctl.layout import Cell, Columns, Page, Text
-from rdzv.errors import InvalidRequestError
 from rdzv.view.answers import Event, Token
-
-_LIFE = re.compile(r"([1-9][0-9]{0,5})([hd])")
-_LIFE_UNITS_MS = {"h": 3_600_000, "d": 86_400_000}
-
-
-def parse_life(text: str) -> int:
-    """Parse a token's lifetime and return milliseconds; the server decides whether it is allowed.
-
-    >>> parse_life("12h"), parse_life("30d")
-    (43200000, 2592000000)
-    """
-    found = _LIFE.fullmatch(text.strip())
-    if found is None:
-        raise InvalidRequestError(
-            f"--expires={text} is not a time; give a number followed by h or d, such as 30d"
-        )
-    return int(found[1]) * _LIFE_UNITS_MS[found[2]]
 
 
 def tokens(found: Sequence[Token], page: Page) -> str:

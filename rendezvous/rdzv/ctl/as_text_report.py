@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from rdzv.core.words import counted, duration
 from rdzv.ctl.layout import Cell, Columns, Page, bold
-from rdzv.errors import InvalidRequestError
 from rdzv.view.ledger import Comeback, Cost, Ledger, LedgerPhase
 from rdzv.view.reports import JobLine, Loss, Report
 
@@ -25,22 +23,7 @@ LISTED = 10
 
 _BAR = 24
 _HOUR_MS = 3_600_000
-_UNITS_MS = {"m": 60_000, "min": 60_000, "h": _HOUR_MS, "d": 24 * _HOUR_MS, "w": 168 * _HOUR_MS}
 _STYLES = {LedgerPhase.TRAINING.value: "green", LedgerPhase.REDOING.value: "yellow"}
-
-
-def read_since(text: str) -> int:
-    """Parse how far back to look, such as `7d` or `12h`, and return milliseconds.
-
-    Raises:
-        InvalidRequestError: the text is not such a time.
-    """
-    found = re.fullmatch(r"(\d{1,6})\s*(m|min|h|d|w)", text.strip())
-    if found is None or not int(found[1]):
-        raise InvalidRequestError(
-            f"{text[:40]!r} is not a time to look back; give one such as 90m, 12h, 7d or 2w"
-        )
-    return int(found[1]) * _UNITS_MS[found[2]]
 
 
 def share(goodput: float | None, *, steps_reported: bool) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rdzv.core.evidence.collectives import MIN_WAIT_MS, CollectiveRecord, GroupRecord
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.words import counted, duration, ranks_text
-from rdzv.ctl.layout import Cell, Page
+from rdzv.ctl.layout import Page, bold, dim
 from rdzv.view.answers import StackReport
 
 _MOST_FRAMES = 12
@@ -18,8 +18,7 @@ _MOST_SILENT = 16
 def text(report: StackReport, page: Page, *, raw: bool) -> str:
     """Format one line per group, then one stack from each; with `raw`, all stacks in full."""
     taken = f"taken {duration(report.age_ms)} ago, at {page.ago(report.age_ms)}"
-    round_ = Cell(f"round {report.round}")
-    lines = [page.line(Cell(report.rdzv_id, "bold"), round_, Cell(taken))]
+    lines = [page.line(bold(report.rdzv_id), f"round {report.round}", taken)]
     lines += page.sentence(report.reason)
     lines.append("")
     if report.cause is not None:
@@ -35,21 +34,21 @@ def text(report: StackReport, page: Page, *, raw: bool) -> str:
     if more := report.groups[len(groups) :]:
         workers = sum(len(group.ranks) for group in more)
         note = f"... and {counted(workers, 'worker')} at {len(more)} other places; --raw shows them"
-        lines.append(page.line(Cell(note, "dim")))
+        lines.append(page.line(dim(note)))
     for node in report.silent if raw else report.silent[:_MOST_SILENT]:
         first, last = node.rank_first, node.rank_first + node.local_world_size - 1
         ranks = f"{first}-{last}" if last > first else str(first)
         lines += page.sentence(f"RANK {ranks} on {node.node_id}: {node.reason}")
     if not raw and len(report.silent) > _MOST_SILENT:
         silent = counted(len(report.silent) - _MOST_SILENT, "more node")
-        lines.append(page.line(Cell(f"... and {silent} with no report", "dim")))
+        lines.append(page.line(dim(f"... and {silent} with no report")))
     if not report.groups and not report.silent:
         lines.append("there was no worker")
     for stack in report.stacks if raw else _one_of_each(report, groups_shown=len(groups)):
         lines += ["", *_stack(stack, page, raw)]
     if raw and report.left_out:
         note = f"the stacks of {counted(report.left_out, 'more worker')} were too many to keep"
-        lines += ["", page.line(Cell(note, "dim"))]
+        lines += ["", page.line(dim(note))]
     return "\n".join(lines)
 
 
@@ -67,10 +66,10 @@ def _one_of_each(report: StackReport, groups_shown: int) -> Sequence[WorkerStack
 def _stack(stack: WorkerStack, page: Page, raw: bool) -> list[str]:
     state = f", state {stack.state}" if stack.state else ""
     who = f"RANK {stack.rank} on {stack.node_id}, LOCAL_RANK {stack.local_rank}, pid {stack.pid}"
-    lines = [page.line(Cell(who + state, "bold"))]
+    lines = [page.line(bold(who + state))]
     for thread in stack.threads if raw else stack.threads[:1]:
         if raw:
-            lines.append(page.line(Cell(f"  thread {thread.name or '(without a name)'}", "dim")))
+            lines.append(page.line(dim(f"  thread {thread.name or '(without a name)'}")))
         frames = thread.frames if raw else thread.frames[:_MOST_FRAMES]
         for frame in frames:
             at = f"{frame.file}:{frame.line}" if frame.line else frame.file

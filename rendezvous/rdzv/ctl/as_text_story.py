@@ -12,8 +12,8 @@ from rdzv.core.events import NodeLeft, NodeLost
 from rdzv.core.model import Cause
 from rdzv.core.words import counted, duration
 from rdzv.ctl import as_text_report
-from rdzv.ctl.as_text import after_loss_of_node, snapshots
-from rdzv.ctl.layout import Cell, Page
+from rdzv.ctl.as_text import after_loss_of_node, snapshots, state_cell
+from rdzv.ctl.layout import Cell, Page, bold
 from rdzv.view.answers import ENDED, Event, JobStatus
 from rdzv.view.history import read
 from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
@@ -25,8 +25,6 @@ NODES_TOLD = 8
 """The maximum number of nodes listed for one round."""
 ITEMS_TOLD = 8
 """The maximum number of items shown of the reason for its present state."""
-
-_STYLES = {"succeeded": "green", "running": "green", "failed": "red", "stopped": "yellow"}
 
 # Events that the sentences about rounds already cover, or that explain nothing.
 _QUIET = {
@@ -41,27 +39,27 @@ def explain(status: JobStatus, history: Sequence[Event], page: Page) -> str:
     now_ms = round(page.now_s * 1000)
     runs = runs_of(history)
     run = next((run for run in reversed(runs) if run.run == (status.run or "")), None)
-    lines = [page.line(Cell(status.rdzv_id, "bold"), _state(status)), ""]
+    lines = [page.line(bold(status.rdzv_id), _state(status)), ""]
     if run is None:
         lines += page.sentence("Nothing of its past is kept here.")
     else:
         name_present(run, status)
-        lines += [page.line(Cell("What happened", "bold")), *_story(run, runs, page, now_ms)]
+        lines += [page.line(bold("What happened")), *_story(run, runs, page, now_ms)]
         if failures := _failures(run):
             first = _first_failure(run, failures, page)
-            lines += ["", page.line(Cell("First failure", "bold")), *first]
+            lines += ["", page.line(bold("First failure")), *first]
         spent = next(one for one in ledgers_of(history, now_ms, status.state) if one.run == run.run)
         if run.rounds:
-            lines += ["", page.line(Cell("What it cost", "bold"))]
+            lines += ["", page.line(bold("What it cost"))]
             costs = [*_costs(spent), *_spent(spent)]
             lines += [line for cost in costs for line in page.sentence(cost)]
-    lines += ["", page.line(Cell("Now", "bold")), *_now(status, page)]
+    lines += ["", page.line(bold("Now")), *_now(status, page)]
     return "\n".join(lines)
 
 
 def _state(status: JobStatus) -> Cell:
     number = f"run {status.run_number}, " if status.run_number else ""
-    return Cell(f"{number}{status.state}", _STYLES.get(status.state, ""))
+    return Cell(f"{number}{status.state}", state_cell(status.state).style)
 
 
 # ------------------------------------------------------------------ what happened
@@ -127,7 +125,7 @@ def _told(told: Sequence[tuple[int, str]], page: Page) -> list[str]:
     return [
         line
         for clock, (_, text) in zip(clocks, told, strict=True)
-        for line in page.fact(clock, Cell(text), width)
+        for line in page.fact(clock, text, width)
     ]
 
 

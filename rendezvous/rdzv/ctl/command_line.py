@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -236,6 +237,29 @@ def complete_names(
     except RendezvousError:
         return []
     return [name for name in names if name.startswith(incomplete) and name.isprintable()]
+
+
+_UNITS_MS = {
+    **{"ms": 1, "s": 1_000, "m": 60_000, "min": 60_000},
+    **{"h": 3_600_000, "d": 24 * 3_600_000, "w": 7 * 24 * 3_600_000},
+}
+
+
+def parse_duration(option: str, text: str, *, least_ms: int = 1, unit: str = "") -> int:
+    """Parse an option's value that is a time, and return milliseconds.
+
+    `unit` is that of a number alone, which is refused by default.
+
+    >>> [parse_duration("--since", text) for text in ("90s", "5m", "1.5h", "30d")]
+    [90000, 300000, 5400000, 2592000000]
+    """
+    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) *([a-z]*)", text.strip())
+    ms = round(float(found[1]) * _UNITS_MS.get(found[2] or unit, -1)) if found else -1
+    if ms < least_ms:
+        raise InvalidRequestError(
+            f"{option}={text[:40]} is not a time; give one such as 90s, 5m, 12h or 30d"
+        )
+    return ms
 
 
 def answer(output: str, document: Callable[[], str], text: Callable[[Page], str]) -> str:

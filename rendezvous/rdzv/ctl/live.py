@@ -13,7 +13,7 @@ from rdzv.core.reason import LAST_CALL
 from rdzv.core.words import counted, duration, listed
 from rdzv.ctl import as_text
 from rdzv.ctl.as_text_submission import awaited
-from rdzv.ctl.layout import Cell, Columns, Page
+from rdzv.ctl.layout import Cell, Columns, Page, dim
 from rdzv.structs import replace
 from rdzv.view.answers import ENDED, Event, JobStatus
 
@@ -114,7 +114,7 @@ def screen(
     room = height - len(top) - len(below) - 2
     nodes = _nodes(job, page, room)
     lines = [*top, "", *nodes, *below] if nodes else [*top, *below]
-    return [*lines[: height - 1], page.line(Cell(FOOTER, "dim"))]
+    return [*lines[: height - 1], page.line(dim(FOOTER))]
 
 
 def _nodes(job: JobStatus, page: Page, room: int) -> list[str]:
@@ -134,11 +134,11 @@ def _facts(job: JobStatus, page: Page) -> list[str]:
         parts.append(f"WORLD_SIZE {job.world_size}")
     if job.restarts is not None and job.max_restarts:
         parts.append(f"{job.restarts} of {counted(job.max_restarts, 'restart')} spent")
-    lines = page.fact("now", Cell(", ".join(parts)))
+    lines = page.fact("now", ", ".join(parts))
     if job.progress:
-        lines += page.fact("progress", Cell(as_text.progress(job)))
+        lines += page.fact("progress", as_text.progress(job))
     if coming := awaited(job):
-        lines += page.fact("placed", Cell(f"{listed(coming)}; not joined yet"))
+        lines += page.fact("placed", f"{listed(coming)}; not joined yet")
     if job.submission is not None and job.submission.declined:
         names = listed(node.node_id for node in job.submission.declined)
         last = job.submission.declined[-1]
@@ -169,7 +169,7 @@ class _Bars:
 
     def line(self, label: str, bar: str, text: str) -> list[str]:
         """Format a bar between its label and its text."""
-        return self.page.fact(label, Cell(f"{bar} {text}"))
+        return self.page.fact(label, f"{bar} {text}")
 
 
 def _bars(job: JobStatus, whole_ms: int | None, bars: _Bars) -> list[str]:

@@ -7,14 +7,15 @@ program ends, a node that it has drained stays drained and leaves by its deadlin
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from rdzv.client import ControlClient
 from rdzv.core.words import duration
 from rdzv.ctl.as_text_nodes import natural
+from rdzv.ctl.command_line import parse_duration
 from rdzv.errors import (
     InvalidRequestError,
     RendezvousConnectionError,
@@ -24,14 +25,13 @@ from rdzv.errors import (
 )
 from rdzv.runtime.log_format import harmless
 from rdzv.structs import struct
-from rdzv.view.answers import JobStatus, Node
+from rdzv.view.answers import Node
+
+T = TypeVar("T")
 
 LOOK_EVERY_S = 1.0
 """How often to check whether a node is empty, or may be drained."""
 MAX_DEADLINE_MS = 7 * 86_400_000
-_UNITS_MS = {"ms": 1, "s": 1_000, "": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([a-z]*)")
-
 NODE_VARIABLE = "RDZV_NODE"
 """The variable that passes the node's name to the command given by --undrain-after."""
 
@@ -41,15 +41,10 @@ EXIT_COMMAND_FAILED = 3
 def parse_deadline(text: str) -> int:
     """Parse --deadline, the time that workers have, and return milliseconds.
 
-    >>> parse_deadline("5m"), parse_deadline("90"), parse_deadline("1.5h")
-    (300000, 90000, 5400000)
+    >>> parse_deadline("5m"), parse_deadline("90")
+    (300000, 90000)
     """
-    found = _DURATION.fullmatch(text.strip())
-    if found is None or found[2] not in _UNITS_MS:
-        raise InvalidRequestError(
-            f"--deadline={text} is not a time; give a number followed by s, m or h, such as 5m"
-        )
-    ms = round(float(found[1]) * _UNITS_MS[found[2]])
+    ms = parse_duration("--deadline", text, least_ms=0, unit="s")
     if ms > MAX_DEADLINE_MS:
         raise InvalidRequestError(f"--deadline={text} is too long; give at most 7 days, 168h")
     return ms
@@ -75,27 +70,36 @@ def wait_empty(client: ControlClient, node_id: str, say: Callable[[str], None]) 
     Raises:
         UnknownNodeError: the drain was lifted in the meantime.
     """
-    told = ""
-    while True:
-        try:
-            found = next(iter(client.nodes(node_id)), None)
-        except RendezvousConnectionError as error:
-            told = _say_once(f"waiting for the server: {error}", told, say)
-            time.sleep(LOOK_EVERY_S)
-            continue
+
+    def look() -> Node | str | None:
+        found = next(iter(client.nodes(node_id)), None)
         if found is None or (not found.jobs and found.drain):
             return found
         if found.drain is None:
             raise UnknownNodeError(f"{node_id} is no longer drained: its drain was lifted")
         names = ", ".join(job.rdzv_id for job in found.jobs)
-        told = _say_once(f"{node_id}: waiting for {names} to leave", told, say)
+        return f"{node_id}: waiting for {names} to leave"
+
+    return _until(look, say)
+
+
+def _until(look: Callable[[], T | str], say: Callable[[str], None]) -> T:
+    """Call `look` until it returns something other than the reason for waiting, a text.
+
+    Keeps waiting while the server is away. Calls `say` whenever the reason changes.
+    """
+    told = ""
+    while True:
+        try:
+            found = look()
+        except RendezvousConnectionError as error:
+            found = f"waiting for the server: {error}"
+        if not isinstance(found, str):
+            return found
+        if found != told:
+            say(harmless(found))
+            told = found
         time.sleep(LOOK_EVERY_S)
-
-
-def _say_once(text: str, told: str, say: Callable[[str], None]) -> str:
-    if text != told:
-        say(harmless(text))
-    return text
 
 
 @struct(frozen=True)
@@ -140,7 +144,7 @@ def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) ->
             if code != 0:
                 say(f"{before}the command of --undrain-after exited with {code}; it stays drained")
                 return EXIT_COMMAND_FAILED
-            found = _insist(lambda node_id=node_id: client.undrain(node_id, rolling.reason), say)  # type: ignore[misc]
+            found = _until(lambda node_id=node_id: client.undrain(node_id, rolling.reason), say)  # type: ignore[misc]
             still = ", and still cordoned" if found.cordoned else ""
             say(f"{before}undrained{still}")
         _wait_running(client, jobs, say)
@@ -155,29 +159,27 @@ def _drain_when_it_may(
     Return None if the node is skipped: it is not known, or is drained for another reason, which
     the success of `--undrain-after` says nothing about.
     """
-    told = ""
-    while True:
-        try:
-            found = next(iter(client.nodes(node_id)), None)
-            if found is None:
-                say("it is no longer known; skipping it")
-                return None
-            reason = found.drain_reason or "no reason was given"
-            if found.drained_by_operator and not _is_ours(reason, rolling):
-                say(f"it is drained already, and stays so ({harmless(reason)}); skipping it")
-                return None
-            if found.drained_by_operator:
-                say("it is already drained")
-            else:
-                found = client.drain(node_id, rolling.deadline_ms, rolling.reason)
-                say("draining")
-        except TooFewNodesError as error:
-            told = _say_once(f"waiting: {error}", told, say)
-        except RendezvousConnectionError as error:
-            told = _say_once(f"waiting for the server: {error}", told, say)
+
+    def look() -> Sequence[str] | str | None:
+        found = next(iter(client.nodes(node_id)), None)
+        if found is None:
+            say("it is no longer known; skipping it")
+            return None
+        reason = found.drain_reason or "no reason was given"
+        if found.drained_by_operator and not _is_ours(reason, rolling):
+            say(f"it is drained already, and stays so ({harmless(reason)}); skipping it")
+            return None
+        if found.drained_by_operator:
+            say("it is already drained")
         else:
-            return [job.rdzv_id for job in found.jobs]
-        time.sleep(LOOK_EVERY_S)
+            try:
+                found = client.drain(node_id, rolling.deadline_ms, rolling.reason)
+            except TooFewNodesError as error:
+                return f"waiting: {error}"
+            say("draining")
+        return [job.rdzv_id for job in found.jobs]
+
+    return _until(look, say)
 
 
 def _is_ours(reason: str, rolling: Rolling) -> bool:
@@ -186,39 +188,20 @@ def _is_ours(reason: str, rolling: Rolling) -> bool:
     return rolling.command is None or f"{reason} [".startswith(f"{rolling.reason} [")
 
 
-def _insist(ask: Callable[[], Node], say: Callable[[str], None]) -> Node:
-    """Repeat a request until the server responds, and return the response."""
-    told = ""
-    while True:
-        try:
-            return ask()
-        except RendezvousConnectionError as error:
-            told = _say_once(f"waiting for the server: {error}", told, say)
-            time.sleep(LOOK_EVERY_S)
-
-
 def _wait_running(client: ControlClient, jobs: Sequence[str], say: Callable[[str], None]) -> None:
     """Wait until each of the jobs, which have lost a node, is running again or has ended."""
-    told = ""
     for rdzv_id in jobs:
-        while True:
+
+        def look(rdzv_id: str = rdzv_id) -> str | None:
             try:
                 status = client.status(rdzv_id)
             except UnknownJobError:
-                break
-            except RendezvousConnectionError as error:
-                told = _say_once(f"waiting for the server: {error}", told, say)
-            else:
-                if _goes_on(status):
-                    break
-                told = _say_once(
-                    f"waiting for {rdzv_id} to run: {status.reason.headline}", told, say
-                )
-            time.sleep(LOOK_EVERY_S)
+                return None
+            if status.state not in ("queued", "joining", "stopping"):
+                return None
+            return f"waiting for {rdzv_id} to run: {status.reason.headline}"
 
-
-def _goes_on(status: JobStatus) -> bool:
-    return status.state not in ("queued", "joining", "stopping")
+        _until(look, say)
 
 
 def _run(command: str, node_id: str) -> int:

@@ -596,7 +596,7 @@ def test_nothing_heavy_is_imported(server: str) -> None:
     for arguments, unwanted in (
         (["--version"], of_help | {"rdzv.ctl.commands", "rdzv.ctl.layout"}),
         (["--help"], of_help),
-        (["status", "--help"], of_help | {"rdzv.ctl.commands.docs", "rdzv.ctl.commands.nodes"}),
+        (["status", "--help"], of_help | {"rdzv.ctl.commands.support", "rdzv.ctl.commands.nodes"}),
         (["submit", "--help"], {"torch", "grpc", "google", "asyncio", "yaml"}),
         (["list"], {"torch", "numpy", "rich", "sqlite3", "yaml"}),
     ):

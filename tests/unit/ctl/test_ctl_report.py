@@ -16,6 +16,7 @@ from stories import STORIES, told
 
 from rdzv.ctl import as_text_report, report_page
 from rdzv.ctl.__main__ import run
+from rdzv.ctl.command_line import parse_duration
 from rdzv.ctl.commands.report import servers_now_ms
 from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError
@@ -79,14 +80,15 @@ async def test_what_a_server_has_decided_adds_up(name: str) -> None:
     [("90m", 5_400_000), ("12 h", 43_200_000), ("7d", 604_800_000), ("1w", 604_800_000)],
 )
 def test_how_far_to_look_back(text: str, ms: int) -> None:
-    assert as_text_report.read_since(text) == ms
+    assert parse_duration("--since", text) == ms
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("text", ["", "7", "0d", "-1d", "7 days", "d", "9999999d"])
+@pytest.mark.parametrize("text", ["", "7", "0d", "-1d", "7 days", "d", "0.0001ms", "9999999d"])
 def test_what_is_no_time_to_look_back(text: str) -> None:
-    with pytest.raises(InvalidRequestError, match="is not a time to look back"):
-        as_text_report.read_since(text)
+    """The same holds for --expires of tokens, where 0 would be a token that never expires."""
+    with pytest.raises(InvalidRequestError, match=f"--since={text} is not a time; give one"):
+        parse_duration("--since", text)
 
 
 # ------------------------------------------------------------------ the page
@@ -237,4 +239,4 @@ def test_the_command_line_says_what_it_needs(job: str, capsys: pytest.CaptureFix
     assert run(["report", "--run", "1"]) == 2
     assert "--run needs a JOB" in capsys.readouterr().err
     assert run(["report", "--since", "soon"]) == 1
-    assert "'soon' is not a time to look back" in capsys.readouterr().err
+    assert "--since=soon is not a time; give one" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from rdzv.ctl.command_line import (
     connection_options,
     opened_client,
     output_option,
+    parse_duration,
 )
 from rdzv.ctl.commands.history import whole_history, write_text
 from rdzv.errors import UnknownJobError
@@ -110,11 +111,10 @@ def _shown(job: str, runs: list[Ledger], number: int | None, output: str, html: 
 
 def _all(client: ControlClient, since: str, now_ms: int) -> Report:
     """Sum up all jobs, except those deleted in the meantime."""
-    from rdzv.ctl.as_text_report import read_since
     from rdzv.view.ledger import ledgers_of
     from rdzv.view.reports import ended_before, report, spent_by
 
-    since_ms = read_since(since)
+    since_ms = parse_duration("--since", since)
     spent = []
     for job in client.jobs():
         if ended_before(job.state, job.state_age_ms, since_ms):

@@ -13,6 +13,7 @@ from rdzv.ctl.command_line import (
     connection_options,
     opened_client,
     output_option,
+    parse_duration,
 )
 from rdzv.runtime.usage import Choice
 
@@ -107,7 +108,7 @@ def _create_token(name: str, roles: tuple[str, ...], expires: str | None, output
     from rdzv.ctl import as_text_access
     from rdzv.view import as_json
 
-    life_ms = 0 if expires is None else as_text_access.parse_life(expires)
+    life_ms = 0 if expires is None else parse_duration("--expires", expires)
     with opened_client() as client:
         token, text = client.create_token(name, roles, life_ms)
     if output == "text":
