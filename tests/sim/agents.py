@@ -22,7 +22,7 @@ from rdzv.agent.server_link.node_drain import Event, NodeDrain
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import StackFrame, ThreadStack, WorkerStack
 from rdzv.core.fleet.node_resources import Resources
-from rdzv.core.fleet.nodes import AgentKind
+from rdzv.core.fleet.nodes import AgentKind, LeaseRules, absence_for
 from rdzv.core.model import UNMOVED, Moved, Offer
 from rdzv.structs import replace, struct
 from rdzv.transport.node_stream import FINAL_REFUSALS, PROTOCOL_VERSION
@@ -49,7 +49,7 @@ SIGKILL_WAIT_MS = 5_000
 NOTICE_HANG_MS = 2_000
 """How long a worker may report no progress."""
 SAY_HUNG_AGAIN_MS = 20_000
-ORPHAN_TIMEOUT_MS = 5_000
+ORPHAN_TIMEOUT_MS = absence_for(LeaseRules().duration_ms)
 """How long a daemon's runner continues without its agent, unless it got a later deadline."""
 
 

@@ -153,6 +153,10 @@ RECONNECT_GRACE_MS = 250
 """How long a foreground agent's seat is kept after its stream ended, and any seat after its round's
 end: agents' workers die with them, so the wait is only for a connection that was cut."""
 
+DAEMON_RETURN_MS = 15_000
+"""How long a daemon has at least to come back, after a crash on a busy machine: its workers train
+on meanwhile, and a failure of any other node ends the wait."""
+
 
 @struct(frozen=True)
 class Tuning:

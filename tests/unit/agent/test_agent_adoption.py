@@ -223,7 +223,10 @@ async def test_runners_wait_for_a_lease_also_if_their_agent_has_not_reached_a_se
     (tmp_path / "runners" / "a.sock").touch()
     await adopting.adopt_runners()
     who = daemon_identity("n1", adopting.instance)
-    assert ServerLink([Endpoint("127.0.0.1", 1)], who).tolerated_ms == 60_000
+    link = ServerLink([Endpoint("127.0.0.1", 1)], who)
+    assert (link.tolerated_ms, link.orphan_timeout_ms) == (60_000, 60_000)
+    link = ServerLink([Endpoint("127.0.0.1", 1)], replace(who, lease_ms=None))
+    assert (link.tolerated_ms, link.orphan_timeout_ms) == (5_000, 15_000)
 
 
 async def test_an_agent_that_wrote_no_lease_down_had_the_usual_one(
@@ -399,7 +402,7 @@ class Runner:
 class Link:
     """Records what each agent says."""
 
-    tolerated_ms = 5_000
+    orphan_timeout_ms = 15_000
     encrypts = False
 
     def __init__(self) -> None:
@@ -707,11 +710,11 @@ async def test_progress_is_read_from_where_the_workers_write_it(s: Story) -> Non
 
 
 async def test_the_runner_waits_as_long_as_the_server_does(s: Story) -> None:
-    assert s.runner.served == [(5.0, 30.0)]
-    s.link.tolerated_ms = 9_000
+    assert s.runner.served == [(15.0, 30.0)]
+    s.link.orphan_timeout_ms = 20_000
     s.driver.post(events.ServerConnected())
     s.driver.post(events.ServerConnected())
-    assert s.runner.served[1:] == [(9.0, 30.0)]
+    assert s.runner.served[1:] == [(20.0, 30.0)]
 
 
 async def test_a_job_that_is_handed_over_is_left_alone(s: Story) -> None:

@@ -739,7 +739,7 @@ async def test_a_loss_while_the_store_is_away_is_not_forgotten() -> None:
         n1, n2 = await s.pair()
         store.away = StoreRefusedError("disk full")
         s.driver.connections.detach(n2)
-        for _ in range(10):
+        for _ in range(16):
             s.driver.connections.heard(n1)
             await s.clock.advance(1_000)
         assert read(n1) == []
@@ -1004,7 +1004,7 @@ async def test_a_new_instance_that_dies_before_it_has_spoken_is_lost_all_the_sam
         n1, n2 = await s.pair()
         s.driver.connections.detach(n1)
         s.driver.connections.detach(s.attach("n1", "two"))
-        for _ in range(7):
+        for _ in range(16):
             s.driver.connections.heard(n2)
             await s.clock.advance(1_000)
         assert isinstance(read(n2)[0], RoundOver)
@@ -1251,7 +1251,7 @@ async def given_up(s: Server, *, silent: bool = False, **more: object) -> None:
     await s.join(n2)
     if not silent:
         s.driver.connections.detach(n1)
-    for _ in range(12):
+    for _ in range(16):
         s.driver.connections.heard(n2)
         await s.clock.advance(1_000)
     stopped = join(n2, run="run-1", left_round=0)

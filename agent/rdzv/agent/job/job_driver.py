@@ -219,7 +219,7 @@ class JobDriver:
         if self._keeping is not None:
             grace_ms = self._context.launch.job.shutdown_timeout_ms
             self._keeper = StateKeeper(self._keeping, runner, grace_ms)
-            self._keeper.outlive(self._link.tolerated_ms)
+            self._keeper.outlive(self._link.orphan_timeout_ms)
 
     def _serve_server(self) -> None:
         """Include this job in every Hello, and make its workers' logs readable."""
@@ -454,7 +454,7 @@ class JobDriver:
             self._context.observers.say_again()
             self._starts.say_again()
         if self._keeper is not None:
-            self._keeper.outlive(self._link.tolerated_ms)
+            self._keeper.outlive(self._link.orphan_timeout_ms)
 
     def _keep(self) -> None:
         """Store this driver's state in the runner if it has changed."""

@@ -235,7 +235,7 @@ class Placements:
         except BaseException:
             self._ledger.release(held)
             self._link.remove(driver)
-            await driver.hand_over(self._link.tolerated_ms)
+            await driver.hand_over(self._link.orphan_timeout_ms)
             raise
         self._runners.note(found.hello.pid)
         held.driver = driver

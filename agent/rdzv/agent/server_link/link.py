@@ -30,7 +30,7 @@ from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.agent.server_link.outbox import Call, Outbox
 from rdzv.agent.server_link.ports import JobPort, PlacementPort
 from rdzv.agent.server_link.standby import Standby
-from rdzv.core.fleet.nodes import LeaseRules, check_fence
+from rdzv.core.fleet.nodes import LeaseRules, absence_for, check_fence
 from rdzv.errors import (
     InvalidRequestError,
     NodeSupersededError,
@@ -224,6 +224,11 @@ class ServerLink:
     def tolerated_ms(self) -> int:
         """How long the server tolerates this node's silence: the last lease or the default."""
         return self._last_lease_ms or LeaseRules().duration_ms
+
+    @property
+    def orphan_timeout_ms(self) -> int:
+        """How long this node's runners wait for the next agent: as long as the server does."""
+        return absence_for(self.tolerated_ms)
 
     def say_away(self, deadline_ms: int) -> None:
         """Announce that this agent is exiting on purpose and will be replaced by the deadline."""

@@ -3,7 +3,9 @@
 A node is *connected* while its stream is open, *away* from the end of the stream until its return
 or its deadline, and then *lost*. The rendezvous decides what this means for a job. The two kinds of
 agent differ in one respect. The workers of a foreground agent die with it, so it may be absent only
-for `RECONNECT_GRACE_MS`. A daemon's workers live on, so it may be absent for the length of a lease.
+for `RECONNECT_GRACE_MS`. A daemon's workers live on and lose nothing while it restarts, so it may
+be absent for `absence_for` its lease. That holds for a stream that ended while the node was still
+being heard, and for workers that no fence kills; otherwise it has a lease, as silence has.
 
 Silence while the server could not receive proves nothing. After a takeover (`Expect`) or a pause of
 the server itself (`Pause`), no node is lost before `takeover_grace_ms` has passed, or longer after
@@ -35,7 +37,7 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Annotated
 
-from rdzv.core.model import RECONNECT_GRACE_MS
+from rdzv.core.model import DAEMON_RETURN_MS, RECONNECT_GRACE_MS
 from rdzv.core.shared_map import put, put_all
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousConnectionError
 from rdzv.structs import Duration, replace, setting, struct
@@ -69,6 +71,15 @@ class AgentKind(StrEnum):
 
     FOREGROUND = "foreground"
     DAEMON = "daemon"
+
+
+def absence_for(lease_ms: int) -> int:
+    """Return how long, in ms, a daemon may be absent, and its runners wait for the next one.
+
+    >>> [absence_for(lease_ms) for lease_ms in (5_000, 30_000)]
+    [15000, 30000]
+    """
+    return max(lease_ms, DAEMON_RETURN_MS)
 
 
 # fmt: off
@@ -515,7 +526,7 @@ def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransiti
     old = nodes.records.get(command.node_id)
     if old is None or old.stream != command.stream:
         return NodesTransition(nodes)
-    grace_ms = RECONNECT_GRACE_MS if old.kind is AgentKind.FOREGROUND else old.lease_ms
+    grace_ms = _grace_ms(nodes.rules, old, now_ms)
     announced = old.firm and old.until_ms > now_ms
     until_ms = old.until_ms if announced else now_ms + grace_ms
     if old.fence_after_ms:
@@ -532,6 +543,15 @@ def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransiti
         until_ms, firm = excused_until_ms, True
     record = replace(old, stream=None, since_ms=now_ms, until_ms=until_ms, firm=firm)
     return NodesTransition(_put(nodes, record), (_away(record),))
+
+
+def _grace_ms(rules: LeaseRules, record: NodeRecord, now_ms: int) -> int:
+    """Return how long a node may be absent after the end of its stream."""
+    if record.kind is AgentKind.FOREGROUND:
+        return RECONNECT_GRACE_MS
+    # The stream of a machine that died in silence ends too, by an unanswered ping.
+    silent = now_ms >= record.heard_ms + rules.quiet_for(record.lease_ms)
+    return record.lease_ms if silent or record.fence_after_ms else absence_for(record.lease_ms)
 
 
 def _away(record: NodeRecord) -> NodeAway:

@@ -17,6 +17,7 @@ from rdzv.core.events import (
 )
 from rdzv.core.life.failures import charge_stuck, end_round, some_succeeded
 from rdzv.core.model import (
+    DAEMON_RETURN_MS,
     RECONNECT_GRACE_MS,
     Away,
     Cause,
@@ -325,9 +326,10 @@ def may_run(state: State, node_id: str) -> bool:
 def orphans_end_after_ms(work: Draft, node_id: str) -> int:
     """Return how long a runner whose agent is dead may take to kill its workers.
 
-    The runner waits for another agent no longer than the longest lease, and then stops the workers.
+    The runner waits for another agent no longer than the longest lease or `DAEMON_RETURN_MS`, and
+    then stops the workers.
     """
     away, round_, tuning = work.state.away.get(node_id), work.membership.round, work.state.tuning
     age_ms = work.now_ms - away.since_ms if away is not None else 0
     stop_ms = longest_stop_ms(round_) if round_ is not None else 0
-    return max(tuning.takeover_grace_ms + stop_ms - age_ms, 0)
+    return max(max(tuning.takeover_grace_ms, DAEMON_RETURN_MS) + stop_ms - age_ms, 0)

@@ -123,11 +123,11 @@ def test_a_word_after_the_stream_has_ended_renews_nothing() -> None:
     fleet.disconnect("n1")
     fleet.pass_until(3_000)
     fleet.do(Hear(frozenset({"n1"})))
-    fleet.pass_until(5_000)
+    fleet.pass_until(15_000)
     assert fleet.lost == ["n1"]
 
 
-@pytest.mark.parametrize(("kind", "worth_ms"), [("foreground", 250), ("daemon", 5_000)])
+@pytest.mark.parametrize(("kind", "worth_ms"), [("foreground", 250), ("daemon", 15_000)])
 def test_an_absence_is_worth_what_the_agents_workers_survive(kind: str, worth_ms: int) -> None:
     fleet = Fleet()
     fleet.connect("n1", kind=AgentKind(kind))
@@ -140,6 +140,29 @@ def test_an_absence_is_worth_what_the_agents_workers_survive(kind: str, worth_ms
     assert not fleet.lost
     fleet.pass_until(1_000 + worth_ms)
     assert fleet.lost == ["n1"]
+
+
+def test_a_daemon_that_was_silent_before_its_stream_ended_has_a_lease() -> None:
+    """Such as a dead machine, whose stream an unanswered ping ends."""
+    fleet = Fleet()
+    fleet.connect("n1")
+    fleet.pass_until(2_500)
+    fleet.disconnect("n1")
+    assert fleet.nodes.records["n1"].until_ms == 2_500 + 5_000
+
+
+def test_a_daemon_whose_workers_a_fence_kills_has_a_lease() -> None:
+    fleet = Fleet()
+    fleet.connect("n1", fence_after_ms=3_000)
+    fleet.disconnect("n1")
+    assert fleet.nodes.records["n1"].until_ms == 5_000
+
+
+def test_a_daemon_with_a_longer_lease_has_no_less() -> None:
+    fleet = Fleet(Nodes(3, LeaseRules(duration_ms=20_000)))
+    fleet.connect("n1")
+    fleet.disconnect("n1")
+    assert fleet.nodes.records["n1"].until_ms == 20_000
 
 
 def test_the_lease_grows_with_the_number_of_nodes() -> None:
@@ -264,7 +287,7 @@ def test_a_plan_whose_deadline_has_passed_is_none() -> None:
     fleet.pass_until(2_000)
     fleet.disconnect("n1")
     last = fleet.events[-1]
-    assert isinstance(last, NodeAway) and (last.until_ms, last.firm) == (7_000, False)
+    assert isinstance(last, NodeAway) and (last.until_ms, last.firm) == (17_000, False)
 
 
 def test_a_plan_said_in_a_stale_stream_is_none() -> None:
