@@ -66,7 +66,7 @@ TARGETS = (
     "rendezvous/rdzv/transport/node_stream.py",
     "rendezvous/rdzv/torchrun/sync_stream.py",
     "agent/rdzv/agent/exit_causes/*.py",
-    "agent/rdzv/agent/job/decisions.py",
+    "agent/rdzv/agent/job/context.py",
     "agent/rdzv/agent/job/job_driver.py",
     "agent/rdzv/agent/job/round.py",
     "agent/rdzv/agent/job/runner_event_router.py",

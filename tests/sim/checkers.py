@@ -17,7 +17,7 @@ import msgspec
 
 from rdzv.agent.core import commands as agent_commands
 from rdzv.agent.core import events as agent_events
-from rdzv.agent.core.machine import Transition as AgentTransition
+from rdzv.agent.core.machine import Decision as AgentTransition
 from rdzv.agent.core.machine import step as agent_step
 from rdzv.agent.core.model import AgentState, Assignment, Phase
 from rdzv.core import rendezvous

@@ -649,7 +649,7 @@ MUTANTS = (
     ),
     Mutant(
         "snapshots: the watermark goes back",
-        "snapshot_marks._is_newer",
+        "server_contact._is_newer",
         "state.watermark is None or event.mark > state.watermark",
         "event.mark != state.watermark",
         by=SNAPSHOT_TESTS,
@@ -1444,8 +1444,8 @@ MUTANTS = (
     Mutant(
         "the end of another run stops workers",
         "machine._close",
-        "def _close(work: Draft, event: RunClosed) -> None:\n    if event.run != work.state.run:",
-        "def _close(work: Draft, event: RunClosed) -> None:\n    if False:",
+        "def _close(work: Work, event: RunClosed) -> None:\n    if event.run != work.state.run:",
+        "def _close(work: Work, event: RunClosed) -> None:\n    if False:",
         by="tests/unit/agent/test_agent_machine.py",
     ),
     Mutant(

@@ -18,7 +18,7 @@ from rdzv.agent.system import grpc_forks  # noqa: F401  # before anything import
 # isort: on
 from rdzv.agent.app.agent_config import DEFAULT_FILE, Config, check_directories, read_config
 from rdzv.agent.app.agent_settings import why_not_here
-from rdzv.agent.core.exit_codes import EXIT_FAILED, EXIT_SUCCESS, EXIT_TRY_AGAIN, EXIT_USAGE
+from rdzv.agent.core.model import EXIT_FAILED, EXIT_SUCCESS, EXIT_TRY_AGAIN, EXIT_USAGE
 from rdzv.agent.run import EXIT_INTERRUPTED, set_up_logging
 from rdzv.agent.workers.summary import summary
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousError

@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from rdzv.agent.cli.backends import Meeting
 from rdzv.agent.cli.options import parse_launch
-from rdzv.agent.core.exit_codes import EXIT_FAILED, EXIT_TRY_AGAIN, EXIT_USAGE
+from rdzv.agent.core.model import EXIT_FAILED, EXIT_TRY_AGAIN, EXIT_USAGE
 from rdzv.agent.launch.launch import Launch, check_startable
 from rdzv.agent.runner.spawn import reason_of
 from rdzv.agent.runner_link import StartedRunner

@@ -16,7 +16,7 @@ import pytest
 
 from rdzv.agent.core.model import Assignment, Job
 from rdzv.agent.handover.handover_state import KeptPlacement, decode_placement, encode
-from rdzv.agent.job.drain_notice_file import NoticeFile
+from rdzv.agent.job.worker_observers import NoticeFile
 from rdzv.agent.launch.launch import Launch, check_chdir, check_startable, has_torch
 from rdzv.agent.node.submitted_launch import (
     Share,

@@ -21,6 +21,7 @@ import pytest
 
 from rdzv.agent import runner_link
 from rdzv.agent.core import events
+from rdzv.agent.core.commands import StopWorkers
 from rdzv.agent.core.model import (
     AgentState,
     Assignment,
@@ -34,7 +35,6 @@ from rdzv.agent.core.model import (
 from rdzv.agent.handover import handover_state, runner_adoption
 from rdzv.agent.handover.handover_state import (
     Keeping,
-    KeptOutput,
     KeptPlacement,
     KeptState,
     KeptStop,
@@ -44,6 +44,7 @@ from rdzv.agent.job import store_offer as module
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.node.node import daemon_identity
+from rdzv.agent.output.run_files import WorkerOutput
 from rdzv.agent.runner_link import Hello, NotAdoptableError, SilentRunnerError
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.client import Endpoint
@@ -103,9 +104,9 @@ FULL = KeptState(
     ),
     offer=Offer("10.0.0.1", 2, topology="rack-1", host_name="n1.lan", machine="boot/net"),
     joined=True,
-    stop=KeptStop(4, 5_000, 15, 14),
-    outputs=(KeptOutput("/a/stdout.log", "/a/stderr.log", "/a/error.json"),),
-    progress_folder="/run/rdzv_progress_1",
+    stop=KeptStop(StopWorkers(4, 5_000, 15), 14),
+    outputs=(WorkerOutput(Path("/a/stdout.log"), Path("/a/stderr.log"), Path("/a/error.json")),),
+    progress_folder=Path("/run/rdzv_progress_1"),
 )
 
 
@@ -132,9 +133,9 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
         (None, "it keeps no placement, because its job had not begun"),
         ("{", "cannot read its placement"),
         ("[]", "cannot read its placement"),
-        ('{"format": 2}', "cannot read its placement: .*node_id"),
-        ('{"format": 1}', "its state has format 1, and this agent reads 2"),
-        ('{"format": 3}', "its state has format 3, and this agent reads 2"),
+        ('{"format": 3}', "cannot read its placement: .*node_id"),
+        ('{"format": 1}', "its state has format 1, and this agent reads 3"),
+        ('{"format": 4}', "its state has format 4, and this agent reads 3"),
     ],
 )
 def test_what_can_not_be_read_says_why(text: str | None, why: str) -> None:
@@ -598,7 +599,7 @@ async def test_a_stop_is_kept_for_the_next_agent_before_the_workers_are_told(s: 
     s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
     kept = handover_state.decode_state(s.runner.keeps[handover_state.STATE]).stop
     assert kept is not None
-    assert (kept.round, kept.grace_ms) == (0, JOB.failure_stop_timeout_ms)
+    assert (kept.command.round, kept.command.grace_ms) == (0, JOB.failure_stop_timeout_ms)
 
 
 async def test_the_runner_is_told_which_step_is_whole(s: Story) -> None:

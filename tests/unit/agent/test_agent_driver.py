@@ -16,7 +16,7 @@ import pytest
 from rdzv.agent import runner_link
 from rdzv.agent.core import events
 from rdzv.agent.core.model import AgentState, Assignment, Job, LeaveCause, Leaving, Phase
-from rdzv.agent.job import decisions
+from rdzv.agent.job import context
 from rdzv.agent.job import store_offer as module
 from rdzv.agent.job.event_log_lines import log_event
 from rdzv.agent.job.job_driver import JobDriver
@@ -322,8 +322,8 @@ async def test_its_machine_is_asked_again_when_it_wants_to_be(
         wake_at_ms = now_ms + 1 if isinstance(event, events.Joined) else None
         return replace(step(state, event, now_ms), wake_at_ms=wake_at_ms)
 
-    step = decisions.step
-    monkeypatch.setattr(decisions, "step", wishing)
+    step = context.step
+    monkeypatch.setattr(context, "step", wishing)
     f.driver.post(events.Joined("r1", 1))
     await until(lambda: events.Ticked() in heard)
 

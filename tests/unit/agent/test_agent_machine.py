@@ -20,8 +20,16 @@ from rdzv.agent.core.commands import (
     StopStoreHost,
     StopWorkers,
 )
-from rdzv.agent.core.machine import Transition
-from rdzv.agent.core.model import AgentState, Assignment, Job, Leaving, NodeFailure, Outcome, Phase
+from rdzv.agent.core.machine import Decision
+from rdzv.agent.core.model import (
+    AgentState,
+    Assignment,
+    Job,
+    Leaving,
+    NodeFailure,
+    Outcome,
+    Phase,
+)
 from rdzv.agent.core.stopping import rejoin
 from rdzv.core.model import UNMOVED, Cause, LeaveCause, Moved, Result, Settings
 from rdzv.structs import replace
@@ -96,7 +104,7 @@ RUNNER_LOST = events.RunnerLost("its runner exited unexpectedly (1)")
 
 
 def broken_promises(
-    state: AgentState, event: events.Event, now_ms: int, after: Transition
+    state: AgentState, event: events.Event, now_ms: int, after: Decision
 ) -> list[str]:
     """Return which invariants a step has broken."""
     starts = [c for c in after.commands if isinstance(c, StartWorkers)]

@@ -22,9 +22,8 @@ from rdzv.agent.core.commands import (
     StopWorkers,
     TakeBackNotice,
 )
-from rdzv.agent.core.exit_codes import EXIT_TRY_AGAIN
-from rdzv.agent.core.model import Leaving, Phase
-from rdzv.agent.job.drain_notice_file import NoticeFile
+from rdzv.agent.core.model import EXIT_TRY_AGAIN, Leaving, Phase
+from rdzv.agent.job.worker_observers import NoticeFile
 from rdzv.agent.server_link.node_drain import Event, NodeDrain
 from rdzv.core.model import LeaveCause, Result
 from rdzv.structs import replace

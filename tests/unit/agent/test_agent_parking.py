@@ -22,8 +22,14 @@ from rdzv.agent.core.commands import (
     StopStoreHost,
     StopWorkers,
 )
-from rdzv.agent.core.exit_codes import EXIT_FAILED, EXIT_TRY_AGAIN
-from rdzv.agent.core.model import KeptWorker, NodeFailure, Phase, WorkerFailure
+from rdzv.agent.core.model import (
+    EXIT_FAILED,
+    EXIT_TRY_AGAIN,
+    KeptWorker,
+    NodeFailure,
+    Phase,
+    WorkerFailure,
+)
 from rdzv.core.model import Cause, Result
 from rdzv.structs import replace
 from tests.unit.agent.test_agent_machine import (

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from rdzv.agent import job_programs
-from rdzv.agent.job.copy_certificate import certified
+from rdzv.agent.job.copies_of_snapshots import certified
 from rdzv.agent.runner.child_exits import Children
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.requests import RequestError

@@ -25,7 +25,7 @@ import pytest
 from ports import ports_of
 
 from rdzv.agent import job_programs
-from rdzv.agent.job.copy_certificate import certified
+from rdzv.agent.job.copies_of_snapshots import certified
 from rdzv.agent.job_programs import snapshot_carrier as carrier
 
 pytestmark = pytest.mark.slow

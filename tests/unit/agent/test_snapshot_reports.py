@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from rdzv.agent.core.commands import SaySnapshots
-from rdzv.agent.job import snapshot_reports
-from rdzv.agent.job.snapshot_reports import SnapshotReports
+from rdzv.agent.job import reports_to_server
+from rdzv.agent.job.reports_to_server import SnapshotReports
 from rdzv.core.model import Snapshot, SnapshotMark
 
 
@@ -53,14 +53,14 @@ def test_only_the_latest_of_several_is_sent(loop: Loop) -> None:
     for step in (10, 20, 30):
         reports.report(say(step), nodes=2)
     assert sent == [say(10)]
-    assert [after_s for after_s, _ in loop.due] == [snapshot_reports.EVERY_LEAST_S]
+    assert [after_s for after_s, _ in loop.due] == [reports_to_server.EVERY_LEAST_S]
     loop.run_due()
     assert sent == [say(10), say(30)]
     loop.run_due()
     assert loop.due == []
     reports.report(say(40), nodes=1_000)
     assert sent[-1] == say(40)
-    assert [after_s for after_s, _ in loop.due] == [1_000 * snapshot_reports.EVERY_PER_NODE_S]
+    assert [after_s for after_s, _ in loop.due] == [1_000 * reports_to_server.EVERY_PER_NODE_S]
 
 
 def test_nothing_is_sent_after_the_end(loop: Loop) -> None:

@@ -387,7 +387,7 @@ def _remove_leftovers(runtime_dir: Path, adopted: Iterable[AdoptedRunner]) -> No
     """Remove the files left behind by an agent that was killed, except those still in use."""
     in_use = {runner.state.progress_folder for runner in adopted}
     for path in runtime_dir.glob(f"{PROGRESS}*"):
-        if str(path) not in in_use:
+        if path not in in_use:
             with contextlib.suppress(OSError):
                 remove_tree(path, identity_of_owner(path, with_groups=False))
 

@@ -13,6 +13,6 @@ A signal to the agent, or the withdrawal of a submitted job, moves the node from
 their results arrive as events.
 """
 
-from rdzv.agent.core.machine import Transition, begin, step
+from rdzv.agent.core.machine import Decision, begin, step
 
-__all__ = ["Transition", "begin", "step"]
+__all__ = ["Decision", "begin", "step"]

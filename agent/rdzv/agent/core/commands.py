@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Annotated
 
-from rdzv.agent.core.model import Assignment, KeptWorker, Leaving, Outcome, WorkerFailure
+from rdzv.agent.core.model import (
+    AgentState,
+    Assignment,
+    KeptWorker,
+    Leaving,
+    Outcome,
+    WorkerFailure,
+)
 from rdzv.bounds import Flat
 from rdzv.core.model import UNMOVED, Moved, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
@@ -188,3 +196,16 @@ Command = (
     | StopStoreHost
     | Exit
 )
+
+
+@dataclass(slots=True)
+class Work:
+    """The state and the commands so far. Visible only within `step`."""
+
+    state: AgentState
+    now_ms: int
+    commands: list[Command] = field(default_factory=list)
+
+    def do(self, command: Command) -> None:
+        """Add a command to those that the step returns."""
+        self.commands.append(command)

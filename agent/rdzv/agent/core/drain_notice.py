@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rdzv.agent.core.commands import NotifyWorkers, TakeBackNotice
-from rdzv.agent.core.draft import Draft
+from rdzv.agent.core.commands import NotifyWorkers, TakeBackNotice, Work
 from rdzv.agent.core.events import NoticeGiven, WorkerExited, WorkerSuspected
 from rdzv.agent.core.model import AgentState, Notice, Phase
 from rdzv.agent.core.stopping import leave
@@ -20,7 +19,7 @@ _DONE_MS = 500
 _SIGTERM = 15
 
 
-def give_drain_notice(work: Draft, event: NoticeGiven) -> None:
+def give_drain_notice(work: Work, event: NoticeGiven) -> None:
     """Notify the workers and wait until they exit. A node without workers leaves at once.
 
     Workers that were already notified get no second signal; only the deadline may change.
@@ -44,7 +43,7 @@ def give_drain_notice(work: Draft, event: NoticeGiven) -> None:
             work.do(NotifyWorkers(number, event.left_ms, event.reason, signum or None))
 
 
-def lift_drain_notice(work: Draft) -> None:
+def lift_drain_notice(work: Work) -> None:
     """Drop the deadline. Workers that still exit because of the notice have not failed."""
     state, notice = work.state, work.state.notice
     if notice is None or notice.due_ms is None or state.leaving is not None:
@@ -58,13 +57,13 @@ def lift_drain_notice(work: Draft) -> None:
         work.state = replace(state, notice=None)
 
 
-def follows_notice(work: Draft, event: WorkerExited | WorkerSuspected) -> bool:
+def follows_notice(work: Work, event: WorkerExited | WorkerSuspected) -> bool:
     """Return whether a worker exited or failed after being notified that the node is leaving."""
     notice = work.state.notice
     return notice is not None and work.now_ms - event.age_ms >= notice.since_ms
 
 
-def leave_with_workers(work: Draft, event: WorkerExited) -> None:
+def leave_with_workers(work: Work, event: WorkerExited) -> None:
     """Leave once all workers have exited, or as soon as one exits with an error.
 
     If all exited with 0, the whole job may have finished, so the node first waits a moment for the
@@ -78,7 +77,7 @@ def leave_with_workers(work: Draft, event: WorkerExited) -> None:
         work.state = replace(work.state, notice=replace(notice, exited_ms=work.now_ms))
 
 
-def notice_grace_ms(work: Draft) -> int:
+def notice_grace_ms(work: Work) -> int:
     """Return how long notified workers may take to exit once the round is over."""
     notice, grace_ms = work.state.notice, work.state.job.shutdown_timeout_ms
     if notice is None or notice.due_ms is None:
@@ -86,7 +85,7 @@ def notice_grace_ms(work: Draft) -> int:
     return max(min(grace_ms, notice.due_ms - work.now_ms), 0)
 
 
-def keep_notice(work: Draft) -> None:
+def keep_notice(work: Work) -> None:
     """Do whatever the notice, if there is one, requires by now."""
     state, notice = work.state, work.state.notice
     if notice is None:
@@ -118,7 +117,7 @@ def notice_due_ms(state: AgentState) -> int | None:
     return notice.forget_ms if notice.due_ms is None else notice.due_ms
 
 
-def _end_late_workers(work: Draft, notice: Notice) -> None:
+def _end_late_workers(work: Work, notice: Notice) -> None:
     """End workers that have not exited in time, at once if they have already received SIGTERM."""
     job = work.state.job
     told = job.notice_signum == _SIGTERM

@@ -17,8 +17,8 @@ from rdzv.agent.core.commands import (
     SaySucceeded,
     StartWorkers,
     StopWorkers,
+    Work,
 )
-from rdzv.agent.core.draft import Draft
 from rdzv.agent.core.drain_notice import (
     follows_notice,
     give_drain_notice,
@@ -60,22 +60,28 @@ from rdzv.agent.core.events import (
     WorkerSuspected,
     ended_worker,
 )
-from rdzv.agent.core.exit_codes import (
+from rdzv.agent.core.model import (
     EXIT_DENIED,
     EXIT_FAILED,
     EXIT_NO_PROGRESS,
     EXIT_SUCCESS,
     EXIT_TRY_AGAIN,
     EXIT_USAGE,
+    AgentState,
+    Assignment,
+    Job,
+    Leaving,
+    Outcome,
+    Phase,
 )
-from rdzv.agent.core.model import AgentState, Assignment, Job, Leaving, Outcome, Phase
 from rdzv.agent.core.server_contact import (
+    apply_to_snapshots,
     note_server_found,
     note_server_lost,
+    note_snapshots,
     server_due_ms,
     without_server,
 )
-from rdzv.agent.core.snapshot_marks import apply_to_snapshots, note_snapshots
 from rdzv.agent.core.stopping import (
     conclude,
     end_kept,
@@ -99,7 +105,7 @@ _DENIED = ("DeniedError", "UnauthenticatedError")
 
 
 @struct(frozen=True)
-class Transition:
+class Decision:
     """The next state, the commands in order, and the latest time for the next tick."""
 
     state: AgentState
@@ -114,7 +120,7 @@ def begin(job: Job, now_ms: int, run: str = "") -> AgentState:
     )
 
 
-def step(state: AgentState, event: Event, now_ms: int) -> Transition:
+def step(state: AgentState, event: Event, now_ms: int) -> Decision:
     """Apply one event and decide what follows from it.
 
     Guarantees: a round's workers are started once, and only when every worker of earlier rounds is
@@ -122,14 +128,14 @@ def step(state: AgentState, event: Event, now_ms: int) -> Transition:
     agent, or an explicit message from the server about this run and round. After the end, events
     have no effect.
     """
-    work = Draft(state, now_ms)
+    work = Work(state, now_ms)
     if state.phase is not Phase.ENDED:
         _apply(work, event)
         _check_deadlines(work)
-    return Transition(work.state, tuple(work.commands), _wake_at_ms(work.state))
+    return Decision(work.state, tuple(work.commands), _wake_at_ms(work.state))
 
 
-def _apply(work: Draft, event: Event) -> None:
+def _apply(work: Work, event: Event) -> None:
     match event:
         case ServerConnected():
             note_server_found(work)
@@ -190,7 +196,7 @@ def _apply(work: Draft, event: Event) -> None:
 # ------------------------------------------------------------------ the server
 
 
-def _start(work: Draft, assignment: Assignment) -> None:
+def _start(work: Work, assignment: Assignment) -> None:
     """Start the workers of a new round, ignoring a round that is stale or already known."""
     state = work.state
     stale = state.left_round is not None and assignment.round <= state.left_round
@@ -229,7 +235,7 @@ def _start(work: Draft, assignment: Assignment) -> None:
         work.do(AnnounceWatermark(assignment.snapshot))
 
 
-def _end_round(work: Draft, event: RoundEnded) -> None:
+def _end_round(work: Work, event: RoundEnded) -> None:
     """Stop the round's workers, unless they have succeeded."""
     if event.run != work.state.run:
         return
@@ -251,7 +257,7 @@ def _end_round(work: Draft, event: RoundEnded) -> None:
             conclude(work)
 
 
-def _give_back_seat(work: Draft, round_: int) -> None:
+def _give_back_seat(work: Work, round_: int) -> None:
     """Give back the seat in a round whose completion never arrived, so no workers were started."""
     state = work.state
     if state.left_round is None or state.left_round < round_:
@@ -264,7 +270,7 @@ def _give_back_seat(work: Draft, round_: int) -> None:
         work.do(rejoin(work.state))
 
 
-def _close(work: Draft, event: RunClosed) -> None:
+def _close(work: Work, event: RunClosed) -> None:
     if event.run != work.state.run:
         return
     if event.result is Result.SUCCEEDED:
@@ -281,7 +287,7 @@ def _close(work: Draft, event: RunClosed) -> None:
     finish(work, outcome, charged=tuple(sorted(charged & kept)))
 
 
-def _accept_refusal(work: Draft, event: Refused) -> None:
+def _accept_refusal(work: Work, event: Refused) -> None:
     """Accept a refusal as final for a node that wants a place, as repeating changes nothing.
 
     Workers continue unless the refusal means that they have no place. Once they are gone, the node
@@ -302,7 +308,7 @@ def _accept_refusal(work: Draft, event: Refused) -> None:
 
 
 def _apply_to_workers(
-    work: Draft,
+    work: Work,
     event: WorkerExited | WorkerSuspected | WorkersGone | WorkersStuck | Fenced | StartFailed,
 ) -> None:
     if not _is_current(work.state, event.round) or not work.state.has_workers:
@@ -340,7 +346,7 @@ def _is_current(state: AgentState, round_: int) -> bool:
     return state.assignment is not None and state.assignment.round == round_
 
 
-def _note_exit(work: Draft, event: WorkerExited) -> None:
+def _note_exit(work: Work, event: WorkerExited) -> None:
     state = work.state
     if event.local_rank not in state.alive:
         return
@@ -356,7 +362,7 @@ def _note_exit(work: Draft, event: WorkerExited) -> None:
             _succeed(work)
 
 
-def _note_failure(work: Draft, event: WorkerExited | WorkerSuspected) -> None:
+def _note_failure(work: Work, event: WorkerExited | WorkerSuspected) -> None:
     """Record a worker that failed by itself. A worker that the agent stopped has not failed.
 
     A suspect may end the round before the exit that broke its collective is detected. So an exit
@@ -375,7 +381,7 @@ def _note_failure(work: Draft, event: WorkerExited | WorkerSuspected) -> None:
         stop(work, state.job.failure_stop_timeout_ms, keep=True)
 
 
-def _note_suspect(work: Draft, event: WorkerSuspected) -> None:
+def _note_suspect(work: Work, event: WorkerSuspected) -> None:
     """Record a broken collective, which may be a peer's fault. Its worker parks by itself."""
     state = work.state
     if event.local_rank not in state.alive:
@@ -387,7 +393,7 @@ def _note_suspect(work: Draft, event: WorkerSuspected) -> None:
         _note_failure(work, event)
 
 
-def _note_fence(work: Draft, event: Fenced) -> None:
+def _note_fence(work: Work, event: Fenced) -> None:
     """Record that the runner is killing what remains of the round. `WorkersGone` follows.
 
     This is not a worker failure. If all workers had succeeded, only leftover processes are killed.
@@ -413,7 +419,7 @@ def rejoins_after_failure(state: AgentState, round_: int) -> bool:
     )
 
 
-def _note_unhealthy(work: Draft, event: Unhealthy) -> None:
+def _note_unhealthy(work: Work, event: Unhealthy) -> None:
     """Make an unhealthy node leave instead of joining again. Its failure still counts."""
     if rejoins_after_failure(work.state, event.round):
         reason = f"unhealthy: {event.reason}"
@@ -422,7 +428,7 @@ def _note_unhealthy(work: Draft, event: Unhealthy) -> None:
         work.do(SayLeave(work.state.run, leaving, None))
 
 
-def _succeed(work: Draft) -> None:
+def _succeed(work: Work) -> None:
     """Kill processes left behind by successful workers, and wait at the exit barrier."""
     state = work.state
     assert state.assignment is not None
@@ -431,7 +437,7 @@ def _succeed(work: Draft) -> None:
     work.do(StopWorkers(state.assignment.round, 0))
 
 
-def _fail_store_host(work: Draft, reason: str) -> None:
+def _fail_store_host(work: Work, reason: str) -> None:
     """Ask the server to end the round, in which no worker can start or finish without a store."""
     state = work.state
     if state.phase.needs_store and not state.store_host_failed:
@@ -440,7 +446,7 @@ def _fail_store_host(work: Draft, reason: str) -> None:
         work.do(SayStoreHostFailed(state.run, state.assignment.round, reason))
 
 
-def _lose_runner(work: Draft, event: RunnerLost) -> None:
+def _lose_runner(work: Work, event: RunnerLost) -> None:
     """Leave the job, as the runner and its workers are gone. Other nodes may continue."""
     leaving = Leaving(LeaveCause.TIMEOUT, event.reason, EXIT_TRY_AGAIN)
     work.state = replace(
@@ -462,7 +468,7 @@ def _lose_runner(work: Draft, event: RunnerLost) -> None:
 # ------------------------------------------------------------------ parked workers
 
 
-def _note_kept_exit(work: Draft, event: KeptExited) -> None:
+def _note_kept_exit(work: Work, event: KeptExited) -> None:
     state = work.state
     kept = tuple(worker for worker in state.kept if worker.pid != event.pid)
     if kept == state.kept:
@@ -472,7 +478,7 @@ def _note_kept_exit(work: Draft, event: KeptExited) -> None:
         work.do(rejoin(work.state))
 
 
-def _note_kept_gone(work: Draft) -> None:
+def _note_kept_gone(work: Work) -> None:
     """Continue without parked workers. They have exited on request, or the fence killed them."""
     state = work.state
     if not state.kept and not state.ending_kept:
@@ -496,7 +502,7 @@ def resume_ms(job: Job) -> int:
     return max(job.park_timeout_ms, _RESUME_LEAST_MS)
 
 
-def _note_resumed(work: Draft, event: WorkerResumed) -> None:
+def _note_resumed(work: Work, event: WorkerResumed) -> None:
     if _is_current(work.state, event.round):
         left = (one for one in work.state.resuming if one.local_rank != event.local_rank)
         work.state = replace(work.state, resuming=tuple(left))
@@ -508,7 +514,7 @@ def _resume_due_ms(state: AgentState) -> int | None:
     return state.resume_due_ms if waits and state.phase is Phase.RUNNING else None
 
 
-def _suspect_waiting(work: Draft) -> None:
+def _suspect_waiting(work: Work) -> None:
     """Treat a kept worker that has not continued as a suspect, as it may be waiting for a peer."""
     state = work.state
     assert state.assignment is not None
@@ -522,7 +528,7 @@ def _suspect_waiting(work: Draft) -> None:
 # ------------------------------------------------------------------ the end
 
 
-def _leave_by_signal(work: Draft, event: Signalled) -> None:
+def _leave_by_signal(work: Work, event: Signalled) -> None:
     """Leave in an orderly way. A second signal cuts the grace period short."""
     if work.state.is_ending:
         if work.state.outcome is not None and work.state.outcome.joins_anew:
@@ -537,7 +543,7 @@ def _leave_by_signal(work: Draft, event: Signalled) -> None:
     leave(work, leaving, work.state.job.shutdown_timeout_ms, event.signum)
 
 
-def _withdraw(work: Draft, event: Withdrawn) -> None:
+def _withdraw(work: Work, event: Withdrawn) -> None:
     """Give the job back to the server, which may place it here again.
 
     The leave is announced anyway, because this node's join may have crossed the withdrawal.
@@ -550,7 +556,7 @@ def _withdraw(work: Draft, event: Withdrawn) -> None:
 # ------------------------------------------------------------------ deadlines
 
 
-def _check_deadlines(work: Draft) -> None:
+def _check_deadlines(work: Work) -> None:
     state = work.state
     due_ms = _store_host_due_ms(state)
     if due_ms is not None and work.now_ms >= due_ms:

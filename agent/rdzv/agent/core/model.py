@@ -6,7 +6,6 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Annotated
 
-from rdzv.agent.core.exit_codes import EXIT_TRY_AGAIN
 from rdzv.bounds import Age, Unsent
 from rdzv.core.model import (
     UNMOVED,
@@ -21,6 +20,19 @@ from rdzv.core.snapshot_copies import CopyCarrier, MissingCopies
 from rdzv.core.spent import Tally
 from rdzv.messages import StartedWorker
 from rdzv.structs import struct
+
+EXIT_SUCCESS = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_TRY_AGAIN = 75
+"""The exit code if a retry may succeed: there was no server, the join timed out, the job was placed
+elsewhere, the node was drained, or its runner was lost.
+"""
+EXIT_DENIED = 77
+"""The exit code if the caller lacks the permission, so a retry is useless: EX_NOPERM of sysexits.
+"""
+EXIT_NO_PROGRESS = 93
+"""The exit code if a retry is useless because the job kept failing without progress."""
 
 
 @struct(frozen=True)

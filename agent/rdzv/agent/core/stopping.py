@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from rdzv.agent.core.commands import EndKept, Exit, SayJoin, SayLeave, StopStoreHost, StopWorkers
-from rdzv.agent.core.draft import Draft
+from rdzv.agent.core.commands import (
+    EndKept,
+    Exit,
+    SayJoin,
+    SayLeave,
+    StopStoreHost,
+    StopWorkers,
+    Work,
+)
 from rdzv.agent.core.events import RunClosed
 from rdzv.agent.core.model import AgentState, Leaving, Outcome, Phase
 from rdzv.core.model import Result
@@ -11,7 +18,7 @@ from rdzv.structs import replace
 
 
 def stop(
-    work: Draft,
+    work: Work,
     grace_ms: int,
     signum: int | None = None,
     *,
@@ -32,7 +39,7 @@ def stop(
     work.do(StopWorkers(state.assignment.round, grace_ms, signum, keep_ms, kept_out))
 
 
-def end_kept(work: Draft, charged: tuple[int, ...] = ()) -> None:
+def end_kept(work: Work, charged: tuple[int, ...] = ()) -> None:
     """End the parked workers. `KeptGone` follows."""
     state = work.state
     if not state.ending_kept:
@@ -40,7 +47,7 @@ def end_kept(work: Draft, charged: tuple[int, ...] = ()) -> None:
         work.do(EndKept(state.job.failure_stop_timeout_ms, charged))
 
 
-def leave(work: Draft, leaving: Leaving, grace_ms: int, signum: int | None) -> None:
+def leave(work: Work, leaving: Leaving, grace_ms: int, signum: int | None) -> None:
     """Announce the leave at once, so other nodes need not wait, and exit once workers are gone."""
     if work.state.leaving is not None:
         return
@@ -55,7 +62,7 @@ def leave(work: Draft, leaving: Leaving, grace_ms: int, signum: int | None) -> N
     conclude(work)
 
 
-def finish(work: Draft, outcome: Outcome, charged: tuple[int, ...] = ()) -> None:
+def finish(work: Work, outcome: Outcome, charged: tuple[int, ...] = ()) -> None:
     """Set the outcome and end any remaining workers; the `charged` ones raise their exceptions."""
     if work.state.leaving is not None and work.state.workers_gone:
         return  # It has left and is only waiting for its parked workers to end.
@@ -67,7 +74,7 @@ def finish(work: Draft, outcome: Outcome, charged: tuple[int, ...] = ()) -> None
         stop(work, work.state.job.shutdown_timeout_ms)
 
 
-def conclude(work: Draft, charged: tuple[int, ...] = ()) -> None:
+def conclude(work: Work, charged: tuple[int, ...] = ()) -> None:
     """Join again or exit, now that no workers take part in a round.
 
     Before the node exits, its parked workers are ended.
@@ -127,7 +134,7 @@ def rejoin(state: AgentState) -> SayJoin:
     return SayJoin(state.run, state.left_round, state.evidence, fenced, state.moved, kept)
 
 
-def _exit(work: Draft, outcome: Outcome) -> None:
+def _exit(work: Work, outcome: Outcome) -> None:
     work.state = replace(work.state, phase=Phase.ENDED, outcome=outcome)
     work.do(Exit(outcome))
 

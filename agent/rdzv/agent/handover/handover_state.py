@@ -12,19 +12,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from rdzv.agent.core.commands import StopWorkers
 from rdzv.agent.core.model import AgentState
 from rdzv.agent.output.run_files import WorkerOutput
-from rdzv.agent.runner_link import NotAdoptableError
+from rdzv.agent.runner_link import NotAdoptableError, RunnerLink
 from rdzv.agent.system.accounts import Account
 from rdzv.core.model import JobSpec, Offer
 from rdzv.structs import struct
 
-FORMAT = 2
+FORMAT = 3
 """Increased whenever another version would misread state kept by this one. Others are refused."""
-
 PLACEMENT = "placement"
 STATE = "state"
-
 _T = TypeVar("_T")
 
 
@@ -53,21 +52,8 @@ class KeptPlacement:
 class KeptStop:
     """The command that told the workers to stop, and when, by the agent core's clock."""
 
-    round: int
-    grace_ms: int
-    signum: int | None
+    command: StopWorkers
     at_ms: int
-    keep_ms: int | None = None
-    not_kept: tuple[int, ...] = ()
-
-
-@struct(frozen=True)
-class KeptOutput:
-    """A worker's output paths."""
-
-    stdout: str | None
-    stderr: str | None
-    error: str
 
 
 @struct(frozen=True)
@@ -78,9 +64,9 @@ class KeptState:
     offer: Offer
     joined: bool = False
     stop: KeptStop | None = None
-    outputs: tuple[KeptOutput, ...] = ()
+    outputs: tuple[WorkerOutput, ...] = ()
     """The outputs of the last round, by LOCAL_RANK."""
-    progress_folder: str | None = None
+    progress_folder: Path | None = None
 
 
 @struct(frozen=True)
@@ -95,7 +81,7 @@ class Keeping:
 def encode(kept: KeptPlacement | KeptState) -> str:
     """Return a text from which the matching `decode_*` function restores an equal value."""
     # Unlike msgspec, json also accepts file names that are not valid text.
-    return json.dumps(msgspec.to_builtins(kept), separators=(",", ":"))
+    return json.dumps(msgspec.to_builtins(kept, enc_hook=str), separators=(",", ":"))
 
 
 def decode_placement(text: str | None) -> KeptPlacement:
@@ -135,25 +121,35 @@ def _load(name: str, text: str | None) -> dict[str, Any]:
 
 def _convert(name: str, raw: dict[str, Any], kind: type[_T]) -> _T:
     try:
-        return msgspec.convert(raw, kind)
+        return msgspec.convert(raw, kind, dec_hook=lambda path, text: path(text))
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         # msgspec's error quotes the invalid value, which may contain unencodable lone surrogates.
         raise NotAdoptableError(f"cannot read its {name}: {error}") from error
 
 
-def keep_output(output: WorkerOutput) -> KeptOutput:
-    """Convert a worker's output paths to the form that is kept."""
-    return KeptOutput(
-        None if output.stdout is None else str(output.stdout),
-        None if output.stderr is None else str(output.stderr),
-        str(output.error),
-    )
+class StateKeeper:
+    """Keeps state for the next agent in a job's runner, which outlives the current agent."""
 
+    def __init__(self, keeping: Keeping, runner: RunnerLink, grace_ms: int) -> None:
+        """Let `runner` outlive this process. Its workers get `grace_ms` if it is not adopted."""
+        self._keeping = keeping
+        self._runner = runner
+        self._grace_ms = grace_ms
+        self._kept: KeptState | None = None
+        self._orphan_timeout_ms: int | None = None
 
-def kept_output(output: KeptOutput) -> WorkerOutput:
-    """Convert a worker's output paths back from the form that is kept."""
-    return WorkerOutput(
-        stdout=None if output.stdout is None else Path(output.stdout),
-        stderr=None if output.stderr is None else Path(output.stderr),
-        error=Path(output.error),
-    )
+    def keep_placement(self) -> None:
+        """Store the part of the state that does not change while this node holds the job."""
+        self._runner.keep(PLACEMENT, encode(self._keeping.placement))
+
+    def keep(self, kept: KeptState) -> None:
+        """Store this state if it differs from the last one."""
+        if kept != self._kept:
+            self._kept = kept
+            self._runner.keep(STATE, encode(kept))
+
+    def outlive(self, within_ms: int) -> None:
+        """Make the runner wait `within_ms` for the next agent once this agent is gone."""
+        if self._orphan_timeout_ms != within_ms:
+            self._orphan_timeout_ms = within_ms
+            self._runner.serve(self._keeping.socket, within_ms / 1000, self._grace_ms / 1000)

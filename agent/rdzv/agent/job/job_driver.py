@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from rdzv.agent import runner_link
 from rdzv.agent.agent_metrics_interface import JobMeter
-from rdzv.agent.core import Transition, begin, commands, events
+from rdzv.agent.core import Decision, begin, commands, events
 from rdzv.agent.core.model import AgentState, Phase
 from rdzv.agent.core.server_contact import server_due_ms
 from rdzv.agent.core.stopping import rejoin
 from rdzv.agent.handover import leaked_processes
-from rdzv.agent.handover.handover_state import Keeping, KeptState, KeptStop, keep_output
-from rdzv.agent.handover.state_keeper import StateKeeper
-from rdzv.agent.job.context import JobContext
+from rdzv.agent.handover.handover_state import (
+    Keeping,
+    KeptState,
+    KeptStop,
+    StateKeeper,
+)
+from rdzv.agent.job.context import Decisions, JobContext
 from rdzv.agent.job.copies_of_snapshots import CopiesOfSnapshots
-from rdzv.agent.job.decisions import Decisions
 from rdzv.agent.job.event_log_lines import log_event
 from rdzv.agent.job.reports_to_server import Belief, Reports
 from rdzv.agent.job.round import Round
@@ -163,9 +165,10 @@ class JobDriver:
             state = replace(state, disconnected_since_ms=monotonic_ms())
         self._decisions.state, self._joined = state, kept.joined
         context.offer = StoreOffer(kept.offer)
-        folder = None if kept.progress_folder is None else Path(kept.progress_folder)
         assignment = state.assignment
-        context.observers.resume_round(folder, None if state.workers_gone else assignment)
+        context.observers.resume_round(
+            kept.progress_folder, None if state.workers_gone else assignment
+        )
         if state.notice is not None and state.notice.due_ms is not None:
             self._link.drain.remember(state.notice.due_ms, state.notice.reason)
         if assignment is not None:
@@ -200,17 +203,13 @@ class JobDriver:
             self._context.round.begin()
         elif state.phase is not Phase.RUNNING:
             stop = kept.stop
-            if stop is None or stop.round != assignment.round:
+            if stop is None or stop.command.round != assignment.round:
                 # The fence has ended the round. `WorkersGone` may have arrived, but the previous
                 # agent had no time to record it.
-                stop = KeptStop(assignment.round, 0, None, monotonic_ms())
-            spent_ms = monotonic_ms() - stop.at_ms
-            left_ms = max(stop.grace_ms - spent_ms, 0)
-            keep_ms = None if stop.keep_ms is None else max(stop.keep_ms - spent_ms, 0)
-            stop_again = commands.StopWorkers(
-                stop.round, left_ms, stop.signum, keep_ms, stop.not_kept
-            )
-            self._do(stop_again)
+                stop = KeptStop(commands.StopWorkers(assignment.round, 0), monotonic_ms())
+            again, spent_ms = stop.command, monotonic_ms() - stop.at_ms
+            keep_ms = None if again.keep_ms is None else max(again.keep_ms - spent_ms, 0)
+            self._do(replace(again, grace_ms=max(again.grace_ms - spent_ms, 0), keep_ms=keep_ms))
 
     def _take_charge(self, runner: runner_link.RunnerLink) -> None:
         """Use this runner from now on. With `keeping`, it outlives this process."""
@@ -437,7 +436,7 @@ class JobDriver:
             self._decisions.stop()
             self._context.ended.set_exception(error)
 
-    def _act(self, event: events.Event, before: AgentState, decided: Transition) -> None:
+    def _act(self, event: events.Event, before: AgentState, decided: Decision) -> None:
         """Store the decision in the runner for the next agent, and then carry it out."""
         log_event(event, before, joined=self._joined)
         if isinstance(event, events.Joined):
@@ -445,7 +444,7 @@ class JobDriver:
             self._prepare(event.forks)
         for command in decided.commands:
             if isinstance(command, commands.StopWorkers):
-                self._context.round.note_stop(command)
+                self._context.round.kept_stop = KeptStop(command, monotonic_ms())
         self._keep()
         self._context.fates.note(event, decided.state, decided.commands)
         for command in decided.commands:
@@ -460,7 +459,6 @@ class JobDriver:
         """Store this driver's state in the runner if it has changed."""
         if self._keeper is None:
             return
-        folder = self._context.observers.progress.folder
         assignment = self._decisions.state.assignment
         # Between a round's announcement and its start, `last_round` is still the previous one.
         round_ = None if assignment is None else self._context.round_of(assignment.round)
@@ -470,8 +468,10 @@ class JobDriver:
                 offer=self._context.offer.fixed,
                 joined=self._joined,
                 stop=None if round_ is None else round_.kept_stop,
-                outputs=() if round_ is None else tuple(map(keep_output, round_.outputs)),
-                progress_folder=None if folder is None else str(folder),
+                outputs=()
+                if round_ is None
+                else tuple(replace(one, teed={}, environ={}) for one in round_.outputs),
+                progress_folder=self._context.observers.progress.folder,
             )
         )
 

@@ -20,7 +20,7 @@ from rdzv.agent.core import commands, events
 from rdzv.agent.core.machine import rejoins_after_failure
 from rdzv.agent.core.model import Assignment, KeptWorker, Phase
 from rdzv.agent.exit_causes import ExitedWorker, count_memory_kills, explain_exit
-from rdzv.agent.handover.handover_state import KeptState, KeptStop, kept_output
+from rdzv.agent.handover.handover_state import KeptState, KeptStop
 from rdzv.agent.job.context import JobContext
 from rdzv.agent.observers.stack_sampling import Target
 from rdzv.agent.output.run_files import WorkerOutput
@@ -73,7 +73,7 @@ class Round:
         context, state = self._context, kept.state
         self.kept_stop = kept.stop
         if kept.outputs:
-            self.outputs = tuple(map(kept_output, kept.outputs))
+            self.outputs = kept.outputs
             context.workers.resume_round(self.assignment, self.outputs)
             self._pids.update(hello.workers)
         if state.phase is Phase.RUNNING:
@@ -209,17 +209,6 @@ class Round:
         signum = signal.SIGTERM if command.signum is None else command.signum
         self._context.runner.stop_workers(
             command.round, signum, command.grace_ms, command.keep_ms, command.not_kept
-        )
-
-    def note_stop(self, command: commands.StopWorkers) -> None:
-        """Record, for the next agent, the stop that is about to be sent to the workers."""
-        self.kept_stop = KeptStop(
-            command.round,
-            command.grace_ms,
-            command.signum,
-            monotonic_ms(),
-            command.keep_ms,
-            command.not_kept,
         )
 
     def notify_workers(self, command: commands.NotifyWorkers) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Sequence
 
-from rdzv.agent.core.exit_codes import (
+from rdzv.agent.core.model import (
     EXIT_DENIED,
     EXIT_FAILED,
     EXIT_NO_PROGRESS,
     EXIT_TRY_AGAIN,
+    NodeFailure,
 )
-from rdzv.agent.core.model import NodeFailure
 from rdzv.agent.system.error_files import describe_exit, signal_name
 from rdzv.agent.workers.fates import NodeOutcome, Stop, WorkerFate
 from rdzv.core.model import Failure
