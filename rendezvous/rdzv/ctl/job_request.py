@@ -223,7 +223,7 @@ def _of_rdzvrun() -> list[Option]:
     hidden = {"help": argparse.SUPPRESS}
     return [
         (option[0], {**option[1], **(hidden if _dest(option) in REFUSED else {})})
-        for option in declared_flags.described()
+        for option in declared_flags.FLAGS
         if _dest(option) not in _CONNECTION
     ]
 

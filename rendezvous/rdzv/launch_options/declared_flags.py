@@ -61,42 +61,12 @@ OWN = frozenset(
         *("--notice-signal", "--park-timeout", "--preemption-file", "--print-completion"),
         *("--restart-backoff", "--restart-window", "--snapshot", "--snapshot-copy-rate"),
         *("--snapshot-dir", "--snapshot-dir-every", "--snapshot-dir-keep", "--snapshot-memory"),
-        *(
-            "--tls-ca",
-            "--tls-cert",
-            "--tls-key",
-            "--token-file",
-            "--topology",
-            "--version",
-            "--warm",
-        ),
+        *("--tls-ca", "--tls-cert", "--tls-key", "--token-file"),
+        *("--topology", "--version", "--warm"),
     }
 )
 """Flags that torchrun lacks. They cannot be abbreviated, so that torchrun's abbreviations keep
 their meaning."""
-
-
-def described() -> list[Option]:
-    """Return rdzvrun's flags, each as its names and argparse arguments."""
-    return [option for options in grouped().values() for option in options]
-
-
-def grouped() -> dict[str, list[Option]]:
-    """Return rdzvrun's flags, grouped by subject."""
-    return {
-        "the job, its nodes and their server": [*_job(), *_node(), *_credentials()],
-        "workers, failures and restarts": [
-            *_budgets(),
-            *_failing(),
-            *_program(),
-            *_watching(),
-            *_keeping(),
-            *_leaving(),
-            *_starting(),
-        ],
-        "output": _output(),
-        "known to torchrun": _torchrun_only(),
-    }
 
 
 def value(
@@ -140,9 +110,11 @@ NO_WARM: Option = (
 )
 
 
-def _job() -> list[Option]:
-    conf = "\n".join(f"{key}: {text}" for key, text in CONF_KEYS.items())
-    return [
+_CONF = "\n".join(f"{key}: {text}" for key, text in CONF_KEYS.items())
+_STREAMS = "1 stdout, 2 stderr, 3 both; for all, or by LOCAL_RANK as in 0:3,1:2"
+
+GROUPS = {
+    "the job, its nodes and their server": [
         value("--nnodes", "N|MIN:MAX", "number of nodes of the job (default 1:1)", default="1:1"),
         value(
             "--nproc-per-node",
@@ -167,13 +139,8 @@ def _job() -> list[Option]:
             default="",
         ),
         value("--rdzv-id", "JOB", "name of the job, the same on all nodes"),
-        value("--rdzv-conf", "K=V,...", conf, default=""),
+        value("--rdzv-conf", "K=V,...", _CONF, default=""),
         switch("--standalone", "one node, with a server of its own"),
-    ]
-
-
-def _node() -> list[Option]:
-    return [
         value(
             "--node-id", "NAME", "name of this node (default: host name and process id)", default=""
         ),
@@ -202,11 +169,6 @@ def _node() -> list[Option]:
             "this node's place in the network, e.g. its rack; ranks of one place are adjacent",
             default="",
         ),
-    ]
-
-
-def _credentials() -> list[Option]:
-    return [
         value(
             "--tls-ca",
             "FILE",
@@ -227,11 +189,8 @@ def _credentials() -> list[Option]:
             "sent only over TLS, or to this machine",
             type=Path,
         ),
-    ]
-
-
-def _budgets() -> list[Option]:
-    return [
+    ],
+    "workers, failures and restarts": [
         value(
             "--max-restarts",
             "N",
@@ -281,11 +240,6 @@ def _budgets() -> list[Option]:
             "file or folder that the job saves its state to; a change to it counts as progress",
             type=Path,
         ),
-    ]
-
-
-def _failing() -> list[Option]:
-    return [
         value(
             "--no-restart-on",
             "END,...",
@@ -304,20 +258,10 @@ def _failing() -> list[Option]:
             "ended it, and 128 + n after signal n; see docs/troubleshooting.md",
             default="1",
         ),
-    ]
-
-
-def _program() -> list[Option]:
-    return [
         value("--role", "ROLE", "role of this node's workers", default="default"),
         switch("--module", "run a module, as python -m does", short="-m"),
         switch("--no-python", "run a program, without python"),
         switch("--run-path", "run the script with runpy.run_path, as a library might"),
-    ]
-
-
-def _watching() -> list[Option]:
-    return [
         value(
             "--shutdown-timeout",
             "SECONDS",
@@ -345,11 +289,6 @@ def _watching() -> list[Option]:
             "do not give the agent access to torch's record of collectives, which names the worker "
             "that the others wait for, or to the exception that ends a script; see docs/hangs.md",
         ),
-    ]
-
-
-def _keeping() -> list[Option]:
-    return [
         value(
             "--keep-timeout",
             "SECONDS",
@@ -406,11 +345,6 @@ def _keeping() -> list[Option]:
             type=int,
             default=2,
         ),
-    ]
-
-
-def _leaving() -> list[Option]:
-    return [
         value(
             "--notice-signal",
             "SIG",
@@ -433,11 +367,6 @@ def _leaving() -> list[Option]:
             "(default SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
             default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         ),
-    ]
-
-
-def _starting() -> list[Option]:
-    return [
         switch("--virtual-local-rank", "LOCAL_RANK is 0 for every worker, which sees one GPU"),
         value(
             "--warm",
@@ -454,12 +383,8 @@ def _starting() -> list[Option]:
             "bind each worker to CPUs near its GPU: node, socket, exclusive or core-complex",
             choices=("node", "socket", "exclusive", "core-complex"),
         ),
-    ]
-
-
-def _output() -> list[Option]:
-    streams = "1 stdout, 2 stderr, 3 both; for all, or by LOCAL_RANK as in 0:3,1:2"
-    return [
+    ],
+    "output": [
         value(
             "--log-dir",
             "DIR",
@@ -469,14 +394,14 @@ def _output() -> list[Option]:
         value(
             "--redirects",
             "0..3|RANK:N,...",
-            f"worker output that goes to files in the log folder: {streams}",
+            f"worker output that goes to files in the log folder: {_STREAMS}",
             short="-r",
             default="0",
         ),
         value(
             "--tee",
             "0..3|RANK:N,...",
-            f"worker output that goes to files and, with a prefix, to the console: {streams}",
+            f"worker output that goes to files and, with a prefix, to the console: {_STREAMS}",
             short="-t",
             default="0",
         ),
@@ -506,12 +431,8 @@ def _output() -> list[Option]:
             "replaced (default: TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, else "
             "[${role_name}${local_rank}]:)",
         ),
-    ]
-
-
-def _torchrun_only() -> list[Option]:
-    """Return the options that matter only to torchrun."""
-    return [
+    ],
+    "known to torchrun": [
         value("--monitor-interval", "SECONDS", _NO_EFFECT, type=float, default=0.1),
         value(
             "--start-method",
@@ -533,11 +454,13 @@ def _torchrun_only() -> list[Option]:
             "class that decides where workers' output goes: an entry point of the group "
             "torchrun.logs_specs in the job's interpreter",
         ),
-    ]
+    ],
+}
+"""rdzvrun's flags, each as its names and argparse arguments, grouped by subject."""
 
+FLAGS = [option for options in GROUPS.values() for option in options]
 
-def legacy_flags() -> list[Option]:
-    """Return the options of torch.distributed.launch that torchrun lacks."""
-    return [
-        switch("--use-env", "pass no --local-rank to the script: LOCAL_RANK is in the environment"),
-    ]
+LEGACY_FLAGS = [
+    switch("--use-env", "pass no --local-rank to the script: LOCAL_RANK is in the environment"),
+]
+"""The options of torch.distributed.launch that torchrun lacks."""

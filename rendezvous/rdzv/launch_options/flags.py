@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from rdzv.errors import InvalidRequestError, did_you_mean
-from rdzv.launch_options.declared_flags import NO_WARM, OWN, Option, grouped, legacy_flags
+from rdzv.launch_options.declared_flags import GROUPS, LEGACY_FLAGS, NO_WARM, OWN, Option
 from rdzv.launch_options.help_format import DESCRIPTION, EPILOG, HelpFormatter
 from rdzv.structs import struct
 from rdzv.version import VERSION
@@ -215,11 +215,11 @@ def make_parser(environ: Mapping[str, str], *, legacy: bool) -> Parser:
         choices=("bash", "zsh", "tcsh"),
         help="print the script that completes rdzvrun's flags in this shell; needs shtab",
     )
-    for title, options_ in grouped().items():
+    for title, options_ in GROUPS.items():
         group = parser.add_argument_group(title)
         for option in options_:
             add(group, option, environ)
-    for option in legacy_flags() if legacy else ():
+    for option in LEGACY_FLAGS if legacy else ():
         add(parser, option, environ)
     add_script(parser)
     return parser

@@ -107,7 +107,7 @@ def check_words(args: argparse.Namespace) -> None:
     wants_root_cause(args.exit_code)
     if args.snapshot_dir is not None:
         check_printable("--snapshot-dir", str(args.snapshot_dir))
-    check_snapshot_dir(args.snapshot_dir_every, args.snapshot_dir_keep)
+    _check_snapshot_dir(args.snapshot_dir_every, args.snapshot_dir_keep)
     snapshot_memory(args.snapshot_memory)
     snapshot_copy_rate(args.snapshot_copy_rate)
     if args.module and args.no_python:
@@ -338,15 +338,22 @@ def _count(given: str, digits: str) -> int:
     return int(digits)
 
 
+def _within(
+    given: str, number: float | str, low: float, high: float, unit: str, also: str = ""
+) -> float:
+    """Return a number from `low` to `high`; `also` completes the remedy for any other."""
+    try:
+        number = float(number)
+    except ValueError:
+        number = math.nan
+    if not low <= number <= high:
+        raise InvalidRequestError(f"{given}: give a number of {unit} from {low} to {high}{also}")
+    return number
+
+
 def shutdown_timeout_ms(given: str, text: str) -> int:
     """Parse how long workers may take to stop; `given` names the option in errors."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= MAX_SHUTDOWN_S:
-        raise InvalidRequestError(f"{given}: give a number of seconds from 0 to {MAX_SHUTDOWN_S}")
-    return round(seconds * 1000)
+    return round(_within(given, text, 0, MAX_SHUTDOWN_S, "seconds") * 1000)
 
 
 def keep_timeouts_ms(keep_s: float, park_s: float) -> tuple[int, int]:
@@ -355,12 +362,10 @@ def keep_timeouts_ms(keep_s: float, park_s: float) -> tuple[int, int]:
     >>> keep_timeouts_ms(10, 600)
     (10000, 600000)
     """
-    for flag, seconds in (("--keep-timeout", keep_s), ("--park-timeout", park_s)):
-        if not 0 <= seconds <= MAX_SHUTDOWN_S:
-            raise InvalidRequestError(
-                f"{flag}={seconds:g}: give a number of seconds from 0 to {MAX_SHUTDOWN_S}"
-            )
-    return round(keep_s * 1000), round(park_s * 1000)
+    return (
+        shutdown_timeout_ms(f"--keep-timeout={keep_s:g}", str(keep_s)),
+        shutdown_timeout_ms(f"--park-timeout={park_s:g}", str(park_s)),
+    )
 
 
 def snapshot_memory(gb: float | None) -> int | None:
@@ -371,11 +376,7 @@ def snapshot_memory(gb: float | None) -> int | None:
     """
     if gb is None:
         return None
-    if not 0 <= gb <= MAX_SNAPSHOT_GB:
-        raise InvalidRequestError(
-            f"--snapshot-memory={gb:g}: give a number of gigabytes from 0 to {MAX_SNAPSHOT_GB}"
-        )
-    return round(gb * 1e9)
+    return round(_within(f"--snapshot-memory={gb:g}", gb, 0, MAX_SNAPSHOT_GB, "gigabytes") * 1e9)
 
 
 def snapshot_copy_rate(mb: float) -> int:
@@ -384,37 +385,27 @@ def snapshot_copy_rate(mb: float) -> int:
     >>> snapshot_copy_rate(200), snapshot_copy_rate(0)
     (200000000, 0)
     """
-    if mb and not 1 <= mb <= MAX_SNAPSHOT_MB_S:
-        raise InvalidRequestError(
-            f"--snapshot-copy-rate={mb:g}: give a number of megabytes a second from 1 to "
-            f"{MAX_SNAPSHOT_MB_S}, or 0 to have no copies on other nodes"
-        )
+    if mb:
+        given, also = f"--snapshot-copy-rate={mb:g}", ", or 0 to have no copies on other nodes"
+        _within(given, mb, 1, MAX_SNAPSHOT_MB_S, "megabytes a second", also)
     return round(mb * 1e6)
 
 
-def check_snapshot_dir(every_s: float, keep: int) -> None:
-    """Refuse an invalid interval between written snapshots, or number of steps to keep."""
-    if every_s and not MIN_SNAPSHOT_S <= every_s <= MAX_CONF_S:
-        raise InvalidRequestError(
-            f"--snapshot-dir-every={every_s:g}: give a number of seconds from {MIN_SNAPSHOT_S} to "
-            f"{MAX_CONF_S}, or 0 to write only at the end"
-        )
-    if not 1 <= keep <= MAX_COUNT:
-        raise InvalidRequestError(
-            f"--snapshot-dir-keep={keep}: give a number of steps from 1 to {MAX_COUNT}"
-        )
+def _check_snapshot_dir(every_s: float, keep: int) -> None:
+    if every_s:
+        given, also = f"--snapshot-dir-every={every_s:g}", ", or 0 to write only at the end"
+        _within(given, every_s, MIN_SNAPSHOT_S, MAX_CONF_S, "seconds", also)
+    _within(f"--snapshot-dir-keep={keep}", keep, 1, MAX_COUNT, "steps")
 
 
 def fence_after_ms(seconds: float | None) -> int:
     """Convert the time that workers continue without proof of contact; 0 means no limit."""
     if seconds is None:
         return 0
-    if not 1 <= seconds <= MAX_FENCE_S:
-        raise InvalidRequestError(
-            f"--fence-after={seconds:g}: give a number of seconds from 1 to {MAX_FENCE_S}, and at "
-            "least 1 s below the server's lease"
-        )
-    return round(seconds * 1000)
+    also = ", and at least 1 s below the server's lease"
+    return round(
+        _within(f"--fence-after={seconds:g}", seconds, 1, MAX_FENCE_S, "seconds", also) * 1000
+    )
 
 
 def hang_timeout(text: str | None) -> HangTimeout | None:
@@ -429,16 +420,11 @@ def hang_timeout(text: str | None) -> HangTimeout | None:
         return None
     if text == "auto":
         return HangTimeout(None)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not MIN_HANG_S <= seconds <= MAX_HANG_S:
-        raise InvalidRequestError(
-            f"--hang-timeout={text}: give a number of seconds from {MIN_HANG_S} to {MAX_HANG_S}, "
-            "more than the longest pause between two steps; or auto"
-        )
-    return HangTimeout(round(seconds * 1000))
+    given, also = (
+        f"--hang-timeout={text}",
+        ", more than the longest pause between two steps; or auto",
+    )
+    return HangTimeout(round(_within(given, text, MIN_HANG_S, MAX_HANG_S, "seconds", also) * 1000))
 
 
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:

@@ -224,7 +224,7 @@ def test_no_count_is_above_what_a_message_can_carry() -> None:
 
 def split(*words: str) -> tuple[list[tuple[str, ...]], list[str]]:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for option in declared_flags.described():
+    for option in declared_flags.FLAGS:
         flags.add(parser, option)
     given, rest = flags.split(words, flags.options(parser))
     return [one.words for one in given], rest
