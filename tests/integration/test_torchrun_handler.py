@@ -99,7 +99,7 @@ def test_it_connects_with_the_credentials_of_rdzv_conf(
     monkeypatch.setenv("RDZV_TOKEN", "abc")
     conf = {"tls_ca": node.ca, "tls_cert": node.cert, "tls_key": node.key}
     assert read_options(params(**conf)).credentials == replace(node, token="abc")
-    with pytest.raises(ValueError, match=r"--rdzv-conf: CA .*none cannot be used"):
+    with pytest.raises(ValueError, match=r"CA .*none cannot be used"):
         read_options(params(tls_ca=str(tmp_path / "none")))
 
 
