@@ -42,7 +42,7 @@ from rdzv.agent.core import events
 from rdzv.agent.core.model import Job
 from rdzv.client import parse_endpoint
 from rdzv.core.model import Settings
-from rdzv.runtime.concurrency import beside
+from rdzv.runtime.tasks import beside
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc

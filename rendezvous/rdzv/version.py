@@ -5,3 +5,6 @@ every program.
 """
 
 VERSION = "0.1.0"
+
+PROTOCOL_VERSION = 1
+"""The version of the protocol between nodes and servers in this release."""

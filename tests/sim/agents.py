@@ -25,8 +25,9 @@ from rdzv.core.fleet.node_resources import Resources
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules, absence_for
 from rdzv.core.model import UNMOVED, Moved, Offer
 from rdzv.structs import replace, struct
-from rdzv.transport.node_stream import FINAL_REFUSALS, PROTOCOL_VERSION
+from rdzv.transport.node_stream import FINAL_REFUSALS
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.version import PROTOCOL_VERSION
 from tests.sim.network import Connection, End
 from tests.sim.parking import Parked, Parking
 from tests.sim.snapshots import Slots

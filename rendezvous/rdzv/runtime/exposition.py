@@ -1,4 +1,4 @@
-"""Shared parts of the server's and agent's /metrics pages.
+"""Shared parts of the server's and agent's /metrics pages, and of the ports that serve them.
 
 Only processes with such a page import it, because prometheus-client is large.
 """
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import datetime
 
 import prometheus_client
+from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 
@@ -91,3 +92,23 @@ def add_process(registry: CollectorRegistry) -> None:
         prometheus_client.GCCollector,
     ):
         make(registry=registry)
+
+
+def http_log(name: str, remedy: str) -> logging.Logger:
+    """Return a logger for aiohttp that logs one line, with a remedy, if a client sends no HTTP.
+
+    The mistake is the client's, so no traceback is logged. Such a client is usually a gRPC client
+    using the wrong port, which retries forever.
+    """
+
+    def in_one_line(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.msg += f", which is not HTTP/1.1; {remedy}"
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            record.exc_info = record.exc_text = None
+        return True
+
+    log = logging.getLogger(name)
+    log.addFilter(in_one_line)
+    return log

@@ -315,7 +315,7 @@ async def _run_replica(
     stop: asyncio.Event,
 ) -> None:
     """Serve while elected among the servers that share an etcd; otherwise name the leader."""
-    from rdzv.runtime.concurrency import single_error
+    from rdzv.runtime.tasks import single_error
     from rdzv.server.replication.replica import Replica
     from rdzv.server.rpc.grpc_listener import serving
     from rdzv.stores.election import Election

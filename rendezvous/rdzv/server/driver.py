@@ -20,8 +20,7 @@ from rdzv.core.model import State
 from rdzv.core.rendezvous import Transition
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, LoopWatch
-from rdzv.runtime.concurrency import single_error
-from rdzv.runtime.tasks import Tasks
+from rdzv.runtime.tasks import Tasks, single_error
 from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.forgetting import Forgetting

@@ -52,9 +52,9 @@ from rdzv.messages import (
 from rdzv.stores.base import HISTORY_ROWS, Record
 from rdzv.structs import replace, struct
 from rdzv.transport.endpoints import Listen
-from rdzv.transport.protocol import VERSION as PROTOCOL_VERSION
 from rdzv.transport.wire import bodies, read, write
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.version import PROTOCOL_VERSION
 from rdzv.view import answers
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ import msgspec
 
 from rdzv.errors import RendezvousConnectionError
 from rdzv.etcd import etcd_pb2 as pb
-from rdzv.runtime.concurrency import single_error
+from rdzv.runtime.tasks import single_error
 from rdzv.stores.election_session import (
     MARGIN,
     RETRY_S,

@@ -43,9 +43,8 @@ from rdzv.torchrun.round_store import AgentStore, in_thread, meet, shares_store
 from rdzv.torchrun.sync_stream import NodeStream
 from rdzv.transport import addresses
 from rdzv.transport.endpoints import Endpoint
-from rdzv.transport.node_stream import PROTOCOL_VERSION
 from rdzv.v1 import rdzv_pb2 as pb
-from rdzv.version import VERSION
+from rdzv.version import PROTOCOL_VERSION, VERSION
 
 log = logging.getLogger("rdzv.torchrun")
 

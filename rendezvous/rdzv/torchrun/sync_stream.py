@@ -113,7 +113,7 @@ class NodeStream:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            trouble = self._converse(self._attempts.present)
+            trouble = self._converse(self._attempts.rota.present)
             if self._closing.is_set():
                 return
             wait_s = self._attempts.failed(trouble, time.monotonic())
@@ -207,7 +207,7 @@ class NodeStream:
             if message.HasField("welcome"):
                 self._greet(endpoint, message.welcome)
             elif message.HasField("servers"):
-                self._attempts.learn(message.servers.addresses)
+                self._attempts.rota.learn(message.servers.addresses)
             elif message.HasField("lease"):
                 self._take_interval(message.lease.heartbeat_interval_ms)
             elif message.HasField("read_log"):

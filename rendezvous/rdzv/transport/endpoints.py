@@ -13,16 +13,9 @@ from urllib.parse import quote
 from rdzv.errors import InvalidRequestError, short
 from rdzv.structs import struct
 from rdzv.transport.addresses import is_link_local, is_loopback
-from rdzv.transport.protocol import DEFAULT_PORT
 
-__all__ = [
-    "DEFAULT_PORT",
-    "Endpoint",
-    "Listen",
-    "cannot_listen",
-    "parse_endpoint",
-    "parse_endpoints",
-]
+DEFAULT_PORT = 29_400
+"""rdzvd's default port, which is that of torchrun's own rendezvous, so firewalls need no change."""
 
 _BRACKETED = re.compile(r"\[(?P<host>[^\[\]]*)\](?::(?P<port>.*))?", re.DOTALL)
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
@@ -140,11 +133,8 @@ def refuse_link_local(endpoints: Iterable[Endpoint], local_addr: str = "") -> No
 
 
 @struct(frozen=True)
-class Listen:
+class Listen(Endpoint):
     """An address to listen on."""
-
-    host: str
-    port: int
 
     @classmethod
     def parse(cls, text: str) -> Listen:
@@ -171,10 +161,6 @@ class Listen:
             return ipaddress.ip_address(self.host).is_unspecified
         except ValueError:
             return False
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
 
 
 def cannot_listen(listen: Listen, error: OSError, option: str) -> InvalidRequestError:

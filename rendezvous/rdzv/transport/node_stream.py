@@ -24,11 +24,8 @@ from rdzv.errors import (
     SettingsMismatchError,
 )
 from rdzv.structs import struct
-from rdzv.transport import protocol
 from rdzv.transport.channels import CHECK_NODE, PLAIN, Credentials, handshake_trouble
 from rdzv.transport.endpoints import Endpoint, parse_endpoint
-
-PROTOCOL_VERSION = protocol.VERSION
 
 Options = tuple[tuple[str, int], ...]
 """The options of a gRPC channel."""
@@ -153,10 +150,10 @@ BACKOFF = Backoff()
 
 
 class Attempts:
-    """A node's attempts to keep a stream open: which endpoint to try next, and when."""
+    """A node's attempts to keep a stream open: when to make the next, with the server of `rota`."""
 
     def __init__(self, endpoints: Sequence[Endpoint], backoff: Backoff = BACKOFF) -> None:
-        self._rota = Rota(endpoints)
+        self.rota = Rota(endpoints)
         self._backoff = backoff
         self._failed = 0
         """The number of failures since the last good stream, including that stream's own end."""
@@ -164,20 +161,6 @@ class Attempts:
         self._taking_over = False
         """Whether a stand-by server has responded since the last Welcome, so that a takeover is in
         progress."""
-
-    @property
-    def present(self) -> Endpoint:
-        """The current endpoint, which is the one to ask now."""
-        return self._rota.present
-
-    @property
-    def next(self) -> Endpoint:
-        """The endpoint to ask if the current one fails."""
-        return self._rota.next
-
-    def learn(self, addresses: Iterable[str]) -> None:
-        """Record the servers named by the current one, which are tried next when it fails."""
-        self._rota.learn(addresses)
 
     @property
     def welcome(self) -> bool:
@@ -204,7 +187,7 @@ class Attempts:
         backoff, since_s = self._backoff, self._welcomed_at_s
         self._welcomed_at_s = None
         self._taking_over |= isinstance(error, NotLeaderError)
-        if self._rota.failed(error):
+        if self.rota.failed(error):
             return None
         if since_s is not None and now_s - since_s >= backoff.steady_s:
             self._failed = 0

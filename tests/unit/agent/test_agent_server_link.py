@@ -37,7 +37,7 @@ from rdzv.errors import (
     RendezvousConnectionError,
 )
 from rdzv.messages import Holding, Placed, TakeStacks
-from rdzv.runtime.concurrency import beside
+from rdzv.runtime.tasks import beside
 from rdzv.server.rpc.rendezvous_service import HELLO_TIMEOUT_S
 from rdzv.structs import replace
 from rdzv.transport.node_stream import Backoff

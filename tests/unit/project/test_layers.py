@@ -209,9 +209,7 @@ RULES = (
     Rule(
         "a command line names servers, and is read without gRPC",
         "transport/endpoints.py",
-        only=of(
-            "rdzv.errors", "rdzv.transport.addresses", "rdzv.transport.protocol", "rdzv.structs"
-        ),
+        only=of("rdzv.errors", "rdzv.transport.addresses", "rdzv.structs"),
     ),
     Rule(
         "operators' requests are values; gRPC and HTTP are the services'",

@@ -9,7 +9,7 @@ import pytest
 
 from rdzv.server.http.connection_limits import ConnectionLimits
 from rdzv.server.rpc.grpc_listener import OTHER_FILES, connections_at_once
-from rdzv.server.rpc.rate_limit import RateLimit
+from rdzv.server.rpc.node_messages import RateLimit
 from rdzv.server.settings.server_settings import Limits
 
 

@@ -452,7 +452,7 @@ def test_the_first_attempt_is_repeated_at_once_and_further_ones_ever_later() -> 
     attempts = Attempts([A, B], LONGEST)
     waits_s = [attempts.failed(GONE, now_s) for now_s in range(9)]
     assert waits_s == [0.0, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
-    assert attempts.present == B
+    assert attempts.rota.present == B
 
 
 def test_half_of_every_wait_is_left_to_chance() -> None:
@@ -492,7 +492,7 @@ def test_the_one_that_leads_is_asked_at_once_which_is_no_failed_attempt() -> Non
     attempts = Attempts([A, B], LONGEST)
     assert attempts.failed(GONE, 0.0) == 0.0
     assert attempts.failed(NotLeaderError("ask c", "c:29400"), 0.0) is None
-    assert attempts.present == C
+    assert attempts.rota.present == C
     assert attempts.failed(GONE, 0.0) == 0.2
 
 

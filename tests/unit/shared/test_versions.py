@@ -28,10 +28,9 @@ from rdzv.messages import Placed, TakeStacks
 from rdzv.server import wire
 from rdzv.server.diagnosis import worker_logs
 from rdzv.structs import as_dict
-from rdzv.transport import protocol
-from rdzv.transport.node_stream import PROTOCOL_VERSION as AGENT_PROTOCOL_VERSION
 from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.version import PROTOCOL_VERSION
 
 FOLDER = Path(__file__).parents[1] / "protocol"
 SPEAKER = wire.Speaker("n1", 7)
@@ -136,7 +135,7 @@ def test_no_field_changes_its_number_or_type(path: Path) -> None:
 
 
 def test_the_present_protocol_is_recorded_with_every_message() -> None:
-    rows = (FOLDER / f"v{protocol.VERSION}.jsonl").read_text().splitlines()
+    rows = (FOLDER / f"v{PROTOCOL_VERSION}.jsonl").read_text().splitlines()
     names = {json.loads(row)["name"].split(":")[0] for row in rows}
     bodies = {
         field.name
@@ -147,7 +146,6 @@ def test_the_present_protocol_is_recorded_with_every_message() -> None:
 
 
 def test_agent_and_server_of_one_build_speak_the_same_protocol() -> None:
-    assert AGENT_PROTOCOL_VERSION == protocol.VERSION
     assert worker_log_reader.PIECE_COST == worker_logs.PIECE_COST
     assert bounds.LOG_PIECE_BYTES == worker_log_reader.PIECE_BYTES
     assert bounds.LOG_POSITIONS == LOG_POSITIONS
@@ -534,7 +532,7 @@ def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
 
 def record() -> None:
     """Add missing records to the files of the present protocol; existing ones are never changed."""
-    version = protocol.VERSION
+    version = PROTOCOL_VERSION
     messages, fields = FOLDER / f"v{version}.jsonl", FOLDER / f"v{version}.fields.json"
     lines = messages.read_text().splitlines() if messages.exists() else []
     known = {json.loads(line)["name"] for line in lines}

@@ -37,7 +37,7 @@ from rdzv.agent.system.temporary_folders import PROGRESS
 from rdzv.core.fleet.node_resources import Resources
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime import systemd
-from rdzv.runtime.concurrency import single_error
+from rdzv.runtime.tasks import single_error
 from rdzv.settings.toml_files import ConfigurationError, compare
 from rdzv.structs import replace
 

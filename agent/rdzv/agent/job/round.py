@@ -29,7 +29,7 @@ from rdzv.agent.system.error_files import unread
 from rdzv.core.model import Moved
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime.clock import monotonic_ms
-from rdzv.runtime.concurrency import single_error
+from rdzv.runtime.tasks import single_error
 from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.agent")

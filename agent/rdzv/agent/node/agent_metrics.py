@@ -28,8 +28,15 @@ from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.node.placements import Placements
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.errors import InvalidRequestError
-from rdzv.runtime.exposition import CONTENT_TYPE, Collect, Parts, add_process, by_label, expiry
-from rdzv.runtime.http_log import http_log
+from rdzv.runtime.exposition import (
+    CONTENT_TYPE,
+    Collect,
+    Parts,
+    add_process,
+    by_label,
+    expiry,
+    http_log,
+)
 from rdzv.transport.addresses import is_loopback
 from rdzv.transport.endpoints import Listen
 

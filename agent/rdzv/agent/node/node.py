@@ -20,7 +20,7 @@ from rdzv.agent.node.server_hosting import serving_if_elected, serving_itself, s
 from rdzv.agent.runner_link import StartedRunner
 from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.agent.workers.fates import NodeOutcome
-from rdzv.runtime.concurrency import single_error
+from rdzv.runtime.tasks import single_error
 from rdzv.structs import replace
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.transport.endpoints import Endpoint, Listen

@@ -47,7 +47,6 @@ from rdzv.transport.endpoints import Endpoint
 from rdzv.transport.node_stream import (
     BACKOFF,
     FINAL_REFUSALS,
-    PROTOCOL_VERSION,
     STREAM_OPTIONS,
     Attempts,
     Backoff,
@@ -56,6 +55,7 @@ from rdzv.transport.node_stream import (
 from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
+from rdzv.version import PROTOCOL_VERSION
 
 log = logging.getLogger("rdzv.agent")
 
@@ -287,7 +287,7 @@ class ServerLink:
 
     async def _keep_stream(self) -> None:
         while not self._closing.is_set():
-            endpoint = self._attempts.present
+            endpoint = self._attempts.rota.present
             error = await self._converse(endpoint)
             if self._closing.is_set():
                 return
@@ -453,11 +453,11 @@ class ServerLink:
 
     async def _learn(self, servers: pb.Servers) -> None:
         """Connect in advance to the server that would take over from the current one."""
-        self._attempts.learn(servers.addresses)
+        self._attempts.rota.learn(servers.addresses)
         if servers.addresses:
             # Thousands of nodes receive this at the same time. The lease, which grows with their
             # number, spreads their connections over time.
-            await self.standby.keep(self._attempts.next, self.tolerated_ms / 1000)
+            await self.standby.keep(self._attempts.rota.next, self.tolerated_ms / 1000)
 
     def _take_lease(self, lease_ms: int, heartbeat_interval_ms: int) -> None:
         self._lease_ms = self._last_lease_ms = lease_ms

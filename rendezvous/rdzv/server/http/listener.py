@@ -1,29 +1,33 @@
 """The HTTP listener: probes (/healthz, /readyz), /metrics, and /sd, which lists scrape targets.
 
 It also serves the JSON API (`api`) and the live page, which shows data from the API (`page_files`).
-/sd answers in the format of Prometheus's HTTP service discovery.
+The gate checks every request (`_checking_roles`). /sd answers in the format of Prometheus's HTTP
+service discovery.
 """
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
-from rdzv.errors import LimitExceededError
+from rdzv.errors import DeniedError, LimitExceededError, UnauthenticatedError
 from rdzv.runtime.clock import Clock
-from rdzv.runtime.exposition import CONTENT_TYPE
-from rdzv.runtime.http_log import http_log
+from rdzv.runtime.exposition import CONTENT_TYPE, http_log
 from rdzv.server.driver import STOP_GRACE_MS
 from rdzv.server.http.api import Api, answering_errors
 from rdzv.server.http.connection_limits import GuardedSite
-from rdzv.server.http.gate_middleware import checking_roles
 from rdzv.server.http.page_files import harmless_headers, page_routes, refusing_strangers
 from rdzv.server.http.state_feeds import Feeds
 from rdzv.server.http.views import Shown
 from rdzv.server.replication.replica import Replica
+from rdzv.server.security import callers, roles
+from rdzv.server.security.callers import Caller
 from rdzv.server.security.role_gate import Gate
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.server.telemetry.server_metrics import Metrics
@@ -69,7 +73,7 @@ async def serving_http(
     """
     gate = gate or Gate(replica, clock, config, metrics)
     app = web.Application(
-        middlewares=[answering_errors, refusing_strangers(listen), checking_roles(gate)]
+        middlewares=[answering_errors, refusing_strangers(listen), _checking_roles(gate)]
     )
     app.add_routes(
         [
@@ -104,6 +108,50 @@ async def serving_http(
         finally:
             feeds.close()
             await runner.cleanup()
+
+
+def _checking_roles(gate: Gate) -> Middleware:
+    """Return middleware that checks every request against `gate`, by the route's path."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        if resource is None:
+            # There is no route with this path, so the handler answers 404.
+            return await handler(request)
+        path = resource.canonical
+        what = f"{request.method} {path}"
+        row_path = "/web/" if path.startswith("/web/") else path
+        if request.method == "POST":
+            row_path = what
+        if row_path not in roles.PATHS:
+            raise DeniedError(f"{path} is not open to anyone: no row of the table of roles has it")
+        if (row := roles.PATHS[row_path]) is None:
+            return await handler(request)
+        caller = callers.NOBODY
+        try:
+            header = request.headers.get("Authorization")
+            caller = await gate.caller(header, lambda: _certified_by_tls(request))
+            await gate.admit(caller, row, what, request.match_info.get("rdzv_id"))
+        except (UnauthenticatedError, DeniedError) as error:
+            gate.note_refusal(f"{caller} at {request.remote}", error.code, f"{what}: {error}")
+            raise
+        callers.present.set(caller)
+        if not row.changes:
+            return await handler(request)
+        response = await handler(request)
+        named = SimpleNamespace(**request.match_info)
+        verb = f"take {path.rpartition('/')[2]}"
+        await gate.audit(caller, verb, named, str(request.remote), "", "")
+        return response
+
+    return check
+
+
+def _certified_by_tls(request: web.Request) -> Caller | None:
+    connection = request.get_extra_info("ssl_object")
+    der = connection.getpeercert(binary_form=True) if connection is not None else None
+    return callers.certified(ssl.DER_cert_to_PEM_cert(der).encode()) if der else None
 
 
 async def _healthz(request: web.Request) -> web.Response:

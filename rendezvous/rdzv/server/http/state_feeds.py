@@ -28,7 +28,7 @@ from rdzv.errors import (
     UnknownJobError,
 )
 from rdzv.runtime.clock import sleep_ms
-from rdzv.runtime.concurrency import single_error
+from rdzv.runtime.tasks import single_error
 from rdzv.server.driver import Driver
 from rdzv.server.http.views import Shown
 from rdzv.server.rpc.queries import SLICE

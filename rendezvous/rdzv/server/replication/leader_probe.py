@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
-from rdzv.runtime.concurrency import beside
+from rdzv.runtime.tasks import beside
 from rdzv.transport.endpoints import Endpoint, parse_endpoint
 
 if TYPE_CHECKING:

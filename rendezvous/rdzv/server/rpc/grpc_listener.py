@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
 from rdzv.runtime.clock import Clock
-from rdzv.runtime.concurrency import beside
+from rdzv.runtime.tasks import beside
 from rdzv.server.driver import STOP_GRACE_MS
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.control_service import ControlService

@@ -19,7 +19,7 @@ import msgspec
 
 from rdzv.core.words import duration
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, UnauthenticatedError, short
-from rdzv.runtime.concurrency import beside
+from rdzv.runtime.tasks import beside
 from rdzv.server.settings.server_settings import Oidc
 
 log = logging.getLogger("rdzv.access")

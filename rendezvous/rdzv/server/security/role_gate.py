@@ -2,7 +2,7 @@
 
 `Gate` identifies the caller, refuses calls that `roles` does not permit, and records who changed
 what, both in the log and in a history under a name that no job can have. gRPC calls reach the gate
-through `rpc/gate_interceptor`, HTTP requests through `http/gate_middleware`.
+through `rpc/gate_interceptor`, HTTP requests through `http/listener`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rdzv import bounds
 from rdzv.errors import InvalidRequestError, RendezvousError, UnauthenticatedError
 from rdzv.runtime.clock import Clock
-from rdzv.server.engine.history import History
-from rdzv.server.engine.jobs import Jobs
 from rdzv.server.security import callers, roles
 from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.server.security.roles import Row, Whose
-from rdzv.server.security.tokens import Tokens
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import Record
+
+if TYPE_CHECKING:
+    from rdzv.server.replication.replica import Replica
+    from rdzv.server.security.service_accounts import ServiceAccounts
 
 log = logging.getLogger("rdzv.access")
 
@@ -76,44 +77,18 @@ def verb_of(method: str) -> str:
     return _VERBS.get(name) or re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower()
 
 
-class Leader(Protocol):
-    """The parts of a leading server on which the gate depends."""
-
-    tokens: Tokens
-    jobs: Jobs
-    history: History
-
-
-class Leadership(Protocol):
-    """Provides the leading server; raises `NotLeaderError` while this server does not lead."""
-
-    @property
-    def driver(self) -> Leader:
-        """The leader, while this server leads."""
-
-    async def settled_driver(self) -> Leader:
-        """Return the leader; if no server leads, wait up to `timeout_s` for one."""
-
-
-class Accounts(Protocol):
-    """Identifies callers by another system's tokens, as `service_accounts.ServiceAccounts` does."""
-
-    async def caller(self, text: str) -> Caller:
-        """Return the caller identified by this token."""
-
-
 class Gate:
     """One server's gate, which checks every call over gRPC and HTTP."""
 
     def __init__(
         self,
-        leadership: Leadership,
+        replica: Replica,
         clock: Clock,
         config: RdzvdSettings,
         meter: Meter | None = None,
-        accounts: Accounts | None = None,
+        accounts: ServiceAccounts | None = None,
     ) -> None:
-        self._leadership = leadership
+        self._replica = replica
         self._clock = clock
         self._config = config
         self._meter = meter or Meter()
@@ -137,7 +112,7 @@ class Gate:
             text = callers.bearer(header)
             if callers.is_jwt(text):
                 return await self._service_account(text)
-            return (await self._leadership.settled_driver()).tokens.caller(text)
+            return (await self._replica.settled_driver()).tokens.caller(text)
         if (caller := certified()) is not None:
             return caller
         raise UnauthenticatedError(
@@ -168,7 +143,7 @@ class Gate:
         except InvalidRequestError:
             # No job can have this name, so the call itself will refuse it.
             return
-        roles.refuse_others_job(caller, await self._leadership.driver.jobs.look(named), what)
+        roles.refuse_others_job(caller, await self._replica.driver.jobs.look(named), what)
 
     def note_refusal(self, who: str, code: str, reason: str) -> None:
         """Count a refused call, and log it unless another was logged a moment ago."""
@@ -195,7 +170,7 @@ class Gate:
         log.info("%s", text, extra={"audit": True})
         row = Record(self._clock.now_ms(), AUDIT, getattr(request, "run", ""), verb, text)
         try:
-            await self._leadership.driver.history.append((row,))
+            await self._replica.driver.history.append((row,))
         except RendezvousError as error:
             # This server no longer leads, or the store is unavailable; only the log has the change.
             log.warning("change not recorded in the history: %s: %s", error, text)

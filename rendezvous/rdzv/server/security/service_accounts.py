@@ -11,13 +11,13 @@ import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 import jwt
 
 from rdzv.errors import InvalidRequestError, UnauthenticatedError, short
 from rdzv.server.security.callers import Caller, Role, implied, name_of
-from rdzv.server.security.issuer_keys import ALGORITHMS, following
+from rdzv.server.security.issuer_keys import ALGORITHMS, IssuerKeys, following
 from rdzv.server.settings.server_settings import Oidc, OidcAccount
 
 _SUBJECT = re.compile(r"system:serviceaccount:([a-z0-9-]{1,63}):([a-z0-9.-]{1,253})")
@@ -30,17 +30,10 @@ _UNREADABLE = (jwt.PyJWTError, ValueError, TypeError, RecursionError, OverflowEr
 """The errors that PyJWT raises or lets through when a token is invalid."""
 
 
-class KeySource(Protocol):
-    """A source of the issuer's keys."""
-
-    async def key(self, kid: str) -> jwt.PyJWK:
-        """Return a key; raises the same errors as `IssuerKeys.key`."""
-
-
 class ServiceAccounts:
     """The service accounts accepted by one server."""
 
-    def __init__(self, oidc: Oidc, keys: KeySource) -> None:
+    def __init__(self, oidc: Oidc, keys: IssuerKeys) -> None:
         self._oidc = oidc
         self._keys = keys
         self._accounts = {(one.namespace, one.name or ""): one for one in oidc.account}
