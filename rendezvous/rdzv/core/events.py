@@ -412,7 +412,7 @@ class RunEnded:
     ended: Ended
 
 
-Event = (
+SmallEvent = (
     RunBegan
     | NodeJoined
     | NodeStopped
@@ -423,16 +423,9 @@ Event = (
     | NodeCameBack
     | NodeLost
     | NodeStuck
-    | WorkerFailed
     | LastCallBegan
-    | RoundCompleted
-    | RoundAdopted
     | NodeAdopted
-    | RoundEnded
-    | RoundSettled
     | JobScaled
-    | NodesPlaced
-    | NodesWithdrawn
     | NodeDeclined
     | NodeQuarantined
     | NodeNotQuarantined
@@ -450,5 +443,17 @@ Event = (
     | FirstStepMade
     | LostStepsRedone
     | LastStepMade
+)
+"""The events that history stores unchanged."""
+
+Event = (
+    SmallEvent
+    | WorkerFailed
+    | RoundCompleted
+    | RoundAdopted
+    | RoundEnded
+    | RoundSettled
+    | NodesPlaced
+    | NodesWithdrawn
     | RunEnded
 )

@@ -19,9 +19,10 @@ import msgspec
 
 from rdzv.core import events
 from rdzv.core.kept_ranks import kept_workers
-from rdzv.core.model import Cause, Failure, Result, Round
+from rdzv.core.model import Cause, Result, Round
 from rdzv.core.words import LISTED
 from rdzv.structs import struct
+from rdzv.transport.wire import convert
 
 
 @struct(frozen=True)
@@ -173,43 +174,14 @@ class RunEnded:
 
 
 Kept = (
-    events.RunBegan
-    | events.NodeJoined
-    | events.NodeStopped
-    | events.NodeSucceeded
-    | events.NodeLeaving
-    | events.NodeLeft
-    | events.NodeWentAway
-    | events.NodeCameBack
-    | events.NodeLost
-    | events.NodeStuck
+    events.SmallEvent
     | WorkerFailed
-    | events.LastCallBegan
     | RoundCompleted
     | RoundAdopted
-    | events.NodeAdopted
     | RoundEnded
     | RoundSettled
-    | events.JobScaled
     | NodesPlaced
     | NodesWithdrawn
-    | events.NodeDeclined
-    | events.NodeQuarantined
-    | events.NodeNotQuarantined
-    | events.NodeDrained
-    | events.NodeUndrained
-    | events.JobQueued
-    | events.WorkersHang
-    | events.StacksTaken
-    | events.HangOver
-    | events.RankStraggles
-    | events.RankCaughtUp
-    | events.WorkersStarted
-    | events.SnapshotsNotLoaded
-    | events.FirstCollectiveMade
-    | events.FirstStepMade
-    | events.LostStepsRedone
-    | events.LastStepMade
     | RunEnded
 )
 
@@ -224,42 +196,24 @@ _encoder = msgspec.json.Encoder()
 def kept(event: events.Event) -> Kept:
     """Return the part of an event that history keeps."""
     match event:
-        case events.WorkerFailed(round=number, failure=failure):
-            return _failed(number, failure, event.age_ms)
+        case events.WorkerFailed(failure=failure):
+            return convert(WorkerFailed, failure, round=event.round, age_ms=event.age_ms)
         case events.RoundCompleted(round=round_):
             return _completed(round_, event)
         case events.RoundAdopted(round=round_):
             return RoundAdopted(round_.number, len(round_.participants))
-        case events.RoundEnded(round=number, end=end):
-            how = (end.cause, end.reason, end.broken)
-            return RoundEnded(number, *how, event.dead_ms, end.cause_node_id)
-        case events.RoundSettled(root_cause=root):
-            worker = Worker(root.node_id, root.rank, root.local_rank) if root else None
-            charge = (event.cause, event.reason, event.restarts, event.max_restarts)
-            return RoundSettled(event.round, *charge, worker, event.cause_node_id, event.step)
-        case events.NodesPlaced(node_ids=node_ids):
-            return NodesPlaced(len(node_ids), node_ids[:LISTED], event.was_queued)
-        case events.NodesWithdrawn(node_ids=node_ids):
-            return NodesWithdrawn(len(node_ids), node_ids[:LISTED], event.reason)
-        case events.RunEnded(run=run, ended=ended):
-            return RunEnded(run, ended.result, ended.reason)
+        case events.RoundEnded(end=end):
+            return convert(RoundEnded, end, round=event.round, dead_ms=event.dead_ms)
+        case events.RoundSettled():
+            return convert(RoundSettled, event)
+        case events.NodesPlaced(node_ids=names):
+            return convert(NodesPlaced, event, nodes=len(names), node_ids=names[:LISTED])
+        case events.NodesWithdrawn(node_ids=names):
+            return convert(NodesWithdrawn, event, nodes=len(names), node_ids=names[:LISTED])
+        case events.RunEnded(ended=ended):
+            return convert(RunEnded, ended, run=event.run)
         case _:
             return event
-
-
-def _failed(number: int, failure: Failure, age_ms: int) -> WorkerFailed:
-    return WorkerFailed(
-        round=number,
-        node_id=failure.node_id,
-        rank=failure.rank,
-        local_rank=failure.local_rank,
-        pid=failure.pid,
-        exit_code=failure.exit_code,
-        signal=failure.signal,
-        message=failure.message,
-        age_ms=age_ms,
-        suspect=failure.suspect,
-    )
 
 
 def _completed(round_: Round, event: events.RoundCompleted) -> RoundCompleted:
@@ -267,17 +221,14 @@ def _completed(round_: Round, event: events.RoundCompleted) -> RoundCompleted:
         Place(p.node_id, p.rank_first, p.offer.local_world_size)
         for p in round_.participants[:LISTED]
     )
-    return RoundCompleted(
+    return convert(
+        RoundCompleted,
+        round_,
         round=round_.number,
         nodes=len(round_.participants),
-        world_size=round_.world_size,
         participants=places,
-        master_addr=round_.master_addr,
-        master_port=round_.master_port,
         enough_ms=event.enough_ms,
         kept=kept_workers(round_),
-        source=round_.source,
-        resume_step=round_.resume_step,
         not_kept=tuple(
             NotKept(one.why.value, len(one.ranks), one.ranks[:LISTED]) for one in event.not_kept
         ),
