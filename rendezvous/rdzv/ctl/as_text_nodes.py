@@ -6,11 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from rdzv.core.fleet.node_resources import Gpu
 from rdzv.core.words import counted, duration, size_text
 from rdzv.ctl.as_text import UNKNOWN, number_text, state_cell
 from rdzv.ctl.layout import Cell, Columns, Page, Text, bold
 from rdzv.runtime.log_format import harmless
-from rdzv.view.answers import Gpu, Node, NodeJob
+from rdzv.view.answers import Node, NodeJob
 
 _MOST_JOBS = 3
 """The maximum number of a node's jobs named on its line in the table."""

@@ -65,7 +65,7 @@ def collect(
     status, history = client.status(rdzv_id), client.events(rdzv_id, HISTORY_EVENTS)
     page = page_for(io.StringIO())
     parts: dict[str, Callable[[], str]] = {
-        "status.json": lambda: as_json.status(status),
+        "status.json": lambda: as_json.document(status),
         "explain.txt": lambda: as_text_story.explain(status, history, page),
         "events.json": lambda: as_json.events(rdzv_id, history),
         "trace.json": lambda: trace(status, history, now_unix_ms),

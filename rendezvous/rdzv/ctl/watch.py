@@ -105,7 +105,7 @@ def show(
         if output == "text":
             shown = as_text.status(status, page_for(sys.stdout), everything=everything) + "\n"
         else:
-            shown = one_of_many(output, as_json.status(status))
+            shown = one_of_many(output, as_json.document(status))
         print(shown, flush=True)  # noqa: T201
         if status.state in ENDED:
             return

@@ -12,6 +12,7 @@ from rdzv.bounds import Else
 from rdzv.core.evidence.collectives import HangCause
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import SilentNode, WorkerStack
+from rdzv.core.fleet.node_resources import Gpu
 from rdzv.core.reason import Reason
 from rdzv.core.snapshots import SoleHolder
 from rdzv.structs import struct
@@ -275,15 +276,6 @@ class JobSummary:
     backend: Annotated[str, Else(OWN_BACKEND)]
     hangs: str | None = None
     """A description of the workers that are hanging now, or None if no worker is."""
-
-
-@struct(frozen=True)
-class Gpu:
-    """One GPU of a node."""
-
-    uuid: str
-    name: str | None
-    memory_bytes: int | None
 
 
 @struct(frozen=True)

@@ -72,7 +72,7 @@ async def test_what_rdzvctl_says_of_the_job_is_shown_and_checked(
     seen = (await told(second_run)).status
     status = replace(seen, state="running", world_size=4, restarts=1, max_restarts=3)
     demo = story.Demo(tmp_path, sys.executable)
-    monkeypatch.setattr(demo, "rdzvctl", lambda *_: as_json.status(status))
+    monkeypatch.setattr(demo, "rdzvctl", lambda *_: as_json.document(status))
     script = "echo rank 0 of 4: resuming from epoch 2; echo rank 0 of 4: starting afresh"
     n1 = programs.Program("n1", ["sh", "-c", script], {}, tmp_path / "n1.log")
     demo.nodes["n1"] = n1

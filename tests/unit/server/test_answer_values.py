@@ -19,6 +19,7 @@ from rdzv.core.evidence.stacks import (
 )
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.fleet.job_queue import QueuedWait
+from rdzv.core.fleet.node_resources import Gpu
 from rdzv.core.model import (
     Declined,
     Failure,
@@ -93,7 +94,7 @@ PLAIN_NODE = answers.Node(
     *("n1", "gone", None, None, None, None, None, None, (), False, None, None),
 )
 HAS = answers.Resources(
-    *(8, 1 << 36, (answers.Gpu("GPU-1", "H100", 80 << 30), answers.Gpu("GPU-2", None, None))),
+    *(8, 1 << 36, (Gpu("GPU-1", "H100", 80 << 30), Gpu("GPU-2", None, None))),
     *({"zone": "a"}, 2, "rack 1"),
 )
 NO_RESOURCES = answers.Resources(None, None, (), {}, 1, None)

@@ -333,7 +333,7 @@ def test_programs_read_all_of_it() -> None:
     assert job.progress == (RankProgress(3, 7, 5, 0.5), RankProgress(4, 0, 0, None, 7))
     assert (
         '"progress": [{"rank": 3, "step": 7, "age_ms": 5, "rate": 0.5, "behind": 0}'
-        in as_json.one_line(as_json.status(job))
+        in as_json.one_line(as_json.document(job))
     )
 
 

@@ -14,8 +14,8 @@ class Gpu:
     """One GPU of a node."""
 
     uuid: Label
-    name: Label
-    memory_bytes: int
+    name: Label | None
+    memory_bytes: int | None
 
 
 @struct(frozen=True)

@@ -58,7 +58,7 @@ def status_command(job: str, everything: bool, watched: bool, output: str) -> st
             return None
     return answer(
         output,
-        lambda: as_json.status(found),
+        lambda: as_json.document(found),
         lambda page: as_text.status(found, page, everything=everything),
     )
 

@@ -56,14 +56,14 @@ def nodes_command(node: str | None, output: str) -> str:
         raise UnknownNodeError(
             f"no node {short(node)} is known; `rdzvctl nodes` lists the known ones"
         )
-    return answer(output, lambda: as_json.node(one), lambda page: as_text_nodes.node(one, page))
+    return answer(output, lambda: as_json.document(one), lambda page: as_text_nodes.node(one, page))
 
 
 def _changed(output: str, node: Node, sentence: Callable[[Node], str]) -> str:
     """Report how a node has changed."""
     from rdzv.view import as_json
 
-    return answer(output, lambda: as_json.node(node), lambda _: sentence(node))
+    return answer(output, lambda: as_json.document(node), lambda _: sentence(node))
 
 
 @click.command("cordon")

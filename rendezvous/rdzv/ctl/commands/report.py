@@ -136,5 +136,5 @@ def _shown_all(found: Report, output: str, html: Path | None) -> str:
         write_text(html, report_page.report(found))
         return f"{html} has the report; open it in a browser"
     return answer(
-        output, lambda: as_json.report(found), lambda page: as_text_report.report(found, page)
+        output, lambda: as_json.document(found), lambda page: as_text_report.report(found, page)
     )

@@ -77,7 +77,7 @@ def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
     if not request.follow:
         return answer(
             request.output,
-            lambda: as_json.status(found),
+            lambda: as_json.document(found),
             lambda page: submitted(found, request.connection.get("server"), page),
         )
     text = submitted(found, None, page_for(sys.stderr), followed=True)

@@ -130,6 +130,6 @@ def stacks_command(job: str, number: int | None, raw: bool, output: str) -> str:
         found = client.stacks(job, number)
     return answer(
         output,
-        lambda: as_json.stacks(found),
+        lambda: as_json.document(found),
         lambda page: as_text_stacks.text(found, page, raw=raw),
     )

@@ -136,7 +136,7 @@ class Api:
         return as_json.jobs(jobs, store_away=self._answers.store_away)
 
     async def _job(self, request: web.Request, given: dict[str, Any]) -> str:
-        return as_json.status(await self._answers.status(_named(request)))
+        return as_json.document(await self._answers.status(_named(request)))
 
     async def _events(self, request: web.Request, given: dict[str, Any]) -> str:
         rdzv_id = _named(request)
@@ -149,16 +149,16 @@ class Api:
 
     async def _report(self, request: web.Request, given: dict[str, Any]) -> str:
         found = await self._answers.report(given["hours"] * 3_600_000)
-        return await asyncio.to_thread(as_json.report, found)
+        return await asyncio.to_thread(as_json.document, found)
 
     async def _stacks(self, request: web.Request, given: dict[str, Any]) -> str:
         report = await self._answers.kept_stacks(_named(request), given["round"])
         # Encode in a thread, because the report may be large.
-        return await asyncio.to_thread(as_json.stacks, report)
+        return await asyncio.to_thread(as_json.document, report)
 
     async def _new_stacks(self, request: web.Request, given: dict[str, Any]) -> str:
         report = await self._answers.new_stacks(_named(request))
-        return await asyncio.to_thread(as_json.stacks, report)
+        return await asyncio.to_thread(as_json.document, report)
 
     async def _node_events(self, request: web.Request, given: dict[str, Any]) -> str:
         node_id = _named(request)
@@ -169,7 +169,7 @@ class Api:
         return as_json.nodes(self._answers.nodes(), store_away=self._answers.store_away)
 
     async def _node(self, request: web.Request, given: dict[str, Any]) -> str:
-        return as_json.node(await self._answers.node(_named(request)))
+        return as_json.document(await self._answers.node(_named(request)))
 
     async def _servers(self, request: web.Request, given: dict[str, Any]) -> str:
         return as_json.servers(await self._answers.servers())

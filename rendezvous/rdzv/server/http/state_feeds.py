@@ -364,7 +364,7 @@ class JobFeed(Feed):
         old = self.readers.difference(fresh)
         view = await self._answers.view(self._rdzv_id)
         status = self._answers.status_of(view)
-        told = frame("job", as_json.status(status, indent=None))
+        told = frame("job", as_json.document(status, indent=None))
         if told != self._last:
             _put_all(old, [told])
             self._last = told
