@@ -134,7 +134,7 @@ def test_a_start_that_takes_long_is_told_with_what_it_waits_for(
         said = stderr.readline()
         again, _, _ = select.select([stderr], [], [], 0.3)
     assert not again, "it is told once"
-    assert said.startswith("rdzv: round 7: the worker of local_rank 3 (pid ")
+    assert said.startswith("rdzv: warning: round 7: the worker of local_rank 3 (pid ")
     assert said.endswith(f" has not started after 0.1 s; it is still at: stdout {log!r}\n")
 
 

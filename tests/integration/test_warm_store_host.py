@@ -254,7 +254,9 @@ async def test_a_zygote_that_hangs_is_killed_and_a_cold_one_serves(node: StoreNo
     assert not node.is_warm(await node.serving(7))
     why = f"it has not forked within {FORK_TIMEOUT_S:g} s"
     assert (await node.heard(ZygoteLost)).reason == why
-    assert f"rdzv: round 7: its store host will start cold: {why}\n" in node.said.read_text()
+    assert (
+        f"rdzv: warning: round 7: its store host will start cold: {why}\n" in node.said.read_text()
+    )
 
 
 BROKEN = {
@@ -282,7 +284,9 @@ async def test_a_fork_that_does_not_serve_is_replaced_by_a_cold_one(
     await node.keep(node.zygote(LEAVE_A_TRACE + code + breaks))
     assert not node.is_warm(await node.serving(0))
     assert [type(event) for event in node.events] == [ZygoteReady, StoreHostReady]
-    assert f"rdzv: round 0: its store host will start cold: {why}\n" in node.said.read_text()
+    assert (
+        f"rdzv: warning: round 0: its store host will start cold: {why}\n" in node.said.read_text()
+    )
 
 
 async def test_one_that_is_stopped_before_it_is_forked_never_serves(node: StoreNode) -> None:

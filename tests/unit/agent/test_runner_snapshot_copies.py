@@ -329,7 +329,7 @@ def test_a_carrier_that_sends_nonsense_is_killed(
     two.give("x", argv=[sys.executable, "-c", program])
     two.until(lambda: two.copies.carrier is None)
     said = "cannot exchange copies of snapshots: the process that fetches them closed its socket"
-    assert capfd.readouterr().err == f"rdzv: {said}\n"
+    assert capfd.readouterr().err == f"rdzv: warning: {said}\n"
     two.order(one, 40)
     assert two.said["missing"]["reason"] == "the process that fetches them is not running"
 

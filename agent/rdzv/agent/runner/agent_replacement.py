@@ -24,7 +24,7 @@ import time
 from contextlib import suppress
 
 from .channel import Channel
-from .linux.descriptors import closed_if_failing, listen_at, peer_of, write_line
+from .linux.descriptors import closed_if_failing, listen_at, peer_of, write_warning
 from .loop import PAUSE_S
 from .requests import (
     MAX_GRACE_S,
@@ -163,7 +163,7 @@ class NextAgent:
 
     def _end_orphaned(self) -> None:
         """Stop the workers, and then everything, because no agent has come."""
-        write_line(
+        write_warning(
             f"runner pid {os.getpid()}: no agent within {self._orphan_timeout_s:g} s; "
             "stopping its workers"
         )

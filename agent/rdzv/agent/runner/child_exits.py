@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 from .channel import RECEIVE_BYTES
-from .linux.descriptors import close_fd, write_line
+from .linux.descriptors import close_fd, write_warning
 from .linux.process_tree import (
     OwnChildren,
     descendants_of,
@@ -273,7 +273,7 @@ class Children:
             launch = child.launch
             if launch is not None and launch.slow_at is not None and now >= launch.slow_at:
                 launch.slow_at = None
-                write_line(
+                write_warning(
                     f"{launch.name} (pid {child.pid}) has not started after "
                     f"{START_SLOW_S:g} s; it is still at: "
                     f"{launch.doing or 'running the program'}"

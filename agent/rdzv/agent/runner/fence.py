@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .linux.boottime import Alarm, boottime_ms
-from .linux.descriptors import write_line
+from .linux.descriptors import write_warning
 from .linux.process_tree import kill_below
 from .requests import read_fence_at_ms
 from .spawn import Program
@@ -118,7 +118,7 @@ class _Guard:
                 os.close(read_end)
         except OSError as error:
             self.close()
-            write_line(f"nothing guards the fence but this runner, pid {os.getpid()}: {error}")
+            write_warning(f"nothing guards the fence but this runner, pid {os.getpid()}: {error}")
 
     def set(self, at_ms: int | None) -> None:
         """Tell the process the time of the fence; with None, it has nothing to do."""
@@ -168,5 +168,7 @@ def _kill_all(runner: int) -> None:
                 return
             if not told:
                 told = True
-                write_line(f"runner pid {runner} has not killed all at the fence; its guard does")
+                write_warning(
+                    f"runner pid {runner} has not killed all at the fence; its guard does"
+                )
         time.sleep(_LOOK_AGAIN_S)

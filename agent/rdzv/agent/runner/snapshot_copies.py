@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 from .channel import Channel, MalformedFrameError
-from .linux.descriptors import close_fds, dup_fds, write_line
+from .linux.descriptors import close_fds, dup_fds, write_warning
 from .requests import RequestError, read_argv, read_env, read_field, read_identity
 from .snapshot_slots import MAX_SLOT_BYTES, NoSlotsError, SavedSnapshot, memory_file
 from .spawn import Program, reason_of
@@ -157,7 +157,7 @@ class SnapshotCopies:
             try:
                 self._start(Program(argv=argv, env=env, identity=identity))
             except OSError as error:
-                write_line(f"cannot start the process that copies snapshots: {error}")
+                write_warning(f"cannot start the process that copies snapshots: {error}")
                 return
             for local_rank, size, fds in self._slots.all():
                 self.send_slots(local_rank, size, fds)
@@ -295,7 +295,7 @@ class SnapshotCopies:
         """Close the carrier's socket and kill the carrier. A fetch in progress has failed."""
         if self._channel is not None:
             if reason:
-                write_line(f"cannot exchange copies of snapshots: {reason}")
+                write_warning(f"cannot exchange copies of snapshots: {reason}")
             self._loop.unwatch(self._channel.fileno())
             self._channel.close()
             self._channel = None

@@ -14,7 +14,7 @@ import socket
 from dataclasses import replace
 from functools import partial
 
-from .linux.descriptors import close_fds, close_job_socket, write_line
+from .linux.descriptors import close_fds, close_job_socket, write_warning
 from .requests import read_argv, read_env, read_field, read_identity, read_optional_text
 from .spawn import Program, reason_of
 from .warm_forks import FORK_TIMEOUT_S, WarmStart
@@ -97,7 +97,7 @@ class SnapshotWriters:
     def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
         for start in starts:
             if isinstance(start, WarmWriter) and not self._loop.shutting_down:
-                write_line(f"the writer of a snapshot will start cold: {reason}")
+                write_warning(f"the writer of a snapshot will start cold: {reason}")
                 self._start_cold(start.program)
             elif isinstance(start, WarmWriter):
                 start.close()

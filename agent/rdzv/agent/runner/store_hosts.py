@@ -19,7 +19,7 @@ from .linux.descriptors import (
     close_shared,
     dup_fds,
     receive_data,
-    write_line,
+    write_warning,
 )
 from .requests import RequestError, read_field, read_store_host_spec
 from .spawn import NOT_STARTED, Program, reason_of
@@ -95,7 +95,7 @@ class StoreHosts:
     def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
         for start in starts:
             if isinstance(start, WarmStoreHost):
-                write_line(f"round {start.spec.round}: its store host will start cold: {reason}")
+                write_warning(f"round {start.spec.round}: its store host will start cold: {reason}")
                 try:
                     if not self._loop.shutting_down:
                         self._start_cold(start.spec, start.listen_fd)
@@ -140,11 +140,11 @@ class StoreHosts:
 
     def _end(self, spec: StoreHostSpec, child: Child, code: int) -> None:
         if child.failure:
-            write_line(f"cannot start the store host {spec.argv[0]!r}: {child.failure}")
+            write_warning(f"cannot start the store host {spec.argv[0]!r}: {child.failure}")
         self.report_exit(spec.round, code)
 
     def _report_failure(self, number: int, reason: str) -> None:
-        write_line(f"cannot start the store host of round {number}: {reason}")
+        write_warning(f"cannot start the store host of round {number}: {reason}")
         self._agent.emit("store_host_exited", round=number, exit_code=NOT_STARTED, signal=None)
 
 

@@ -165,11 +165,11 @@ def listen_at(path: Path) -> socket.socket:
     return listener
 
 
-def write_line(text: str) -> None:
-    """Write a line to stderr unless that would block. Never raises `OSError`."""
+def write_warning(text: str) -> None:
+    """Write a warning to stderr unless that would block. Never raises `OSError`."""
     with suppress(OSError):
         poll = select.poll()
         poll.register(2, select.POLLOUT)
         if poll.poll(0) == [(2, select.POLLOUT)]:
-            line = f"rdzv: {text}".encode(errors="backslashreplace")
+            line = f"rdzv: warning: {text}".encode(errors="backslashreplace")
             os.write(2, line[: select.PIPE_BUF - 1] + b"\n")
