@@ -41,8 +41,8 @@ from rdzv.worker import (
 from rdzv.worker.contents import Contents, packed, unpacked
 from rdzv.worker.cutting import Cut, NcclCut
 from rdzv.worker.digest import digest
+from rdzv.worker.gloo_addresses import recording_store
 from rdzv.worker.groups import Options, RoundGroups
-from rdzv.worker.recording_store import recording_store
 from rdzv.worker.rounds import round_of
 from rdzv.worker.sealing import Sealing
 from rdzv.worker.suspicion import follows_from_cut, is_suspect

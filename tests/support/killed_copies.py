@@ -27,7 +27,6 @@ from killed_writers import content_of, kill_after_begin, look_at, write_for_ever
 from rdzv.agent.job_programs import snapshot_carrier as carrier
 from rdzv.worker.snapshot_slot import Slot, bytes_needed
 
-NAMES = ("lineage", "step", "shard", "shards", "world_size", "digest")
 MOST_WAIT_S = 30
 PIECE_BYTES = 16 << 10
 """Small, so that many pieces make a copy."""
@@ -49,14 +48,16 @@ def fetch_for_ever(
     `begun` is called after the first attempt.
     """
     attempts, until = 0, time.monotonic() + MOST_WAIT_S
-    views = [memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ)) for fd in fds]
+    slots = [Slot(memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))) for fd in fds]
     while True:
-        headers = [one for one in map(carrier.read_header, views) if one is not None]
-        if not headers:
+        held = [(one.seal_digest, one.header(), one.seal_digest) for one in slots]
+        whole = [(one, digest) for digest, one, again in held if one and digest == again]
+        if not whole:
             assert attempts or time.monotonic() < until, "no header can be read in either slot"
             continue
-        newest = max(headers, key=lambda one: one["step"])
-        asked = {**{name: newest[name] for name in NAMES}, "bytes": newest["size"]}
+        newest, digest = max(whole, key=lambda one: one[0].step)
+        asked = {"step": newest.step, "shard": newest.shard, "bytes": newest.bytes}
+        asked |= {"digest": digest}
         with socket.create_connection(("127.0.0.1", port), 30) as sock, suppress(carrier.CopyError):
             key = carrier.greet_sender(sock, "secret")
             carrier.fetch(sock, asked, memoryview(memory), key, time.monotonic() + 30)

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import torch
 
-from rdzv.worker.images import Image
+from rdzv.worker.contents import Image
 from rdzv.worker.snapshot_slot import Content, Header, Slot, bytes_needed
 from rdzv.worker.snapshots import slot_to_write
 

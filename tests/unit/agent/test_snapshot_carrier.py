@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -32,39 +31,24 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = Path(job_programs.__path__[0]) / "snapshot_carrier.py"
 PATIENCE_S = 60.0
-SIZE = carrier.CONTENT_AT + 3 * carrier.PIECE_BYTES + 12_345
+CONTENT_AT = 64 << 10
+SIZE = CONTENT_AT + 3 * carrier.PIECE_BYTES + 12_345
 
 
 def snapshot(step: int = 40, size: int = SIZE) -> bytearray:
-    """A slot with a snapshot, as a worker writes it."""
-    fields = {
-        "step": step,
-        "lineage": 2,
-        "shard": 1,
-        "shards": 2,
-        "rank": 1,
-        "world_size": 2,
-        "state": "s",
-        "part": "p",
-        "tensors_bytes": size - carrier.CONTENT_AT - 100,
-        "head_bytes": 100,
-        "digest": f"digest of {step}",
-    }
-    slot = bytearray(random.Random(step).randbytes(size))
-    said = json.dumps(fields).encode()
-    slot[carrier.HEADER_AT : carrier.HEADER_AT + len(said)] = said
-    digest = hashlib.blake2b(said, digest_size=32).digest()
-    slot[: carrier.HEADER_AT] = carrier.SEAL.pack(b"rdzvsnap", 1, len(said), digest)
-    return slot
+    """A slot with a snapshot; the carrier does not look into it."""
+    return bytearray(random.Random(step).randbytes(size))
 
 
 def asked(step: int = 40, size: int = SIZE) -> dict[str, Any]:
     """What a fetch of it names."""
-    header = carrier.read_header(memoryview(snapshot(step, size)))
-    assert header is not None
-    names = ("lineage", "step", "shard", "shards", "world_size", "digest")
-    fields = {name: header[name] for name in names}
-    return {**fields, "series": "a", "bytes": size}
+    digest = carrier.digest_of(snapshot(step, size)[: carrier.SEAL_BYTES])
+    of = {"lineage": 2, "step": step, "series": "a", "shard": 1, "shards": 2, "world_size": 2}
+    return {**of, "digest": digest, "bytes": size}
+
+
+def has_seal(content: bytes | bytearray) -> bool:
+    return any(content[: carrier.SEAL_BYTES])
 
 
 def memory(content: bytes | int) -> int:
@@ -146,7 +130,7 @@ def pair() -> Iterator[tuple[Program, Program]]:
 
 
 def seal_of(fd: int) -> bytes:
-    return os.pread(fd, carrier.HEADER_AT, 0)
+    return os.pread(fd, carrier.SEAL_BYTES, 0)
 
 
 def test_what_is_held_there_is_here_bit_for_bit(pair: tuple[Program, Program]) -> None:
@@ -165,9 +149,9 @@ def test_what_is_held_there_is_here_bit_for_bit(pair: tuple[Program, Program]) -
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        ({"step": 41}, "n1: it does not hold part 1 of step 41 any more"),
+        (asked(41), "n1: it does not hold part 1 of step 41 any more"),
         ({"digest": "another"}, "n1: it does not hold part 1 of step 40 any more"),
-        ({"shards": 3}, "n1: it does not hold part 1 of step 40 any more"),
+        ({"bytes": 2 * SIZE}, "n1: it does not hold part 1 of step 40 any more"),
     ],
 )
 def test_only_what_was_reported_is_sent(
@@ -177,7 +161,7 @@ def test_only_what_was_reported_is_sent(
     one.hold(snapshot(40), snapshot(50))
     (fd,) = two.fetch(one.port, {**asked(40), **other})
     assert two.ends_with() == reason
-    assert seal_of(fd) == bytes(carrier.HEADER_AT)
+    assert seal_of(fd) == bytes(carrier.SEAL_BYTES)
 
 
 def test_who_does_not_know_the_token_gets_nothing(pair: tuple[Program, Program]) -> None:
@@ -321,7 +305,7 @@ class Peer:
 
     def fetched(self, wanted: dict[str, Any], within_s: float = PATIENCE_S) -> bytes:
         into = bytearray(wanted["bytes"] + 7)
-        into[: carrier.HEADER_AT] = snapshot(30)[: carrier.HEADER_AT]  # Of the copy before.
+        into[: carrier.SEAL_BYTES] = snapshot(30)[: carrier.SEAL_BYTES]  # Of the copy before.
         try:
             key = carrier.greet_sender(self.socket, "secret")
             until = time.monotonic() + within_s
@@ -352,7 +336,7 @@ class Changed:
 
 
 BEFORE_CONTENT = carrier.GREETING.size + 32 + carrier.LENGTH.size
-SMALL = carrier.CONTENT_AT + 5_000
+SMALL = CONTENT_AT + 5_000
 
 
 def flipped(at: int) -> Any:
@@ -374,7 +358,7 @@ def test_every_flipped_bit_is_found() -> None:
         peer = Peer(slot, flipped(at))
         with pytest.raises(carrier.CopyError):
             peer.fetched(asked(size=SMALL))
-        assert carrier.read_header(memoryview(peer.left)) is None or at < 8 * BEFORE_CONTENT
+        assert not has_seal(peer.left) or at < 8 * BEFORE_CONTENT
 
 
 @pytest.mark.parametrize("cut", [0, 10, carrier.GREETING.size, BEFORE_CONTENT, SMALL // 2, SMALL])
@@ -395,7 +379,7 @@ def test_a_slot_that_is_overwritten_on_the_way_is_not_taken() -> None:
 
     def change(begin: int, data: bytearray) -> bytearray:
         if begin > BEFORE_CONTENT - 1:
-            os.pwrite(fd, bytes(carrier.HEADER_AT), 0)
+            os.pwrite(fd, bytes(carrier.SEAL_BYTES), 0)
         return data
 
     peer = Peer(bytes(slot), None)
@@ -411,7 +395,7 @@ def test_a_slot_that_is_overwritten_on_the_way_is_not_taken() -> None:
     until = time.monotonic() + PATIENCE_S
     with pytest.raises(carrier.CopyError, match="was overwritten while it was being sent"):
         carrier.fetch(theirs, asked(size=SMALL), memoryview(into), key, until)
-    assert carrier.read_header(memoryview(into)) is None
+    assert not has_seal(into)
     theirs.close()
     thread.join(PATIENCE_S)
 
@@ -481,18 +465,21 @@ def test_without_a_rate_nothing_waits() -> None:
     bucket.take(1 << 40)
 
 
-def test_the_layout_is_that_of_the_worker() -> None:
+def test_a_seal_is_the_workers() -> None:
     pytest.importorskip("torch")
-    from rdzv.worker.snapshot_slot import TENSORS_AT, Content, Header, Slot
+    from rdzv.worker.snapshot_slot import Content, Header, Slot
 
     memory = bytearray(1 << 20)
     slot = Slot(memory)
-    header = Header(40, 2, 1, 2, 1, 2, "s", "p")
-    content = Content({}, {})
     slot.begin([])
-    written = slot.seal(header, [], content.head())
-    found = carrier.read_header(memoryview(memory))
-    assert found is not None and TENSORS_AT == carrier.CONTENT_AT
-    assert (found["size"], found["digest"]) == (written.bytes, written.digest)
+    assert not has_seal(memory)
+    digests = set()
+    for step in (40, 41):
+        before = bytes(memory[carrier.SEAL_BYTES :])
+        slot.seal(Header(step, 2, 1, 2, 1, 2, "s", "p"), [], Content({}, {}).head())
+        assert bytes(memory[carrier.SEAL_BYTES :]) != before
+        assert slot.seal_digest == carrier.digest_of(memory[: carrier.SEAL_BYTES])
+        digests.add(slot.seal_digest)
+    assert len(digests) == 2
     slot.clear()
-    assert carrier.read_header(memoryview(memory)) is None
+    assert not has_seal(memory)

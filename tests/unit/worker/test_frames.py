@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rdzv.worker.frames import BrokenLinkError, Received, encode
+from rdzv.worker.link import BrokenLinkError, Received, encode
 
 
 @pytest.fixture

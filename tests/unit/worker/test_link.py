@@ -11,8 +11,16 @@ from typing import Any
 
 import pytest
 
-from rdzv.worker.frames import BrokenLinkError, Received, encode
-from rdzv.worker.link import SNAPSHOTS_VARIABLE, Go, Link, Release, process_link
+from rdzv.worker.link import (
+    SNAPSHOTS_VARIABLE,
+    BrokenLinkError,
+    Go,
+    Link,
+    Received,
+    Release,
+    encode,
+    process_link,
+)
 
 
 class Runner:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rdzv.worker import lost_wait
-from rdzv.worker.lost_wait import LOST_AFTER_S, LostWait
+from rdzv.worker import cutting
+from rdzv.worker.cutting import LOST_AFTER_S, LostWait
 
 BACKWARD = "/venv/torch/autograd/graph.py"
 BUFFERS = "/venv/torch/nn/parallel/distributed.py"
@@ -28,9 +28,9 @@ def main(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     torch = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: at.cuda))
     monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setattr(lost_wait.sys, "_current_frames", frames)
-    monkeypatch.setattr(lost_wait, "cpu_ticks", lambda: (str(at.ticks), "0"))
-    monkeypatch.setattr(lost_wait.time, "monotonic", lambda: at.now_s)
+    monkeypatch.setattr(cutting.sys, "_current_frames", frames)
+    monkeypatch.setattr(cutting, "cpu_ticks", lambda: (str(at.ticks), "0"))
+    monkeypatch.setattr(cutting.time, "monotonic", lambda: at.now_s)
     return at
 
 
@@ -73,5 +73,5 @@ def test_nor_one_that_may_wait_for_a_gpu(main: SimpleNamespace) -> None:
 
 
 def test_the_kernel_tells_the_cpu_time_of_this_process() -> None:
-    user, system = lost_wait.cpu_ticks()
+    user, system = cutting.cpu_ticks()
     assert int(user) + int(system) >= 0

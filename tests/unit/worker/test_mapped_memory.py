@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.worker.mapped_memory import mapped
+from rdzv.worker.staging import mapped
 
 SIZE = 1 << 20
 

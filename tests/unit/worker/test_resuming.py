@@ -364,9 +364,11 @@ def test_a_damaged_snapshot_is_not_used_and_that_is_said(
     assert found == [any(step)] * 2
     said = capsys.readouterr().err
     for rank, of in damaged:
-        assert f"rank {rank}: {what.format(of)}, so it is ignored" in said
+        assert f"rank {rank}: warning: {what.format(of)}, so it is ignored" in said
     # What was announced is not loaded: one rank says so, and what is loaded instead.
-    announced = "rank 0: the snapshot of step 3 in memory was to be loaded, but is not whole"
+    announced = (
+        "rank 0: warning: the snapshot of step 3 in memory was to be loaded, but is not whole"
+    )
     assert said.count(announced) == (3 not in step)
     assert ("; training resumes from step 2\n" in said) == (2 in step)
     assert ("; nothing is loaded: the script starts" in said) == (not any(step))
@@ -386,7 +388,9 @@ def test_a_snapshot_of_another_state_is_refused_in_words(
     assert found == [False, False] and new[0].step is None
     refused = "its state has other names, sizes or types"
     said = capsys.readouterr().err
-    assert f"rank 0: cannot resume from the snapshot of step 3 in memory: {refused}" in said
+    assert (
+        f"rank 0: warning: cannot resume from the snapshot of step 3 in memory: {refused}" in said
+    )
 
 
 def test_parts_that_another_number_of_ranks_has_saved_are_refused_in_words(
@@ -399,7 +403,9 @@ def test_parts_that_another_number_of_ranks_has_saved_are_refused_in_words(
         "its 2 parts were saved by 2 ranks, but this round has 1: start 2, or load a checkpoint"
     )
     said = capsys.readouterr().err
-    assert f"rank 0: cannot resume from the snapshot of step 3 in memory: {refused}" in said
+    assert (
+        f"rank 0: warning: cannot resume from the snapshot of step 3 in memory: {refused}" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -436,7 +442,7 @@ def test_without_memory_training_goes_on_and_that_is_said_once(
     runners[0].refuses = "two slots need 8.0 GB, but only 1.0 GB of memory are free"
     assert train(runners[0], 5).step == 5
     said = capsys.readouterr().err
-    assert said == f"rdzv: rank 0: cannot save snapshots: {runners[0].refuses}\n"
+    assert said == f"rdzv: rank 0: warning: cannot save snapshots: {runners[0].refuses}\n"
 
 
 @pytest.mark.parametrize(
@@ -461,7 +467,9 @@ def test_memory_that_the_kernel_refuses_is_said_and_training_goes_on(
     monkeypatch.setattr("os.posix_fallocate", refuse)
     assert train(runners[0], 5).step == 5
     said = capsys.readouterr().err
-    assert said == f"rdzv: rank 0: cannot save snapshots: cannot map their memory: {reason}\n"
+    assert (
+        said == f"rdzv: rank 0: warning: cannot save snapshots: cannot map their memory: {reason}\n"
+    )
 
 
 def saving(runner: Runner, width: int = 3) -> tuple[Sealing, Snapshots]:
@@ -575,7 +583,7 @@ def test_saves_that_are_left_out_are_said_once(
     train(runners[0], 5)
     assert {what["step"] for _, what in runners[0].said if what} == {1, 2}
     said = capsys.readouterr().err
-    assert said.count("rank 0: skipping saves while both snapshots in memory are ") == 1
+    assert said.count("rank 0: warning: skipping saves while both snapshots in memory are ") == 1
 
 
 @pytest.mark.parametrize("program", ["killed_writers.py", "killed_copies.py"])

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from rdzv.worker import session as session_module
-from rdzv.worker.errors import RoundOver, WorkerError
 from rdzv.worker.groups import Options
 from rdzv.worker.link import Go
-from rdzv.worker.rounds import Round
+from rdzv.worker.rounds import Round, RoundOver, WorkerError
 from rdzv.worker.session import Session
 
 CUT = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"

@@ -186,7 +186,7 @@ def test_a_damaged_manifest_is_said_and_the_step_before_is_used(
         manifest.write_text(wrong)
         assert [one.step for one in new_processes(2)[0]] == [2, 2]
         said = capsys.readouterr().err
-        assert said.count(f"rank 0: cannot read {manifest}, so it is ignored: ") == 1
+        assert said.count(f"rank 0: warning: cannot read {manifest}, so it is ignored: ") == 1
     manifest.unlink()  # As if it had never become whole.
     assert [one.step for one in new_processes(2)[0]] == [2, 2]
     assert "cannot read" not in capsys.readouterr().err

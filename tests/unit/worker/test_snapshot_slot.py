@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rdzv.worker import CannotBroadcastError
+from rdzv.worker.contents import Image
 from rdzv.worker.digest import digest, sums_at_once, sums_of_columns
-from rdzv.worker.images import Image
 from rdzv.worker.snapshot_slot import TENSORS_AT, Content, Header, Slot, SlotError, bytes_needed
 
 pytestmark = pytest.mark.slow

@@ -35,20 +35,20 @@ other part of rdzv, so it can be installed on its own for the job's interpreter.
 whether a worker is kept: the server does, and the runner kills workers that do not park in time.
 """
 
-from .elastic import elastic
-from .errors import (
+from .notice import exit_if_leaving, should_stop
+from .rounds import (
     CannotBroadcastError,
     MismatchError,
     NoRoundError,
     NoSourceError,
+    Round,
     RoundOver,
     StaleGroupError,
     UnsupportedError,
     WorkerError,
 )
-from .rounds import Round
 from .sampler import ElasticBatchSampler
-from .should_stop import exit_if_leaving, should_stop
+from .session import elastic
 from .state import State
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Interrupts a round's collectives, for each of torch's backends."""
+"""Interrupts a round's collectives, for each of torch's backends; detects those that gloo lost."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import resource
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
-from .errors import RoundOver
 from .gloo_addresses import Published
+from .rounds import RoundOver
 from .tcp import (
     Address,
     any_ended,
@@ -244,3 +246,48 @@ class NcclCut:
 
     def release(self, *, over: bool) -> None:
         """Do nothing, because there is nothing to release."""
+
+
+LOST_AFTER_S = 1.0
+"""How long the main thread must have been idle. A collective that is cut ends within 0.1 s."""
+
+_WAITS_IN = (
+    *("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/"),
+    "/rdzv/worker/groups.py",
+)
+"""Path fragments that identify the innermost frame when the main thread is waiting for gloo."""
+
+
+class LostWait:
+    """Checks the main thread repeatedly, from another thread, after a round has been cut."""
+
+    def __init__(self) -> None:
+        self._used: tuple[str, str] | None = None
+        self._since_s = 0.0
+
+    def place(self) -> str:
+        """Return where the main thread waits in vain, as FILE:LINE, or "" if it does not.
+
+        With CUDA it is always empty, because waiting for a backward pass uses no CPU time, either.
+        """
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            return ""
+        used, now_s = cpu_ticks(), time.monotonic()
+        if used != self._used:
+            self._used, self._since_s = used, now_s
+        if now_s - self._since_s < LOST_AFTER_S:
+            return ""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        if frame is None:
+            return ""
+        file = frame.f_code.co_filename
+        return f"{file}:{frame.f_lineno}" if any(part in file for part in _WAITS_IN) else ""
+
+
+def cpu_ticks() -> tuple[str, str]:
+    """Return the main thread's CPU time in kernel ticks, usually of 10 ms each."""
+    pid = os.getpid()
+    stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
+    fields = stat.rpartition(")")[2].split()
+    return fields[11], fields[12]

@@ -13,10 +13,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from .cutting import Cut, GlooCut, NcclCut
-from .errors import StaleGroupError, UnsupportedError
-from .exchange import exchange
-from .gloo_addresses import Published
-from .recording_store import recording_store
+from .gloo_addresses import Published, recording_store
+from .rounds import StaleGroupError, UnsupportedError, exchange
 from .tcp import resolve
 
 if TYPE_CHECKING:

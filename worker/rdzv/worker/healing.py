@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import rng
 from .contents import (
+    derive_rng,
     described,
     load_object,
     packed,
@@ -18,8 +18,7 @@ from .contents import (
     unpacked,
 )
 from .digest import digest
-from .errors import MismatchError, NoSourceError
-from .exchange import exchange
+from .rounds import MismatchError, NoSourceError, exchange
 from .staging import readers
 
 if TYPE_CHECKING:
@@ -352,7 +351,7 @@ def _receive(
     for name in contents.values:
         contents.values[name] = head[f"value.{name}"]
     if not mine.kept and offers[source].kept:
-        rng.derive(head["seed"], round_.rank, step)
+        derive_rng(head["seed"], round_.rank, step)
     if _digest(sealing) != head["digest"]:
         raise NoSourceError(
             f"the state that rank {round_.rank} received is not the one that rank {source} offered"

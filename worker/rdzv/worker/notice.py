@@ -1,8 +1,9 @@
-"""Notifies a worker to save and end, because its node is leaving or SIGTERM has arrived."""
+"""What a worker and its agent tell each other by files: that the node is leaving, and the step."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import threading
@@ -113,3 +114,56 @@ class Notice:
 def _node_leaves() -> bool:
     file = os.environ.get("RDZV_NOTICE_FILE", "")
     return bool(file) and os.path.exists(file)  # noqa: PTH110
+
+
+_notice = Notice()
+
+
+def should_stop(every: int = 1) -> bool:
+    """Return whether to save now, because a rank is about to be ended: the same on all ranks.
+
+    A loop calls it once a step, on every rank of the default process group:
+
+        if should_stop():
+            save(step)
+            exit_if_leaving()
+
+    A rank is told by the file that `RDZV_NOTICE_FILE` names (its node is drained or preempted), or
+    by SIGTERM, as from torchrun or Slurm. From the first call on, which must be in the main thread
+    for that, SIGTERM no longer ends the process by itself.
+
+    A call costs an all_reduce of one int32. If the group has gloo, it runs on the CPU; with NCCL
+    alone, on the current CUDA device, and it waits for the GPU. With `every` above 1, only each
+    call of that number agrees, counted from the group's creation, and the others return False at
+    once. Without an initialised group, or in a group of one, the answer is this process's own.
+
+    Raises:
+        ValueError: `every` is below 1.
+        RuntimeError: the collective failed, as torch reports it when a rank is gone.
+
+    """
+    if every < 1:
+        raise ValueError(f"every={every} cannot be used: give the number of calls, 1 or more")
+    _notice.wait_for_sigterm()
+    return _notice.agreed(every)
+
+
+def exit_if_leaving() -> None:
+    """Wait until all ranks have saved, then end this process if it was told to stop.
+
+    All ranks call it after each `should_stop` that returned True. Where it returns, training goes
+    on: the group re-forms once the others are gone, and continues from what was saved.
+
+    Raises:
+        SystemExit: this rank was told: 0 if its node leaves, else 143, as after SIGTERM.
+        RuntimeError: the barrier failed, as torch reports it when a rank is gone.
+
+    """
+    _notice.saved()
+
+
+def report_step(step: int) -> None:
+    """Make `rdzvctl status` show that this worker is at `step`. Does nothing without rdzvrun."""
+    if file := os.environ.get("RDZV_PROGRESS_FILE"):
+        with contextlib.suppress(OSError), open(file, "r+b", buffering=0) as out:  # noqa: PTH123
+            out.write(b"%20d\n" % step)

@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from . import rng
-from .contents import described
-from .exchange import exchange
+from .contents import derive_rng, described
 from .link import NO_STEP
+from .rounds import exchange, warn
 from .shards import Place
 from .snapshot_files import WholeStep, whole_steps
 from .staging import readers
@@ -234,7 +233,7 @@ class Resuming:
         else:
             import torch
 
-            rng.derive(torch.initial_seed(), self._round.rank, self.key.step)
+            derive_rng(torch.initial_seed(), self._round.rank, self.key.step)
 
     def give_up(self) -> None:
         """Give these snapshots up for good, because they do not fit the script's objects."""
@@ -245,9 +244,10 @@ class Resuming:
             if one.is_copy:
                 one.give_up()
             elif isinstance(one, OnDisk):
-                self._say(
+                warn(
+                    self._round,
                     f"the snapshot {one.where} does not fit what the script adds to its state: "
-                    "move it away, or give another --snapshot-dir"
+                    "move it away, or give another --snapshot-dir",
                 )
 
     def _load(self, store: Store, name: str, found: Sequence[Found]) -> bool:
@@ -286,9 +286,10 @@ class Resuming:
             self._mark_loaded(chosen[0])
             size = sum(one.bytes for one in chosen)
             parts = f" (copies of parts {', '.join(map(str, sorted(lost)[:8]))})" if lost else ""
-            self._say(
-                f"resumed from the snapshot of step {key.step} {chosen[0].where}{parts}, not from "
-                f"a checkpoint: {size / 1e6:.1f} MB in {time.monotonic() - begun:.2f} s"
+            sys.stderr.write(
+                f"rdzv: rank {self._round.rank}: resumed from the snapshot of step {key.step} "
+                f"{chosen[0].where}{parts}, not from a checkpoint: {size / 1e6:.1f} MB in "
+                f"{time.monotonic() - begun:.2f} s\n"
             )
         return True
 
@@ -357,10 +358,7 @@ class Resuming:
     def _refuse(self, reason: str) -> None:
         """Say why a snapshot is not loaded."""
         self.not_loaded.append(reason)
-        self._say(reason)
-
-    def _say(self, text: str) -> None:
-        sys.stderr.write(f"rdzv: rank {self._round.rank}: {text}\n")
+        warn(self._round, reason)
 
 
 def _is_of(one: Found, key: Key) -> bool:

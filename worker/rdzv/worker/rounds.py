@@ -1,15 +1,18 @@
-"""The round in which a worker takes part, read from its environment."""
+"""A round as a worker sees it: its environment, its exceptions, and what its ranks exchange."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True)
@@ -70,3 +73,60 @@ def round_of(environ: Mapping[str, str], *, kept: bool = False) -> Round:
         kept=kept,
         notice_file=environ.get("RDZV_NOTICE_FILE", ""),
     )
+
+
+class RoundOver(BaseException):
+    """The round has ended. The function must exit, and is called again in the next round.
+
+    This is not an `Exception`, so a loop's `except Exception` cannot swallow it. A script may catch
+    it to clean up, but must re-raise it.
+    """
+
+    def __init__(self, reason: str = "the round is over", *, leaving: bool = False) -> None:
+        super().__init__(reason)
+        self.leaving = leaving
+        """Whether this worker's node is leaving, in which case there is no next round here."""
+
+
+class WorkerError(RuntimeError):
+    """The script uses the library in a way that cannot work; the message gives the remedy."""
+
+
+class NoRoundError(WorkerError):
+    """A call that needs a round was made outside of any round."""
+
+
+class MismatchError(WorkerError):
+    """Ranks differ in the names, shapes or types of their state."""
+
+
+class CannotBroadcastError(WorkerError):
+    """An entry of the state cannot be copied or sent to another rank."""
+
+
+class StaleGroupError(WorkerError):
+    """A process group, or a wrapper around one, was created outside the round that would use it."""
+
+
+class UnsupportedError(WorkerError):
+    """This version of torch, or this form of parallelism, is not supported."""
+
+
+class NoSourceError(WorkerError):
+    """No rank holds the step from which the round should continue."""
+
+
+def warn(round_: Round | None, text: str) -> None:
+    """Print a warning for the user on stderr."""
+    rank = "" if round_ is None else f"rank {round_.rank}: "
+    sys.stderr.write(f"rdzv: {rank}warning: {text}\n")
+
+
+def exchange(store: Store, round_: Round, name: str, mine: Any) -> list[Any]:
+    """Publish this rank's value under a name, and return all ranks' values, ordered by rank.
+
+    Blocks until all ranks have published their values. Values are JSON.
+    """
+    store.set(f"{name}/{round_.rank}", json.dumps(mine))
+    keys = [f"{name}/{rank}" for rank in range(round_.world_size)]
+    return [json.loads(one) for one in store.multi_get(keys)]

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
-from .errors import NoRoundError, WorkerError
+from .rounds import NoRoundError, WorkerError
 
 
 class ElasticBatchSampler:

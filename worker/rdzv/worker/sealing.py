@@ -8,17 +8,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from . import rng
 from .contents import (
     Contents,
+    Image,
+    captured_rng,
     copied,
+    image_of,
     load_object,
     parameters_of,
+    put_back,
     put_settings,
+    restore_rng,
     settings_of,
     sizes_of,
 )
-from .images import Image, image_of, put_back
 from .sampler import ElasticBatchSampler
 from .shards import Parts, Shards
 from .snapshot_slot import Content
@@ -110,7 +113,7 @@ class Sealing:
 
     def load_own(self, own: Mapping[str, Any]) -> None:
         """Restore this rank's own values."""
-        rng.restore(own["rng"])
+        restore_rng(own["rng"])
         _copy_back(own["buffers"], self.contents.buffers())
 
     def begin_round(self, rank: int, world_size: int, before_step: Callable[[], None]) -> None:
@@ -177,7 +180,7 @@ class Sealing:
         # A new loader draws a number, which an uninterrupted run does not do in the middle of an
         # epoch.
         if self._sealed is not None:
-            rng.restore(self._sealed.rng)
+            restore_rng(self._sealed.rng)
 
     def _refuse_or_tear(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._before_step is not None:
@@ -199,7 +202,7 @@ class _Copy:
     """
 
     def __init__(self, contents: Contents, last: _Copy | None) -> None:
-        self.rng = rng.capture()
+        self.rng = captured_rng()
         buffers, outside = ({}, {}) if last is None else (last._buffers, last._outside)
         self._buffers: dict[str, Tensor] = _cloned(contents.buffers(), buffers)
         self._outside: dict[str, Tensor] = _cloned(contents.outside(), outside)
@@ -238,7 +241,7 @@ class _Copy:
         contents.values.update(copy.deepcopy(self._values))
 
     def put_back_local(self, contents: Contents) -> None:
-        rng.restore(self.rng)
+        restore_rng(self.rng)
         _copy_back(self._buffers, contents.buffers())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import socket
 import sys
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from .errors import RoundOver, WorkerError
 from .groups import (
     Options,
     RoundGroups,
@@ -23,17 +23,17 @@ from .groups import (
     refuse_old_groups,
 )
 from .healing import heal
-from .link import Go, Link, Release
+from .link import Go, Link, Release, process_link
 from .resuming import Resuming
-from .rounds import Round, round_of
+from .rounds import Round, RoundOver, WorkerError, round_of, warn
 from .shard_healing import add_parts
 from .shards import Parts
 from .snapshots import Snapshots
+from .state import State
 from .suspicion import chain, follows_from_cut, is_suspect
 
 if TYPE_CHECKING:
     from .sealing import Sealing
-    from .state import State
 
 _MEET_SLICE = timedelta(seconds=1)
 """The longest uninterrupted wait at the end. Python's signal handlers run only between such waits.
@@ -140,7 +140,7 @@ class Session:
                 "may have failed"
             )
             over.args = (reason,)
-            sys.stderr.write(f"rdzv: rank {round_.rank}: {reason}\n")
+            warn(round_, reason)
         self._await_end(over)
         raise over
 
@@ -342,3 +342,40 @@ def wait_for_devices() -> None:
 
 def _ms(seconds: float) -> int:
     return round(seconds * 1000)
+
+
+def elastic(
+    function: Callable[..., Any] | None = None,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> Callable[..., Any]:
+    """Decorate `train(state, round, ...)` so that it is called in every round.
+
+    The script calls it as `train(state, ...)`. In each round, the default process group is created
+    with torch's `backend` ("gloo" on CPUs, "cpu:gloo,cuda:nccl" with GPUs) and `timeout`, and the
+    furthest rank's state is loaded. Then the function is called with the state and a `Round`. It
+    must create its wrappers, groups and loaders anew, continue from where the state is, and call
+    `state.commit()` after each step. The round ends when another worker or node is lost or joins;
+    then `RoundOver` or a collective's exception is raised in the function. If rdzvrun started the
+    process, the function is called again in the next round, in the same process. Otherwise there is
+    a single round, and exceptions are raised as in any script.
+
+    The function's result is returned once it has returned on all ranks. Its own exceptions are
+    raised at once.
+    """
+    if function is None:
+        return functools.partial(elastic, backend=backend, timeout=timeout)
+
+    @functools.wraps(function)
+    def run(state: State, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(state, State):
+            raise TypeError(
+                f"{function.__name__} was called with {type(state).__name__} in place of a State"
+            )
+        session = Session(state, Options(backend, timeout), process_link())
+        held = weakref.ref(session)
+        os.register_at_fork(after_in_child=lambda: drop_in_child(held))
+        return session.run(lambda round_: function(state, round_, *args, **kwargs))
+
+    return run

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from .contents import described, packed
+from .contents import Image, described, packed
 from .digest import digest
-from .errors import NoSourceError
-from .exchange import exchange
 from .healing import broadcast, compare_manifests, receive_head, send_head
-from .images import Image
+from .rounds import NoSourceError, exchange
 from .shards import Parts
 
 if TYPE_CHECKING:

@@ -11,9 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .contents import Contents, copied, settings_of, sizes_of
-from .errors import UnsupportedError, WorkerError
-from .images import Image, image_of, is_sharded, local, put_back
+from .contents import (
+    Contents,
+    Image,
+    copied,
+    image_of,
+    is_sharded,
+    local,
+    put_back,
+    settings_of,
+    sizes_of,
+)
+from .rounds import UnsupportedError, WorkerError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .images import Image, is_tensor
+from .contents import Image, is_tensor
 from .snapshot_slot import Content, Header
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .contents import packed, unpacked
+from .contents import Image, is_tensor, packed, unpacked
 from .digest import digest
-from .images import Image, is_tensor
 from .staging import copy_all, huge, readers
 
 if TYPE_CHECKING:
@@ -205,6 +204,11 @@ class Slot:
             return None
         header = Header(**json.loads(said))
         return header if header.bytes <= self.size else None
+
+    @property
+    def seal_digest(self) -> str:
+        """Tells this snapshot from any other. The agent's snapshot_carrier.py computes it, too."""
+        return hashlib.blake2b(self._bytes[: _SEAL.size], digest_size=32).hexdigest()
 
     @property
     def is_damaged(self) -> bool:

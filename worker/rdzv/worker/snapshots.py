@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from .contents import described
 from .link import NO_STEP, Watermark
-from .mapped_memory import mapped
+from .rounds import warn
 from .snapshot_slot import Content, Header, Slot, bytes_needed
-from .staging import copiers, copy_all, events, set_aside
+from .staging import copiers, copy_all, events, mapped, set_aside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -364,12 +363,11 @@ class Snapshots:
                 shards=written.shards,
                 world_size=written.world_size,
                 bytes=written.bytes,
-                digest=written.digest,
+                digest=slot.seal_digest,
             )
 
     def _say(self, text: str) -> None:
-        """Print a message for the user, but only once."""
+        """Print a warning, but only once."""
         if text not in self._told and len(self._told) < 20:
             self._told.add(text)
-            rank = "" if self._round is None else f"rank {self._round.rank}: "
-            sys.stderr.write(f"rdzv: {rank}{text}\n")
+            warn(self._round, text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .errors import NoRoundError, WorkerError
+from .rounds import NoRoundError, WorkerError
 from .sealing import Sealing
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ To the runner:
 
 Carriers use TCP, or TLS with the certificate whose digest was sent to the server. Each side proves
 that it knows the sending node's token; the fetching side then requests one snapshot after another.
-For each, the sender sends the contents, then the seal (the worker's snapshot_slot.py defines the
-layout), and then a digest of both, keyed with a key that both sides derive from the token. If the
-slot has been overwritten in the meantime, the seal is replaced by zeros. The fetching side compares
-the step, layout and digest with those reported to the server, and writes the seal last, so a copy
-with a seal is exactly the snapshot that the other node reported. The worker that loads the copy
-verifies its contents once more.
+For each, the sender sends the contents, then the seal, and then a digest of both, keyed with a key
+that both sides derive from the token. If the slot has been overwritten in the meantime, the seal is
+replaced by zeros. The fetching side compares the seal's digest with the one reported to the server,
+and writes the seal last, so a copy with a seal is exactly the snapshot that the other node
+reported. Nothing else of a slot's format, which the worker's snapshot_slot.py defines, matters
+here; the worker that loads the copy verifies its contents once more.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from typing import Any, Callable, Sequence  # noqa: UP035
 
 PR_SET_PDEATHSIG = 1
 
-HEADER_AT = 48
-CONTENT_AT = 64 << 10
-SEAL = struct.Struct(">8sII32s")
-MAGIC, FORMAT = b"rdzvsnap", 1
+SEAL_BYTES = 48
+"""The first bytes of a slot. The worker writes them last, so they are zero in an incomplete
+snapshot, and they depend on everything else in it.
+"""
 
 GREETING = struct.Struct(">8s32s")
 PROTOCOL = b"rdzvcpy1"
@@ -87,40 +87,14 @@ class Memory:
         finally:
             os.close(fd)
 
-    def header(self) -> dict[str, Any] | None:
-        """Return the header of the stored snapshot, or None if it has no valid seal."""
-        return read_header(self.bytes)
+    def is_sealed_as(self, digest: str) -> bool:
+        """Return whether the slot holds the complete snapshot whose seal has this digest."""
+        return digest_of(self.bytes[:SEAL_BYTES]) == digest
 
 
-def read_header(memory: memoryview) -> dict[str, Any] | None:
-    """Return the header, with the snapshot's `size` in bytes added, or None if it is invalid."""
-    seal = bytes(memory[:HEADER_AT])
-    length = SEAL.unpack(seal)[2]
-    if length > CONTENT_AT - HEADER_AT:
-        return None
-    return _header_of(seal, bytes(memory[HEADER_AT : HEADER_AT + length]), len(memory))
-
-
-def _header_of(seal: bytes, said: bytes, most: int) -> dict[str, Any] | None:
-    magic, version, length, digest = SEAL.unpack(seal)
-    if (magic, version, length) != (MAGIC, FORMAT, len(said)):
-        return None
-    if hashlib.blake2b(said, digest_size=32).digest() != digest:
-        return None
-    try:
-        header = dict(json.loads(said))
-        size = CONTENT_AT + int(header["tensors_bytes"]) + int(header["head_bytes"])
-    except (ValueError, KeyError, TypeError):
-        return None
-    return {**header, "size": size} if CONTENT_AT <= size <= most else None
-
-
-def is_asked_for(header: dict[str, Any], asked: dict[str, Any]) -> bool:
-    """Return whether a snapshot is the requested one, as reported by its own node."""
-    names = ("lineage", "step", "shard", "shards", "world_size", "digest")
-    if any(header.get(name) != asked.get(name) for name in names):
-        return False
-    return bool(header["size"] == asked.get("bytes"))
+def digest_of(seal: bytes | memoryview) -> str:
+    """Return what workers report, with each saved snapshot, to tell it from any other."""
+    return hashlib.blake2b(seal, digest_size=32).hexdigest()
 
 
 # ---------------------------------------------------------------- rate
@@ -243,24 +217,23 @@ class Sender:
         if memory is None:
             sock.sendall(LENGTH.pack(0))
             return
-        seal, size = bytes(memory.bytes[:HEADER_AT]), asked["bytes"]
+        seal, size = bytes(memory.bytes[:SEAL_BYTES]), asked["bytes"]
         sock.sendall(LENGTH.pack(size))
         digest = keyed(key)
-        for begin in range(HEADER_AT, size, PIECE_BYTES):
+        for begin in range(SEAL_BYTES, size, PIECE_BYTES):
             piece = memory.bytes[begin : min(begin + PIECE_BYTES, size)]
             self._rate.take(len(piece))
             sock.sendall(piece)
             digest.update(piece)
-        if bytes(memory.bytes[:HEADER_AT]) != seal:
-            seal = bytes(HEADER_AT)  # The worker has begun to overwrite it.
+        if bytes(memory.bytes[:SEAL_BYTES]) != seal:
+            seal = bytes(SEAL_BYTES)  # The worker has begun to overwrite it.
         digest.update(seal)
         sock.sendall(seal + digest.digest())
 
     def _find(self, asked: dict[str, Any]) -> Memory | None:
         for slots in tuple(self.slots.values()):
             for memory in slots:
-                header = memory.header()
-                if header is not None and is_asked_for(header, asked):
+                if asked["bytes"] <= len(memory.bytes) and memory.is_sealed_as(asked["digest"]):
                     return memory
         return None
 
@@ -383,30 +356,28 @@ def fetch(
 ) -> None:
     """Fetch one snapshot, writing its seal to memory only after everything has been verified."""
     what = f"part {asked['shard']} of step {asked['step']}"
-    memory[:HEADER_AT] = bytes(HEADER_AT)
+    memory[:SEAL_BYTES] = bytes(SEAL_BYTES)
     request = json.dumps(asked).encode()
     sock.sendall(LENGTH.pack(len(request)) + request)
     (size,) = LENGTH.unpack(received(sock, LENGTH.size, until))
     if size == 0:
         raise CopyError(f"it does not hold {what} any more")
-    if size != asked["bytes"] or size > len(memory) or size < CONTENT_AT:
+    if size != asked["bytes"] or size > len(memory) or size < SEAL_BYTES:
         raise CopyError(f"{what} has {size} bytes, not {asked['bytes']} as reported")
     digest = keyed(key)
-    for begin in range(HEADER_AT, size, PIECE_BYTES):
+    for begin in range(SEAL_BYTES, size, PIECE_BYTES):
         piece = memory[begin : min(begin + PIECE_BYTES, size)]
         receive(sock, piece, until)
         digest.update(piece)
-    seal, said = received(sock, HEADER_AT, until), received(sock, 32, until)
+    seal, said = received(sock, SEAL_BYTES, until), received(sock, 32, until)
     digest.update(seal)
     if not hmac.compare_digest(digest.digest(), said):
         raise CopyError(f"{what} was damaged on the way")
-    if seal == bytes(HEADER_AT):
+    if seal == bytes(SEAL_BYTES):
         raise CopyError(f"{what} was overwritten while it was being sent")
-    length = min(SEAL.unpack(seal)[2], CONTENT_AT - HEADER_AT)
-    header = _header_of(seal, bytes(memory[HEADER_AT : HEADER_AT + length]), len(memory))
-    if header is None or not is_asked_for(header, asked):
+    if digest_of(seal) != asked["digest"]:
         raise CopyError(f"{what} is not the one that the node reported to the server")
-    memory[:HEADER_AT] = seal
+    memory[:SEAL_BYTES] = seal
 
 
 # ---------------------------------------------------------------- the program

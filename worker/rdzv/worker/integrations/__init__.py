@@ -11,7 +11,6 @@ asked to save. Without these files, for example under torchrun, only SIGTERM wor
 is shown.
 """
 
-from ..notice import Notice
-from .progress import report_step
+from ..notice import Notice, report_step
 
 __all__ = ["Notice", "report_step"]

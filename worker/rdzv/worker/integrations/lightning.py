@@ -7,9 +7,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from ..notice import Notice
+from ..notice import Notice, report_step
 from ..state import State
-from .progress import report_step
 
 
 def this_round() -> dict[str, int]:

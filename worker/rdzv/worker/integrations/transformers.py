@@ -6,10 +6,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..notice import Notice
+from ..notice import Notice, report_step
 from ..state import State
 from .checkpoints import newest_checkpoint
-from .progress import report_step
 
 __all__ = ["RdzvCallback", "newest_checkpoint"]
 
