@@ -300,6 +300,11 @@ class Participant:
     charged_suspects: tuple[int, ...] = ()
     """LOCAL_RANKs of the parked workers to which the end of the last round was charged."""
 
+    @property
+    def ranks(self) -> range:
+        """The RANKs of its workers."""
+        return range(self.rank_first, self.rank_first + self.offer.local_world_size)
+
 
 @struct(frozen=True)
 class Failure:

@@ -93,7 +93,4 @@ class ProgressBoard:
 
 
 def _ranks(round_: Round) -> dict[str, range]:
-    return {
-        p.node_id: range(p.rank_first, p.rank_first + p.offer.local_world_size)
-        for p in round_.participants
-    }
+    return {p.node_id: p.ranks for p in round_.participants}

@@ -18,7 +18,8 @@ from rdzv.core.commands import Command, Fail, FailureReport
 from rdzv.core.events import Event, HangOver, StacksTaken, WorkersHang
 from rdzv.core.evidence.hang_culprit import HungWorker, describe_hung, verdict
 from rdzv.core.evidence.stacks import Report
-from rdzv.core.model import Round, State
+from rdzv.core.model import State
+from rdzv.core.rounds.ranks import participant_of
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
 from rdzv.messages import Hung
 from rdzv.runtime.clock import Clock, Timer, sleep_ms
@@ -86,9 +87,9 @@ class ReportedHangs:
             InvalidRequestError: the report names a worker that the node does not have.
 
         """
-        round_ = state.membership.live_round
-        assert round_ is not None
-        _check_own(round_, node_id, said)
+        participant = participant_of(state.membership.live_round, node_id)
+        assert participant is not None
+        _check_own(participant.ranks, node_id, said)
         episode = self._episodes.get(said.rdzv_id)
         if episode is None or (episode.run, episode.round) != (said.run, said.round):
             if not said.workers:
@@ -229,9 +230,7 @@ def _taken(report: Report) -> StacksTaken:
     return StacksTaken(report.round, report.summary, cause.kind, cause.ranks)
 
 
-def _check_own(round_: Round, node_id: str, said: Hung) -> None:
-    node = next(p for p in round_.participants if p.node_id == node_id)
-    ranks = range(node.rank_first, node.rank_first + node.offer.local_world_size)
+def _check_own(ranks: range, node_id: str, said: Hung) -> None:
     for worker in said.workers:
         if worker.rank not in ranks:
             raise InvalidRequestError(

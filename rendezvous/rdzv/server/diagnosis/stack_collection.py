@@ -75,8 +75,7 @@ class _Taking:
         """Add the workers of a node that has succeeded, as far as it has not sent them."""
         self.end(node.node_id)
         self.silent.pop(node.node_id, None)
-        for local_rank in range(node.offer.local_world_size):
-            rank = node.rank_first + local_rank
+        for local_rank, rank in enumerate(node.ranks):
             finished = WorkerStack(rank, local_rank, 0, FINISHED, node_id=node.node_id)
             self.add(finished, most_groups)
 
@@ -187,9 +186,8 @@ class StackRelay:
         node = taking.waits_for.get(node_id) if taking is not None else None
         if taking is None or node is None:
             return
-        ranks = range(node.rank_first, node.rank_first + node.offer.local_world_size)
         for stack in said.workers:
-            if stack.rank in ranks:
+            if stack.rank in node.ranks:
                 taking.add(_of_node(stack, node_id), STACK_GROUPS)
         if said.last:
             taking.end(node_id, said.error)

@@ -139,11 +139,7 @@ class Stragglers:
 
 
 def _samples(round_: Round, progress: Sequence[RankProgress]) -> list[Sample]:
-    roles = {
-        p.rank_first + local_rank: p.offer.role
-        for p in round_.participants
-        for local_rank in range(p.offer.local_world_size)
-    }
+    roles = {rank: p.offer.role for p in round_.participants for rank in p.ranks}
     return [
         Sample(one.rank, roles.get(one.rank, ""), 1 / one.rate)
         for one in progress
@@ -152,11 +148,7 @@ def _samples(round_: Round, progress: Sequence[RankProgress]) -> list[Sample]:
 
 
 def _nodes(round_: Round) -> dict[int, str]:
-    return {
-        rank: p.node_id
-        for p in round_.participants
-        for rank in range(p.rank_first, p.rank_first + p.offer.local_world_size)
-    }
+    return {rank: p.node_id for p in round_.participants for rank in p.ranks}
 
 
 def _events(job: _Job, before: dict[int, Straggler]) -> tuple[Event, ...]:

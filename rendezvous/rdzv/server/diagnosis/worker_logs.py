@@ -517,8 +517,7 @@ def _candidates(state: State, number: int, rank: int | None) -> list[str]:
     return [
         p.node_id
         for p in last.participants
-        if not is_placeholder(p.node_id)
-        and (rank is None or p.rank_first <= rank < p.rank_first + p.offer.local_world_size)
+        if not is_placeholder(p.node_id) and (rank is None or rank in p.ranks)
     ]
 
 

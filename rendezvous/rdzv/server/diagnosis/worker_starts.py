@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from rdzv import messages
 from rdzv.core.events import Event, NewWorker, SnapshotsNotLoaded, WorkersStarted, WorkerStart
 from rdzv.core.model import Participant, Round, State
+from rdzv.core.rounds.ranks import participant_of
 from rdzv.core.words import LISTED
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
@@ -61,8 +62,8 @@ class WorkerStarts:
 
         """
         round_ = state.membership.live_round
-        assert round_ is not None
-        participant = next(p for p in round_.participants if p.node_id == node_id)
+        participant = participant_of(round_, node_id)
+        assert round_ is not None and participant is not None
         _check(said, participant)
         job = self._jobs.get(said.rdzv_id)
         if job is None or not state.membership.is_live(job.run, job.round):
