@@ -85,7 +85,10 @@ def _train(tmp_path: Path) -> Path:
 def test_a_hang_names_the_rank_that_the_others_wait_for(
     how: str, options: tuple[str, ...], said: str, train: Path
 ) -> None:
-    done = rdzvrun(*options, "--hang-timeout=4", train, how)
+    # The path of a socket has 107 bytes at most, and that of this folder is longer.
+    folder = train.parent / ("long" * 25)
+    folder.mkdir()
+    done = rdzvrun(*options, "--hang-timeout=4", train, how, environ={"TMPDIR": str(folder)})
     assert done.returncode == 1
     (ended,) = (line for line in done.stderr.splitlines() if ": round 0 ended " in line)
     assert "(worker failure): rank 1 (local_rank 1) on " in ended, done.stderr

@@ -33,6 +33,7 @@ from rdzv.agent.runner.linux.descriptors import (
     SentDescriptorError,
     close_job_socket,
     receive_data,
+    short_path,
 )
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
 from rdzv.core.evidence.collectives import GroupRecord
@@ -307,8 +308,8 @@ async def _post(path: Path, target: str, identity: Identity | None) -> tuple[int
     try:
         sock.setblocking(False)
         # Connecting to a Unix socket succeeds or fails at once, even if its queue is full.
-        with acting_as(identity):
-            sock.connect(str(path))
+        with acting_as(identity), short_path(path) as short:
+            sock.connect(short)
         head = f"POST {target} HTTP/1.1\r\nHost: worker\r\nConnection: close\r\n"
         await loop.sock_sendall(sock, f"{head}Content-Length: 0\r\n\r\n".encode())
         answer = bytearray()

@@ -36,7 +36,6 @@ NAME = "collectives"
 over.
 """
 MODULE = "torch.distributed.distributed_c10d"
-MAX_PATH_BYTES = 107
 MAX_ERROR_CHARS = 500
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
 """The handler names under which different versions of torch's server provide the record."""
@@ -181,18 +180,18 @@ def _start() -> None:
         return
     import signal
 
-    path = os.path.join(folder, f"{NAME}.{os.getpid()}.{os.urandom(4).hex()}")
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        _write_reason(f"the path of its socket is too long: {path}")
-        return
     level = _log_level()
     before = level.value
+    # The server's path goes through /proc, because a socket's path has 107 bytes at most.
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     # Its threads inherit this mask, so the script's signals go to the script's threads.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         level.value = max(before, QUIET)
-        server = _WorkerServer(path)
+        name = f"{NAME}.{os.getpid()}.{os.urandom(4).hex()}"
+        server = _WorkerServer(f"/proc/self/fd/{fd}/{name}")
     finally:
+        os.close(fd)
         level.value = before
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _never_end(server)
