@@ -39,7 +39,7 @@ from processes import CALLER
 from simulated import SimulatedNode, until
 
 from rdzv.agent.core import events
-from rdzv.agent.core.model import Job
+from rdzv.agent.core.model import JobTerms
 from rdzv.client import parse_endpoint
 from rdzv.core.model import Settings
 from rdzv.runtime.tasks import beside
@@ -159,7 +159,7 @@ class Crowd:
         )
         credentials = credentials_in(asked["tls"])
         self._nodes = [
-            SimulatedNode(name, at, Job(JOB, name, settings, 8), credentials)
+            SimulatedNode(name, at, JobTerms(JOB, name, settings, 8), credentials)
             for name in map(_name, range(*asked["numbers"]))
         ]
         if self._nodes[-1].node_id == _name(total - 1):

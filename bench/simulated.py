@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from rdzv.agent.core import begin, commands, events, step
-from rdzv.agent.core.model import Job, Phase
+from rdzv.agent.core.model import JobTerms, Phase
 from rdzv.agent.runner.linux.boottime import boottime_ms
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import Identity, ServerLink
@@ -40,7 +40,7 @@ class SimulatedNode:
         self,
         node_id: str,
         endpoints: Sequence[Endpoint],
-        job: Job,
+        job: JobTerms,
         credentials: Credentials = PLAIN,
     ) -> None:
         self.rdzv_id = job.rdzv_id

@@ -44,9 +44,9 @@ from rdzv.core.model import (
     RoundEnd,
     Snapshot,
     SnapshotMark,
+    Tally,
 )
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
-from rdzv.core.spent import Tally
 from rdzv.structs import struct
 
 Key = tuple[str, str]

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from cluster import BIN, alive, cluster
 
-from rdzv.agent.core.model import Assignment, Job
+from rdzv.agent.core.model import Assignment, JobTerms
 from rdzv.agent.launch.launch import EventSink, Launch, Output
 from rdzv.agent.output import logs_specs
 from rdzv.agent.output.console_tee import Stream, Tee
@@ -144,7 +144,7 @@ def torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launch(handler: str = "null", specs: str = "", log_dir: Path | None = None) -> Launch:
     output = Output(log_dir, redirects={0: 1, 1: 1}, tee={0: 1, 1: 0}, logs_specs=specs)
-    job = Job("job-7", "n1", Settings(1, 1), local_world_size=2)
+    job = JobTerms("job-7", "n1", Settings(1, 1), local_world_size=2)
     return Launch(job, "t.py", output=output, event_log=EventSink(handler))
 
 

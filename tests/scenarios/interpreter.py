@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rdzv.core.commands import MarkAway, MarkBack, MarkLost
+from rdzv.core.commands import MarkAway, MarkBack, MarkLost, Tick
 from rdzv.core.events import Event
 from rdzv.core.fleet import nodes
 from rdzv.core.fleet.nodes import NodesCommand, NodesEvent
@@ -165,7 +165,7 @@ class Stage:
             ticks = self.job.pass_until(now_ms)
             happened: list[Happened] = [event for _, events in ticks for event in events]
             if self.nodes.wake_at_ms is not None and self.nodes.wake_at_ms <= now_ms:
-                happened += self._step_nodes(nodes.Tick())
+                happened += self._step_nodes(Tick())
             if happened:
                 yield f"at {write_ms(now_ms)}  {write_events(tuple(happened))}"
         self.job.pass_until(at_ms)
@@ -199,13 +199,13 @@ class Stage:
         transition = nodes.step(self.nodes, command, self.job.now_ms)
         self.nodes = transition.nodes
         wake_at_ms = transition.wake_at_ms
-        if isinstance(command, nodes.Tick) and wake_at_ms is not None:
+        if isinstance(command, Tick) and wake_at_ms is not None:
             assert wake_at_ms > self.job.now_ms, "the nodes core loops"
         happened: tuple[Happened, ...] = ()
         for event in transition.events:
             if isinstance(event, nodes.NodeConnected):
                 self.unheard.add(event.node_id)
-            reason = event.reason if isinstance(event, nodes.NodeLost) else ""
+            reason = event.reason if isinstance(event, nodes.NodeGivenUp) else ""
             happened += (event, *self._mark(event.node_id, reason))
         return happened
 

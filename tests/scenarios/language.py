@@ -647,7 +647,7 @@ def _what_of_node(event: NodesEvent) -> str:
             return f"{who} lease={write_ms(event.lease_ms)}"
         case nodes.NodeAway():
             return f"{who} until {write_ms(event.until_ms)}" + (" firm" if event.firm else "")
-        case nodes.NodeLost():
+        case nodes.NodeGivenUp():
             stale = f" closes stream {event.stream}" if event.stream else ""
             return f"{who}{stale}: {event.reason}"
 

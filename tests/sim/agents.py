@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rdzv.agent.core import begin, commands, events, step
-from rdzv.agent.core.model import Assignment, Job, Outcome, Phase
+from rdzv.agent.core.model import Assignment, JobTerms, Outcome, Phase
 from rdzv.agent.core.stopping import rejoin
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.server_link import encoding
@@ -411,7 +411,7 @@ class Part:
         self.rdzv_id = rdzv_id
         world = agent.world
         self.world = world
-        self.job: Job = world.swarm.job(rdzv_id, agent.spec)
+        self.job: JobTerms = world.swarm.job(rdzv_id, agent.spec)
         self.state = begin(self.job, world.agenda.now_ms, run)
         self.joined = False
         self.runner = Runner(world, self)

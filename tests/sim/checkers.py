@@ -42,7 +42,7 @@ from rdzv.core.events import (
 from rdzv.core.fleet import job_queue, nodes
 from rdzv.core.fleet.job_queue import Demand, Host, Plan
 from rdzv.core.fleet.node_resources import gpus_needed
-from rdzv.core.fleet.quarantine import Record as QuarantineRecord
+from rdzv.core.fleet.quarantine import QuarantineRecord
 from rdzv.core.kept_ranks import kept_workers
 from rdzv.core.model import (
     MAX_DECLINED,
@@ -253,7 +253,7 @@ class Judge:
         if world.log is not None and not isinstance(command, nodes.Hear):
             world.note(f"{command} -> {_words(transition.events)}")
         wake_at_ms = before.wake_at_ms
-        if isinstance(command, nodes.Tick):
+        if isinstance(command, Tick):
             early = wake_at_ms is None or now_ms < wake_at_ms
             if early and (transition.events or after is not before):
                 self.fail("timer honesty: an early tick of the nodes core was no no-op")
@@ -267,7 +267,7 @@ class Judge:
             old = before.records.get(event.node_id)
             if old is not None and event.incarnation < old.incarnation:
                 self._check_went_back(before, old)
-            if isinstance(event, nodes.NodeLost):
+            if isinstance(event, nodes.NodeGivenUp):
                 self._check_lost(event, before.records[event.node_id], now_ms)
 
     def _check_went_back(self, server: nodes.Nodes, old: nodes.NodeRecord) -> None:
@@ -280,7 +280,7 @@ class Judge:
         if not server.leadership < leadership <= self.leadership:
             self.fail(f"fencing: the incarnation of {old.node_id} went back")
 
-    def _check_lost(self, event: nodes.NodeLost, record: nodes.NodeRecord, now_ms: int) -> None:
+    def _check_lost(self, event: nodes.NodeGivenUp, record: nodes.NodeRecord, now_ms: int) -> None:
         """No node is lost too early, and none whose heartbeats get through."""
         process: Process = asyncio.get_running_loop()  # type: ignore[assignment]
         if not record.instance and now_ms - record.since_ms < 30_000:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import field
 from random import Random
 
-from rdzv.agent.core.model import Job
+from rdzv.agent.core.model import JobTerms
 from rdzv.agent.node.submitted_launch import SERVER_TIMEOUT_MS
 from rdzv.core.fleet.node_resources import Gpu, Resources, gpus_needed
 from rdzv.core.fleet.nodes import AgentKind
@@ -239,12 +239,12 @@ class Swarm:
             clock_offsets_ms=random.choice(((0,), (0, 700), (0, 3_600_000))),
         )
 
-    def job(self, rdzv_id: str, spec: NodeSpec) -> Job:
+    def job(self, rdzv_id: str, spec: NodeSpec) -> JobTerms:
         """Return how a job is launched on a node."""
         submitted = self.specs.get(rdzv_id)
         if submitted is not None and spec.resources is not None:
             gpus = gpus_needed(submitted, spec.resources)
-            return Job(
+            return JobTerms(
                 rdzv_id=rdzv_id,
                 node_id=spec.name,
                 settings=self.jobs[rdzv_id],
@@ -255,7 +255,7 @@ class Swarm:
                 park_timeout_ms=self.park_timeout_ms,
                 fence_after_ms=self.fence_after_ms,
             )
-        return Job(
+        return JobTerms(
             rdzv_id=rdzv_id,
             node_id=spec.name,
             settings=self.jobs[rdzv_id],

@@ -33,9 +33,9 @@ from rdzv.core.model import (
     RoundEnd,
     ScaleUp,
     Settings,
+    Spent,
     Submission,
 )
-from rdzv.core.spent import Spent
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 
-from rdzv.core.model import Cause, KeptWorker, Participant, Round, Waiting
+from rdzv.core.model import Cause, KeptWorker, Participant, Round, Waiting, world_size
 from rdzv.core.root_cause import charged_failures
 from rdzv.structs import replace, struct
 
@@ -215,16 +215,12 @@ def _why_none(
         if failed or (prior.end.broken and prior.fruitless):
             return WhyNew.NO_STEP
     sharded = _shards(able) > 1
-    if sharded and prior is not None and _workers(participants) != _workers(prior.participants):
+    if sharded and prior is not None and world_size(participants) != prior.world_size:
         return WhyNew.RESHARDED
     torn = any(offer.torn or _sealed(offer) for offer in able.values())
     if source is None and torn:
         return WhyNew.SHARD_LOST if sharded else WhyNew.TORN
     return None
-
-
-def _workers(participants: tuple[Participant, ...]) -> int:
-    return sum(p.offer.local_world_size for p in participants)
 
 
 def _written(

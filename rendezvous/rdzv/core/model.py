@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import field
 from enum import StrEnum
+from operator import itemgetter
 from typing import Annotated
 
 from rdzv.bounds import (
@@ -28,9 +29,11 @@ from rdzv.bounds import (
     AnyAddress,
     Arguments,
     Count,
+    Cut,
     Duration,
     Else,
     Environment,
+    Flat,
     Label,
     Labels,
     LocalRank,
@@ -43,7 +46,6 @@ from rdzv.bounds import (
     Within,
     WorkerEnds,
 )
-from rdzv.core.spent import Spent, Tally
 from rdzv.structs import replace, struct
 
 PRIORITY = 1_000_000
@@ -218,6 +220,42 @@ class KeptWorker:
     `step`."""
 
 
+@struct(frozen=True)
+class Spent:
+    """Counts of how a run's rounds ended. Restarts are kept separately, with their times."""
+
+    preemptions: int = 0
+    """The number of rounds that ended because a node was lost or left."""
+    store_failures: int = 0
+    """The number of rounds that ended because their store host failed."""
+    soon: int = 0
+    """The number of consecutive rounds that failed soon and without progress."""
+    in_vain: int = 0
+    """The number of consecutive restarts without progress."""
+    furthest_step: int | None = None
+    """The highest step that the job has ever reached."""
+
+
+MAX_RESTART_AGES = 64
+"""The maximum number of restart ages sent to each node. Older restarts are given the oldest of
+these ages."""
+LATEST = slice(-MAX_RESTART_AGES, None)
+
+
+@struct(frozen=True)
+class Tally:
+    """The budgets, other than restarts, that a run had spent when a round was announced.
+
+    The run's nodes keep it so that a server without memory can learn it from their recovery
+    reports.
+    """
+
+    spent: Annotated[Spent, Flat] = Spent()
+    restarts_ms: Annotated[tuple[int, ...], Age("restart_ages_ms"), Cut(itemgetter(LATEST))] = ()
+    """Times of the spent restarts that are still within `restart_window`, oldest first, by the
+    holder's clock. Empty without a window, because all restarts then count."""
+
+
 @struct(frozen=True, order=True)
 class SnapshotMark:
     """Identifies the state to which a snapshot belongs; snapshots with the same mark fit together.
@@ -306,6 +344,10 @@ class Participant:
         return range(self.rank_first, self.rank_first + self.offer.local_world_size)
 
 
+def world_size(participants: Iterable[Participant]) -> int:
+    return sum(p.offer.local_world_size for p in participants)
+
+
 @struct(frozen=True)
 class Failure:
     """One worker's failure, with its time on the server's clock."""
@@ -390,7 +432,7 @@ class Round:
     @property
     def world_size(self) -> int:
         """The number of workers on all nodes."""
-        return sum(p.offer.local_world_size for p in self.participants)
+        return world_size(self.participants)
 
     @property
     def live(self) -> bool:

@@ -18,7 +18,15 @@ from dataclasses import field
 from enum import StrEnum
 
 from rdzv.core.kept_ranks import Keeping
-from rdzv.core.model import Cause, Membership, Participant, Round, Snapshot, SnapshotMark, Waiting
+from rdzv.core.model import (
+    Cause,
+    Membership,
+    Round,
+    Snapshot,
+    SnapshotMark,
+    Waiting,
+    world_size,
+)
 from rdzv.structs import struct
 
 MAX_LOADS = 3
@@ -90,17 +98,17 @@ def sealed_in(round_: Round) -> range:
 def base(membership: Membership, keeping: Keeping, joins: Iterable[Waiting]) -> Base:
     prior, number = membership.round, membership.next_round
     origin = prior.origin if prior is not None else number
-    world_size = _workers(keeping.participants)
+    workers = world_size(keeping.participants)
     held = [one.snapshots for one in joins]
     if keeping.source is not None and prior is not None:
         lineage = prior.lineage
         past = [before(snapshots, lineage, keeping.resume_step) for snapshots in held]
-        mark = newest_whole(past, range(origin, number), world_size)
+        mark = newest_whole(past, range(origin, number), workers)
         return Base(mark, 0, origin, lineage)
-    mark = newest_whole(held, range(origin, number), world_size)
+    mark = newest_whole(held, range(origin, number), workers)
     loads = prior.snapshot_loads if prior is not None and prior.snapshot == mark else 0
     if mark is None:
-        return Base(None, 0, number, number, _why_not_whole(held, origin, world_size))
+        return Base(None, 0, number, number, _why_not_whole(held, origin, workers))
     if _in_vain(membership, loads):
         return Base(None, 0, number, number, WhyNotLoaded.IN_VAIN)
     return Base(mark, loads + 1, origin, number)
@@ -134,10 +142,6 @@ def _in_vain(membership: Membership, loads: int) -> bool:
     end = membership.round.end if membership.round is not None else None
     failed = end is not None and end.cause is Cause.WORKER_FAILURE
     return failed and min(loads, membership.spent.soon) >= MAX_LOADS
-
-
-def _workers(participants: tuple[Participant, ...]) -> int:
-    return sum(p.offer.local_world_size for p in participants)
 
 
 @struct(frozen=True)

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from rdzv.core import model
-from rdzv.core.fleet.drain import Drain
 from rdzv.core.fleet.job_queue import QueuedWait
+from rdzv.core.fleet.node_resources import Drain
 from rdzv.core.kept_ranks import kept_workers
 from rdzv.core.life.failures import restarts_that_count, some_succeeded
 from rdzv.core.life.forming import (

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rdzv.agent.core.model import Assignment, Job
+from rdzv.agent.core.model import Assignment, JobTerms
 from rdzv.agent.handover.handover_state import KeptPlacement, decode_placement, encode
 from rdzv.agent.job.worker_observers import NoticeFile
 from rdzv.agent.launch.launch import Launch, check_chdir, check_startable, has_torch
@@ -62,7 +62,7 @@ from tests.support.accounts import (
 )
 
 LINE = Assignment("r1", 3, 0, 1, 0, 1, 0, 1, "127.0.0.1", 1, True, 0, 0)
-JOB = Job("job-7", "n1", Settings(1, 1), 1)
+JOB = JobTerms("job-7", "n1", Settings(1, 1), 1)
 
 
 @pytest.fixture

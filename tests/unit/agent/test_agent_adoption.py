@@ -25,7 +25,7 @@ from rdzv.agent.core.commands import StopWorkers
 from rdzv.agent.core.model import (
     AgentState,
     Assignment,
-    Job,
+    JobTerms,
     Leaving,
     NodeFailure,
     Outcome,
@@ -34,7 +34,7 @@ from rdzv.agent.core.model import (
 )
 from rdzv.agent.handover import handover_state, runner_adoption
 from rdzv.agent.handover.handover_state import (
-    Keeping,
+    HandoverPlan,
     KeptPlacement,
     KeptState,
     KeptStop,
@@ -65,7 +65,7 @@ from rdzv.v1 import rdzv_pb2 as pb
 pytestmark = pytest.mark.slow
 
 PATIENCE_S = 100.0
-JOB = Job("job", "n1", Settings(1, 2), local_world_size=2)
+JOB = JobTerms("job", "n1", Settings(1, 2), local_world_size=2)
 LINE = Assignment("r1", 4, 1, 2, 2, 4, 2, 4, "127.0.0.1", 29500, True, 1, 3)
 PLACEMENT = KeptPlacement(
     "n1",
@@ -449,7 +449,7 @@ class Story:
 
     def new_agent(self) -> None:
         self.link = Link()
-        keeping = Keeping(self.folder / "socket", PLACEMENT)
+        keeping = HandoverPlan(self.folder / "socket", PLACEMENT)
         self.drivers.append(JobDriver(self.launch, self.link, "r1", keeping))  # type: ignore[arg-type]
 
     async def die_and_come_back(self) -> None:

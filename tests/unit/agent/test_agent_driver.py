@@ -15,7 +15,7 @@ import pytest
 
 from rdzv.agent import runner_link
 from rdzv.agent.core import events
-from rdzv.agent.core.model import AgentState, Assignment, Job, LeaveCause, Leaving, Phase
+from rdzv.agent.core.model import AgentState, Assignment, JobTerms, LeaveCause, Leaving, Phase
 from rdzv.agent.job import context
 from rdzv.agent.job import store_offer as module
 from rdzv.agent.job.event_log_lines import log_event
@@ -27,8 +27,8 @@ from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.core.model import (
     Cause,
     Settings,
+    Tally,
 )
-from rdzv.core.spent import Tally
 from rdzv.messages import TakeStacks
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
@@ -101,7 +101,7 @@ async def well() -> str:
 class Fixture:
     def __init__(self, folder: Path) -> None:
         self.link, self.runner = Link(), Runner()
-        job = Job("job-7", "n1", Settings(1, 1), local_world_size=1)
+        job = JobTerms("job-7", "n1", Settings(1, 1), local_world_size=1)
         self.launch = Launch(
             job,
             "sh",
@@ -655,7 +655,7 @@ async def test_the_end_of_an_older_round_closes_nothing_of_the_present_one(f: Fi
 # ---------------------------------------------------------------- what the log says of signals
 
 RUNS = AgentState(
-    Job("job-7", "n1", Settings(1, 1), local_world_size=2, shutdown_timeout_ms=20_000),
+    JobTerms("job-7", "n1", Settings(1, 1), local_world_size=2, shutdown_timeout_ms=20_000),
     Phase.RUNNING,
     run="r1",
     assignment=LINE,

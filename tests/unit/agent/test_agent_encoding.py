@@ -7,7 +7,7 @@ from rdzv.agent.core import commands, events
 from rdzv.agent.core.model import (
     AgentState,
     Assignment,
-    Job,
+    JobTerms,
     Leaving,
     NodeFailure,
     Phase,
@@ -27,10 +27,11 @@ from rdzv.core.model import (
     ScaleUp,
     Settings,
     SnapshotMark,
+    Spent,
+    Tally,
 )
 from rdzv.core.root_cause import MAX_FAILURES
 from rdzv.core.snapshot_copies import CopySource
-from rdzv.core.spent import Spent, Tally
 from rdzv.messages import Holding, Placed
 from rdzv.server import wire
 from rdzv.structs import field_names, replace
@@ -46,7 +47,7 @@ SETTINGS = Settings(
     scale_up=ScaleUp.ON_RESTART,
     restart_window_ms=60_000,
 )
-JOB = Job("job-7", "n1", SETTINGS, local_world_size=8)
+JOB = JobTerms("job-7", "n1", SETTINGS, local_world_size=8)
 OFFER = Offer(
     address="10.0.0.5",
     local_world_size=8,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rdzv.agent.core import begin, events, step
-from rdzv.agent.core.model import AgentState, Assignment, Job, KeptWorker, NodeFailure
+from rdzv.agent.core.model import AgentState, Assignment, JobTerms, NodeFailure, ParkedWorker
 from rdzv.agent.launch.launch import EventSink, Launch
 from rdzv.agent.workers.event_log import EventLog
 from rdzv.agent.workers.fates import FateRecorder, NodeOutcome, Stop
@@ -34,7 +34,7 @@ class Play:
     """An agent core and the recorder that observes it; the test moves the clock."""
 
     def __init__(self, size: int = 2, keep_timeout_ms: int = 0) -> None:
-        job = Job(
+        job = JobTerms(
             "job-7",
             "n1",
             Settings(2, 2),
@@ -230,7 +230,7 @@ def test_a_parked_worker_that_is_ended_with_the_job_has_its_exit() -> None:
     p.exit(1, None, 9)
     p.now_ms = 400
     p.see(
-        events.WorkersGone(3, kept=(KeptWorker(0, 70),)),
+        events.WorkersGone(3, kept=(ParkedWorker(0, 70),)),
         events.RunClosed("r", Result.FAILED, "no restart is left", False, ()),
         events.KeptExited(0, 70, 0, None),
         events.KeptGone(),
@@ -295,7 +295,7 @@ def test_a_charged_suspect_has_failed_and_was_not_ended_by_the_agent() -> None:
     charged = NodeFailure("n1", "n1.net", 0, 4, 70, None, None, "connection reset", "")
     p.see(
         events.WorkerSuspected(3, 0, 70, "connection reset", "", age_ms=0),
-        events.WorkersGone(3, kept=(KeptWorker(0, 70), KeptWorker(1, 71))),
+        events.WorkersGone(3, kept=(ParkedWorker(0, 70), ParkedWorker(1, 71))),
         events.RunClosed("r", Result.FAILED, "no restart is left", False, (charged,)),
         events.KeptExited(0, 70, 1, None),
         events.KeptExited(1, 71, None, 15),

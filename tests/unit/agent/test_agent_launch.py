@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.core.model import Job
+from rdzv.agent.core.model import JobTerms
 from rdzv.agent.job.store_offer import StoreOffer
 from rdzv.agent.launch import launch
 from rdzv.agent.launch.launch import (
@@ -37,7 +37,7 @@ from rdzv.transport.addresses import (
     socket_interfaces,
 )
 
-JOB = Job("job-7", "n1", Settings(1, 1), local_world_size=1)
+JOB = JobTerms("job-7", "n1", Settings(1, 1), local_world_size=1)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from rdzv.agent.core.machine import Decision
 from rdzv.agent.core.model import (
     AgentState,
     Assignment,
-    Job,
+    JobTerms,
     Leaving,
     NodeFailure,
     Outcome,
@@ -35,7 +35,7 @@ from rdzv.core.model import UNMOVED, Cause, LeaveCause, Moved, Result, Settings
 from rdzv.structs import replace
 
 SETTINGS = Settings(min_nodes=1, max_nodes=2, max_restarts=3, join_timeout_ms=100_000)
-JOB = Job("job-7", "n1", SETTINGS, local_world_size=2)
+JOB = JobTerms("job-7", "n1", SETTINGS, local_world_size=2)
 SIGINT, SIGTERM = 2, 15
 
 
@@ -165,7 +165,7 @@ def broken_promises(
 class Node:
     """One job on one node, driven by the test; time stands still unless it is moved."""
 
-    def __init__(self, job: Job = JOB) -> None:
+    def __init__(self, job: JobTerms = JOB) -> None:
         self.now_ms = 1_000
         self.state = begin(job, self.now_ms)
         self.wake_at_ms: int | None = None

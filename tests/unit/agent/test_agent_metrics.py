@@ -38,7 +38,7 @@ from rdzv.agent.core.events import (
     WorkersStuck,
     WorkerStarted,
 )
-from rdzv.agent.core.model import Assignment, KeptWorker
+from rdzv.agent.core.model import Assignment, ParkedWorker
 from rdzv.agent.node.agent_metrics import AgentMetrics, announced, serving_metrics
 from rdzv.agent.node.placements import Occupancy, Placements
 from rdzv.agent.server_link.link import Identity, ServerLink
@@ -121,13 +121,13 @@ def history(n: Node) -> None:
     keeps.runner_said(WorkerStarted(3, 1, 301, "warm"))
     keeps.decided(commands.StopWorkers(3, 5_000, None, 10_000))
     n.now_s += 0.04
-    keeps.runner_said(WorkersGone(3, kept=(KeptWorker(0, 300), KeptWorker(1, 301))))
+    keeps.runner_said(WorkersGone(3, kept=(ParkedWorker(0, 300), ParkedWorker(1, 301))))
     keeps.decided(start(4))
     keeps.runner_said(WorkerStarted(4, 0, 300, "kept"))
     n.now_s += 0.02
     keeps.runner_said(WorkerResumed(4, 0))
     keeps.decided(commands.StopWorkers(4, 5_000, None, 10_000))
-    keeps.runner_said(WorkersGone(4, kept=(KeptWorker(0, 300), KeptWorker(1, 301))))
+    keeps.runner_said(WorkersGone(4, kept=(ParkedWorker(0, 300), ParkedWorker(1, 301))))
     keeps.runner_said(KeptExited(1, 301, None, 9))
     n.metrics.stream_ended(welcomed=True, on_purpose=False)
     n.metrics.stream_opened()

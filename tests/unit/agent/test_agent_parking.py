@@ -25,8 +25,8 @@ from rdzv.agent.core.commands import (
 from rdzv.agent.core.model import (
     EXIT_FAILED,
     EXIT_TRY_AGAIN,
-    KeptWorker,
     NodeFailure,
+    ParkedWorker,
     Phase,
     WorkerFailure,
 )
@@ -50,7 +50,7 @@ from tests.unit.agent.test_agent_machine import (
 
 KEEPING = replace(JOB, keep_timeout_ms=10_000, park_timeout_ms=60_000)
 GRACE_MS = JOB.failure_stop_timeout_ms
-FIRST, SECOND = KeptWorker(0, 100, step=7), KeptWorker(1, 101, step=6, torn=True)
+FIRST, SECOND = ParkedWorker(0, 100, step=7), ParkedWorker(1, 101, step=6, torn=True)
 NOTICE = events.NoticeGiven(20_000, "n1 is drained")
 
 
@@ -61,7 +61,7 @@ def running(round_: int = 0) -> Node:
     return node
 
 
-def parked(*kept: KeptWorker) -> Node:
+def parked(*kept: ParkedWorker) -> Node:
     """Return a node that waits for a round with these workers parked; by default both."""
     node = running()
     node.hear(over(), events.WorkersGone(0, kept=kept or (FIRST, SECOND)))

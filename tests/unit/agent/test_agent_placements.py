@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rdzv.agent.core import events
-from rdzv.agent.core.model import AgentState, Job
+from rdzv.agent.core.model import AgentState, JobTerms
 from rdzv.agent.handover.handover_state import KeptPlacement, KeptState
 from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption
 from rdzv.agent.inventory.health import Health, describe
@@ -587,7 +587,7 @@ def orphan(node: Node, *gpus: str, args: tuple[str, ...] = ("--no-python", "/bin
     """Return an adopted runner of a job that has these GPUs."""
     spec = JobSpec(args=args, chdir=str(node.folder), local_world_size=1)
     placement = KeptPlacement("n1", "i1", "old", "r1", spec, len(gpus), gpus, {"OF": "before"})
-    job = Job("old", "n1", Settings(1, 1), local_world_size=3)
+    job = JobTerms("old", "n1", Settings(1, 1), local_world_size=3)
     state = KeptState(AgentState(job, run="r1"), Offer("127.0.0.1", 3))
     left: list[bool] = []
     runner = SimpleNamespace(

@@ -18,8 +18,8 @@ from rdzv.agent.core.events import (
     ZygoteLost,
     ZygoteReady,
 )
-from rdzv.agent.core.model import KeptWorker, StartReport
-from rdzv.agent.job.worker_starts import WorkerStarts
+from rdzv.agent.core.model import ParkedWorker, StartReport
+from rdzv.agent.job.worker_starts import LocalStarts
 from rdzv.messages import StartedWorker
 from rdzv.structs import replace
 from tests.unit.agent.test_agent_machine import line
@@ -31,7 +31,7 @@ class Story:
     def __init__(self) -> None:
         self.now_ms = 1_000
         self.reports: list[StartReport] = []
-        self.starts = WorkerStarts("job", 3, lambda: self.now_ms, self.reports.append, watched=True)
+        self.starts = LocalStarts("job", 3, lambda: self.now_ms, self.reports.append, watched=True)
         self.start(0, "cold", "cold", "cold")
 
     def start(self, round_: int, *how: str) -> None:
@@ -75,7 +75,7 @@ def test_a_zygote_that_serves_the_script_is_reported_until_it_is_lost(s: Story) 
 
 
 def test_a_zygote_that_the_launch_asks_for_shows_nothing(s: Story) -> None:
-    s.starts = WorkerStarts("job", 3, lambda: s.now_ms, s.reports.append, watched=False)
+    s.starts = LocalStarts("job", 3, lambda: s.now_ms, s.reports.append, watched=False)
     s.start(0, "warm", "warm", "warm")
     s.starts.runner_said(READY)
     assert not any(report.forks for report in s.reports)
@@ -84,7 +84,7 @@ def test_a_zygote_that_the_launch_asks_for_shows_nothing(s: Story) -> None:
 def test_kept_and_new_workers_are_told_apart(s: Story, caplog: pytest.LogCaptureFixture) -> None:
     s.starts.runner_said(WorkerExited(0, 2, 102, None, 9, 0))
     s.stop(0)
-    s.starts.runner_said(WorkersGone(0, kept=(KeptWorker(0, 100), KeptWorker(1, 101))))
+    s.starts.runner_said(WorkersGone(0, kept=(ParkedWorker(0, 100), ParkedWorker(1, 101))))
     s.start(1, "kept", "kept", "warm")
     assert not caplog.messages
     s.resume(1, 0, 1)
@@ -98,7 +98,7 @@ def test_each_reason_is_that_of_its_round(s: Story, caplog: pytest.LogCaptureFix
     s.stop(0)
     s.starts.runner_said(WorkerNotKept(0, 0, 100, "it did not park in time"))
     s.starts.runner_said(WorkerExited(0, 0, 100, None, 9, 0))
-    s.starts.runner_said(WorkersGone(0, kept=(KeptWorker(1, 101), KeptWorker(2, 102))))
+    s.starts.runner_said(WorkersGone(0, kept=(ParkedWorker(1, 101), ParkedWorker(2, 102))))
     s.starts.runner_said(KeptExited(1, 101, None, 9))
     s.start(1, "cold", "cold", "kept")
     s.resume(1, 2)

@@ -17,6 +17,7 @@ from rdzv.core.model import (
     RoundEnd,
     Snapshot,
     SnapshotMark,
+    Spent,
     Waiting,
 )
 from rdzv.core.rounds.ranks import assign_seats
@@ -29,7 +30,6 @@ from rdzv.core.snapshots import (
     base,
     newest_whole,
 )
-from rdzv.core.spent import Spent
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, running
 

@@ -28,9 +28,10 @@ from rdzv.core.model import (
     Settings,
     Snapshot,
     SnapshotMark,
+    Spent,
+    Tally,
 )
 from rdzv.core.reason import Reason
-from rdzv.core.spent import Spent, Tally
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import (
     Announcement,

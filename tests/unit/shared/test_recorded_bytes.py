@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from rdzv import messages as told
 from rdzv.agent.core import commands
-from rdzv.agent.core.model import KeptWorker, StartReport
+from rdzv.agent.core.model import ParkedWorker, StartReport
 from rdzv.agent.observers.arrival_watch import ArrivalReport, GroupArrivals, RankArrivals
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.observers.progress_files import Report
@@ -27,9 +27,8 @@ from rdzv.core.evidence import collectives
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.fleet.node_resources import FailingCheck, Gpu, Resources
-from rdzv.core.model import JobSpec, Moved, ScaleUp, Snapshot, SnapshotMark
+from rdzv.core.model import JobSpec, Moved, ScaleUp, Snapshot, SnapshotMark, Tally
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
-from rdzv.core.spent import Tally
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import Holding, LogPiece, StartedWorker
 from rdzv.server import wire
@@ -66,7 +65,7 @@ STACK = replace(
 def by_agents() -> Iterator[tuple[str, Message]]:
     """Yield each kind of message that a node sends."""
     state = replace(agent.REJOINING, snapshots=SNAPSHOTS, stopping_since_ms=NOW_MS - 9)
-    kept = (KeptWorker(0, 99), KeptWorker(3, 98, 7, True, 1, 2, 0))
+    kept = (ParkedWorker(0, 99), ParkedWorker(3, 98, 7, True, 1, 2, 0))
     say = commands.SayJoin(
         "r1", 5, (agent.FAILURE, agent.KILLED), True, Moved(7, snapshot_changed=True), kept
     )

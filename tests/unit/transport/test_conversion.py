@@ -17,9 +17,17 @@ from rdzv.core import commands
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
-from rdzv.core.model import JobSpec, KeptWorker, Offer, ScaleUp, Settings, Snapshot, SnapshotMark
+from rdzv.core.model import (
+    JobSpec,
+    KeptWorker,
+    Offer,
+    ScaleUp,
+    Settings,
+    Snapshot,
+    SnapshotMark,
+    Tally,
+)
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
-from rdzv.core.spent import Tally
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
 from rdzv.transport import wire

@@ -15,10 +15,10 @@ from rdzv.core.model import (
     NodeState,
     ScaleUp,
     Settings,
+    Spent,
     State,
 )
 from rdzv.core.reason import Reason, ReasonItem
-from rdzv.core.spent import Spent
 from rdzv.structs import replace
 from rdzv.view.explain import node_views, view, waiting_reason
 from tests.support.builders import SETTINGS, Job, report, running

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rdzv.agent.cli import backends
 from rdzv.agent.cli.backends import Meeting, RendezvousOptions
-from rdzv.agent.core.model import Job
+from rdzv.agent.core.model import JobTerms
 from rdzv.agent.launch.launch import (
     NO_FILES,
     EventSink,
@@ -215,10 +215,10 @@ def _job(
     meeting: Meeting,
     local_world_size: int,
     environ: Mapping[str, str],
-) -> Job:
+) -> JobTerms:
     keep_ms, park_ms = keep_timeouts_ms(args.keep_timeout, args.park_timeout)
     own_name = args.node_id or f"{socket.gethostname()}-{os.getpid()}"
-    return Job(
+    return JobTerms(
         rdzv_id=meeting.rdzv_id,
         node_id=meeting.node_id or own_name,
         settings=read_settings(args, conf),

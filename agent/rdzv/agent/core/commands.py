@@ -8,9 +8,9 @@ from typing import Annotated
 from rdzv.agent.core.model import (
     AgentState,
     Assignment,
-    KeptWorker,
     Leaving,
     Outcome,
+    ParkedWorker,
     WorkerFailure,
 )
 from rdzv.bounds import Flat
@@ -29,7 +29,7 @@ class SayJoin:
     fenced: bool = False
     """Whether the fence was the only reason why the round ended on this node."""
     moved: Annotated[Moved, Flat] = UNMOVED
-    kept: tuple[KeptWorker, ...] = ()
+    kept: tuple[ParkedWorker, ...] = ()
     """The parked workers that may enter the next round."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rdzv.agent.core.commands import NotifyWorkers, TakeBackNotice, Work
 from rdzv.agent.core.events import NoticeGiven, WorkerExited, WorkerSuspected
-from rdzv.agent.core.model import AgentState, Notice, Phase
+from rdzv.agent.core.model import AgentState, DrainNotice, Phase
 from rdzv.agent.core.stopping import leave
 from rdzv.structs import replace
 
@@ -28,7 +28,7 @@ def give_drain_notice(work: Work, event: NoticeGiven) -> None:
     if state.is_ending:
         return
     due_ms, before = work.now_ms + event.left_ms, state.notice
-    notice = Notice(event.reason, work.now_ms, due_ms)
+    notice = DrainNotice(event.reason, work.now_ms, due_ms)
     if before is not None:
         notice = replace(before, reason=event.reason, due_ms=due_ms)
     work.state = replace(state, notice=notice)
@@ -117,7 +117,7 @@ def notice_due_ms(state: AgentState) -> int | None:
     return notice.forget_ms if notice.due_ms is None else notice.due_ms
 
 
-def _end_late_workers(work: Work, notice: Notice) -> None:
+def _end_late_workers(work: Work, notice: DrainNotice) -> None:
     """End workers that have not exited in time, at once if they have already received SIGTERM."""
     job = work.state.job
     told = job.notice_signum == _SIGTERM

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from rdzv.agent.core.model import Assignment, KeptWorker, NodeFailure, WorkerFailure
+from rdzv.agent.core.model import Assignment, NodeFailure, ParkedWorker, WorkerFailure
 from rdzv.bounds import Else
 from rdzv.core.model import UNMOVED, Cause, Moved, Result, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
@@ -162,7 +162,7 @@ class WorkersGone:
 
     round: int
     moved: Moved = UNMOVED
-    kept: tuple[KeptWorker, ...] = ()
+    kept: tuple[ParkedWorker, ...] = ()
     """The workers that are parked. All other processes of the round are gone."""
 
 

@@ -69,7 +69,7 @@ from rdzv.agent.core.model import (
     EXIT_USAGE,
     AgentState,
     Assignment,
-    Job,
+    JobTerms,
     Leaving,
     Outcome,
     Phase,
@@ -113,7 +113,7 @@ class Decision:
     wake_at_ms: int | None = None
 
 
-def begin(job: Job, now_ms: int, run: str = "") -> AgentState:
+def begin(job: JobTerms, now_ms: int, run: str = "") -> AgentState:
     """Return the state of a node that is about to join a job, or only this `run` of the job."""
     return AgentState(
         job, run=run, placed=bool(run), idle_since_ms=now_ms, disconnected_since_ms=now_ms
@@ -497,7 +497,7 @@ def _park_due_ms(state: AgentState) -> int | None:
     return state.idle_since_ms + state.job.park_timeout_ms
 
 
-def resume_ms(job: Job) -> int:
+def resume_ms(job: JobTerms) -> int:
     """Return how long kept workers may take to continue in a new round."""
     return max(job.park_timeout_ms, _RESUME_LEAST_MS)
 

@@ -15,9 +15,9 @@ from rdzv.core.model import (
     Settings,
     Snapshot,
     SnapshotMark,
+    Tally,
 )
 from rdzv.core.snapshot_copies import CopyCarrier, MissingCopies
-from rdzv.core.spent import Tally
 from rdzv.messages import StartedWorker
 from rdzv.structs import struct
 
@@ -36,7 +36,7 @@ EXIT_NO_PROGRESS = 93
 
 
 @struct(frozen=True)
-class Job:
+class JobTerms:
     """The launch settings that affect decisions about a job."""
 
     rdzv_id: str
@@ -145,7 +145,7 @@ class WorkerFailure:
 
 
 @struct(frozen=True)
-class KeptWorker:
+class ParkedWorker:
     """A parked worker, which is no longer in a round and may enter the next one."""
 
     local_rank: int
@@ -206,7 +206,7 @@ class Leaving:
 
 
 @struct(frozen=True)
-class Notice:
+class DrainNotice:
     """The notice that tells workers that their node is about to leave."""
 
     reason: str
@@ -241,7 +241,7 @@ class Outcome:
 class AgentState:
     """The state of a job on this node."""
 
-    job: Job
+    job: JobTerms
     phase: Phase = Phase.JOINING
     run: str = ""
     placed: bool = False
@@ -254,9 +254,9 @@ class AgentState:
     """The LOCAL_RANKs of the workers that have not exited."""
     workers_gone: bool = True
     """Whether the runner has confirmed that no process still takes part in the round."""
-    kept: tuple[KeptWorker, ...] = ()
+    kept: tuple[ParkedWorker, ...] = ()
     """The parked workers on this node."""
-    resuming: tuple[KeptWorker, ...] = ()
+    resuming: tuple[ParkedWorker, ...] = ()
     """Kept workers of the current round that have not continued yet, because they may be waiting
     for other workers.
     """
@@ -297,7 +297,7 @@ class AgentState:
     """Why there is no connection to a server, or why the last one was lost."""
     idle_since_ms: int = 0
     """When a worker on this node last took part in a round, or when the job began."""
-    notice: Notice | None = None
+    notice: DrainNotice | None = None
     """The current notice, which remains while the node is about to leave or workers may still act
     on a lifted notice.
     """

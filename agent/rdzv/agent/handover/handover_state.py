@@ -70,7 +70,7 @@ class KeptState:
 
 
 @struct(frozen=True)
-class Keeping:
+class HandoverPlan:
     """The information a driver needs to let its job outlive the agent."""
 
     socket: Path
@@ -130,7 +130,7 @@ def _convert(name: str, raw: dict[str, Any], kind: type[_T]) -> _T:
 class StateKeeper:
     """Keeps state for the next agent in a job's runner, which outlives the current agent."""
 
-    def __init__(self, keeping: Keeping, runner: RunnerLink, grace_ms: int) -> None:
+    def __init__(self, keeping: HandoverPlan, runner: RunnerLink, grace_ms: int) -> None:
         """Let `runner` outlive this process. Its workers get `grace_ms` if it is not adopted."""
         self._keeping = keeping
         self._runner = runner

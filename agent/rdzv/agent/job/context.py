@@ -22,7 +22,7 @@ from rdzv.core.model import Offer
 from rdzv.runtime.clock import monotonic_ms
 
 if TYPE_CHECKING:
-    from rdzv.agent.job.round import Round
+    from rdzv.agent.job.round import LocalRound
 
 
 _P = ParamSpec("_P")
@@ -124,7 +124,7 @@ class JobContext:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     """The job's outcome on this node, or the unexpected error that ended it."""
-    last_round: Round | None = None
+    last_round: LocalRound | None = None
     """The last round in which this node took part; None before the first."""
 
     @property
@@ -134,12 +134,12 @@ class JobContext:
         return self.linked
 
     @property
-    def round(self) -> Round:
+    def round(self) -> LocalRound:
         """The last round. Available once there has been one."""
         assert self.last_round is not None
         return self.last_round
 
-    def round_of(self, number: int) -> Round | None:
+    def round_of(self, number: int) -> LocalRound | None:
         """Return the last round if it has this number, or None, because an older round is over."""
         last = self.last_round
         return last if last is not None and last.assignment.round == number else None

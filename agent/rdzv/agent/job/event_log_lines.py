@@ -8,7 +8,7 @@ from rdzv.agent.core import events
 from rdzv.agent.core.model import AgentState, Assignment, Phase
 from rdzv.agent.core.stopping import joins_anew
 from rdzv.agent.system.error_files import describe_exit
-from rdzv.core.spent import MAX_RESTART_AGES
+from rdzv.core.model import MAX_RESTART_AGES
 from rdzv.core.words import counted, duration
 
 log = logging.getLogger("rdzv.agent")

@@ -1,8 +1,8 @@
 """One job on one node: feeds events to the agent core and carries out its decisions.
 
 Everything here runs in one event loop and never blocks it: the core decides at once, and the runner
-and the server respond with events. A `Round`, which is a single task, owns the workers of a round.
-`Reports` sends messages to the server.
+and the server respond with events. A `LocalRound`, which is a single task, owns the workers of a
+round. `ReportsToServer` sends messages to the server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rdzv.agent.core.server_contact import server_due_ms
 from rdzv.agent.core.stopping import rejoin
 from rdzv.agent.handover import leaked_processes
 from rdzv.agent.handover.handover_state import (
-    Keeping,
+    HandoverPlan,
     KeptState,
     KeptStop,
     StateKeeper,
@@ -26,13 +26,13 @@ from rdzv.agent.handover.handover_state import (
 from rdzv.agent.job.context import Decisions, JobContext
 from rdzv.agent.job.copies_of_snapshots import CopiesOfSnapshots
 from rdzv.agent.job.event_log_lines import log_event
-from rdzv.agent.job.reports_to_server import Belief, Reports
-from rdzv.agent.job.round import Round
+from rdzv.agent.job.reports_to_server import Belief, ReportsToServer
+from rdzv.agent.job.round import LocalRound
 from rdzv.agent.job.runner_event_router import RunnerEventRouter
 from rdzv.agent.job.snapshots_on_disk import SnapshotsOnDisk
 from rdzv.agent.job.store_offer import StoreOffer
 from rdzv.agent.job.worker_observers import WorkerObservers
-from rdzv.agent.job.worker_starts import WorkerStarts
+from rdzv.agent.job.worker_starts import LocalStarts
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.stack_sampling import Target
 from rdzv.agent.output.run_files import Written
@@ -68,7 +68,7 @@ class JobDriver:
         launch: Launch,
         link: ServerLink,
         run: str = "",
-        keeping: Keeping | None = None,
+        keeping: HandoverPlan | None = None,
         examine: Callable[[], Awaitable[str]] | None = None,
         started: runner_link.StartedRunner | None = None,
     ) -> None:
@@ -91,8 +91,8 @@ class JobDriver:
         self._keeper: StateKeeper | None = None
         self._started = started
         self._joined = self._handed_over = self._zygote_begun = False
-        self._reports = Reports(launch, link)
-        self._starts = WorkerStarts(
+        self._reports = ReportsToServer(launch, link)
+        self._starts = LocalStarts(
             self.rdzv_id,
             self.local_world_size,
             monotonic_ms,
@@ -172,7 +172,7 @@ class JobDriver:
         if state.notice is not None and state.notice.due_ms is not None:
             self._link.drain.remember(state.notice.due_ms, state.notice.reason)
         if assignment is not None:
-            self._context.last_round = Round(context, assignment)
+            self._context.last_round = LocalRound(context, assignment)
             # Otherwise its workers were never requested, and the round begins here.
             started = found.hello.last_round == assignment.round
             self._context.fates.resume(assignment, found.hello.workers if started else {})
@@ -484,7 +484,7 @@ class JobDriver:
             case commands.SayJoin():
                 self._join(command)
             case commands.StartWorkers():
-                self._context.last_round = Round(self._context, command.assignment)
+                self._context.last_round = LocalRound(self._context, command.assignment)
                 self._context.last_round.begin()
             case commands.StopWorkers():
                 self._context.round.stop_workers(command)

@@ -30,7 +30,7 @@ Belief: TypeAlias = pb.Belief
 """Everything that a node believes about a job, as sent in a Hello."""
 
 
-class Reports:
+class ReportsToServer:
     """Sends one job's messages from this node. Only messages with stacks wait for the server."""
 
     def __init__(self, launch: Launch, link: ServerLink) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Coroutine
 from rdzv.agent import runner_link
 from rdzv.agent.core import commands, events
 from rdzv.agent.core.machine import rejoins_after_failure
-from rdzv.agent.core.model import Assignment, KeptWorker, Phase
+from rdzv.agent.core.model import Assignment, ParkedWorker, Phase
 from rdzv.agent.exit_causes import ExitedWorker, count_memory_kills, explain_exit
 from rdzv.agent.handover.handover_state import KeptState, KeptStop
 from rdzv.agent.job.context import JobContext
@@ -35,7 +35,7 @@ from rdzv.structs import replace
 log = logging.getLogger("rdzv.agent")
 
 
-class Round:
+class LocalRound:
     """The workers of one round on this node. Call either `begin` or `resume`, once.
 
     An exception in its task, other than a failed start, ends the job on this node.
@@ -60,7 +60,7 @@ class Round:
         self._memory_kills = count_memory_kills()
         """The kernel's counts of memory kills before the workers were started or adopted."""
         self._gone = asyncio.Event()
-        self._kept: tuple[KeptWorker, ...] = ()
+        self._kept: tuple[ParkedWorker, ...] = ()
         """The workers that were parked when the round was over."""
 
     def begin(self) -> None:
@@ -281,7 +281,7 @@ class Round:
         self._context.observers.worker_exited(exited.local_rank)
         self._context.decisions.post(exited)
 
-    def workers_gone(self, kept: tuple[KeptWorker, ...]) -> None:
+    def workers_gone(self, kept: tuple[ParkedWorker, ...]) -> None:
         """Record that no process still takes part in the round; `kept` are the parked workers."""
         self._kept = kept
         self._cancel_start()

@@ -14,7 +14,7 @@ from rdzv.agent.handover import leaked_processes
 from rdzv.agent.job.context import JobContext
 from rdzv.agent.job.copies_of_snapshots import CopiesOfSnapshots
 from rdzv.agent.job.snapshots_on_disk import SnapshotsOnDisk
-from rdzv.agent.job.worker_starts import WorkerStarts
+from rdzv.agent.job.worker_starts import LocalStarts
 from rdzv.agent.system.error_files import describe_exit, signal_name
 from rdzv.agent.system.side_thread import in_time
 from rdzv.runtime.clock import monotonic_ms
@@ -38,7 +38,7 @@ class RunnerEventRouter:
         copies: CopiesOfSnapshots,
         socket: Path | None,
         meter: Callable[[], JobMeter],
-        starts: WorkerStarts,
+        starts: LocalStarts,
         prepared: Callable[[], None],
     ) -> None:
         """Handle a job's events, and pass them on to its current `meter` and to `starts`.

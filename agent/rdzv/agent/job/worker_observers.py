@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rdzv.agent.core.model import Assignment
-from rdzv.agent.job.reports_to_server import Reports
+from rdzv.agent.job.reports_to_server import ReportsToServer
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.arrival_watch import ArrivalWatch
 from rdzv.agent.observers.hang_watch import HangWatch
@@ -32,7 +32,7 @@ class WorkerObservers:
     when they are being ended, and `close_round` when they are gone.
     """
 
-    def __init__(self, launch: Launch, reports: Reports) -> None:
+    def __init__(self, launch: Launch, reports: ReportsToServer) -> None:
         self._local_world_size = launch.job.local_world_size
         self.progress = ProgressFiles(reports.report, launch.progress_dir, launch.identity)
         self.notice = NoticeFile(self.progress.beside, launch.identity)

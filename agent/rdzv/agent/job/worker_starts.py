@@ -21,7 +21,7 @@ log = logging.getLogger("rdzv.agent")
 _KEPT = "kept"
 
 
-class WorkerStarts:
+class LocalStarts:
     """Collects how a job's workers started, and reports it once they all take part in the round."""
 
     def __init__(

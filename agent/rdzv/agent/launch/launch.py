@@ -15,7 +15,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from rdzv.agent.core.environ import substitute_local_rank
-from rdzv.agent.core.model import Job
+from rdzv.agent.core.model import JobTerms
 from rdzv.agent.launch.numa import NumaBinding
 from rdzv.agent.runner_link import ask_spared
 from rdzv.agent.system.accounts import Account, Identity, acting_as, started_as
@@ -89,7 +89,7 @@ class SnapshotFiles:
 class Launch:
     """The launch of a job on this node: what to run and how to run it."""
 
-    job: Job
+    job: JobTerms
     script: str
     args: tuple[str, ...] = ()
     module: bool = False

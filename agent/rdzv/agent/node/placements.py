@@ -25,8 +25,8 @@ from typing import ParamSpec, TypeVar
 
 from rdzv.agent.agent_metrics_interface import Meter
 from rdzv.agent.core import events
-from rdzv.agent.core.model import Job
-from rdzv.agent.handover.handover_state import Keeping, KeptPlacement
+from rdzv.agent.core.model import JobTerms
+from rdzv.agent.handover.handover_state import HandoverPlan, KeptPlacement
 from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption
 from rdzv.agent.handover.runner_records import RunnerRecords
 from rdzv.agent.inventory.health import Health, describe
@@ -223,7 +223,7 @@ class Placements:
             launch,
             self._link,
             kept.run,
-            Keeping(found.path, kept),
+            HandoverPlan(found.path, kept),
             self._examine(kept.granted),
         )
         self._note_rounds(driver, folder)
@@ -245,7 +245,7 @@ class Placements:
         self._hold(held, lambda: self._go_on(held, driver, folder, why_not))
 
     async def _launch_again(
-        self, kept: KeptPlacement, placed: Placed, job: Job
+        self, kept: KeptPlacement, placed: Placed, job: JobTerms
     ) -> tuple[Launch, RunFolder, str]:
         """Return the job's launch, its folder, and why no further round can be started here.
 
@@ -428,7 +428,7 @@ class Placements:
         self, held: _Held, launch: Launch, folder: RunFolder, gpus: tuple[str, ...]
     ) -> None:
         placed = held.placed
-        keeping = Keeping(
+        keeping = HandoverPlan(
             self._adoption.new_socket(),
             KeptPlacement(
                 node_id=self._around.node_id,

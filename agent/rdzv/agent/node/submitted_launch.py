@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rdzv.agent.cli.options import parse_launch
-from rdzv.agent.core.model import Job
+from rdzv.agent.core.model import JobTerms
 from rdzv.agent.launch.launch import Launch, Output, ask_count_devices, count_cpus
 from rdzv.agent.system.accounts import Account
 from rdzv.errors import InvalidRequestError
@@ -144,7 +144,7 @@ def _lesser(one: int | None, other: int | None) -> int | None:
     return min((limit for limit in (one, other) if limit is not None), default=None)
 
 
-def bare_launch(placed: Placed, around: Surroundings, share: Share, job: Job) -> Launch:
+def bare_launch(placed: Placed, around: Surroundings, share: Share, job: JobTerms) -> Launch:
     """Return a launch that is sufficient to supervise running workers, but not to start others."""
     return Launch(
         job,

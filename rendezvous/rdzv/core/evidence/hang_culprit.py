@@ -41,7 +41,7 @@ class HungWorker:
 
 
 @struct(frozen=True)
-class Verdict:
+class Culprit:
     """The failure that ends the round, and the way in which it is reported."""
 
     node_id: str
@@ -64,7 +64,7 @@ def describe_hung(workers: Iterable[HungWorker]) -> str:
     return f"RANK {ranks_text(worker.rank for worker in known)}: {known[0].reason}"
 
 
-def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, why: str) -> Verdict:
+def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, why: str) -> Culprit:
     """Decide which of the hung workers (keyed by node_id) failed, and describe where they are.
 
     The failed worker is the one that the others are waiting for, according to the records of
@@ -83,10 +83,10 @@ def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, w
     if odd is not None and odd in stacks:
         of = stacks[odd]
         who = (of.node_id, of.rank, of.local_rank, of.pid, message, as_traceback(of))
-        return Verdict(*who, finished=of.state == FINISHED)
+        return Culprit(*who, finished=of.state == FINISHED)
     node_id, worker = min(known, key=lambda one: (-one[1].silent_ms, one[1].rank))
     traceback = as_traceback(stacks[worker.rank]) if worker.rank in stacks else ""
-    return Verdict(node_id, worker.rank, worker.local_rank, worker.pid, message, traceback)
+    return Culprit(node_id, worker.rank, worker.local_rank, worker.pid, message, traceback)
 
 
 def _waited_for(report: Report) -> int | None:

@@ -37,6 +37,7 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Annotated
 
+from rdzv.core.commands import Tick
 from rdzv.core.model import DAEMON_RETURN_MS, RECONNECT_GRACE_MS
 from rdzv.core.shared_map import put, put_all
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousConnectionError
@@ -269,11 +270,6 @@ class Pause:
     """The server itself was unable to receive for a while."""
 
 
-@struct(frozen=True)
-class Tick:
-    """Advance the time."""
-
-
 NodesCommand = Connect | Hear | Disconnect | PlanAway | Expect | Pause | Tick
 
 
@@ -315,7 +311,7 @@ class NodeAway:
 
 
 @struct(frozen=True)
-class NodeLost:
+class NodeGivenUp:
     """A node was given up. If its stream is still open, it must be closed."""
 
     node_id: str
@@ -326,7 +322,7 @@ class NodeLost:
     """The time for which the node had been silent."""
 
 
-NodesEvent = NodeConnected | LeaseGrown | NodeAway | NodeLost
+NodesEvent = NodeConnected | LeaseGrown | NodeAway | NodeGivenUp
 
 
 @struct(frozen=True)
@@ -689,14 +685,14 @@ def _coming_back(nodes: Nodes, now_ms: int) -> bool:
     )
 
 
-def _lost(record: NodeRecord, now_ms: int) -> NodeLost:
+def _lost(record: NodeRecord, now_ms: int) -> NodeGivenUp:
     silent_ms = now_ms - (record.since_ms if record.stream is None else record.heard_ms)
     reason = f"its stream ended and it did not come back within {silent_ms / 1000:.2g} s"
     if record.stream is not None:
         reason = f"lease ran out: nothing heard for {silent_ms / 1000:.1f} s"
     elif not record.instance:
         reason = f"did not reconnect within {silent_ms / 1000:.0f} s of this server's take-over"
-    return NodeLost(record.node_id, record.incarnation, reason, record.stream, silent_ms)
+    return NodeGivenUp(record.node_id, record.incarnation, reason, record.stream, silent_ms)
 
 
 def _put(nodes: Nodes, record: NodeRecord) -> Nodes:

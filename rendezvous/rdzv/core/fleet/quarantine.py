@@ -93,7 +93,7 @@ class Quarantined:
 
 
 @struct(frozen=True)
-class Record:
+class QuarantineRecord:
     """Everything that is remembered about strikes and quarantines; stored unchanged."""
 
     strikes: tuple[Strike, ...] = ()
@@ -108,10 +108,10 @@ class Record:
 
 
 @struct(frozen=True)
-class Verdict:
+class StrikeOutcome:
     """The outcome of a strike."""
 
-    record: Record
+    record: QuarantineRecord
     event: NodeQuarantined | NodeNotQuarantined | None = None
     """The decision, or None if no decision was needed."""
 
@@ -147,12 +147,12 @@ def _points_to_machine(failure: Failure) -> bool:
 
 
 def judge(
-    record: Record,
+    record: QuarantineRecord,
     strike: Strike,
     rules: QuarantineRules,
     daemons: Collection[str],
     now_ms: int,
-) -> Verdict:
+) -> StrikeOutcome:
     """Record a strike, and decide whether its node is quarantined for it.
 
     A known strike has no effect, so it may be repeated after a failed commit. `daemons` are the
@@ -160,10 +160,10 @@ def judge(
     """
     node_id = strike.node_id
     if not rules.failures or node_id not in daemons or _known(record, strike):
-        return Verdict(record)
+        return StrikeOutcome(record)
     if node_id in record.quarantined(now_ms):
         # Jobs still running there prove nothing new.
-        return Verdict(record)
+        return StrikeOutcome(record)
     kept = _pruned(record, now_ms)
     kept = replace(kept, strikes=(*kept.strikes, strike)[-MAX_STRIKES:])
     mine = [other for other in kept.strikes if other.node_id == node_id]
@@ -172,9 +172,9 @@ def judge(
     if len(counted) < rules.failures:
         mine = [other for other in mine if other.run == strike.run]
         if strike.run not in blamed or len(mine) < rules.failures:
-            return Verdict(kept)
+            return StrikeOutcome(kept)
         refusal = f"a node was quarantined for this run of {strike.rdzv_id} already, so {_THE_JOB}"
-        return Verdict(kept, NodeNotQuarantined(node_id, _place_of(mine, now_ms), refusal))
+        return StrikeOutcome(kept, NodeNotQuarantined(node_id, _place_of(mine, now_ms), refusal))
     machine, jobs = sum(1 for one in counted if one.machine), {one.rdzv_id for one in counted}
     if machine < rules.failures and len(jobs) < 2:
         refusal = (
@@ -182,21 +182,21 @@ def judge(
             f"{'is' if machine < 2 else 'are'} the machine's (a signal, a device error), so "
             f"{_THE_JOB}"
         )
-        return Verdict(kept, NodeNotQuarantined(node_id, _place_of(counted, now_ms), refusal))
+        return StrikeOutcome(kept, NodeNotQuarantined(node_id, _place_of(counted, now_ms), refusal))
     often = f"at fault {_often(counted, now_ms)}"
     if refusal := _refusal(kept, rules, daemons, now_ms):
-        return Verdict(kept, NodeNotQuarantined(node_id, often, refusal))
+        return StrikeOutcome(kept, NodeNotQuarantined(node_id, often, refusal))
     reason = f"{often}, last in {strike.rdzv_id}: {strike.reason}"
     nodes = {**kept.nodes, node_id: Quarantined(now_ms, now_ms + rules.ttl_ms, reason)}
-    kept = Record(
+    kept = QuarantineRecord(
         tuple(other for other in kept.strikes if other.node_id != node_id),
         nodes,
         (*kept.blamed, (strike.run, now_ms + rules.ttl_ms))[-MAX_BLAMED:],
     )
-    return Verdict(kept, NodeQuarantined(node_id, rules.ttl_ms, reason))
+    return StrikeOutcome(kept, NodeQuarantined(node_id, rules.ttl_ms, reason))
 
 
-def lift(record: Record, node_id: str) -> Record:
+def lift(record: QuarantineRecord, node_id: str) -> QuarantineRecord:
     """Return the record without a node's quarantine and strikes, so that the node is used again."""
     return replace(
         record,
@@ -217,7 +217,9 @@ def _often(strikes: Sequence[Strike], now_ms: int) -> str:
     return f"{times} times within {duration(now_ms - strikes[0].at_ms)}" if times > 1 else "once"
 
 
-def _refusal(record: Record, rules: QuarantineRules, daemons: Collection[str], now_ms: int) -> str:
+def _refusal(
+    record: QuarantineRecord, rules: QuarantineRules, daemons: Collection[str], now_ms: int
+) -> str:
     """Explain why a node that is at fault is not quarantined, or return ""."""
     if len(daemons) < 2:
         return "no other node is known"
@@ -228,15 +230,15 @@ def _refusal(record: Record, rules: QuarantineRules, daemons: Collection[str], n
     return f"{listed(held)} {are} already, and of {len(daemons)} nodes only {most} may be at a time"
 
 
-def _known(record: Record, strike: Strike) -> bool:
+def _known(record: QuarantineRecord, strike: Strike) -> bool:
     key = (strike.node_id, strike.run, strike.round)
     return any((s.node_id, s.run, s.round) == key for s in record.strikes)
 
 
-def _pruned(record: Record, now_ms: int) -> Record:
+def _pruned(record: QuarantineRecord, now_ms: int) -> QuarantineRecord:
     """Return the record without the entries that no longer count."""
     since_ms = now_ms - WINDOW_MS
-    return Record(
+    return QuarantineRecord(
         tuple(strike for strike in record.strikes if strike.at_ms > since_ms),
         record.quarantined(now_ms),
         tuple(one for one in record.blamed if now_ms < one[1]),

@@ -25,6 +25,7 @@ from rdzv.core.model import (
     State,
     Submission,
     Superseded,
+    Tally,
     Tuning,
     is_placeholder,
     placeholder,
@@ -39,7 +40,6 @@ from rdzv.core.rounds.recovery_reports import (
     spent_known,
 )
 from rdzv.core.shared_map import put, without
-from rdzv.core.spent import Tally
 from rdzv.structs import replace
 
 

@@ -20,9 +20,9 @@ from rdzv.core.model import (
     Round,
     RoundEnd,
     Settings,
+    Spent,
 )
 from rdzv.core.root_cause import why_not_restarted
-from rdzv.core.spent import Spent
 from rdzv.core.words import counted
 from rdzv.structs import struct
 

@@ -18,16 +18,19 @@ from operator import is_not
 
 from rdzv.core.commands import Join, Resume
 from rdzv.core.model import (
+    LATEST,
+    MAX_RESTART_AGES,
     Membership,
     Offer,
     Participant,
     RecoveryReport,
     Round,
+    Spent,
     State,
+    Tally,
     is_placeholder,
     placeholder,
 )
-from rdzv.core.spent import LATEST, MAX_RESTART_AGES, Spent, Tally
 from rdzv.structs import replace
 
 

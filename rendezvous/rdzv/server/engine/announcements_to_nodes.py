@@ -33,11 +33,11 @@ from rdzv.core.model import (
     Round,
     RoundEnd,
     State,
+    Tally,
     is_placeholder,
 )
 from rdzv.core.rounds.ranks import facts
 from rdzv.core.rounds.recovery_reports import adoptable, tally_of
-from rdzv.core.spent import Tally
 from rdzv.messages import (
     Announcement,
     Assignment,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from rdzv.core.fleet import nodes
-from rdzv.core.fleet.drain import Drain
+from rdzv.core.fleet.node_resources import Drain
 from rdzv.errors import UnknownNodeError
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine.store_access import StoreAccess

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Mapping
 
 from rdzv.core.events import NodeDrained, NodeUndrained
-from rdzv.core.fleet.drain import Drain
-from rdzv.core.fleet.drain import told as drain_words
+from rdzv.core.fleet.node_resources import Drain
+from rdzv.core.fleet.node_resources import told as drain_words
 from rdzv.core.model import State
 from rdzv.core.words import duration
 from rdzv.errors import TooFewNodesError

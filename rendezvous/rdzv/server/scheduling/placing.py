@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from rdzv.core.commands import Command, GiveUp, Place, Withdraw
 from rdzv.core.fleet import nodes
-from rdzv.core.fleet.drain import Drain
 from rdzv.core.fleet.job_queue import (
     Plan,
     QueuedWait,
@@ -23,6 +22,7 @@ from rdzv.core.fleet.job_queue import (
     nearest_miss,
     place_queued_jobs,
 )
+from rdzv.core.fleet.node_resources import Drain
 from rdzv.core.life.submitted_jobs import awaited
 from rdzv.core.model import JobSpec, State
 from rdzv.core.reason import ReasonItem

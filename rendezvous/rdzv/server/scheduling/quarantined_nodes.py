@@ -18,10 +18,10 @@ from rdzv.core.commands import Bar
 from rdzv.core.events import NodeQuarantined
 from rdzv.core.fleet.quarantine import (
     Quarantined,
+    QuarantineRecord,
     QuarantineRules,
-    Record,
     Strike,
-    Verdict,
+    StrikeOutcome,
     judge,
     lift,
     strikes_in,
@@ -42,8 +42,8 @@ QUARANTINE = "quarantine"
 """The name of the key-value record for quarantined nodes and for strikes against other nodes."""
 
 
-def _read(data: bytes) -> Record:
-    return msgspec.json.decode(data, type=Record)
+def _read(data: bytes) -> QuarantineRecord:
+    return msgspec.json.decode(data, type=QuarantineRecord)
 
 
 class Quarantine:
@@ -81,7 +81,7 @@ class Quarantine:
         self._changed()
 
     @property
-    def _record(self) -> Record:
+    def _record(self) -> QuarantineRecord:
         return self._document.value
 
     def stop(self) -> None:
@@ -127,7 +127,7 @@ class Quarantine:
             bar = None
         return bar, tuple(rows)
 
-    async def _judge(self, strike: Strike) -> Verdict:
+    async def _judge(self, strike: Strike) -> StrikeOutcome:
         async with self._lock:
             now_ms = self._clock.now_ms()
             verdict = judge(self._record, strike, self._tuning, self._daemons(), now_ms)
@@ -159,7 +159,7 @@ class Quarantine:
             self._changed()
         return held
 
-    async def _write(self, record: Record) -> None:
+    async def _write(self, record: QuarantineRecord) -> None:
         """Store a decision before it takes effect."""
         try:
             await self._document.swap(record, msgspec.json.encode(record))

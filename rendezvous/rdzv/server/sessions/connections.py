@@ -173,7 +173,7 @@ class Connections:
             case nodes.NodeAway():
                 self._node_jobs.mark_soon(event.node_id)
                 self._scheduling.placer.wake()
-            case nodes.NodeLost():
+            case nodes.NodeGivenUp():
                 self._meter.node_lost()
                 self._callers.pop(event.node_id, None)
                 self._targets.lose(event.node_id, self._clock.now_ms())

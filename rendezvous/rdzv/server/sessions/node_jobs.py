@@ -52,7 +52,7 @@ class NodeJobs:
         self._tasks = tasks
         self._jobs_of: dict[str, set[str]] = {}
         """A superset of the jobs in which each node is present, by node_id."""
-        self._to_mark: dict[str, dict[str, nodes.NodeLost | None]] = {}
+        self._to_mark: dict[str, dict[str, nodes.NodeGivenUp | None]] = {}
         """The nodes still to be marked in each job being updated, by rdzv_id; a lost node is listed
         with its loss."""
 
@@ -105,7 +105,7 @@ class NodeJobs:
         self,
         node_id: str,
         rdzv_ids: Iterable[str] | None = None,
-        lost: nodes.NodeLost | None = None,
+        lost: nodes.NodeGivenUp | None = None,
     ) -> None:
         """Schedule an update about a node in the named jobs, or in all jobs that it may be in."""
         if rdzv_ids is None:
@@ -136,7 +136,7 @@ class NodeJobs:
         finally:
             del self._to_mark[rdzv_id]
 
-    async def _mark(self, rdzv_id: str, marked: Mapping[str, nodes.NodeLost | None]) -> bool:
+    async def _mark(self, rdzv_id: str, marked: Mapping[str, nodes.NodeGivenUp | None]) -> bool:
         """Update a job about these nodes in one commit; return False if it must be retried."""
         names = listed(marked)
         try:
@@ -156,7 +156,7 @@ class NodeJobs:
         return True
 
     def _mark_command(
-        self, job: Job, node_id: str, lost: nodes.NodeLost | None, state: State
+        self, job: Job, node_id: str, lost: nodes.NodeGivenUp | None, state: State
     ) -> Command | None:
         held = state.incarnation(node_id)
         record = self._leases.records.get(node_id)

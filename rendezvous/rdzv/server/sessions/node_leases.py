@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+from rdzv.core.commands import Tick
 from rdzv.core.fleet import nodes
 from rdzv.runtime.clock import Clock, LoopWatch, Timer
 from rdzv.structs import replace
@@ -91,7 +92,7 @@ class Leases:
             self._timer.arm_by(self._watch.settled_ms)
             return
         self._feed_heard()
-        self.step(nodes.Tick())
+        self.step(Tick())
 
     def _feed_heard(self) -> None:
         self._hear_timer.cancel()

@@ -19,7 +19,7 @@ from rdzv.core.fleet.nodes import (
     LeaseRules,
     NodeAway,
     NodeConnected,
-    NodeLost,
+    NodeGivenUp,
     Nodes,
     NodesCommand,
     NodesEvent,
@@ -90,7 +90,7 @@ class Fleet:
 
     @property
     def lost(self) -> list[str]:
-        return [event.node_id for event in self.events if isinstance(event, NodeLost)]
+        return [event.node_id for event in self.events if isinstance(event, NodeGivenUp)]
 
 
 # ------------------------------------------------------------------ leases
@@ -309,7 +309,7 @@ def test_after_a_take_over_nobody_is_lost_for_takeover_grace() -> None:
     fleet.pass_until(30_000)
     assert fleet.lost == ["n1"]
     [lost] = fleet.events
-    assert isinstance(lost, NodeLost) and lost.incarnation == 7
+    assert isinstance(lost, NodeGivenUp) and lost.incarnation == 7
 
 
 def test_ten_thousand_nodes_have_longer_before_the_first_of_them_has_come_back() -> None:

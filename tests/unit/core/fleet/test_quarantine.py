@@ -13,8 +13,8 @@ import pytest
 from rdzv.core.events import NodeStuck, RoundSettled
 from rdzv.core.fleet.quarantine import (
     MAX_STRIKES,
+    QuarantineRecord,
     QuarantineRules,
-    Record,
     Strike,
     judge,
     lift,
@@ -31,11 +31,11 @@ HOUR_MS = 3_600_000
 def after(
     strikes: str,
     daemons: tuple[str, ...] = FOUR,
-    record: Record | None = None,
+    record: QuarantineRecord | None = None,
     **tuning: int,
-) -> tuple[Record, str]:
+) -> tuple[QuarantineRecord, str]:
     """Judge strikes one after the other; each ends its own round."""
-    record, text = record or Record(), ""
+    record, text = record or QuarantineRecord(), ""
     for round_, line in enumerate(filter(None, map(str.strip, strikes.split(";")))):
         at_s, node_id, run = line.split()
         at_ms = int(at_s) * 1000
@@ -210,17 +210,17 @@ def test_the_only_node_is_never_quarantined() -> None:
 
 def test_a_node_without_a_daemon_is_not_judged() -> None:
     record, text = after("0 laptop-4711 a; 1 laptop-4711 a; 2 laptop-4711 a")
-    assert (record, text) == (Record(), "")
+    assert (record, text) == (QuarantineRecord(), "")
 
 
 def test_a_strike_that_is_told_again_changes_nothing() -> None:
     strike = Strike("n2", "job-7", "a", 5, 1_000, "exit code 3", machine=True)
-    record = judge(Record(), strike, QuarantineRules(), FOUR, 1_000).record
+    record = judge(QuarantineRecord(), strike, QuarantineRules(), FOUR, 1_000).record
     for at_ms in (1_000, 2_000, 3_000):
         again = judge(record, strike, QuarantineRules(), FOUR, at_ms)
         assert again.record is record and not again.event
     tuning = QuarantineRules(failures=1)
-    record = judge(Record(), strike, tuning, FOUR, 1_000).record
+    record = judge(QuarantineRecord(), strike, tuning, FOUR, 1_000).record
     assert judge(record, strike, tuning, FOUR, 2_000).record is record
 
 
@@ -246,7 +246,7 @@ def test_what_was_before_an_operator_lifted_it_does_not_count() -> None:
 
 @pytest.mark.slow
 def test_what_is_remembered_is_bounded_and_forgotten_in_time() -> None:
-    record = Record()
+    record = QuarantineRecord()
     tuning = QuarantineRules(failures=MAX_STRIKES * 2)
     for number in range(MAX_STRIKES + 10):
         strike = Strike("n2", "job-7", "a", number, number, "exit code 3")
@@ -259,8 +259,8 @@ def test_what_is_remembered_is_bounded_and_forgotten_in_time() -> None:
 
 def test_the_record_is_stored_as_it_is() -> None:
     record, _ = after(f"{THRICE}; 30 n3 b")
-    assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
-    assert msgspec.json.decode(b"{}", type=Record) == Record()
+    assert msgspec.json.decode(msgspec.json.encode(record), type=QuarantineRecord) == record
+    assert msgspec.json.decode(b"{}", type=QuarantineRecord) == QuarantineRecord()
 
 
 # ---------------------------------------------------------------- what is a strike

@@ -22,9 +22,9 @@ from rdzv.core.model import (
     Round,
     RoundEnd,
     Settings,
+    Spent,
 )
 from rdzv.core.rounds.budgets import SOON_MS, backoff_ms, exceeded, further, spend
-from rdzv.core.spent import Spent
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, offer, report, running
 

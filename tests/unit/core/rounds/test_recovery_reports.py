@@ -20,6 +20,7 @@ from rdzv.core.events import (
 from rdzv.core.life.failures import restarts_that_count
 from rdzv.core.life.restoring import CLAIMS_QUIET_MS
 from rdzv.core.model import (
+    MAX_RESTART_AGES,
     Away,
     Cause,
     JobState,
@@ -30,6 +31,8 @@ from rdzv.core.model import (
     Result,
     Settings,
     SnapshotMark,
+    Spent,
+    Tally,
     is_placeholder,
     placeholder,
 )
@@ -42,7 +45,6 @@ from rdzv.core.rounds.recovery_reports import (
     spent_known,
     tally_of,
 )
-from rdzv.core.spent import MAX_RESTART_AGES, Spent, Tally
 from rdzv.errors import DeniedError, RendezvousClosedError, UnknownNodeError
 from rdzv.structs import replace
 
