@@ -24,7 +24,6 @@ from rdzv.ctl import (
     as_text_nodes,
     as_text_stacks,
     as_text_story,
-    as_text_submission,
     job_list,
     live,
     trace,
@@ -49,7 +48,7 @@ def _status(message: Any) -> Iterator[str]:
         yield as_text.status(job, page)
         yield as_text.status(job, page, everything=True)
         yield as_text_story.explain(job, (), page)
-        yield as_text_submission.submitted(job, None, page)
+        yield as_text.submitted(job, None, page)
     yield trace.trace(live.later(job, 500), (), 1_000)
 
 

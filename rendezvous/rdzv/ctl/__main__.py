@@ -98,7 +98,7 @@ def _drop_output() -> None:
 SECTIONS: dict[str, dict[str, str | None]] = {
     "See what jobs do, and why": {
         **{"list": "jobs", "status": "jobs", "explain": "history", "events": "history"},
-        **{"logs": "workers", "stacks": "workers", "trace": "history", "report": "report"},
+        **{"logs": "workers", "stacks": "workers", "trace": "history", "report": "history"},
         "wait": "jobs",
     },
     "Run and change jobs": {

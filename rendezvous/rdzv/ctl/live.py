@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from rdzv.core.reason import LAST_CALL
 from rdzv.core.words import counted, duration, listed
 from rdzv.ctl import as_text
-from rdzv.ctl.as_text_submission import awaited
 from rdzv.ctl.layout import Cell, Columns, Page, dim
 from rdzv.structs import replace
 from rdzv.view.answers import ENDED, Event, JobStatus
@@ -137,7 +136,7 @@ def _facts(job: JobStatus, page: Page) -> list[str]:
     lines = page.fact("now", ", ".join(parts))
     if job.progress:
         lines += page.fact("progress", as_text.progress(job))
-    if coming := awaited(job):
+    if coming := as_text.awaited(job):
         lines += page.fact("placed", f"{listed(coming)}; not joined yet")
     if job.submission is not None and job.submission.declined:
         names = listed(node.node_id for node in job.submission.declined)

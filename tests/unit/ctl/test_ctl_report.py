@@ -17,7 +17,7 @@ from stories import STORIES, told
 from rdzv.ctl import as_text_report, report_page
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.command_line import parse_duration
-from rdzv.ctl.commands.report import servers_now_ms
+from rdzv.ctl.commands.history import servers_now_ms
 from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace

@@ -778,12 +778,12 @@ def test_ctrl_c_leaves_it_running(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from rdzv.ctl import follow
+    from rdzv.ctl import watch
 
     def interrupted(*_: object, **__: object) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(follow, "show_logs", interrupted)
+    monkeypatch.setattr(watch, "show_logs", interrupted)
     assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 130
     said = capsys.readouterr().err.splitlines()[-1]
     assert said == (

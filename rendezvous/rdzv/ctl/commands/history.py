@@ -1,8 +1,9 @@
-"""Commands for a job's history: events, explain, trace."""
+"""Commands for the history of jobs: events, explain, trace, report."""
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,17 +11,24 @@ import click
 
 from rdzv.ctl.command_line import (
     answer,
+    complete_names,
     connection_options,
     job_argument,
     opened_client,
     output_option,
+    parse_duration,
 )
-from rdzv.errors import InvalidRequestError, LimitExceededError
+from rdzv.errors import InvalidRequestError, LimitExceededError, UnknownJobError
 
 if TYPE_CHECKING:
-    from rdzv.client import ControlClient
-    from rdzv.view.answers import Event
+    from collections.abc import Sequence
 
+    from rdzv.client import ControlClient
+    from rdzv.view.answers import Event, JobStatus
+    from rdzv.view.ledger import Ledger
+    from rdzv.view.reports import Report
+
+_SINCE = "7d"
 _HISTORY_ROWS = 10_000
 """The number of history rows per job that a server keeps by default."""
 
@@ -55,7 +63,7 @@ def events_command(job: str, limit: int | None, followed: bool, output: str) -> 
     with opened_client() as client:
         found = client.events(job, limit or 0)
         if followed:
-            from rdzv.ctl.follow import follow_events
+            from rdzv.ctl.watch import follow_events
 
             with opened_client() as other:
                 follow_events(client, other, job, found, output)
@@ -102,8 +110,6 @@ def trace_command(job: str, path: Path) -> str:
 
     Rounds are slices on each node's track, with the cause that ended them; events are instants.
     """
-    import time
-
     from rdzv.ctl.trace import trace
 
     with opened_client() as client:
@@ -131,3 +137,113 @@ def whole_history(client: ControlClient, job: str) -> tuple[Event, ...]:
         return client.events(job, _HISTORY_ROWS)
     except (InvalidRequestError, LimitExceededError):
         return client.events(job)
+
+
+@click.command("report")
+@click.argument(
+    "job", required=False, shell_complete=lambda *asked: complete_names(*asked, kind="jobs")
+)
+@click.option(
+    "--run",
+    "number",
+    type=click.IntRange(min=1, max=2**32 - 1),
+    metavar="N",
+    help="Run N of JOB; default: its last one.",
+)
+@click.option(
+    "--since",
+    metavar="TIME",
+    help=f"Without JOB: how far back to look, such as 12h; default: {_SINCE}.",
+)
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write an HTML page with plots instead.",
+)
+@output_option
+@connection_options
+def report_command(
+    job: str | None, number: int | None, since: str | None, html: Path | None, output: str
+) -> str:
+    """Show how JOB spent its time, and what its failures cost.
+
+    Without JOB, all jobs are summed up, with the causes and nodes that cost most. JOB is its
+    rdzv_id. Every moment is counted once: as queued, waiting for nodes, forming, starting, loading,
+    training, redoing lost steps, detecting a failure, or stopping. Goodput is the share spent
+    training.
+    """
+    if job is not None and since is not None:
+        raise click.UsageError("give JOB or --since, not both")
+    if job is None and number is not None:
+        raise click.UsageError("--run needs a JOB")
+    since_ms = parse_duration("--since", since or _SINCE)
+    now_ms = round(time.time() * 1000)
+    with opened_client() as client:
+        if job is None:
+            return _shown_all(_all(client, since_ms, now_ms), output, html)
+        runs = _ledgers(client, job, now_ms)
+        return _shown(job, runs, number, output, html)
+
+
+def _ledgers(client: ControlClient, job: str, now_ms: int) -> list[Ledger]:
+    from rdzv.view.ledger import ledgers_of
+
+    status = client.status(job)
+    past = whole_history(client, job)
+    return ledgers_of(past, servers_now_ms(status, past, now_ms), status.state)
+
+
+def servers_now_ms(status: JobStatus, past: Sequence[Event], own_ms: int) -> int:
+    """Return the time by the server's clock, or `own_ms` if the history does not show it."""
+    for event in reversed(past):
+        if event.name == "RunBegan" and event.run == status.run:
+            return event.unix_ms + status.run_age_ms
+    return own_ms
+
+
+def _shown(job: str, runs: list[Ledger], number: int | None, output: str, html: Path | None) -> str:
+    from rdzv.ctl import as_text_report, report_page
+    from rdzv.view import as_json
+    from rdzv.view.ledger import chosen, run_numbers
+
+    run = chosen(job, runs, number)
+    others = [one for one in runs if one is not run]
+    if html is not None:
+        write_text(html, report_page.ledger(job, run, others))
+        return f"{html} has the ledger of {job}; open it in a browser"
+    return answer(
+        output,
+        lambda: as_json.ledger(job, run_numbers(runs), run),
+        lambda page: as_text_report.ledger(job, run, others, page),
+    )
+
+
+def _all(client: ControlClient, since_ms: int, now_ms: int) -> Report:
+    """Sum up all jobs, except those deleted in the meantime."""
+    from rdzv.view.ledger import ledgers_of
+    from rdzv.view.reports import ended_before, report, spent_by
+
+    spent = []
+    for job in client.jobs():
+        if ended_before(job.state, job.state_age_ms, since_ms):
+            continue
+        try:
+            history = whole_history(client, job.rdzv_id)
+        except UnknownJobError:
+            continue
+        runs = ledgers_of(history, now_ms, job.state)
+        spent.append(spent_by(job.rdzv_id, runs, now_ms - since_ms))
+    return report(spent, now_ms - since_ms, now_ms)
+
+
+def _shown_all(found: Report, output: str, html: Path | None) -> str:
+    from rdzv.ctl import as_text_report, report_page
+    from rdzv.view import as_json
+
+    if html is not None:
+        write_text(html, report_page.report(found))
+        return f"{html} has the report; open it in a browser"
+    return answer(
+        output, lambda: as_json.document(found), lambda page: as_text_report.report(found, page)
+    )

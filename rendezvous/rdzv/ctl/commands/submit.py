@@ -58,7 +58,7 @@ def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
         request = job_request.read(words, job_request.Caller.here())
     except InvalidRequestError as error:
         raise click.UsageError(str(error), context) from None
-    from rdzv.ctl.as_text_submission import submitted, to_submit
+    from rdzv.ctl.as_text import submitted, to_submit
     from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
@@ -87,7 +87,7 @@ def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
 
 
 def _followed(request: Request) -> int:
-    from rdzv.ctl.follow import follow
+    from rdzv.ctl.watch import follow
 
     rdzv_id, server = request.rdzv_id, request.connection.get("server")
     try:

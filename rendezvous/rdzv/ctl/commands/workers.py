@@ -63,7 +63,7 @@ def logs_command(
     round is shown from its beginning, or its --tail, and then every later round. Exits with 1 if
     anything could not be shown; the reason is on stderr.
     """
-    from rdzv.ctl.follow import show_logs
+    from rdzv.ctl.watch import show_logs
 
     try:
         tail_lines, tail_bytes = _parsed_tail(tail) if tail else (0, 0)
