@@ -186,7 +186,7 @@ def load_object(name: str, entry: Any, state: Any) -> None:
         unfinished.clear()
 
 
-def copied(name: str, what: Any, copy: Callable[[Any], Any]) -> Any:
+def _copied(name: str, what: Any, copy: Callable[[Any], Any]) -> Any:
     """Copy an entry. Raises `CannotBroadcastError`, naming the entry, if it cannot be copied."""
     try:
         return copy(what)
@@ -311,12 +311,35 @@ def put_back(
         parameter = parameters_of(optimizer)[place]
         held = _like(parameter, value) if sharded else value
         optimizer.state.setdefault(parameter, {})[key] = held
+    put_small(image.small, contents)
+
+
+def small_of(contents: Contents, buffers: dict[str, Tensor]) -> dict[str, Any]:
+    """Copy the values that change outside optimizer steps, and return them with these buffers."""
+    return {
+        "buffers": buffers,
+        "settings": {
+            name: copy.deepcopy(settings_of(one)) for name, one in contents.optimizers.items()
+        },
+        "sizes": {name: sizes_of(one) for name, one in contents.optimizers.items()},
+        "objects": {
+            name: _copied(name, one, lambda one: copy.deepcopy(one.state_dict()))
+            for name, one in contents.objects.items()
+        },
+        "values": {
+            name: _copied(name, one, copy.deepcopy) for name, one in contents.values.items()
+        },
+    }
+
+
+def put_small(small: Mapping[str, Any], contents: Contents) -> None:
+    """Load what `small_of` has copied, except the buffers."""
     for name, optimizer in contents.optimizers.items():
-        put_settings(optimizer, copy.deepcopy(image.small["settings"][name]))
+        put_settings(optimizer, copy.deepcopy(small["settings"][name]))
     for name, entry in contents.objects.items():
-        load_object(name, entry, copy.deepcopy(image.small["objects"][name]))
+        load_object(name, entry, copy.deepcopy(small["objects"][name]))
     for name in contents.values:
-        contents.values[name] = copy.deepcopy(image.small["values"][name])
+        contents.values[name] = copy.deepcopy(small["values"][name])
 
 
 def local(tensor: Tensor) -> Tensor:

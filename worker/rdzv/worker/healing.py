@@ -444,7 +444,7 @@ def buckets_of(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     octets = 0
     for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         alike = not bucket or (tensor.dtype, tensor.device) == (bucket[0].dtype, bucket[0].device)
         if bucket and (not alike or octets + size > BUCKET_BYTES):
             yield bucket

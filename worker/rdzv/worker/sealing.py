@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -12,15 +11,12 @@ from .contents import (
     Contents,
     Image,
     captured_rng,
-    copied,
     image_of,
-    load_object,
     parameters_of,
     put_back,
-    put_settings,
+    put_small,
     restore_rng,
-    settings_of,
-    sizes_of,
+    small_of,
 )
 from .sampler import ElasticBatchSampler
 from .shards import Parts, Shards
@@ -98,10 +94,10 @@ class Sealing:
         images = {}
         if with_state or parts is not None:
             tensors = [*contents.parameters(), *sealed.outside()]
-            images["state"] = image_of(step, tensors, contents, sealed.small())
+            images["state"] = image_of(step, tensors, contents, sealed.small)
         if parts is not None:
             images["part"] = parts.image(step, self.shards.small, clone=False)
-        own = {"rng": sealed.rng, "buffers": sealed.small()["buffers"]}
+        own = {"rng": sealed.rng, "buffers": sealed.small["buffers"]}
         return Content(own, images)
 
     def load(self, image: Image) -> None:
@@ -206,39 +202,15 @@ class _Copy:
         buffers, outside = ({}, {}) if last is None else (last._buffers, last._outside)
         self._buffers: dict[str, Tensor] = _cloned(contents.buffers(), buffers)
         self._outside: dict[str, Tensor] = _cloned(contents.outside(), outside)
-        self._settings = {
-            name: copy.deepcopy(settings_of(optimizer))
-            for name, optimizer in contents.optimizers.items()
-        }
-        self._sizes = {name: sizes_of(one) for name, one in contents.optimizers.items()}
-        self._objects = {
-            name: copied(name, entry, lambda one: copy.deepcopy(one.state_dict()))
-            for name, entry in contents.objects.items()
-        }
-        self._values = {
-            name: copied(name, value, copy.deepcopy) for name, value in contents.values.items()
-        }
+        self.small = small_of(contents, self._buffers)
 
     def outside(self) -> list[tuple[str, Tensor]]:
         return list(self._outside.items())
 
-    def small(self) -> dict[str, Any]:
-        return {
-            "buffers": self._buffers,
-            "settings": self._settings,
-            "sizes": self._sizes,
-            "objects": self._objects,
-            "values": self._values,
-        }
-
     def put_back(self, contents: Contents) -> None:
         self.put_back_local(contents)
         _copy_back(self._outside, contents.outside())
-        for name, optimizer in contents.optimizers.items():
-            put_settings(optimizer, copy.deepcopy(self._settings[name]))
-        for name, entry in contents.objects.items():
-            load_object(name, entry, copy.deepcopy(self._objects[name]))
-        contents.values.update(copy.deepcopy(self._values))
+        put_small(self.small, contents)
 
     def put_back_local(self, contents: Contents) -> None:
         restore_rng(self.rng)

@@ -6,7 +6,6 @@ In between, its parameters are held here as plain tensors, and are then loaded i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 from .contents import (
     Contents,
     Image,
-    copied,
     image_of,
     is_sharded,
     local,
     put_back,
-    settings_of,
-    sizes_of,
+    small_of,
 )
 from .rounds import UnsupportedError, WorkerError
 
@@ -55,18 +52,7 @@ class Parts:
 
     def small(self) -> dict[str, Any]:
         """Copy the small values, which change outside optimizer steps."""
-        return {
-            "buffers": {name: local(one).clone() for name, one in self._buffers},
-            "settings": {
-                name: copy.deepcopy(settings_of(one))
-                for name, one in self.contents.optimizers.items()
-            },
-            "sizes": {name: sizes_of(one) for name, one in self.contents.optimizers.items()},
-            "objects": {
-                name: copied(name, one, lambda one: copy.deepcopy(one.state_dict()))
-                for name, one in self.contents.objects.items()
-            },
-        }
+        return small_of(self.contents, {name: local(one).clone() for name, one in self._buffers})
 
     def image(self, step: int, small: dict[str, Any], *, clone: bool) -> Image:
         """Return the part as it is now, sharing its memory unless `clone` is set."""

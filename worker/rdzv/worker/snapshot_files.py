@@ -319,7 +319,7 @@ def _dict_of(image: Image) -> dict[str, Any]:
         "modules": modules,
         "optimizers": optimizers,
         "objects": small["objects"],
-        "values": small.get("values", {}),
+        "values": small["values"],
     }
 
 

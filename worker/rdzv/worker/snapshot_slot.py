@@ -115,7 +115,7 @@ class _Shape:
     device: str
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
@@ -304,7 +304,7 @@ class Slot:
 
         places, at = [], TENSORS_AT
         for one in shapes:
-            size = _bytes_of(one)
+            size = one.nbytes
             if size:
                 octets = torch.frombuffer(self._bytes, dtype=torch.uint8, count=size, offset=at)
                 places.append(octets.view(one.dtype).view(one.shape))
@@ -330,11 +330,7 @@ class Slot:
 
 def bytes_needed(tensors: Sequence[Tensor], head: bytes) -> int:
     """Return the slot size needed for the given tensors and head."""
-    return TENSORS_AT + sum(_aligned(_bytes_of(one)) for one in tensors) + len(head)
-
-
-def _bytes_of(one: Tensor | _Shape) -> int:
-    return one.bytes if isinstance(one, _Shape) else one.numel() * one.element_size()
+    return TENSORS_AT + sum(_aligned(one.nbytes) for one in tensors) + len(head)
 
 
 def _aligned(octets: int) -> int:

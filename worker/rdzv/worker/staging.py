@@ -37,9 +37,9 @@ def set_aside(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
     needed: dict[torch.device, int] = {}
     for one in tensors:
         if one.is_cuda:
-            needed[one.device] = needed.get(one.device, 0) + _bytes_of(one)
+            needed[one.device] = needed.get(one.device, 0) + one.nbytes
     roomy = {device for device, size in needed.items() if _free_bytes(device) > _ROOM * size}
-    taken = [one.device in roomy or _bytes_of(one) <= _TINY_BYTES for one in tensors]
+    taken = [one.device in roomy or one.nbytes <= _TINY_BYTES for one in tensors]
     return [one.clone() if take else one for one, take in zip(tensors, taken)], all(taken)
 
 
@@ -90,8 +90,8 @@ def readers() -> int:
 
 def huge(tensor: Tensor) -> Tensor:
     """Advise huge pages for a new tensor, which make it three times as fast to fill."""
-    if tensor.device.type == "cpu" and _bytes_of(tensor) >= _WORTH_HUGE_BYTES:
-        use_huge_pages(tensor.data_ptr(), _bytes_of(tensor))
+    if tensor.device.type == "cpu" and tensor.nbytes >= _WORTH_HUGE_BYTES:
+        use_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
 
 
@@ -108,13 +108,13 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
             return False
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return equal_memory(one.data_ptr(), other.data_ptr(), _bytes_of(one))
+    return equal_memory(one.data_ptr(), other.data_ptr(), one.nbytes)
 
 
 def _pieces(one: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Divide a large contiguous CPU tensor into chunks; leave any other tensor whole."""
     is_plain = one.is_contiguous() and place.is_contiguous() and not place.is_cuda
-    if not is_plain or _bytes_of(one) <= CHUNK_BYTES:
+    if not is_plain or one.nbytes <= CHUNK_BYTES:
         return iter([(one, place)])
     import torch
 
@@ -147,10 +147,6 @@ def events(tensors: Sequence[Tensor]) -> list[Any]:
         event.record(torch.cuda.current_stream(device))
         found.append(event)
     return found
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _free_bytes(device: torch.device) -> int:
