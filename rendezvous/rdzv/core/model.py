@@ -527,8 +527,8 @@ MAX_DECLINED = 16
 
 
 @struct(frozen=True)
-class Declined:
-    """A node that could not run the job and is not chosen again in this run."""
+class DeclinedNode:
+    """A node that could not run a submitted job and is not chosen for it again."""
 
     node_id: str
     reason: str
@@ -544,7 +544,7 @@ class Submission:
     """Among jobs of the same priority, the earliest is served first."""
     placed: tuple[str, ...] = ()
     """The chosen nodes, joined or not, in the order in which they were chosen."""
-    declined: tuple[Declined, ...] = ()
+    declined: tuple[DeclinedNode, ...] = ()
     """The nodes that declined, oldest first. Bounded, because the job is given up when there are
     too many."""
     queued_again_ms: int | None = None
@@ -560,7 +560,7 @@ class Submission:
     def with_declined(self, node_id: str, reason: str) -> Submission:
         """Record that a node cannot run the job, so it is not chosen again."""
         others = tuple(other for other in self.declined if other.node_id != node_id)
-        declined = (*others, Declined(node_id, reason))[-MAX_DECLINED:]
+        declined = (*others, DeclinedNode(node_id, reason))[-MAX_DECLINED:]
         return replace(self.without((node_id,)), declined=declined)
 
 

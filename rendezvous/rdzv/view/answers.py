@@ -13,6 +13,7 @@ from rdzv.core.evidence.collectives import HangCause
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import SilentNode, WorkerStack
 from rdzv.core.fleet.node_resources import Gpu
+from rdzv.core.model import DeclinedNode
 from rdzv.core.reason import Reason
 from rdzv.core.snapshots import SoleHolder
 from rdzv.structs import struct
@@ -140,14 +141,6 @@ class Token:
     age_ms: int
     expires_in_ms: int | None
     used_age_ms: int | None
-
-
-@struct(frozen=True)
-class DeclinedNode:
-    """A node that could not run a submitted job and is not chosen for it again."""
-
-    node_id: str
-    reason: str
 
 
 @struct(frozen=True)

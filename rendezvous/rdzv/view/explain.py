@@ -49,7 +49,6 @@ from rdzv.transport.wire import convert
 from rdzv.view.answers import (
     OWN_BACKEND,
     Budgets,
-    DeclinedNode,
     JobStatus,
     LastFailure,
     NodeStatus,
@@ -356,7 +355,7 @@ def _submission(
         env_names=tuple(name for name, _ in spec.env),
         placed=submission.placed,
         jobs_before=wait.jobs_before if wait is not None else None,
-        declined=tuple(convert(DeclinedNode, one) for one in submission.declined),
+        declined=submission.declined,
     )
 
 

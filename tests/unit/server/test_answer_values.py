@@ -21,7 +21,7 @@ from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.fleet.job_queue import QueuedWait
 from rdzv.core.fleet.node_resources import Gpu
 from rdzv.core.model import (
-    Declined,
+    DeclinedNode,
     Failure,
     JobSpec,
     Membership,
@@ -66,7 +66,7 @@ SPEC = JobSpec(
     submitter="ada",
     account="ada",
 )
-SUBMITTED = Submission(SPEC, "ada at head", 4_000, ("n1", "n2"), (Declined("n3", "no /data"),))
+SUBMITTED = Submission(SPEC, "ada at head", 4_000, ("n1", "n2"), (DeclinedNode("n3", "no /data"),))
 STORED = Membership(
     *("job-7", "run-1", 1, Settings(1, 2), 0), submission=SUBMITTED, last_failures=FAILED
 )
