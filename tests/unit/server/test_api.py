@@ -33,8 +33,8 @@ from rdzv.server.http.listener import Serving, serving_http
 from rdzv.server.http.openapi import LOG_BYTES, PREFIX, document, operations
 from rdzv.server.http.page_files import FOLDER, POLICY
 from rdzv.server.http.state_feeds import Reader
-from rdzv.server.http.views import Shown
 from rdzv.server.replication.replica import Replica
+from rdzv.server.rpc.queries import Queries
 from rdzv.server.security.role_gate import AUDIT
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.server_settings import Limits
@@ -214,7 +214,7 @@ async def test_the_documents_are_those_of_rdzvctl() -> None:
 
     async with asked() as s:
         await s.pair()
-        answers = Shown(s.replica, s.clock)
+        answers = Queries(s.replica, s.clock)
         status = await answers.status("job-7")
         assert await s.get("/jobs/job-7") == json.loads(as_json.document(status))
         assert as_json.document(status, indent=None) == as_json.one_line(as_json.document(status))
@@ -432,7 +432,7 @@ async def test_a_bug_is_an_error_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with asked() as s:
-        monkeypatch.setattr(Shown, "nodes", lambda self: 1 / 0)
+        monkeypatch.setattr(Queries, "nodes", lambda self: 1 / 0)
         error = await s.get("/nodes", 500)
     assert error["code"] == "RendezvousError" and "bug" in error["message"]
     assert "ZeroDivisionError" not in json.dumps(error)

@@ -26,7 +26,7 @@ from rdzv.errors import (
 from rdzv.messages import LogsWanted
 from rdzv.server.http.openapi import LOG_BYTES, PREFIX, Operation, document, operations
 from rdzv.server.http.state_feeds import Feeds, frame
-from rdzv.server.http.views import Shown
+from rdzv.server.rpc.queries import Queries
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.view import as_json
 from rdzv.view.answers import LogLines
@@ -72,7 +72,7 @@ BEAT = b": still here\n" + frame("beat", json.dumps({"version": as_json.VERSION}
 class Api:
     """The API's request handlers."""
 
-    def __init__(self, answers: Shown, feeds: Feeds, config: RdzvdSettings) -> None:
+    def __init__(self, answers: Queries, feeds: Feeds, config: RdzvdSettings) -> None:
         self._answers = answers
         self._feeds = feeds
         self._operations = operations()

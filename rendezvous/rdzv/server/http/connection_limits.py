@@ -11,6 +11,7 @@ import asyncio
 import ssl
 from collections import Counter
 from collections.abc import Callable
+from http import HTTPStatus
 
 from aiohttp import web
 
@@ -56,7 +57,6 @@ class ConnectionLimits:
         return ""
 
     def leave(self, peer: str) -> None:
-        """Stop counting a closed connection."""
         self._inside[peer] -= 1
         if not self._inside[peer]:
             del self._inside[peer]
@@ -117,7 +117,7 @@ class _Connection(asyncio.Protocol):
         self._stop_waiting()
         text = f"{why}\n".encode()
         head = (
-            f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: text/plain\r\n"
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: text/plain\r\n"
             f"Content-Length: {len(text)}\r\nConnection: close\r\n\r\n"
         )
         self._transport.write(head.encode() + text)
@@ -149,9 +149,6 @@ class _Connection(asyncio.Protocol):
             self._handler.connection_lost(exc)
 
 
-_PHRASES = {408: "Request Timeout", 503: "Service Unavailable"}
-
-
 class GuardedSite(web.BaseSite):
     """A listener for an aiohttp application, with connection limits."""
 
@@ -161,7 +158,6 @@ class GuardedSite(web.BaseSite):
         listen: Listen,
         tls: ssl.SSLContext | None,
     ) -> None:
-        """Create the listener without binding the address, which `start` does."""
         super().__init__(runner, ssl_context=tls)
         assert runner.server is not None
         self._limits = ConnectionLimits(runner.server)

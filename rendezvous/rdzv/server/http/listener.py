@@ -24,8 +24,8 @@ from rdzv.server.http.api import Api, answering_errors
 from rdzv.server.http.connection_limits import GuardedSite
 from rdzv.server.http.page_files import harmless_headers, page_routes, refusing_strangers
 from rdzv.server.http.state_feeds import Feeds
-from rdzv.server.http.views import Shown
 from rdzv.server.replication.replica import Replica
+from rdzv.server.rpc.queries import Queries
 from rdzv.server.security import callers, roles
 from rdzv.server.security.callers import Caller
 from rdzv.server.security.role_gate import Gate
@@ -84,7 +84,7 @@ async def serving_http(
         ]
     )
     app.on_response_prepare.append(harmless_headers)
-    answers = Shown(replica, clock, facade)
+    answers = Queries(replica, clock, facade)
     async with Feeds.running(answers, config.limits) as feeds:
         app.add_routes(Api(answers, feeds, config).routes())
         app.add_routes(page_routes(config.grafana))

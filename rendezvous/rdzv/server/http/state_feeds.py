@@ -30,8 +30,7 @@ from rdzv.errors import (
 from rdzv.runtime.clock import sleep_ms
 from rdzv.runtime.tasks import single_error
 from rdzv.server.driver import Driver
-from rdzv.server.http.views import Shown
-from rdzv.server.rpc.queries import SLICE
+from rdzv.server.rpc.queries import SLICE, Queries
 from rdzv.server.settings.server_settings import Limits
 from rdzv.structs import replace
 from rdzv.view import answers, as_json
@@ -84,16 +83,12 @@ class Reader:
         self._frames: deque[bytes] = deque()
         self._bytes = 0
         self._news = asyncio.Event()
-        self._end: RendezvousError | None = None
-
-    @property
-    def ended(self) -> RendezvousError | None:
+        self.ended: RendezvousError | None = None
         """The reason why the reader has ended, or None while it is open."""
-        return self._end
 
     def put(self, frames: Iterable[bytes]) -> None:
         """Queue frames without waiting, and end the reader if too much is queued."""
-        if self._end is not None:
+        if self.ended is not None:
             return
         for one in frames:
             self._frames.append(one)
@@ -110,15 +105,15 @@ class Reader:
 
     def end(self, error: RendezvousError) -> None:
         """End the reader with this error and drop queued frames; only the first call counts."""
-        if self._end is None:
-            self._end = error
+        if self.ended is None:
+            self.ended = error
             self._frames.clear()
         self._news.set()
 
     async def next(self) -> bytes | None:
         """Wait for the next frame and return it, or return None once the reader has ended."""
         while not self._frames:
-            if self._end is not None:
+            if self.ended is not None:
                 return None
             self._news.clear()
             await self._news.wait()
@@ -130,7 +125,7 @@ class Reader:
 class Feed:
     """The updates about one subject for all its readers. Created by `Feeds`."""
 
-    def __init__(self, answers: Shown) -> None:
+    def __init__(self, answers: Queries) -> None:
         self._answers = answers
         self.readers: set[Reader] = set()
         """Readers that have been sent the whole state."""
@@ -211,14 +206,10 @@ class Feed:
         raise NotImplementedError
 
 
-def _ageless_job(summary: answers.JobSummary) -> object:
-    return replace(summary, state_age_ms=0, reason=summary.reason.without_times())
-
-
 class FleetFeed(Feed):
     """The feed for all jobs and all nodes, with one line for each."""
 
-    def __init__(self, answers: Shown) -> None:
+    def __init__(self, answers: Queries) -> None:
         super().__init__(answers)
         self._jobs: dict[str, object] = {}
         """Each job as last sent, without its ages, by rdzv_id."""
@@ -284,7 +275,7 @@ class FleetFeed(Feed):
         self._tell_gone(old, "jobs", self._jobs, self._jobs.keys() - gone)
 
     def _is_news(self, row: answers.JobSummary) -> bool:
-        content = _ageless_job(row)
+        content = replace(row, state_age_ms=0, reason=row.reason.without_times())
         if self._jobs.get(row.rdzv_id) == content:
             return False
         self._jobs[row.rdzv_id] = content
@@ -322,7 +313,8 @@ class FleetFeed(Feed):
     ) -> None:
         if not readers:
             return
-        for part in _parts(rows, ROWS):
+        for first in range(0, len(rows), ROWS):
+            part = rows[first : first + ROWS]
             document = write(part, indent=None, store_away=self._answers.store_away)
             _put_all(readers, [frame(event, document)])
             await asyncio.sleep(0)
@@ -345,7 +337,7 @@ def _content(node: answers.Node, now_ms: int) -> object:
 class JobFeed(Feed):
     """The feed for one job: everything that `rdzvctl status` shows, and the job's history."""
 
-    def __init__(self, answers: Shown, rdzv_id: str) -> None:
+    def __init__(self, answers: Queries, rdzv_id: str) -> None:
         super().__init__(answers)
         self._rdzv_id = rdzv_id
         self._turn: object = None
@@ -393,15 +385,10 @@ def _put_all(readers: Iterable[Reader], frames: Sequence[bytes]) -> None:
         reader.put(frames)
 
 
-def _parts(rows: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    for first in range(0, len(rows), size):
-        yield rows[first : first + size]
-
-
 class Feeds:
     """All feeds of one server. Created by `running`."""
 
-    def __init__(self, answers: Shown, limits: Limits, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, answers: Queries, limits: Limits, tasks: asyncio.TaskGroup) -> None:
         self._answers = answers
         self._tasks = tasks
         self._limits = limits
@@ -413,8 +400,7 @@ class Feeds:
 
     @classmethod
     @asynccontextmanager
-    async def running(cls, answers: Shown, limits: Limits) -> AsyncIterator[Feeds]:
-        """Serve followers until the body ends."""
+    async def running(cls, answers: Queries, limits: Limits) -> AsyncIterator[Feeds]:
         with single_error():
             async with asyncio.TaskGroup() as tasks:
                 feeds = cls(answers, limits, tasks)
@@ -460,7 +446,8 @@ class Feeds:
     def _joined(self, rdzv_id: str | None) -> Iterator[Reader]:
         feed = self.by_rdzv_id.get(rdzv_id)
         if feed is None or feed.task is None or feed.task.done():
-            feed = self.by_rdzv_id[rdzv_id] = self._new(rdzv_id)
+            new = FleetFeed(self._answers) if rdzv_id is None else JobFeed(self._answers, rdzv_id)
+            feed = self.by_rdzv_id[rdzv_id] = new
             feed.task = self._tasks.create_task(feed.run())
         reader = Reader()
         feed.add(reader)
@@ -471,11 +458,6 @@ class Feeds:
                 feed.task.cancel()
                 if self.by_rdzv_id.get(rdzv_id) is feed:
                     del self.by_rdzv_id[rdzv_id]
-
-    def _new(self, rdzv_id: str | None) -> Feed:
-        if rdzv_id is None:
-            return FleetFeed(self._answers)
-        return JobFeed(self._answers, rdzv_id)
 
     def close(self) -> None:
         """End all readers because this server is stopping, and accept no more."""
