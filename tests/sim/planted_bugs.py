@@ -656,9 +656,9 @@ MUTANTS = (
     ),
     Mutant(
         "snapshots: what nodes report between joins is not noted",
-        "NodeMessages._show",
-        "            note(self._stream, said)",
-        "            pass",
+        "NodeMessages._record",
+        "note(self._stream, said)",
+        "pass",
     ),
     Mutant(
         "snapshots: announced as whole while a part is missing",

@@ -24,7 +24,6 @@ from rdzv.errors import InvalidRequestError
 from rdzv.launch_options import declared_flags, flags, job_options
 from rdzv.launch_options.declared_flags import Option, switch, value
 from rdzv.launch_options.flags import Given
-from rdzv.launch_options.help_format import HelpFormatter
 from rdzv.launch_options.job_options import WORKERS_OWN
 from rdzv.structs import struct
 
@@ -194,7 +193,7 @@ def make_parser() -> flags.Parser:
     parser = flags.Parser(
         prog="rdzvctl submit",
         usage="rdzvctl submit [rdzvrun's flags] [flags below] [--] script ...",
-        formatter_class=HelpFormatter,
+        formatter_class=flags.HelpFormatter,
         description="Submit a job to the server, which chooses its nodes among those whose "
         "rdzv-agent takes submitted jobs, as soon as enough are free. The "
         "script, its folder and its interpreter must exist on every node: nothing is "

@@ -10,18 +10,38 @@ Source: `torch/distributed/run.py` and `torch/distributed/argparse_util.py` of t
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import NoReturn
 
 from rdzv.errors import InvalidRequestError, did_you_mean
 from rdzv.launch_options.declared_flags import GROUPS, LEGACY_FLAGS, NO_WARM, OWN, Option
-from rdzv.launch_options.help_format import DESCRIPTION, EPILOG, HelpFormatter
 from rdzv.structs import struct
 from rdzv.version import VERSION
+
+DESCRIPTION = """\
+Run a distributed PyTorch job on this node; a drop-in for torchrun.
+
+  one machine        rdzvrun --standalone --nproc-per-node=2 --max-restarts=3 train.py
+  several machines   rdzvrun --rdzv-endpoint=HEAD --rdzv-id=night --nnodes=2:4 train.py
+"""
+EPILOG = """\
+PET_<NAME> in the environment is the default of --<name>.
+
+exit codes:
+  0      success
+  1      the job failed; with --exit-code=root-cause that of the worker that failed
+  2      the command line is wrong
+  75     no server, or too few nodes; try again
+  77     permission denied
+  93     the job made no progress; do not requeue it
+  128+n  ended by signal n; 130 is Ctrl-C
+"""
 
 
 def parse(
@@ -45,11 +65,7 @@ def parse(
 
 
 def refuse_answers(argv: Sequence[str]) -> None:
-    """Refuse flags that print something and exit, for a command line that runs in a daemon.
-
-    Raises:
-        InvalidRequestError: there is one.
-    """
+    """Refuse flags that print something and exit, for a command line that runs in a daemon."""
     given, _ = split(argv, options(_kept_parser((), False)))
     if answers := _answers(given):
         raise InvalidRequestError(f"{answers[0]} runs nothing; leave it out")
@@ -223,6 +239,27 @@ def make_parser(environ: Mapping[str, str], *, legacy: bool) -> Parser:
         add(parser, option, environ)
     add_script(parser)
     return parser
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows flags only with dashes, although underscores are accepted, and preserves line breaks.
+
+    Each line is wrapped separately. Indented lines of a description are left unchanged.
+    """
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [name for name in action.option_strings if "_" not in name]
+        return super()._format_action_invocation(shown)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [line for part in text.split("\n") for line in textwrap.wrap(part, width)]
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = text.rstrip().split("\n")
+        return "\n".join(
+            line if line.startswith(" ") else textwrap.fill(line, width) for line in lines
+        )
 
 
 class _PrintCompletion(argparse.Action):

@@ -79,12 +79,7 @@ _NAMES = ("rdzv_id", "node_id", "role", "topology", "local_addr", "master_addr")
 
 
 def check_words(args: argparse.Namespace) -> None:
-    """Refuse flags that exclude each other, and names that cannot be sent.
-
-    Raises:
-        InvalidRequestError: the command line contains such flags or names.
-
-    """
+    """Refuse flags that exclude each other, and names that cannot be sent."""
     if args.rdzv_id == "":
         # A shell variable is probably unset, so a random name would be wrong.
         raise InvalidRequestError("--rdzv-id is empty; give the job's name, or leave it out")
@@ -274,7 +269,6 @@ def unknown_key_warning(key: str, known: Iterable[str]) -> str:
 
 
 def conf_ms(conf: Mapping[str, str], key: str, default_s: float, least_ms: int = 0) -> int:
-    """Parse a number of seconds in --rdzv-conf into milliseconds."""
     text = conf.get(key, str(default_s))
     return _seconds_ms(f"--rdzv-conf: {key}={text}", text, least_ms)
 
@@ -427,6 +421,10 @@ def hang_timeout(text: str | None) -> HangTimeout | None:
     return HangTimeout(round(_within(given, text, MIN_HANG_S, MAX_HANG_S, "seconds", also) * 1000))
 
 
+HANDLED = signal.Signals.__members__.keys() - {"SIGKILL", "SIGSTOP"}
+"""The names of the signals that a program may handle."""
+
+
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:
     """Parse a comma-separated list of signal names.
 
@@ -435,7 +433,7 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
     """
     signals = []
     for name in filter(None, (part.strip() for part in text.split(","))):
-        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+        if name not in HANDLED:
             raise InvalidRequestError(
                 f"--signals-to-handle={text}: {name} is not a signal that can be handled; give "
                 "names such as SIGTERM,SIGINT"
@@ -452,7 +450,7 @@ def parse_notice_signal(text: str) -> signal.Signals | None:
     """
     if text == "none":
         return None
-    if text not in signal.Signals.__members__ or text in ("SIGKILL", "SIGSTOP"):
+    if text not in HANDLED:
         raise InvalidRequestError(
             f"--notice-signal={text} is not a signal that a worker can handle; give one such as "
             "SIGTERM or SIGUSR1, or none"

@@ -51,7 +51,6 @@ class MonotonicClock:
         return (self._anchor_ns + time.monotonic_ns()) // 1_000_000
 
     def call_at(self, at_ms: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        """Call `callback` from the running event loop at `at_ms`."""
         # now_ms() rounds down, so without the added 1, a timer could fire early.
         delay_s = max(at_ms - self.now_ms() + 1, 0) / 1000
         return asyncio.get_running_loop().call_later(delay_s, callback)
@@ -133,7 +132,6 @@ class LoopWatch:
         """The time by which input that arrived during the last pause has been read."""
 
     def start(self) -> None:
-        """Start watching the running event loop."""
         self.timer.arm(self._clock.now_ms() + self.every_ms)
 
     def stop(self) -> None:

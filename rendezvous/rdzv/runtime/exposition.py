@@ -85,7 +85,6 @@ def expiry(name: str, expires: datetime | None) -> Iterator[Metric]:
 
 
 def add_process(registry: CollectorRegistry) -> None:
-    """Register metrics of this process and its interpreter."""
     for make in (
         prometheus_client.ProcessCollector,
         prometheus_client.PlatformCollector,

@@ -61,7 +61,6 @@ class HumanFormatter(logging.Formatter):
     """Formats lines for people, such as `2026-11-21T12:00:01.250Z INFO job-7: n1 joined ...`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format one record as a line, followed by its traceback if there is one."""
         return f"{_time(record)} {record.levelname:<7} {_text(self, record)}"
 
 
@@ -109,7 +108,6 @@ class JournalFormatter(logging.Formatter):
         self._lines = lines
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format one record, with its priority at the start of each line."""
         text = _text(self, record) if self._lines is None else self._lines.format(record)
         return _prioritized(text, record.levelno)
 

@@ -18,7 +18,6 @@ class Program(click.Command):
     """A daemon's command line."""
 
     def main(self, *args: Any, **more: Any) -> Any:
-        """Run the program, and exit."""
         try:
             super().main(*args, **{**more, "standalone_mode": False})
         except click.UsageError as error:
@@ -37,7 +36,6 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the named subcommand."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             remedy = did_you_mean(name, self.list_commands(ctx), _see(ctx))
@@ -49,7 +47,6 @@ class Choice(click.Choice[str]):
     """One of several words; another one is refused with a suggestion."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the word."""
         if value not in self.choices:
             option = max(param.opts, key=len) if isinstance(param, click.Option) else ""
             given = f"{option}={value}" if option else value

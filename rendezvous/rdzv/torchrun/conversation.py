@@ -70,7 +70,6 @@ class Talk:
             return part.over if part.line is line else "a newer one has begun"
 
     def notify(self) -> None:
-        """Wake up all waiters on `news`."""
         with self.news:
             self.news.notify_all()
 

@@ -81,7 +81,6 @@ class RdzvHandler(RendezvousHandler):
     # ------------------------------------------------------------------ calls by torch
 
     def get_backend(self) -> str:
-        """Return this backend's name in torchrun."""
         return BACKEND
 
     def get_run_id(self) -> str:
@@ -308,9 +307,9 @@ class RdzvHandler(RendezvousHandler):
         work = in_thread(lambda: meet(line, listening, wrap, timeout_s), talk.notify)
         with self._news:
             self._news.wait_for(lambda: talk.round_is_over or work.done(), timeout_s)
-            if not talk.round_is_over and _worked(work):
-                return work.result()
             if not talk.round_is_over:
+                if work.done() and work.exception() is None:
+                    return work.result()
                 self._explain_failure(line, work)
         return None
 
@@ -343,10 +342,6 @@ class RdzvHandler(RendezvousHandler):
                 self._options.rdzv_id,
                 self._options.close_timeout_s,
             )
-
-
-def _worked(work: Future[RendezvousInfo]) -> bool:
-    return work.done() and work.exception() is None
 
 
 def _first_line(error: BaseException) -> str:

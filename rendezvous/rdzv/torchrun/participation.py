@@ -65,7 +65,6 @@ class Part:
 
     @property
     def admitted(self) -> bool:
-        """Whether a server has admitted this node to a run."""
         return bool(self._run)
 
     @property
@@ -82,14 +81,12 @@ class Part:
         return pb.NodeMessage(join=self._join())
 
     def say_succeeded(self) -> pb.NodeMessage:
-        """Report that the round's workers have all exited 0."""
         self.phase = Phase.SUCCEEDED
         line = self._line
         succeeded = pb.Succeeded(rdzv_id=self.rdzv_id, run=self._run, round=line.round)
         return pb.NodeMessage(succeeded=succeeded)
 
     def say_failed(self, failures: Sequence[pb.WorkerFailure]) -> pb.NodeMessage:
-        """Report which of the round's workers have failed."""
         line = self._line
         failed = pb.Failed(rdzv_id=self.rdzv_id, run=self._run, round=line.round, failures=failures)
         return pb.NodeMessage(failed=failed)
@@ -150,7 +147,6 @@ class Part:
     # ------------------------------------------------------------------ messages received
 
     def hear(self, message: pb.ServerMessage) -> None:
-        """Handle a message from the server."""
         match message.WhichOneof("body"):
             case "joined":
                 self._run = message.joined.run

@@ -59,18 +59,15 @@ class AgentStore(PrefixStore):
         self._why_over = why_over
 
     def add(self, key: str, amount: int) -> int:
-        """Add `amount` to a number and return the sum; see the base class."""
         if key.startswith(EXIT_BARRIER):
             self._on_success()
         return int(super().add(key, amount))
 
     def get(self, key: str) -> bytes:
-        """Return a value once it exists; see the base class and `wait`."""
         self.wait([key])
         return bytes(super().get(key))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return several values once they all exist; see the base class and `wait`."""
         self.wait(keys)
         return list(super().multi_get(keys))
 

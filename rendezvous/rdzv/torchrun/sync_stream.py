@@ -85,7 +85,6 @@ class NodeStream:
         self._thread = threading.Thread(target=self._run, name="rdzv-stream", daemon=True)
 
     def open(self) -> None:
-        """Start connecting."""
         self._thread.start()
 
     def say(self, message: pb.NodeMessage) -> None:

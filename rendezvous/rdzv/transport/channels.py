@@ -85,7 +85,6 @@ class Credentials:
 
     @property
     def tls(self) -> bool:
-        """Whether connections are encrypted."""
         return self.ca is not None
 
     def check(self) -> None:
@@ -211,11 +210,36 @@ _NEVER = "failed to connect to all addresses.*"
 """Matches gRPC's message for a connection that was never established, but not for one that ended.
 """
 
-_UNTRUSTED = re.compile("unable to get (local )?issuer|self.signed|unable to verify", re.I)
-_EXPIRED = re.compile("certificate has expired", re.I)
-_EARLY = re.compile("certificate is not yet valid", re.I)
-_OTHER_NAME = re.compile("hostname verification check failed|is not in peer certificate", re.I)
-_PLAIN_ANSWER = re.compile("wrong_version_number", re.I)
+_HANDSHAKES = (
+    (
+        "unable to get (local )?issuer|self.signed|unable to verify",
+        "its certificate is not signed by the CA in {ca}",
+        "give the CA of this server's certificate as --tls-ca",
+    ),
+    (
+        "certificate has expired",
+        "its certificate has expired",
+        "renew the server's certificate",
+    ),
+    (
+        "certificate is not yet valid",
+        "its certificate is not valid yet",
+        "compare the clock of this machine with the server's",
+    ),
+    (
+        "hostname verification check failed|is not in peer certificate",
+        "its certificate is not for the name {host}",
+        "ask for the server by a name that is in its certificate, or add this one to it "
+        "(subjectAltName)",
+    ),
+    (
+        "wrong_version_number",
+        "it does not speak TLS there",
+        "check the address; an rdzvd without TLS is reached without --tls-ca (RDZV_TLS_CA)",
+    ),
+)
+"""What gRPC says of a failed handshake, what that means, and the remedy."""
+
 _CLOSED = re.compile(f"{_NEVER}(socket closed|reset by peer)", re.I | re.DOTALL)
 
 
@@ -238,29 +262,9 @@ def handshake_trouble(
             "if it is not just starting or ending, it may want TLS: give --tls-ca (RDZV_TLS_CA), "
             "the CA of its certificate; else check the address",
         )
-    if _UNTRUSTED.search(details):
-        return (
-            f"its certificate is not signed by the CA in {credentials.ca}",
-            "give the CA of this server's certificate as --tls-ca",
-        )
-    if _EXPIRED.search(details):
-        return "its certificate has expired", "renew the server's certificate"
-    if _EARLY.search(details):
-        return (
-            "its certificate is not valid yet",
-            "compare the clock of this machine with the server's",
-        )
-    if _OTHER_NAME.search(details):
-        return (
-            f"its certificate is not for the name {server.host}",
-            "ask for the server by a name that is in its certificate, or add this one to it "
-            "(subjectAltName)",
-        )
-    if _PLAIN_ANSWER.search(details):
-        return (
-            "it does not speak TLS there",
-            "check the address; an rdzvd without TLS is reached without --tls-ca (RDZV_TLS_CA)",
-        )
+    for pattern, reason, remedy in _HANDSHAKES:
+        if re.search(pattern, details, re.IGNORECASE):
+            return reason.format(ca=credentials.ca, host=server.host), remedy
     if _CLOSED.search(details):
         return _not_accepted(credentials)
     return None

@@ -112,12 +112,7 @@ def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[Endpoi
 
 
 def refuse_link_local(endpoints: Iterable[Endpoint], local_addr: str = "") -> None:
-    """Refuse addresses that a node's workers could not use: a link-local one has no interface.
-
-    Raises:
-        InvalidRequestError: the node's own address is link-local, or would be since a server's is.
-
-    """
+    """Refuse addresses that a node's workers could not use: a link-local one has no interface."""
     linked = [str(endpoint) for endpoint in endpoints if is_link_local(endpoint.host)]
     if is_link_local(local_addr):
         given = f"--local-addr={local_addr}"

@@ -43,5 +43,4 @@ def read_secret(environ: Mapping[str, str]) -> str:
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of an environment with secrets removed."""
     return {name: value for name, value in environ.items() if name not in SECRET_VARIABLES}

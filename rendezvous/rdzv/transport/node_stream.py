@@ -122,7 +122,7 @@ class Rota:
     def failed(self, error: RendezvousError) -> bool:
         """Record why the current server failed; return whether to ask the named leader at once."""
         circles, self._led = self._led, False
-        leader = _leader_named(error)
+        leader = _endpoint(error.leader) if isinstance(error, NotLeaderError) else None
         if leader is not None and leader != self.present and not circles:
             self._leader, self._led = leader, True
             return True
@@ -168,7 +168,6 @@ class Attempts:
         return self._welcomed_at_s is not None
 
     def welcomed(self, now_s: float) -> None:
-        """Record that a server has sent Welcome."""
         self._welcomed_at_s = now_s
         self._taking_over = False
 
@@ -198,10 +197,6 @@ class Attempts:
         if self._taking_over:
             longest_s = min(longest_s, backoff.takeover_s)
         return backoff.spread(longest_s / 2, longest_s)
-
-
-def _leader_named(error: RendezvousError) -> Endpoint | None:
-    return _endpoint(error.leader) if isinstance(error, NotLeaderError) else None
 
 
 def _endpoint(address: str) -> Endpoint | None:

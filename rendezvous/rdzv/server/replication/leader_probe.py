@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.runtime.tasks import beside
-from rdzv.transport.endpoints import Endpoint, parse_endpoint
+from rdzv.transport.endpoints import parse_endpoint
 
 if TYPE_CHECKING:
     from rdzv.stores.election import Election
@@ -40,7 +40,6 @@ class LeaderProbe:
         None."""
 
     async def run(self) -> None:
-        """Watch until cancelled."""
         first = await self._election.changed(None)
         if first is not None and first.address == self._election.address:
             # This process now has the leader's address, so the process that was leading there is
@@ -65,7 +64,8 @@ class LeaderProbe:
         reached = False
         while True:
             try:
-                reader, writer = await _connect(endpoint)
+                async with asyncio.timeout(CONNECT_S):
+                    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
             except ConnectionRefusedError:
                 if reached:
                     await self._depose(leader)
@@ -98,11 +98,6 @@ class LeaderProbe:
         if self.suspect != leader:
             self.suspect = leader
             self._on_change()
-
-
-async def _connect(endpoint: Endpoint) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    async with asyncio.timeout(CONNECT_S):
-        return await asyncio.open_connection(endpoint.host, endpoint.port)
 
 
 async def _until_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -66,7 +66,7 @@ async def check(config: RdzvdSettings) -> Found:
 
 
 async def _check_data(config: RdzvdSettings, lines: list[str], problems: list[str]) -> None:
-    async with _to_read(config) as store:
+    async with _opened(config, writes=False) as store:
         if isinstance(store, SqliteStore):
             survey = await store.survey()
             lines += _described(survey)
@@ -156,7 +156,7 @@ async def restore(config: RdzvdSettings, file: Path) -> str:
             # Verify first, because opening the store would create it.
             backup.verify(opened, str(file))
             opened.seek(0)
-            async with _to_write(config) as store:
+            async with _opened(config, writes=True) as store:
                 done = await backup.restore(store, opened, str(file))
                 place = store.place
     except OSError as error:
@@ -173,44 +173,28 @@ async def restore(config: RdzvdSettings, file: Path) -> str:
 
 
 @asynccontextmanager
-async def _to_read(config: RdzvdSettings) -> AsyncIterator[Store]:
+async def _opened(config: RdzvdSettings, *, writes: bool) -> AsyncIterator[Store]:
+    """Open the store; if it is shared, writing to it takes leading its servers."""
     async with AsyncExitStack() as stack:
         store: Store
         if (etcd := config.etcd.config()) is not None:
             client = await stack.enter_async_context(EtcdClient.connected(etcd))
-            store = EtcdStore(client)
-        else:
-            store = await SqliteStore.look(config.data_folder)
-        stack.push_async_callback(store.close)
-        yield store
-
-
-@asynccontextmanager
-async def _to_write(config: RdzvdSettings) -> AsyncIterator[Store]:
-    async with AsyncExitStack() as stack:
-        store: Store
-        if (etcd := config.etcd.config()) is not None:
-            client = await stack.enter_async_context(EtcdClient.connected(etcd))
-            # The name has no address, so that no client connects to this short-lived leader.
-            name = f"rdzvd --restore (pid {os.getpid()} on {socket.gethostname()})"
-            election = await stack.enter_async_context(Election.running(client, name))
-            fence = await _elected(election, etcd)
+            fence = None
+            if writes:
+                # The name has no address, so that no client connects to this short-lived leader.
+                name = f"rdzvd --restore (pid {os.getpid()} on {socket.gethostname()})"
+                election = await stack.enter_async_context(Election.running(client, name))
+                fence = await _elected(election, etcd)
             store = EtcdStore(client, fence)
         else:
-            store = await SqliteStore.open(config.data_folder)
+            open_file = SqliteStore.open if writes else SqliteStore.look
+            store = await open_file(config.data_folder)
         stack.push_async_callback(store.close)
         yield store
 
 
 async def _elected(election: Election, etcd: EtcdConfig) -> Fence:
-    """Wait until elected, and return the fence.
-
-    The wait is long enough for a dead leader's lease to expire.
-
-    Raises:
-        InvalidRequestError: another server leads, or etcd has not responded.
-
-    """
+    """Wait until elected, long enough for a dead leader's lease to expire; return the fence."""
     try:
         async with asyncio.timeout(ELECTION_TIMEOUT_S):
             return await election.campaign()

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rdzv.errors import NotLeaderError, RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, sleep_ms
@@ -115,7 +115,6 @@ class Replica:
         return self._driver.figures() if self._driver is not None and self.proven else None
 
     def agents(self) -> Mapping[str, str]:
-        """The addresses where agents serve /metrics, by node_id; empty unless this server leads."""
         return self._driver.agents() if self._driver is not None and self.proven else {}
 
     def _not_leader(self) -> NotLeaderError:
@@ -135,19 +134,23 @@ class Replica:
             RendezvousConnectionError: etcd is unavailable.
 
         """
-        age_ms = self._clock.now_ms() - self._since_ms
-        store_away = (self._driver.trouble if self._driver is not None else "") or None
-        # Do not use `self._clock`, which ignores steps of the system's clock.
-        now_unix_ms = round(time.time() * 1000)
+        own: dict[str, Any] = {
+            "insecure": self._exposed or None,
+            "store_away": (self._driver.trouble if self._driver is not None else "") or None,
+            # Not `self._clock`, which ignores steps of the system's clock.
+            "unix_ms": round(time.time() * 1000),
+        }
+        now_ms = self._clock.now_ms()
         if self.election is None:
-            leadership = (self._driver.leadership if self._driver else 0) or None
-            leads = self._driver is not None
             return (
                 Server(
-                    *(self._address, leads, leadership, self._store, self._version, age_ms),
-                    insecure=self._exposed or None,
-                    store_away=store_away,
-                    unix_ms=now_unix_ms,
+                    address=self._address,
+                    leads=self._driver is not None,
+                    leadership=(self._driver.leadership if self._driver else 0) or None,
+                    store=self._store,
+                    version=self._version,
+                    state_age_ms=now_ms - self._since_ms,
+                    **own,
                 ),
             )
         leader = self.election.leader
@@ -162,11 +165,9 @@ class Replica:
                     leadership=(leader.leadership if leader and leads else 0) or None,
                     store=self._store,
                     version=other.version,
-                    state_age_ms=max(self._clock.now_ms() - since_ms, 0),
-                    insecure=(self._exposed if other.address == self._address else "") or None,
-                    store_away=store_away if other.address == self._address else None,
-                    unix_ms=now_unix_ms if other.address == self._address else None,
+                    state_age_ms=max(now_ms - since_ms, 0),
                     page=other.page or None,
+                    **(own if other.address == self._address else {}),
                 )
             )
         return tuple(views)

@@ -201,7 +201,6 @@ async def _end_call(context: Any, error: RendezvousError) -> None:
 
 
 def _authorization_header(context: Any) -> str | None:
-    """Return a call's `authorization` header, or None if the call has none."""
     for key, value in context.invocation_metadata() or ():
         if key == "authorization":
             return value if isinstance(value, str) else value.decode(errors="replace")

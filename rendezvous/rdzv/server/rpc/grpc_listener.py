@@ -86,13 +86,17 @@ async def serving(
     """
     gate = gate or Gate(replica, clock, config)
     server = grpc_server([Interceptor(gate)], _options(config.limits, config.timings))
-    pb_grpc.add_RendezvousServicer_to_server(RendezvousService(replica, clock, config), server)
+    pb_grpc.add_RendezvousServicer_to_server(RendezvousService(replica, clock), server)
     control = ControlService(replica, clock, facade)
     pb_grpc.add_ControlServicer_to_server(control, server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     if reflection:
-        _enable_reflection(server)
+        # The import takes time.
+        from grpc_reflection.v1alpha import reflection as listing
+
+        names = (*SERVICES, health.SERVICE_NAME, listing.SERVICE_NAME)
+        listing.enable_server_reflection(names, server)
     bound = _bind_all(server, config, tls)
     await server.start()
     try:
@@ -172,14 +176,6 @@ async def _insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[
         yield
 
 
-def _enable_reflection(server: grpc.aio.Server) -> None:
-    # Import this only here, because the import takes time.
-    from grpc_reflection.v1alpha import reflection
-
-    names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
-
-
 @asynccontextmanager
 async def _telling_health(
     replica: Replica, servicer: health.aio.HealthServicer, address: str, exposed: str
@@ -211,12 +207,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def _bind_all(server: grpc.aio.Server, config: RdzvdSettings, tls: Tls | None) -> Listen:
-    """Bind every configured address, and return `listen` with the actual port for port 0.
-
-    Raises:
-        InvalidRequestError: the server cannot listen on an address.
-
-    """
+    """Bind every configured address, and return `listen` with the actual port for port 0."""
     asks = config.tls.client_ca is not None
     bound = replace(config.listen, port=_bind(server, config.listen, tls, asks=asks))
     if (listen := config.tls.token_listen) is not None:

@@ -34,7 +34,7 @@ from rdzv.v1 import rdzv_pb2 as pb
 
 Said = tuple[str, Command] | Holdings
 
-_SHOWN = 3
+_EARLY = 4
 """The number of kinds of reports that are kept for a job until the node's beliefs have been
 handled."""
 
@@ -71,8 +71,6 @@ class NodeMessages:
         self._early: dict[tuple[type, str], Callable[[], None]] = {}
         """The reports that arrived before the node's beliefs were handled, by kind and rdzv_id.
         They are recorded after the beliefs."""
-        self._early_hung: dict[str, Hung] = {}
-        """Early reports of hung workers, by rdzv_id."""
         self._warned = False
 
     # -------------------------------------------------------------- as they arrive
@@ -110,7 +108,7 @@ class NodeMessages:
             case LogPiece() as piece:
                 reports.take_log(stream, piece)
             case Hung() as hung:
-                self._take_hung(hung)
+                self._record(hung, reports.note_hung, partial(self._refuse, hung.rdzv_id))
             case Stacks() as stacks:
                 reports.take_stacks_in(stream, stacks)
             case Health(failing):
@@ -128,38 +126,39 @@ class NodeMessages:
         try:
             match wire.report_of(message):
                 case Progress() as progress:
-                    self._show(progress, reports.note_progress)
+                    self._record(progress, reports.note_progress, self._warn)
                 case WorkersStarted() as started:
-                    self._show(started, reports.note_started)
+                    self._record(started, reports.note_started, self._warn)
                 case SnapshotsHeld() as held:
-                    self._show(held, reports.note_snapshots)
+                    self._record(held, reports.note_snapshots, self._warn)
                 case Arrivals() as arrivals if stream.greeted:
                     # Early arrivals are dropped: more follow soon.
                     reports.note_arrivals(stream, arrivals)
         except InvalidRequestError as error:
             self._warn(error)
 
-    def _show(
+    def _record(
         self,
-        said: Progress | WorkersStarted | SnapshotsHeld,
+        said: Progress | WorkersStarted | SnapshotsHeld | Hung,
         note: Callable[[Stream, Any], None],
+        refuse: Callable[[InvalidRequestError], None],
     ) -> None:
         """Record a report at once, so that it does not wait while the store is unavailable.
 
         A report that arrives before the node's beliefs have been handled is recorded after them.
         """
+
+        def record() -> None:
+            try:
+                note(self._stream, said)
+            except InvalidRequestError as error:
+                refuse(error)
+
         key = type(said), said.rdzv_id
         if self._stream.greeted:
-            note(self._stream, said)
-        elif key in self._early or len(self._early) < _SHOWN * bounds.JOBS_PER_NODE:
-            self._early[key] = partial(note, self._stream, said)
-
-    def _take_hung(self, said: Hung) -> None:
-        """Record hung workers at once or, if the node's beliefs are not handled yet, after them."""
-        if self._stream.greeted:
-            self._driver.reports.note_hung(self._stream, said)
-        elif said.rdzv_id in self._early_hung or len(self._early_hung) < bounds.JOBS_PER_NODE:
-            self._early_hung[said.rdzv_id] = said
+            record()
+        elif key in self._early or len(self._early) < _EARLY * bounds.JOBS_PER_NODE:
+            self._early[key] = record
 
     def _queue(self, said: Said) -> None:
         if not isinstance(said, Holdings) and not self._allowance.take(self._clock.now_ms()):
@@ -192,8 +191,9 @@ class NodeMessages:
         stream = self._stream
         named = [wire.job_named_in(message) for message in beliefs]
         await self._driver.recovery.greet(stream, self._beliefs(beliefs), named)
-        self._release_shown()
-        self._release_hung()
+        early, self._early = self._early, {}
+        for record in early.values():
+            record()
         while (said := await self._inbox.get()) is not None:
             if isinstance(said, Holdings):
                 await self._driver.reports.note_holdings(stream, said.holdings)
@@ -208,22 +208,6 @@ class NodeMessages:
             except InvalidRequestError as error:
                 # An error about one job must not block the node's other jobs.
                 self._refuse(wire.job_named_in(message), error)
-
-    def _release_shown(self) -> None:
-        early, self._early = self._early, {}
-        for note in early.values():
-            try:
-                note()
-            except InvalidRequestError as error:
-                self._warn(error)
-
-    def _release_hung(self) -> None:
-        early, self._early_hung = self._early_hung, {}
-        for said in early.values():
-            try:
-                self._driver.reports.note_hung(self._stream, said)
-            except InvalidRequestError as error:
-                self._refuse(said.rdzv_id, error)
 
 
 class RateLimit:

@@ -26,7 +26,6 @@ from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.server.security import callers
 from rdzv.server.security.callers import Caller
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from rdzv.version import VERSION
@@ -43,10 +42,9 @@ log = logging.getLogger("rdzv.service")
 class RendezvousService(pb_grpc.RendezvousServicer):
     """Serves one stream per node, for all of the node's jobs."""
 
-    def __init__(self, replica: Replica, clock: Clock, config: RdzvdSettings) -> None:
+    def __init__(self, replica: Replica, clock: Clock) -> None:
         self._replica = replica
         self._clock = clock
-        self._config = config
 
     # The generated base class expects handlers that yield, but these read and write concurrently.
     async def Attach(  # type: ignore[override]  # noqa: N802
@@ -60,7 +58,7 @@ class RendezvousService(pb_grpc.RendezvousServicer):
         except RendezvousError as error:
             await end_stream_unheard(context, error)
             raise
-        conversation = Conversation(driver, self._replica, self._clock, self._config, context)
+        conversation = Conversation(driver, self._replica, self._clock, context)
         await conversation.hold(callers.present.get())
 
 
@@ -72,14 +70,7 @@ hellos may take most of it."""
 class Conversation:
     """A node's stream, served with the driver that led when the stream was opened."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        replica: Replica,
-        clock: Clock,
-        config: RdzvdSettings,
-        context: Context,
-    ) -> None:
+    def __init__(self, driver: Driver, replica: Replica, clock: Clock, context: Context) -> None:
         self._driver = driver
         self._replica = replica
         self._clock = clock

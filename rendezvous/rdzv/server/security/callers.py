@@ -60,7 +60,6 @@ class Caller:
 
     @property
     def admin(self) -> bool:
-        """Whether the caller may do anything to any job or node."""
         return Role.ADMIN in self.roles
 
     @property

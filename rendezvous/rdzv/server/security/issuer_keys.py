@@ -10,8 +10,8 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 
 import aiohttp
 import jwt
@@ -19,7 +19,6 @@ import msgspec
 
 from rdzv.core.words import duration
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, UnauthenticatedError, short
-from rdzv.runtime.tasks import beside
 from rdzv.server.settings.server_settings import Oidc
 
 log = logging.getLogger("rdzv.access")
@@ -63,7 +62,7 @@ class FetchError(Exception):
 
 
 class IssuerKeys:
-    """One issuer's keys. Use `following` to create an instance and keep it current."""
+    """One issuer's keys, current while `follow` runs."""
 
     def __init__(
         self,
@@ -162,19 +161,6 @@ class IssuerKeys:
         if former or keys.keys() != self._keys.keys():
             log.info("fetched the keys of %s: %s", self._issuer, ", ".join(keys))
         self._keys, self._fetched_s, self._trouble = keys, self._now_s(), ""
-
-
-@asynccontextmanager
-async def following(oidc: Oidc) -> AsyncIterator[IssuerKeys]:
-    """Keep an issuer's keys current until the body ends."""
-
-    async def fetch() -> Keys:
-        return await fetch_keys(oidc)
-
-    assert oidc.issuer is not None, "without it, no tokens are accepted"
-    keys = IssuerKeys(fetch, oidc.issuer, kept_s=oidc.keys_kept_ms / 1000)
-    async with beside(keys.follow()):
-        yield keys
 
 
 async def fetch_keys(oidc: Oidc) -> Keys:

@@ -129,12 +129,7 @@ class Gate:
         return await self._accounts.caller(text)
 
     async def admit(self, caller: Caller, row: Row, what: str, rdzv_id: str | None) -> None:
-        """Refuse a call that this caller may not make; `rdzv_id` is the call's job, if any.
-
-        Raises:
-            DeniedError: the caller may not make this call, or not for this job.
-
-        """
+        """Refuse a call that this caller may not make; `rdzv_id` is the call's job, if any."""
         roles.refuse_without_role(caller, row, what)
         if row.whose is not Whose.OWN_JOB or caller.admin or rdzv_id is None:
             return

@@ -107,12 +107,7 @@ stands for all files below it."""
 
 
 def refuse_without_role(caller: Caller, row: Row, what: str) -> None:
-    """Refuse a call if the caller has none of the roles that permit it.
-
-    Raises:
-        DeniedError: the caller has none of these roles.
-
-    """
+    """Refuse a call if the caller has none of the roles that permit it."""
     if not caller.has(row.roles):
         raise DeniedError(
             f"{caller} may not {what}: that needs the role {row.needed}, and it has "
@@ -125,10 +120,6 @@ def refuse_others_job(caller: Caller, state: State, what: str) -> None:
 
     A job that nobody has begun is open to every caller. One without an owner is not, not even once
     it has ended: its logs and stacks stay what they were.
-
-    Raises:
-        DeniedError: the caller is neither the owner nor an admin.
-
     """
     membership = state.membership
     owner = membership.owner
@@ -146,10 +137,6 @@ def refuse_stranger(caller: Caller, state: State, node_id: str) -> None:
 
     A node's own agent may join jobs that the server has placed on it, and jobs that were not
     submitted and have no owner. A submitter may bring nodes into its own jobs.
-
-    Raises:
-        DeniedError: the caller may not bring the node into this job.
-
     """
     membership = state.membership
     own = Role.NODE in caller.roles and caller.name == node_id
@@ -177,10 +164,6 @@ def refuse_node(caller: Caller, node_id: str, *, foreground: bool, bound_to: str
     named after it with a process id. A caller with the role `submit` may speak for rdzvruns with
     any name that no other caller uses. `bound_to` is the caller that already uses this node_id, if
     any.
-
-    Raises:
-        DeniedError: the caller may not speak for this node.
-
     """
     own = node_id == caller.name or (
         foreground and re.fullmatch(rf"{re.escape(caller.name)}-[0-9]+", node_id) is not None

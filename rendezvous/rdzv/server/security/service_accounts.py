@@ -7,6 +7,7 @@ specifies which of these names becomes the caller's name.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -16,8 +17,9 @@ from typing import Any
 import jwt
 
 from rdzv.errors import InvalidRequestError, UnauthenticatedError, short
+from rdzv.runtime.tasks import beside
 from rdzv.server.security.callers import Caller, Role, implied, name_of
-from rdzv.server.security.issuer_keys import ALGORITHMS, IssuerKeys, following
+from rdzv.server.security.issuer_keys import ALGORITHMS, IssuerKeys, fetch_keys
 from rdzv.server.settings.server_settings import Oidc, OidcAccount
 
 _SUBJECT = re.compile(r"system:serviceaccount:([a-z0-9-]{1,63}):([a-z0-9.-]{1,253})")
@@ -171,5 +173,8 @@ def _time(stamp: object) -> str:
 @asynccontextmanager
 async def proving(oidc: Oidc) -> AsyncIterator[ServiceAccounts]:
     """Yield the accepted service accounts, keeping their issuer's keys current."""
-    async with following(oidc) as keys:
+    assert oidc.issuer is not None, "without it, no tokens are accepted"
+    fetch = functools.partial(fetch_keys, oidc)
+    keys = IssuerKeys(fetch, oidc.issuer, kept_s=oidc.keys_kept_ms / 1000)
+    async with beside(keys.follow()):
         yield ServiceAccounts(oidc, keys)

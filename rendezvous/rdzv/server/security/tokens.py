@@ -61,7 +61,6 @@ class Token:
     used_ms: int | None = None
 
     def valid(self, now_ms: int) -> bool:
-        """Return whether the token has not expired."""
         return self.expires_ms is None or now_ms < self.expires_ms
 
 
@@ -168,7 +167,6 @@ class Tokens:
         return tuple(sorted(self._tokens.values(), key=lambda token: token.created_ms))
 
     def has(self, token_id: str) -> bool:
-        """Return whether a token with this id exists and has not been revoked."""
         return token_id in self._tokens
 
     def caller(self, text: str) -> Caller:
