@@ -6,7 +6,7 @@ import pytest
 
 from rdzv.core.commands import Decline, Join, Leave, Resume, Scale, Stop, Submit, Succeed
 from rdzv.core.fleet.node_resources import FailingCheck, Gpu, Resources
-from rdzv.core.model import JobSpec, LeaveCause, NodeState, Offer, Settings
+from rdzv.core.model import DAEMON_RETURN_MS, JobSpec, LeaveCause, NodeState, Offer, Settings
 from rdzv.errors import (
     InvalidRequestError,
     JobExistsError,
@@ -207,10 +207,10 @@ async def test_nodes_that_could_not_run_it_for_one_reason_are_told_together() ->
 
 async def test_a_node_that_is_lost_before_it_joined_is_replaced() -> None:
     async with server() as s:
-        _, n2, n3 = await daemons(s, "n1", "n2", "n3")
+        n1, n2, n3 = await daemons(s, "n1", "n2", "n3")
         await s.driver.operations.submit_job("job-7", submission())
         s.driver.connections.detach(n2)
-        await s.clock.advance(6_000)
+        await live(s, DAEMON_RETURN_MS + 1_000, n1, n3)
         assert (await s.driver.views.status("job-7")).submission.placed == ("n1", "n3")  # type: ignore[union-attr]
         assert isinstance(placements(n3)[0], Placed)
 
