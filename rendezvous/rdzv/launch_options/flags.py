@@ -275,9 +275,10 @@ class _PrintCompletion(argparse.Action):
         try:
             import shtab
         except ImportError:
-            raise InvalidRequestError(
-                "--print-completion needs the package shtab; pip install shtab"
-            ) from None
+            # As torchrun, which does not call it a wrong flag.
+            parser.exit(
+                1, "rdzvrun: --print-completion needs the package shtab; pip install shtab\n"
+            )
         parser.prog = "rdzvrun"
         sys.stdout.write(f"{shtab.complete(parser, shell=str(values))}\n")
         parser.exit()
