@@ -214,6 +214,10 @@ sbom: $(AUDIT_READY) $(RUNTIME)/.ready  ## dist/rdzv.cdx.json: all that rdzv is 
 audit: $(AUDIT_READY) $(RUNTIME)/.ready  ## known vulnerabilities of what rdzv needs; asks pypi.org
 	@$(AUDIT_BIN)/pip-audit --strict --path $(RUNTIME)/lib/python3*/site-packages
 
+.PHONY: weight
+weight: $(READY)  ## lower the rows of ARCHITECTURE.md's table of weights to what is there
+	@$(BIN)/python -m tests.support.weight
+
 .PHONY: format
 format: $(READY)  ## let ruff put the code in order
 	@$(BIN)/ruff check --fix .
