@@ -44,7 +44,7 @@ class Node:
         self.slots = SnapshotSlots(self.agent, lambda: free)
         self.slots.copies = self.copies = SnapshotCopies(loop, children, self.slots)
         self.link = Link(0)
-        self.slots.hold({"limit_bytes": None, "copies": True})
+        self.slots.hold({"limit_bytes": None})
 
     def give(self, token: str, pem: str = "", fingerprint: str = "", argv: Any = None) -> None:
         """Give the carrier credentials, and start it before if there is none."""
@@ -234,11 +234,11 @@ def test_a_copy_that_was_begun_for_one_agent_is_reported_to_the_next(
     one.save(40, 50)
     os.kill(one.copies.carrier.pid, signal.SIGSTOP)  # type: ignore[union-attr]
     two.order(one, 40)
-    two.agent.hears_of_snapshots = two.agent.hears_of_copies = False  # It is gone.
+    two.agent.hears_of_snapshots = False  # It is gone.
     os.kill(one.copies.carrier.pid, signal.SIGCONT)  # type: ignore[union-attr]
     two.until(two.copies.held)
     assert two.copied() == []
-    two.slots.hold({"limit_bytes": None, "copies": True})
+    two.slots.hold({"limit_bytes": None})
     assert two.copied() == [40] and two.read() == [bytes(snapshot(40))]
     two.order(one, 50)
     two.until(lambda: two.copied() == [50])
@@ -339,7 +339,7 @@ def test_copies_have_the_memory_that_a_limit_leaves(pair: tuple[Node, Node]) -> 
     one, two = pair
     one.carry("secret"), two.carry("another")
     one.save(40, 50)
-    two.slots.hold({"limit_bytes": 8 * MIB, "copies": True})
+    two.slots.hold({"limit_bytes": 8 * MIB})
     two.order(one, 40)
     two.until(lambda: two.copied() == [40])
     two.order(one, 50)
@@ -350,16 +350,6 @@ def test_copies_have_the_memory_that_a_limit_leaves(pair: tuple[Node, Node]) -> 
     two.order(one, 50)
     two.until(lambda: two.copied() == [50])
     assert two.said["missing"] is None
-
-
-def test_an_older_agent_hears_nothing_of_copies(pair: tuple[Node, Node]) -> None:
-    one, two = pair
-    one.carry("secret"), two.carry("another")
-    one.save(40, 50)
-    two.order(one, 40)
-    two.until(lambda: two.copied() == [40])
-    two.slots.hold({"limit_bytes": None})
-    assert two.said == {"type": "snapshots_held", "snapshots": []}
 
 
 def wanted(size: int) -> dict[str, Any]:

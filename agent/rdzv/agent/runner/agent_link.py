@@ -24,8 +24,7 @@ decodes events by their fields, as structs of `rdzv.agent.core.events`:
     snapshots_held    {snapshots: [{local_rank, mark: {lineage, step, series, shards, world_size},
                                     shard, bytes, digest, copy_of}],
                        carrier: {port, token, fingerprint},
-                       missing: {mark, reason}}       all snapshots, after each change; copies only
-                                                      if the agent supports them
+                       missing: {mark, reason}}       all snapshots, and copies, after each change
     snapshot_refused  {local_rank, reason}            this worker gets no memory for snapshots
     snapshots_written {lineage, step, series, reason} this node's parts of the step are on disk,
                                                       unless a reason is given
@@ -72,8 +71,6 @@ class AgentLink:
         """Whether the connected agent gives orders and receives events."""
         self.hears_of_snapshots = False
         """Whether this agent has asked for snapshot reports."""
-        self.hears_of_copies = False
-        """Whether this agent also supports copies of other nodes' snapshots."""
         self.numbers_events = False
         """Whether events are numbered and stored until an agent confirms them."""
         self._events = 0
@@ -97,7 +94,7 @@ class AgentLink:
         self._channel.close()
         self._channel = None
         was_in_charge, self.in_charge = self.in_charge, False
-        self.hears_of_snapshots = self.hears_of_copies = False
+        self.hears_of_snapshots = False
         self._on_lost(was_in_charge)
 
     def read(self) -> None:

@@ -13,8 +13,7 @@ A refused request changes nothing and is answered with `error` (agent_link.py li
     keep_zygote       {argv, env, cwd, modules, cpus, wait_s, identity, spare_forks,
                        after_import}                  sent once
     begin_zygote      {}                              start it in spite of `after_import`
-    hold_snapshots    {limit_bytes, copies}           limit_bytes null: half of the free memory;
-                                                      copies: whether the agent supports copies
+    hold_snapshots    {limit_bytes}                   null: half of the free memory
     carry_copies      {argv, env, identity, token, fingerprint, pem}
                                                       start the carrier if it is not running, and
                                                       give it its token, key and certificate

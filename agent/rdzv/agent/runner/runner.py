@@ -193,9 +193,6 @@ class Runner:
             "parked": [link.describe() for link in self._workers.parked.waiting()],
             "store_hosts": self._store_hosts.rounds(),
             "zygote": self.forks.zygote.spec is not None,
-            # Agents of the previous release request snapshots only if these two are set.
-            "snapshots": True,
-            "writes_snapshots": True,
         }
 
 

@@ -138,7 +138,6 @@ class SnapshotSlots:
                 raise RequestError(f"limit_bytes: expected 0 to {MAX_SLOT_BYTES}, got {limit}")
             self._limit = limit
         self._agent.hears_of_snapshots = True
-        self._agent.hears_of_copies = request.get("copies") is True
         self._report()
 
     def announce(self, request: Mapping[str, object]) -> None:
@@ -345,7 +344,7 @@ class SnapshotSlots:
                 if snapshot is not None
             ]
             more: dict[str, object] = {}
-            if self._agent.hears_of_copies and self.copies is not None:
+            if self.copies is not None:
                 snapshots += self.copies.held()
                 more = self.copies.described()
             self._agent.tell("snapshots_held", snapshots=snapshots, **more)

@@ -327,7 +327,7 @@ class RunnerLink:
         With None, the limit is half of the memory that is free when a worker first requests some. A
         new limit applies only to later requests. Call this again after an adoption.
         """
-        self._send({"type": "hold_snapshots", "limit_bytes": limit_bytes, "copies": True})
+        self._send({"type": "hold_snapshots", "limit_bytes": limit_bytes})
 
     def announce_watermark(self, mark: SnapshotMark, given_up: SnapshotMark | None = None) -> None:
         """Tell the workers that all parts of this step are saved, so older ones may be overwritten.
