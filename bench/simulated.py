@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from rdzv.agent.core import begin, commands, events, step
 from rdzv.agent.core.model import JobTerms, Phase
-from rdzv.agent.runner.linux.boottime import boottime_ms
+from rdzv.agent.runner.system import boottime_ms
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.client import Endpoint

@@ -36,8 +36,7 @@ from rdzv.agent.core.events import (
 )
 from rdzv.agent.core.model import ParkedWorker
 from rdzv.agent.runner.held_connections import HELD_S
-from rdzv.agent.runner.linux.boottime import boottime_ms
-from rdzv.agent.runner.linux.identity import Identity
+from rdzv.agent.runner.system import Identity, boottime_ms
 from rdzv.agent.runner_link import KeepSpec, WorkerSpec
 from tests.support.whole_lines import lines_of
 

@@ -37,13 +37,13 @@ from rdzv.agent.core.events import (
     WorkerStarted,
 )
 from rdzv.agent.runner.channel import MAX_FRAME_BYTES
-from rdzv.agent.runner.linux.boottime import boottime_ms
-from rdzv.agent.runner.linux.process_tree import (
+from rdzv.agent.runner.processes import (
     SWEEP_INTERVAL_S,
     children_of,
     is_of_family,
     mark_of,
 )
+from rdzv.agent.runner.system import boottime_ms
 from rdzv.agent.runner_link import RunnerLink, StartedRunner, WorkerSpec
 
 SCRIPTS = Path(__file__).with_name("runner_scripts")

@@ -30,7 +30,7 @@ from rdzv.agent.core.events import (
     WorkersGone,
     WorkerStarted,
 )
-from rdzv.agent.runner.linux.descriptors import short_path
+from rdzv.agent.runner.descriptors import short_path
 from rdzv.agent.runner.spawn import drop_oom_protection
 from rdzv.agent.runner_link import (
     FoundRunner,

@@ -35,7 +35,7 @@ from rdzv.agent.core.events import (
     ZygoteLost,
     ZygoteReady,
 )
-from rdzv.agent.runner.linux.process_tree import children_of
+from rdzv.agent.runner.processes import children_of
 from rdzv.agent.runner.warm_forks import FORK_TIMEOUT_S, MAX_FORKS_AT_ONCE
 from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec, boottime_ms
 

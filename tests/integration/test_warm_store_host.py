@@ -25,7 +25,7 @@ from rdzv.agent.core.events import (
     ZygoteLost,
     ZygoteReady,
 )
-from rdzv.agent.runner.linux.process_tree import children_of
+from rdzv.agent.runner.processes import children_of
 from rdzv.agent.runner.warm_forks import FORK_TIMEOUT_S
 from rdzv.agent.runner_link import RunnerLink, ZygoteSpec
 

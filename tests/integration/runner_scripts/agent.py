@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rdzv.agent import runner_link
 from rdzv.agent.core import events
-from rdzv.agent.runner.linux.process_tree import sweep_descendants
+from rdzv.agent.runner.processes import sweep_descendants
 
 READY = Path(sys.argv[1], "ready")
 

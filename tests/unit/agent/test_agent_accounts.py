@@ -29,7 +29,7 @@ from rdzv.agent.observers.snapshot_file_watch import SnapshotFileWatch
 from rdzv.agent.output.run_files import RoundOutput, RunLogs, WorkerOutput, Written
 from rdzv.agent.output.run_folders import RunFolders
 from rdzv.agent.output.worker_log_reader import ReadRequest, WorkerLogReader
-from rdzv.agent.runner.linux import identity
+from rdzv.agent.runner import system
 from rdzv.agent.system.accounts import (
     EVERYONE,
     Accounts,
@@ -278,7 +278,7 @@ def in_a_thread_with_groups(groups: tuple[int, ...], work: Callable[[], None]) -
 
     def run() -> None:
         try:
-            identity.set_thread_groups(groups)
+            system.set_thread_groups(groups)
             work()
         except BaseException as error:
             failures.append(error)
@@ -331,7 +331,7 @@ def test_who_acts_as_one_account_inside_of_another_is_that_other_again_afterward
 def test_where_it_is_not_known_how_nobody_acts_as_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(identity, "SYS_SETGROUPS", {})
+    monkeypatch.setattr(system, "SYS_SETGROUPS", {})
     with (
         pytest.raises(PermissionError, match="another user is not supported"),
         acting_as(ADA),

@@ -15,7 +15,7 @@ import pytest
 
 from rdzv.agent.handover import leaked_processes
 from rdzv.agent.handover.leaked_processes import kill_leaked, mark_of
-from rdzv.agent.runner.linux.process_tree import RLIMIT_LOCKS, new_mark
+from rdzv.agent.runner.processes import RLIMIT_LOCKS, new_mark
 
 
 @contextmanager

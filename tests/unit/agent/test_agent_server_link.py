@@ -21,7 +21,7 @@ from tcp_proxy import proxy_to
 from rdzv.agent.core import events
 from rdzv.agent.launch.launch import NO_FILES
 from rdzv.agent.output.run_files import RoundOutput, WorkerOutput, Written
-from rdzv.agent.runner.linux.boottime import boottime_ms
+from rdzv.agent.runner.system import boottime_ms
 from rdzv.agent.server_link import encoding, fence_proofs, outbox
 from rdzv.agent.server_link import link as server_link
 from rdzv.agent.server_link.fence_proofs import FenceProofs

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rdzv.agent.runner.channel import Channel, MalformedFrameError
-from rdzv.agent.runner.linux.descriptors import (
+from rdzv.agent.runner.descriptors import (
     SentDescriptorError,
     close_job_socket,
     close_shared,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rdzv.agent.runner.linux.free_memory import free_bytes
+from rdzv.agent.runner.system import free_bytes
 
 MIB = 1 << 20
 

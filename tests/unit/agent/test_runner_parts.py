@@ -26,20 +26,19 @@ from rdzv.agent.runner.agent_link import AgentLink
 from rdzv.agent.runner.agent_replacement import NextAgent
 from rdzv.agent.runner.channel import Channel
 from rdzv.agent.runner.child_exits import SHM_MANAGER, SHM_MANAGER_S, Child, Children
+from rdzv.agent.runner.descriptors import short_path
 from rdzv.agent.runner.fence import Fence
 from rdzv.agent.runner.held_round import Round
 from rdzv.agent.runner.kept_workers import KeptStart
 from rdzv.agent.runner.killing import HELPERS_S, QUIET_S, STUCK_AFTER_S, HelpersTime, Killing
-from rdzv.agent.runner.linux.boottime import Alarm, boottime_ms
-from rdzv.agent.runner.linux.descriptors import short_path
-from rdzv.agent.runner.linux.libc import libc
-from rdzv.agent.runner.linux.process_tree import signal_relative
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.parked_workers import ParkedWorkers
+from rdzv.agent.runner.processes import signal_relative
 from rdzv.agent.runner.requests import ZygoteSpec
 from rdzv.agent.runner.snapshot_slots import SavedSnapshot, SnapshotSlots
 from rdzv.agent.runner.spawn import NOT_STARTED, Program, reason_of
 from rdzv.agent.runner.store_hosts import StoreHosts
+from rdzv.agent.runner.system import Alarm, boottime_ms, libc
 from rdzv.agent.runner.warm_forks import WarmForks
 from rdzv.agent.runner.worker_links import MAX_SHARDS, PROTOCOL, WorkerLink
 from rdzv.agent.runner.workers import Workers
@@ -83,8 +82,8 @@ def test_an_alarm_is_set_to_its_millisecond_and_rings_once(
 ) -> None:
     heard = []
 
-    def settime(fd: int, flags: int, spec: Any, old: None) -> int:
-        heard.append(tuple(getattr(spec._obj, name) for name, _ in spec._obj._fields_))
+    def settime(fd: int, flags: int, spec: bytes, old: None) -> int:
+        heard.append(struct.unpack("4l", spec))
         return 0
 
     with closing(Alarm()) as alarm, monkeypatch.context() as patch:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from rdzv.agent.runner.linux.tcp_connections import live_connection
+from rdzv.agent.runner.processes import live_connection
 
 
 @pytest.fixture

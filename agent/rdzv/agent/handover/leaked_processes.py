@@ -17,8 +17,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from rdzv.agent.runner.linux.process_tree import is_of_family
-from rdzv.agent.runner.linux.process_tree import mark_of as mark_of_process
+from rdzv.agent.runner.processes import is_of_family
+from rdzv.agent.runner.processes import mark_of as mark_of_process
 from rdzv.core.words import counted
 
 log = logging.getLogger("rdzv.agent")

@@ -654,7 +654,7 @@ def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
 
 
 def _set_mark(env: Mapping[bytes, bytes]) -> None:
-    """Mark this process and its descendants, as the runner's process_tree.py does."""
+    """Mark this process and its descendants, as the runner's processes.py does."""
     limits, mark = 10, env.get(b"RDZV_WORKER_MARK", b"")
     if mark.isdigit():
         with suppress(OSError, ValueError):

@@ -29,7 +29,7 @@ from rdzv.agent.observers.flight_records import (
     read_record,
     read_times,
 )
-from rdzv.agent.runner.linux.descriptors import (
+from rdzv.agent.runner.descriptors import (
     SentDescriptorError,
     close_job_socket,
     receive_data,

@@ -24,7 +24,7 @@ import time
 from contextlib import suppress
 
 from .channel import Channel
-from .linux.descriptors import closed_if_failing, listen_at, peer_of, write_warning
+from .descriptors import closed_if_failing, listen_at, peer_of, write_warning
 from .loop import PAUSE_S
 from .requests import (
     MAX_GRACE_S,

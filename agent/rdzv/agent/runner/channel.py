@@ -8,7 +8,7 @@ import socket
 import struct
 from collections import deque
 
-from .linux.descriptors import (
+from .descriptors import (
     SentDescriptorError,
     close_fd,
     close_fds,

@@ -13,8 +13,9 @@ from contextlib import suppress
 from functools import partial
 
 from .channel import RECEIVE_BYTES
-from .linux.descriptors import close_fd, write_warning
-from .linux.process_tree import (
+from .descriptors import close_fd, write_warning
+from .loop import PAUSE_S
+from .processes import (
     OwnChildren,
     descendants_of,
     reap,
@@ -22,7 +23,6 @@ from .linux.process_tree import (
     signal_child,
     signal_relative,
 )
-from .loop import PAUSE_S
 from .spawn import fork_into
 
 TYPE_CHECKING = False

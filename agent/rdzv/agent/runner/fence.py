@@ -19,11 +19,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from .linux.boottime import Alarm, boottime_ms
-from .linux.descriptors import write_warning
-from .linux.process_tree import kill_below
+from .descriptors import write_warning
+from .processes import kill_below
 from .requests import read_fence_at_ms
 from .spawn import Program
+from .system import Alarm, boottime_ms
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

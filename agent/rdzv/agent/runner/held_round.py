@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-from .linux.process_tree import signal_child
+from .processes import signal_child
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from functools import partial
 
-from .linux.descriptors import close_fds
+from .descriptors import close_fds
 from .spawn import Program, reason_of
 
 TYPE_CHECKING = False

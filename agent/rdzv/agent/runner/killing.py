@@ -19,7 +19,7 @@ import signal
 import time
 from contextlib import suppress
 
-from .linux.process_tree import descendants_of, signal_relative
+from .processes import descendants_of, signal_relative
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

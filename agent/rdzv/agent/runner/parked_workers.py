@@ -14,7 +14,7 @@ from functools import partial
 
 from .child_exits import exit_fields
 from .killing import STUCK_AFTER_S, HelpersTime
-from .linux.process_tree import SWEEP_INTERVAL_S, signal_child
+from .processes import SWEEP_INTERVAL_S, signal_child
 from .requests import MAX_GRACE_S, read_numbers, read_seconds
 
 TYPE_CHECKING = False

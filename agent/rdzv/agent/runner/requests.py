@@ -48,7 +48,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from .linux.identity import Identity
+from .system import Identity
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from .channel import Channel
 from .child_exits import Children
 from .fence import Fence
 from .killing import Killing
-from .linux.process_tree import SWEEP_INTERVAL_S, become_subreaper, sweep_descendants
 from .loop import Loop
+from .processes import SWEEP_INTERVAL_S, become_subreaper, sweep_descendants
 from .requests import PROTOCOL_VERSION, RequestError, read_field
 from .snapshot_copies import SnapshotCopies
 from .snapshot_slots import SnapshotSlots

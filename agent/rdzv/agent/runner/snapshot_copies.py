@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 from .channel import Channel, MalformedFrameError
-from .linux.descriptors import close_fds, dup_fds, write_warning
+from .descriptors import close_fds, dup_fds, write_warning
 from .requests import RequestError, read_argv, read_env, read_field, read_identity
 from .snapshot_slots import MAX_SLOT_BYTES, NoSlotsError, SavedSnapshot, memory_file
 from .spawn import Program, reason_of

@@ -19,10 +19,10 @@ import os
 import time
 from dataclasses import asdict, dataclass
 
-from .linux.descriptors import close_fds, dup_fds
-from .linux.free_memory import free_bytes
+from .descriptors import close_fds, dup_fds
 from .requests import RequestError, read_field, read_numbers
 from .spawn import reason_of
+from .system import free_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

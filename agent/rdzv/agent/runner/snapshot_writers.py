@@ -14,7 +14,7 @@ import socket
 from dataclasses import replace
 from functools import partial
 
-from .linux.descriptors import close_fds, close_job_socket, write_warning
+from .descriptors import close_fds, close_job_socket, write_warning
 from .requests import read_argv, read_env, read_field, read_identity, read_optional_text
 from .spawn import Program, reason_of
 from .warm_forks import FORK_TIMEOUT_S, WarmStart

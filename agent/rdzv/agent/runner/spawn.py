@@ -14,9 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .linux.identity import Identity, become
-from .linux.libc import PR_SET_PDEATHSIG, prctl
-from .linux.process_tree import new_mark, set_own_mark
+from .processes import new_mark, set_own_mark
+from .system import PR_SET_PDEATHSIG, Identity, become, prctl
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

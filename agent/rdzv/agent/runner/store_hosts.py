@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 
 from .child_exits import exit_fields
-from .linux.descriptors import (
+from .descriptors import (
     close_job_socket,
     close_shared,
     dup_fds,

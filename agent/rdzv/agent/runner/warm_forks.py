@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 from .channel import Channel, MalformedFrameError
-from .linux.descriptors import dup_fds
+from .descriptors import dup_fds
 from .warm_restarts import WarmRestarts
 from .zygote_process import ZygoteProcess
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from .agent_link import AgentLink
     from .child_exits import Child, Children
-    from .linux.identity import Identity
     from .loop import Loop
+    from .system import Identity
 
     class ColdStarter(Protocol):
         """The owner of warm starts of one kind."""

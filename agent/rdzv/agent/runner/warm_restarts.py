@@ -17,7 +17,7 @@ import time
 from dataclasses import replace
 
 from .channel import RECEIVE_BYTES
-from .linux.descriptors import SentDescriptorError, close_job_socket, receive_data
+from .descriptors import SentDescriptorError, close_job_socket, receive_data
 from .spawn import reason_of
 from .zygote_process import ZYGOTE_HOOK
 

@@ -52,8 +52,7 @@ import time
 from contextlib import suppress
 
 from .channel import Channel, MalformedFrameError
-from .linux.process_tree import mark_of, new_mark, session_of
-from .linux.tcp_connections import live_connection
+from .processes import live_connection, mark_of, new_mark, session_of
 from .snapshot_slots import MAX_SLOT_BYTES, SavedSnapshot
 
 TYPE_CHECKING = False

@@ -21,8 +21,8 @@ from .child_exits import exit_fields
 from .held_connections import HeldConnections
 from .held_round import Round
 from .kept_workers import KeptStart
-from .linux.process_tree import signal_child
 from .parked_workers import ParkedWorkers
+from .processes import signal_child
 from .requests import (
     MAX_GRACE_S,
     RequestError,

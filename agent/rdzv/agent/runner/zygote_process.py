@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 
 from .channel import Channel, MalformedFrameError
-from .linux.descriptors import dup_fds
-from .linux.free_memory import free_bytes
+from .descriptors import dup_fds
 from .requests import RequestError, read_zygote_spec
 from .spawn import SIGNALS_FOR_WORKERS, Program, reason_of
+from .system import free_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ Nothing here decides what a runner does. `agent_children` keeps track of the age
 
 from __future__ import annotations
 
-from rdzv.agent.runner.linux.boottime import boottime_ms
-from rdzv.agent.runner.linux.process_tree import become_subreaper
+from rdzv.agent.runner.processes import become_subreaper
 from rdzv.agent.runner.requests import KeepSpec, WorkerSpec, ZygoteSpec
+from rdzv.agent.runner.system import boottime_ms
 from rdzv.agent.runner_link.agent_children import (
     aside,
     ask_spared,

@@ -19,8 +19,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from rdzv.agent.runner.linux.descriptors import close_shared
-from rdzv.agent.runner.linux.process_tree import (
+from rdzv.agent.runner.descriptors import close_shared
+from rdzv.agent.runner.processes import (
     SWEEP_INTERVAL_S,
     children_of,
     kill_below,

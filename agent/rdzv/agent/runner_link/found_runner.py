@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rdzv.agent.runner.channel import Channel, MalformedFrameError
-from rdzv.agent.runner.linux.descriptors import peer_of, short_path
+from rdzv.agent.runner.descriptors import peer_of, short_path
 from rdzv.agent.runner.requests import PROTOCOL_VERSION
 from rdzv.agent.runner_link.runner_events import OnEvent
 from rdzv.agent.runner_link.runner_link import Hello, RunnerLink

@@ -19,8 +19,7 @@ from typing import Any
 from rdzv.agent import job_programs, runner
 from rdzv.agent.core.events import RunnerExited, StartFailed, StoreHostExited, WorkersGone
 from rdzv.agent.runner.channel import Channel, MalformedFrameError
-from rdzv.agent.runner.linux.descriptors import close_fds
-from rdzv.agent.runner.linux.identity import Identity
+from rdzv.agent.runner.descriptors import close_fds
 from rdzv.agent.runner.requests import (
     MAX_GRACE_S,
     MAX_ORPHAN_TIMEOUT_S,
@@ -29,6 +28,7 @@ from rdzv.agent.runner.requests import (
     ZygoteSpec,
 )
 from rdzv.agent.runner.spawn import NOT_STARTED
+from rdzv.agent.runner.system import Identity
 from rdzv.agent.runner_link import agent_children
 from rdzv.agent.runner_link.runner_events import OnEvent, decode_event, number_of
 from rdzv.agent.runner_link.runner_log import RunnerLog

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from rdzv.agent.observers.server_clock import ServerClock
-from rdzv.agent.runner.linux.boottime import boottime_ms
+from rdzv.agent.runner.system import boottime_ms
 from rdzv.agent.server_link.ports import JobPort
 from rdzv.v1 import rdzv_pb2 as pb
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rdzv.agent.runner.linux.identity import Identity, acting_as
+from rdzv.agent.runner.system import Identity, acting_as
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
 

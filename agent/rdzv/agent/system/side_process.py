@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rdzv.agent import runner_link
-from rdzv.agent.runner.linux.descriptors import close_shared
+from rdzv.agent.runner.descriptors import close_shared
 from rdzv.agent.system.accounts import Account, started_as
 from rdzv.errors import InvalidRequestError
 
