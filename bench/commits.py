@@ -34,9 +34,9 @@ from measure import emit, end_on_sigterm, load, say_conditions
 from peer import Peer
 from simulated import until
 
-from rdzv.core.commands import Fail, FailureReport, Join, Resume, Succeed
+from rdzv.core.commands import Fail, Join, Resume, Succeed
 from rdzv.core.fleet.nodes import AgentKind
-from rdzv.core.model import Membership, Offer, RecoveryReport, Settings
+from rdzv.core.model import Failure, Membership, Offer, RecoveryReport, Settings
 from rdzv.messages import Assignment, Belief, Closed, Hello
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
@@ -181,7 +181,8 @@ class Node:
     async def fail(self) -> None:
         """Report that one worker has failed."""
         assert self.line is not None
-        report = FailureReport(0, self.line.rank_first, 4711, None, 9, "Signal 9 (SIGKILL)", "", 0)
+        why, now_ms = "Signal 9 (SIGKILL)", MonotonicClock().now_ms()
+        report = Failure(0, self.line.rank_first, 4711, None, 9, why, "", now_ms)
         speaker = (self.node_id, self.stream.incarnation, self.line.run, self.line.round)
         await self._driver.commands.hear(self.stream, JOB, Fail(*speaker, (report,)))
 

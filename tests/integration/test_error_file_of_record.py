@@ -34,5 +34,5 @@ def test_what_record_writes_is_understood(tmp_path: Path) -> None:
     assert found.message == "OutOfMemoryError: batch 17 is too large"
     assert "in main" in found.traceback
     how = (1, None, found.message, found.traceback)
-    names = names_of_end(Failure("n1", "", 0, 0, 7, *how, at_ms=0))
+    names = names_of_end(Failure(0, 0, 7, *how, at_ms=0))
     assert names == ("1", "torch.OutOfMemoryError", "OutOfMemoryError")

@@ -297,7 +297,7 @@ def test_settings_without_a_count_of_restarts_travel_as_such() -> None:
     offer = pb.Offer(address="10.0.0.1", local_world_size=1, store_port=4711)
     message = Part("job-7", UNCOUNTED, offer).say_join(4711)
     speaker = wire.Speaker("n1", 1)
-    _, command = wire.command_of(message, speaker)
+    _, command = wire.command_of(message, speaker, 0)
     assert getattr(command, "settings") == UNCOUNTED  # noqa: B009
 
 

@@ -18,7 +18,6 @@ from rdzv.core.commands import (
     Command,
     Decline,
     Fail,
-    FailureReport,
     GiveUp,
     Join,
     Leave,
@@ -336,7 +335,7 @@ def _read_stopped(line: Line, node_id: str, incarnation: int, said: Said) -> Com
         run=line.take("run", said.run),
         settings=said.settings,
         left_round=line.number("round", 0),
-        failures=_read_failures(line),
+        failures=_read_failures(line, said),
         moved=_read_moved(line),
         kept=_read_kept(line),
         snapshots=_read_snapshots(line),
@@ -389,12 +388,12 @@ def write_snapshots(held: tuple[Snapshot, ...]) -> str:
     )
 
 
-def _read_failures(line: Line) -> tuple[FailureReport, ...]:
+def _read_failures(line: Line, said: Said) -> tuple[Failure, ...]:
     """Read `rank=3 exit=1 "message" traceback=... age=5ms`; without a rank there is none."""
     if "rank" not in line.pairs:
         return ()
     return (
-        FailureReport(
+        Failure(
             rank=line.number("rank", 0),
             local_rank=line.number("local_rank", 0),
             pid=line.number("pid", 4711),
@@ -403,14 +402,14 @@ def _read_failures(line: Line) -> tuple[FailureReport, ...]:
             message=line.word(""),
             traceback=line.take("traceback", ""),
             suspect=line.take("suspect", "no") == "yes",
-            age_ms=line.ms("age", 0),
+            at_ms=said.now_ms - line.ms("age", 0),
         ),
     )
 
 
 def _read_fail(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
     run, number = line.take("run", said.run), line.number("round", 0)
-    return Fail(node_id, incarnation, run, number, _read_failures(line))
+    return Fail(node_id, incarnation, run, number, _read_failures(line, said))
 
 
 def _read_leave(line: Line, node_id: str, incarnation: int, said: Said) -> Command:

@@ -92,7 +92,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 def membership(rdzv_id: str = "job-7") -> Membership:
     """A membership in which every field has a value."""
     offer = Offer("10.0.0.5", 8, "trainer", "rack-1", "n1.local", "m1", 4711, True, 5_000)
-    failure = Failure("n1", "10.0.0.5", 3, 3, 99, None, 9, "killed — ☠", "trace\nback", 1_234, True)
+    failure = Failure(3, 3, 99, None, 9, "killed — ☠", "trace\nback", 1_234, True, "n1", "10.0.0.5")
     end = RoundEnd(Cause.WORKER_FAILURE, "rank 3 failed", 5_000, True, (failure,), True, keep=False)
     ended = Ended(Result.FAILED, "restarts spent", 6_000, True, (failure,))
     return Membership(

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from rdzv.core.commands import (
     Command,
     Fail,
-    FailureReport,
     Join,
     Leave,
     MarkAway,
@@ -28,6 +27,7 @@ from rdzv.core.life.restoring import restore
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import (
     UNMOVED,
+    Failure,
     JobState,
     KeptWorker,
     LeaveCause,
@@ -70,7 +70,7 @@ def join(
     run: str = "",
     settings: Settings = SETTINGS,
     left_round: int | None = None,
-    failures: Iterable[FailureReport] = (),
+    failures: Iterable[Failure] = (),
     moved: Moved = UNMOVED,
     refuse_reuse: bool = False,
     new_run: str = RUN,
@@ -97,10 +97,12 @@ def join(
     )
 
 
-def report(
-    rank: int = 0, exit_code: int | None = 1, message: str = "", **given: Any
-) -> FailureReport:
-    """Build the report of one failed worker."""
+LATER_MS = 1 << 50
+"""A time after any step: a failure of that time counts as one of the step that is told of it."""
+
+
+def report(rank: int = 0, exit_code: int | None = 1, message: str = "", **given: Any) -> Failure:
+    """Build a node's report of one failed worker, which fails when the job is told of it."""
     defaults: dict[str, Any] = {
         "local_rank": 0,
         "rank": rank,
@@ -109,9 +111,9 @@ def report(
         "signal": None,
         "message": message,
         "traceback": "",
-        "age_ms": 0,
+        "at_ms": LATER_MS,
     }
-    return FailureReport(**{**defaults, **given})
+    return Failure(**{**defaults, **given})
 
 
 # ------------------------------------------------------------------ a job that checks itself
@@ -199,7 +201,7 @@ class Job:
     def resume(self, node_id: str, incarnation: int = 1) -> tuple[Event, ...]:
         return self.do(Resume(node_id, incarnation, self.membership.run, self.round.number))
 
-    def fail(self, node_id: str, *reports: FailureReport) -> tuple[Event, ...]:
+    def fail(self, node_id: str, *reports: Failure) -> tuple[Event, ...]:
         round_ = self.round
         return self.do(Fail(node_id, 1, self.membership.run, round_.number, reports or (report(),)))
 

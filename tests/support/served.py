@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ports import free_port
 
-from rdzv.core.commands import Fail, FailureReport, Succeed
+from rdzv.core.commands import Fail, Succeed
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import StackFrame, ThreadStack, WorkerStack
@@ -41,6 +41,7 @@ from rdzv.server.settings import server_settings
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.endpoints import Listen
+from tests.support.builders import report
 from tests.support.settings import rdzvd_settings
 from tests.unit.server.test_driver import Server, join
 
@@ -259,8 +260,8 @@ class Served:
         stream = self._streams[node_id]
         (rank,) = (node.rank_first for node in state.nodes if node.node_id == node_id)
         assert rank is not None
-        report = FailureReport(0, rank, 4711, 1, None, message, traceback, 0)
-        fail = Fail(node_id, stream.incarnation, state.run, state.round, (report,))
+        failed = report(rank=rank, message=message, traceback=traceback)
+        fail = Fail(node_id, stream.incarnation, state.run, state.round, (failed,))
         await self.driver.commands.hear(stream, rdzv_id, fail)
 
     def rejoin(self, rdzv_id: str, kept_on: Collection[str] = ()) -> None:

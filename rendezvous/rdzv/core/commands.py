@@ -17,9 +17,7 @@ from rdzv.bounds import (
     First,
     Flat,
     Label,
-    LocalRank,
     Sentence,
-    Traceback,
     Uid,
     Unsent,
     Within,
@@ -28,6 +26,7 @@ from rdzv.bounds import (
 from rdzv.core.model import (
     UNKNOWN_INSTANCE,
     UNMOVED,
+    Failure,
     Instance,
     JobSpec,
     KeptWorker,
@@ -38,38 +37,15 @@ from rdzv.core.model import (
     Settings,
     Snapshot,
 )
-from rdzv.core.root_cause import MAX_FAILURES
+from rdzv.core.root_cause import earliest_failures
 from rdzv.structs import struct
 
 Wish = Annotated[Sentence, Else("an operator asked for it")]
 """An operator's reason."""
 
 
-@struct(frozen=True)
-class FailureReport:
-    """A failed worker as reported by its node, with an age instead of a timestamp."""
-
-    local_rank: LocalRank
-    rank: int
-    pid: int
-    exit_code: int | None
-    signal: int | None
-    message: Sentence
-    traceback: Traceback
-    age_ms: Elapsed
-    suspect: bool = False
-
-
-def _earliest(failures: tuple[FailureReport, ...]) -> tuple[FailureReport, ...]:
-    """Return as many failures as are kept of one report.
-
-    Those that exited with 0 are dropped first, then suspects, then the latest.
-    """
-    ordered = sorted(failures, key=lambda one: (one.exit_code == 0, one.suspect, -one.age_ms))
-    return tuple(ordered[:MAX_FAILURES])
-
-
-Failures = Annotated[tuple[FailureReport, ...], Cut(_earliest)]
+Failures = Annotated[tuple[Failure, ...], Cut(earliest_failures)]
+"""Failed workers as their node reports them: the server adds which node that is."""
 
 
 @struct(frozen=True)

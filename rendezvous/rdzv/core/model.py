@@ -41,7 +41,9 @@ from rdzv.bounds import (
     OwnPort,
     Port,
     Printable,
+    Sentence,
     Step,
+    Traceback,
     Unsent,
     Within,
     WorkerEnds,
@@ -350,20 +352,21 @@ def world_size(participants: Iterable[Participant]) -> int:
 
 @struct(frozen=True)
 class Failure:
-    """One worker's failure, with its time on the server's clock."""
+    """One worker's failure, with its time on the holder's clock."""
 
-    node_id: str
-    address: str
-    local_rank: int
+    local_rank: LocalRank
     rank: int
     pid: int
     exit_code: int | None
     signal: int | None
-    message: str
-    traceback: str
+    message: Sentence
+    traceback: Traceback
     at_ms: Annotated[int, Age("age_ms")]
     suspect: bool = False
     """A collective raised an exception, perhaps because another worker failed. The worker parks."""
+    node_id: str = ""
+    address: str = ""
+    """The node, of which the server knows the name and the address; empty on the node itself."""
 
     @property
     def finished(self) -> bool:

@@ -147,6 +147,15 @@ def why_not_restarted(settings: Settings, root_cause: Failure | None) -> str:
     return f"--restart-on does not list {listed(shown[:2])}"
 
 
+def earliest_failures(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """Return as many failures as a node reports.
+
+    Those that exited with 0 are dropped first, then suspects, then the latest.
+    """
+    ordered = sorted(failures, key=lambda one: (one.finished, one.suspect, one.at_ms))
+    return tuple(ordered[:MAX_FAILURES])
+
+
 def only_suspects(failures: Iterable[Failure]) -> bool:
     """Return whether all these workers are suspects, or have exited with 0."""
     return all(failure.suspect or failure.finished for failure in failures)

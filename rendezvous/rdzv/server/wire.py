@@ -112,23 +112,23 @@ _COMMANDS: Mapping[str, type] = {
 }
 
 
-def command_of(message: pb.NodeMessage, speaker: Speaker) -> tuple[str, Command]:
+def command_of(message: pb.NodeMessage, speaker: Speaker, now_ms: int) -> tuple[str, Command]:
     """Read a node's command to a job, and return it with the job's rdzv_id."""
     body = message.WhichOneof("body")
     if body == "join":
-        return bounds.rdzv_id_of(message.join.rdzv_id), _join(message.join, speaker)
+        return bounds.rdzv_id_of(message.join.rdzv_id), _join(message.join, speaker, now_ms)
     kind = _COMMANDS.get(str(body))
     if kind is None:
         remedy = "send Hello only once; upgrade the server"
         raise refusal("message", body, "has no place here", remedy)
     content = getattr(message, str(body))
-    command: Command = _spoken(kind, content, speaker)
+    command: Command = _spoken(kind, content, speaker, now_ms)
     return bounds.rdzv_id_of(content.rdzv_id), command
 
 
-def _spoken(kind: type[T], message: Message, speaker: Speaker, **given: Any) -> T:
+def _spoken(kind: type[T], message: Message, speaker: Speaker, now_ms: int, **given: Any) -> T:
     given |= {"node_id": speaker.node_id, "incarnation": speaker.incarnation}
-    return read(kind, message, checked=True, **given)
+    return read(kind, message, checked=True, now_ms=now_ms, **given)
 
 
 def job_named_in(message: pb.NodeMessage | pb.Belief) -> str:
@@ -139,9 +139,9 @@ def job_named_in(message: pb.NodeMessage | pb.Belief) -> str:
     return str(getattr(getattr(message, body), "rdzv_id", "")) if body else ""
 
 
-def _join(message: pb.Join, speaker: Speaker, least_port: int = 1) -> Join:
+def _join(message: pb.Join, speaker: Speaker, now_ms: int, least_port: int = 1) -> Join:
     given = {"secret": _secret(message), "snapshots": _readable_snapshots(message)}
-    join = _spoken(Join, message, speaker, **given)
+    join = _spoken(Join, message, speaker, now_ms, **given)
     _check_nnodes(join.settings, "--nnodes: ")
     bounds.within("offer.store_port", join.offer.store_port, least_port, 65_535)
     if not join.kept:
@@ -210,7 +210,7 @@ def belief_of(message: pb.Belief, speaker: Speaker, now_ms: int) -> Belief:
     phase = message.phase
     # Only a node that is waiting for a round reserves a port for its store.
     least_port = 1 if phase == pb.Belief.JOINING else 0
-    join = _join(message.join, speaker, least_port)
+    join = _join(message.join, speaker, now_ms, least_port)
     rdzv_id = bounds.rdzv_id_of(message.join.rdzv_id)
     round_ = message.round.round if message.HasField("round") else None
     if message.HasField("round") and message.round.rdzv_id != rdzv_id:
@@ -233,7 +233,7 @@ def belief_of(message: pb.Belief, speaker: Speaker, now_ms: int) -> Belief:
         join = replace(join, recovery=recovery)
         return Belief(rdzv_id, run, round_, has_workers=False, commands=(*store_host, join))
     if phase == pb.Belief.LEAVING:
-        leave = _spoken(Leave, message.leave, speaker)
+        leave = _spoken(Leave, message.leave, speaker, now_ms)
         gone = round_ is None or leave.left_round == round_
         return Belief(rdzv_id, run, round_, not gone, (*(store_host or resume), leave))
     if phase not in _WITH_WORKERS:
@@ -245,7 +245,7 @@ def belief_of(message: pb.Belief, speaker: Speaker, now_ms: int) -> Belief:
         commands.append(Succeed(speaker.node_id, speaker.incarnation, run, round_))
     elif message.failures:
         said = pb.Failed(run=run, round=round_, failures=message.failures)
-        commands.append(_spoken(Fail, said, speaker))
+        commands.append(_spoken(Fail, said, speaker, now_ms))
     return Belief(rdzv_id, run, round_, has_workers=True, commands=tuple(commands))
 
 

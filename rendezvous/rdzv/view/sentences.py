@@ -46,7 +46,6 @@ def failure(event: history.WorkerFailed) -> str:
         describe_failure(
             Failure(
                 node_id=event.node_id,
-                address="",
                 local_rank=event.local_rank,
                 rank=event.rank,
                 pid=event.pid,

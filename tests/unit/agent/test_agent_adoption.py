@@ -27,10 +27,8 @@ from rdzv.agent.core.model import (
     Assignment,
     JobTerms,
     Leaving,
-    NodeFailure,
     Outcome,
     Phase,
-    WorkerFailure,
 )
 from rdzv.agent.handover import handover_state, runner_adoption
 from rdzv.agent.handover.handover_state import (
@@ -50,6 +48,7 @@ from rdzv.agent.server_link.link import ServerLink
 from rdzv.client import Endpoint
 from rdzv.core.model import (
     Cause,
+    Failure,
     JobSpec,
     LeaveCause,
     Offer,
@@ -86,7 +85,7 @@ FULL = KeptState(
         left_round=3,
         alive=frozenset({1}),
         workers_gone=False,
-        failures=(WorkerFailure(0, 2, 99, None, 9, "killed", "a \udcff trace", 12),),
+        failures=(Failure(0, 2, 99, None, 9, "killed", "a \udcff trace", 12),),
         stopping_since_ms=13,
         stuck_pids=(99,),
         fenced=True,
@@ -98,7 +97,7 @@ FULL = KeptState(
         outcome=Outcome(
             1,
             "failed",
-            (NodeFailure("n2", "10.0.0.2", 0, 0, 7, 1, None, "boom", ""),),
+            (Failure(0, 0, 7, 1, None, "boom", "", 5, node_id="n2", address="10.0.0.2"),),
             Result.FAILED,
         ),
     ),

@@ -9,15 +9,14 @@ from rdzv.agent.core.model import (
     Assignment,
     JobTerms,
     Leaving,
-    NodeFailure,
     Phase,
-    WorkerFailure,
 )
 from rdzv.agent.server_link import encoding
 from rdzv.core import commands as asked
 from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.model import (
     Cause,
+    Failure,
     JobSpec,
     LeaveCause,
     Moved,
@@ -75,19 +74,18 @@ LINE = Assignment(
     max_restarts=7,
 )
 NOW_MS = 10_000
-FAILURE = WorkerFailure(1, 5, 99, 3, None, "ValueError: no", "Traceback ...", at_ms=NOW_MS - 40)
-KILLED = WorkerFailure(2, 6, 98, None, 9, "received SIGKILL (pid 98)", "", at_ms=NOW_MS + 5)
+FAILURE = Failure(1, 5, 99, 3, None, "ValueError: no", "Traceback ...", at_ms=NOW_MS - 40)
+KILLED = Failure(2, 6, 98, None, 9, "received SIGKILL (pid 98)", "", at_ms=NOW_MS + 5)
 LEAVING = Leaving(LeaveCause.SIGNAL, "its agent received SIGTERM", 143)
 SPEAKER = wire.Speaker("n1", 12)
 
-REPORTED = asked.FailureReport(1, 5, 99, 3, None, "ValueError: no", "Traceback ...", 40)
-REPORTED_KILL = asked.FailureReport(2, 6, 98, None, 9, "received SIGKILL (pid 98)", "", 0)
+REPORTED_KILL = replace(KILLED, at_ms=NOW_MS)
 
 
 def heard(message: pb.NodeMessage) -> asked.Command:
     """Return the server's view of a message that was serialized and parsed again."""
     message = pb.NodeMessage.FromString(message.SerializeToString())
-    rdzv_id, command = wire.command_of(message, SPEAKER)
+    rdzv_id, command = wire.command_of(message, SPEAKER, NOW_MS)
     assert rdzv_id == "job-7"
     return command
 
@@ -105,7 +103,7 @@ def test_a_join_brings_the_launch_the_offer_and_the_round_that_was_left() -> Non
         SETTINGS,
         OFFER,
         left_round=5,
-        failures=(REPORTED, REPORTED_KILL),
+        failures=(FAILURE, REPORTED_KILL),
         refuse_reuse=True,
     )
 
@@ -125,7 +123,7 @@ def test_how_far_a_round_has_come_is_heard_with_the_join_and_after_a_reconnect(
     assert isinstance(command, asked.Join)
     assert command.moved == moved
     belief = encoding.belief(state, OFFER, NOW_MS, refuse_reuse=False)
-    *_, again = wire.belief_of(belief, SPEAKER, 0).commands
+    *_, again = wire.belief_of(belief, SPEAKER, NOW_MS).commands
     assert isinstance(again, asked.Join)
     assert again.moved == moved
 
@@ -145,7 +143,7 @@ def test_a_jobs_secret_is_said_with_all_that_asks_for_a_place() -> None:
     command = heard(pb.NodeMessage(join=join))
     assert isinstance(command, asked.Join)
     belief = encoding.belief(state, OFFER, NOW_MS, refuse_reuse=False, secret=secret)
-    resume = wire.belief_of(belief, SPEAKER, 0).commands[0]
+    resume = wire.belief_of(belief, SPEAKER, NOW_MS).commands[0]
     assert isinstance(resume, asked.Join | asked.Resume)
     assert command.secret == resume.secret != ""
 
@@ -199,7 +197,7 @@ def test_round_0_is_a_round_that_can_be_left() -> None:
     [
         (
             commands.SayFailed("r1", 5, (FAILURE, KILLED)),
-            asked.Fail("n1", 12, "r1", 5, (REPORTED, REPORTED_KILL)),
+            asked.Fail("n1", 12, "r1", 5, (FAILURE, REPORTED_KILL)),
         ),
         (commands.SaySucceeded("r1", 5), asked.Succeed("n1", 12, "r1", 5)),
         (
@@ -266,7 +264,7 @@ REPORT_OF_ROUND = RecoveryReport(
     offer=OFFER,
 )
 RESUME = asked.Resume("n1", 12, "r1", 5, REPORT_OF_ROUND)
-FAIL = asked.Fail("n1", 12, "r1", 5, (REPORTED,))
+FAIL = asked.Fail("n1", 12, "r1", 5, (FAILURE,))
 LEAVE = asked.Leave("n1", 12, "r1", LeaveCause.SIGNAL, LEAVING.reason)
 
 BELIEFS = {
@@ -279,7 +277,7 @@ BELIEFS = {
     "rejoining": (
         REJOINING,
         False,
-        (asked.Join("n1", 12, "r1", SETTINGS, OFFER, 5, (REPORTED,), recovery=REPORT_OF_ROUND),),
+        (asked.Join("n1", 12, "r1", SETTINGS, OFFER, 5, (FAILURE,), recovery=REPORT_OF_ROUND),),
     ),
     "rejoining after its store host failed": (
         replace(REJOINING, store_host_failed="died"),
@@ -287,7 +285,7 @@ BELIEFS = {
         (
             RESUME,
             asked.ReportStoreHost("n1", 12, "r1", 5, "died"),
-            asked.Join("n1", 12, "r1", SETTINGS, OFFER, 5, (REPORTED,), recovery=REPORT_OF_ROUND),
+            asked.Join("n1", 12, "r1", SETTINGS, OFFER, 5, (FAILURE,), recovery=REPORT_OF_ROUND),
         ),
     ),
     "running": (replace(IN_ROUND, phase=Phase.RUNNING), True, (RESUME,)),
@@ -318,7 +316,7 @@ def belief_of(state: AgentState, offer: Offer = OFFER) -> pb.Belief:
 def test_the_server_learns_all_that_it_missed(
     state: AgentState, has_workers: bool, expected: tuple[asked.Command, ...]
 ) -> None:
-    found = wire.belief_of(belief_of(state), SPEAKER, 0)
+    found = wire.belief_of(belief_of(state), SPEAKER, NOW_MS)
     assert found.commands == expected
     assert found.has_workers == has_workers
     assert (found.rdzv_id, found.run) == ("job-7", state.run)
@@ -369,7 +367,7 @@ def test_a_node_with_workers_holds_no_port_and_is_heard_all_the_same() -> None:
     for state, has_workers, expected in BELIEFS.values():
         if has_workers:
             offer = replace(OFFER, store_port=0)
-            heard_of = wire.belief_of(belief_of(state, offer), SPEAKER, 0)
+            heard_of = wire.belief_of(belief_of(state, offer), SPEAKER, NOW_MS)
             resume = replace(RESUME, recovery=replace(REPORT_OF_ROUND, offer=offer))
             assert heard_of.commands == (resume, *expected[1:])
 
@@ -457,8 +455,8 @@ TOLD = {
             "why",
             True,
             (
-                NodeFailure("n2", "10.0.0.2", 0, 8, 7, 0, None, "m", "t"),
-                NodeFailure("n3", "", 0, 0, 0, None, 9, "", ""),
+                Failure(0, 8, 7, 0, None, "m", "t", NOW_MS, node_id="n2", address="10.0.0.2"),
+                Failure(0, 0, 0, None, 9, "", "", NOW_MS, node_id="n3"),
             ),
         ),
     ),

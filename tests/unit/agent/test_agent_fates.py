@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rdzv.agent.core import begin, events, step
-from rdzv.agent.core.model import AgentState, Assignment, JobTerms, NodeFailure, ParkedWorker
+from rdzv.agent.core.model import AgentState, Assignment, JobTerms, ParkedWorker
 from rdzv.agent.launch.launch import EventSink, Launch
 from rdzv.agent.workers.event_log import EventLog
 from rdzv.agent.workers.fates import FateRecorder, NodeOutcome, Stop
 from rdzv.agent.workers.summary import summary
-from rdzv.core.model import Cause, Result, Settings
+from rdzv.core.model import Cause, Failure, Result, Settings
 
 LINE = Assignment("r", 3, 1, 2, 4, 8, 2, 6, "a", 1, True, 0, 1)
 
@@ -75,7 +75,7 @@ class Play:
         pid = 70 + local_rank
         self.see(events.WorkerExited(line.round, local_rank, pid, code, signum, 0, message="E"))
 
-    def close(self, result: Result, *failures: NodeFailure) -> None:
+    def close(self, result: Result, *failures: Failure) -> None:
         self.see(events.RunClosed("r", result, "why", False, failures))
 
     def recorded(self) -> list[tuple[str, str]]:
@@ -292,7 +292,7 @@ def test_a_worker_killed_because_it_did_not_park_says_so() -> None:
 def test_a_charged_suspect_has_failed_and_was_not_ended_by_the_agent() -> None:
     p = Play(keep_timeout_ms=10_000)
     p.run()
-    charged = NodeFailure("n1", "n1.net", 0, 4, 70, None, None, "connection reset", "")
+    charged = Failure(0, 4, 70, None, None, "connection reset", "", 0, node_id="n1")
     p.see(
         events.WorkerSuspected(3, 0, 70, "connection reset", "", age_ms=0),
         events.WorkersGone(3, kept=(ParkedWorker(0, 70), ParkedWorker(1, 71))),

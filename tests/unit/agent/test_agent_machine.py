@@ -26,12 +26,11 @@ from rdzv.agent.core.model import (
     Assignment,
     JobTerms,
     Leaving,
-    NodeFailure,
     Outcome,
     Phase,
 )
 from rdzv.agent.core.stopping import rejoin
-from rdzv.core.model import UNMOVED, Cause, LeaveCause, Moved, Result, Settings
+from rdzv.core.model import UNMOVED, Cause, Failure, LeaveCause, Moved, Result, Settings
 from rdzv.structs import replace
 
 SETTINGS = Settings(min_nodes=1, max_nodes=2, max_restarts=3, join_timeout_ms=100_000)
@@ -614,7 +613,7 @@ def test_a_node_that_was_admitted_to_no_run_does_not_end_with_that_of_its_predec
 
 
 def test_the_root_cause_reaches_the_user() -> None:
-    failure = NodeFailure("n2", "10.0.0.2", 0, 2, 9, 1, None, "ValueError: no", "Traceback")
+    failure = Failure(0, 2, 9, 1, None, "ValueError: no", "Traceback", 0, node_id="n2")
     event = replace(closed(Result.FAILED), failures=(failure,))
     assert outcome_of(joining().hear(event)).failures == (failure,)
 

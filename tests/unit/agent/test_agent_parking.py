@@ -25,12 +25,10 @@ from rdzv.agent.core.commands import (
 from rdzv.agent.core.model import (
     EXIT_FAILED,
     EXIT_TRY_AGAIN,
-    NodeFailure,
     ParkedWorker,
     Phase,
-    WorkerFailure,
 )
-from rdzv.core.model import Cause, Result
+from rdzv.core.model import Cause, Failure, Result
 from rdzv.structs import replace
 from tests.unit.agent.test_agent_machine import (
     CONNECTED,
@@ -76,7 +74,7 @@ def suspected(local_rank: int = 0, age_ms: int = 0) -> events.WorkerSuspected:
     return events.WorkerSuspected(0, local_rank, 100 + local_rank, "Connection reset", "T", age_ms)
 
 
-def failures_in(told: list[Command]) -> tuple[WorkerFailure, ...]:
+def failures_in(told: list[Command]) -> tuple[Failure, ...]:
     (said,) = [command for command in told if isinstance(command, SayFailed)]
     return said.failures
 
@@ -132,7 +130,7 @@ def test_a_suspect_ends_the_round_as_a_failure_that_may_be_a_peers() -> None:
     node = running()
     told = node.hear(suspected(0, age_ms=30))
     (failure,) = failures_in(told)
-    assert failure == WorkerFailure(
+    assert failure == Failure(
         0, 2, 100, None, None, "Connection reset", "T", node.now_ms - 30, suspect=True
     )
     assert told[-1] == StopWorkers(0, GRACE_MS, keep_ms=10_000)
@@ -309,7 +307,7 @@ def test_charged_suspects_of_a_failed_job_raise_their_exception() -> None:
     node = running()
     node.hear(suspected(1), events.WorkersGone(0, kept=(FIRST, SECOND)))
     told_of = tuple(
-        NodeFailure(node_id, "a", local_rank, 0, 1, None, None, "Connection reset", "T")
+        Failure(local_rank, 0, 1, None, None, "Connection reset", "T", 0, node_id=node_id)
         for node_id, local_rank in (("n1", 1), ("n2", 0))
     )
     failed = events.RunClosed("r1", Result.FAILED, "no restart is left", False, told_of)

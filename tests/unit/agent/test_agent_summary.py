@@ -4,17 +4,18 @@ import signal
 
 import pytest
 
-from rdzv.agent.core.model import Assignment, NodeFailure, Outcome
+from rdzv.agent.core.model import Assignment, Outcome
 from rdzv.agent.workers.fates import LocalRound, NodeOutcome, Stop, WorkerFate
 from rdzv.agent.workers.summary import ranges, root_cause_exit_code, summary
+from rdzv.core.model import Failure
 
 LOST = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:3133"
 LINE = Assignment("r", 3, 1, 2, 4, 8, 0, 8, "a", 1, True, 0, 1)
 TERM = Stop(signal.SIGTERM, at_ms=1_000)
 
 
-def failure(rank: int, node: str, message: str, traceback: str = "", **how: int) -> NodeFailure:
-    return NodeFailure(
+def failure(rank: int, node: str, message: str, traceback: str = "", **how: int) -> Failure:
+    return Failure(
         node_id=node,
         address=f"{node}.net",
         local_rank=rank % 4,
@@ -24,6 +25,7 @@ def failure(rank: int, node: str, message: str, traceback: str = "", **how: int)
         signal=how.get("signal"),
         message=message,
         traceback=traceback,
+        at_ms=0,
     )
 
 
@@ -44,7 +46,7 @@ def fate(
     )
 
 
-def ended(*failures: NodeFailure, workers: tuple[WorkerFate, ...] = (), code: int = 1) -> str:
+def ended(*failures: Failure, workers: tuple[WorkerFate, ...] = (), code: int = 1) -> str:
     text = "the job has failed: no restart is left"
     return summary("job-7", NodeOutcome(code, text, failures, workers=workers))
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rdzv.core.commands import Fail, FailureReport, Leave, Succeed
+from rdzv.core.commands import Fail, Leave, Succeed
 from rdzv.core.life import restoring
 from rdzv.core.life.restoring import not_after
 from rdzv.core.model import (
@@ -43,6 +43,7 @@ from rdzv.server.settings.server_settings import Retention
 from rdzv.stores.base import Record, RevisionConflictError, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import as_dict, replace
+from tests.support.builders import report
 from tests.unit.server.test_driver import FakeClock, Server, join, read, server, settle
 
 HOUR_MS = PRUNE_EVERY_MS
@@ -482,10 +483,10 @@ async def test_a_clock_that_was_stepped_back_lets_ages_go_on(clock: FakeClock) -
         await s.driver.commands.hear(stream, "job-7", join(stream, (1, 1), settings=settings))
         line = read(stream)[-1]
         assert isinstance(line, Assignment)
-        report = FailureReport(0, 0, 99, 1, None, "boom", "", 0)
+        failed = report(message="boom", pid=99)
         speaker = (stream.node_id, stream.incarnation)
         await s.driver.commands.hear(
-            stream, "job-7", Fail(*speaker, line.run, line.round, (report,))
+            stream, "job-7", Fail(*speaker, line.run, line.round, (failed,))
         )
         again = join(stream, (1, 1), settings=settings, run=line.run, left_round=line.round)
         await s.driver.commands.hear(stream, "job-7", again)
@@ -501,7 +502,7 @@ async def test_a_clock_that_was_stepped_back_lets_ages_go_on(clock: FakeClock) -
 
 
 def test_nothing_of_a_run_lies_in_the_future() -> None:
-    failure = Failure("n1", "a", 0, 0, 9, 1, None, "", "", 99)
+    failure = Failure(0, 0, 9, 1, None, "", "", 99, node_id="n1", address="a")
     end = RoundEnd(Cause.WORKER_FAILURE, "x", 99, True, (failure,))
     membership = Membership(
         "job-7",

@@ -61,7 +61,7 @@ def waits(text: str, left_round: int | None = 4, size: int = SIZE) -> Waiting:
 
 def failure(node_id: str, local_rank: int, at_ms: int = 0, *, suspect: bool = False) -> Failure:
     code = None if suspect else 1
-    return Failure(node_id, "", local_rank, 0, 9, code, None, "m", "", at_ms, suspect)
+    return Failure(local_rank, 0, 9, code, None, "m", "", at_ms, suspect, node_id)
 
 
 BEFORE = assign_seats((), {n: waits("") for n in ("n1", "n2")}, 2)

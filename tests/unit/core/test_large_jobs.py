@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 import pytest
 
-from rdzv.core.commands import Fail, FailureReport, Join, MarkLost, Resume
+from rdzv.core.commands import Fail, Join, MarkLost, Resume
 from rdzv.core.invariants import violations
 from rdzv.core.life.restoring import restore
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import Offer, Settings, State, Tuning
 from rdzv.core.rendezvous import step
+from tests.support.builders import report
 
 pytestmark = pytest.mark.slow
 
@@ -54,8 +55,8 @@ class Group:
                 self.do(Join(name, 1, run, self.settings, offer, left_round, new_run="run"))
 
     def fail(self, name: str) -> None:
-        report = FailureReport(0, 0, 99, 1, None, "x", "", 0)
-        self.do(Fail(name, 1, "run", 0, (report,)))
+        failed = report(message="x", pid=99)
+        self.do(Fail(name, 1, "run", 0, (failed,)))
 
 
 def all_fail(group: Group) -> None:

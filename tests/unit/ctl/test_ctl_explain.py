@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from stories import STORIES, crashing, fenced, many_nodes, told
 
-from rdzv.core.commands import Fail, FailureReport
+from rdzv.core.commands import Fail
 from rdzv.core.model import KeptWorker
 from rdzv.core.reason import Reason
 from rdzv.ctl import as_text
@@ -22,6 +22,7 @@ from rdzv.messages import StartedWorker, WorkersStarted
 from rdzv.structs import replace
 from rdzv.view.answers import Event
 from rdzv.view.life import runs_of
+from tests.support.builders import report
 from tests.unit.core.test_small_scope import SETTINGS
 from tests.unit.ctl.test_ctl import control, server  # noqa: F401
 from tests.unit.server.test_driver import join
@@ -93,10 +94,10 @@ async def test_who_is_kept_is_told_and_why_others_are_not(*, nodes_say: bool) ->
         n1, n2 = await s.connect("n1"), await s.connect("n2")
         for node in (n1, n2):
             await s.say(node, join(node, (1, 1), settings=settings))
-        suspect = FailureReport(0, 0, 98, None, None, "connection closed", "", 0, suspect=True)
+        suspect = report(exit_code=None, message="connection closed", pid=98, suspect=True)
         await s.say(n1, Fail("n1", n1.incarnation, "run-1", 0, (suspect,)))
-        report = FailureReport(0, 2, 99, 1, None, "no", "", 0)
-        await s.say(n2, Fail("n2", n2.incarnation, "run-1", 0, (report,)))
+        failed = report(rank=2, message="no", pid=99)
+        await s.say(n2, Fail("n2", n2.incarnation, "run-1", 0, (failed,)))
         for node, kept in ((n1, (KeptWorker(0, 70),)), (n2, ())):
             again = join(node, (1, 1), settings=settings, run="run-1", left_round=0)
             await s.say(node, replace(again, kept=kept))

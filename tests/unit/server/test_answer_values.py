@@ -53,8 +53,8 @@ BARE = replace(
 )
 ZEROS = replace(VIEW, round=0, restarts=0, max_restarts=0, min_nodes=None, max_nodes=None)
 FAILED = (
-    Failure("n1", "10.0.0.1", 0, 0, 4711, 0, None, "m", "t", 9_000),
-    Failure("n2", "", 1, 9, 0, None, 9, "", "", 9_100),
+    Failure(0, 0, 4711, 0, None, "m", "t", 9_000, node_id="n1", address="10.0.0.1"),
+    Failure(1, 9, 0, None, 9, "", "", 9_100, node_id="n2"),
 )
 SPEC = JobSpec(
     args=("train.py", "--epochs=9"),

@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from rdzv.core.commands import Fail, FailureReport, Succeed
+from rdzv.core.commands import Fail, Succeed
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import Group, Report, StackFrame, ThreadStack, WorkerStack
@@ -43,6 +43,7 @@ from rdzv.stores.base import Page
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
 from rdzv.view.explain import view
+from tests.support.builders import report
 from tests.support.settings import rdzvd_settings
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, read, settle
 
@@ -298,8 +299,8 @@ async def test_stacks_are_taken_for_no_page_of_another_site() -> None:
 async def test_what_has_happened_on_a_node_is_told_of_all_jobs() -> None:
     async with asked() as s:
         _, n2 = await s.pair()
-        report = FailureReport(0, 0, 4711, 1, None, "no", "", 0)
-        fail = Fail("n2", n2.incarnation, "run-1", 0, (report,))
+        failed = report(message="no")
+        fail = Fail("n2", n2.incarnation, "run-1", 0, (failed,))
         await s.driver.commands.hear(n2, "job-7", fail)
         found = await s.get("/nodes/n2/events")
         names = [event["name"] for event in found["events"]]
@@ -600,9 +601,9 @@ async def test_the_fleet_is_pushed_whole_and_then_what_changes() -> None:
             (jobs,), (nodes,) = found["jobs"], found["nodes"]
             assert ageless(jobs) == ageless(await s.get("/jobs"))
             assert [n["node_id"] for n in nodes["nodes"]] == ["n1", "n2"]
-            report = FailureReport(0, 0, 4711, 1, None, "no", "", 0)
+            failed = report(message="no")
             await s.driver.commands.hear(
-                n2, "job-7", Fail("n2", n2.incarnation, "run-1", 0, (report,))
+                n2, "job-7", Fail("n2", n2.incarnation, "run-1", 0, (failed,))
             )
             (row,) = (await events.until("jobs"))["jobs"]
             assert (row["rdzv_id"], row["state"]) == ("job-7", "stopping")
@@ -656,9 +657,9 @@ async def test_one_job_is_pushed_with_its_history() -> None:
                 n1, Progress("job-7", "run-1", 0, (RankProgress(0, 41, 100, 2.5),))
             )
             assert (await events.until("job"))["progress"][0]["step"] == 41
-            report = FailureReport(0, 0, 4711, 1, None, "no", "", 0)
+            failed = report(message="no")
             await s.driver.commands.hear(
-                n1, "job-7", Fail("n1", n1.incarnation, "run-1", 0, (report,))
+                n1, "job-7", Fail("n1", n1.incarnation, "run-1", 0, (failed,))
             )
             assert (await events.until("job"))["state"] == "stopping"
             names = [e["name"] for e in (await events.until("events"))["events"]]

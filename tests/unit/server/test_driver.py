@@ -17,7 +17,6 @@ from rdzv.core import events, rendezvous
 from rdzv.core.commands import (
     Command,
     Fail,
-    FailureReport,
     Join,
     Leave,
     MarkLost,
@@ -94,6 +93,7 @@ from rdzv.structs import replace
 from rdzv.view.answers import event_in
 from rdzv.view.history import kept
 from rdzv.view.sentences import sentence
+from tests.support.builders import report
 from tests.support.settings import rdzvd_settings
 
 TUNING = Tuning()
@@ -557,8 +557,8 @@ async def test_after_a_doubtful_commit_that_has_happened_no_row_of_history_is_th
         # History rows without a step are written with the next commit, which is the doubtful one.
         s.driver.history.note("job-7", (events.NodeStuck("n9", 0, (4711,)),))
         store.next_write = "lost after"
-        report = FailureReport(0, 2, 99, 1, None, "boom", "", 0)
-        fail = Fail("n2", n2.incarnation, "run-1", 0, (report,))
+        failed = report(rank=2, message="boom", pid=99)
+        fail = Fail("n2", n2.incarnation, "run-1", 0, (failed,))
         said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", fail))
         await s.clock.advance(500)
         store.away = None
@@ -584,8 +584,8 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
         views = s.driver.views.watch("job-7")
         await anext(views)
         store.away, store.reads = StoreRefusedError("disk full"), True
-        report = FailureReport(0, 2, 99, 1, None, "boom", "", 0)
-        fail = Fail("n2", n2.incarnation, "run-1", 0, (report,))
+        failed = report(rank=2, message="boom", pid=99)
+        fail = Fail("n2", n2.incarnation, "run-1", 0, (failed,))
         said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", fail))
         joins = asyncio.ensure_future(s.driver.commands.hear(n9, "job-9", join(n9, (1, 1))))
         for _ in range(12):
@@ -1104,7 +1104,7 @@ async def test_no_deadline_of_a_job_counts_before_input_is_read_after_a_pause() 
     """The stop deadline passes while the server stands still; a message waits in the socket."""
     async with server() as s:
         n1, n2 = await s.pair()
-        failure = FailureReport(0, 0, 99, 1, None, "boom", "", 0)
+        failure = report(message="boom", pid=99)
         await s.driver.commands.hear(
             n1, "job-7", Fail("n1", n1.incarnation, "run-1", 0, (failure,))
         )
@@ -1702,7 +1702,7 @@ def test_owed(state: State, node_id: str, belief: Belief, expected: list[type]) 
 def test_who_joins_from_an_old_round_hears_that_its_seat_is_of_one_that_has_ended() -> None:
     assert N1_STOPPED.membership.round is not None
     seated = N1_STOPPED
-    ended = step(seated, Fail("n1", 1, "run-1", 1, (FailureReport(0, 0, 5, 1, None, "", "", 0),)))
+    ended = step(seated, Fail("n1", 1, "run-1", 1, (report(pid=5),)))
     late = a_join("n1", run="run-1", left_round=0)
     assert isinstance(told.missed_assignment(seated, late, 0), Assignment)
     assert isinstance(told.missed_assignment(ended, late, 0), RoundOver)
@@ -1738,7 +1738,9 @@ async def test_a_pause_costs_one_task_for_a_job_however_many_nodes_it_has() -> N
 def every_event() -> list[events.Event]:
     _, round_ = RUNNING.membership, RUNNING.membership.round
     assert round_ is not None
-    failure = Failure("n2", "10.0.0.6", 3, 11, 99, None, 9, "two\nlines\x1b[2J", "t", 0)
+    failure = Failure(
+        3, 11, 99, None, 9, "two\nlines\x1b[2J", "t", 0, node_id="n2", address="10.0.0.6"
+    )
     ended = Ended(Result.FAILED, "spent", 0)
     return [
         events.RunBegan("run-1", 1, "first"),

@@ -125,7 +125,9 @@ def test_the_message_is_bounded() -> None:
 
 @pytest.mark.quick
 def test_a_failure_that_never_exited_is_told_by_its_message() -> None:
-    hung = Failure("n1", "10.0.0.1", 1, 9, 99, None, None, "hung: RANK 9 in f at t.py:1", "", 0)
+    hung = Failure(
+        1, 9, 99, None, None, "hung: RANK 9 in f at t.py:1", "", 0, node_id="n1", address="10.0.0.1"
+    )
     assert describe_failure(hung) == ("rank 9 (local_rank 1) on n1: hung: RANK 9 in f at t.py:1")
 
 

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rdzv.c10d import observations as c10d
-from rdzv.core.commands import Fail, FailureReport, Join, Stop, Submit, Succeed, Tick
+from rdzv.core.commands import Fail, Join, Stop, Submit, Succeed, Tick
 from rdzv.core.events import NodeLost, RunBegan
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.fleet.node_resources import Gpu, Resources
@@ -52,6 +52,7 @@ from rdzv.stores.base import Record
 from rdzv.structs import replace
 from rdzv.view.answers import JobStatus
 from rdzv.view.explain import node_views, view
+from tests.support.builders import report
 from tests.support.settings import rdzvd_settings
 from tests.unit.core import test_small_scope as small_scope
 from tests.unit.core.test_small_scope import SETTINGS, everything_said
@@ -89,9 +90,9 @@ class Scraped(Server):
 
     async def fail(self, stream: Stream, number: int) -> None:
         """A worker of this node fails in a round."""
-        report = FailureReport(0, 0, 4711, 1, None, "no", "", 0)
+        failed = report(message="no")
         run = "run-1"
-        await self.say(stream, Fail(stream.node_id, stream.incarnation, run, number, (report,)))
+        await self.say(stream, Fail(stream.node_id, stream.incarnation, run, number, (failed,)))
 
     async def stopped(self, stream: Stream, number: int, nodes: tuple[int, int]) -> None:
         """This node has stopped its workers of a round."""
@@ -374,8 +375,8 @@ async def test_a_suspect_is_a_failure_only_where_it_is_charged() -> None:
         settings = replace(join(n1, (2, 2)).settings, max_restarts=3)
         for node in (n1, n2):
             await s.say(node, join(node, (2, 2), settings=settings))
-        suspect = FailureReport(0, 0, 99, None, None, "connection closed", "", 0, suspect=True)
-        own = FailureReport(1, 1, 98, 1, None, "no", "", 0)
+        suspect = report(exit_code=None, message="connection closed", pid=99, suspect=True)
+        own = report(rank=1, message="no", local_rank=1, pid=98)
         again = join(n1, (2, 2), settings=settings, run="run-1")
         for number, reports in enumerate(((suspect, own), (suspect,))):
             await s.say(n1, Fail("n1", n1.incarnation, "run-1", number, reports))

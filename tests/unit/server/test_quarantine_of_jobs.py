@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rdzv.core.commands import Bar, Fail, FailureReport, Join, Place, ReportStuck
+from rdzv.core.commands import Bar, Fail, Join, Place, ReportStuck
 from rdzv.core.events import NodeJoined, NodesPlaced
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.fleet.quarantine import QuarantineRules
@@ -24,7 +24,7 @@ from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.view.answers import Node
-from tests.support.builders import Job
+from tests.support.builders import Job, report
 from tests.support.settings import rdzvd_settings
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, read, settle
 from tests.unit.server.test_placing import QUIET_MS, daemons, live, submission
@@ -101,8 +101,8 @@ async def fails(
     status = await s.driver.views.status("job-7")
     number = status.round
     assert status.state == "running" and number is not None
-    report = FailureReport(0, 1, 99, None if signal else 1, signal, message, "", 10)
-    fail = Fail(at_fault.node_id, at_fault.incarnation, status.run, number, (report,))
+    failed = report(rank=1, exit_code=None if signal else 1, message=message, pid=99, signal=signal)
+    fail = Fail(at_fault.node_id, at_fault.incarnation, status.run, number, (failed,))
     await s.driver.commands.hear(at_fault, "job-7", fail)
     for stream in (at_fault, *others):
         await join(s, stream, number)
@@ -156,9 +156,9 @@ async def test_the_last_to_stop_is_let_go_of_in_the_same_step() -> None:
         n1, n2, n3 = await daemons(s, "n1", "n2", "n3")
         await training(s, (n1, n2))
         status = await s.driver.views.status("job-7")
-        report = FailureReport(0, 1, 99, None, 7, "", "", 10)
+        failed = report(rank=1, exit_code=None, pid=99, signal=7)
         await s.driver.commands.hear(
-            n2, "job-7", Fail("n2", n2.incarnation, status.run, 0, (report,))
+            n2, "job-7", Fail("n2", n2.incarnation, status.run, 0, (failed,))
         )
         await join(s, n1, 0)
         read(n2)
@@ -312,8 +312,8 @@ async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_sto
         status = await s.driver.views.status("job-8")
         assert status.state == "running"
         assert {n.node_id for n in status.nodes} == set(second.placed)
-        report = FailureReport(0, 1, 99, None, 7, "", "", 10)
-        fail = Fail(mate.node_id, mate.incarnation, "sub-2", 0, (report,))
+        failed = report(rank=1, exit_code=None, pid=99, signal=7)
+        fail = Fail(mate.node_id, mate.incarnation, "sub-2", 0, (failed,))
         await s.driver.commands.hear(mate, "job-8", fail)
         for stream in (mate, shared):
             asked = Join(stream.node_id, stream.incarnation, "sub-2", SETTINGS, offer(stream), 0)
@@ -376,8 +376,8 @@ async def test_the_failure_that_ends_the_run_counts_as_well() -> None:
             asked = Join(stream.node_id, stream.incarnation, "sub-1", Settings(2, 2), offer(stream))
             await s.driver.commands.hear(stream, "job-7", asked)
         await settle()
-        report = FailureReport(0, 1, 99, None, 7, "", "", 10)
-        await s.driver.commands.hear(n2, "job-7", Fail("n2", n2.incarnation, "sub-1", 0, (report,)))
+        failed = report(rank=1, exit_code=None, pid=99, signal=7)
+        await s.driver.commands.hear(n2, "job-7", Fail("n2", n2.incarnation, "sub-1", 0, (failed,)))
         for stream in (n1, n2):
             ask = Join(
                 stream.node_id, stream.incarnation, "sub-1", Settings(2, 2), offer(stream), 0
@@ -459,9 +459,9 @@ async def test_a_commit_of_the_job_that_fails_is_judged_again_to_the_same_end() 
         n1, n2, n3 = await daemons(s, "n1", "n2", "n3")
         await training(s, (n1, n2))
         status = await s.driver.views.status("job-7")
-        report = FailureReport(0, 1, 99, None, 7, "", "", 10)
+        failed = report(rank=1, exit_code=None, pid=99, signal=7)
         await s.driver.commands.hear(
-            n2, "job-7", Fail("n2", n2.incarnation, status.run, 0, (report,))
+            n2, "job-7", Fail("n2", n2.incarnation, status.run, 0, (failed,))
         )
         await join(s, n2, 0)
         store.next_write = "lost before"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rdzv.core.commands import Fail, FailureReport, Join
+from rdzv.core.commands import Fail, Join
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.model import Moved, Settings
 from rdzv.messages import Arrivals, Assignment, GroupArrivals, Progress
@@ -12,6 +12,7 @@ from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.view.answers import event_in
 from rdzv.view.ledger import Ledger, ledgers_of
+from tests.support.builders import report
 from tests.unit.server.test_driver import FakeClock, Server, join, running, server, settle
 
 SETTINGS = Settings(2, 2, max_restarts=3)
@@ -49,8 +50,8 @@ async def test_the_steps_that_a_ledger_needs_are_noted_once() -> None:
             await s.clock.advance(100)
             s.driver.reports.note_progress(n1, said(step, 0))
         await s.clock.advance(500)
-        report = FailureReport(0, 0, 99, 1, None, "boom", "", 150)
-        await hear(s, n1, Fail("n1", n1.incarnation, "run-1", 0, (report,)))
+        failed = report(message="boom", pid=99, at_ms=s.clock.now_ms() - 150)
+        await hear(s, n1, Fail("n1", n1.incarnation, "run-1", 0, (failed,)))
         assert await facts(s) == [
             ("FirstStepMade", {"round": 0, "node_id": "n2", "rank": 2, "step": 1, "age_ms": 200}),
             ("LastStepMade", {"round": 0, "step": 40, "age_ms": 500}),

@@ -56,6 +56,7 @@ from rdzv.transport.endpoints import Listen
 from rdzv.transport.wire import convert, read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import Budgets, JobStatus, LastFailure, NodeStatus, WorkerFailure
+from tests.support.builders import report
 
 N1 = wire.Speaker("n1", 7)
 
@@ -150,7 +151,10 @@ CORE_OFFER = Offer(
     can_host_store=True,
     shutdown_timeout_ms=30_000,
 )
-CORE_FAILURE = commands.FailureReport(3, 11, 99, None, 9, "killed", "", 5)
+NOW_MS = 5_000
+CORE_FAILURE = report(
+    rank=11, exit_code=None, message="killed", local_rank=3, pid=99, signal=9, at_ms=NOW_MS - 5
+)
 CORE_MARK = SnapshotMark(2, 40, "2.a1b2", 2, 6)
 CORE_SNAPSHOT = Snapshot(3, CORE_MARK, 1, 1 << 30, "f00")
 CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
@@ -226,10 +230,10 @@ CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
     ],
 )
 def test_messages_become_commands(message: pb.NodeMessage, command: commands.Command) -> None:
-    assert wire.command_of(message, N1) == ("job-7", command)
+    assert wire.command_of(message, N1, NOW_MS) == ("job-7", command)
     # Through bytes as well: optional fields distinguish "0" from "unset".
     again = pb.NodeMessage.FromString(message.SerializeToString())
-    assert wire.command_of(again, N1) == ("job-7", command)
+    assert wire.command_of(again, N1, NOW_MS) == ("job-7", command)
 
 
 LINE = pb.Assignment(
@@ -263,7 +267,7 @@ REPORT_OF_ROUND = RecoveryReport(
     offer=CORE_JOIN.offer,
 )
 RESUME = commands.Resume("n1", 7, "feed", 2, REPORT_OF_ROUND)
-NOW_MS = 5_000
+
 TALLY = Tally(Spent(1, 2, 3, 4, 500), (NOW_MS - 70_000, NOW_MS - 1_000))
 PB_TALLY = pb.Tally(
     preemptions=1,
@@ -400,7 +404,7 @@ def test_beliefs_become_commands(
 
 
 def read_join(**changes: object) -> Callable[[], object]:
-    return lambda: wire.command_of(pb.NodeMessage(join=join(**changes)), N1)
+    return lambda: wire.command_of(pb.NodeMessage(join=join(**changes)), N1, NOW_MS)
 
 
 def read_held(*snapshots: pb.Snapshot) -> Callable[[], object]:
@@ -500,9 +504,9 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_belief(round=pb.Assignment(rdzv_id="other")), "rdzv_id 'other' is not job-7"),
         (read_belief(join=pb.Join()), "min_nodes 0"),
         (read_belief(phase=pb.Belief.LEAVING), "cause 0 is not known"),
-        (lambda: wire.command_of(pb.NodeMessage(), N1), "has no place here"),
+        (lambda: wire.command_of(pb.NodeMessage(), N1, NOW_MS), "has no place here"),
         (
-            lambda: wire.command_of(pb.NodeMessage(hello=hello()), N1),
+            lambda: wire.command_of(pb.NodeMessage(hello=hello()), N1, NOW_MS),
             "send Hello only once",
         ),
         (lambda: wire.away_ms_of(pb.Away()), "deadline '0 s' is out of bounds"),
@@ -527,7 +531,7 @@ def test_what_is_wrong_is_refused_with_value_reason_and_remedy(
 def test_what_people_read_is_cut_not_refused() -> None:
     failures = [failure(message="m" * 5_000, traceback="t" * 50_000 + "the end", age_ms=2**60)]
     command = wire.command_of(
-        pb.NodeMessage(failed=pb.Failed(rdzv_id="j", run="r", failures=failures)), N1
+        pb.NodeMessage(failed=pb.Failed(rdzv_id="j", run="r", failures=failures)), N1, NOW_MS
     )[1]
     assert isinstance(command, commands.Fail)
     (cut,) = command.failures
@@ -535,13 +539,13 @@ def test_what_people_read_is_cut_not_refused() -> None:
     assert len(cut.traceback) == 16_384
     assert cut.traceback.startswith("...t")
     assert cut.traceback.endswith("the end")
-    assert cut.age_ms == bounds.TIMEOUT_MS
+    assert cut.at_ms == NOW_MS - bounds.TIMEOUT_MS
 
 
 def test_of_too_many_failures_the_earliest_are_kept() -> None:
     failures = [failure(local_rank=n, age_ms=n) for n in range(100)]
     message = pb.NodeMessage(failed=pb.Failed(rdzv_id="j", run="r", failures=failures))
-    command = wire.command_of(message, N1)[1]
+    command = wire.command_of(message, N1, NOW_MS)[1]
     assert isinstance(command, commands.Fail)
     assert [f.local_rank for f in command.failures] == list(range(99, 35, -1))
 
@@ -555,7 +559,7 @@ def test_a_refusal_names_the_job_even_of_a_bad_message() -> None:
 
 # ---------------------------------------------------------------- what nodes are told
 
-CORE_FAILED = Failure("n1", "10.0.0.5", 3, 11, 99, 1, None, "boom", "trace", 4_000)
+CORE_FAILED = Failure(3, 11, 99, 1, None, "boom", "trace", 4_000, node_id="n1", address="10.0.0.5")
 A_LINE = Assignment(
     "job-7", "feed", 2, 1, 4, 8, 32, 4, 16, "10.0.0.5", 4711, True, restarts=1, max_restarts=3
 )
@@ -834,7 +838,7 @@ def test_a_budget_that_is_none_is_not_told() -> None:
 
 def test_who_knows_no_backoff_leaves_it_to_the_server() -> None:
     read = [
-        wire.command_of(pb.NodeMessage(join=join(settings=one)), N1)[1]
+        wire.command_of(pb.NodeMessage(join=join(settings=one)), N1, NOW_MS)[1]
         for one in (
             settings(),
             settings(restart_backoff_ms=1_000, restart_backoff_max_ms=60_000),
@@ -858,7 +862,7 @@ def test_how_far_a_round_has_come_is_read_as_it_is_said() -> None:
         ),
     )
     for given, moved in said:
-        _, read = wire.command_of(pb.NodeMessage(join=join(**given)), N1)
+        _, read = wire.command_of(pb.NodeMessage(join=join(**given)), N1, NOW_MS)
         assert isinstance(read, commands.Join)
         assert read.moved == moved
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rdzv.core.commands import Fail, FailureReport, Join, Leave, Succeed
+from rdzv.core.commands import Fail, Join, Leave, Succeed
 from rdzv.core.model import Ended, EndedRun, LeaveCause, Offer, Result, Settings
 from rdzv.errors import (
     InvalidRequestError,
@@ -29,6 +29,7 @@ from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.view.answers import LogLines
+from tests.support.builders import report
 from tests.unit.server.test_driver import FakeClock, Server, read, server, settle
 
 pytestmark = pytest.mark.slow
@@ -111,9 +112,9 @@ async def say(
 
 async def end_round(s: Server, *streams: Stream) -> None:
     """A worker fails, and all nodes of the round join again."""
-    report = FailureReport(0, 0, 5, 1, None, "boom", "", 0)
+    failed = report(message="boom", pid=5)
     for stream in streams[:1]:
-        fail = Fail(stream.node_id, stream.incarnation, "run-1", 0, (report,))
+        fail = Fail(stream.node_id, stream.incarnation, "run-1", 0, (failed,))
         await s.driver.commands.hear(stream, "job-7", fail)
     for stream in streams:
         offer = Offer("10.0.0.1", 2, machine="m1", store_port=4711)

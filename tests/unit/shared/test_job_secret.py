@@ -76,7 +76,7 @@ def read_join(secret: str, rdzv_id: str = "job-7") -> Any:
         ),
         secret=secret,
     )
-    return wire.command_of(pb.NodeMessage(join=message), SPEAKER)[1]
+    return wire.command_of(pb.NodeMessage(join=message), SPEAKER, 0)[1]
 
 
 def test_a_server_keeps_a_hash_that_is_good_for_one_job() -> None:

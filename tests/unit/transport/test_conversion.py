@@ -18,6 +18,7 @@ from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
 from rdzv.core.model import (
+    Failure,
     JobSpec,
     KeptWorker,
     Offer,
@@ -52,7 +53,7 @@ REPORTS: list[tuple[type, type[Message]]] = [
     (WorkerStack, pb.WorkerStack),
     (Resources, pb.Resources),
     (FailingCheck, pb.FailingCheck),
-    (commands.FailureReport, pb.WorkerFailure),
+    (Failure, pb.WorkerFailure),
     (commands.Stop, pb.StopJobRequest),
     (commands.Restart, pb.RestartJobRequest),
     (commands.Scale, pb.ScaleJobRequest),

@@ -7,11 +7,12 @@ from past_events import an_event
 from stories import told
 
 from rdzv.core import events
-from rdzv.core.commands import Fail, FailureReport
+from rdzv.core.commands import Fail
 from rdzv.core.model import Cause
 from rdzv.structs import replace
 from rdzv.view import history, life
 from rdzv.view.answers import Event
+from tests.support.builders import report
 from tests.unit.core.test_small_scope import SETTINGS
 from tests.unit.server.test_driver import join
 from tests.unit.server.test_metrics import Scraped
@@ -78,8 +79,8 @@ async def test_what_a_worker_says_is_no_fact_about_its_job(
         settings = replace(SETTINGS, min_nodes=1, max_nodes=1, max_restarts=max_restarts)
         await s.say(n1, join(n1, (1, 1), settings=settings))
         await s.let_pass(40_000)
-        report = FailureReport(0, 0, 99, 1, None, message, "", 0)
-        await s.say(n1, Fail("n1", n1.incarnation, "run-1", 0, (report,)))
+        failed = report(message=message, pid=99)
+        await s.say(n1, Fail("n1", n1.incarnation, "run-1", 0, (failed,)))
         await s.say(n1, join(n1, (1, 1), settings=settings, run="run-1", left_round=0))
         await s.let_pass(2_000)
 

@@ -11,10 +11,9 @@ from rdzv.agent.core.model import (
     Leaving,
     Outcome,
     ParkedWorker,
-    WorkerFailure,
 )
 from rdzv.bounds import Flat
-from rdzv.core.model import UNMOVED, Moved, Snapshot, SnapshotMark
+from rdzv.core.model import UNMOVED, Failure, Moved, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.structs import struct
 
@@ -25,7 +24,7 @@ class SayJoin:
 
     run: str
     left_round: int | None
-    failures: tuple[WorkerFailure, ...]
+    failures: tuple[Failure, ...]
     fenced: bool = False
     """Whether the fence was the only reason why the round ended on this node."""
     moved: Annotated[Moved, Flat] = UNMOVED
@@ -39,7 +38,7 @@ class SayFailed:
 
     run: str
     round: int
-    failures: tuple[WorkerFailure, ...]
+    failures: tuple[Failure, ...]
 
 
 @struct(frozen=True)

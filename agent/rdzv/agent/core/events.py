@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from rdzv.agent.core.model import Assignment, NodeFailure, ParkedWorker, WorkerFailure
+from rdzv.agent.core.model import Assignment, ParkedWorker
 from rdzv.bounds import Else
-from rdzv.core.model import UNMOVED, Cause, Moved, Result, Snapshot, SnapshotMark
+from rdzv.core.model import UNMOVED, Cause, Failure, Moved, Result, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.structs import struct
 
@@ -75,7 +75,7 @@ class RunClosed:
     result: Annotated[Result, Else(Result.FAILED)]
     reason: str
     retry_sensible: bool
-    failures: tuple[NodeFailure, ...]
+    failures: tuple[Failure, ...]
     no_progress: bool = False
 
 
@@ -119,9 +119,9 @@ class WorkerSuspected:
 
 def ended_worker(
     event: WorkerExited | WorkerSuspected, assignment: Assignment | None, now_ms: int
-) -> WorkerFailure:
+) -> Failure:
     exited = event if isinstance(event, WorkerExited) else None
-    return WorkerFailure(
+    return Failure(
         local_rank=event.local_rank,
         rank=event.local_rank + (assignment.rank_first if assignment else 0),
         pid=event.pid,

@@ -6,9 +6,10 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Annotated
 
-from rdzv.bounds import Age, Unsent
+from rdzv.bounds import Unsent
 from rdzv.core.model import (
     UNMOVED,
+    Failure,
     LeaveCause,
     Moved,
     Result,
@@ -129,22 +130,6 @@ class Assignment:
 
 
 @struct(frozen=True)
-class WorkerFailure:
-    """A failed worker on this node. Times are measured by the agent's clock."""
-
-    local_rank: int
-    rank: int
-    pid: int
-    exit_code: int | None
-    signal: int | None
-    message: str
-    traceback: str
-    at_ms: Annotated[int, Age("age_ms")]
-    suspect: bool = False
-    """Whether the worker only reported a broken collective, which a peer may have caused."""
-
-
-@struct(frozen=True)
 class ParkedWorker:
     """A parked worker, which is no longer in a round and may enter the next one."""
 
@@ -175,21 +160,6 @@ class StartReport:
     """Why one of them has not loaded snapshots that it should or could have loaded."""
     forks: bool = False
     """Whether a zygote serves the script here, as far as its workers have shown."""
-
-
-@struct(frozen=True)
-class NodeFailure:
-    """A failed worker on any node, as reported by the server."""
-
-    node_id: str
-    address: str
-    local_rank: int
-    rank: int
-    pid: int
-    exit_code: int | None
-    signal: int | None
-    message: str
-    traceback: str
 
 
 @struct(frozen=True)
@@ -230,7 +200,7 @@ class Outcome:
 
     exit_code: int
     text: str
-    failures: tuple[NodeFailure, ...] = ()
+    failures: tuple[Failure, ...] = ()
     result: Result | None = None
     """The job's result, if known."""
     joins_anew: bool = False
@@ -274,9 +244,9 @@ class AgentState:
     """The newest snapshots that the server has given up on in this round."""
     ending_kept: bool = False
     """Whether the runner was told to end the parked workers and has not confirmed their end yet."""
-    failures: tuple[WorkerFailure, ...] = ()
+    failures: tuple[Failure, ...] = ()
     """The worker failures of the last round on this node."""
-    finished: tuple[WorkerFailure, ...] = ()
+    finished: tuple[Failure, ...] = ()
     """The workers of the last round that have exited with 0 by themselves. If others fail because
     these are gone, one of them is the cause.
     """
@@ -306,7 +276,7 @@ class AgentState:
     """Set once the job has ended on this node; the node exits when its workers are gone."""
 
     @property
-    def evidence(self) -> tuple[WorkerFailure, ...]:
+    def evidence(self) -> tuple[Failure, ...]:
         """What the server is told of workers that ended, so that it finds the root cause."""
         return (*self.failures, *self.finished)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from rdzv.agent.core import commands, events
-from rdzv.agent.core.model import AgentState, Assignment, Phase, StartReport, WorkerFailure
+from rdzv.agent.core.model import AgentState, Assignment, Phase, StartReport
 from rdzv.agent.core.stopping import rejoin
 from rdzv.agent.observers.arrival_watch import ArrivalReport
 from rdzv.agent.observers.hang_watch import HungReport
@@ -19,7 +19,7 @@ from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.node_resources import FailingCheck
 from rdzv.core.model import Offer
-from rdzv.core.root_cause import MAX_FAILURES
+from rdzv.core.root_cause import earliest_failures
 from rdzv.messages import Holding, LogPiece
 from rdzv.structs import replace
 from rdzv.transport.wire import read, sendable, write
@@ -51,7 +51,7 @@ def belief(
     )
     if state.failures and not joining:
         # A node that is waiting for a round has already included its failures in its join.
-        said = commands.SayFailed(state.run, 0, _earliest(state.evidence))
+        said = commands.SayFailed(state.run, 0, earliest_failures(state.evidence))
         believed.failures.extend(write(pb.Failed(), said, now_ms).failures)
     if state.assignment is not None:
         believed.round.rdzv_id = state.job.rdzv_id
@@ -88,12 +88,7 @@ def join(
     message.snapshots.extend(
         write(pb.SnapshotsHeld(), commands.SaySnapshots("", state.snapshots)).snapshots
     )
-    return write(message, replace(say, failures=_earliest(say.failures)), now_ms)
-
-
-def _earliest(failures: Iterable[WorkerFailure]) -> tuple[WorkerFailure, ...]:
-    """Return the earliest failures, with suspects last. The server keeps no more than these."""
-    return tuple(sorted(failures, key=lambda one: (one.suspect, one.at_ms))[:MAX_FAILURES])
+    return write(message, replace(say, failures=earliest_failures(say.failures)), now_ms)
 
 
 _BODIES: dict[type, str] = {
@@ -127,7 +122,7 @@ Statement: TypeAlias = (
 def report(say: Statement, rdzv_id: str, now_ms: int) -> pb.NodeMessage:
     """Encode a report about a job's workers."""
     if isinstance(say, commands.SayFailed):
-        say = replace(say, failures=_earliest(say.failures))
+        say = replace(say, failures=earliest_failures(say.failures))
     message = pb.NodeMessage()
     body = getattr(message, _BODIES[type(say)])
     body.rdzv_id = rdzv_id
@@ -217,4 +212,4 @@ def event(message: pb.ServerMessage, now_ms: int) -> events.Event | None:
     if body == "round_completed":
         return events.RoundCompleted(read(Assignment, message.round_completed, now_ms=now_ms))
     kind = _EVENTS.get(str(body))
-    return None if kind is None else read(kind, getattr(message, str(body)))
+    return None if kind is None else read(kind, getattr(message, str(body)), now_ms=now_ms)

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from stat import S_ISREG
 
-from rdzv.agent.core.model import NodeFailure
 from rdzv.agent.system.accounts import Identity, acting_as
+from rdzv.core.model import Failure
 from rdzv.structs import struct
 
 MAX_MESSAGE_CHARS = 2_000
@@ -85,7 +85,7 @@ def _touch(folder: Path) -> int | None:
         return None
 
 
-def write_error(path: Path, failure: NodeFailure) -> None:
+def write_error(path: Path, failure: Failure) -> None:
     """Write the job's root cause for the process that started this agent, as torchrun does.
 
     Raises:

@@ -14,7 +14,6 @@ from rdzv.agent.core.model import (
     EXIT_FAILED,
     EXIT_NO_PROGRESS,
     EXIT_TRY_AGAIN,
-    NodeFailure,
 )
 from rdzv.agent.system.error_files import describe_exit, signal_name
 from rdzv.agent.workers.fates import NodeOutcome, Stop, WorkerFate
@@ -22,7 +21,6 @@ from rdzv.core.model import Failure
 from rdzv.core.root_cause import is_connection_error
 from rdzv.core.words import counted, duration
 from rdzv.launch_options.job_options import root_cause_exit
-from rdzv.structs import field_names
 
 
 def summary(rdzv_id: str, outcome: NodeOutcome) -> str:
@@ -31,10 +29,10 @@ def summary(rdzv_id: str, outcome: NodeOutcome) -> str:
     if outcome.failures:
         first, *others = outcome.failures
         lines += ["Root cause, the first failure of the last round:", *_indented(_in_full(first))]
-        if _lost_connection(first):
+        if is_connection_error(first):
             lines.append("It is itself a broken connection: look at its other end.")
-        followed = [failure for failure in others if _lost_connection(failure)]
-        beside = [failure for failure in others if not _lost_connection(failure)]
+        followed = [failure for failure in others if is_connection_error(failure)]
+        beside = [failure for failure in others if not is_connection_error(failure)]
         if followed:
             lines += ["Failed because of it, when their connections broke:", *_in_short(followed)]
         if beside:
@@ -59,26 +57,21 @@ def root_cause_exit_code(outcome: NodeOutcome) -> tuple[int, str]:
     return root_cause_exit(*ended, own=(EXIT_TRY_AGAIN, EXIT_DENIED, EXIT_NO_PROGRESS))
 
 
-def _lost_connection(failure: NodeFailure) -> bool:
-    known = {name: getattr(failure, name) for name in field_names(NodeFailure)}
-    return is_connection_error(Failure(**known, at_ms=0))
-
-
 def _indented(lines: Iterable[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def _in_full(failure: NodeFailure) -> list[str]:
+def _in_full(failure: Failure) -> list[str]:
     return [_worker(failure), failure.message, *failure.traceback.splitlines()]
 
 
-def _in_short(failures: Sequence[NodeFailure]) -> list[str]:
+def _in_short(failures: Sequence[Failure]) -> list[str]:
     return _indented(
         f"{_worker(failure)}: {failure.message.partition(chr(10))[0]}" for failure in failures
     )
 
 
-def _worker(failure: NodeFailure) -> str:
+def _worker(failure: Failure) -> str:
     where = f"rank {failure.rank} (local_rank {failure.local_rank}) on {failure.node_id}"
     how = describe_exit(failure.exit_code, failure.signal)
     return f"{where} ({failure.address}), pid {failure.pid}: {how}"

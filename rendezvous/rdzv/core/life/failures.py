@@ -7,7 +7,7 @@ worker failed.
 
 from __future__ import annotations
 
-from rdzv.core.commands import Fail, FailureReport, ReportStoreHost
+from rdzv.core.commands import Fail, ReportStoreHost
 from rdzv.core.draft import Draft, Ignored
 from rdzv.core.events import RoundEnded, RoundSettled, WorkerFailed
 from rdzv.core.model import (
@@ -43,7 +43,7 @@ def fail(work: Draft, command: Fail) -> Ignored | None:
     """
     round_ = work.membership.round
     assert round_ is not None
-    failures = failures_from(work, command.node_id, round_, command.failures)
+    failures = failures_on(work, command.node_id, round_, command.failures)
     if round_.live:
         end_by_failure(work, failures)
         return None
@@ -75,32 +75,20 @@ def _finished_nodes(work: Draft) -> tuple[Failure, ...]:
     for node in round_.participants if round_ is not None else ():
         seat = work.state.seats.get(node.node_id)
         if seat is not None and seat.succeeded:
-            who = (node.node_id, node.offer.address, 0, node.rank_first, 0)
-            found.append(Failure(*who, 0, None, message="", traceback="", at_ms=seat.since_ms))
+            first = Failure(0, node.rank_first, 0, 0, None, "", "", at_ms=seat.since_ms)
+            found.append(replace(first, node_id=node.node_id, address=node.offer.address))
     return tuple(found)
 
 
-def failures_from(
-    work: Draft, node_id: str, round_: Round, reports: tuple[FailureReport, ...]
+def failures_on(
+    work: Draft, node_id: str, round_: Round, reported: tuple[Failure, ...]
 ) -> tuple[Failure, ...]:
-    """Convert reports into failures, with times on the server's clock."""
+    """Return what a node has reported as failures on it, none of which is later than this step."""
     participant = participant_of(round_, node_id)
     address = participant.offer.address if participant is not None else ""
     return tuple(
-        Failure(
-            node_id=node_id,
-            address=address,
-            local_rank=report.local_rank,
-            rank=report.rank,
-            pid=report.pid,
-            exit_code=report.exit_code,
-            signal=report.signal,
-            message=report.message,
-            traceback=report.traceback,
-            at_ms=work.now_ms - report.age_ms,
-            suspect=report.suspect,
-        )
-        for report in reports
+        replace(one, node_id=node_id, address=address, at_ms=min(one.at_ms, work.now_ms))
+        for one in reported
     )
 
 

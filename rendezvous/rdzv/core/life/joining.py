@@ -17,7 +17,7 @@ from rdzv.core.life.failures import (
     end_by_failure,
     end_round,
     fails_when_stopped,
-    failures_from,
+    failures_on,
 )
 from rdzv.core.life.leaving import give_up, mark_back, note_heard, unheard
 from rdzv.core.life.restoring import adopt
@@ -166,7 +166,7 @@ def _confirm_stopped(work: Draft, command: Join, number: int) -> None:
     """Free the seat of a node whose workers have left the round, and let it wait for the next."""
     round_ = work.membership.round
     if command.node_id in work.state.seats and round_ is not None:
-        failures = failures_from(work, command.node_id, round_, command.failures)
+        failures = failures_on(work, command.node_id, round_, command.failures)
         if command.fenced:
             # Workers that failed in the meantime lost their connections to the workers killed here.
             ago = f" {duration(command.fenced_age_ms)} ago" if command.fenced_age_ms else ""

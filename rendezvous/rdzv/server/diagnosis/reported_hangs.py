@@ -14,11 +14,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from rdzv.core.commands import Command, Fail, FailureReport
+from rdzv.core.commands import Command, Fail
 from rdzv.core.events import Event, HangOver, StacksTaken, WorkersHang
 from rdzv.core.evidence.hang_culprit import HungWorker, describe_hung, verdict
 from rdzv.core.evidence.stacks import Report
-from rdzv.core.model import State
+from rdzv.core.model import Failure, State
 from rdzv.core.rounds.ranks import participant_of
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
 from rdzv.messages import Hung
@@ -212,7 +212,7 @@ class ReportedHangs:
             if not episode.hung:
                 self._tell(episode.rdzv_id, (HangOver(episode.round),))
                 return
-            command = _failure(state, episode, report, why)
+            command = _failure(state, episode, report, why, self._clock.now_ms())
             try:
                 await self._submit(episode.rdzv_id, command)
             except RendezvousConnectionError:
@@ -239,7 +239,7 @@ def _check_own(ranks: range, node_id: str, said: Hung) -> None:
             )
 
 
-def _failure(state: State, episode: _Episode, report: Report | None, why: str) -> Fail:
+def _failure(state: State, episode: _Episode, report: Report | None, why: str, now_ms: int) -> Fail:
     """Return the command that reports a failure for a node that has only reported a hang."""
     known = verdict(episode.hung, report, why)
     seats, node_id = state.seats, known.node_id
@@ -248,7 +248,7 @@ def _failure(state: State, episode: _Episode, report: Report | None, why: str) -
         # hangs.
         node_id = next(iter(episode.hung))
     incarnation = seats[node_id].incarnation if node_id in seats else 0
-    failure = FailureReport(
+    failure = Failure(
         local_rank=known.local_rank,
         rank=known.rank,
         pid=known.pid,
@@ -257,6 +257,6 @@ def _failure(state: State, episode: _Episode, report: Report | None, why: str) -
         message=known.message,
         traceback=known.traceback,
         # The timeouts that this worker caused are later failures.
-        age_ms=HELD_BACK_MS if episode.timed_out or known.finished else 0,
+        at_ms=now_ms - (HELD_BACK_MS if episode.timed_out or known.finished else 0),
     )
     return Fail(node_id, incarnation, episode.run, episode.round, (failure,))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from rdzv.bounds import refusal
 from rdzv.core import rendezvous
-from rdzv.core.commands import Command, Fail, Join, Scale, Submit, Tick
+from rdzv.core.commands import Command, Join, Scale, Submit, Tick
 from rdzv.core.invariants import violations
 from rdzv.core.model import Settings, State
 from rdzv.core.rendezvous import Transition
@@ -248,7 +248,6 @@ class Engine:
 
     def _decide(self, state: State, command: Command) -> Transition:
         now_ms = self._watch.listened_until_ms()
-        command = _aged(command, self._clock.now_ms() - now_ms)
         try:
             return rendezvous.step(state, command, now_ms)
         except RendezvousError:
@@ -315,14 +314,6 @@ class Engine:
                 asyncio.get_running_loop().create_future()
             )
             self._ask_for(job.rdzv_id, Asked(Tick(), None, outcome))
-
-
-def _aged(command: Command, deaf_ms: int) -> Command:
-    """Return the command with its ages reduced by `deaf_ms`, to match the time of the decision."""
-    if deaf_ms <= 0 or not isinstance(command, Fail | Join):
-        return command
-    failures = (replace(f, age_ms=max(f.age_ms - deaf_ms, 0)) for f in command.failures)
-    return replace(command, failures=tuple(failures))
 
 
 def _bug(rdzv_id: str, command: Command, what: str) -> InvariantError:

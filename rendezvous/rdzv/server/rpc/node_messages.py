@@ -118,7 +118,7 @@ class NodeMessages:
             case Holdings() as holdings:
                 self._queue(holdings)
             case _:
-                self._queue(wire.command_of(message, self._speaker))
+                self._queue(wire.command_of(message, self._speaker, self._clock.now_ms()))
 
     def _take_shown(self, message: pb.NodeMessage) -> None:
         """Handle a report that is not a command; an invalid report is logged, not refused."""

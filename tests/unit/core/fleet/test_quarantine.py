@@ -269,7 +269,7 @@ def test_the_record_is_stored_as_it_is() -> None:
 def failure(
     message: str, signal: int | None = None, exit_code: int | None = 3, traceback: str = "at x.py:1"
 ) -> Failure:
-    return Failure("n2", "10.0.0.2", 0, 1, 99, exit_code, signal, message, traceback, 5)
+    return Failure(0, 1, 99, exit_code, signal, message, traceback, 5, node_id="n2")
 
 
 def settled(cause: Cause, root_cause: Failure | None) -> RoundSettled:

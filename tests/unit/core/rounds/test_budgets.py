@@ -243,8 +243,11 @@ def test_an_end_that_is_not_restarted_fails_the_job_though_restarts_are_left() -
     settings = replace(SETTINGS, max_nodes=2, max_restarts=9, no_restart_on=("3",))
     job = running("n1", "n2", settings=settings)
     # It is listed, but it is not the root cause.
-    job.fail("n1", report(rank=0, exit_code=3, age_ms=0))
-    job.fail("n2", report(rank=1, exit_code=1, message="ValueError: x", traceback="T", age_ms=1))
+    job.fail("n1", report(rank=0, exit_code=3))
+    job.fail(
+        "n2",
+        report(rank=1, exit_code=1, message="ValueError: x", traceback="T", at_ms=job.now_ms - 1),
+    )
     job.stopped("n1", "n2")
     assert (job.membership.ended, job.round.number, job.round.restarts) == (None, 1, 1)
     job.fail("n2", report(rank=1, exit_code=3))
