@@ -38,7 +38,7 @@ from rdzv.worker import (
     groups,
     session,
 )
-from rdzv.worker.contents import Contents, packed, unpacked
+from rdzv.worker.contents import Contents
 from rdzv.worker.cutting import Cut, NcclCut
 from rdzv.worker.digest import digest
 from rdzv.worker.gloo_addresses import recording_store
@@ -191,15 +191,6 @@ def test_another_state_than_the_functions_own_has_no_round() -> None:
     other = State(step=0)
     with pytest.raises(NoRoundError, match="on the State with which that function was called"):
         elastic(lambda state, round: other.commit())(State(step=0))
-
-
-def test_a_value_that_cannot_be_pickled_is_named() -> None:
-    with pytest.raises(CannotBroadcastError, match=r"state\.f .*Keep it out"):
-        packed({"value.f": lambda: None})
-
-
-def test_packed_parts_come_out_as_they_went_in() -> None:
-    assert unpacked(packed({"a": [1, "x"], "b": None})) == {"a": [1, "x"], "b": None}
 
 
 def test_a_torch_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from rdzv.worker.rounds import Round
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["link", "healing", "resuming", "rounds", "shard_healing", "snapshots", "tcp"]
+    "name", ["link", "healing", "resuming", "rounds", "shards", "snapshots", "tcp"]
 )
 def test_the_examples_hold(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"rdzv.worker.{name}")).failed == 0

@@ -143,8 +143,7 @@ def resume(
 
 
 def bits(sealing: Sealing) -> list[bytes]:
-    tensors = [one for _, one in sealing.contents.replicated()]
-    return [one.detach().numpy().tobytes() for one in tensors]
+    return [one.numpy().tobytes() for _, one in sealing.image({}).tensors()]
 
 
 def test_no_thread_is_left_as_the_process_exits(

@@ -10,8 +10,7 @@ import pytest
 
 from rdzv.worker import NoSourceError
 from rdzv.worker.healing import Offer, elect
-from rdzv.worker.shard_healing import Claim, sources
-from rdzv.worker.shards import Place, place_of
+from rdzv.worker.shards import Claim, Place, place_of, sources
 
 
 def sharded(sizes: tuple[int, ...], coordinate: tuple[int, ...], placements: str) -> Any:

@@ -336,4 +336,4 @@ def test_numpys_generator_is_on_disk_if_numpy_is_used(runner: Runner, folder: Pa
     (step,) = whole_steps(folder)
     content, _, _ = step.read(0)
     _, keys, *_ = content.own["rng"]["numpy"]
-    assert keys.tolist() == state[1].tolist()
+    assert keys == state[1].tolist()

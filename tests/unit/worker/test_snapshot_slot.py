@@ -35,7 +35,7 @@ def content(step: int = 20, **small: Any) -> Content:
         (("optimizer", 0, "exp_avg"), torch.randn(33, 7, generator=generator), False),
         (("optimizer", 0, "step"), 17, False),
     ]
-    rest = {"buffers": {"mean": torch.ones(3)}, "values": {"step": step}, **small}
+    rest = {"buffers": {"mean": torch.ones(3)}, "objects": {}, "values": {"step": step}, **small}
     return Content(
         {"rng": {"torch": torch.get_rng_state()}}, {"state": Image(step, parameters, held, rest)}
     )
@@ -183,5 +183,5 @@ def test_what_does_not_fit_is_refused_and_what_was_there_is_gone() -> None:
 
 
 def test_a_value_that_cannot_be_pickled_is_named() -> None:
-    with pytest.raises(CannotBroadcastError, match=r"small\.state cannot be sent"):
+    with pytest.raises(CannotBroadcastError, match=r"state\.score cannot be sent .*Keep it out"):
         content(values={"score": lambda x: x}).head()

@@ -8,16 +8,18 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import itertools
 import json
+import math
 import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .rounds import CannotBroadcastError, UnsupportedError, WorkerError
-from .staging import copiers, copy_all
+from .staging import copiers, copy_all, huge
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -94,17 +96,6 @@ class Contents:
             for key, value in sorted(optimizer.state.get(parameter, {}).items())
         ]
 
-    def replicated(self) -> list[tuple[str, Tensor]]:
-        """Return every tensor that is equal on all ranks at the same step, with its name."""
-        import torch
-
-        held = [
-            ("/".join(map(str, key)), value)
-            for key, value in self.optimizer_state()
-            if isinstance(value, torch.Tensor)
-        ]
-        return [*self.parameters(), *self.outside(), *held]
-
     def manifest(self) -> list[list[str]]:
         """Describe everything that must match on all ranks before a tensor is sent."""
         kinds = (
@@ -117,7 +108,8 @@ class Contents:
         for name, tensor in (*self.parameters(), *self.outside(), *self.buffers()):
             found.append([name, f"{list(tensor.shape)} {tensor.dtype}".replace("torch.", "")])
         for name, optimizer in self.optimizers.items():
-            found.append([f"{name}.param_groups", f"with {sizes_of(optimizer)} parameters"])
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            found.append([f"{name}.param_groups", f"with {sizes} parameters"])
         return found
 
     def refuse_shards(self) -> None:
@@ -157,26 +149,16 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def sizes_of(optimizer: Optimizer) -> list[int]:
-    """Return the number of parameters in each of an optimizer's groups."""
-    return [len(group["params"]) for group in optimizer.param_groups]
-
-
-def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of an optimizer's groups, such as learning rates, but no parameters."""
+def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return an optimizer's groups as its state dict has them, with numbers as parameters."""
+    numbers = itertools.count()
     return [
-        {key: value for key, value in group.items() if key != "params"}
+        {**group, "params": [next(numbers) for _ in group["params"]]}
         for group in optimizer.param_groups
     ]
 
 
-def put_settings(optimizer: Any, settings: list[dict[str, Any]]) -> None:
-    """Apply captured settings to an optimizer's groups."""
-    for group, held in zip(optimizer.param_groups, settings):
-        group.update(held)
-
-
-def load_object(name: str, entry: Any, state: Any) -> None:
+def _load_object(entry: Any, state: Any) -> None:
     """Load an entry's state; for a gradient scaler, also discard the interrupted step."""
     # A disabled scaler has an empty state and refuses to load it.
     if state or not hasattr(entry, "_per_optimizer_states"):
@@ -194,33 +176,40 @@ def _copied(name: str, what: Any, copy: Callable[[Any], Any]) -> Any:
         raise cannot_broadcast(name, error) from error
 
 
-def packed(parts: Mapping[str, Any]) -> bytes:
-    """Pickle named parts.
+_PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError, RuntimeError)
 
-    Raises `CannotBroadcastError`, naming the entry, if a part cannot be pickled.
+
+def packed(**parts: Any) -> bytes:
+    """Pickle named parts, which may contain images of shapes.
+
+    Raises `CannotBroadcastError`, naming the entry, if an image's small values cannot be pickled.
     """
+    try:
+        return _pickled(parts)
+    except _PICKLE_ERRORS:
+        for image in (one for one in parts.values() if isinstance(one, Image)):
+            for name, value in {**image.small["objects"], **image.small["values"]}.items():
+                try:
+                    _pickled(value)
+                except _PICKLE_ERRORS as error:
+                    raise cannot_broadcast(name, error) from error
+        raise
+
+
+def _pickled(value: Any) -> bytes:
     import torch
 
-    pickled = {}
-    for name, part in parts.items():
-        out = io.BytesIO()
-        try:
-            torch.save(part, out)
-        except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
-            entry = name.removeprefix("value.").removeprefix("object.")
-            raise cannot_broadcast(entry, error) from error
-        pickled[name] = out.getvalue()
-    return pickle.dumps(pickled)
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
 
 
-def unpacked(data: bytes) -> dict[str, Any]:
-    """Unpickle the result of `packed` that another rank of this job has sent."""
+def unpacked(data: Any) -> dict[str, Any]:
+    """Unpickle the result of `packed` that another rank of this job has sent or saved."""
     import torch
 
-    return {
-        name: torch.load(io.BytesIO(part), map_location="cpu", weights_only=False)
-        for name, part in pickle.loads(data).items()
-    }
+    parts: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    return parts
 
 
 def cannot_broadcast(name: str, error: Exception) -> CannotBroadcastError:
@@ -237,38 +226,80 @@ def cannot_broadcast(name: str, error: Exception) -> CannotBroadcastError:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """Stands for a tensor that is stored or sent separately."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    device: str
+    """The type of its device."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+    def empty(self, device: Any = None) -> Tensor:
+        """Make a tensor of this shape, by default on the same type of device."""
+        import torch
+
+        return huge(torch.empty(self.shape, dtype=self.dtype, device=device or self.device))
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory can receive such a tensor."""
+        return (
+            (tuple(tensor.shape), tensor.dtype) == (self.shape, self.dtype)
+            and tensor.device.type == self.device
+            and tensor.is_contiguous()
+        )
+
+
+@dataclass(frozen=True)
 class Image:
-    """A state at one sealed step, or one part of a sharded state, as plain tensors."""
+    """A state at one sealed step, or one part of a sharded state, as plain tensors or shapes."""
 
     step: int
-    parameters: dict[str, Tensor]
+    parameters: dict[str, Any]
     optimizers: list[tuple[tuple[str, int, str], Any, bool]]
     """The optimizers' state, as tuples of the key (optimizer, parameter index, name), the value,
     and whether the value is sharded like its parameter.
     """
     small: dict[str, Any]
-    """Buffers, optimizer settings, states of objects, and plain values, by kind and name."""
+    """Buffers, optimizers' groups, states of objects, and plain values, by kind and name."""
 
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """List all tensors except the small ones, with their names."""
-        held = [
-            ("/".join(map(str, key)), value)
-            for key, value, _ in self.optimizers
-            if is_tensor(value)
-        ]
+    def tensors(self) -> list[tuple[str, Any]]:
+        """List all tensors or shapes, except the small ones, with their names."""
+        held = [(_joined(key), value) for key, value, _ in self.optimizers if _is_large(value)]
         return [*self.parameters.items(), *held]
 
-    def mapped(self, make: Callable[[Tensor], Tensor]) -> Image:
-        """Return an image with each tensor replaced by `make(tensor)`, called in order."""
-        return Image(
-            self.step,
-            {name: make(one) for name, one in self.parameters.items()},
-            [
-                (key, make(value) if is_tensor(value) else value, sharded)
+    def optimizer_tensors(self) -> list[Any]:
+        return [value for _, value, _ in self.optimizers if _is_large(value)]
+
+    def mapped(self, make: Callable[[str, Any], Any]) -> Image:
+        """Return an image with `make(name, tensor)` for each tensor or shape, called in order."""
+        return replace(
+            self,
+            parameters={name: make(name, one) for name, one in self.parameters.items()},
+            optimizers=[
+                (key, make(_joined(key), value) if _is_large(value) else value, sharded)
                 for key, value, sharded in self.optimizers
             ],
-            self.small,
         )
+
+    def filled(self, tensors: Iterator[Tensor]) -> Image:
+        """Return an image with the next of these in place of each tensor or shape."""
+        return self.mapped(lambda _, __: next(tensors))
+
+    def shapes(self) -> Image:
+        """Return the image with shapes in place of its tensors."""
+        return self.mapped(lambda _, one: Shape(tuple(one.shape), one.dtype, one.device.type))
+
+
+def _joined(key: tuple[str, int, str]) -> str:
+    return "/".join(map(str, key))
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, Shape) or is_tensor(value)
 
 
 def image_of(
@@ -318,10 +349,9 @@ def small_of(contents: Contents, buffers: dict[str, Tensor]) -> dict[str, Any]:
     """Copy the values that change outside optimizer steps, and return them with these buffers."""
     return {
         "buffers": buffers,
-        "settings": {
-            name: copy.deepcopy(settings_of(one)) for name, one in contents.optimizers.items()
+        "groups": {
+            name: copy.deepcopy(_groups_of(one)) for name, one in contents.optimizers.items()
         },
-        "sizes": {name: sizes_of(one) for name, one in contents.optimizers.items()},
         "objects": {
             name: _copied(name, one, lambda one: copy.deepcopy(one.state_dict()))
             for name, one in contents.objects.items()
@@ -335,9 +365,10 @@ def small_of(contents: Contents, buffers: dict[str, Tensor]) -> dict[str, Any]:
 def put_small(small: Mapping[str, Any], contents: Contents) -> None:
     """Load what `small_of` has copied, except the buffers."""
     for name, optimizer in contents.optimizers.items():
-        put_settings(optimizer, copy.deepcopy(small["settings"][name]))
+        for group, held in zip(optimizer.param_groups, copy.deepcopy(small["groups"][name])):
+            group.update(held, params=group["params"])
     for name, entry in contents.objects.items():
-        load_object(name, entry, copy.deepcopy(small["objects"][name]))
+        _load_object(entry, copy.deepcopy(small["objects"][name]))
     for name in contents.values:
         contents.values[name] = copy.deepcopy(small["values"][name])
 
@@ -380,7 +411,9 @@ def captured_rng() -> dict[str, Any]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
     if (numpy := sys.modules.get("numpy")) is not None:
-        states["numpy"] = numpy.random.get_state()
+        name, keys, *rest = numpy.random.get_state()
+        # Python's own types, which torch.load(weights_only=True) reads.
+        states["numpy"] = (name, keys.tolist(), *rest)
     return states
 
 
@@ -392,8 +425,9 @@ def restore_rng(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
+    # If this process has not imported numpy yet, numpy's generator will start from its own seed.
+    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(states["numpy"])
 
 
 def derive_rng(seed: int, rank: int, step: int) -> None:

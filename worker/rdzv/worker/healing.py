@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from .contents import (
+    Image,
+    Shape,
     derive_rng,
     described,
-    load_object,
     packed,
     parameters_of,
-    put_settings,
-    settings_of,
+    small_of,
     unpacked,
 )
 from .digest import digest
@@ -133,8 +133,8 @@ def heal(
     sealing.contents.refuse_shards()
     if not sealing.has_begun:
         # Fail now, rather than in the round that needs to send the state.
-        _head(sealing)
-    hashed = _digest(sealing) if sealing.has_begun and not sealing.torn else ""
+        packed(image=sealing.image(small_of(sealing.contents, {})).shapes())
+    hashed = digest_of(sealing.image({})) if sealing.has_begun and not sealing.torn else ""
     offers, manifest = _exchange_offers(sealing, round_, store, "offer", hashed)
     resumed = None
     if not any(offer.kept for offer in offers):
@@ -142,7 +142,7 @@ def heal(
         sealing.lineage, sealing.nonce = round_.number, offers[0].nonce
         resumed = resuming()
         is_behind = resumed.load(store) and not sealing.step
-        hashed = "" if is_behind else resumed.digest or _digest(sealing)
+        hashed = "" if is_behind else resumed.digest or digest_of(sealing.image({}))
         offers, manifest = _exchange_offers(sealing, round_, store, "resumed", hashed)
     source = elect(offers)
     compare_manifests(
@@ -159,7 +159,7 @@ def heal(
     if to:
         # A digest of what was loaded says nothing about what is sent, which is in another order.
         sent = "" if resumed and resumed.digest else hashed
-        _transfer(sealing, offers, source, to, round_, store, sent)
+        _send(sealing, offers, source, to, round_, store, sent)
     sealing.step = step
     sealing.lineage, sealing.nonce = offers[source].lineage, offers[source].nonce
     if resumed is not None:
@@ -170,9 +170,9 @@ def heal(
     return Healed(source, step, round_.rank in to)
 
 
-def _digest(sealing: Sealing) -> str:
-    """Return a digest of all that is equal on all ranks at the same step; this reads all of it."""
-    return digest(sealing.contents.replicated(), readers())
+def digest_of(image: Image) -> str:
+    """Return a digest of an image's tensors, reading all of them once."""
+    return digest(image.tensors(), readers())
 
 
 def _exchange_offers(
@@ -249,7 +249,7 @@ def _settle(sealing: Sealing, offers: list[Offer], source: int, round_: Round) -
         sealing.roll_back()
 
 
-def _transfer(
+def _send(
     sealing: Sealing,
     offers: list[Offer],
     source: int,
@@ -258,168 +258,87 @@ def _transfer(
     store: Store,
     hashed: str,
 ) -> None:
-    """Send the source's state to the ranks that need it, over a separate group.
+    """Send the source's state to the ranks that need it, and load it there."""
+    import torch
 
-    `hashed` is this rank's `_digest`, or empty if it is not known yet.
+    contents, mine = sealing.contents, offers[round_.rank]
+    if round_.rank == source:
+        buffers = {name: one.detach().clone() for name, one in contents.buffers()}
+        image, seed = sealing.image(small_of(contents, buffers)), torch.initial_seed()
+        transfer("state", source, to, round_, store, image, hashed=hashed, seed=seed)
+        return
+    own = sealing.image({})
+    # A rank that is whole, though behind, stays whole until everything has arrived: if the source
+    # dies now, this may be the only whole rank left.
+    staged = mine.kept and not mine.torn
+    reused: dict[str, Tensor] = {} if staged else dict(own.tensors())
+    devices = {name: one.device for name, one in own.parameters.items()}
+    for name, optimizer in contents.optimizers.items():
+        for place, parameter in enumerate(parameters_of(optimizer)):
+            devices[f"{name}/{place}"] = parameter.device
+
+    def make(name: str, shape: Shape) -> Tensor:
+        if name in reused and shape.fits(reused[name]):
+            return reused[name]
+        if name not in devices and shape.device != "cpu":
+            name = name.rpartition("/")[0]
+        return shape.empty(devices.get(name))
+
+    if round_.rank in to and not staged:
+        sealing.torn = True
+    received = transfer("state", source, to, round_, store, make=make)
+    if received is None:
+        return
+    sealing.torn = True
+    # A kept rank ran the source's last step, too, so it has its own buffers.
+    sealing.load(received["image"], with_buffers=not mine.kept)
+    if not mine.kept and offers[source].kept:
+        derive_rng(received["seed"], round_.rank, offers[source].sealed)
+    sealing.torn = False
+
+
+def transfer(
+    name: str,
+    source: int,
+    to: list[int],
+    round_: Round,
+    store: Store,
+    image: Image | None = None,
+    make: Callable[[str, Shape], Tensor] = lambda _, shape: shape.empty(),
+    hashed: str = "",
+    **more: Any,
+) -> dict[str, Any] | None:
+    """Send the source's image and `more` to other ranks, over a separate group.
+
+    All ranks of the round must call it, and each image has another `name`. The ranks in `to`
+    receive into the tensors that `make` returns, and get the `image` beside `more`. `hashed` is the
+    image's `digest_of`, if the source knows it. Raises `NoSourceError` if another image arrives.
     """
+    import torch
     import torch.distributed as dist
 
     # Every rank must call this, including those that are not in the group.
     group: Any = dist.new_group(sorted([source, *to]))
+    received = None
     if round_.rank == source:
-        head = _head(sealing, hashed or _digest(sealing))
-        send_head(head, "head_bytes", source, group, store)
-        broadcast([tensor.detach() for _, tensor in _sent(sealing)], source, group)
+        assert image is not None
+        head = packed(image=image.shapes(), digest=hashed or digest_of(image), **more)
+        store.set(f"{name}/head_bytes", str(len(head)))
+        broadcast([torch.frombuffer(bytearray(head), dtype=torch.uint8)], source, group)
+        broadcast([tensor for _, tensor in image.tensors()], source, group)
     elif round_.rank in to:
-        received = receive_head("head_bytes", source, group, store)
-        _receive(sealing, received, offers, source, round_, group)
+        octets = torch.empty(int(store.get(f"{name}/head_bytes")), dtype=torch.uint8)
+        broadcast([octets], source, group)
+        received = unpacked(octets.numpy().tobytes())
+        received["image"] = received["image"].mapped(make)
+        broadcast([tensor for _, tensor in received["image"].tensors()], source, group)
+        if digest_of(received["image"]) != received["digest"]:
+            raise NoSourceError(
+                f"what rank {round_.rank} received is not the state that rank {source} offered"
+            )
     if round_.rank in (source, *to):
         dist.destroy_process_group(group)
-
-
-def _sent(sealing: Sealing) -> list[tuple[str, Tensor]]:
-    return [*sealing.contents.replicated(), *sealing.contents.buffers()]
-
-
-def _head(sealing: Sealing, hashed: str = "") -> bytes:
-    import torch
-
-    contents = sealing.contents
-    held: list[tuple[Any, Any]] = []
-    for key, value in contents.optimizer_state():
-        if isinstance(value, torch.Tensor):
-            shape = _Shape(tuple(value.shape), value.dtype, value.device.type != "cpu")
-            held.append((key, shape))
-        else:
-            held.append((key, value))
-    return packed(
-        {
-            "optimizer state": held,
-            "digest": hashed,
-            "settings": {name: settings_of(one) for name, one in contents.optimizers.items()},
-            "seed": torch.initial_seed(),
-            **{f"object.{name}": one.state_dict() for name, one in contents.objects.items()},
-            **{f"value.{name}": value for name, value in contents.values.items()},
-        }
-    )
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The description of an optimizer tensor that ranks without it must create."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    on_device: bool
-
-
-def _receive(
-    sealing: Sealing,
-    head: dict[str, Any],
-    offers: list[Offer],
-    source: int,
-    round_: Round,
-    group: Any,
-) -> None:
-    import torch
-
-    contents, mine, step = sealing.contents, offers[round_.rank], offers[source].sealed
-    # A rank that is whole, though behind, stays whole until everything has arrived: if the source
-    # dies now, this may be the only whole rank left.
-    staged = mine.kept and not mine.torn
-    held = _made_optimizer_state(sealing, head["optimizer state"], fresh=staged)
-    places = [tensor.detach() for _, tensor in (*contents.parameters(), *contents.outside())]
-    buffers = [tensor.detach() for _, tensor in contents.buffers()]
-    if mine.kept:
-        # This rank ran the source's last step, too, so it has its own buffers.
-        buffers = [torch.empty_like(one) for one in buffers]
-    if not staged:
-        sealing.torn = True
-    into = [torch.empty_like(one) for one in places] if staged else places
-    tensors = [value for _, value in held if isinstance(value, torch.Tensor)]
-    broadcast([*into, *tensors, *buffers], source, group)
-    sealing.torn = True
-    if staged:
-        with torch.no_grad():
-            for place, came in zip(places, into):
-                place.copy_(came)
-    _put_optimizer_state(sealing, held)
-    for name, optimizer in contents.optimizers.items():
-        put_settings(optimizer, head["settings"][name])
-    for name, entry in contents.objects.items():
-        load_object(name, entry, head[f"object.{name}"])
-    for name in contents.values:
-        contents.values[name] = head[f"value.{name}"]
-    if not mine.kept and offers[source].kept:
-        derive_rng(head["seed"], round_.rank, step)
-    if _digest(sealing) != head["digest"]:
-        raise NoSourceError(
-            f"the state that rank {round_.rank} received is not the one that rank {source} offered"
-        )
-    sealing.torn = False
-
-
-def _made_optimizer_state(
-    sealing: Sealing, wanted: list[tuple[Any, Any]], *, fresh: bool
-) -> list[tuple[Any, Any]]:
-    """Return the source's optimizer state, with tensors to receive into.
-
-    Existing tensors are reused where they fit, unless `fresh` is set.
-    """
-    import torch
-
-    here = dict(sealing.contents.optimizer_state())
-    parameters = {
-        name: parameters_of(optimizer) for name, optimizer in sealing.contents.optimizers.items()
-    }
-    made = []
-    for key, value in wanted:
-        if isinstance(value, _Shape):
-            tensor = here.get(key)
-            if fresh or not _fits(tensor, value):
-                device = parameters[key[0]][key[1]].device if value.on_device else "cpu"
-                tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
-            made.append((key, tensor))
-        else:
-            made.append((key, value))
-    return made
-
-
-def _fits(tensor: Any, shape: _Shape) -> bool:
-    import torch
-
-    return (
-        isinstance(tensor, torch.Tensor)
-        and (tuple(tensor.shape), tensor.dtype) == (shape.shape, shape.dtype)
-        and (tensor.device.type != "cpu") == shape.on_device
-        and tensor.is_contiguous()
-    )
-
-
-def _put_optimizer_state(sealing: Sealing, held: list[tuple[Any, Any]]) -> None:
-    for optimizer in sealing.contents.optimizers.values():
-        optimizer.state.clear()
-    for (name, place, key), value in held:
-        optimizer = sealing.contents.optimizers[name]
-        parameter = parameters_of(optimizer)[place]
-        optimizer.state.setdefault(parameter, {})[key] = value
-
-
-def send_head(head: bytes, key: str, source: int, group: Any, store: Store) -> None:
-    """Broadcast packed values from this rank, and publish their size in the store under a key."""
-    import torch
-
-    store.set(key, str(len(head)))
-    broadcast([torch.frombuffer(bytearray(head), dtype=torch.uint8)], source, group)
-
-
-def receive_head(key: str, source: int, group: Any, store: Store) -> dict[str, Any]:
-    """Return the values that `send_head` broadcasts on the source."""
-    import torch
-
-    head = torch.empty(int(store.get(key)), dtype=torch.uint8)
-    broadcast([head], source, group)
-    return unpacked(head.numpy().tobytes())
+    return received
 
 
 def broadcast(tensors: list[Tensor], source: int, group: Any) -> None:

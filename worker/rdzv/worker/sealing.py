@@ -100,11 +100,17 @@ class Sealing:
         own = {"rng": sealed.rng, "buffers": sealed.small["buffers"]}
         return Content(own, images)
 
-    def load(self, image: Image) -> None:
-        """Load a snapshot into a new process's contents."""
+    def image(self, small: dict[str, Any]) -> Image:
+        """Return the state as it is now, without its shards, sharing its memory."""
         contents = self.contents
         tensors = [*contents.parameters(), *contents.outside()]
-        put_back(image, contents, tensors, contents.buffers())
+        return image_of(self.step or 0, tensors, contents, small)
+
+    def load(self, image: Image, *, with_buffers: bool = True) -> None:
+        """Load a state into the contents; its optimizer tensors are handed over, not copied."""
+        contents = self.contents
+        tensors = [*contents.parameters(), *contents.outside()]
+        put_back(image, contents, tensors, contents.buffers() if with_buffers else [])
         self.step = image.step
 
     def load_own(self, own: Mapping[str, Any]) -> None:

@@ -26,8 +26,7 @@ from .healing import heal
 from .link import Go, Link, Release, process_link
 from .resuming import Resuming
 from .rounds import Round, RoundOver, WorkerError, round_of, warn
-from .shard_healing import add_parts
-from .shards import Parts
+from .shards import Parts, add_parts
 from .snapshots import Snapshots
 from .state import State
 from .suspicion import chain, follows_from_cut, is_suspect

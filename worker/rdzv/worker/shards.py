@@ -1,4 +1,4 @@
-"""This rank's part of a sharded state (FSDP2), during a round and between rounds.
+"""This rank's part of a sharded state (FSDP2): in a round, between rounds, and from a replica.
 
 A sharded model is bound to its round's process groups, so the script builds it anew in each round.
 In between, its parameters are held here as plain tensors, and are then loaded into the next model.
@@ -6,23 +6,30 @@ In between, its parameters are held here as plain tensors, and are then loaded i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from .contents import (
     Contents,
     Image,
+    described,
     image_of,
     is_sharded,
     local,
     put_back,
     small_of,
 )
-from .rounds import UnsupportedError, WorkerError
+from .healing import compare_manifests, transfer
+from .rounds import NoSourceError, UnsupportedError, WorkerError, exchange
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch._C._distributed_c10d import Store
+
+    from .rounds import Round
+    from .sealing import Sealing
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Parts:
     def image(self, step: int, small: dict[str, Any], *, clone: bool) -> Image:
         """Return the part as it is now, sharing its memory unless `clone` is set."""
         image = image_of(step, self._tensors, self.contents, small)
-        return image.mapped(lambda one: one.clone()) if clone else image
+        return image.mapped(lambda _, one: one.clone()) if clone else image
 
     def put_back(self, image: Image) -> None:
         """Load an image into the part, which may take over the image's memory."""
@@ -173,3 +180,82 @@ def place_of(tensors: list[tuple[str, Tensor]], rank: int, world_size: int) -> P
             size = mesh.size(dimension)
             shard, shards = shard * size + coordinate, shards * size
     return Place(shard, shards)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A rank's part of the state in this round, and the parts that it still holds."""
+
+    shard: int
+    shards: int
+    held: list[int]
+    held_shards: int
+    manifest: str
+
+
+def add_parts(
+    sealing: Sealing, parts: Parts, round_: Round, store: Store, *, holds_last: bool
+) -> None:
+    """Load the state into the objects that the script has added. All ranks call it together.
+
+    A rank that holds its part receives nothing. Any other rank receives its part from a rank that
+    has the same part (HSDP) or has found a copy of it. Blocks while ranks are missing. Raises, on
+    all ranks, `MismatchError` if ranks have added different objects, and `NoSourceError` if no rank
+    holds a part.
+    """
+    shards, step = sealing.shards, sealing.step
+    held = shards.all_held(step)
+    manifest, hashed = described(parts.contents)
+    mine = Claim(
+        shard=parts.place.shard,
+        shards=parts.place.shards,
+        held=sorted(held),
+        held_shards=shards.place.shards,
+        manifest=hashed,
+    )
+    if round_.rank == 0:
+        store.set("manifest of parts", json.dumps(manifest))
+    claims = [Claim(**one) for one in exchange(store, round_, "part", asdict(mine))]
+    compare_manifests(
+        [one.manifest for one in claims], manifest, round_, lambda: store.get("manifest of parts")
+    )
+    if step:
+        image = held.get(parts.place.shard)
+        for shard, source in sources(claims).items():
+            to = [n for n, one in enumerate(claims) if one.shard == shard and shard not in one.held]
+            if to:
+                # Every rank takes part, including those that neither have the part nor need it.
+                sent = held.get(shard) if round_.rank == source else None
+                came = transfer(f"part/{shard}", source, to, round_, store, sent)
+                image = image if came is None else came["image"]
+        assert image is not None
+        parts.put_back(image)
+    sealing.add(parts, holds_last=holds_last)
+
+
+def sources(claims: list[Claim]) -> dict[int, int]:
+    """Map each part of the state to the lowest rank that holds it.
+
+    Raises `NoSourceError` if no rank holds a part, or if the state is now divided differently.
+
+    >>> sources([Claim(0, 2, [], 1, ""), Claim(1, 2, [1], 2, ""), Claim(0, 2, [0, 1], 2, "")])
+    {1: 1, 0: 2}
+    """
+    found: dict[int, int] = {}
+    for rank, claim in enumerate(claims):
+        if not claim.held:
+            continue
+        if claim.held_shards != claim.shards:
+            raise NoSourceError(
+                f"the state was sharded into {claim.held_shards} parts, and is now sharded into "
+                f"{claim.shards}: the job must resume from its checkpoint, in new processes"
+            )
+        for shard in claim.held:
+            found.setdefault(shard, rank)
+    for rank, claim in enumerate(claims):
+        if claim.shard not in found:
+            raise NoSourceError(
+                f"no rank holds part {claim.shard} of {claim.shards} of the sharded state, which "
+                f"rank {rank} needs: the job must resume from its checkpoint, in new processes"
+            )
+    return found

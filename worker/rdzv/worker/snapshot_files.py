@@ -19,7 +19,6 @@ import os
 import re
 import shutil
 import socket
-import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -108,7 +107,7 @@ class WholeStep:
             for name in ("state", "part")
             if name in saved
         }
-        return Content(_own(saved["own"]), images), saved["rank"], saved["world_size"]
+        return Content(saved["own"], images), saved["rank"], saved["world_size"]
 
 
 def whole_steps(folder: Path, say: Callable[[str], object] | None = None) -> list[WholeStep]:
@@ -150,7 +149,7 @@ class StepWriter:
         self.all_steps, self.folder = folder, folder / name
         self._run, self._header = run, header
 
-    def write(self, header: Header, content: Content, devices: Mapping[str, Any]) -> Path | None:
+    def write(self, header: Header, content: Content, shapes: Mapping[str, Image]) -> Path | None:
         """Write a part and return its temporary path, or None if another node has written it.
 
         Raises `NotWrittenError` if the disk is too full, and `OSError` for any other failure.
@@ -169,7 +168,7 @@ class StepWriter:
         temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
         try:
             with temporary.open("wb") as file:
-                torch.save(_saved(header, content, devices), file)
+                torch.save(_saved(header, content, shapes), file)
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException:
@@ -284,23 +283,24 @@ def _remove(folder: Path) -> None:
 # ------------------------------------------------------------------ contents of a part
 
 
-def _saved(header: Header, content: Content, devices: Mapping[str, Any]) -> dict[str, Any]:
+_OF_THE_PART = ("step", "lineage", "shard", "shards", "rank", "world_size")
+
+
+def _saved(header: Header, content: Content, shapes: Mapping[str, Image]) -> dict[str, Any]:
     """Return a part as plain dicts and tensors, laid out like torch's state dicts."""
     return {
         "format": FORMAT,
         **{name: getattr(header, name) for name in _OF_THE_PART},
-        "own": _plain(content.own),
+        "own": content.own,
         **{name: _dict_of(image) for name, image in content.images.items()},
         "optimizer_layout": {
             name: [
-                (list(key), devices[name].get(key), sharded) for key, _, sharded in image.optimizers
+                (list(key), getattr(value, "device", None), sharded)
+                for key, value, sharded in image.optimizers
             ]
-            for name, image in content.images.items()
+            for name, image in shapes.items()
         },
     }
-
-
-_OF_THE_PART = ("step", "lineage", "shard", "shards", "rank", "world_size")
 
 
 def _dict_of(image: Image) -> dict[str, Any]:
@@ -310,8 +310,7 @@ def _dict_of(image: Image) -> dict[str, Any]:
         entry, _, path = name.partition(".")
         modules.setdefault(entry, {})[path] = one
     optimizers: dict[str, dict[str, Any]] = {
-        name: {"state": {}, "param_groups": _groups(settings, small["sizes"][name])}
-        for name, settings in small["settings"].items()
+        name: {"state": {}, "param_groups": groups} for name, groups in small["groups"].items()
     }
     for (name, place, key), value, _ in image.optimizers:
         optimizers[name]["state"].setdefault(place, {})[key] = value
@@ -321,15 +320,6 @@ def _dict_of(image: Image) -> dict[str, Any]:
         "objects": small["objects"],
         "values": small["values"],
     }
-
-
-def _groups(settings: Iterable[Mapping[str, Any]], sizes: Iterable[int]) -> list[dict[str, Any]]:
-    """Return an optimizer's groups in the form used by its state dict."""
-    begin, groups = 0, []
-    for setting, size in zip(settings, sizes):
-        groups.append({**setting, "params": list(range(begin, begin + size))})
-        begin += size
-    return groups
 
 
 def _image(step: int, saved: Mapping[str, Any], layout: Iterable[tuple[Any, Any, bool]]) -> Image:
@@ -343,42 +333,10 @@ def _image(step: int, saved: Mapping[str, Any], layout: Iterable[tuple[Any, Any,
         value = saved["optimizers"][name]["state"][place][key]
         held = value.to(device, copy=True) if is_tensor(value) else value
         optimizers.append(((name, place, key), held, sharded))
-    settings = {
-        name: [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in one["param_groups"]
-        ]
-        for name, one in saved["optimizers"].items()
-    }
     small = {
         "buffers": tensors,
-        "settings": settings,
+        "groups": {name: one["param_groups"] for name, one in saved["optimizers"].items()},
         "objects": saved["objects"],
         "values": saved["values"],
     }
     return Image(step, tensors, optimizers, small)
-
-
-def _plain(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rank's own values, with numpy arrays converted to tensors."""
-    import torch
-
-    def plain(array: Any) -> Tensor:
-        return torch.from_numpy(array.astype("int64"))
-
-    return {**own, "rng": _numpy_state(own["rng"], plain)}
-
-
-def _own(own: Mapping[str, Any]) -> dict[str, Any]:
-    return {**own, "rng": _numpy_state(own["rng"], lambda one: one.numpy().astype("uint32"))}
-
-
-def _numpy_state(states: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    changed = dict(states)
-    if isinstance(states.get("numpy"), tuple):
-        name, keys, *rest = states["numpy"]
-        changed["numpy"] = (name, change(keys), *rest)
-    # If this process has not imported numpy yet, numpy's generator will start from its own seed.
-    if "numpy" not in sys.modules:
-        changed.pop("numpy", None)
-    return changed

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import mmap
-import pickle
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .contents import Image, is_tensor, packed, unpacked
+from .contents import Image, Shape, packed, unpacked
 from .digest import digest
-from .staging import copy_all, huge, readers
+from .staging import copy_all, readers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,81 +99,8 @@ class Content:
 
     def head(self) -> bytes:
         """Pickle everything else. Raises `CannotBroadcastError` if that is not possible."""
-        small = {f"small.{name}": image.small for name, image in self.images.items()}
-        shapes = {name: _shapes_of(image) for name, image in self.images.items()}
-        return pickle.dumps((shapes, packed({"own": dict(self.own), **small})))
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The shape and type of a tensor stored elsewhere in the slot."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    device: str
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * int(self.dtype.itemsize)
-
-
-@dataclass(frozen=True)
-class _Shapes:
-    """An image with shapes in place of its tensors, and without its small values."""
-
-    step: int
-    parameters: dict[str, _Shape]
-    optimizers: list[tuple[Any, Any, bool]]
-
-    def all(self) -> list[_Shape]:
-        held = [value for _, value, _ in self.optimizers if isinstance(value, _Shape)]
-        return [*self.parameters.values(), *held]
-
-    def filled(self, places: Iterator[Tensor], small: dict[str, Any]) -> Image:
-        """Rebuild the image from tensors in memory."""
-        return Image(
-            self.step,
-            {name: next(places) for name in self.parameters},
-            [
-                (key, next(places), sharded) if isinstance(value, _Shape) else (key, value, sharded)
-                for key, value, sharded in self.optimizers
-            ],
-            small,
-        )
-
-
-def _with_copied_optimizers(image: Image, shapes: _Shapes) -> Image:
-    import torch
-
-    olds = [value for _, value, _ in image.optimizers if is_tensor(value)]
-    devices = [value.device for _, value, _ in shapes.optimizers if isinstance(value, _Shape)]
-    news = [
-        huge(torch.empty(old.shape, dtype=old.dtype, device=device))
-        for old, device in zip(olds, devices)
-    ]
-    copy_all(olds, news, [], readers())
-    copies = iter(news)
-    return replace(
-        image,
-        optimizers=[
-            (key, next(copies) if is_tensor(value) else value, sharded)
-            for key, value, sharded in image.optimizers
-        ],
-    )
-
-
-def _shapes_of(image: Image) -> _Shapes:
-    def shape(one: Tensor) -> _Shape:
-        return _Shape(tuple(one.shape), one.dtype, one.device.type)
-
-    return _Shapes(
-        image.step,
-        {name: shape(one) for name, one in image.parameters.items()},
-        [
-            (key, shape(value) if is_tensor(value) else value, sharded)
-            for key, value, sharded in image.optimizers
-        ],
-    )
+        shapes = {name: image.shapes() for name, image in self.images.items()}
+        return packed(own=dict(self.own), **shapes)
 
 
 class SlotError(ValueError):
@@ -273,32 +198,28 @@ class Slot:
 
         Call this only for an undamaged snapshot.
         """
-        shapes, rest = self._head(header)
-        parts = unpacked(rest)
-        places = iter(self._places([one for found in shapes.values() for one in found.all()]))
-        images = {
-            name: found.filled(places, parts[f"small.{name}"]) for name, found in shapes.items()
-        }
+        own, shapes = self._head(header)
+        places = iter(
+            self._places([one for image in shapes.values() for _, one in image.tensors()])
+        )
+        images = {name: image.filled(places) for name, image in shapes.items()}
         if not in_place:
-            images = {
-                name: _with_copied_optimizers(image, shapes[name]) for name, image in images.items()
-            }
-        return Content(parts["own"], images)
+            for name, image in images.items():
+                copies = [shape.empty() for shape in shapes[name].optimizer_tensors()]
+                copy_all(image.optimizer_tensors(), copies, [], readers())
+                images[name] = image.filled(iter([*image.parameters.values(), *copies]))
+        return Content(own, images)
 
-    def devices(self, header: Header) -> dict[str, dict[Any, str]]:
-        """Return the device type of each optimizer tensor, by image and key."""
-        shapes, _ = self._head(header)
-        return {
-            name: {key: one.device for key, one, _ in found.optimizers if isinstance(one, _Shape)}
-            for name, found in shapes.items()
-        }
+    def shapes(self, header: Header) -> dict[str, Image]:
+        """Return the snapshot's images with shapes in place of tensors."""
+        return self._head(header)[1]
 
-    def _head(self, header: Header) -> tuple[dict[str, _Shapes], bytes]:
+    def _head(self, header: Header) -> tuple[dict[str, Any], dict[str, Image]]:
         begin = TENSORS_AT + header.tensors_bytes
-        shapes, rest = pickle.loads(self._bytes[begin : begin + header.head_bytes])
-        return shapes, rest
+        parts = unpacked(self._bytes[begin : begin + header.head_bytes])
+        return parts.pop("own"), parts
 
-    def _places(self, shapes: Sequence[Tensor | _Shape]) -> list[Tensor]:
+    def _places(self, shapes: Sequence[Tensor | Shape]) -> list[Tensor]:
         """Return consecutive views of the memory, each with its own storage."""
         import torch
 

@@ -46,18 +46,18 @@ def set_aside(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
 def copy_all(
     tensors: Sequence[Tensor], places: Sequence[Tensor], ready: Sequence[Any], threads: int = 1
 ) -> None:
-    """Copy tensors to places, at least one of each pair on the CPU, and return when all are copied.
+    """Copy tensors to places, and return when all are copied.
 
-    GPU tensors go through pinned memory, on separate streams, once the events in `ready` have
-    occurred. Other tensors are copied by `threads` threads, because a single thread does not use
-    the full memory bandwidth.
+    From a GPU to the CPU, they go through pinned memory, on separate streams, once the events in
+    `ready` have occurred. Other tensors are copied by `threads` threads, because a single thread
+    does not use the full memory bandwidth.
     """
     import torch
 
     pieces: deque[tuple[Tensor, Tensor]] = deque()
     with torch.no_grad():
         for one, place in zip(tensors, places):
-            if one.is_cuda:
+            if one.is_cuda and not place.is_cuda:
                 _fetch(one, place, ready)
             else:
                 pieces.extend(_pieces(one.detach(), place))

@@ -83,7 +83,7 @@ def write(
         if not slot.is_sound(header):
             raise NotWrittenError("it is damaged in memory")
         content = slot.read(header, in_place=True)
-        temporary = step.write(header, content, slot.devices(header))
+        temporary = step.write(header, content, slot.shapes(header))
         if temporary is None:
             continue
         try:
