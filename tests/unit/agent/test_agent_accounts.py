@@ -595,8 +595,7 @@ async def test_a_pipe_in_the_place_of_the_next_rounds_file_stops_nobody(shared: 
 @needs_root
 def test_a_notice_is_written_nowhere_but_to_the_workers(shared: Path) -> None:
     home, victim = own_folder(shared, "home"), roots_secret(shared)
-    notice = NoticeFile(lambda name: home / name, ADA)
-    notice.open_round()
+    notice = NoticeFile(lambda: home, ADA)
     (home / "notice.new").symlink_to(victim)
     notice.write(1000, "maintenance")
     assert victim.read_text() == SECRET

@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent import runner_link
 from rdzv.agent.core import events
 from rdzv.agent.core.commands import StopWorkers
 from rdzv.agent.core.model import (
@@ -38,9 +37,7 @@ from rdzv.agent.handover.handover_state import (
     KeptStop,
 )
 from rdzv.agent.handover.runner_adoption import RunnerAdoption
-from rdzv.agent.job import store_offer as module
 from rdzv.agent.job.job_driver import JobDriver
-from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.node.node import daemon_identity
 from rdzv.agent.output.run_files import WorkerOutput
 from rdzv.agent.runner_link import Hello, NotAdoptableError, SilentRunnerError
@@ -60,10 +57,17 @@ from rdzv.core.model import (
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
+from tests.support.agent_jobs import (
+    PATIENCE_S,
+    FakeLink,
+    FakeRunner,
+    a_launch,
+    until,
+    use_runner,
+)
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 100.0
 JOB = JobTerms("job", "n1", Settings(1, 2), local_world_size=2)
 LINE = Assignment("r1", 4, 1, 2, 2, 4, 2, 4, "127.0.0.1", 29500, True, 1, 3)
 PLACEMENT = KeptPlacement(
@@ -301,12 +305,6 @@ def is_alive(process: Path) -> bool:
     return False
 
 
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(10.0):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-
 async def test_a_runner_that_hangs_is_killed_with_its_descendants(
     tmp_path: Path, meets: dict[str, Any], hung: subprocess.Popen[bytes]
 ) -> None:
@@ -336,105 +334,13 @@ async def test_a_runner_that_answers_late_is_left_to_its_end(
 # ---------------------------------------------------------------------- one job
 
 
-class Runner:
-    """Records requests, and continues when its agent is dead."""
-
-    pid = 4711
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
-        self.keeps: dict[str, str] = {}
-        self.tell: Any = None
-        self.deaf_to: set[str] = set()
-        """The requests at which its agent dies."""
-        self.last_round: int | None = None
-        self.store_hosts: set[int] = set()
-        self.served: list[tuple[float, float]] = []
-        self.held_for: list[int | None] = []
-        """The limits with which each agent has asked it to hold snapshots."""
-        self.announced: list[tuple[SnapshotMark, SnapshotMark | None]] = []
-
-    def hold_snapshots(self, limit_bytes: int | None) -> None:
-        self.held_for.append(limit_bytes)
-
-    def announce_watermark(self, mark: SnapshotMark, given_up: SnapshotMark | None) -> None:
-        self.announced.append((mark, given_up))
-
-    def serve(self, _: Path, orphan_timeout_s: float, grace_s: float) -> None:
-        self.served.append((orphan_timeout_s, grace_s))
-
-    def keep(self, name: str, value: str) -> None:
-        self.keeps[name] = value
-
-    def start_workers(self, round_: int, workers: Any, *_: Any) -> None:
-        if "start" not in self.deaf_to:
-            self.last_round = round_
-            self.asked.append(("start", round_, len(workers)))
-
-    def stop_workers(self, round_: int, signum: int, grace_ms: int, *_: Any) -> None:
-        if "stop" not in self.deaf_to:
-            self.asked.append(("stop", round_, signum, grace_ms))
-
-    def start_store_host(self, round_: int, *_: Any) -> None:
-        self.store_hosts.add(round_)
-
-    def stop_store_host(self, round_: int) -> None:
-        if "stop" not in self.deaf_to:
-            self.store_hosts.discard(round_)
-
-    async def let_go(self, _: float) -> None:
-        self.asked.append(("let go",))
-
-    async def close(self, _: float) -> None:
-        self.asked.append(("close",))
-
-    def link(self, on_event: Any) -> Runner:
-        self.tell = on_event
-        return self
-
-    @property
-    def hello(self) -> Hello:
-        workers = {0: 100, 1: 101}
-        hosts = frozenset(self.store_hosts)
-        return Hello(self.pid, None, self.last_round, workers, hosts, zygote=False, kept=self.keeps)
-
-
-class Link:
-    """Records what each agent says."""
-
-    orphan_timeout_ms = 15_000
-    encrypts = False
-
-    def __init__(self) -> None:
-        self.said: list[pb.NodeMessage] = []
-        self.log_reader = SimpleNamespace(serve=lambda *_: None)
-
-    def add(self, _: JobDriver) -> None:
-        pass
-
-    def say(self, message: pb.NodeMessage) -> None:
-        self.said.append(message)
-
-    def bodies(self) -> list[str | None]:
-        return [message.WhichOneof("body") for message in self.said]
-
-
 class Story:
     """One job on one node, whose agent dies now and then."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.runner = Runner()
-        self.launch = Launch(
-            JOB,
-            "sh",
-            no_python=True,
-            local_addr="127.0.0.1",
-            environ={"PATH": "/usr/bin:/bin"},
-            chdir=folder,
-            progress_dir=folder,
-            output=Output(redirects={0: 3, 1: 3}, run_dir=folder / "run"),
-        )
+        self.runner = FakeRunner()
+        self.launch = a_launch(folder, JOB)
         self.drivers: list[JobDriver] = []
         self.new_agent()
 
@@ -447,7 +353,7 @@ class Story:
         return handover_state.decode_state(self.runner.keeps[handover_state.STATE]).state
 
     def new_agent(self) -> None:
-        self.link = Link()
+        self.link = FakeLink()
         keeping = HandoverPlan(self.folder / "socket", PLACEMENT)
         self.drivers.append(JobDriver(self.launch, self.link, "r1", keeping))  # type: ignore[arg-type]
 
@@ -460,16 +366,11 @@ class Story:
         self.driver.resume(self.runner, state)  # type: ignore[arg-type]
         await self.driver.get_ready()
 
-    async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not holds():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-
     async def begin_round(self, line: Assignment) -> None:
         """Complete a round, and wait until the workers' files exist or the round has failed."""
         said = len(self.link.said)
         self.driver.post(events.RoundCompleted(line))
-        await self.until(
+        await until(
             lambda: len(self.link.said) > said or self.driver.written.at(line.round) is not None
         )
 
@@ -486,15 +387,7 @@ class Story:
 async def s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Story]:
     made = Story(tmp_path)
 
-    async def spawn(on_event: Any) -> Runner:
-        return made.runner.link(on_event)
-
-    async def no_torch(*_: Any) -> bool:
-        return False
-
-    monkeypatch.setattr(runner_link.RunnerLink, "spawn", spawn)
-    monkeypatch.setattr(runner_link, "become_subreaper", lambda: None)
-    monkeypatch.setattr(module, "has_torch", no_torch)
+    use_runner(monkeypatch, made.runner)
     await made.driver.prepare()
     yield made
     for driver in made.drivers:
@@ -543,7 +436,7 @@ async def test_an_agent_that_dies_before_it_starts_the_workers_leaves_that_to_th
     await s.begin_round(s.line())
     assert s.runner.asked == []
     await s.die_and_come_back()
-    await s.until(lambda: s.runner.asked)
+    await until(lambda: s.runner.asked)
     assert s.runner.asked == [("start", 0, 2)]
 
 
@@ -551,13 +444,13 @@ async def test_a_round_whose_files_are_not_made_keeps_none_of_the_round_before(s
     await s.begin_round(s.line())
     s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
     s.runner.tell(events.WorkersGone(0))
-    await s.until(lambda: s.phase() == pb.Belief.JOINING)
+    await until(lambda: s.phase() == pb.Belief.JOINING)
     s.driver.post(events.RoundCompleted(s.line(1)))
     kept = handover_state.decode_state(s.runner.keeps[handover_state.STATE])
     assert (kept.state.assignment, kept.outputs) == (s.line(1), ())
     await s.driver.hand_over(60_000)
     await s.die_and_come_back()
-    await s.until(lambda: s.runner.asked[-1][0] == "start")
+    await until(lambda: s.runner.asked[-1][0] == "start")
     assert s.runner.asked[-1] == ("start", 1, 2)
     written = s.driver.written.at(1)
     assert written is not None
@@ -565,7 +458,7 @@ async def test_a_round_whose_files_are_not_made_keeps_none_of_the_round_before(s
 
 
 async def test_a_store_whose_socket_died_with_the_agent_ends_its_round(s: Story) -> None:
-    (join,) = [message.join for message in s.link.said if message.HasField("join")]
+    (join,) = s.link.of("join")
     port = join.offer.store_port
     await s.die_and_come_back()
     await s.begin_round(s.line(group_rank=0, master_port=port))
@@ -587,7 +480,7 @@ async def test_an_agent_that_dies_before_it_stops_the_workers_leaves_that_to_the
     assert 0 <= grace_ms <= JOB.failure_stop_timeout_ms
     assert s.phase() == pb.Belief.STOPPING
     s.runner.tell(events.WorkersGone(0))
-    await s.until(lambda: s.phase() == pb.Belief.JOINING)
+    await until(lambda: s.phase() == pb.Belief.JOINING)
     assert s.link.bodies()[-1] == "join"
 
 
@@ -615,7 +508,7 @@ async def test_a_store_host_is_stopped_when_its_round_is_over(s: Story) -> None:
     s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
     assert s.runner.store_hosts == {0}
     s.runner.tell(events.WorkersGone(0))
-    await s.until(lambda: s.phase() == pb.Belief.JOINING)
+    await until(lambda: s.phase() == pb.Belief.JOINING)
     assert s.runner.store_hosts == set()
 
 
@@ -626,8 +519,8 @@ async def test_a_round_that_the_fence_has_ended_is_over_also_for_the_next_agent(
     await s.die_and_come_back()
     assert s.runner.asked[1:] == [("stop", 0, signal.SIGTERM, 0)]
     s.runner.tell(events.WorkersGone(0))
-    await s.until(lambda: s.phase() == pb.Belief.JOINING)
-    (join,) = [message.join for message in s.link.said if message.HasField("join")]
+    await until(lambda: s.phase() == pb.Belief.JOINING)
+    (join,) = s.link.of("join")
     assert join.fenced
 
 
@@ -636,7 +529,7 @@ async def test_a_failure_that_is_heard_after_the_adoption_is_one(s: Story) -> No
     await s.die_and_come_back()
     (s.folder / "run/round_0/0/error.json").write_text('{"message": "boom", "timestamp": 1}')
     await s.runner.tell(events.WorkerExited(0, 0, 100, 3, None, 2_000))
-    (failed,) = [message.failed for message in s.link.said if message.HasField("failed")]
+    (failed,) = s.link.of("failed")
     (failure,) = failed.failures
     assert (failure.local_rank, failure.exit_code) == (0, 3)
     assert failure.message == "boom"
@@ -689,7 +582,7 @@ async def test_what_has_ended_has_ended(s: Story) -> None:
     s.runner.deaf_to.add("stop")
     s.driver.post(events.Signalled(15, "SIGTERM"))
     s.runner.tell(events.WorkersGone(0))
-    await s.until(lambda: s.phase() is None)
+    await until(lambda: s.phase() is None)
     await s.die_and_come_back()
     assert s.phase() is None
     assert s.runner.store_hosts == set()
@@ -705,7 +598,7 @@ async def test_progress_is_read_from_where_the_workers_write_it(s: Story) -> Non
     async with asyncio.timeout(PATIENCE_S):
         while "progress" not in s.link.bodies():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    (said,) = [message.progress for message in s.link.said if message.HasField("progress")]
+    (said,) = s.link.of("progress")
     assert [(rank.rank, rank.step) for rank in said.ranks] == [(2, 17)]
 
 
@@ -746,9 +639,9 @@ async def test_workers_run_on_of_which_no_more_would_be_started_today(
     # The next round fails here and says why; nothing else happens.
     s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
     s.runner.tell(events.WorkersGone(0))
-    await s.until(lambda: s.phase() == pb.Belief.JOINING)
+    await until(lambda: s.phase() == pb.Belief.JOINING)
     s.driver.post(events.RoundCompleted(s.line(1)))
-    await s.until(lambda: ("stop", 1) in [asked[:2] for asked in s.runner.asked])
+    await until(lambda: ("stop", 1) in [asked[:2] for asked in s.runner.asked])
     s.runner.tell(events.WorkersGone(1))
     async with asyncio.timeout(PATIENCE_S):
         outcome = await s.driver.wait()

@@ -8,17 +8,14 @@ import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rdzv.agent import runner_link
 from rdzv.agent.core import events
-from rdzv.agent.core.model import AgentState, Assignment, JobTerms, LeaveCause, Leaving, Phase
-from rdzv.agent.job import context
-from rdzv.agent.job import store_offer as module
-from rdzv.agent.job.event_log_lines import log_event
+from rdzv.agent.core.model import AgentState, JobTerms, LeaveCause, Leaving, Phase
+from rdzv.agent.job import decisions
+from rdzv.agent.job.decisions import log_event
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.runner.requests import ZygoteSpec
@@ -32,65 +29,17 @@ from rdzv.core.model import (
 from rdzv.messages import TakeStacks
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
+from tests.support.agent_jobs import (
+    LINE,
+    PATIENCE_S,
+    FakeLink,
+    FakeRunner,
+    a_launch,
+    until,
+    use_runner,
+)
 
 pytestmark = pytest.mark.slow
-
-PATIENCE_S = 100.0
-LINE = Assignment("r1", 0, 0, 1, 0, 1, 0, 1, "127.0.0.1", 1, False, 0, 0)
-
-
-class Runner:
-    """Records requests; `tell` triggers an event."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
-        self.tell: Any = None
-        self.closes = 0
-        self.survives = 0
-
-    def hold_snapshots(self, limit_bytes: int | None) -> None:
-        pass
-
-    def keep_zygote(self, zygote: ZygoteSpec) -> None:
-        self.asked.append(("zygote", zygote.after_import))
-
-    def begin_zygote(self) -> None:
-        self.asked.append(("begin",))
-
-    def start_workers(self, *what: Any) -> None:
-        self.asked.append(("start", *what))
-
-    def stop_workers(self, *what: Any) -> None:
-        self.asked.append(("stop", *what))
-
-    def stop_store_host(self, *what: Any) -> None:
-        self.asked.append(("stop store", *what))
-
-    async def close(self, _: float) -> None:
-        self.closes += 1
-        if self.closes <= self.survives:
-            raise TimeoutError
-
-
-class Link:
-    """Records what the driver sends."""
-
-    encrypts = False
-
-    def __init__(self) -> None:
-        self.said: list[pb.NodeMessage] = []
-        self.jobs: list[JobDriver] = []
-        self.log_reader = SimpleNamespace(serve=lambda *_: None)
-        self.address, self.host_name = "10.0.0.5", ""
-
-    def add(self, job: JobDriver) -> None:
-        self.jobs.append(job)
-
-    def say(self, message: pb.NodeMessage) -> None:
-        self.said.append(message)
-
-    async def say_after_all(self, message: pb.NodeMessage) -> None:
-        self.said.append(message)
 
 
 async def well() -> str:
@@ -99,38 +48,18 @@ async def well() -> str:
 
 
 class Fixture:
-    def __init__(self, folder: Path) -> None:
-        self.link, self.runner = Link(), Runner()
-        job = JobTerms("job-7", "n1", Settings(1, 1), local_world_size=1)
-        self.launch = Launch(
-            job,
-            "sh",
-            no_python=True,
-            local_addr="127.0.0.1",
-            environ={"PATH": "/usr/bin:/bin", "OWN": "1"},
-            chdir=folder,
-            progress_dir=folder,
-            output=Output(redirects={0: 3}, run_dir=folder / "run"),
-        )
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.link, self.runner = FakeLink(), FakeRunner()
+        use_runner(monkeypatch, self.runner)
+        self.launch = a_launch(folder)
         self.look: Callable[[], Awaitable[str]] = well
-        self.driver = JobDriver(
-            self.launch,
-            self.link,  # type: ignore[arg-type]
-            "r1",
-            examine=self.examine,
-        )
+        self.driver = self.new_driver(self.launch)
+
+    def new_driver(self, launch: Launch) -> JobDriver:
+        return JobDriver(launch, self.link, "r1", examine=self.examine)  # type: ignore[arg-type]
 
     async def examine(self) -> str:
         return await self.look()
-
-    def bodies(self) -> list[str | None]:
-        return [message.WhichOneof("body") for message in self.link.said]
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 WARM = ZygoteSpec(argv=("python",), env={}, cwd=None, modules=("torch",))
@@ -146,25 +75,13 @@ async def f(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fi
 async def fixture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: ZygoteSpec | None = None
 ) -> AsyncIterator[Fixture]:
-    made = Fixture(tmp_path)
+    made = Fixture(tmp_path, monkeypatch)
 
     async def specify(workers: LocalWorkerGroup) -> None:
         workers.zygote = zygote
 
     if zygote is not None:
         monkeypatch.setattr(LocalWorkerGroup, "prepare", specify)
-
-    async def spawn(on_event: Any) -> Runner:
-        made.runner.tell = on_event
-        return made.runner
-
-    monkeypatch.setattr(runner_link.RunnerLink, "spawn", spawn)
-    monkeypatch.setattr(runner_link, "become_subreaper", lambda: None)
-
-    async def no_torch(*_: Any) -> bool:
-        return False
-
-    monkeypatch.setattr(module, "has_torch", no_torch)
     await made.driver.prepare()
     yield made
     await made.driver.close()
@@ -173,22 +90,8 @@ async def fixture(
 async def test_it_offers_the_address_of_the_connection_until_it_has_a_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Fixture(tmp_path)
-    made.driver = JobDriver(
-        replace(made.launch, local_addr=""),
-        made.link,  # type: ignore[arg-type]
-        "r1",
-    )
-
-    async def spawn(on_event: Any) -> Runner:
-        return made.runner
-
-    async def no_torch(*_: Any) -> bool:
-        return False
-
-    monkeypatch.setattr(runner_link.RunnerLink, "spawn", spawn)
-    monkeypatch.setattr(runner_link, "become_subreaper", lambda: None)
-    monkeypatch.setattr(module, "has_torch", no_torch)
+    made = Fixture(tmp_path, monkeypatch)
+    made.driver = made.new_driver(replace(made.launch, local_addr=""))
     await made.driver.prepare()
 
     def offered() -> str:
@@ -207,7 +110,7 @@ async def test_it_offers_the_address_of_the_connection_until_it_has_a_place(
 
 @pytest.mark.quick
 async def test_it_joins_its_run_at_once_where_a_stream_is_open(f: Fixture) -> None:
-    (join,) = [message.join for message in f.link.said if message.HasField("join")]
+    (join,) = f.link.of("join")
     assert (join.rdzv_id, join.run, join.HasField("left_round")) == ("job-7", "r1", False)
     assert f.link.jobs == [f.driver]
     belief = f.driver.belief()
@@ -234,7 +137,7 @@ async def test_it_prepares_until_its_zygote_is_ready_or_lost(
 
 
 def joins(f: Fixture) -> list[bool]:
-    return [message.join.preparing for message in f.link.said if message.HasField("join")]
+    return [join.preparing for join in f.link.of("join")]
 
 
 @pytest.mark.quick
@@ -282,7 +185,7 @@ async def test_nobody_hears_of_its_zygote_once_it_has_workers(
         f.driver.post(events.Joined("r1", 1))
         f.driver.post(events.RoundCompleted(LINE))
         f.runner.tell(READY)
-        assert f.bodies().count("join") == 1
+        assert f.link.bodies().count("join") == 1
 
 
 @pytest.mark.quick
@@ -322,8 +225,8 @@ async def test_its_machine_is_asked_again_when_it_wants_to_be(
         wake_at_ms = now_ms + 1 if isinstance(event, events.Joined) else None
         return replace(step(state, event, now_ms), wake_at_ms=wake_at_ms)
 
-    step = context.step
-    monkeypatch.setattr(context, "step", wishing)
+    step = decisions.step
+    monkeypatch.setattr(decisions, "step", wishing)
     f.driver.post(events.Joined("r1", 1))
     await until(lambda: events.Ticked() in heard)
 
@@ -332,8 +235,8 @@ async def test_its_machine_is_asked_again_when_it_wants_to_be(
 async def test_workers_start_in_the_jobs_folder_with_the_jobs_environment(f: Fixture) -> None:
     f.driver.post(events.RoundCompleted(LINE))
     await until(lambda: f.runner.asked)
-    ((what, round_, (worker,), _),) = f.runner.asked
-    assert (what, round_) == ("start", 0)
+    assert f.runner.asked == [("start", 0, 1)]
+    (worker,) = f.runner.workers
     assert worker.cwd == str(f.launch.chdir)
     assert worker.env["OWN"] == "1"
     assert "HOME" not in worker.env
@@ -411,7 +314,7 @@ def fail(f: Fixture, wrong: str) -> list[asyncio.Event]:
 
 async def said(f: Fixture, body: str) -> pb.NodeMessage:
     async with asyncio.timeout(PATIENCE_S):
-        while f.bodies()[-1] != body:  # noqa: ASYNC110
+        while f.link.bodies()[-1] != body:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     return f.link.said[-1]
 
@@ -421,7 +324,7 @@ async def test_a_node_whose_worker_failed_joins_again_when_it_was_found_well(f: 
     looked, may_answer = fail(f, "")
     await looked.wait()
     # Its seat stays its own meanwhile, even at a server that it has to send Hello to.
-    assert f.bodies()[-1] == "failed"
+    assert f.link.bodies()[-1] == "failed"
     belief = f.driver.belief()
     assert belief is not None
     assert belief.phase == pb.Belief.STOPPING
@@ -439,7 +342,7 @@ async def test_a_node_that_is_found_unwell_leaves_in_place_of_joining_again(f: F
     leave = f.link.said[-1].leave
     assert (leave.cause, leave.left_round) == (pb.Leave.FAILED, 0)
     assert leave.reason == "unhealthy: disk /data has 1 % free"
-    assert "join" not in f.bodies()[-3:]
+    assert "join" not in f.link.bodies()[-3:]
 
 
 async def test_who_leaves_anyway_is_not_looked_at(f: Fixture) -> None:
@@ -483,7 +386,7 @@ async def test_restarts_are_counted_as_the_server_counts_them(
     caplog.set_level("INFO", "rdzv.agent")
     settings = Settings(1, 1, max_restarts=3, restart_window_ms=window_ms)
     launch = replace(f.launch, job=replace(f.launch.job, settings=settings))
-    driver = JobDriver(launch, f.link, "r1")  # type: ignore[arg-type]
+    driver = f.new_driver(launch)
     driver.post(events.RoundCompleted(replace(LINE, restarts=4, max_restarts=3, tally=tally)))
     assert caplog.text.rstrip().endswith(said)
     await driver.close()
@@ -534,15 +437,15 @@ async def test_the_event_loop_touches_nothing_that_may_be_on_a_file_server(
         output=Output(redirects={0: 3}, log_dir=remote / "logs"),
         snapshot=remote / "snapshot.pt",
     )
-    driver = JobDriver(launch, f.link, "r1")  # type: ignore[arg-type]
+    driver = f.new_driver(launch)
     await driver.prepare()
     driver.post(events.RoundCompleted(LINE))
     await until(lambda: f.runner.asked)
     await f.runner.tell(events.WorkerExited(0, 0, 100, 1, None, 0))
-    (failed,) = [message.failed for message in f.link.said if message.HasField("failed")]
+    (failed,) = f.link.of("failed")
     assert failed.failures[0].message.startswith("no error file")
     f.runner.tell(events.WorkersGone(0))
-    await until(lambda: f.bodies()[-1] == "join")
+    await until(lambda: f.link.bodies()[-1] == "join")
     driver.post(events.RoundCompleted(replace(LINE, round=1, restarts=1)))
     await until(lambda: f.runner.asked[-1][:2] == ("start", 1))
     await driver.close()
@@ -559,7 +462,7 @@ async def test_loopback_is_said_to_be_no_peers_address_among_several_nodes(
     error = tmp_path / "run" / "round_0" / "0" / "error.json"
     error.write_text(json.dumps({"message": f"RuntimeError: {why}"}))
     await f.runner.tell(events.WorkerExited(0, 0, 100, 1, None, 0))
-    (failed,) = [message.failed for message in f.link.said if message.HasField("failed")]
+    (failed,) = f.link.of("failed")
     assert ("127.0.1.1 is loopback" in failed.failures[0].message) is (nodes > 1)
 
 
@@ -595,7 +498,7 @@ async def test_no_worker_starts_once_it_was_decided_that_they_stop(
         await asyncio.sleep(0)
     assert [what for what, *_ in f.runner.asked] == ["stop"]
     f.runner.tell(events.WorkersGone(0))
-    await until(lambda: f.bodies().count("join") == 2)
+    await until(lambda: f.link.bodies().count("join") == 2)
 
 
 async def test_a_round_that_ends_before_anything_was_opened_starts_nothing(
@@ -604,7 +507,7 @@ async def test_a_round_that_ends_before_anything_was_opened_starts_nothing(
     f.driver.post(events.RoundCompleted(LINE))
     f.driver.post(ends(0))
     f.runner.tell(events.WorkersGone(0))
-    await until(lambda: f.bodies().count("join") == 2)
+    await until(lambda: f.link.bodies().count("join") == 2)
     assert opening == []
     assert [what for what, *_ in f.runner.asked if what == "start"] == []
 
@@ -641,14 +544,14 @@ async def test_the_end_of_an_older_round_closes_nothing_of_the_present_one(f: Fi
     assert not f.driver.written.is_over(0)
     f.driver.post(ends(0))
     f.runner.tell(events.WorkersGone(0))
-    await until(lambda: f.bodies().count("join") == 2)
+    await until(lambda: f.link.bodies().count("join") == 2)
     assert f.driver.written.is_over(0)
     f.driver.post(events.RoundCompleted(replace(LINE, round=1)))
     await until(lambda: f.runner.asked[-1][:2] == ("start", 1))
     f.runner.tell(events.WorkersGone(0))
     await asyncio.sleep(0.01)
     assert not f.driver.written.is_over(1)
-    (_, _, (worker,), _) = f.runner.asked[-1]
+    (worker,) = f.runner.workers
     assert await in_thread(Path(worker.env["RDZV_PROGRESS_FILE"]).exists)
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.core.model import JobTerms
-from rdzv.agent.job.store_offer import StoreOffer
 from rdzv.agent.launch import launch
 from rdzv.agent.launch.launch import (
     Launch,
@@ -25,7 +24,7 @@ from rdzv.agent.launch.launch import (
     local_address,
 )
 from rdzv.client import Endpoint
-from rdzv.core.model import Offer, Settings
+from rdzv.core.model import Settings
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.structs import replace
 from rdzv.transport import addresses
@@ -129,13 +128,13 @@ def test_clients_can_connect_before_anyone_accepts(store: StoreSocket) -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.1"])
 def test_where_rank_0_serves_the_store_an_early_client_is_refused_not_reset(address: str) -> None:
-    offer = StoreOffer(Offer(address, can_host_store=False))
-    port = offer.with_port().store_port
+    store = StoreSocket(loopback_only=is_loopback(address), listens=False)
+    port = store.port
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=60)
     with pytest.raises(OSError, match="in use"):
         socket.create_server(("127.0.0.1", port))
-    offer.release()
+    store.release()
     with socket.create_server(("127.0.0.1", port)):
         socket.create_connection(("127.0.0.1", port), timeout=60).close()
 
@@ -283,14 +282,14 @@ def test_the_interfaces_of_this_machine_are_found() -> None:
 
 
 def test_a_node_that_moves_binds_its_store_where_the_others_reach_it() -> None:
-    offer = StoreOffer(Offer("127.0.0.1", can_host_store=True))
-    inside = offer.with_port()
-    offer.move_to("10.0.0.1", "")
-    outside = offer.with_port()
-    assert (outside.address, outside.store_port != inside.store_port) == ("10.0.0.1", True)
-    offer.move_to("10.0.0.2", "")
-    assert offer.with_port() == replace(outside, address="10.0.0.2")
-    taken = offer.take_socket()
+    store = StoreSocket(loopback_only=True)
+    inside = store.port
+    store.confine(loopback_only=False)
+    outside = store.port
+    assert outside != inside
+    store.confine(loopback_only=False)
+    assert store.port == outside
+    taken = store.take()
     assert taken is not None
     with taken:
         assert taken.getsockname()[0] in ("::", "0.0.0.0")

@@ -330,9 +330,7 @@ def test_what_a_former_agent_was_told_is_lifted_or_said_anew() -> None:
 
 
 def test_workers_find_deadline_and_reason_in_one_line(tmp_path: Path) -> None:
-    file = NoticeFile(lambda name: tmp_path / name)
-    assert file.path() == ""
-    file.open_round()
+    file = NoticeFile(lambda: tmp_path)
     path = Path(file.path())
     assert not path.exists()
     file.write(60_000, "drained by ada: nöw\nkernel")
@@ -351,12 +349,10 @@ def test_workers_find_deadline_and_reason_in_one_line(tmp_path: Path) -> None:
 def test_without_a_place_there_is_no_file_and_no_harm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = NoticeFile(lambda name: None)
-    file.open_round()
+    file = NoticeFile(lambda: None)
     file.write(60_000, WHY)
     file.take_back()
     assert file.path() == ""
-    gone_folder = NoticeFile(lambda name: tmp_path / "gone" / name)
-    gone_folder.open_round()
+    gone_folder = NoticeFile(lambda: tmp_path / "gone")
     gone_folder.write(60_000, WHY)
     assert "cannot write the notice file" in caplog.text

@@ -13,13 +13,16 @@ import logging
 import secrets
 import time
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from rdzv.agent.core.events import SnapshotsHeld
-from rdzv.agent.job.context import JobContext
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.runner_link import CopyCredentials
 from rdzv.agent.system.side_thread import in_thread
 from rdzv.structs import replace
+
+if TYPE_CHECKING:
+    from rdzv.agent.job.job_driver import JobDriver
 
 log = logging.getLogger("rdzv.agent")
 START_AGAIN_S = 60.0
@@ -41,9 +44,9 @@ class CopiesOfSnapshots:
         self._logged: set[str] = set()
         """The reasons for missing copies that have already been logged."""
 
-    def note(self, context: JobContext, event: SnapshotsHeld) -> None:
+    def note(self, job: JobDriver, event: SnapshotsHeld) -> None:
         """Start the carrier, or renew its token, if the currently held snapshots require it."""
-        assignment = context.decisions.state.assignment
+        assignment = job.decisions.state.assignment
         if event.missing is not None and event.missing.reason not in self._logged:
             self._logged.add(event.missing.reason)
             log.warning(
@@ -60,15 +63,15 @@ class CopiesOfSnapshots:
         if is_new or is_gone:
             self._round = assignment.run, assignment.round
             self._not_before = time.monotonic() + START_AGAIN_S
-            context.tasks.start(self._carry(context), f"copies in {self._launch.job.rdzv_id}")
+            job.tasks.start(self._carry(job), f"copies in {self._launch.job.rdzv_id}")
 
-    async def _carry(self, context: JobContext) -> None:
+    async def _carry(self, job: JobDriver) -> None:
         if self._certified is None:
             self._certified = CopyCredentials("")
             if self._encrypted:
                 self._certified = await in_thread(certified)
         launch, token = self._launch, secrets.token_urlsafe(32)
-        context.runner.carry_copies(
+        job.runner.carry_copies(
             launch.python,
             launch.environ,
             launch.identity,

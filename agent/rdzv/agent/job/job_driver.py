@@ -7,6 +7,7 @@ round. `ReportsToServer` sends messages to the server.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -23,14 +24,17 @@ from rdzv.agent.handover.handover_state import (
     KeptStop,
     StateKeeper,
 )
-from rdzv.agent.job.context import Decisions, JobContext
 from rdzv.agent.job.copies_of_snapshots import CopiesOfSnapshots
-from rdzv.agent.job.event_log_lines import log_event
-from rdzv.agent.job.reports_to_server import Belief, ReportsToServer
+from rdzv.agent.job.decisions import Decisions, log_event
+from rdzv.agent.job.from_runner import RunnerEvents
+from rdzv.agent.job.reports_to_server import (
+    Belief,
+    ReportsToServer,
+    make_offer,
+    on_loopback_only,
+)
 from rdzv.agent.job.round import LocalRound
-from rdzv.agent.job.runner_event_router import RunnerEventRouter
 from rdzv.agent.job.snapshots_on_disk import SnapshotsOnDisk
-from rdzv.agent.job.store_offer import StoreOffer
 from rdzv.agent.job.worker_observers import WorkerObservers
 from rdzv.agent.job.worker_starts import LocalStarts
 from rdzv.agent.launch.launch import Launch
@@ -39,6 +43,7 @@ from rdzv.agent.output.run_files import Written
 from rdzv.agent.runner.spawn import reason_of
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.agent.system.owned_tasks import OwnedTasks
+from rdzv.agent.system.side_thread import Aside
 from rdzv.agent.workers.event_log import EventLog
 from rdzv.agent.workers.fates import FateRecorder, NodeOutcome
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
@@ -49,9 +54,12 @@ from rdzv.errors import InvalidRequestError
 from rdzv.messages import TakeStacks
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
+from rdzv.transport.addresses import StoreSocket
 
 log = logging.getLogger("rdzv.agent")
 
+ERROR_FILE_WITHIN_S = 2.0
+"""How long a failed worker's exit waits for its error file to be read."""
 RUNNER_CLOSE_TIMEOUT_S = 10.0
 LET_GO_TIMEOUT_S = 2.0
 """How long a runner may take to read the state for the next agent before this process exits."""
@@ -62,6 +70,17 @@ class JobDriver:
 
     An error ends only this job, and is raised by `wait`.
     """
+
+    offer = Offer(address="")
+    """This node's offer for each round, without a port."""
+    store_socket: StoreSocket
+    """The socket that is reserved for the next round's store."""
+    ready: asyncio.Event
+    """Set once it is known whether workers can be started on this node."""
+    unready = ""
+    """Why workers cannot be started on this node; empty if they can."""
+    ended: asyncio.Future[NodeOutcome]
+    """The job's outcome on this node, or the unexpected error that ended it."""
 
     def __init__(
         self,
@@ -83,76 +102,72 @@ class JobDriver:
         self.fence_after_ms = launch.job.fence_after_ms
         self.local_world_size = launch.job.local_world_size
         self.meter = JobMeter()
-        if keeping is not None:
-            mark = leaked_processes.mark_of(keeping.socket)
+        socket = None if keeping is None else keeping.socket
+        if socket is not None:
+            mark = leaked_processes.mark_of(socket)
             launch = replace(launch, environ={**launch.environ, leaked_processes.RUNNER: mark})
+        self.launch = launch
+        self.store_socket = StoreSocket(loopback_only=True)
+        self.ready = asyncio.Event()
+        self.ended: asyncio.Future[NodeOutcome] = asyncio.get_running_loop().create_future()
+        self.examine = examine
+        self.error_files = Aside(ERROR_FILE_WITHIN_S)
+        self.tasks = OwnedTasks(self._fail)
+        self.decisions = Decisions(begin(launch.job, monotonic_ms(), run), self._act, self._fail)
+        self.disk = SnapshotsOnDisk(launch)
+        self.copies = CopiesOfSnapshots(launch, encrypted=link.encrypts)
         self._link = link
         self._keeping = keeping
         self._keeper: StateKeeper | None = None
         self._started = started
+        self._linked: runner_link.RunnerLink | None = None
+        self._last_round: LocalRound | None = None
         self._joined = self._handed_over = self._zygote_begun = False
         self._reports = ReportsToServer(launch, link)
-        self._starts = LocalStarts(
+        self.observers = WorkerObservers(launch, self._reports)
+        self.workers = LocalWorkerGroup(
+            launch, self.observers.progress.file, self.observers.notice.path
+        )
+        self.starts = LocalStarts(
             self.rdzv_id,
             self.local_world_size,
             monotonic_ms,
             self._reports.report,
             watched=not launch.warm,
         )
-        self._decisions = Decisions(begin(launch.job, monotonic_ms(), run), self._act, self._fail)
-        observers = WorkerObservers(launch, self._reports)
-        event_log = EventLog(launch, monotonic_ms(), lambda n: self._context.round.outputs[n].error)
-        self._context = JobContext(
-            launch,
-            LocalWorkerGroup(launch, observers.progress.file, observers.notice.path),
-            observers,
-            FateRecorder(event_log, launch.job.local_world_size, monotonic_ms),
-            self._decisions,
-            OwnedTasks(self._fail),
-            keep=self._keep,
-            examine=examine,
-        )
-        self._disk = SnapshotsOnDisk(launch)
-        self._runner_event_router = RunnerEventRouter(
-            self._context,
-            self._disk,
-            CopiesOfSnapshots(launch, encrypted=link.encrypts),
-            None if keeping is None else keeping.socket,
-            lambda: self.meter,
-            self._starts,
-            self._prepared,
-        )
+        event_log = EventLog(launch, monotonic_ms(), lambda n: self.round.outputs[n].error)
+        self.fates = FateRecorder(event_log, self.local_world_size, monotonic_ms)
+        self._events = RunnerEvents(self, socket)
 
     # ------------------------------------------------------------------ life cycle
 
     async def prepare(self) -> None:
         """Get ready to join: determine this node's offer and start its runner."""
-        context = self._context
-        await context.fates.open()
-        await context.workers.prepare()
-        context.offer = await StoreOffer.make(context.launch)
+        await self.fates.open()
+        await self.workers.prepare()
+        self._set_offer(await make_offer(self.launch))
         runner_link.become_subreaper()
         if self._started is not None:
-            runner = self._started.link(self._runner_event_router.hear)
+            runner = self._started.link(self._events.hear)
         else:
-            runner = await runner_link.RunnerLink.spawn(self._runner_event_router.hear)
+            runner = await runner_link.RunnerLink.spawn(self._events.hear)
         self.meter.runner_started()
-        context.ready.set()
+        self.ready.set()
         # The placement is stored before anything is started, so the next agent always finds it.
         self._take_charge(runner)
         if self._keeper is not None:
             self._keeper.keep_placement()
-            self._keep()
-        if context.workers.zygote is not None:
+            self.keep()
+        if self.workers.zygote is not None:
             # The zygote is started now, so it can import while this node waits for the others.
-            runner.keep_zygote(context.workers.zygote)
+            runner.keep_zygote(self.workers.zygote)
             self._reports.preparing = True
-            self._zygote_begun = not context.workers.zygote.after_import
+            self._zygote_begun = not self.workers.zygote.after_import
         self._serve_server()
         self.post(events.Ticked())
-        if self._decisions.state.phase is Phase.JOINING:
+        if self.decisions.state.phase is Phase.JOINING:
             # If a stream is already open, its Hello did not include this job.
-            self._decisions.guard(self._join, rejoin(self._decisions.state))
+            self.decisions.guard(self._join, rejoin(self.decisions.state))
 
     def resume(self, found: runner_link.FoundRunner, kept: KeptState) -> None:
         """Continue the job where the previous agent left it, and include it in every Hello.
@@ -160,47 +175,47 @@ class JobDriver:
         `found` is the job's adopted runner. Events that it has held back are handled as if they had
         just happened. Call `get_ready` next.
         """
-        state, context = kept.state, self._context
+        state = kept.state
         if state.disconnected_since_ms is None:
             state = replace(state, disconnected_since_ms=monotonic_ms())
-        self._decisions.state, self._joined = state, kept.joined
-        context.offer = StoreOffer(kept.offer)
+        self.decisions.state, self._joined = state, kept.joined
+        self._set_offer(kept.offer)
         assignment = state.assignment
-        context.observers.resume_round(
+        self.observers.resume_round(
             kept.progress_folder, None if state.workers_gone else assignment
         )
         if state.notice is not None and state.notice.due_ms is not None:
             self._link.drain.remember(state.notice.due_ms, state.notice.reason)
         if assignment is not None:
-            self._context.last_round = LocalRound(context, assignment)
+            self._last_round = LocalRound(self, assignment)
             # Otherwise its workers were never requested, and the round begins here.
             started = found.hello.last_round == assignment.round
-            self._context.fates.resume(assignment, found.hello.workers if started else {})
+            self.fates.resume(assignment, found.hello.workers if started else {})
             if started or state.phase is not Phase.RUNNING:
-                self._context.last_round.resume(kept, found.hello)
+                self._last_round.resume(kept, found.hello)
         runner_link.become_subreaper()
         running = () if state.workers_gone else tuple(found.hello.workers)
         self.meter.adopted(running, assignment.restarts if assignment else None)
-        self._take_charge(found.link(self._runner_event_router.hear))
+        self._take_charge(found.link(self._events.hear))
         self._serve_server()
-        self._decisions.guard(self._redo, kept, found.hello)
+        self.decisions.guard(self._redo, kept, found.hello)
         self.post(events.Ticked())
 
     def _redo(self, kept: KeptState, hello: runner_link.Hello) -> None:
         """Repeat any decisions of the previous agent that it may not have carried out."""
-        state, assignment = self._decisions.state, self._decisions.state.assignment
+        state, assignment = self.decisions.state, self.decisions.state.assignment
         if state.outcome is not None and state.phase is Phase.ENDED:
             self._do(commands.Exit(state.outcome))
         needs_store = state.phase not in (Phase.JOINING, Phase.ENDED)
         needed = assignment.round if needs_store and assignment is not None else None
         for round_ in hello.store_hosts - {needed}:
-            self._context.runner.stop_store_host(round_)
+            self.runner.stop_store_host(round_)
         if state.ending_kept:
             self._do(commands.EndKept(state.job.failure_stop_timeout_ms))
         if assignment is None or state.workers_gone:
             return
         if state.phase is Phase.RUNNING and hello.last_round != assignment.round:
-            self._context.round.begin()
+            self.round.begin()
         elif state.phase is not Phase.RUNNING:
             stop = kept.stop
             if stop is None or stop.command.round != assignment.round:
@@ -213,17 +228,17 @@ class JobDriver:
 
     def _take_charge(self, runner: runner_link.RunnerLink) -> None:
         """Use this runner from now on. With `keeping`, it outlives this process."""
-        self._context.linked = runner
-        runner.hold_snapshots(self._context.launch.snapshot_memory)
+        self._linked = runner
+        runner.hold_snapshots(self.launch.snapshot_memory)
         if self._keeping is not None:
-            grace_ms = self._context.launch.job.shutdown_timeout_ms
+            grace_ms = self.launch.job.shutdown_timeout_ms
             self._keeper = StateKeeper(self._keeping, runner, grace_ms)
             self._keeper.outlive(self._link.orphan_timeout_ms)
 
     def _serve_server(self) -> None:
         """Include this job in every Hello, and make its workers' logs readable."""
         self._link.add(self)
-        self._link.log_reader.serve(self.rdzv_id, self._context.workers.written)
+        self._link.log_reader.serve(self.rdzv_id, self.workers.written)
 
     async def get_ready(self, why_not: str = "") -> None:
         """After `resume`, get ready for the next rounds; `why_not` is set if that is impossible.
@@ -231,11 +246,11 @@ class JobDriver:
         That reason, or an error in this call, makes the next round fail to start. In either case,
         the current round's workers keep running under supervision.
         """
-        context, unready = self._context, why_not
+        unready = why_not
         if not why_not:
             try:
-                await context.fates.open()
-                await context.workers.prepare()
+                await self.fates.open()
+                await self.workers.prepare()
             except (InvalidRequestError, OSError) as error:
                 unready = str(error)
             except Exception as error:
@@ -247,10 +262,10 @@ class JobDriver:
         if unready:
             text = "%s: this node cannot start further rounds; its workers keep running: %s"
             log.error(text, self.rdzv_id, unready)
-        context.unready = unready
-        context.ready.set()
-        if context.workers.zygote is not None:
-            context.runner.keep_zygote(context.workers.zygote)
+        self.unready = unready
+        self.ready.set()
+        if self.workers.zygote is not None:
+            self.runner.keep_zygote(self.workers.zygote)
 
     async def hand_over(self, within_ms: int) -> None:
         """Leave the job to the next agent, which is expected within `within_ms`."""
@@ -258,15 +273,15 @@ class JobDriver:
             return
         self._keeper.outlive(within_ms)
         # From here on the next agent decides.
-        self._decisions.stop()
+        self.decisions.stop()
         self._handed_over = True
-        if self._context.last_round is not None:
-            self._context.last_round.cancel()
-        await self._context.runner.let_go(LET_GO_TIMEOUT_S)
+        if self._last_round is not None:
+            self._last_round.cancel()
+        await self.runner.let_go(LET_GO_TIMEOUT_S)
 
     async def wait(self) -> NodeOutcome:
         """Wait until the job has ended on this node."""
-        return await self._context.ended
+        return await self.ended
 
     async def close(self) -> None:
         """End everything that remains of the job on this node. May be called again if that fails.
@@ -274,31 +289,47 @@ class JobDriver:
         Raises:
             TimeoutError: its runner or one of its processes survives SIGKILL.
         """
-        context = self._context
-        self._decisions.cancel_tick()
-        if context.last_round is not None:
-            context.last_round.cancel()
-        context.offer.release()
-        context.observers.stop_watching()
+        self.decisions.cancel_tick()
+        if self._last_round is not None:
+            self._last_round.cancel()
+        self.store_socket.release()
+        self.observers.stop_watching()
         await self._reports.close()
-        if context.linked is not None:
-            state = self._decisions.state
+        if self._linked is not None:
+            state = self.decisions.state
             if state.workers_gone:
-                await self._disk.write_last(context.linked, state.watermark, state.run)
-            await context.linked.close(RUNNER_CLOSE_TIMEOUT_S)
-        await self._runner_event_router.leftovers_ended(RUNNER_CLOSE_TIMEOUT_S)
-        await context.tasks.close()
-        context.observers.close()
-        await context.workers.close()
-        await context.fates.close()
+                await self.disk.write_last(self._linked, state.watermark, state.run)
+            await self._linked.close(RUNNER_CLOSE_TIMEOUT_S)
+        await self._events.leftovers_ended(RUNNER_CLOSE_TIMEOUT_S)
+        await self.tasks.close()
+        self.observers.close()
+        await self.workers.close()
+        await self.fates.close()
         self.meter.closed()
 
     # ------------------------------------------------------------------ state
 
     @property
+    def runner(self) -> runner_link.RunnerLink:
+        """The job's runner. Available once the job has been prepared."""
+        assert self._linked is not None
+        return self._linked
+
+    @property
+    def round(self) -> LocalRound:
+        """The last round. Available once there has been one."""
+        assert self._last_round is not None
+        return self._last_round
+
+    def round_of(self, number: int) -> LocalRound | None:
+        """Return the last round if it has this number, or None, because an older round is over."""
+        last = self._last_round
+        return last if last is not None and last.assignment.round == number else None
+
+    @property
     def leaving(self) -> bool:
         """Whether this node is leaving the job for good, or has already left it."""
-        return self._decisions.state.leaving is not None or self._context.ended.done()
+        return self.decisions.state.leaving is not None or self.ended.done()
 
     @property
     def joined(self) -> bool:
@@ -312,7 +343,7 @@ class JobDriver:
 
     def describe(self) -> str:
         """Return a description of the job's state on this node."""
-        state = self._decisions.state
+        state = self.decisions.state
         if state.assignment is None:
             return str(state.phase)
         return f"{state.phase}, round {state.assignment.round}"
@@ -320,38 +351,38 @@ class JobDriver:
     @property
     def runner_pid(self) -> int | None:
         """The pid of the job's runner, or None if there is no runner yet."""
-        return None if self._context.linked is None else self._context.linked.pid
+        return None if self._linked is None else self._linked.pid
 
     @property
     def written(self) -> Written:
         """The output of this node's workers, by round."""
-        return self._context.workers.written
+        return self.workers.written
 
     # ------------------------------------------------------------------ the server's side
 
     def belief(self) -> Belief | None:
         """Return everything that this node believes about the job, or None once it has ended."""
         try:
-            if self._decisions.stopped or self._decisions.state.phase is Phase.ENDED:
+            if self.decisions.stopped or self.decisions.state.phase is Phase.ENDED:
                 return None
             offer = self._current_offer()
-            return None if offer is None else self._reports.belief(self._decisions.state, offer)
+            return None if offer is None else self._reports.belief(self.decisions.state, offer)
         except Exception as error:
             self._fail(error)
             return None
 
     def say_failed(self, reason: str) -> None:
         """Tell the server that this node, which has no workers, cannot continue and is leaving."""
-        self._reports.start_failed(self._decisions.state, reason)
+        self._reports.start_failed(self.decisions.state, reason)
 
     def renew_fence(self, heard_at_ms: int) -> None:
         """Renew the fence, as the server received a message from this node at `heard_at_ms`."""
         if self.fence_after_ms:
-            self._context.runner.renew_fence(heard_at_ms + self.fence_after_ms)
+            self.runner.renew_fence(heard_at_ms + self.fence_after_ms)
 
     def waits_ms(self) -> int | None:
         """Return how much longer the job waits for an absent server; None if it never gives up."""
-        due_ms = server_due_ms(self._decisions.state)
+        due_ms = server_due_ms(self.decisions.state)
         return None if due_ms is None else max(due_ms - monotonic_ms(), 0)
 
     def note(self, reason: str) -> None:
@@ -359,7 +390,7 @@ class JobDriver:
         log.info("%s: %s", self.rdzv_id, reason)
 
     def take_stacks(self, asked: TakeStacks) -> None:
-        state, assignment = self._decisions.state, self._decisions.state.assignment
+        state, assignment = self.decisions.state, self.decisions.state.assignment
         targets: tuple[Target, ...] = ()
         finished: tuple[WorkerStack, ...] = ()
         why_none = f"it has no workers of round {asked.round}"
@@ -378,24 +409,31 @@ class JobDriver:
             )
             if len(finished) == state.job.local_world_size:
                 why_none = ""
-            if not state.workers_gone and state.alive and self._context.last_round is not None:
-                targets = self._context.last_round.stack_targets(state.alive)
+            if not state.workers_gone and state.alive and self._last_round is not None:
+                targets = self._last_round.stack_targets(state.alive)
                 why_none = "" if targets else "its workers are about to be started"
         world_size = assignment.world_size if assignment is not None else 1
-        self._decisions.guard(self._reports.stacks, asked, targets, why_none, world_size, finished)
+        self.decisions.guard(self._reports.stacks, asked, targets, why_none, world_size, finished)
+
+    def _set_offer(self, offer: Offer) -> None:
+        self.offer = offer
+        self.store_socket = StoreSocket(
+            loopback_only=on_loopback_only(offer), listens=offer.can_host_store
+        )
 
     def _current_offer(self) -> Offer | None:
         """Return the offer, including a reserved port if this node is waiting for a round.
 
         If no port can be reserved, makes the node leave and returns None.
         """
-        offer = self._context.offer
-        if self._decisions.state.phase is not Phase.JOINING:
-            return offer.fixed
-        if not self._context.launch.local_addr:
-            offer.move_to(self._link.address, self._link.host_name)
+        if self.decisions.state.phase is not Phase.JOINING:
+            return self.offer
+        if not self.launch.local_addr:
+            link = self._link
+            self.offer = replace(self.offer, address=link.address, host_name=link.host_name)
+            self.store_socket.confine(loopback_only=on_loopback_only(self.offer))
         try:
-            return offer.with_port()
+            return replace(self.offer, store_port=self.store_socket.port)
         except OSError as error:
             why = f"no port can be bound for the c10d store: {reason_of(error)}"
             self.post(events.RunnerLost(why))
@@ -403,7 +441,7 @@ class JobDriver:
 
     def _join(self, say: commands.SayJoin) -> None:
         if (offer := self._current_offer()) is not None:
-            self._reports.join(say, self._decisions.state, offer)
+            self._reports.join(say, self.decisions.state, offer)
 
     def _prepare(self, forks: bool | None) -> None:
         """Start the zygote before the first round if those of other nodes serve the script."""
@@ -411,14 +449,14 @@ class JobDriver:
             return
         if forks:
             self._zygote_begun = True
-            self._context.runner.begin_zygote()
+            self.runner.begin_zygote()
         else:
-            self._prepared()
+            self.prepared()
 
-    def _prepared(self) -> None:
+    def prepared(self) -> None:
         """Tell the server that no zygote is importing any more, as a running round may wait."""
         was, self._reports.preparing = self._reports.preparing, False
-        state = self._decisions.state
+        state = self.decisions.state
         if was and state.phase is Phase.JOINING and state.left_round is None:
             self._join(rejoin(state))
 
@@ -426,15 +464,15 @@ class JobDriver:
 
     def post(self, event: events.Event) -> None:
         """Process an event after all earlier ones."""
-        self._decisions.post(event)
+        self.decisions.post(event)
 
     def _fail(self, error: Exception) -> None:
         """End the job on this node because of an unexpected error."""
-        if self._context.ended.done():
+        if self.ended.done():
             log.error("%s: an error occurred after the job had ended", self.rdzv_id, exc_info=error)
         else:
-            self._decisions.stop()
-            self._context.ended.set_exception(error)
+            self.decisions.stop()
+            self.ended.set_exception(error)
 
     def _act(self, event: events.Event, before: AgentState, decided: Decision) -> None:
         """Store the decision in the runner for the next agent, and then carry it out."""
@@ -444,34 +482,34 @@ class JobDriver:
             self._prepare(event.forks)
         for command in decided.commands:
             if isinstance(command, commands.StopWorkers):
-                self._context.round.kept_stop = KeptStop(command, monotonic_ms())
-        self._keep()
-        self._context.fates.note(event, decided.state, decided.commands)
+                self.round.kept_stop = KeptStop(command, monotonic_ms())
+        self.keep()
+        self.fates.note(event, decided.state, decided.commands)
         for command in decided.commands:
             self._do(command)
         if isinstance(event, events.ServerConnected):
-            self._context.observers.say_again()
-            self._starts.say_again()
+            self.observers.say_again()
+            self.starts.say_again()
         if self._keeper is not None:
             self._keeper.outlive(self._link.orphan_timeout_ms)
 
-    def _keep(self) -> None:
+    def keep(self) -> None:
         """Store this driver's state in the runner if it has changed."""
         if self._keeper is None:
             return
-        assignment = self._decisions.state.assignment
+        assignment = self.decisions.state.assignment
         # Between a round's announcement and its start, `last_round` is still the previous one.
-        round_ = None if assignment is None else self._context.round_of(assignment.round)
+        round_ = None if assignment is None else self.round_of(assignment.round)
         self._keeper.keep(
             KeptState(
-                state=self._decisions.state,
-                offer=self._context.offer.fixed,
+                state=self.decisions.state,
+                offer=self.offer,
                 joined=self._joined,
                 stop=None if round_ is None else round_.kept_stop,
                 outputs=()
                 if round_ is None
                 else tuple(replace(one, teed={}, environ={}) for one in round_.outputs),
-                progress_folder=self._context.observers.progress.folder,
+                progress_folder=self.observers.progress.folder,
             )
         )
 
@@ -479,38 +517,38 @@ class JobDriver:
 
     def _do(self, command: commands.Command) -> None:
         self.meter.decided(command)
-        self._starts.decided(command)
+        self.starts.decided(command)
         match command:
             case commands.SayJoin():
                 self._join(command)
             case commands.StartWorkers():
-                self._context.last_round = LocalRound(self._context, command.assignment)
-                self._context.last_round.begin()
+                self._last_round = LocalRound(self, command.assignment)
+                self._last_round.begin()
             case commands.StopWorkers():
-                self._context.round.stop_workers(command)
+                self.round.stop_workers(command)
             case commands.SaySnapshots():
-                assignment = self._decisions.state.assignment
+                assignment = self.decisions.state.assignment
                 nodes = 1 if assignment is None else assignment.group_world_size
                 self._reports.snapshots(command, nodes)
             case commands.AnnounceWatermark():
-                runner, assignment = self._context.runner, self._decisions.state.assignment
+                runner, assignment = self.runner, self.decisions.state.assignment
                 runner.announce_watermark(command.mark, command.given_up)
-                self._disk.announced(runner, command.mark, command.whole_ms, assignment)
+                self.disk.announced(runner, command.mark, command.whole_ms, assignment)
             case commands.FetchCopies():
-                self._context.runner.fetch_copies(command.mark, command.sources)
+                self.runner.fetch_copies(command.mark, command.sources)
             case commands.EndKept():
-                self._context.runner.end_kept(command.grace_ms, command.charged)
+                self.runner.end_kept(command.grace_ms, command.charged)
             case commands.NotifyWorkers():
-                self._context.round.notify_workers(command)
-                state = self._decisions.state
-                self._disk.write(self._context.runner, state.watermark, state.run)
+                self.round.notify_workers(command)
+                state = self.decisions.state
+                self.disk.write(self.runner, state.watermark, state.run)
             case commands.TakeBackNotice():
-                self._context.observers.notice.take_back()
+                self.observers.notice.take_back()
             case commands.StopStoreHost():
-                self._context.runner.stop_store_host(command.round)
+                self.runner.stop_store_host(command.round)
             case commands.Exit():
                 self.written.end()
-                if not self._context.ended.done():
-                    self._context.ended.set_result(self._context.fates.outcome(command.outcome))
+                if not self.ended.done():
+                    self.ended.set_result(self.fates.outcome(command.outcome))
             case _:
                 self._reports.report(command)

@@ -1,4 +1,4 @@
-"""The messages from a job's driver to the server, encoded for the node's link.
+"""This node's offer for a job's rounds, and the job's messages to the server.
 
 This node's snapshots are reported promptly, but at a limited rate. Each report is complete, so only
 the latest one matters. The more nodes a job has, the lower the rate, because they all save at the
@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from rdzv.agent.core import commands
 from rdzv.agent.core.model import EXIT_FAILED, AgentState, Leaving
-from rdzv.agent.launch.launch import Launch
+from rdzv.agent.launch.launch import Launch, has_torch, reachable_host_name
 from rdzv.agent.observers.collective_records import RecordReader
 from rdzv.agent.observers.server_clock import Reading
 from rdzv.agent.observers.stack_sampling import StackAnswers, Target
@@ -24,6 +24,7 @@ from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.model import LeaveCause, Offer
 from rdzv.messages import TakeStacks
 from rdzv.runtime.clock import monotonic_ms
+from rdzv.transport.addresses import is_loopback, machine_id
 from rdzv.v1 import rdzv_pb2 as pb
 
 Belief: TypeAlias = pb.Belief
@@ -148,3 +149,26 @@ class SnapshotReports:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+# ---------------------------------------------------------------------- the offer
+
+
+async def make_offer(launch: Launch) -> Offer:
+    """Return this node's offer without a port; without --local-addr, it has no address either."""
+    address = launch.local_addr
+    return Offer(
+        address=address,
+        local_world_size=launch.job.local_world_size,
+        role=launch.role,
+        topology=launch.topology,
+        host_name=await reachable_host_name() if is_loopback(address) else "",
+        machine=machine_id(),
+        can_host_store=await has_torch(launch.python, launch.environ, launch.account),
+        shutdown_timeout_ms=max(launch.job.shutdown_timeout_ms, launch.job.keep_timeout_ms),
+    )
+
+
+def on_loopback_only(offer: Offer) -> bool:
+    """Return whether the offer's store can be reached from this machine only."""
+    return is_loopback(offer.address) and not offer.host_name

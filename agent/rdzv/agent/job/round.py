@@ -14,6 +14,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Collection, Coroutine
+from typing import TYPE_CHECKING
 
 from rdzv.agent import runner_link
 from rdzv.agent.core import commands, events
@@ -21,7 +22,6 @@ from rdzv.agent.core.machine import rejoins_after_failure
 from rdzv.agent.core.model import Assignment, ParkedWorker, Phase
 from rdzv.agent.exit_causes import ExitedWorker, count_memory_kills, explain_exit
 from rdzv.agent.handover.handover_state import KeptState, KeptStop
-from rdzv.agent.job.context import JobContext
 from rdzv.agent.observers.stack_sampling import Target
 from rdzv.agent.output.run_files import WorkerOutput
 from rdzv.agent.runner.requests import KeepSpec, WorkerSpec
@@ -32,6 +32,9 @@ from rdzv.runtime.clock import monotonic_ms
 from rdzv.runtime.tasks import single_error
 from rdzv.structs import replace
 
+if TYPE_CHECKING:
+    from rdzv.agent.job.job_driver import JobDriver
+
 log = logging.getLogger("rdzv.agent")
 
 
@@ -41,13 +44,13 @@ class LocalRound:
     An exception in its task, other than a failed start, ends the job on this node.
     """
 
-    def __init__(self, context: JobContext, assignment: Assignment) -> None:
+    def __init__(self, job: JobDriver, assignment: Assignment) -> None:
         self.assignment = assignment
         self.kept_stop: KeptStop | None = None
         """The last command to stop the workers, or None if there was none."""
         self.outputs: tuple[WorkerOutput, ...] = ()
         """Each worker's output paths, by LOCAL_RANK; empty until the files are created."""
-        self._context = context
+        self._job = job
         self._pids: dict[int, int] = {}
         """The pids of the workers that have been started, by LOCAL_RANK."""
         self._notified_by: int | None = None
@@ -65,26 +68,26 @@ class LocalRound:
 
     def begin(self) -> None:
         """Start the workers once this node is ready, and supervise them until the round is over."""
-        self._context.observers.open_round(self.assignment)
+        self._job.observers.open_round(self.assignment)
         self._begin_task(self._run())
 
     def resume(self, kept: KeptState, hello: runner_link.Hello) -> None:
         """Take over the previous agent's workers, and supervise them until the round is over."""
-        context, state = self._context, kept.state
+        job, state = self._job, kept.state
         self.kept_stop = kept.stop
         if kept.outputs:
             self.outputs = kept.outputs
-            context.workers.resume_round(self.assignment, self.outputs)
+            job.workers.resume_round(self.assignment, self.outputs)
             self._pids.update(hello.workers)
         if state.phase is Phase.RUNNING:
             alive = {n: pid for n, pid in hello.workers.items() if n in state.alive}
-            context.observers.watch(self.assignment, alive)
+            job.observers.watch(self.assignment, alive)
         if not state.workers_gone:
             self._begin_task(self._await_end())
 
     def _begin_task(self, work: Coroutine[None, None, None]) -> None:
-        name = f"round {self.assignment.round} of {self._context.launch.job.rdzv_id}"
-        self._task = self._context.tasks.start(work, name)
+        name = f"round {self.assignment.round} of {self._job.launch.job.rdzv_id}"
+        self._task = self._job.tasks.start(work, name)
 
     def cancel(self) -> None:
         """Stop handling this round, without ending its processes."""
@@ -101,34 +104,33 @@ class LocalRound:
                 await self._await_end()
 
     async def _start(self) -> None:
-        context, number = self._context, self.assignment.round
+        job, number = self._job, self.assignment.round
         try:
             workers = await self._prepare()
         except (InvalidRequestError, OSError) as error:
             self._start_failed = True
-            context.offer.release()
-            context.decisions.post(events.StartFailed(number, str(error)))
+            job.store_socket.release()
+            job.post(events.StartFailed(number, str(error)))
             return
-        context.keep()
+        job.keep()
         self._start_store_host()
-        context.observers.watch(self.assignment)
-        context.runner.start_workers(number, workers, self._keep_spec())
+        job.observers.watch(self.assignment)
+        job.runner.start_workers(number, workers, self._keep_spec())
         if self._notified_by is not None:
             # The runner had not received the round yet.
-            context.runner.notify_workers(number, self._notified_by)
+            job.runner.notify_workers(number, self._notified_by)
 
     def _keep_spec(self) -> KeepSpec | None:
         """Return which parked workers take part, or None if workers are never kept."""
-        job, assignment = self._context.launch.job, self.assignment
-        if not job.keep_timeout_ms:
+        terms, assignment = self._job.launch.job, self.assignment
+        if not terms.keep_timeout_ms:
             return None
-        grace_s = job.failure_stop_timeout_ms / 1000
         return KeepSpec(
             assignment.kept,
             assignment.source,
             assignment.resume_step,
             assignment.charged_suspects,
-            grace_s,
+            terms.failure_stop_timeout_ms / 1000,
         )
 
     async def _prepare(self) -> list[WorkerSpec]:
@@ -138,30 +140,30 @@ class LocalRound:
             InvalidRequestError: no workers can be started here.
             OSError: their files cannot be created.
         """
-        context = self._context
-        await context.ready.wait()
-        if context.unready:
-            raise InvalidRequestError(context.unready)
-        await context.observers.snapshot_file.begin_round()
-        address = context.offer.fixed.address
-        self.outputs, workers = await context.workers.open_round(self.assignment, address)
+        job = self._job
+        await job.ready.wait()
+        if job.unready:
+            raise InvalidRequestError(job.unready)
+        await job.observers.snapshot_file.begin_round()
+        address = job.offer.address
+        self.outputs, workers = await job.workers.open_round(self.assignment, address)
         return workers
 
     async def _await_end(self) -> None:
         """Wait until no process remains, then release the round's resources and report the end."""
         await self._gone.wait()
-        context, number = self._context, self.assignment.round
-        context.workers.close_round()
-        step = context.observers.close_round()
+        job, number = self._job, self.assignment.round
+        job.workers.close_round()
+        step = job.observers.close_round()
         if self._start_failed:
-            context.decisions.post(events.WorkersGone(number, kept=self._kept))
+            job.post(events.WorkersGone(number, kept=self._kept))
             return
-        moved = Moved(step, snapshot_changed=await context.observers.snapshot_file.has_changed())
+        moved = Moved(step, snapshot_changed=await job.observers.snapshot_file.has_changed())
         # The checks need idle devices, which parked workers do not release.
-        examines = rejoins_after_failure(context.decisions.state, number) and not self._kept
+        examines = rejoins_after_failure(job.decisions.state, number) and not self._kept
         if examines and (reason := await self._examine()):
-            context.decisions.post(events.Unhealthy(number, reason))
-        context.decisions.post(events.WorkersGone(number, moved, self._kept))
+            job.post(events.Unhealthy(number, reason))
+        job.post(events.WorkersGone(number, moved, self._kept))
 
     async def _examine(self) -> str:
         """Return what is wrong with this node, ignoring errors in the checks themselves.
@@ -169,9 +171,9 @@ class LocalRound:
         The node keeps its seat in the meantime, so no round is formed with an unhealthy node.
         """
         try:
-            return "" if self._context.examine is None else await self._context.examine()
+            return "" if self._job.examine is None else await self._job.examine()
         except Exception:
-            rdzv_id = self._context.launch.job.rdzv_id
+            rdzv_id = self._job.launch.job.rdzv_id
             log.exception("%s: running this node's health checks raised an exception", rdzv_id)
             return ""
 
@@ -179,8 +181,8 @@ class LocalRound:
 
     def _start_store_host(self) -> None:
         """Start the store host on the offered socket, or free the port if it is not needed."""
-        launch, assignment = self._context.launch, self.assignment
-        listening = self._context.offer.take_socket()
+        launch, assignment = self._job.launch, self.assignment
+        listening = self._job.store_socket.take()
         if listening is None:
             if assignment.hosts_store:
                 self._report_lost_socket()
@@ -189,25 +191,25 @@ class LocalRound:
             if assignment.hosts_store and listening.getsockname()[1] != assignment.master_port:
                 self._report_lost_socket()
             elif assignment.hosts_store:
-                self._context.runner.start_store_host(
+                self._job.runner.start_store_host(
                     assignment.round, listening, launch.python, launch.environ, launch.identity
                 )
 
     def _report_lost_socket(self) -> None:
         port = self.assignment.master_port
         reason = f"the agent that offered port {port} was restarted before the round began"
-        self._context.decisions.post(events.StoreHostExited(self.assignment.round, reason))
+        self._job.post(events.StoreHostExited(self.assignment.round, reason))
 
     # ------------------------------------------------------------------ the core's commands
 
     def stop_workers(self, command: commands.StopWorkers) -> None:
         """End the workers. Those that have not been started never will be."""
         self._cancel_start()
-        self._context.observers.stop_watching()
+        self._job.observers.stop_watching()
         # Their store's port is not offered again.
-        self._context.offer.release()
+        self._job.store_socket.release()
         signum = signal.SIGTERM if command.signum is None else command.signum
-        self._context.runner.stop_workers(
+        self._job.runner.stop_workers(
             command.round, signum, command.grace_ms, command.keep_ms, command.not_kept
         )
 
@@ -216,10 +218,10 @@ class LocalRound:
 
         The file is written before the signal is sent, so a signal handler will find it.
         """
-        self._context.observers.notice.write(command.left_ms, command.reason)
+        self._job.observers.notice.write(command.left_ms, command.reason)
         if command.signum is not None:
             self._notified_by = command.signum
-            self._context.runner.notify_workers(command.round, command.signum)
+            self._job.runner.notify_workers(command.round, command.signum)
 
     def _cancel_start(self) -> None:
         self._start_is_over = True
@@ -228,12 +230,22 @@ class LocalRound:
 
     # ------------------------------------------------------------------ the runner's events
 
-    def worker_started(self, local_rank: int, pid: int) -> None:
-        """Record and watch a worker that is now running."""
-        log.debug("started local_rank %d as pid %d", local_rank, pid)
-        self._pids[local_rank] = pid
-        self._context.fates.worker_started(local_rank, pid)
-        self._context.observers.worker_started(local_rank, pid)
+    def hear(self, event: events.WorkerStarted | events.WorkerExited | events.WorkersGone) -> None:
+        """Take note of a worker's start or exit, or that no process takes part any more."""
+        job = self._job
+        match event:
+            case events.WorkerStarted():
+                log.debug("started local_rank %d as pid %d", event.local_rank, event.pid)
+                self._pids[event.local_rank] = event.pid
+                job.fates.worker_started(event.local_rank, event.pid)
+                job.observers.worker_started(event.local_rank, event.pid)
+            case events.WorkerExited():
+                job.observers.worker_exited(event.local_rank)
+                job.post(event)
+            case events.WorkersGone():
+                self._kept = event.kept
+                self._cancel_start()
+                self._gone.set()
 
     async def explain_failure(self, exited: events.WorkerExited) -> events.WorkerExited:
         """Return a failed worker's exit with the contents of its error file, if that can be read.
@@ -241,11 +253,8 @@ class LocalRound:
         If a collective failed in the worker, the exit is held back for a limited time to let the
         server ask all ranks for their stacks.
         """
-        heard_ms, output, launch = (
-            monotonic_ms(),
-            self.outputs[exited.local_rank],
-            self._context.launch,
-        )
+        heard_ms, launch = monotonic_ms(), self._job.launch
+        output = self.outputs[exited.local_rank]
         worker = ExitedWorker(
             exited.pid,
             exited.signal,
@@ -257,10 +266,10 @@ class LocalRound:
             has_other_nodes=self.assignment.group_world_size > 1,
         )
         try:
-            error = await self._context.error_files.answer(explain_exit, worker)
+            error = await self._job.error_files.answer(explain_exit, worker)
         except Exception as failure:
             error = unread(failure)
-        observers = self._context.observers
+        observers = self._job.observers
         place = await observers.held_exits.hold(
             exited.local_rank,
             exited.pid,
@@ -277,27 +286,17 @@ class LocalRound:
             age_ms=max(age_ms, error.age_ms),
         )
 
-    def worker_exited(self, exited: events.WorkerExited) -> None:
-        self._context.observers.worker_exited(exited.local_rank)
-        self._context.decisions.post(exited)
-
-    def workers_gone(self, kept: tuple[ParkedWorker, ...]) -> None:
-        """Record that no process still takes part in the round; `kept` are the parked workers."""
-        self._kept = kept
-        self._cancel_start()
-        self._gone.set()
-
     # ------------------------------------------------------------------ queries
 
     def stack_targets(self, alive: Collection[int]) -> tuple[Target, ...]:
         """Return the started workers whose exits have not been processed yet."""
-        self._context.observers.held_exits.note_asked()
+        self._job.observers.held_exits.note_asked()
         return tuple(
             Target(
                 self.assignment.rank_first + local_rank,
                 local_rank,
                 pid,
-                self._context.observers.progress.file(local_rank),
+                self._job.observers.progress.file(local_rank),
             )
             for local_rank, pid in sorted(self._pids.items())
             if local_rank in alive

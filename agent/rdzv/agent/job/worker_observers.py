@@ -35,7 +35,7 @@ class WorkerObservers:
     def __init__(self, launch: Launch, reports: ReportsToServer) -> None:
         self._local_world_size = launch.job.local_world_size
         self.progress = ProgressFiles(reports.report, launch.progress_dir, launch.identity)
-        self.notice = NoticeFile(self.progress.beside, launch.identity)
+        self.notice = NoticeFile(lambda: self.progress.folder, launch.identity)
         self.snapshot_file = SnapshotFileWatch(launch.snapshot, identity=launch.identity)
         self._hangs = HangWatch(
             launch.job.rdzv_id,
@@ -53,13 +53,11 @@ class WorkerObservers:
     def open_round(self, assignment: Assignment) -> None:
         """Prepare the files through which the workers and the agent communicate in a round."""
         self.progress.open_round(assignment, self._local_world_size)
-        self.notice.open_round()
         self.notice.take_back()
 
     def resume_round(self, folder: Path | None, assignment: Assignment | None) -> None:
         """Continue with the previous agent's files. `assignment` is None if no round is open."""
         self.progress.resume(folder, assignment, self._local_world_size)
-        self.notice.open_round()
 
     def watch(self, assignment: Assignment, running: Mapping[int, int] | None = None) -> None:
         """Watch a round's workers as they start; `running` has the pids of running ones."""
@@ -112,41 +110,41 @@ NAME = "notice"
 
 
 class NoticeFile:
-    """The notice file of a job on this node. `place` returns its path in the current round."""
+    """The notice file of a job on this node, in the same folder in all rounds."""
 
-    def __init__(
-        self, place: Callable[[str], Path | None], identity: Identity | None = None
-    ) -> None:
-        self._place = place
+    def __init__(self, folder: Callable[[], Path | None], identity: Identity | None = None) -> None:
+        """Keep the file in this folder, or nowhere while there is none."""
+        self._folder = folder
         self._identity = identity
-        self._path: Path | None = None
 
-    def open_round(self) -> None:
-        self._path = self._place(NAME)
+    @property
+    def _path(self) -> Path | None:
+        folder = self._folder()
+        return None if folder is None else folder / NAME
 
     def path(self) -> str:
-        """Return the path given to the round's workers; empty if there is no folder for it."""
+        """Return the path given to the workers; empty if there is no folder for it."""
         return "" if self._path is None else str(self._path)
 
     def write(self, left_ms: int, reason: str) -> None:
         """Write the notice, replacing an earlier one."""
-        if self._path is None:
+        if (path := self._path) is None:
             return
         deadline = round(time.time() + left_ms / 1000, 3)
         line = json.dumps({"deadline_unix": deadline, "reason": reason}) + "\n"
-        new = self._path.with_name(f"{NAME}.new")
+        new = path.with_name(f"{NAME}.new")
         try:
             with acting_as(self._identity):
                 write_anew(new, line.encode())
-                new.replace(self._path)
+                new.replace(path)
         except OSError as error:
-            log.warning("cannot write the notice file %s: %s", self._path, error.strerror)
+            log.warning("cannot write the notice file %s: %s", path, error.strerror)
 
     def take_back(self) -> None:
         """Remove the notice, if there is one."""
-        if self._path is not None:
+        if (path := self._path) is not None:
             try:
                 with acting_as(self._identity):
-                    self._path.unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
             except OSError as error:
-                log.warning("cannot remove the notice file %s: %s", self._path, error.strerror)
+                log.warning("cannot remove the notice file %s: %s", path, error.strerror)

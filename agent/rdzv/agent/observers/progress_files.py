@@ -246,10 +246,6 @@ class ProgressFiles:
         """Return the path of a worker's progress file in this round, or "" if there is none."""
         return str(self._files[local_rank].path) if self._files else ""
 
-    def beside(self, name: str) -> Path | None:
-        """Return a path next to the workers' folders, or None if there is no folder."""
-        return self._files[0].path.parents[1] / name if self._files else None
-
     def say_again(self) -> None:
         """Report progress again to a server that may not know about it."""
         if self._assignment is not None:

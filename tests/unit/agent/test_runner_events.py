@@ -12,23 +12,24 @@ import pytest
 
 from rdzv.agent import runner_link
 from rdzv.agent.core.events import RunnerExited, RunnerLost, WorkerResumed
-from rdzv.agent.job import runner_event_router
-from rdzv.agent.job.runner_event_router import RunnerEventRouter
+from rdzv.agent.job import from_runner
+from rdzv.agent.job.from_runner import RunnerEvents
+
+QUIET = SimpleNamespace(runner_said=lambda _: None)
 
 
 @pytest.mark.parametrize("is_unwatched", [True, False])
 def test_workers_without_a_watchdog_are_watched_for_hangs(is_unwatched: bool) -> None:
     happened: list[object] = []
-    context: Any = SimpleNamespace(
-        launch=SimpleNamespace(job=SimpleNamespace(rdzv_id="job-7")),
-        tasks=None,
-        decisions=SimpleNamespace(post=happened.append, guard=lambda handle, event: handle(event)),
+    job: Any = SimpleNamespace(
+        post=happened.append,
+        decisions=SimpleNamespace(guard=lambda handle, event: handle(event)),
         observers=SimpleNamespace(watch_for_hangs=lambda: happened.append("watched")),
+        meter=QUIET,
+        starts=QUIET,
     )
-    meter: Any = SimpleNamespace(runner_said=lambda _: None)
-    router = RunnerEventRouter(context, context, context, None, lambda: meter, meter, meter)
     resumed = WorkerResumed(4, 1, is_unwatched)
-    assert router.hear(resumed) is None
+    assert RunnerEvents(job, None).hear(resumed) is None
     assert happened == ["watched"] * is_unwatched + [resumed]
 
 
@@ -58,17 +59,16 @@ async def test_the_end_of_a_runner_is_told_once_its_processes_are_killed(
         return asyncio.get_running_loop().create_task(work)
 
     monkeypatch.setattr(runner_link, "sweep_orphans", sweep_orphans)
-    monkeypatch.setattr(runner_event_router, "SWEEP_AGAIN_S", 0.0)
-    context: Any = SimpleNamespace(
-        launch=SimpleNamespace(job=SimpleNamespace(rdzv_id="job-7")),
+    monkeypatch.setattr(from_runner, "SWEEP_AGAIN_S", 0.0)
+    job: Any = SimpleNamespace(
+        rdzv_id="job-7",
         tasks=SimpleNamespace(start=start),
-        decisions=SimpleNamespace(post=happened.append),
+        post=happened.append,
         ended=asyncio.get_running_loop().create_future(),
+        disk=SimpleNamespace(note_runner_gone=lambda: None),
+        meter=QUIET,
     )
-    disk: Any = SimpleNamespace(note_runner_gone=lambda: None)
-    meter: Any = SimpleNamespace(runner_said=lambda _: None)
-    router = RunnerEventRouter(context, disk, context, None, lambda: meter, context, meter)
-    ended = router.hear(RunnerExited(exit_code))
+    ended = RunnerEvents(job, None).hear(RunnerExited(exit_code))
     assert ended is not None
     await ended
     lost = RunnerLost(f"its runner {how}, and its workers with it")
