@@ -31,7 +31,7 @@ from rdzv.agent.system import side_process
 from rdzv.agent.system.side_process import SideProcess
 from rdzv.agent.workers import event_log
 from rdzv.agent.workers.event_log import EventLog
-from rdzv.agent.workers.fates import LocalRound, NodeOutcome
+from rdzv.agent.workers.fates import NodeOutcome, WorkerFate
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.core.model import Result, Settings
 from rdzv.errors import InvalidRequestError
@@ -154,14 +154,12 @@ def recorded(folder: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def play(log: EventLog, *, failed: bool = False) -> None:
-    local = LocalRound.begin(LINE, 2).started(0, 70).started(1, 71)
+    workers = tuple(WorkerFate(n, n, n, 70 + n) for n in range(2))
     log.round_complete(LINE, 0)
-    for fate in local.workers:
+    for fate in workers:
         log.worker_started(fate)
-    for rank in range(2):
-        local = local.ended(rank, 1 if failed else 0, None, 0, failed=failed)
-    ending = NodeOutcome(int(failed), "", result=Result.SUCCEEDED, workers=local.workers)
-    log.ended(local, ending, 0)
+        fate.exit_code, fate.failed = int(failed), failed
+    log.ended(NodeOutcome(int(failed), "", result=Result.SUCCEEDED, workers=workers), 0)
 
 
 NAMES = ["RENDEZVOUS", "ASSIGN_WORKER_RANKS", "START", "START", *["SUCCEEDED"] * 3]

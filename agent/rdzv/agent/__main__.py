@@ -20,7 +20,7 @@ from rdzv.agent.app.agent_config import DEFAULT_FILE, Config, check_directories,
 from rdzv.agent.app.agent_settings import why_not_here
 from rdzv.agent.core.model import EXIT_FAILED, EXIT_SUCCESS, EXIT_TRY_AGAIN, EXIT_USAGE
 from rdzv.agent.run import EXIT_INTERRUPTED, set_up_logging
-from rdzv.agent.workers.summary import summary
+from rdzv.agent.workers.fates import summary
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousError
 from rdzv.runtime import systemd
 from rdzv.runtime.log_format import RepeatedWarnings, complain, formatter_for

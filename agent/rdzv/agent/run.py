@@ -32,8 +32,7 @@ from rdzv.agent.runner.spawn import reason_of
 from rdzv.agent.runner_link import StartedRunner
 from rdzv.agent.system import temporary_folders
 from rdzv.agent.system.error_files import write_error
-from rdzv.agent.workers.fates import NodeOutcome
-from rdzv.agent.workers.summary import root_cause_exit_code, summary
+from rdzv.agent.workers.fates import NodeOutcome, root_cause_exit_code, summary
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
 from rdzv.runtime.log_format import PlainFormatter, complain
 from rdzv.structs import replace

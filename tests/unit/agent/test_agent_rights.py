@@ -233,9 +233,8 @@ REASONS: dict[str, tuple[str, ...]] = {
         "folder_trees._Level.__init__: os.scandir",
     ),
     "it has this name, and opens no file itself": (
-        "job_driver.JobDriver.get_ready: self.fates.open",
-        "job_driver.JobDriver.prepare: self.fates.open",
-        "fates.FateRecorder.open: self._event_log.open",
+        "job_driver.JobDriver.get_ready: self.event_log.open",
+        "job_driver.JobDriver.prepare: self.event_log.open",
         "worker_group.LocalWorkerGroup.prepare: self._logs_specs.open",
         # Of a job that is not here: it is empty.
         "worker_log_reader._Request.__init__: Written(), which is not told whose",

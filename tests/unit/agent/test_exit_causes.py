@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.exit_causes import ExitedWorker, MemoryKills, explain_exit
-from rdzv.agent.exit_causes.core_dumps import find_core_dump
-from rdzv.agent.exit_causes.exit_messages import explain_signal
+from rdzv.agent.exit_causes.exit_messages import explain_signal, find_core_dump
 from rdzv.agent.exit_causes.last_words import (
     KNOWN,
     explain_last_words,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import stat
+import time
 from collections.abc import Container
 from pathlib import Path
 
-from rdzv.agent.exit_causes.core_dumps import find_core_dump
 from rdzv.agent.exit_causes.last_words import (
     ENLARGE_SHM,
     explain_last_words,
     explain_peer_address,
 )
 from rdzv.agent.exit_causes.memory_kills import MemoryKills, explain_memory_kill
+from rdzv.agent.inventory.resources import read_text
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
 from rdzv.agent.system.error_files import MAX_MESSAGE_CHARS, WorkerError, read_error
 from rdzv.core.words import size_text
@@ -26,6 +29,17 @@ TAIL_BYTES = 64 << 10
 SHM = Path("/dev/shm")
 SHM_IS_FULL_BYTES = 1 << 20
 """The free space below which /dev/shm is too full for torch and NCCL."""
+
+DUMPING = (
+    *(signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGQUIT, signal.SIGSEGV),
+    *(signal.SIGSYS, signal.SIGTRAP, signal.SIGXCPU, signal.SIGXFSZ),
+)
+"""Signals whose default action is to dump core, as core(5) of the Linux manual pages has them."""
+
+DUMPED_S = 60.0
+"""The age above which a file may be another process's dump."""
+
+KERNEL = Path("/proc/sys/kernel")
 
 
 @struct(frozen=True)
@@ -101,6 +115,48 @@ def _describe_shm(shm: Path) -> str:
         f"ended, {size_text(free)} are free): {ENLARGE_SHM}. Or a file that it had mapped was "
         "made shorter"
     )
+
+
+def find_core_dump(
+    pid: int,
+    signum: int,
+    folder: Path | None,
+    identity: Identity | None = None,
+    kernel: Path = KERNEL,
+) -> str:
+    """Describe where a dead worker's core dump is, or return "" if none can be found.
+
+    `folder` is the worker's working folder, or None for the agent's own. The worker's account must
+    be able to see the file.
+    """
+    if signum not in DUMPING:
+        return ""
+    pattern = read_text(kernel / "core_pattern").strip()
+    if pattern.startswith("|"):
+        program = pattern[1:].split(" ")[0]
+        if program.endswith("/systemd-coredump"):
+            return f"its core dump: coredumpctl info {pid}"
+        return f"its core dump was piped to {program}" if program else ""
+    if "%p" not in pattern and read_text(kernel / "core_uses_pid").strip() != "0":
+        pattern += ".%p"
+    names = {"%p": str(pid), "%P": str(pid), "%s": str(signum), "%h": os.uname().nodename}
+    names["%%"] = "%"
+    name = re.sub("%.", lambda found: names.get(found[0], "*"), pattern)
+    with acting_as(identity):
+        found = _recent((folder or Path()) / name)
+    return f"its core dump: {found}" if found is not None else ""
+
+
+def _recent(pattern: Path) -> Path | None:
+    """Return the newest matching regular file if it is recent, or None."""
+    try:
+        place = pattern.absolute()
+        found = [(path.lstat(), path) for path in place.parent.glob(place.name)]
+    except (OSError, ValueError):
+        return None
+    files = [(about.st_mtime, path) for about, path in found if stat.S_ISREG(about.st_mode)]
+    written, path = max(files, default=(0.0, None))
+    return path if time.time() - written <= DUMPED_S else None
 
 
 def _tail(path: Path | None, identity: Identity | None) -> str:

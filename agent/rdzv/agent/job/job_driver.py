@@ -135,15 +135,15 @@ class JobDriver:
             self._reports.report,
             watched=not launch.warm,
         )
-        event_log = EventLog(launch, monotonic_ms(), lambda n: self.round.outputs[n].error)
-        self.fates = FateRecorder(event_log, self.local_world_size, monotonic_ms)
+        self.event_log = EventLog(launch, monotonic_ms(), lambda n: self.round.outputs[n].error)
+        self.fates = FateRecorder(self.event_log, self.local_world_size, monotonic_ms)
         self._events = RunnerEvents(self, socket)
 
     # ------------------------------------------------------------------ life cycle
 
     async def prepare(self) -> None:
         """Get ready to join: determine this node's offer and start its runner."""
-        await self.fates.open()
+        await self.event_log.open()
         await self.workers.prepare()
         self._set_offer(await make_offer(self.launch))
         runner_link.become_subreaper()
@@ -190,7 +190,7 @@ class JobDriver:
             self._last_round = LocalRound(self, assignment)
             # Otherwise its workers were never requested, and the round begins here.
             started = found.hello.last_round == assignment.round
-            self.fates.resume(assignment, found.hello.workers if started else {})
+            self.fates.begin(assignment, found.hello.workers if started else {})
             if started or state.phase is not Phase.RUNNING:
                 self._last_round.resume(kept, found.hello)
         runner_link.become_subreaper()
@@ -249,7 +249,7 @@ class JobDriver:
         unready = why_not
         if not why_not:
             try:
-                await self.fates.open()
+                await self.event_log.open()
                 await self.workers.prepare()
             except (InvalidRequestError, OSError) as error:
                 unready = str(error)
@@ -304,7 +304,7 @@ class JobDriver:
         await self.tasks.close()
         self.observers.close()
         await self.workers.close()
-        await self.fates.close()
+        await self.event_log.close()
         self.meter.closed()
 
     # ------------------------------------------------------------------ state

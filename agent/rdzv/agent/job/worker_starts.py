@@ -11,7 +11,7 @@ from collections.abc import Callable
 from rdzv.agent.core import commands, events
 from rdzv.agent.core.model import Assignment, StartReport
 from rdzv.agent.system.error_files import describe_exit
-from rdzv.agent.workers.summary import ranges
+from rdzv.agent.workers.fates import ranges
 from rdzv.core.words import counted
 from rdzv.messages import StartedWorker
 from rdzv.structs import replace

@@ -20,7 +20,7 @@ from typing import Any
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import NO_HANDLER, Launch
 from rdzv.agent.system.side_process import Message, SideProcess
-from rdzv.agent.workers.fates import LocalRound, NodeOutcome, WorkerFate
+from rdzv.agent.workers.fates import NodeOutcome, WorkerFate
 
 log = logging.getLogger("rdzv.agent")
 
@@ -111,7 +111,7 @@ class EventLog:
     def worker_started(self, fate: WorkerFate) -> None:
         self._record("START", self._last, fate)
 
-    def ended(self, local: LocalRound | None, outcome: NodeOutcome, now_ms: int) -> None:
+    def ended(self, outcome: NodeOutcome, now_ms: int) -> None:
         """Record the outcome of each worker of the last round, and of the agent.
 
         As under torchrun, the agent counts as succeeded if its workers' outcome is known, even if
@@ -119,8 +119,8 @@ class EventLog:
         """
         ran_s = (now_ms - self._began_ms) // 1000
         known = outcome.exit_code == 0 or (bool(outcome.workers) and outcome.result is not None)
-        if known and local is not None:
-            for fate in local.workers:
+        if known:
+            for fate in outcome.workers:
                 self._record(_state(fate), self._last, fate, ran_s=ran_s, final=True)
         state, raw_error = ("SUCCEEDED", None) if known else ("FAILED", outcome.text)
         self._record(state, self._last, ran_s=ran_s, raw_error=raw_error)

@@ -1,19 +1,32 @@
-"""The fate of each worker in this node's last round: how it ended, and whether the agent ended it.
+"""What became of each worker in this node's last round, and the summary of that for the user.
 
-`FateRecorder` records each fate as it happens; `summary` reports it to the user when the job is
-over.
+A worker may have failed, have failed as a consequence, or have been ended by the agent.
 """
 
 from __future__ import annotations
 
-import signal as signals
-from collections.abc import Callable, Collection, Mapping, Sequence
+import signal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from rdzv.agent.core import commands, events
-from rdzv.agent.core.model import AgentState, Assignment, Outcome
-from rdzv.structs import field_names, replace, struct
+from rdzv.agent.core.model import (
+    EXIT_DENIED,
+    EXIT_FAILED,
+    EXIT_NO_PROGRESS,
+    EXIT_TRY_AGAIN,
+    AgentState,
+    Assignment,
+    Outcome,
+)
+from rdzv.agent.system.error_files import describe_exit, signal_name
+from rdzv.core.model import Failure
+from rdzv.core.root_cause import is_connection_error
+from rdzv.core.words import counted, duration
+from rdzv.launch_options.job_options import root_cause_exit
+from rdzv.structs import field_names, struct
 
 if TYPE_CHECKING:
     from rdzv.agent.workers.event_log import EventLog
@@ -30,7 +43,7 @@ class Stop:
     """Whether a worker that can be kept is asked to park instead."""
 
 
-@struct(frozen=True)
+@dataclass(slots=True)
 class WorkerFate:
     """The history of one worker, from its start to its end."""
 
@@ -56,79 +69,6 @@ class WorkerFate:
 
 
 @struct(frozen=True)
-class LocalRound:
-    """The workers of one round on this node."""
-
-    assignment: Assignment
-    workers: tuple[WorkerFate, ...]
-    """The workers, by LOCAL_RANK."""
-
-    @classmethod
-    def begin(cls, assignment: Assignment, local_world_size: int) -> LocalRound:
-        """Return a round whose workers are about to be started."""
-        first, role_first = assignment.rank_first, assignment.role_rank_first
-        fates = (WorkerFate(n, first + n, role_first + n) for n in range(local_world_size))
-        return cls(assignment, tuple(fates))
-
-    def started(self, local_rank: int, pid: int) -> LocalRound:
-        """Return the round after a worker's start."""
-        return self._with(local_rank, pid=pid)
-
-    def told_to_end(self, alive: Collection[int], stop: Stop) -> LocalRound:
-        """Return the round after the workers in `alive` were told to end.
-
-        Each worker keeps its first stop, unless that stop allowed it to park.
-        """
-        return replace(
-            self,
-            workers=tuple(
-                replace(fate, stopped=stop)
-                if fate.local_rank in alive and (fate.stopped is None or fate.stopped.may_park)
-                else fate
-                for fate in self.workers
-            ),
-        )
-
-    def charged(self, local_ranks: Collection[int]) -> LocalRound:
-        """Return the round after these parked workers were charged, and so have failed."""
-        return replace(
-            self,
-            workers=tuple(
-                replace(fate, failed=True, stopped=None) if fate.local_rank in local_ranks else fate
-                for fate in self.workers
-            ),
-        )
-
-    def not_kept(self, local_rank: int, reason: str) -> LocalRound:
-        """Return the round after a worker was killed instead of parked."""
-        return self._with(local_rank, why_killed=reason)
-
-    def ended(
-        self,
-        local_rank: int,
-        exit_code: int | None,
-        signal: int | None,
-        at_ms: int,
-        *,
-        failed: bool,
-    ) -> LocalRound:
-        """Return the round after a worker's exit. A worker that was told to end has not failed."""
-        return self._with(
-            local_rank,
-            exit_code=exit_code,
-            signal=signal,
-            ended_ms=at_ms,
-            failed=failed,
-            stopped=None if failed else self.workers[local_rank].stopped,
-        )
-
-    def _with(self, local_rank: int, **changes: object) -> LocalRound:
-        before, fate = self.workers[:local_rank], self.workers[local_rank]
-        changed: WorkerFate = replace(fate, **changes)  # type: ignore[arg-type]
-        return replace(self, workers=(*before, changed, *self.workers[local_rank + 1 :]))
-
-
-@struct(frozen=True)
 class NodeOutcome(Outcome):
     """A job's outcome on this node, with the fates of its last workers."""
 
@@ -146,46 +86,33 @@ class FateRecorder:
     def __init__(
         self, event_log: EventLog, local_world_size: int, now_ms: Callable[[], int]
     ) -> None:
+        self.workers: tuple[WorkerFate, ...] = ()
+        """The last round's workers, by LOCAL_RANK; empty before the first round."""
         self._local_world_size = local_world_size
         self._now_ms = now_ms
         self._event_log = event_log
-        self._round: LocalRound | None = None
+        self._assignment: Assignment | None = None
 
-    @property
-    def workers(self) -> tuple[WorkerFate, ...]:
-        """The last round's workers, by LOCAL_RANK; empty before the first round."""
-        return () if self._round is None else self._round.workers
-
-    async def open(self) -> None:
-        """Start the event handler, if one was requested.
-
-        Raises:
-            InvalidRequestError: the requested handler is unknown.
-        """
-        await self._event_log.open()
-
-    async def close(self) -> None:
-        """Wait until the last events have been recorded."""
-        await self._event_log.close()
-
-    def resume(self, assignment: Assignment, pids: Mapping[int, int]) -> None:
-        """Continue with a round that began under a previous agent."""
-        self._round = LocalRound.begin(assignment, self._local_world_size)
-        for local_rank, pid in pids.items():
-            self._round = self._round.started(local_rank, pid)
+    def begin(self, assignment: Assignment, pids: Mapping[int, int] | None = None) -> None:
+        """Begin a round. If it began under a previous agent, `pids` has its running workers."""
+        self._assignment = assignment
+        first, role_first = assignment.rank_first, assignment.role_rank_first
+        self.workers = tuple(
+            WorkerFate(n, first + n, role_first + n, (pids or {}).get(n))
+            for n in range(self._local_world_size)
+        )
 
     def worker_started(self, local_rank: int, pid: int) -> None:
         """Record that a worker is running. Starts are recorded in LOCAL_RANK order, as in torch."""
-        if self._round is not None:
-            recorded = _started_in_order(self._round)
-            self._round = self._round.started(local_rank, pid)
-            for worker in self._round.workers[recorded : _started_in_order(self._round)]:
-                self._event_log.worker_started(worker)
+        recorded = self._started_in_order()
+        self.workers[local_rank].pid = pid
+        for worker in self.workers[recorded : self._started_in_order()]:
+            self._event_log.worker_started(worker)
 
     def worker_not_kept(self, local_rank: int, pid: int, reason: str) -> None:
         """Record that a worker that was asked to park is being killed."""
-        if self._round is not None and self._has(local_rank, pid):
-            self._round = self._round.not_kept(local_rank, reason)
+        if (fate := self._find(local_rank, pid)) is not None:
+            fate.why_killed = reason
 
     def note(
         self, event: events.Event, state: AgentState, doing: Sequence[commands.Command]
@@ -193,23 +120,13 @@ class FateRecorder:
         """Process an event, the state after it, and the commands about to be carried out."""
         match event:
             case events.WorkerExited() if self._is_current(event.round):
-                assert self._round is not None
                 failed = event.local_rank in {failure.local_rank for failure in state.failures}
-                self._round = self._round.ended(
-                    event.local_rank, event.exit_code, event.signal, self._now_ms(), failed=failed
-                )
-            case events.KeptExited() if self._has(event.local_rank, event.pid):
-                assert self._round is not None
-                failed = self._round.workers[event.local_rank].failed
-                self._round = self._round.ended(
-                    event.local_rank, event.exit_code, event.signal, self._now_ms(), failed=failed
-                )
+                self._end(self.workers[event.local_rank], event, failed=failed)
+            case events.KeptExited():
+                if (fate := self._find(event.local_rank, event.pid)) is not None:
+                    self._end(fate, event, failed=fate.failed)
             case events.Fenced() if self._is_current(event.round):
-                assert self._round is not None
-                stop = Stop(signals.SIGKILL, self._now_ms())
-                self._round = self._round.told_to_end(state.alive, stop)
-            case _:
-                pass
+                self._stop(state.alive, signal.SIGKILL)
         for command in doing:
             self._note_command(command, state)
 
@@ -219,42 +136,154 @@ class FateRecorder:
                 self._event_log.joining(self._now_ms())
             case commands.StartWorkers():
                 self._event_log.round_complete(command.assignment, self._now_ms())
-                self._round = LocalRound.begin(command.assignment, self._local_world_size)
+                self.begin(command.assignment)
             case commands.NotifyWorkers(signum=int(signum)) if self._is_current(command.round):
-                assert self._round is not None
-                stop = Stop(signals.Signals(signum), self._now_ms())
-                self._round = self._round.told_to_end(state.alive, stop)
+                self._stop(state.alive, signum)
             case commands.StopWorkers() if self._is_current(command.round):
-                assert self._round is not None
-                signum = signals.SIGTERM if command.signum is None else command.signum
+                signum = signal.SIGTERM if command.signum is None else command.signum
                 if command.grace_ms == 0:
-                    signum = signals.SIGKILL
-                killed = Stop(signals.SIGKILL, self._now_ms())
-                stop = Stop(signum, self._now_ms(), may_park=command.keep_ms is not None)
-                ended = self._round.told_to_end(state.alive & {*command.not_kept}, killed)
-                self._round = ended.told_to_end(state.alive - {*command.not_kept}, stop)
-            case commands.EndKept() if self._round is not None:
-                signum = signals.SIGTERM if command.grace_ms else signals.SIGKILL
+                    signum = signal.SIGKILL
+                self._stop(state.alive & {*command.not_kept}, signal.SIGKILL)
+                may_park = command.keep_ms is not None
+                self._stop(state.alive - {*command.not_kept}, signum, may_park=may_park)
+            case commands.EndKept():
+                for fate in self.workers:
+                    if fate.local_rank in command.charged:
+                        fate.failed, fate.stopped = True, None
                 kept = {worker.local_rank for worker in state.kept} - {*command.charged}
-                ended = self._round.charged(command.charged)
-                self._round = ended.told_to_end(kept, Stop(signum, self._now_ms()))
-            case _:
-                pass
+                self._stop(kept, signal.SIGTERM if command.grace_ms else signal.SIGKILL)
+
+    def _stop(self, local_ranks: Collection[int], signum: int, *, may_park: bool = False) -> None:
+        """Record that workers are told to end. The first stop counts, unless it let them park."""
+        stop = Stop(signum, self._now_ms(), may_park)
+        for fate in self.workers:
+            if fate.stopped is None or fate.stopped.may_park:
+                fate.stopped = stop if fate.local_rank in local_ranks else fate.stopped
+
+    def _end(
+        self, fate: WorkerFate, exited: events.WorkerExited | events.KeptExited, *, failed: bool
+    ) -> None:
+        fate.exit_code, fate.signal, fate.failed = exited.exit_code, exited.signal, failed
+        fate.ended_ms = self._now_ms()
+        if failed:
+            fate.stopped = None
 
     def outcome(self, outcome: Outcome) -> NodeOutcome:
         """Combine the outcome with the fates of the last workers, and record it."""
         known = {name: getattr(outcome, name) for name in field_names(Outcome)}
-        restarts = 0 if self._round is None else self._round.assignment.restarts
+        restarts = 0 if self._assignment is None else self._assignment.restarts
         ending = NodeOutcome(**known, workers=self.workers, restarts=restarts)
-        self._event_log.ended(self._round, ending, self._now_ms())
+        self._event_log.ended(ending, self._now_ms())
         return ending
 
-    def _has(self, local_rank: int, pid: int) -> bool:
-        return any((one.local_rank, one.pid) == (local_rank, pid) for one in self.workers)
+    def _find(self, local_rank: int, pid: int) -> WorkerFate | None:
+        return next((w for w in self.workers if (w.local_rank, w.pid) == (local_rank, pid)), None)
 
     def _is_current(self, round_: int) -> bool:
-        return self._round is not None and self._round.assignment.round == round_
+        return self._assignment is not None and self._assignment.round == round_
+
+    def _started_in_order(self) -> int:
+        return sum(1 for _ in takewhile(lambda worker: worker.pid is not None, self.workers))
 
 
-def _started_in_order(local: LocalRound) -> int:
-    return sum(1 for _ in takewhile(lambda worker: worker.pid is not None, local.workers))
+# ---------------------------------------------------------------------- the summary
+
+
+def summary(rdzv_id: str, outcome: NodeOutcome) -> str:
+    """Describe the outcome and, after a failure, which worker failed first in the last round."""
+    lines = [f"{rdzv_id}: {outcome.text}"]
+    if outcome.failures:
+        first, *others = outcome.failures
+        lines += ["Root cause, the first failure of the last round:", *_indented(_in_full(first))]
+        if is_connection_error(first):
+            lines.append("It is itself a broken connection: look at its other end.")
+        followed = [failure for failure in others if is_connection_error(failure)]
+        beside = [failure for failure in others if not is_connection_error(failure)]
+        if followed:
+            lines += ["Failed because of it, when their connections broke:", *_in_short(followed)]
+        if beside:
+            lines += ["Failed at the same time, perhaps because of it:", *_in_short(beside)]
+        if outcome.restarts:
+            before = f"Workers had failed before ({counted(outcome.restarts, 'restart')})"
+            lines.append(f"{before}: see `round N ended` above, or `rdzvctl explain`.")
+    if outcome.exit_code != 0:
+        lines += _stopped(outcome.workers)
+    return "\n".join(lines)
+
+
+def root_cause_exit_code(outcome: NodeOutcome) -> tuple[int, str]:
+    """Return the exit code that --exit-code=root-cause asks for, and why it is 1 all the same.
+
+    Every node of a job that has failed knows the same root cause.
+    """
+    if outcome.exit_code != EXIT_FAILED:
+        return outcome.exit_code, ""
+    cause = outcome.failures[0] if outcome.failures else None
+    ended = (cause.exit_code, cause.signal) if cause is not None else (None, None)
+    return root_cause_exit(*ended, own=(EXIT_TRY_AGAIN, EXIT_DENIED, EXIT_NO_PROGRESS))
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def _in_full(failure: Failure) -> list[str]:
+    return [_worker(failure), failure.message, *failure.traceback.splitlines()]
+
+
+def _in_short(failures: Sequence[Failure]) -> list[str]:
+    return _indented(
+        f"{_worker(failure)}: {failure.message.partition(chr(10))[0]}" for failure in failures
+    )
+
+
+def _worker(failure: Failure) -> str:
+    where = f"rank {failure.rank} (local_rank {failure.local_rank}) on {failure.node_id}"
+    how = describe_exit(failure.exit_code, failure.signal)
+    return f"{where} ({failure.address}), pid {failure.pid}: {how}"
+
+
+def _stopped(workers: Sequence[WorkerFate]) -> list[str]:
+    by_end: dict[str, list[int]] = {}
+    for fate in workers:
+        if fate.stopped is not None and fate.pid is not None:
+            by_end.setdefault(_end(fate, fate.stopped), []).append(fate.local_rank)
+    if not by_end:
+        return []
+    ended = counted(sum(map(len, by_end.values())), "worker")
+    ends = (f"local_rank {ranges(ranks)}: {end}" for end, ranks in by_end.items())
+    return [
+        f"Ended by this node's agent ({ended} of {len(workers)}):",
+        *_indented(ends),
+    ]
+
+
+def _end(fate: WorkerFate, stop: Stop) -> str:
+    sent = signal_name(stop.signum)
+    if fate.exit_code is None and fate.signal is None:
+        return f"{sent}; not seen to end"
+    if fate.signal == signal.SIGKILL and fate.why_killed:
+        return f"SIGKILL: {fate.why_killed}"
+    if stop.signum in (signal.SIGKILL, fate.signal):
+        return sent
+    if fate.signal == signal.SIGKILL:
+        return f"{sent}, and SIGKILL {duration(fate.ended_ms - stop.at_ms)} later"
+    return f"{sent}, which it answered with {describe_exit(fate.exit_code, fate.signal)}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Format numbers as a list of ranges.
+
+    >>> ranges([0, 2, 3, 4, 7, 8])
+    '0, 2-4, 7, 8'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    return ", ".join(parts)
