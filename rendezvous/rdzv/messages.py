@@ -1,6 +1,6 @@
 """Values that nodes and the server exchange: reports and announcements. Both ends use them.
 
-`transport.wire` converts them to and from protobuf; `server.engine.announcements_to_nodes` decides
+`transport.wire` converts them to and from protobuf; `server.sessions.announcements` decides
 which node receives which announcement.
 """
 

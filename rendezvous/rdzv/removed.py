@@ -45,7 +45,7 @@ CONSTANTS = {
     "timings.log_answer": f"{_SERVER}.diagnosis.worker_logs.ANSWER_MS",
     "timings.metrics_of_ended": f"{_SERVER}.telemetry.server_metrics.ENDED_JOB_MS",
     "timings.stop_grace": f"{_SERVER}.driver.STOP_GRACE_MS",
-    "timings.store_retry": f"{_SERVER}.engine.store_availability.STORE_RETRY_MS",
+    "timings.store_retry": f"{_SERVER}.engine.store_access.STORE_RETRY_MS",
 }
 """The constant that took the place of each setting that nobody set."""
 

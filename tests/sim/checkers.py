@@ -42,7 +42,6 @@ from rdzv.core.events import (
 from rdzv.core.fleet import job_queue, nodes
 from rdzv.core.fleet.job_queue import Demand, Host, Plan
 from rdzv.core.fleet.node_resources import gpus_needed
-from rdzv.core.fleet.quarantine import QuarantineRecord
 from rdzv.core.kept_ranks import kept_workers
 from rdzv.core.model import (
     MAX_DECLINED,
@@ -62,9 +61,9 @@ from rdzv.core.rendezvous import Transition
 from rdzv.core.snapshots import MAX_LOADS
 from rdzv.errors import RendezvousError
 from rdzv.messages import Placed
-from rdzv.server.engine.job import News
+from rdzv.server.engine.jobs import News
 from rdzv.server.scheduling import placing
-from rdzv.server.scheduling.quarantined_nodes import QUARANTINE
+from rdzv.server.scheduling.fleet import NODES, Restrictions
 from rdzv.stores.base import Record
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace, struct
@@ -384,8 +383,8 @@ class Judge:
 
     def _quarantined(self, server: Server) -> set[str]:
         """Return the nodes that have been quarantined for more than a moment, as stored."""
-        stored = self.world.disk.document(QUARANTINE)
-        record = msgspec.json.decode(stored, type=QuarantineRecord)
+        stored = self.world.disk.document(NODES)
+        record = msgspec.json.decode(stored, type=Restrictions).quarantine
         now_ms = server.process.now_ms()
         return {
             name

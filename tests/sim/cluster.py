@@ -20,7 +20,7 @@ from rdzv.errors import RendezvousConnectionError, RendezvousError, StoreRefused
 from rdzv.runtime.tasks import Tasks
 from rdzv.server import wire
 from rdzv.server.driver import Driver
-from rdzv.server.engine.job import Job, News
+from rdzv.server.engine.jobs import Job, News
 from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.telemetry.metrics_interface import Meter

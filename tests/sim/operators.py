@@ -210,7 +210,7 @@ class Operators:
     def _drained(self) -> list[str]:
         """Return the nodes that an operator wants to be empty."""
         leader = self.world.leader
-        drains = leader.driver.scheduling.drains.all() if leader is not None else {}
+        drains = leader.driver.fleet.drains() if leader is not None else {}
         return [name for name, drain in drains.items() if drain.by_operator]
 
     def ills(self) -> Iterable[str]:
@@ -224,13 +224,13 @@ class Operators:
             yield f"{name} is still drained"
         if leader is None or not world.swarm.specs:
             return
-        if leader.driver.scheduling.placer.settled_at_ms > leader.process.now_ms():
+        if leader.driver.placer.settled_at_ms > leader.process.now_ms():
             yield "the server still waits for nodes that are on their way back"
         for record in leader.driver.leases.records.values():
             # A job that could have it blocks those behind it in the queue.
             if record.stream is None:
                 yield f"the server still waits for {record.node_id}"
-        for node_id, quarantined in leader.driver.scheduling.quarantine.nodes.items():
+        for node_id, quarantined in leader.driver.quarantine.nodes.items():
             if quarantined.until_ms - leader.process.now_ms() <= SOON_MS:
                 yield f"{node_id} is quarantined for a moment yet"
         for agent in world.agents:
@@ -266,11 +266,7 @@ class Operators:
         world = self.world
         leader = world.leader
         state = leader.driver.jobs.peek(job.rdzv_id) if leader is not None else None
-        wait = (
-            leader.driver.scheduling.placer.queue_wait_of(job.rdzv_id)
-            if leader is not None
-            else None
-        )
+        wait = leader.driver.placer.queue_wait_of(job.rdzv_id) if leader is not None else None
         held = [h for a in world.agents if isinstance(a, Daemon) for h in a.held]
         mine = [h for h in held if h.placed.key == (job.rdzv_id, job.run)]
         without_room = [h for h in mine if self._waits_for_room(h)]
@@ -299,8 +295,8 @@ class Operators:
         declined = {one.node_id for one in job.submission.declined}
         # A placement may be stored without any answer.
         cordoned = {
-            *leader.driver.scheduling.cordons.by_node,
-            *leader.driver.scheduling.quarantine.nodes,
+            *leader.driver.fleet.ordered,
+            *leader.driver.quarantine.nodes,
         }
         free = 0
         for agent in self.world.agents:

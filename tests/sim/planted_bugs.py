@@ -6,11 +6,6 @@ from rdzv.structs import struct
 
 SIMULATOR = "sim"
 
-CONNECTIONS = "rendezvous/rdzv/server/sessions/connections.py"
-NODE_COMMANDS = "rendezvous/rdzv/server/sessions/commands_from_nodes.py"
-NODE_JOBS = "rendezvous/rdzv/server/sessions/node_jobs.py"
-RECOVERY = "rendezvous/rdzv/server/sessions/recovery.py"
-REPORTS = "rendezvous/rdzv/server/sessions/reports_from_nodes.py"
 QUARANTINE_TESTS = (
     "tests/unit/core/fleet/test_quarantine.py tests/unit/server/test_quarantine_of_jobs.py"
 )
@@ -22,7 +17,7 @@ KEEPING_TESTS = (
     "tests/unit/core/test_kept_ranks.py "
     "tests/scenarios "
     "tests/unit/core/rounds/test_recovery_reports.py "
-    "tests/unit/server/test_announcements_to_nodes.py"
+    "tests/unit/server/test_announcements.py"
 )
 SNAPSHOT_TESTS = (
     "tests/unit/core/test_snapshots.py "
@@ -118,7 +113,7 @@ MUTANTS = (
     ),
     Mutant(
         "a drained node is placed on",
-        "Hosts._unusable",
+        "Fleet._unusable",
         "            return ReasonItem(drain.reason or no_reason, state=drain.what)",
         "            return None",
     ),
@@ -138,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "a lifted drain is not told to who was away",
-        "Drains.owed",
+        "Fleet.owed",
         "        return UndrainNode() if lifted else None",
         "        return None",
         by="tests/unit/server/test_placing.py",
@@ -201,7 +196,7 @@ MUTANTS = (
     ),
     Mutant(
         "of a drain and a wish the server takes the later deadline",
-        "Drains.of",
+        "Fleet.drain_of",
         "        return min((one for one in both if one), key=",
         "        return max((one for one in both if one), key=",
         by=QUEUE_TESTS,
@@ -215,28 +210,28 @@ MUTANTS = (
     ),
     Mutant(
         "a drain takes the cordon of its node back",
-        "Cordons.lift",
-        "            return left if cordon or alone is None else {**left, node_id: alone}",
-        "            return left",
+        "Fleet.lift",
+        "cordons=_without(now.cordons, node_id) if cordon else now.cordons",
+        "cordons=_without(now.cordons, node_id)",
         by=QUEUE_TESTS,
     ),
     Mutant(
         "a second drain forgets the cordon of its node",
-        "Drains.drain",
-        "            besides = known.alone if known is not None else None",
-        "            besides = known if known is not None and known.due_ms is None else None",
+        "Fleet.drain",
+        "drains={**now.drains, node_id: drain}",
+        "drains={**now.drains, node_id: drain}, cordons=_without(now.cordons, node_id)",
         by=QUEUE_TESTS,
     ),
     Mutant(
         "a cordon lifts a drain",
-        "Cordons.cordon",
-        "            if known is not None and known.due_ms is not None:",
-        "            if False:",
+        "Fleet.cordon",
+        "cordons={**now.cordons, node_id: cordon}",
+        "cordons={**now.cordons, node_id: cordon}, drains=_without(now.drains, node_id)",
         by=QUEUE_TESTS,
     ),
     Mutant(
         "a node is drained below what its jobs need",
-        "Drains.drain",
+        "Fleet.drain",
         "            if short is not None and (why := short(node_id)):",
         "            if short is not None and (why := short(node_id)) and not why:",
         by=QUEUE_TESTS,
@@ -251,16 +246,16 @@ MUTANTS = (
     # ---------------------------------------------------------- health
     Mutant(
         "an unhealthy node is given",
-        "Hosts._unusable",
-        "        if known is None or not known.failing:",
+        "Fleet._unusable",
+        "        if not said.failing:",
         "        if True:",
         by=QUEUE_TESTS,
     ),
     Mutant(
         "an unhealthy node is kept for jobs that wait",
-        "Hosts.all",
-        "            cordoned = cordoned or barred or bool(known.failing)",
-        "            cordoned = cordoned or barred",
+        "Fleet.hosts",
+        "            cordoned = node_id in ordered or barred or bool(said.failing)",
+        "            cordoned = node_id in ordered or barred",
         by=QUEUE_TESTS,
     ),
     Mutant(
@@ -438,7 +433,7 @@ MUTANTS = (
         "after_step",
         "                yield from _superseded(before, event.round)",
         "                pass",
-        by="tests/unit/server/test_announcements_to_nodes.py",
+        by="tests/unit/server/test_announcements.py",
     ),
     # ---------------------------------------------------------- rendezvous: command rules
     Mutant(
@@ -837,13 +832,13 @@ MUTANTS = (
     ),
     Mutant(
         "keeping: nodes are not told who is kept",
-        "announcements_to_nodes._assignment",
+        "announcements._assignment",
         "        kept=participant.kept,\n",
         "",
     ),
     Mutant(
         "keeping: nodes are not told who is at fault",
-        "announcements_to_nodes.after_step",
+        "announcements.after_step",
         "replace(over, culprits=own) if own else over",
         "over",
         by=KEEPING_TESTS,
@@ -1305,19 +1300,19 @@ MUTANTS = (
     ),
     Mutant(
         "who comes back hears nothing of its seat",
-        "announcements_to_nodes.missed",
+        "announcements.missed",
         "told.append(_about_its_seat(state.membership, node_id, now_ms, _reported_rank(belief)))",
         "pass",
     ),
     Mutant(
         "who comes back is not told that its seat was given up",
-        "announcements_to_nodes.missed",
+        "announcements.missed",
         "    if belief.has_workers and belief.round is not None and not current:",
         "    if False:",
     ),
     Mutant(
         "who comes back is not told that its run is over",
-        "announcements_to_nodes.missed",
+        "announcements.missed",
         "    if ended is not None:\n        return (Closed(",
         "    if ended is not None and False:\n        return (Closed(",
         by=_unit(),
@@ -1336,7 +1331,7 @@ MUTANTS = (
     ),
     Mutant(
         "lines have the ranks of another",
-        "announcements_to_nodes._assignment",
+        "announcements._assignment",
         "        rank_first=participant.rank_first,",
         "        rank_first=last.rank_first,",
     ),
@@ -1345,8 +1340,8 @@ MUTANTS = (
         "published before it is stored",
         "Engine._settle",
         "        if stored:\n            await self._persist(job, steps)\n"
-        "        self._publish(job, steps, stored=stored)",
-        "        self._publish(job, steps, stored=stored)\n"
+        "        self.publish(job, steps, stored=stored)",
+        "        self.publish(job, steps, stored=stored)\n"
         "        if stored:\n            await self._persist(job, steps)",
     ),
     Mutant(
@@ -1364,7 +1359,7 @@ MUTANTS = (
     ),
     Mutant(
         "a job's timer is not armed anew",
-        "_publish",
+        "Engine.publish",
         "            job.timer.arm(transition.wake_at_ms)\n            rows",
         "            rows",
     ),
@@ -1377,27 +1372,27 @@ MUTANTS = (
     Mutant(
         "a node's word is dropped while the store is away",
         "NodeCommands.insist",
-        "            await sleep_ms(self._clock, STORE_RETRY_MS)",
-        "            return self._jobs.peek(rdzv_id)",
+        "            await sleep_ms(self._driver.clock, STORE_RETRY_MS)",
+        "            return self._driver.jobs.peek(rdzv_id)",
     ),
     Mutant(
         "jobs are not told who is away",
         "note_event",
-        "NodeAway():\n                self._node_jobs.mark_soon(event.node_id)",
+        "NodeAway():\n                self._driver.node_jobs.mark_soon(event.node_id)",
         "NodeAway():\n                pass",
         by=_unit(),
     ),
     Mutant(
         "nobody is told that its lease has grown",
         "note_event",
-        "                self._streams.send(event.node_id, Lease(interval_ms, event.lease_ms))",
-        "                pass",
+        "self._driver.streams.send(event.node_id, Lease(interval_ms, event.lease_ms))",
+        "pass",
         by=_unit(),
     ),
     Mutant(
         "jobs are not told who is lost",
         "note_event",
-        "                self._node_jobs.mark_soon(event.node_id, lost=event)",
+        "                self._driver.node_jobs.mark_soon(event.node_id, lost=event)",
         "                pass",
     ),
     Mutant(
@@ -1691,13 +1686,13 @@ MUTANTS = (
     ),
     Mutant(
         "cordons are forgotten by the next server",
-        "Scheduling.start",
-        "        await self.cordons.load()\n",
+        "Fleet.load",
+        "        await self._document.load()\n",
         "",
     ),
     Mutant(
         "quarantined nodes are given",
-        "Hosts._unusable",
+        "Fleet._unusable",
         '            return ReasonItem(held.reason, state="quarantined", then=lifted)',
         "            pass",
         by=QUARANTINE_TESTS,
@@ -1705,7 +1700,7 @@ MUTANTS = (
     Mutant(
         "a quarantine is forgotten by the next server",
         "Driver.start",
-        "        await self.scheduling.quarantine.load()\n",
+        "        await self.fleet.load()\n",
         "",
         by=QUARANTINE_TESTS,
     ),
@@ -1926,8 +1921,8 @@ MUTANTS = (
     ),
     Mutant(
         "what a node believes is held against a job as it was before the same commit",
-        "commands_from_nodes.NodeCommands.latest",
-        "        return self._jobs.peek(rdzv_id) or state\n",
+        "NodeCommands.latest",
+        "        return self._driver.jobs.peek(rdzv_id) or state\n",
         "        return state\n",
         by="tests/unit/server/test_driver.py",
     ),

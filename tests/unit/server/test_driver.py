@@ -80,10 +80,9 @@ from rdzv.messages import (
 from rdzv.runtime import log_format
 from rdzv.runtime.clock import Timer
 from rdzv.server.driver import Driver
-from rdzv.server.engine import announcements_to_nodes as told
 from rdzv.server.engine import decide_persist_publish as engine_module
 from rdzv.server.engine.jobs import RECONNECT_MS
-from rdzv.server.engine.store_availability import StoreState
+from rdzv.server.sessions import announcements as told
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.server_settings import Limits
 from rdzv.server.telemetry import event_lines
@@ -636,7 +635,7 @@ async def test_what_waits_for_the_store_is_forgotten_with_the_node_that_said_it(
             s.driver.connections.heard(n9)
             await s.clock.advance(1_000)
         assert "n9" not in s.driver.trouble
-        assert "job-9" not in s.driver.store.state.waiting_jobs
+        assert not s.driver.store.waiting("job-9")
 
 
 async def test_a_store_that_nobody_writes_to_is_found_to_be_back() -> None:
@@ -770,11 +769,12 @@ async def test_who_has_become_another_before_its_join_is_stored_is_lost() -> Non
         assert names[-2:] == ["NodeJoined", "NodeLost"]
 
 
-def test_each_new_reason_for_which_the_store_is_away_is_shown() -> None:
+async def test_each_new_reason_for_which_the_store_is_away_is_shown() -> None:
     shown: list[str | None] = []
-    state = StoreState(FakeClock(), shown.append, lambda: None)
-    for why in ("no answer", "no answer", "it has no leader"):
-        state.failed(RendezvousConnectionError(why), 0, writes=False)
+    async with server() as s:
+        with s.driver.watchers.followed_by(shown.append):
+            for why in ("no answer", "no answer", "it has no leader"):
+                s.driver.store.failed(RendezvousConnectionError(why), 0, writes=False)
     assert shown == [None, None]
 
 
@@ -782,7 +782,7 @@ async def test_what_is_written_to_try_the_store_may_be_there_from_an_earlier_tim
     async with server() as s:
         await s.clock.advance(5_000)
         for _ in range(2):
-            store = s.driver.store.state
+            store = s.driver.store
             store.failed(RendezvousConnectionError("no answer"), s.clock.now_ms(), writes=True)
             await s.clock.advance(5_000)
             assert not store.unwritable
@@ -1433,7 +1433,7 @@ async def test_what_a_node_holds_no_more_of_a_broken_job_ends_no_stream(
 ) -> None:
     async with server() as s:
         n1, _ = await s.pair()
-        s.driver.scheduling.note_holdings("n1", (Holding("job-7", "run-1", 0),))
+        s.driver.fleet.note_holdings("n1", (Holding("job-7", "run-1", 0),))
         broken_for(monkeypatch, "job-7", MarkLost)
         await s.driver.reports.note_holdings(n1, ())
         assert n1.open
@@ -1492,12 +1492,12 @@ async def test_word_of_a_superseded_stream_changes_nothing() -> None:
         former, _ = await s.pair()
         present = s.attach("n1", incarnation=former.incarnation)
         assert former.number != present.number
-        scheduling, hangs = s.driver.scheduling, s.driver.diagnosis.hangs
+        fleet, hangs = s.driver.fleet, s.driver.diagnosis.hangs
         noted: list[str] = []
         relays = (
-            (scheduling, "note_health"),
-            (scheduling, "note_draining"),
-            (scheduling, "note_holdings"),
+            (fleet, "note_health"),
+            (fleet, "note_draining"),
+            (fleet, "note_holdings"),
             (hangs, "take_report"),
             (s.driver.diagnosis.logs, "take"),
             (s.driver.diagnosis.stacks, "take_in"),

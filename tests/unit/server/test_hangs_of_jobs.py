@@ -17,7 +17,7 @@ from rdzv.core.root_cause import describe_failure, is_connection_error
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.messages import Hung, RoundOver, TakeStacks
 from rdzv.server.engine.decide_persist_publish import Engine
-from rdzv.server.engine.store_availability import STORE_RETRY_MS
+from rdzv.server.engine.store_access import STORE_RETRY_MS
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace

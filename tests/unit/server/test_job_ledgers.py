@@ -40,7 +40,7 @@ async def test_the_sums_are_those_of_the_report() -> None:
 async def test_a_server_that_takes_over_counts_from_then() -> None:
     async with scraped() as s:
         await s.pair()
-        state = s.driver.engine.jobs.peek("job-7")
+        state = s.driver.jobs.peek("job-7")
         assert state is not None
         now_ms = s.clock.now_ms()
     ledgers = JobLedgers()

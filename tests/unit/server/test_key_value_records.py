@@ -13,8 +13,7 @@ from rdzv.errors import (
     RendezvousStateError,
     StoreRefusedError,
 )
-from rdzv.server.engine.store_access import StoreAccess
-from rdzv.server.engine.stored_records import KeyValueRecord
+from rdzv.server.engine.store_access import KeyValueRecord, StoreAccess
 from rdzv.stores.memory import MemoryStore
 
 

@@ -176,7 +176,7 @@ async def history(s: Scraped) -> None:
 
 async def submitted_jobs(s: Scraped) -> None:
     """One job is placed on the only eligible node; the other waits for two."""
-    s.driver.scheduling.placer.settled_at_ms = 0
+    s.driver.placer.settled_at_ms = 0
     gpus = tuple(Gpu(f"u{number}", "H100", 1) for number in range(4))
     for node_id in ("g1", "g2"):
         await s.connect(node_id, resources=Resources(gpus=gpus, capacity=2))
@@ -224,7 +224,7 @@ BUDGETS = (
 
 async def test_nodes_that_leave_are_counted_by_whether_something_is_left_on_them() -> None:
     async with scraped() as s:
-        s.driver.scheduling.placer.settled_at_ms = 0
+        s.driver.placer.settled_at_ms = 0
         await s.connect("g2", resources=Resources(capacity=2))
         n1 = await s.connect("n1")
         await s.say(n1, join(n1, (1, 1)))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from rdzv.messages import Announcement, Heard, Joined, Waiting, Welcome
-from rdzv.server.sessions import outbox
-from rdzv.server.sessions.outbox import Outbox
-from rdzv.server.sessions.streams import Stream
+from rdzv.server.sessions import streams as outbox
+from rdzv.server.sessions.streams import Outbox, Stream
 
 WELCOME = Welcome(1, 1_000, 5_000)
 JOINED = Joined("job-7", "run-1", 1)

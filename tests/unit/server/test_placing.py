@@ -51,7 +51,7 @@ def submission(run: str = "sub-1", nodes: tuple[int, int] = (2, 2), **spec: obje
 
 async def daemons(s: Server, *names: str, **more: object) -> list[Stream]:
     """Nodes that accept submitted jobs; their messages so far have been read."""
-    s.driver.scheduling.placer.settled_at_ms = 0
+    s.driver.placer.settled_at_ms = 0
     streams = [await s.connect(name, resources=HAS, **more) for name in names]
     await s.clock.advance(QUIET_MS)
     for stream in streams:
@@ -138,7 +138,7 @@ async def test_a_job_that_no_node_could_ever_take_is_refused() -> None:
             await s.driver.operations.submit_job("job-7", submission(gpus_per_node=2))
         assert await s.driver.views.list() == ()
         # The right one of a server that has just started may be on its way.
-        s.driver.scheduling.placer.settled_at_ms = s.clock.now_ms() + 1
+        s.driver.placer.settled_at_ms = s.clock.now_ms() + 1
         await s.driver.operations.submit_job("job-7", submission(gpus_per_node=2))
 
 
@@ -220,7 +220,7 @@ async def test_what_a_lost_node_had_for_jobs_is_lost_with_it() -> None:
         (n1,) = await daemons(s, "n1")
         s.driver.connections.detach(n1)
         await s.clock.advance(60_000)
-        assert len(s.driver.scheduling.known_nodes) == 0
+        assert not s.driver.fleet.reported
 
 
 async def test_a_node_that_comes_back_hears_what_it_has_missed() -> None:
@@ -324,7 +324,7 @@ async def test_a_cordoned_node_gets_nothing_more_and_stays_so() -> None:
         # It need not be there to be cordoned or uncordoned.
         assert not (await s.driver.nodes.uncordon("n1")).cordoned
         assert s.driver.node_views.summaries() == []
-    await store.swap_document("cordons", b'{"n1":{"reason":"fan","at_ms":5}}', 2)
+    await store.swap_document("nodes", b'{"cordons":{"n1":{"reason":"fan","at_ms":5}}}', 2)
     async with server(store, clock) as s:
         (n1,) = await daemons(s, "n1")
         assert placements(n1) == []
@@ -349,13 +349,21 @@ async def test_what_was_not_stored_is_not_cordoned() -> None:
 
 
 @pytest.mark.quick
-async def test_cordons_that_can_not_be_read_are_left_alone() -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nodes", "the record nodes cannot be read"),
+        ("cordons", "the record cordons is of an rdzvd before its first release"),
+        ("quarantine", "the record quarantine is of an rdzvd before its first release"),
+    ],
+)
+async def test_restrictions_that_can_not_be_read_are_left_alone(name: str, why: str) -> None:
     store = MemoryStore()
-    await store.swap_document("cordons", b"[1]", 0)
-    with pytest.raises(RendezvousStateError, match="cordons cannot be read"):
+    await store.swap_document(name, b"[1]", 0)
+    with pytest.raises(RendezvousStateError, match=why):
         async with server(store):
             pass
-    assert await store.load_document("cordons") == (b"[1]", 1)
+    assert await store.load_document(name) == (b"[1]", 1)
 
 
 # ------------------------------------------------------------------ drains
@@ -507,7 +515,7 @@ async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() 
         age_ms = shown.drain_age_ms
         assert age_ms is not None
         await s.clock.advance(5_000)
-        s.driver.scheduling.note_draining("n1", Draining(25_000, "preempted", 0, own=True))
+        s.driver.fleet.note_draining("n1", Draining(25_000, "preempted", 0, own=True))
         assert s.driver.node_views.summaries(["n1"])[0].drain_age_ms == age_ms + 5_000
         # Another instance of its agent does not wish to leave any more.
         s.driver.connections.detach(n1)
@@ -648,11 +656,11 @@ async def test_while_a_placement_is_in_doubt_its_nodes_are_given_to_nobody_else(
     store = FlakyStore()
     async with server(store) as s:
         (n1,) = await daemons(s, "n1")
-        s.driver.scheduling.placer.stopped = True
+        s.driver.placer.stopped = True
         await s.driver.engine.submit("job-7", submission(nodes=(1, 1)))
-        s.driver.scheduling.placer.stopped = False
+        s.driver.placer.stopped = False
         store.next_write = "lost after"
-        await s.driver.scheduling.placer.place()
+        await s.driver.placer.place()
         store.away, store.next_write = None, ""
         urgent = submission("sub-2", (1, 1), priority=1)
         shown = await s.driver.operations.submit_job("job-8", urgent)
@@ -680,7 +688,7 @@ async def test_who_loses_its_placement_as_it_leaves_is_told_so() -> None:
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await take_up(s, n1, placements(n1)[0], (1, 1))
         read(n1)
-        s.driver.scheduling.placer.stopped = True
+        s.driver.placer.stopped = True
         for left_round in (None, 0):
             leave = Leave("n1", n1.incarnation, "sub-1", LeaveCause.SIGNAL, "SIGTERM", left_round)
             await s.driver.commands.hear(n1, "job-7", leave)

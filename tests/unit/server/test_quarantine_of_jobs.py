@@ -17,7 +17,7 @@ from rdzv.core.events import NodeJoined, NodesPlaced
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.fleet.quarantine import QuarantineRules
 from rdzv.core.model import Offer, Settings
-from rdzv.errors import RendezvousConnectionError, RendezvousStateError, UnknownNodeError
+from rdzv.errors import RendezvousConnectionError, UnknownNodeError
 from rdzv.messages import Assignment, Placed, Withdrawn
 from rdzv.server.driver import Driver
 from rdzv.server.sessions.streams import Stream
@@ -288,7 +288,7 @@ async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_sto
     """Two jobs share two nodes. One has n2 quarantined; the other removes it at its next end."""
     async with server(failures=2, max_nodes=2) as s:
         roomy = replace_capacity(2)
-        s.driver.scheduling.placer.settled_at_ms = 0
+        s.driver.placer.settled_at_ms = 0
         n1, n2, n3 = [await s.connect(name, resources=roomy) for name in ("n1", "n2", "n3")]
         await s.clock.advance(QUIET_MS)
         await training(s, (n1, n2, n3))
@@ -474,13 +474,3 @@ async def test_a_commit_of_the_job_that_fails_is_judged_again_to_the_same_end() 
         assert status.submission.placed == ("n1", "n3")  # type: ignore[union-attr]
         rows = await s.driver.views.history("job-7", 100)
         assert [row.name for row in rows].count("NodeQuarantined") == 1
-
-
-@pytest.mark.quick
-async def test_a_document_that_can_not_be_read_is_left_untouched() -> None:
-    store = MemoryStore()
-    await store.swap_document("quarantine", b"not json", 0)
-    with pytest.raises(RendezvousStateError, match="the record quarantine cannot be read"):
-        async with server(store):
-            pass
-    assert await store.load_document("quarantine") == (b"not json", 1)

@@ -233,7 +233,7 @@ async def test_a_node_is_told_which_runs_are_this_jobs() -> None:
     """So that a job of the same name, of another owner, can not read the output of this one."""
     async with server() as s:
         n1, n2 = await pair(s)
-        state = s.driver.engine.jobs.peek("job-7")
+        state = s.driver.jobs.peek("job-7")
         assert state is not None
         ended = Ended(Result.STOPPED, "", 0)
         earlier = tuple(EndedRun(f"run-{letter}", ended) for letter in "ab")

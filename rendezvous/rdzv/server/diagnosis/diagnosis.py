@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from rdzv.core.events import Event
 from rdzv.core.model import State
 from rdzv.errors import RendezvousConnectionError, RendezvousError
-from rdzv.messages import Announcement
-from rdzv.runtime.clock import Clock
-from rdzv.runtime.tasks import Tasks
 from rdzv.server.diagnosis.progress_tracking import ProgressBoard
 from rdzv.server.diagnosis.reported_hangs import ReportedHangs
 from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
@@ -19,41 +15,32 @@ from rdzv.server.diagnosis.step_milestones import StepMilestones
 from rdzv.server.diagnosis.straggler_tracking import Stragglers
 from rdzv.server.diagnosis.worker_logs import WorkerLogs
 from rdzv.server.diagnosis.worker_starts import WorkerStarts
-from rdzv.server.engine.decide_persist_publish import Engine
-from rdzv.server.engine.store_access import StoreAccess
-from rdzv.server.settings.server_settings import RdzvdSettings
+
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
 
 
 class Diagnosis:
     """One server's observers. Only `hangs` ever changes a job."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        store: StoreAccess,
-        clock: Clock,
-        tasks: Tasks,
-        config: RdzvdSettings,
-        send: Callable[[str, Announcement], bool],
-        note: Callable[[str, tuple[Event, ...]], None],
-    ) -> None:
-        """Use `send` to send messages to nodes and `note` to record events not caused by a step."""
-        self._clock = clock
+    def __init__(self, driver: Driver) -> None:
+        self._clock = clock = driver.clock
+        note, send = driver.note, driver.streams.send
         self.progress = ProgressBoard()
         self.milestones = StepMilestones(note)
         self.starts = WorkerStarts(note)
         self.snapshots = SnapshotTracking(send)
-        self.stragglers = Stragglers(config.progress.straggler_after_ms, note)
+        self.stragglers = Stragglers(driver.config.progress.straggler_after_ms, note)
         self.logs = WorkerLogs(clock, send)
         self.stacks = StackRelay(clock, send)
-        self.stack_archive = StackArchive(store)
+        self.stack_archive = StackArchive(driver.store)
         self.hangs = ReportedHangs(
             clock,
-            tasks,
+            driver.tasks,
             self.stacks,
             self.stack_archive,
-            peek=engine.jobs.peek,
-            submit=engine.submit,
+            peek=driver.jobs.peek,
+            submit=driver.engine.submit,
             tell=note,
         )
 

@@ -26,7 +26,7 @@ from rdzv.runtime.clock import Clock, Timer, sleep_ms
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.diagnosis.stack_archive import StackArchive
 from rdzv.server.diagnosis.stack_collection import StackRelay
-from rdzv.server.engine.store_availability import STORE_RETRY_MS
+from rdzv.server.engine.store_access import STORE_RETRY_MS
 
 log = logging.getLogger("rdzv.hangs")
 

@@ -14,8 +14,7 @@ import logging
 import msgspec
 
 from rdzv.core.evidence.stacks import Report
-from rdzv.server.engine.store_access import StoreAccess
-from rdzv.server.engine.stored_records import KeyValueRecord
+from rdzv.server.engine.store_access import KeyValueRecord, StoreAccess
 from rdzv.stores.base import DOCUMENT_BYTES
 from rdzv.structs import replace, struct
 

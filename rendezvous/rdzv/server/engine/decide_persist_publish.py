@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from rdzv.bounds import refusal
 from rdzv.core import rendezvous
@@ -18,15 +19,11 @@ from rdzv.core.invariants import violations
 from rdzv.core.model import Settings, State
 from rdzv.core.rendezvous import Transition
 from rdzv.errors import InvariantError, RendezvousConnectionError, RendezvousError
-from rdzv.runtime.clock import Clock, LoopWatch
-from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.history import History
-from rdzv.server.engine.job import Asked, Guard, Job, Judge, News, Step
-from rdzv.server.engine.jobs import Jobs
-from rdzv.server.engine.store_access import StoreAccess
-from rdzv.server.settings.server_settings import RdzvdSettings
-from rdzv.server.telemetry.metrics_interface import Meter
+from rdzv.server.engine.jobs import Asked, Guard, Job, News, Step
 from rdzv.structs import replace
+
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
 
 log = logging.getLogger("rdzv.jobs")
 
@@ -39,46 +36,16 @@ AT_ONCE_MS = 100
 class Engine:
     """Runs the commands of one server's jobs."""
 
-    def __init__(
-        self,
-        store: StoreAccess,
-        clock: Clock,
-        watch: LoopWatch,
-        config: RdzvdSettings,
-        tasks: Tasks,
-        new_uid: Callable[[], str],
-        meter: Meter,
-        *,
-        judge: Judge,
-        publish: Callable[[Job, News], None],
-        on_load: Callable[[Job], None],
-    ) -> None:
-        """Call `publish` with each step after its commit, and `on_load` with each loaded job.
-
-        `judge` checks each step before the commit.
-        """
-        self._store = store
-        self._clock = clock
-        self._watch = watch
-        self._tasks = tasks
-        self._new_uid = new_uid
-        self._meter = meter
-        self._limits = config.limits
-        self._judge = judge
-        self._on_step = publish
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._clock = driver.clock
+        self._store = driver.store
         self._waiting: dict[str, deque[Asked]] = {}
         """The commands still to be decided, by rdzv_id."""
-        self.jobs = Jobs(
-            store,
-            clock,
-            config,
-            meter,
-            publish=lambda job, steps: self._publish(job, steps, stored=True),
-            on_load=on_load,
-            on_due=self._on_due,
-            is_waiting=lambda rdzv_id: bool(self._waiting.get(rdzv_id)),
-        )
-        self.history = History(self.jobs, store, clock, tasks, meter)
+
+    def is_waiting(self, rdzv_id: str) -> bool:
+        """Return whether a command is waiting for a job, which then stays in memory."""
+        return bool(self._waiting.get(rdzv_id))
 
     async def submit(self, rdzv_id: str, command: Command, guard: Guard | None = None) -> State:
         """Run one command to completion: decide, persist, publish, in that order.
@@ -108,8 +75,8 @@ class Engine:
                 Join(settings=Settings(min_nodes=least))
                 | Submit(settings=Settings(min_nodes=least))
                 | Scale(min_nodes=least)
-            ) if least > self._limits.nodes:
-                reason = f"is above the {self._limits.nodes} nodes that this server holds"
+            ) if least > (most := self._driver.config.limits.nodes):
+                reason = f"is above the {most} nodes that this server holds"
                 remedy = "lower it, or raise the server's limit `nodes`"
                 raise refusal("--nnodes: min_nodes", least, reason, remedy)
 
@@ -118,7 +85,7 @@ class Engine:
             waiting.append(asked)
         else:
             self._waiting[rdzv_id] = deque([asked])
-            self._tasks.start(self._decide_asked(rdzv_id))
+            self._driver.tasks.start(self._decide_asked(rdzv_id))
 
     async def _decide_asked(self, rdzv_id: str) -> None:
         """Decide a job's waiting commands until none remain, releasing the job between batches."""
@@ -138,7 +105,7 @@ class Engine:
         """Decide the next waiting commands, persist them in one commit, and answer them."""
         batch: list[Asked] = []
         try:
-            async with self.jobs.claim(rdzv_id) as job:
+            async with self._driver.jobs.claim(rdzv_id) as job:
                 until_ms = self._clock.now_ms() + AT_ONCE_MS
                 steps: list[Step] = []
                 while waiting and len(batch) < AT_ONCE and self._clock.now_ms() < until_ms:
@@ -150,7 +117,7 @@ class Engine:
             # the queue.
             for asked in batch or [waiting.popleft()]:
                 if isinstance(error, RendezvousConnectionError) and asked.command != Tick():
-                    self._store.state.waits(rdzv_id, asked.command)
+                    self._store.waits(rdzv_id, asked.command)
                 asked.answer(error)
         finally:
             for asked in batch:
@@ -176,7 +143,7 @@ class Engine:
         state = steps[-1].transition.state if steps else job.state
         command = asked.command
         if isinstance(command, Join):
-            command = replace(command, new_run=self._new_uid())
+            command = replace(command, new_run=self._driver.new_uid())
         try:
             if asked.guard is not None:
                 asked.guard(state)
@@ -184,7 +151,7 @@ class Engine:
         except RendezvousError as error:
             asked.answer(error)
             return
-        first, rows = await self._judge(state, transition)
+        first, rows = await self._driver.quarantine.judge(state, transition)
         job.pending += rows
         if first is not None:
             barred = Step(first, self._decide(state, first))
@@ -244,10 +211,10 @@ class Engine:
         stored = steps[-1].transition.state.membership is not job.state.membership
         if stored:
             await self._persist(job, steps)
-        self._publish(job, steps, stored=stored)
+        self.publish(job, steps, stored=stored)
 
     def _decide(self, state: State, command: Command) -> Transition:
-        now_ms = self._watch.listened_until_ms()
+        now_ms = self._driver.loop_watch.listened_until_ms()
         try:
             return rendezvous.step(state, command, now_ms)
         except RendezvousError:
@@ -260,30 +227,30 @@ class Engine:
     async def _reload_broken(self, job: Job, command: Command, broken: list[str]) -> InvariantError:
         what = f"would break {'; '.join(broken)}"
         log.error("job %s: %s %s", job.rdzv_id, command, what)
-        await self.jobs.load(job)
+        await self._driver.jobs.load(job)
         # Retry after a delay; otherwise a tick that breaks a guarantee would loop without pause.
-        job.timer.arm(self.jobs.retry_at_ms())
+        job.timer.arm(self._driver.jobs.retry_at_ms())
         return _bug(job.rdzv_id, command, what)
 
     async def _persist(self, job: Job, steps: Sequence[Step]) -> None:
         membership = steps[-1].transition.state.membership
-        told = (row for step in steps for row in self.history.rows(step.transition))
+        told = (row for step in steps for row in self._driver.history.rows(step.transition))
         rows = (*job.pending, *told)
         try:
-            with self._meter.committing():
+            with self._driver.meter.committing():
                 swapped = self._store.compare_and_swap(job.rdzv_id, membership, job.revision, rows)
-                job.revision = await self.jobs.write(job, swapped)
+                job.revision = await self._driver.jobs.write(job, swapped)
         except RendezvousConnectionError as error:
             if not error.definite:
                 job.doubt = tuple(steps)
             for step in steps:
                 # Commands without events, such as most ticks, are not reported as waiting.
                 if step.transition.events:
-                    self._store.state.waits(job.rdzv_id, step.command)
+                    self._store.waits(job.rdzv_id, step.command)
             raise
         job.pending = ()
 
-    def _publish(self, job: Job, steps: Sequence[Step], *, stored: bool) -> None:
+    def publish(self, job: Job, steps: Sequence[Step], *, stored: bool) -> None:
         """Apply steps to the job's state in memory, one after another, and announce each of them.
 
         Never waits. `stored` means that the steps' history was stored with them; otherwise the
@@ -292,22 +259,22 @@ class Engine:
         for step in steps:
             before, transition = job.state, step.transition
             after = job.loaded = transition.state
-            self._store.state.decided(job.rdzv_id, step.command)
-            self.jobs.note_end(job)
+            self._store.decided(job.rdzv_id, step.command)
+            self._driver.jobs.note_end(job)
             job.timer.arm(transition.wake_at_ms)
-            rows = self.history.rows(transition)
+            rows = self._driver.history.rows(transition)
             if not stored:
-                self.history.postpone(job, rows)
-            self.history.publish(rows, transition.events)
-            self._meter.count_step(before, after, transition.events, self._clock.now_ms())
+                self._driver.history.postpone(job, rows)
+            self._driver.history.publish(rows, transition.events)
+            self._driver.meter.count_step(before, after, transition.events, self._clock.now_ms())
             news = News(step.command, before, after, transition.events, last=step is steps[-1])
-            self._on_step(job, news)
+            self._driver.publish(job, news)
             if step.asked is not None:
                 step.asked.answer(after)
 
-    def _on_due(self, job: Job, due_ms: int) -> None:
-        if self._watch.late(due_ms):
-            job.timer.arm_by(self._watch.settled_ms)
+    def on_due(self, job: Job, due_ms: int) -> None:
+        if self._driver.loop_watch.late(due_ms):
+            job.timer.arm_by(self._driver.loop_watch.settled_ms)
         else:
             # No caller waits for the outcome; after an error, the job's timer is rearmed.
             outcome: asyncio.Future[State | RendezvousError] = (

@@ -1,14 +1,21 @@
-"""Deletes ended jobs when an operator asks for it, or when they are too many or too old."""
+"""Deletes ended jobs when an operator asks for it, or when they are too many or too old.
+
+A job's age can only be read from the clock, which may be a month ahead when a server starts.
+Servers therefore store the time regularly. If no time was stored for a long period, either no
+server ran or the clock was stepped. The two cannot be told apart, so such a *gap* does not count.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from rdzv.core.model import State, job_state
+from rdzv.core.words import duration
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -16,14 +23,13 @@ from rdzv.errors import (
     RendezvousError,
     UnknownJobError,
 )
-from rdzv.runtime.clock import DAY_MS, Clock, Timer
-from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.clock_steps import TimeSeen
-from rdzv.server.engine.job import Job
-from rdzv.server.engine.jobs import Jobs
-from rdzv.server.engine.store_access import StoreAccess
-from rdzv.server.engine.stored_records import KeyValueRecord
-from rdzv.server.settings.server_settings import RdzvdSettings
+from rdzv.runtime.clock import DAY_MS, Timer
+from rdzv.server.engine.jobs import Job
+from rdzv.server.engine.store_access import KeyValueRecord
+from rdzv.structs import struct
+
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
 
 log = logging.getLogger("rdzv.jobs")
 
@@ -34,23 +40,75 @@ TIME_SEEN = "time-seen"
 PRUNE_EVERY_MS = 3_600_000
 """How often ended jobs are checked, and so how soon a reload of their retention has an effect."""
 
+GAP_MS = DAY_MS
+"""Stored times further apart than this have a gap between them. The usual interval is far
+shorter."""
+
+STEP_MS = 60_000
+"""A clock that is behind by more than this is logged."""
+
+MOST_GAPS = 16
+
+
+@struct(frozen=True)
+class TimeSeen:
+    """The stored value: the latest time and the preceding gaps, oldest first."""
+
+    seen_ms: int = 0
+    gaps: tuple[tuple[int, int], ...] = ()
+
+    def noted(self, now_ms: int, *, at_start: bool = True) -> TimeSeen:
+        """Return the value updated to `now_ms`; with `at_start`, also record and log any gap.
+
+        A clock that was stepped back is only logged. While a server runs, its clock is monotonic
+        and therefore never stepped.
+
+        >>> TimeSeen(1_000).noted(2_000), TimeSeen(1_000).noted(1_000 + 3 * DAY_MS).gaps
+        (TimeSeen(seen_ms=2000, gaps=()), ((1000, 259201000),))
+        """
+        ahead_ms = now_ms - self.seen_ms
+        if not at_start or not self.seen_ms or -STEP_MS <= ahead_ms <= GAP_MS:
+            return TimeSeen(now_ms, self.gaps)
+        if ahead_ms < 0:
+            log.warning(
+                "the clock is %s behind the last time recorded in this store, so it was stepped "
+                "back; times in the future are treated as now",
+                duration(-ahead_ms),
+            )
+            return TimeSeen(now_ms, self.gaps)
+        log.warning(
+            "the clock is %s ahead of the last time recorded in this store: either no server ran "
+            "in between or the clock was stepped; that period does not count toward the age of "
+            "ended jobs",
+            duration(ahead_ms),
+        )
+        return TimeSeen(now_ms, (*self.gaps, (self.seen_ms, now_ms))[-MOST_GAPS:])
+
+    def counted_since(self, at_ms: int, now_ms: int) -> int:
+        """Return how long ago a time was, not counting gaps; a time in the future counts as now.
+
+        >>> TimeSeen(90, ((20, 50), (40, 60))).counted_since(10, now_ms=90)
+        40
+        """
+        counted_ms, reached_ms = 0, at_ms
+        # Gaps overlap if the clock was set back and then stepped forward again.
+        for begin_ms, end_ms in sorted(self.gaps):
+            counted_ms += max(min(begin_ms, now_ms) - reached_ms, 0)
+            reached_ms = max(reached_ms, end_ms)
+        return counted_ms + max(now_ms - reached_ms, 0)
+
 
 class Forgetting:
     """Deletes one server's ended jobs together with their history."""
 
-    def __init__(
-        self, jobs: Jobs, store: StoreAccess, clock: Clock, config: RdzvdSettings, tasks: Tasks
-    ) -> None:
-        self._jobs = jobs
-        self._store = store
-        self._seen = KeyValueRecord(store, TIME_SEEN, msgspec.json.Decoder(TimeSeen).decode)
-        self._clock = clock
-        self._tasks = tasks
-        self._retention = config.retention
-        """Read at each use, because a reload may change the values."""
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._jobs = driver.jobs
+        self._clock = driver.clock
+        self._seen = KeyValueRecord(driver.store, TIME_SEEN, msgspec.json.Decoder(TimeSeen).decode)
         self._time_noted = False
         """Whether this server has stored the time since it started."""
-        self._timer = Timer(clock, lambda _: self.start_pruning())
+        self._timer = Timer(driver.clock, lambda _: self.start_pruning())
 
     def stop(self) -> None:
         self._timer.cancel()
@@ -66,7 +124,7 @@ class Forgetting:
             RendezvousConnectionError: the job may have been deleted; retry.
 
         """
-        error = await asyncio.shield(self._tasks.start(self._forgotten(rdzv_id)))
+        error = await asyncio.shield(self._driver.tasks.start(self._forgotten(rdzv_id)))
         if error is not None:
             raise error
 
@@ -82,7 +140,7 @@ class Forgetting:
     async def _delete(self, job: Job, why: str) -> None:
         """Delete a claimed job whose run has ended from the store, and reset it in memory."""
         try:
-            await self._jobs.write(job, self._store.delete(job.rdzv_id, job.revision))
+            await self._jobs.write(job, self._driver.store.delete(job.rdzv_id, job.revision))
         except RendezvousConnectionError as error:
             if not error.definite:
                 # The next claim finds out whether the job was deleted.
@@ -99,10 +157,12 @@ class Forgetting:
         Jobs that cannot be read are left alone. Never blocks.
         """
         self._timer.arm(self._clock.now_ms() + PRUNE_EVERY_MS)
-        self._tasks.start(self._prune())
+        self._driver.tasks.start(self._prune())
 
     async def _prune(self) -> None:
-        most, kept_ms = self._retention.ended_jobs, self._retention.ended_for_ms
+        # Read at each use, because a reload may change the values.
+        retention = self._driver.config.retention
+        most, kept_ms = retention.ended_jobs, retention.ended_for_ms
         now_ms, ended_at_ms = self._clock.now_ms(), dict(self._jobs.ended)
         try:
             seen = await self._note_time(now_ms)

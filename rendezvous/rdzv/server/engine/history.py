@@ -9,8 +9,7 @@ from rdzv.core.rendezvous import Transition
 from rdzv.errors import RendezvousError
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.job import Job
-from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.jobs import Job, Jobs
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.telemetry import event_lines
 from rdzv.server.telemetry.metrics_interface import Meter

@@ -7,29 +7,34 @@ is therefore always the stored one, and includes everything that was announced.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
+from rdzv.core.commands import Command
+from rdzv.core.events import Event
 from rdzv.core.life import restoring, runs
 from rdzv.core.model import State, Tuning
+from rdzv.core.rendezvous import Transition
 from rdzv.errors import (
     InvariantError,
     LimitExceededError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousStateError,
     StoreRefusedError,
 )
-from rdzv.runtime.clock import Clock, Timer
-from rdzv.server.engine.job import Job, Step
-from rdzv.server.engine.store_access import StoreAccess
-from rdzv.server.engine.store_availability import STORE_RETRY_MS
-from rdzv.server.settings.server_settings import RdzvdSettings
-from rdzv.server.telemetry.metrics_interface import Meter
-from rdzv.stores.base import RevisionConflictError
-from rdzv.structs import replace
+from rdzv.runtime.clock import Timer
+from rdzv.server.engine.store_access import STORE_RETRY_MS
+from rdzv.stores.base import Record, RevisionConflictError
+from rdzv.structs import replace, struct
 from rdzv.transport.node_stream import BACKOFF
+
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
 
 log = logging.getLogger("rdzv.jobs")
 
@@ -39,38 +44,97 @@ RECONNECT_MS = round(BACKOFF.max_s * 1000) + 1_000
 """The time in which all nodes reach a server that has started: their longest wait, and a second."""
 
 
+Guard = Callable[[State], None]
+"""Checks a job's state before a command; refuses the command by raising the caller's error."""
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A command waiting to be decided, with the future that receives its outcome."""
+
+    command: Command
+    guard: Guard | None
+    outcome: asyncio.Future[State | RendezvousError]
+
+    def answer(self, outcome: State | RendezvousError) -> None:
+        """Set the outcome, unless it has already been set or the caller was cancelled."""
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
+@struct(frozen=True)
+class Step:
+    """A command that has been decided but not yet stored, with its transition."""
+
+    command: Command
+    transition: Transition
+    asked: Asked | None = None
+
+
+@struct(frozen=True)
+class News:
+    """A step whose durable half is stored, so that it can be announced."""
+
+    command: Command
+    before: State
+    after: State
+    events: tuple[Event, ...]
+    last: bool = True
+    """Whether this is the last of the steps that were stored together."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A job in memory, guarded as a whole by `lock`."""
+
+    rdzv_id: str
+    timer: Timer
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    claims: int = 0
+    """The number of callers that hold the lock or are waiting for it."""
+    loaded: State | None = None
+    """The job's state, or None until it is loaded. Its durable half is always stored."""
+    revision: int = 0
+    doubt: tuple[Step, ...] = ()
+    """The steps whose commit may or may not have happened."""
+    pending: tuple[Record, ...] = ()
+    """The history rows waiting for the next commit."""
+    noted: int = 0
+    """The number of times that `History.note` has recorded events for this job."""
+    node_ids: set[str] = field(default_factory=set)
+    """A superset of the nodes that are present in the job."""
+
+    @property
+    def state(self) -> State:
+        """The job's state. The caller must hold a claim, which ensures that the job is loaded."""
+        assert self.loaded is not None, "the state of a job is read only under a claim"
+        return self.loaded
+
+    @property
+    def idle(self) -> bool:
+        """Whether the job can be dropped from memory.
+
+        This requires that the job is unclaimed and fully stored, and has no run in progress.
+        """
+        if self.claims or self.doubt or self.pending:
+            return False
+        if self.loaded is None:
+            return not self.node_ids
+        membership = self.loaded.membership
+        return not membership.run or membership.ended is not None
+
+
 class Jobs:
     """All jobs of one server."""
 
-    def __init__(
-        self,
-        store: StoreAccess,
-        clock: Clock,
-        config: RdzvdSettings,
-        meter: Meter,
-        *,
-        publish: Callable[[Job, Sequence[Step]], None],
-        on_load: Callable[[Job], None],
-        on_due: Callable[[Job, int], None],
-        is_waiting: Callable[[str], bool],
-    ) -> None:
-        """Call `publish` with steps in doubt that turn out to be stored.
-
-        `on_load` receives each job that is loaded, and `on_due` each job whose timer is due.
-        `is_waiting` returns whether a command is waiting for a job, which then stays in memory.
-        """
-        self._store = store
-        self._clock = clock
-        self._meter = meter
-        self._limits = config.limits
-        self._tuning = Tuning(config.lease.takeover_grace_ms)
-        if config.store == "memory":
-            forms_from_ms = clock.now_ms() + RECONNECT_MS
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._clock = driver.clock
+        self._store = driver.store
+        self._tuning = Tuning(driver.config.lease.takeover_grace_ms)
+        if driver.config.store == "memory":
+            forms_from_ms = driver.clock.now_ms() + RECONNECT_MS
             self._tuning = replace(self._tuning, forms_from_ms=forms_from_ms)
-        self._publish = publish
-        self._on_load = on_load
-        self._on_due = on_due
-        self._is_waiting = is_waiting
         self._jobs: dict[str, Job] = {}
         self.ended: dict[str, int] = {}
         """When each ended job ended, by rdzv_id; avoids loading a job just to find out."""
@@ -104,24 +168,24 @@ class Jobs:
             raise
         finally:
             job.claims -= 1
-            if job.idle and not self._is_waiting(rdzv_id):
+            if job.idle and not self._driver.engine.is_waiting(rdzv_id):
                 job.timer.cancel()
                 del self._jobs[rdzv_id]
 
     def _new_job(self, rdzv_id: str) -> Job:
-        if len(self._jobs) >= self._limits.jobs:
+        if len(self._jobs) >= (most := self._driver.config.limits.jobs):
             raise LimitExceededError(
-                f"job {rdzv_id} is over the limit: this server holds {self._limits.jobs} jobs; try "
-                "again when others have ended, or raise the limit `jobs`"
+                f"job {rdzv_id} is over the limit: this server holds {most} jobs; try again when "
+                " others have ended, or raise the limit `jobs`"
             )
-        timer = Timer(self._clock, lambda due_ms: self._on_due(job, due_ms))
+        timer = Timer(self._clock, lambda due_ms: self._driver.engine.on_due(job, due_ms))
         job = self._jobs[rdzv_id] = Job(rdzv_id, timer)
         return job
 
     async def load(self, job: Job) -> None:
         """Load a job from the store; if it is not stored, load it as a job that no node has joined.
 
-        Steps in doubt are discarded, and `on_load` is called.
+        Steps in doubt are discarded, and the nodes that have seats are expected to return.
         """
         job.loaded, job.doubt = None, ()
         stored = await self._store.load(job.rdzv_id)
@@ -132,9 +196,9 @@ class Jobs:
             job.loaded = restoring.restore(stored.membership, self._tuning, now_ms)
             job.revision = stored.revision
         self.note_end(job)
-        self._meter.loaded(job.loaded, now_ms)
+        self._driver.meter.loaded(job.loaded, now_ms)
         job.timer.arm(now_ms)
-        self._on_load(job)
+        self._driver.recovery.on_load(job)
 
     async def _resolve(self, job: Job, steps: Sequence[Step]) -> None:
         """Find out whether the commit of the steps in doubt happened.
@@ -147,7 +211,7 @@ class Jobs:
             job.doubt = ()
         elif stored and stored.membership == steps[-1].transition.state.membership:
             job.revision, job.doubt, job.pending = revision, (), ()
-            self._publish(job, steps)
+            self._driver.engine.publish(job, steps, stored=True)
         else:
             await self.load(job)
 

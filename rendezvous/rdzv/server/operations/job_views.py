@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING
 
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stragglers import Straggler
@@ -11,17 +12,14 @@ from rdzv.core.model import State
 from rdzv.core.reason import ReasonItem
 from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, UnknownJobError
-from rdzv.runtime.clock import Clock
-from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.diagnosis.worker_starts import Starts
-from rdzv.server.engine.decide_persist_publish import Engine
-from rdzv.server.engine.store_availability import StoreState
-from rdzv.server.engine.watchers import Watchers
-from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.stores.base import Record
 from rdzv.structs import replace
 from rdzv.view.answers import JobStatus
 from rdzv.view.explain import view
+
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
 
 WATCHERS = 1_000
 """The number of callers that watch jobs at once. Each costs a message for every change."""
@@ -30,23 +28,8 @@ WATCHERS = 1_000
 class JobViews:
     """One server's jobs as operators see them."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        store_state: StoreState,
-        clock: Clock,
-        *,
-        scheduling: Scheduling,
-        diagnosis: Diagnosis,
-        watchers: Watchers,
-    ) -> None:
-        self._jobs = engine.jobs
-        self._history = engine.history
-        self._store_state = store_state
-        self._clock = clock
-        self._scheduling = scheduling
-        self._diagnosis = diagnosis
-        self._watchers = watchers
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
         self.watching = 0
         """The number of callers that are watching a job."""
 
@@ -62,10 +45,10 @@ class JobViews:
             RendezvousConnectionError: the job is not stored yet, or the store is unavailable.
 
         """
-        state = await self._jobs.look(rdzv_id)
+        state = await self._driver.jobs.look(rdzv_id)
         if not state.membership.run:
-            if self._store_state.waiting(rdzv_id):
-                trouble = self._store_state.trouble_of(rdzv_id)
+            if self._driver.store.waiting(rdzv_id):
+                trouble = self._driver.store.trouble_of(rdzv_id)
                 raise RendezvousConnectionError(f"job {rdzv_id} is not stored yet: {trouble}")
             raise UnknownJobError(
                 f"no job {rdzv_id} is known here; `rdzvctl list` shows those that are"
@@ -73,13 +56,13 @@ class JobViews:
         return state
 
     def of(self, state: State) -> JobStatus:
-        rdzv_id, scheduling = state.membership.rdzv_id, self._scheduling
-        wait, drains = scheduling.placer.queue_wait_of(rdzv_id), scheduling.drains.all()
-        shown = view(state, self._clock.now_ms(), wait, drains)
+        rdzv_id, drains = state.membership.rdzv_id, self._driver.fleet.drains()
+        wait = self._driver.placer.queue_wait_of(rdzv_id)
+        shown = view(state, self._driver.clock.now_ms(), wait, drains)
         # The view shows the stored state; the reason names commands that are waiting to be stored.
-        if state.membership.ended is not None and not self._store_state.waiting(rdzv_id):
+        if state.membership.ended is not None and not self._driver.store.waiting(rdzv_id):
             return shown
-        if not (trouble := self._store_state.trouble_of(rdzv_id)):
+        if not (trouble := self._driver.store.trouble_of(rdzv_id)):
             return shown
         items = (ReasonItem(trouble), *shown.reason.items)
         return replace(shown, reason=replace(shown.reason, items=items))
@@ -99,8 +82,8 @@ class JobViews:
             )
         self.watching += 1
         try:
-            while not self._watchers.closed:
-                changed = self._watchers.next_change(rdzv_id)
+            while not self._driver.watchers.closed:
+                changed = self._driver.watchers.next_change(rdzv_id)
                 yield await self.status(rdzv_id)
                 await changed.wait()
             raise RendezvousConnectionError("this server no longer serves; ask again")
@@ -111,7 +94,7 @@ class JobViews:
         return tuple([view async for view in self.each()])
 
     async def each(self) -> AsyncGenerator[JobStatus, None]:
-        async with contextlib.aclosing(self._jobs.each()) as states:
+        async with contextlib.aclosing(self._driver.jobs.each()) as states:
             async for state in states:
                 # A job that was forgotten in the meantime is left out.
                 if state.membership.run:
@@ -119,32 +102,36 @@ class JobViews:
 
     def progress(self, rdzv_id: str) -> tuple[RankProgress, ...]:
         """Return the progress of the workers in a job's live round, in RANK order."""
-        state = self._jobs.peek(rdzv_id)
+        state = self._driver.jobs.peek(rdzv_id)
         return (
-            self._diagnosis.progress.shown(state, self._clock.now_ms()) if state is not None else ()
+            self._driver.diagnosis.progress.shown(state, self._driver.clock.now_ms())
+            if state is not None
+            else ()
         )
 
     def stragglers(self, rdzv_id: str) -> tuple[Straggler, ...]:
         """Return the stragglers in a job's live round, in RANK order."""
-        return self._diagnosis.stragglers.shown(rdzv_id)
+        return self._driver.diagnosis.stragglers.shown(rdzv_id)
 
     def starts(self, rdzv_id: str) -> Mapping[str, Starts]:
         """Return how the workers of a job's live round were started, by node."""
-        state = self._jobs.peek(rdzv_id)
-        return self._diagnosis.starts.shown(state) if state is not None else {}
+        state = self._driver.jobs.peek(rdzv_id)
+        return self._driver.diagnosis.starts.shown(state) if state is not None else {}
 
     def snapshots(self, rdzv_id: str) -> SnapshotsKnown:
         """Return what is known about the snapshots of a job's state in its nodes' memory."""
-        state = self._jobs.peek(rdzv_id)
-        return self._diagnosis.snapshots.shown(state) if state is not None else SnapshotsKnown()
+        state = self._driver.jobs.peek(rdzv_id)
+        return (
+            self._driver.diagnosis.snapshots.shown(state) if state is not None else SnapshotsKnown()
+        )
 
     def hangs(self, rdzv_id: str) -> str:
         """Return a description of a job's currently hanging workers; empty if none hangs."""
-        return self._diagnosis.hangs.shown(rdzv_id)
+        return self._driver.diagnosis.hangs.shown(rdzv_id)
 
     def noted(self, rdzv_id: str) -> int:
         """Return how many of a job's recorded events were not caused by a step."""
-        return self._history.noted(rdzv_id)
+        return self._driver.history.noted(rdzv_id)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         """Return a job's newest events, oldest first.
@@ -154,4 +141,4 @@ class JobViews:
 
         """
         await self.state(rdzv_id)
-        return await self._history.of(rdzv_id, limit)
+        return await self._driver.history.of(rdzv_id, limit)

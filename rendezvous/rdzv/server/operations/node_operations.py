@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rdzv.messages import LookAgain
-from rdzv.server.engine.watchers import Watchers
-from rdzv.server.operations.node_views import NodeViews
-from rdzv.server.scheduling.scheduling import Scheduling
-from rdzv.server.sessions.node_jobs import NodeJobs
-from rdzv.server.sessions.streams import Streams
 from rdzv.view.answers import Node
+
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
 
 
 class NodeOperations:
@@ -20,38 +20,26 @@ class NodeOperations:
 
     """
 
-    def __init__(
-        self,
-        *,
-        views: NodeViews,
-        scheduling: Scheduling,
-        streams: Streams,
-        node_jobs: NodeJobs,
-        watchers: Watchers,
-    ) -> None:
-        self._views = views
-        self._scheduling = scheduling
-        self._streams = streams
-        self._node_jobs = node_jobs
-        self._watchers = watchers
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
 
     async def cordon(self, node_id: str, reason: str) -> Node:
         """Stop placing jobs on a node."""
-        await self._scheduling.cordons.cordon(node_id, reason)
-        self._watchers.nodes_changed()
-        return self._views.summary(node_id)
+        await self._driver.fleet.cordon(node_id, reason)
+        self._driver.watchers.nodes_changed()
+        return self._driver.node_views.summary(node_id)
 
     async def uncordon(self, node_id: str) -> Node:
         """Allow jobs on a node again by lifting its cordon, drain and quarantine.
 
         A connected node is asked to rerun its health checks.
         """
-        if not await self._scheduling.quarantine.lift(node_id):
-            self._scheduling.cordons.check_known(node_id)
-        await self._scheduling.drains.lift(node_id, cordon=True)
-        self._streams.send(node_id, LookAgain())
-        self._watchers.nodes_changed()
-        return self._views.summary(node_id)
+        if not await self._driver.quarantine.lift(node_id):
+            self._driver.fleet.check_known(node_id)
+        await self._driver.fleet.lift(node_id, cordon=True)
+        self._driver.streams.send(node_id, LookAgain())
+        self._driver.watchers.nodes_changed()
+        return self._driver.node_views.summary(node_id)
 
     async def drain(
         self, node_id: str, deadline_ms: int, reason: str, *, force: bool = False
@@ -62,17 +50,17 @@ class NodeOperations:
             TooFewNodesError: without `force`, one of its jobs would be left with too few nodes.
 
         """
-        short = self._scheduling.placer.short_without if not force else None
-        await self._scheduling.drains.drain(node_id, deadline_ms, reason, short)
+        short = self._driver.placer.short_without if not force else None
+        await self._driver.fleet.drain(node_id, deadline_ms, reason, short)
         self._show_drain(node_id)
-        return self._views.summary(node_id)
+        return self._driver.node_views.summary(node_id)
 
     async def undrain(self, node_id: str, *, cordon: bool = False) -> Node:
-        self._scheduling.cordons.check_known(node_id)
-        await self._scheduling.drains.lift(node_id, cordon=cordon)
+        self._driver.fleet.check_known(node_id)
+        await self._driver.fleet.lift(node_id, cordon=cordon)
         self._show_drain(node_id)
-        return self._views.summary(node_id)
+        return self._driver.node_views.summary(node_id)
 
     def _show_drain(self, node_id: str) -> None:
-        for rdzv_id in self._node_jobs.jobs_of(node_id):
-            self._watchers.job_changed(rdzv_id)
+        for rdzv_id in self._driver.node_jobs.jobs_of(node_id):
+            self._driver.watchers.job_changed(rdzv_id)

@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from rdzv.core.fleet import nodes
 from rdzv.core.fleet.job_queue import Host
 from rdzv.core.fleet.node_resources import Resources
 from rdzv.core.life.submitted_jobs import awaited
 from rdzv.core.model import State
-from rdzv.runtime.clock import Clock
-from rdzv.server.engine.jobs import Jobs
-from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.telemetry.metrics_interface import Room
 from rdzv.structs import replace
 from rdzv.transport.wire import convert
 from rdzv.view import answers
 from rdzv.view.answers import Node, NodeJob
 
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
+
 
 class NodeViews:
     """One server's nodes as operators see them."""
 
-    def __init__(
-        self,
-        jobs: Jobs,
-        clock: Clock,
-        records: Callable[[], Mapping[str, nodes.NodeRecord]],
-        scheduling: Scheduling,
-    ) -> None:
-        self._jobs = jobs
-        self._clock = clock
-        self._records = records
-        self._known = scheduling.known_nodes
-        self._cordons = scheduling.cordons
-        self._drains = scheduling.drains
-        self._hosts = scheduling.hosts
-        self._quarantine = scheduling.quarantine
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
 
     def room(self) -> Room:
         gpus, places = ({"free": 0, "taken": 0, "unusable": 0} for _ in range(2))
-        hosts = self._hosts.all(self._jobs.states)
+        hosts = self._driver.fleet.hosts(self._driver.jobs.states)
         for host in hosts:
             left = "unusable" if host.unusable else "free"
             has, takes = len(host.resources.gpus), host.resources.capacity
@@ -50,23 +38,27 @@ class NodeViews:
             places[left] += host.places_free
             places["taken"] += takes - host.places_free
         barred = {
-            "cordoned": len(self._cordons.by_node),
-            "quarantined": len(self._quarantine.nodes),
+            "cordoned": len(self._driver.fleet.ordered),
+            "quarantined": len(self._driver.quarantine.nodes),
         }
         return Room(gpus, places, barred, self._count_drains(hosts))
 
     def _count_drains(self, hosts: Iterable[Host]) -> dict[str, int]:
         found = {"draining": 0, "drained": 0}
-        if drains := self._drains.all():
+        if drains := self._driver.fleet.drains():
             busy = {host.node_id for host in hosts if host.taken}
-            busy |= {n for state in self._jobs.states for n, _ in _memberships(state)}
+            busy |= {n for state in self._driver.jobs.states for n, _ in _memberships(state)}
             found["draining"] = len(drains.keys() & busy)
             found["drained"] = len(drains) - found["draining"]
         return found
 
     def summaries(self, node_ids: Collection[str] = ()) -> list[Node]:
         """Return the views of all known, cordoned or quarantined nodes, or only of `node_ids`."""
-        known = {*self._records(), *self._cordons.by_node, *self._quarantine.nodes}
+        known = {
+            *self._driver.leases.records,
+            *self._driver.fleet.ordered,
+            *self._driver.quarantine.nodes,
+        }
         return self._show(sorted(known.intersection(node_ids) if node_ids else known))
 
     def summary(self, node_id: str) -> Node:
@@ -75,9 +67,9 @@ class NodeViews:
         return summary
 
     def _show(self, node_ids: Iterable[str]) -> list[Node]:
-        states, now_ms = self._jobs.states, self._clock.now_ms()
-        hosts = {host.node_id: host for host in self._hosts.all(states)}
-        records = self._records()
+        states, now_ms = self._driver.jobs.states, self._driver.clock.now_ms()
+        hosts = {host.node_id: host for host in self._driver.fleet.hosts(states)}
+        records = self._driver.leases.records
         jobs_of: dict[str, list[NodeJob]] = {}
         for state in states:
             for node_id, job in _memberships(state):
@@ -97,10 +89,12 @@ class NodeViews:
         jobs_of: Mapping[str, list[NodeJob]],
         now_ms: int,
     ) -> Node:
-        ordered, known = self._cordons.of(node_id), self._known.of(node_id)
-        cordon = ordered and (ordered.alone or ordered)
-        quarantined = self._quarantine.nodes.get(node_id)
-        drain = self._drains.of(node_id)
+        fleet = self._driver.fleet
+        known, own = fleet.reported.get(node_id), fleet.restrictions.cordons.get(node_id)
+        ordered = fleet.restrictions.drains.get(node_id)
+        cordon = own or ordered
+        quarantined = self._driver.quarantine.nodes.get(node_id)
+        drain = self._driver.fleet.drain_of(node_id)
         state = "gone" if record is None else "away" if record.stream is None else "connected"
         shown = Node(
             node_id=node_id,
@@ -116,7 +110,7 @@ class NodeViews:
             cordon_reason=(cordon.reason if cordon is not None else "") or None,
             cordon_age_ms=max(now_ms - cordon.at_ms, 0) if cordon is not None else None,
             metrics=(known.metrics if known is not None else "") or None,
-            cordoned_besides=ordered is not None and ordered.besides is not None,
+            cordoned_besides=own is not None and ordered is not None,
         )
         if quarantined is not None:
             shown = replace(

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection
+from typing import TYPE_CHECKING
 
 from rdzv.core.evidence.stacks import Report
 from rdzv.core.model import State
 from rdzv.core.words import listed
 from rdzv.errors import InvalidRequestError, RendezvousClosedError, RendezvousConnectionError
 from rdzv.messages import LogsWanted
-from rdzv.server.diagnosis.diagnosis import Diagnosis
-from rdzv.server.engine.watchers import Watchers
-from rdzv.server.operations.job_views import JobViews
 from rdzv.view.answers import LogLines
+
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
 
 
 class WorkerViews:
     """The workers of one server's jobs as operators see them."""
 
-    def __init__(self, views: JobViews, diagnosis: Diagnosis, watchers: Watchers) -> None:
-        self._views = views
-        self._logs = diagnosis.logs
-        self._stacks = diagnosis.stacks
-        self._stack_archive = diagnosis.stack_archive
-        self._watchers = watchers
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
 
     async def read_logs(self, rdzv_id: str, wanted: LogsWanted) -> AsyncGenerator[LogLines, None]:
         """Yield the output of a job's workers as their nodes send it.
@@ -36,10 +33,10 @@ class WorkerViews:
             RendezvousConnectionError: this server no longer serves.
 
         """
-        state = await self._views.state(rdzv_id)
-        if self._watchers.closed:
+        state = await self._driver.views.state(rdzv_id)
+        if self._driver.watchers.closed:
             raise RendezvousConnectionError("this server no longer serves; ask again")
-        reader = self._logs.open(state, wanted)
+        reader = self._driver.diagnosis.logs.open(state, wanted)
         try:
             while (lines := await reader.next()) is not None:
                 yield lines
@@ -57,7 +54,7 @@ class WorkerViews:
             RendezvousConnectionError: the store is unavailable, or this server no longer serves.
 
         """
-        state = await self._views.state(rdzv_id)
+        state = await self._driver.views.state(rdzv_id)
         membership = state.membership
         if run and run != membership.run:
             raise RendezvousClosedError(
@@ -65,7 +62,7 @@ class WorkerViews:
             )
         live = _live_round(state)
         if live is not None and number in (None, live):
-            return await self._stacks.take(state, why)
+            return await self._driver.diagnosis.stacks.take(state, why)
         found, kept = await self._kept_stacks(state, number)
         if found is None:
             raise _no_stacks(rdzv_id, number, live, kept)
@@ -80,7 +77,7 @@ class WorkerViews:
             RendezvousConnectionError: the store is unavailable, or this server no longer serves.
 
         """
-        state = await self._views.state(rdzv_id)
+        state = await self._driver.views.state(rdzv_id)
         found, kept = await self._kept_stacks(state, number)
         if found is not None:
             return found
@@ -96,11 +93,11 @@ class WorkerViews:
     ) -> tuple[Report | None, Collection[int]]:
         """Return a round's stacks or the latest ones, and the numbers of rounds that have any."""
         rdzv_id, run = state.membership.rdzv_id, state.membership.run
-        kept = await self._stack_archive.rounds(rdzv_id, run)
+        kept = await self._driver.diagnosis.stack_archive.rounds(rdzv_id, run)
         wanted = number if number is not None else max(kept, default=None)
         if wanted is None or wanted not in kept:
             return None, kept
-        return await self._stack_archive.find(rdzv_id, run, wanted), kept
+        return await self._driver.diagnosis.stack_archive.find(rdzv_id, run, wanted), kept
 
 
 def _live_round(state: State) -> int | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rdzv.errors import NotLeaderError, RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, sleep_ms
 from rdzv.server.driver import Driver
-from rdzv.server.engine.store_availability import STORE_RETRY_MS
+from rdzv.server.engine.store_access import STORE_RETRY_MS
 from rdzv.server.replication.leader_probe import LeaderProbe
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.server.telemetry.metrics_interface import Figures, Meter

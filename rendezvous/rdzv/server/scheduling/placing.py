@@ -1,19 +1,17 @@
 """Places submitted jobs: gets a plan from `core/fleet/job_queue` and carries it out.
 
-The plan depends on what each node reports about itself (`known_nodes`), whether the node is
-connected, and what operators have ordered for it (`cordons`, `drains`). Each placement is a command
-to the job's rendezvous, and is decided, stored and announced like any other. This module therefore
-stores nothing itself, and a server that takes over continues from the stored jobs.
+The plan depends on what each node has and what keeps it from jobs (`Fleet.hosts`). Each placement
+is a command to the job's rendezvous, and is decided, stored and announced like any other. This
+module therefore stores nothing itself, and a server that takes over continues from the stored jobs.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from rdzv.core.commands import Command, GiveUp, Place, Withdraw
-from rdzv.core.fleet import nodes
 from rdzv.core.fleet.job_queue import (
     Plan,
     QueuedWait,
@@ -28,15 +26,13 @@ from rdzv.core.model import JobSpec, State
 from rdzv.core.reason import ReasonItem
 from rdzv.core.words import counted, duration
 from rdzv.errors import InvalidRequestError, RendezvousError
-from rdzv.runtime.clock import Clock, Timer
-from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.decide_persist_publish import Engine
-from rdzv.server.engine.store_availability import STORE_RETRY_MS
-from rdzv.server.scheduling.drains import Drains, takes_part
-from rdzv.server.scheduling.hosts import Hosts
-from rdzv.server.scheduling.known_nodes import KnownNodes
-from rdzv.server.scheduling.quarantined_nodes import Quarantine
+from rdzv.runtime.clock import Timer
+from rdzv.server.engine.store_access import STORE_RETRY_MS
+from rdzv.server.scheduling.fleet import takes_part
 from rdzv.structs import replace
+
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
 
 log = logging.getLogger("rdzv.scheduling")
 
@@ -48,44 +44,18 @@ QUIET_MS = 20
 class Placer:
     """Places one server's submitted jobs whenever a change may have made that possible."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        clock: Clock,
-        tasks: Tasks,
-        records: Callable[[], Mapping[str, nodes.NodeRecord]],
-        lock: asyncio.Lock,
-        *,
-        known: KnownNodes,
-        drains: Drains,
-        hosts: Hosts,
-        quarantine: Quarantine,
-        settle_ms: int,
-    ) -> None:
-        """Hold `lock` while placing jobs, so that no node is cordoned in the meantime.
-
-        For `settle_ms` after the start, nodes may still be reconnecting.
-        """
-        self._engine = engine
-        self._jobs = engine.jobs
-        self._clock = clock
-        self._tasks = tasks
-        self._records = records
-        self._lock = lock
-        self._known = known
-        self._drains = drains
-        self._hosts = hosts
-        self._quarantine = quarantine
-        self._settle_ms = settle_ms
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._clock = driver.clock
         self.settled_at_ms = 0
         """The time until which nodes may still be reconnecting to this server."""
         self.stopped = False
         """Whether `stop` has been called."""
-        self._timer = Timer(clock, self._look)
+        self._timer = Timer(driver.clock, self._look)
         self._waits: Mapping[str, QueuedWait] = {}
 
     def start(self) -> None:
-        self.settled_at_ms = self._clock.now_ms() + self._settle_ms
+        self.settled_at_ms = self._clock.now_ms() + self._driver.config.lease.takeover_grace_ms
         self._timer.arm_by(self._clock.now_ms())
 
     def stop(self) -> None:
@@ -94,7 +64,7 @@ class Placer:
 
     def wake(self) -> None:
         """Schedule placement of jobs soon, once for all changes that arrive together."""
-        if not self.stopped and (self._known or self._waits):
+        if not self.stopped and (self._driver.fleet.reported or self._waits):
             self._timer.arm_by(self._clock.now_ms() + QUIET_MS)
 
     def queue_wait_of(self, rdzv_id: str) -> QueuedWait | None:
@@ -102,11 +72,11 @@ class Placer:
         return self._waits.get(rdzv_id)
 
     def _look(self, due_ms: int) -> None:
-        self._tasks.start(self.place())
+        self._driver.tasks.start(self.place())
 
     async def place(self) -> None:
         """Decide which jobs get which nodes now, and store and announce the decisions."""
-        async with self._lock:
+        async with self._driver.fleet.placing:
             await self._bar()
             done: list[tuple[str, Command]] = []
             while not self.stopped and await self._resolved() and (commands := self._decide()):
@@ -117,7 +87,7 @@ class Placer:
                     return
                 for rdzv_id, command in commands:
                     try:
-                        await self._engine.submit(rdzv_id, command)
+                        await self._driver.engine.submit(rdzv_id, command)
                     except RendezvousError as error:
                         log.warning("cannot place job %s now, will retry: %s", rdzv_id, error)
                         self._timer.arm_by(self._clock.now_ms() + STORE_RETRY_MS)
@@ -126,14 +96,14 @@ class Placer:
 
     async def _bar(self) -> None:
         """Bar quarantined nodes from all jobs before any job gets new nodes."""
-        bar = self._quarantine.bar
+        bar = self._driver.quarantine.bar
         barred = dict(bar.barred)
-        for state in self._jobs.states:
+        for state in self._driver.jobs.states:
             membership = state.membership
             if membership.submission is None or membership.ended or state.barred == barred:
                 continue
             try:
-                await self._engine.submit(membership.rdzv_id, bar)
+                await self._driver.engine.submit(membership.rdzv_id, bar)
             except RendezvousError as error:
                 log.warning(
                     "cannot release nodes from job %s now, will retry: %s",
@@ -147,9 +117,9 @@ class Placer:
 
         Return False if one cannot be resolved now; it will be retried.
         """
-        for rdzv_id in self._jobs.doubtful:
+        for rdzv_id in self._driver.jobs.doubtful:
             try:
-                async with self._jobs.claim(rdzv_id):
+                async with self._driver.jobs.claim(rdzv_id):
                     pass
             except RendezvousError as error:
                 log.warning(
@@ -164,16 +134,20 @@ class Placer:
     def _decide(self) -> list[tuple[str, Command]]:
         """Return the commands that are due now, and set the timer for later ones."""
         now_ms = self._clock.now_ms()
-        states = [state for state in self._jobs.states if state.membership.submission is not None]
+        states = [
+            state for state in self._driver.jobs.states if state.membership.submission is not None
+        ]
         if not states:
             # No job is waiting for nodes, so there is no need to look at thousands of them.
             self._waits = {}
             return []
-        going = self._drains.all()
+        going = self._driver.fleet.drains()
         asked = [demand(state, now_ms, going.keys()) for state in states]
         demands = {d.rdzv_id: d for d in asked if d is not None}
         settled = now_ms >= self.settled_at_ms
-        decided = place_queued_jobs(demands.values(), self._hosts.all(states), settled=settled)
+        decided = place_queued_jobs(
+            demands.values(), self._driver.fleet.hosts(states), settled=settled
+        )
         self._waits = decided.waits
         if demands:
             self._arm(states, now_ms)
@@ -191,7 +165,7 @@ class Placer:
 
     def _vanished(self, states: Iterable[State]) -> dict[str, tuple[str, ...]]:
         """Return the chosen nodes that have not joined and are no longer known, by job."""
-        records = self._records()
+        records = self._driver.leases.records
         vanished = {
             state.membership.rdzv_id: tuple(n for n in awaited(state) if n not in records)
             for state in states
@@ -212,7 +186,7 @@ class Placer:
         """
         if self._clock.now_ms() < self.settled_at_ms:
             return
-        hosts = self._hosts.all(self._jobs.states)
+        hosts = self._driver.fleet.hosts(self._driver.jobs.states)
         if (miss := nearest_miss(spec, hosts)) is not None:
             raise InvalidRequestError(
                 f"none of the nodes known here could ever take this job; the best match: {miss}. "
@@ -223,10 +197,10 @@ class Placer:
         """Return which jobs would have too few nodes without this one; empty if there are none."""
         states = [
             state
-            for state in self._jobs.states
+            for state in self._driver.jobs.states
             if state.membership.ended is None and takes_part(state, node_id)
         ]
-        going = {*self._drains.all(), node_id}
+        going = {*self._driver.fleet.drains(), node_id}
         return "; ".join(why for state in states if (why := self._short(state, going)))
 
     def _short(self, state: State, going: set[str]) -> str:
@@ -249,12 +223,12 @@ class Placer:
     def _free_for(self, state: State, going: set[str]) -> int:
         """Count the nodes that are about to join a submitted job or on which it could be placed."""
         coming = [n for n in awaited(state) if n not in going]
-        states = [s for s in self._jobs.states if s.membership.submission is not None]
+        states = [s for s in self._driver.jobs.states if s.membership.submission is not None]
         hosts = [
             replace(host, unusable=ReasonItem("", state="drained"))
             if host.node_id in going
             else host
-            for host in self._hosts.all(states)
+            for host in self._driver.fleet.hosts(states)
         ]
         now_ms = self._clock.now_ms()
         asked = [demand(other, now_ms, going) for other in states]

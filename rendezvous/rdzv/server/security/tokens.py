@@ -29,8 +29,7 @@ from rdzv.errors import (
 )
 from rdzv.runtime.clock import DAY_MS, MINUTE_MS, Clock
 from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.store_access import StoreAccess
-from rdzv.server.engine.stored_records import KeyValueRecord, unreadable
+from rdzv.server.engine.store_access import KeyValueRecord, StoreAccess, unreadable
 from rdzv.server.security.callers import Caller, Role, implied
 from rdzv.structs import replace, struct
 

@@ -1,59 +1,120 @@
-"""Opens and closes nodes' streams, and handles the loss of nodes."""
+"""Opens and closes nodes' streams, renews their leases, and handles the loss of nodes.
+
+The nodes core works in memory and never waits, so it needs no lock. A timer notices expired leases
+(`Leases.expire`), and the core decides which nodes are lost. After a *pause* of the server itself,
+every lease is renewed, and no deadline counts until the messages that arrived during the pause have
+been read (`LoopWatch`).
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
+from rdzv.core.commands import Tick
 from rdzv.core.fleet import nodes
 from rdzv.core.model import Instance
 from rdzv.errors import LimitExceededError, RendezvousConnectionError
 from rdzv.messages import Hello, Lease, Servers, Welcome
-from rdzv.runtime.clock import Clock, LoopWatch
-from rdzv.server.diagnosis.diagnosis import Diagnosis
-from rdzv.server.engine.watchers import Watchers
-from rdzv.server.scheduling.scheduling import Scheduling
+from rdzv.runtime.clock import Timer
 from rdzv.server.security import roles
 from rdzv.server.security.callers import ANYBODY, Caller
-from rdzv.server.sessions.node_jobs import NodeJobs
-from rdzv.server.sessions.node_leases import Leases
-from rdzv.server.sessions.streams import Stream, Streams
-from rdzv.server.settings.server_settings import Limits
-from rdzv.server.telemetry.metrics_interface import Meter
-from rdzv.server.telemetry.scrape_targets import ScrapeTargets
+from rdzv.server.sessions.streams import Stream
+from rdzv.structs import replace
+
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
+
+log = logging.getLogger("rdzv.driver")
+
+HEAR_EVERY_MS = 1_000
+"""How often heartbeats enter the nodes core, in batches. The shortest lease is 2 s."""
 
 OUTBOX = 1_024
 """The number of messages that wait for one slow reader before its stream is closed."""
 
 
+class Leases:
+    """One server's nodes and their leases."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._nodes = nodes.Nodes(leadership=0, rules=driver.config.lease)
+        self._timer = Timer(driver.clock, self.expire)
+        self._heard: set[str] = set()
+        self._hear_timer = Timer(driver.clock, lambda _: self._feed_heard())
+
+    def start(self, leadership: int) -> None:
+        """Set this server's leadership number, on which incarnations are based."""
+        self._nodes = replace(self._nodes, leadership=leadership)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+        self._hear_timer.cancel()
+
+    @property
+    def leadership(self) -> int:
+        """This server's leadership number, which every message carries."""
+        return self._nodes.leadership
+
+    @property
+    def records(self) -> Mapping[str, nodes.NodeRecord]:
+        return self._nodes.records
+
+    @property
+    def lease_ms(self) -> int:
+        """The lease that a node would receive if it connected now."""
+        return self._nodes.rules.lease_for(len(self._nodes.records))
+
+    def heartbeat_interval_ms(self, lease_ms: int) -> int:
+        return self._nodes.rules.interval_for(lease_ms)
+
+    def hear(self, node_id: str) -> None:
+        """Renew the lease of a node that has sent a message, batched with other renewals."""
+        self._heard.add(node_id)
+        self._hear_timer.arm_by(self._driver.clock.now_ms() + HEAR_EVERY_MS)
+
+    def disconnect(self, command: nodes.Disconnect) -> None:
+        """Record the end of a stream, after renewing the lease for any messages received on it."""
+        if command.node_id in self._heard:
+            self._feed_heard()
+        self.step(command)
+
+    def step(self, command: nodes.NodesCommand) -> None:
+        """Apply a command to the nodes core and pass on the resulting events."""
+        transition = nodes.step(self._nodes, command, self._driver.clock.now_ms())
+        self._nodes = transition.nodes
+        self._timer.arm(transition.wake_at_ms)
+        for event in transition.events:
+            self._driver.connections.note_event(event)
+
+    def expire(self, due_ms: int) -> None:
+        """Give up nodes whose leases have expired; after a pause, wait until all input is read."""
+        if self._driver.loop_watch.late(due_ms):
+            self._timer.arm_by(self._driver.loop_watch.settled_ms)
+            return
+        self._feed_heard()
+        self.step(Tick())
+
+    def _feed_heard(self) -> None:
+        self._hear_timer.cancel()
+        if self._heard:
+            heard, self._heard = frozenset(self._heard), set()
+            self.step(nodes.Hear(heard))
+
+    def renew(self, late_ms: int) -> None:
+        """Renew every lease, because silence while this server was paused proves nothing."""
+        log.warning("this server was blocked for %.1f s; renewing all leases", late_ms / 1000)
+        self.step(nodes.Pause())
+
+
 class Connections:
     """Attaches nodes to one server and detaches them."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        watch: LoopWatch,
-        limits: Limits,
-        meter: Meter,
-        *,
-        streams: Streams,
-        leases: Leases,
-        node_jobs: NodeJobs,
-        scheduling: Scheduling,
-        diagnosis: Diagnosis,
-        targets: ScrapeTargets,
-        watchers: Watchers,
-    ) -> None:
-        self._clock = clock
-        self._watch = watch
-        self._limits = limits
-        self._meter = meter
-        self._streams = streams
-        self._leases = leases
-        self._node_jobs = node_jobs
-        self._scheduling = scheduling
-        self._diagnosis = diagnosis
-        self._targets = targets
-        self._watchers = watchers
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
         self._callers: dict[str, str] = {}
         """The name of the caller that speaks for each known node, by node_id."""
         self._numbers = itertools.count(1)
@@ -89,96 +150,96 @@ class Connections:
             incarnation=hello.incarnation,
             fence_after_ms=hello.fence_after_ms,
         )
-        self._leases.step(connect)
-        record = self._leases.records[hello.node_id]
+        self._driver.leases.step(connect)
+        record = self._driver.leases.records[hello.node_id]
         stream = Stream(
             number,
             hello.node_id,
             record.incarnation,
             OUTBOX,
-            self._meter.sent,
+            self._driver.meter.sent,
             caller,
             Instance(hello.instance, hello.fence_after_ms),
             takes_several=hello.takes_several,
         )
         self._callers[hello.node_id] = caller.name
-        self._meter.stream_opened()
-        self._targets.note(hello.node_id, hello.metrics)
-        self._diagnosis.note_gone(hello.node_id)
-        self._streams.add(stream)
-        self._scheduling.note_hello(hello)
-        interval_ms = self._leases.heartbeat_interval_ms(record.lease_ms)
+        self._driver.meter.stream_opened()
+        self._driver.scrape_targets.note(hello.node_id, hello.metrics)
+        self._driver.diagnosis.note_gone(hello.node_id)
+        self._driver.streams.add(stream)
+        self._driver.fleet.note_hello(hello)
+        interval_ms = self._driver.leases.heartbeat_interval_ms(record.lease_ms)
         stream.send(Welcome(record.incarnation, interval_ms, record.lease_ms))
         if self._standing_by.addresses:
             stream.send(self._standing_by)
-        if (owed := self._scheduling.drains.owed(hello)) is not None:
+        if (owed := self._driver.fleet.owed(hello)) is not None:
             stream.send(owed)
-        self._diagnosis.logs.note_connected(hello.node_id)
+        self._driver.diagnosis.logs.note_connected(hello.node_id)
         return stream
 
     def note_standing_by(self, addresses: tuple[str, ...]) -> None:
         """Send the list of standby servers to all nodes, now and as each node connects."""
         if addresses != self._standing_by.addresses:
             self._standing_by = Servers(addresses)
-            for stream in list(self._streams.open.values()):
+            for stream in list(self._driver.streams.open.values()):
                 stream.send(self._standing_by)
 
     def _refuse_hello(self, hello: Hello) -> None:
-        if self._streams.closed:
+        if self._driver.streams.closed:
             raise RendezvousConnectionError("this server is stopping; connect again")
-        leadership = self._leases.leadership
+        leadership = self._driver.leases.leadership
         if hello.leadership > leadership:
             raise RendezvousConnectionError(
                 f"this server (leadership {leadership}) was superseded by one with leadership "
                 f"{hello.leadership}; try another endpoint"
             )
-        known = self._leases.records
-        if hello.node_id not in known and len(known) >= self._limits.nodes:
+        known = self._driver.leases.records
+        if hello.node_id not in known and len(known) >= self._driver.config.limits.nodes:
             raise LimitExceededError(
                 f"node {hello.node_id} is over the limit: this server holds "
-                f"{self._limits.nodes} nodes; raise the limit `nodes`"
+                f"{self._driver.config.limits.nodes} nodes; raise the limit `nodes`"
             )
 
     def detach(self, stream: Stream) -> None:
         """Record that a stream has ended. Its node is now away, and is lost if it stays away."""
         stream.close()
-        if self._streams.remove(stream):
-            self._diagnosis.note_gone(stream.node_id)
-        if not self._streams.closed:
-            self._watch.listened_until_ms()
+        if self._driver.streams.remove(stream):
+            self._driver.diagnosis.note_gone(stream.node_id)
+        if not self._driver.streams.closed:
+            self._driver.loop_watch.listened_until_ms()
             # A node whose connection was lost while this server was paused may have been trying to
             # reach it.
-            unheard = self._clock.now_ms() < self._watch.settled_ms
-            self._leases.disconnect(nodes.Disconnect(stream.node_id, stream.number, unheard))
+            unheard = self._driver.clock.now_ms() < self._driver.loop_watch.settled_ms
+            self._driver.leases.disconnect(nodes.Disconnect(stream.node_id, stream.number, unheard))
 
     def heard(self, stream: Stream) -> None:
         """Renew a node's lease because the node has sent a message."""
-        self._meter.received()
-        self._leases.hear(stream.node_id)
+        self._driver.meter.received()
+        self._driver.leases.hear(stream.node_id)
 
     def plan_away(self, stream: Stream, deadline_ms: int) -> None:
         """Record that an agent is going away on purpose and will return within `deadline_ms`."""
-        self._leases.step(nodes.PlanAway(stream.node_id, stream.number, deadline_ms))
+        self._driver.leases.step(nodes.PlanAway(stream.node_id, stream.number, deadline_ms))
 
     def note_event(self, event: nodes.NodesEvent) -> None:
         """Update streams, jobs, placement and diagnosis after an event from the nodes core."""
         match event:
             case nodes.NodeConnected():
-                self._streams.close(event.node_id, event.stale_stream, "a newer one is open")
-                self._node_jobs.mark_soon(event.node_id)
-                self._scheduling.placer.wake()
+                self._driver.streams.close(event.node_id, event.stale_stream, "a newer one is open")
+                self._driver.node_jobs.mark_soon(event.node_id)
+                self._driver.placer.wake()
             case nodes.LeaseGrown():
-                interval_ms = self._leases.heartbeat_interval_ms(event.lease_ms)
-                self._streams.send(event.node_id, Lease(interval_ms, event.lease_ms))
+                interval_ms = self._driver.leases.heartbeat_interval_ms(event.lease_ms)
+                self._driver.streams.send(event.node_id, Lease(interval_ms, event.lease_ms))
             case nodes.NodeAway():
-                self._node_jobs.mark_soon(event.node_id)
-                self._scheduling.placer.wake()
+                self._driver.node_jobs.mark_soon(event.node_id)
+                self._driver.placer.wake()
             case nodes.NodeGivenUp():
-                self._meter.node_lost()
+                self._driver.meter.node_lost()
                 self._callers.pop(event.node_id, None)
-                self._targets.lose(event.node_id, self._clock.now_ms())
-                self._scheduling.note_lost(event.node_id)
+                self._driver.scrape_targets.lose(event.node_id, self._driver.clock.now_ms())
+                self._driver.fleet.note_lost(event.node_id)
                 why = f"given up: {event.reason}"
-                self._streams.close(event.node_id, event.stream, why)
-                self._node_jobs.mark_soon(event.node_id, lost=event)
-        self._watchers.nodes_changed()
+                self._driver.streams.close(event.node_id, event.stream, why)
+                self._driver.node_jobs.mark_soon(event.node_id, lost=event)
+        self._driver.watchers.nodes_changed()

@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Mapping, Set
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rdzv.core.commands import Command, Join, MarkAway, MarkBack, MarkLost, Resume, Withdraw
 from rdzv.core.events import NodesPlaced, RunEnded
@@ -19,13 +20,12 @@ from rdzv.core.life.leaving import unheard
 from rdzv.core.model import State
 from rdzv.core.words import listed
 from rdzv.errors import RendezvousConnectionError, RendezvousError
-from rdzv.runtime.clock import Clock, sleep_ms
-from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.decide_persist_publish import Engine
-from rdzv.server.engine.job import Job, News
-from rdzv.server.engine.store_availability import STORE_RETRY_MS
-from rdzv.server.sessions.node_leases import Leases
-from rdzv.server.sessions.streams import Streams
+from rdzv.runtime.clock import sleep_ms
+from rdzv.server.engine.jobs import Job, News
+from rdzv.server.engine.store_access import STORE_RETRY_MS
+
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
 
 log = logging.getLogger("rdzv.driver")
 
@@ -37,19 +37,8 @@ thousand nodes, each loss takes 0.12 ms."""
 class NodeJobs:
     """The nodes of each job on one server, and the jobs of each node."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        leases: Leases,
-        streams: Streams,
-        clock: Clock,
-        tasks: Tasks,
-    ) -> None:
-        self._engine = engine
-        self._leases = leases
-        self._streams = streams
-        self._clock = clock
-        self._tasks = tasks
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
         self._jobs_of: dict[str, set[str]] = {}
         """A superset of the jobs in which each node is present, by node_id."""
         self._to_mark: dict[str, dict[str, nodes.NodeGivenUp | None]] = {}
@@ -69,7 +58,7 @@ class NodeJobs:
 
     def _remove(self, job: Job, node_id: str) -> None:
         job.node_ids.discard(node_id)
-        if stream := self._streams.of(node_id):
+        if stream := self._driver.streams.of(node_id):
             stream.forget(job.rdzv_id)
         if rdzv_ids := self._jobs_of.get(node_id):
             rdzv_ids.discard(job.rdzv_id)
@@ -93,7 +82,7 @@ class NodeJobs:
 
     def _note_present(self, job: Job, command: Join | Resume) -> None:
         self.add(job, command.node_id)
-        stream = self._streams.of(command.node_id)
+        stream = self._driver.streams.of(command.node_id)
         if stream is None or stream.incarnation != command.incarnation:
             # The node's stream ended while the command was being decided, and nothing else reports
             # that to the job.
@@ -114,7 +103,7 @@ class NodeJobs:
             to_mark = self._to_mark.get(rdzv_id)
             if to_mark is None:
                 self._to_mark[rdzv_id] = {node_id: lost}
-                self._tasks.start(self._mark_all(rdzv_id))
+                self._driver.tasks.start(self._mark_all(rdzv_id))
             else:
                 # The node's state is read when the node is marked, so one entry is enough.
                 to_mark[node_id] = lost or to_mark.get(node_id)
@@ -123,7 +112,7 @@ class NodeJobs:
         """Mark a job's nodes as away, back or lost until all of them have been marked."""
         to_mark = self._to_mark[rdzv_id]
         try:
-            while to_mark and not self._streams.closed:
+            while to_mark and not self._driver.streams.closed:
                 # Let other tasks run in between, no matter how many nodes there are.
                 await asyncio.sleep(0)
                 marked = {
@@ -132,7 +121,7 @@ class NodeJobs:
                 if not await self._mark(rdzv_id, marked):
                     for node_id, lost in marked.items():
                         to_mark.setdefault(node_id, lost)
-                    await sleep_ms(self._clock, STORE_RETRY_MS)
+                    await sleep_ms(self._driver.clock, STORE_RETRY_MS)
         finally:
             del self._to_mark[rdzv_id]
 
@@ -140,12 +129,12 @@ class NodeJobs:
         """Update a job about these nodes in one commit; return False if it must be retried."""
         names = listed(marked)
         try:
-            async with self._engine.jobs.claim(rdzv_id) as job:
+            async with self._driver.jobs.claim(rdzv_id) as job:
                 choices = [
                     partial(self._mark_command, job, node_id, lost)
                     for node_id, lost in marked.items()
                 ]
-                for refused in await self._engine.steps(job, choices):
+                for refused in await self._driver.engine.steps(job, choices):
                     log.error(
                         "job %s: could not record the state of %s: %s", rdzv_id, names, refused
                     )
@@ -159,7 +148,7 @@ class NodeJobs:
         self, job: Job, node_id: str, lost: nodes.NodeGivenUp | None, state: State
     ) -> Command | None:
         held = state.incarnation(node_id)
-        record = self._leases.records.get(node_id)
+        record = self._driver.leases.records.get(node_id)
         if held is None and node_id in state.placed:
             if record is not None or lost is None:
                 return None
@@ -185,7 +174,7 @@ class NodeJobs:
 
     def _mark_former(self, record: nodes.NodeRecord, held: int) -> Command | None:
         """Return the command that gives up a former instance once its successor was greeted."""
-        stream = self._streams.of(record.node_id)
+        stream = self._driver.streams.of(record.node_id)
         if stream is not None and stream.greeted and stream.number == record.stream:
             reason = "a new instance of the node took its place"
             return MarkLost(record.node_id, held, reason, heard=True)

@@ -1,10 +1,15 @@
-"""Nodes' open streams, each with a bounded outbox. All messages to nodes pass through here."""
+"""Nodes' open streams, each with a bounded outbox. All messages to nodes pass through here.
+
+gRPC's work per message does not depend on its length, and makes up most of a node's cost to a
+server. Messages that are not urgent therefore wait briefly, to be written together with others.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from rdzv.core.commands import Join
 from rdzv.core.model import UNKNOWN_INSTANCE, Instance, State
@@ -19,15 +24,75 @@ from rdzv.messages import (
     Assignment,
     Closed,
     Joined,
+    Lease,
     Refused,
     RoundOver,
+    Servers,
     Waiting,
+    Welcome,
 )
-from rdzv.runtime.clock import Clock
-from rdzv.server.engine import announcements_to_nodes
-from rdzv.server.engine.job import News
+from rdzv.server.engine.jobs import News
 from rdzv.server.security.callers import ANYBODY, Caller
-from rdzv.server.sessions.outbox import Outbox
+from rdzv.server.sessions import announcements
+
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
+
+LINGER_S = 0.05
+"""The maximum time for which a message waits for others."""
+
+AT_ONCE = 64
+"""The maximum number of messages written at once."""
+
+_PATIENT = (Welcome, Servers, Joined, Lease, Waiting)
+"""Messages that may wait, because a node does not act on them urgently."""
+
+
+class Outbox:
+    """A bounded queue with a single reader. Messages keep their order."""
+
+    def __init__(self, limit: int, *, lingers: bool) -> None:
+        """Hold at most `limit` messages. Without `lingers`, every message is due at once."""
+        self.limit = limit
+        self._lingers = lingers
+        self._waiting: list[Announcement] = []
+        self._due = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def put(self, told: Announcement) -> bool:
+        """Add a message, or return False if the queue is full."""
+        if len(self._waiting) >= self.limit:
+            return False
+        self._waiting.append(told)
+        if not self._lingers or not isinstance(told, _PATIENT):
+            self._due.set()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LINGER_S, self._due.set)
+        return True
+
+    def close(self) -> None:
+        """Close the outbox: `take` no longer waits, and returns no more messages."""
+        self._closed = True
+        self._due.set()
+
+    async def take(self) -> list[Announcement]:
+        """Wait until a message is due, and return the waiting messages as `take_now` does.
+
+        Returns an empty list once the outbox is closed.
+        """
+        await self._due.wait()
+        return [] if self._closed else self.take_now()
+
+    def take_now(self) -> list[Announcement]:
+        """Remove and return up to `AT_ONCE` waiting messages, due or not, oldest first."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        told, self._waiting = self._waiting[:AT_ONCE], self._waiting[AT_ONCE:]
+        if not self._waiting:
+            self._due.clear()
+        return told
 
 
 class Stream:
@@ -127,10 +192,8 @@ class Stream:
 class Streams:
     """The open streams of one server, one for each connected node."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self.forks: Callable[[State], bool | None] = lambda _state: None
-        """Whether zygotes serve a job's script, as in `Joined`; set by the driver."""
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
         self._open: dict[str, Stream] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -179,14 +242,14 @@ class Streams:
 
     def announce(self, news: News) -> None:
         """Send the messages that a step causes to the nodes concerned. Never waits."""
-        now_ms = self._clock.now_ms()
+        now_ms = self._driver.clock.now_ms()
         if isinstance(news.command, Join):
             self._announce_join(news.before, news.after, news.command, now_ms)
-        for node_id, message in announcements_to_nodes.after_step(
+        for node_id, message in announcements.after_step(
             news.before, news.after, news.events, now_ms
         ):
             stream = self._open.get(node_id)
-            if stream is not None and announcements_to_nodes.concerns(
+            if stream is not None and announcements.concerns(
                 news.after, node_id, stream.incarnation, message
             ):
                 stream.send(message)
@@ -194,11 +257,11 @@ class Streams:
     def _announce_join(self, before: State, after: State, command: Join, now_ms: int) -> None:
         membership, node_id = after.membership, command.node_id
         run = (membership.rdzv_id, membership.run, membership.run_number)
-        self.send(node_id, Joined(*run, self.forks(after)))
+        self.send(node_id, Joined(*run, self._driver.diagnosis.starts.forks(after)))
         if node_id in after.waiting:
-            self.send(node_id, announcements_to_nodes.waiting(after, node_id, now_ms))
+            self.send(node_id, announcements.waiting(after, node_id, now_ms))
         stream = self._open.get(node_id)
-        missed = announcements_to_nodes.missed_assignment(before, command, now_ms)
+        missed = announcements.missed_assignment(before, command, now_ms)
         if stream is not None and stream.incarnation == command.incarnation and missed is not None:
             stream.send(missed, again=True)
 

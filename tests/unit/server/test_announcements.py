@@ -9,7 +9,7 @@ from rdzv.core.events import RunBegan
 from rdzv.core.model import KeptWorker, RecoveryReport, Settings
 from rdzv.core.rendezvous import step
 from rdzv.messages import Assignment, Belief, Joined, RoundOver
-from rdzv.server.engine import announcements_to_nodes
+from rdzv.server.sessions import announcements
 from rdzv.structs import replace
 
 SETTINGS = Settings(1, 3, last_call_timeout_ms=60_000)
@@ -28,7 +28,7 @@ def test_who_waited_hears_of_an_adopted_run_before_its_line() -> None:
     assert any(isinstance(event, RunBegan) for event in transition.events)
     heard = [
         message
-        for node_id, message in announcements_to_nodes.after_step(
+        for node_id, message in announcements.after_step(
             before, transition.state, transition.events, 0
         )
         if node_id == "n1"
@@ -45,7 +45,7 @@ def test_who_runs_a_round_that_a_later_one_has_followed_elsewhere_hears_so() -> 
     recovery = RecoveryReport(9, 0, 1, 0, 1, 0, 1, "n4.net", 29501, True, 0, SETTINGS, offer("n4"))
     before = job.state
     transition = step(before, Resume("n4", 1, run, 9, recovery), job.now_ms)
-    heard = dict(announcements_to_nodes.after_step(before, transition.state, transition.events, 0))
+    heard = dict(announcements.after_step(before, transition.state, transition.events, 0))
     assert heard.keys() == {"n1", "n2", "n3"}
     for message in heard.values():
         assert isinstance(message, RoundOver)
@@ -58,7 +58,7 @@ def test_a_node_hears_which_of_its_workers_are_not_kept() -> None:
     job.join("n1", "n2", local_world_size=2)
     before, hung = job.state, report(3, None, "hung: RANK 3", local_rank=1)
     transition = step(before, Fail("n2", 1, RUN, 0, (hung,)), job.now_ms)
-    heard = dict(announcements_to_nodes.after_step(before, transition.state, transition.events, 0))
+    heard = dict(announcements.after_step(before, transition.state, transition.events, 0))
     assert {n: m.culprits for n, m in heard.items() if isinstance(m, RoundOver)} == {
         "n1": (),
         "n2": (1,),
@@ -66,7 +66,7 @@ def test_a_node_hears_which_of_its_workers_are_not_kept() -> None:
     assert all(isinstance(m, RoundOver) and m.end.keep for m in heard.values())
     # One that was away at that moment receives the same when it comes back.
     belief = Belief("job-7", RUN, 0, has_workers=True)
-    (over,) = announcements_to_nodes.missed(transition.state, "n2", belief, 0)
+    (over,) = announcements.missed(transition.state, "n2", belief, 0)
     assert isinstance(over, RoundOver)
     assert (over.culprits, over.end.keep) == ((1,), True)
 
@@ -77,7 +77,7 @@ def test_workers_of_a_round_that_another_has_followed_need_not_park() -> None:
     job.lost("n2")
     job.stopped("n1")
     belief = Belief("job-7", RUN, 0, has_workers=True)
-    (over,) = announcements_to_nodes.missed(job.state, "n2", belief, 0)
+    (over,) = announcements.missed(job.state, "n2", belief, 0)
     assert isinstance(over, RoundOver)
     assert (job.round.number, over.round, over.end.keep) == (1, 0, False)
 
@@ -92,7 +92,7 @@ def test_a_server_that_takes_over_says_again_who_is_kept() -> None:
         job.stopped(node_id, local_world_size=2, kept=offers)
     job.crash()
     belief = Belief("job-7", RUN, 0, has_workers=False)
-    told = {n: announcements_to_nodes.missed(job.state, n, belief, 0)[-1] for n in ("n1", "n2")}
+    told = {n: announcements.missed(job.state, n, belief, 0)[-1] for n in ("n1", "n2")}
     lines = {n: line for n, line in told.items() if isinstance(line, Assignment)}
     assert {n: (line.kept, line.charged_suspects) for n, line in lines.items()} == {
         "n1": ((0, 1), ()),

@@ -1,0 +1,399 @@
+"""What keeps nodes from jobs, and what nodes have for them: the record of each node but its stream.
+
+Cordons and drains by operators, and quarantines, are stored in one key-value record. What a node
+reports about itself (its resources, its health, the jobs that it holds, and its own drain because
+it is being preempted or its agent is ending) is kept in memory until the node is lost, because the
+node repeats it in every hello.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from rdzv.core.events import NodeDrained, NodeUndrained
+from rdzv.core.fleet.job_queue import Host
+from rdzv.core.fleet.node_resources import Drain, FailingCheck, Resources, gpus_needed
+from rdzv.core.fleet.node_resources import told as drain_words
+from rdzv.core.fleet.quarantine import Quarantined, QuarantineRecord
+from rdzv.core.model import State
+from rdzv.core.reason import ReasonItem
+from rdzv.core.words import duration
+from rdzv.errors import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+    TooFewNodesError,
+    UnknownNodeError,
+)
+from rdzv.messages import Announcement, Draining, DrainNode, Hello, Holding, UndrainNode
+from rdzv.server.engine.store_access import KeyValueRecord
+from rdzv.structs import replace, struct
+
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
+
+log = logging.getLogger("rdzv.scheduling")
+
+V = TypeVar("V")
+
+NODES = "nodes"
+"""The name of the key-value record that stores what keeps nodes from jobs."""
+
+FORMER = ("cordons", "quarantine")
+"""The names of the records that stored it before the first release."""
+
+
+@struct(frozen=True)
+class Cordon:
+    """A node's cordon: an operator has ordered that nothing is placed on it."""
+
+    reason: str
+    at_ms: int
+
+
+@struct(frozen=True)
+class Restrictions:
+    """What keeps nodes from jobs, by node_id; stored unchanged."""
+
+    cordons: Mapping[str, Cordon] = field(default_factory=dict)
+    drains: Mapping[str, Drain] = field(default_factory=dict)
+    """The drains by operators. A node may have a cordon besides, and keeps it afterwards."""
+    quarantine: QuarantineRecord = field(default_factory=QuarantineRecord)
+
+
+@struct(frozen=True)
+class Reported:
+    """What one node has reported about itself."""
+
+    version: str
+    resources: Resources | None
+    """The node's resources for submitted jobs, or None if it accepts none."""
+    holdings: tuple[Holding, ...] = ()
+    metrics: str = ""
+    """The address at which the node's agent serves /metrics; empty if it serves none."""
+    failing: tuple[FailingCheck, ...] = ()
+    failing_since_ms: int = 0
+
+    @property
+    def unhealthy(self) -> str:
+        """A description of the node's failing health checks; empty if none fails."""
+        return "; ".join(map(str, self.failing))
+
+
+class Fleet:
+    """The nodes of one server, as placement sees them."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._clock = driver.clock
+        self.placing = asyncio.Lock()
+        """Held while cordons and drains change, and while jobs are placed."""
+        self._writing = asyncio.Lock()
+        self._document = KeyValueRecord(
+            driver.store, NODES, msgspec.json.Decoder(Restrictions).decode
+        )
+        self.reported: dict[str, Reported] = {}
+        """What each known node has reported."""
+        self.wishes: dict[str, Drain] = {}
+        """The drains that nodes have announced themselves."""
+
+    async def load(self) -> None:
+        """Read what is stored.
+
+        Raises:
+            RendezvousConnectionError: the store is unavailable.
+            RendezvousStateError: the stored record cannot be read.
+
+        """
+        for name in FORMER:
+            if await self._driver.store.load_document(name) is not None:
+                raise RendezvousStateError(
+                    f"the record {name} is of an rdzvd before its first release, and was left "
+                    "untouched; move the data away to begin without it"
+                )
+        await self._document.load()
+        self._driver.quarantine.note_change()
+
+    @property
+    def restrictions(self) -> Restrictions:
+        return self._document.value
+
+    @property
+    def ordered(self) -> set[str]:
+        """The nodes that an operator has cordoned or drained."""
+        return {*self.restrictions.cordons, *self.restrictions.drains}
+
+    def held(self, node_id: str) -> dict[str, set[str]]:
+        """Return the runs of submitted jobs that a node holds, by rdzv_id."""
+        held: dict[str, set[str]] = {}
+        for holding in self.reported[node_id].holdings if node_id in self.reported else ():
+            held.setdefault(holding.rdzv_id, set()).add(holding.run)
+        return held
+
+    def drain_of(self, node_id: str) -> Drain | None:
+        """Return a node's drain, or None; if it has two, the one with the earlier deadline."""
+        both = self.restrictions.drains.get(node_id), self.wishes.get(node_id)
+        return min((one for one in both if one), key=lambda drain: drain.due_ms, default=None)
+
+    def drains(self) -> dict[str, Drain]:
+        """Return the drains of all nodes that are leaving or have left all their jobs."""
+        found = {n: self.drain_of(n) for n in (*self.restrictions.drains, *self.wishes)}
+        return {node_id: drain for node_id, drain in found.items() if drain is not None}
+
+    # ---------------------------------------------------------------- as placement sees them
+
+    def hosts(self, states: Iterable[State]) -> list[Host]:
+        """Return all nodes that accept submitted jobs, and what the jobs in `states` use there."""
+        taken = self._taken(states)
+        hosts, quarantined = [], self._driver.quarantine.nodes
+        ordered = self.ordered | self.wishes.keys()
+        for node_id in self._driver.leases.records:
+            said = self.reported.get(node_id)
+            if said is None or said.resources is None:
+                continue
+            has = taken.get(node_id, {}) | {(h.rdzv_id, h.run): h.gpus for h in said.holdings}
+            # Such a state may last for hours, so no waiting job may reserve other nodes until it
+            # ends.
+            barred = node_id in quarantined
+            cordoned = node_id in ordered or barred or bool(said.failing)
+            unusable = self._unusable(node_id, said, quarantined)
+            hosts.append(Host(node_id, said.resources, has, unusable, cordoned, barred))
+        return hosts
+
+    def _taken(self, states: Iterable[State]) -> dict[str, dict[tuple[str, str], int]]:
+        taken: dict[str, dict[tuple[str, str], int]] = {}
+        for state in states:
+            membership = state.membership
+            if membership.submission is None or membership.ended is not None:
+                continue
+            for node_id in membership.submission.placed:
+                said = self.reported.get(node_id)
+                if said is not None and said.resources is not None:
+                    gpus = gpus_needed(membership.submission.spec, said.resources)
+                    of_node = taken.setdefault(node_id, {})
+                    of_node[membership.rdzv_id, membership.run] = gpus
+        return taken
+
+    def _unusable(
+        self, node_id: str, said: Reported, quarantined: Mapping[str, Quarantined]
+    ) -> ReasonItem | None:
+        """Return why nothing can be placed on a node now; None if the node is usable."""
+        no_reason = "no reason was given"
+        if (drain := self.drain_of(node_id)) is not None:
+            return ReasonItem(drain.reason or no_reason, state=drain.what)
+        if (cordon := self.restrictions.cordons.get(node_id)) is not None:
+            lifted = "`rdzvctl uncordon` lifts that"
+            return ReasonItem(cordon.reason or no_reason, state="cordoned", then=lifted)
+        if (held := quarantined.get(node_id)) is not None:
+            lifted = "`rdzvctl uncordon` lifts that, too"
+            return ReasonItem(held.reason, state="quarantined", then=lifted)
+        if self._driver.leases.records[node_id].stream is None:
+            return ReasonItem("its agent is not connected", state="away")
+        if not said.failing:
+            return None
+        return ReasonItem(said.unhealthy, state="unhealthy", then="it counts once its checks pass")
+
+    # ---------------------------------------------------------------- by an operator
+
+    def check_known(self, node_id: str) -> None:
+        """Raise an error if a node is neither known, nor cordoned or drained.
+
+        Raises:
+            UnknownNodeError: it is not.
+
+        """
+        if node_id not in self._driver.leases.records and node_id not in self.ordered:
+            raise UnknownNodeError(
+                f"no node {node_id} is known here; `rdzvctl nodes` shows those that are"
+            )
+
+    async def cordon(self, node_id: str, reason: str) -> None:
+        """Stop placing jobs on a node.
+
+        Raises:
+            UnknownNodeError: no such node is known.
+            RendezvousError: the change was not stored; retry.
+
+        """
+        self.check_known(node_id)
+        cordon = Cordon(reason, self._clock.now_ms())
+        async with self.placing:
+            await self.change(lambda now: replace(now, cordons={**now.cordons, node_id: cordon}))
+        log.warning("node %s is cordoned: %s", node_id, reason or "no reason was given")
+
+    async def drain(
+        self, node_id: str, deadline_ms: int, reason: str, short: Callable[[str], str] | None = None
+    ) -> None:
+        """Make a node leave all its jobs by the deadline, and place no more jobs on it.
+
+        `short` returns which jobs would be left with too few nodes; without it, no job is checked.
+
+        Raises:
+            UnknownNodeError: no such node is known.
+            TooFewNodesError: one of its jobs would be left with too few nodes.
+            RendezvousError: the change was not stored; retry.
+
+        """
+        self.check_known(node_id)
+        now_ms = self._clock.now_ms()
+        drain = Drain(reason, now_ms + deadline_ms, now_ms, number=max(now_ms, 2))
+        async with self.placing:
+            # No job is placed and no other node is drained in between.
+            if short is not None and (why := short(node_id)):
+                raise TooFewNodesError(why)
+            await self.change(lambda now: replace(now, drains={**now.drains, node_id: drain}))
+        within = duration(deadline_ms)
+        log.warning("draining node %s within %s: %s", node_id, within, reason or "no reason")
+        self._record(NodeDrained(node_id, drain_words(reason), deadline_ms))
+
+    async def lift(self, node_id: str, *, cordon: bool) -> None:
+        """Lift a node's drain and, with `cordon`, its cordon, as far as it has them.
+
+        Raises:
+            RendezvousError: the change was not stored; retry.
+
+        """
+        before = self.restrictions
+        if node_id not in before.drains and not (cordon and node_id in before.cordons):
+            return
+        async with self.placing:
+            await self.change(
+                lambda now: replace(
+                    now,
+                    cordons=_without(now.cordons, node_id) if cordon else now.cordons,
+                    drains=_without(now.drains, node_id),
+                )
+            )
+        if node_id in before.drains:
+            self._record(NodeUndrained(node_id))
+        if (left := self.restrictions.cordons.get(node_id)) is None:
+            log.warning("node %s is no longer cordoned", node_id)
+        else:
+            reason = left.reason or "no reason was given"
+            log.warning("node %s is no longer drained, and still cordoned: %s", node_id, reason)
+
+    async def change(
+        self, change: Callable[[Restrictions], Restrictions], *, anyhow: bool = False
+    ) -> None:
+        """Store a change before it takes effect, and tell those whom it concerns.
+
+        With `anyhow`, it takes effect even if the store refuses it for good.
+
+        Raises:
+            RendezvousError: the change was not stored; retry.
+
+        """
+        async with self._writing:
+            before = self.restrictions
+            changed = change(before)
+            try:
+                if changed is not before:
+                    await self._document.swap(changed, msgspec.json.encode(changed))
+            except RendezvousError as error:
+                if not anyhow or isinstance(error, RendezvousConnectionError):
+                    raise
+                log.error("cannot write the record %s: %s", NODES, error)
+                self._document.value = changed
+            finally:
+                # After a failure, the record has been read again and may be different.
+                if self.restrictions is not before:
+                    self._tell_drains(before.drains)
+                    self._driver.quarantine.note_change()
+
+    def _tell_drains(self, before: Mapping[str, Drain]) -> None:
+        """Notify each node whose drain has begun, changed or ended since `before`."""
+        now = self.restrictions.drains
+        for node_id in before.keys() | now.keys():
+            if before.get(node_id) != now.get(node_id):
+                self._driver.streams.send(node_id, self._told(now.get(node_id)))
+
+    def _told(self, drain: Drain | None) -> Announcement:
+        if drain is None:
+            return UndrainNode()
+        return DrainNode(drain.left_ms(self._clock.now_ms()), drain.told, drain.number)
+
+    def _record(self, event: NodeDrained | NodeUndrained) -> None:
+        """Record the event in the history of every job in which the node takes part."""
+        for state in self._driver.jobs.states:
+            if state.membership.ended is None and takes_part(state, event.node_id):
+                self._driver.history.note(state.membership.rdzv_id, (event,))
+
+    # ---------------------------------------------------------------- by the node
+
+    def owed(self, hello: Hello) -> Announcement | None:
+        """Return the announcement that a returning node needs about its drain, or None."""
+        if (drain := self.restrictions.drains.get(hello.node_id)) is not None:
+            return self._told(drain)
+        lifted = hello.draining is not None and hello.draining.number != 0
+        return UndrainNode() if lifted else None
+
+    def note_hello(self, hello: Hello) -> None:
+        """Record what a node reports about itself, and whether it is about to leave."""
+        node_id, former = hello.node_id, self.reported.get(hello.node_id)
+        if hello.draining is not None and hello.draining.own:
+            self._note_wish(node_id, hello.draining)
+        else:
+            self.wishes.pop(node_id, None)
+        self.reported[node_id] = Reported(
+            hello.agent_version,
+            hello.resources,
+            hello.holdings.holdings,
+            hello.metrics,
+            former.failing if former else (),
+            former.failing_since_ms if former else 0,
+        )
+        self.note_health(node_id, hello.health.failing)
+        self._driver.placer.wake()
+
+    def note_draining(self, node_id: str, draining: Draining) -> None:
+        """Record that a known node is leaving all its jobs by itself; ignore other drains."""
+        if node_id in self.reported and draining.own:
+            self._note_wish(node_id, draining)
+            log.warning("node %s is about to leave: %s", node_id, draining.reason)
+            self._record(NodeDrained(node_id, draining.reason, draining.left_ms))
+            self._driver.placer.wake()
+
+    def _note_wish(self, node_id: str, draining: Draining) -> None:
+        now_ms, known = self._clock.now_ms(), self.wishes.get(node_id)
+        at_ms = known.at_ms if known is not None else now_ms
+        self.wishes[node_id] = Drain(draining.reason, now_ms + draining.left_ms, at_ms)
+
+    def note_health(self, node_id: str, failing: tuple[FailingCheck, ...]) -> None:
+        """Record which of a node's health checks are failing; the node is healthy if none is."""
+        known = self.reported.get(node_id)
+        if known is None or known.failing == failing:
+            return
+        since_ms = known.failing_since_ms if known.failing else self._clock.now_ms()
+        now = self.reported[node_id] = replace(known, failing=failing, failing_since_ms=since_ms)
+        if failing:
+            log.warning("node %s is unhealthy; placing nothing on it: %s", node_id, now.unhealthy)
+        else:
+            log.warning("node %s is healthy again", node_id)
+        self._driver.placer.wake()
+
+    def note_holdings(self, node_id: str, holdings: tuple[Holding, ...]) -> None:
+        """Record the submitted jobs that a node currently holds."""
+        if (known := self.reported.get(node_id)) is not None and known.holdings != holdings:
+            self.reported[node_id] = replace(known, holdings=holdings)
+            self._driver.placer.wake()
+
+    def note_lost(self, node_id: str) -> None:
+        """Forget a node that was given up; if it returns, it reports everything again."""
+        self.wishes.pop(node_id, None)
+        self.reported.pop(node_id, None)
+        self._driver.placer.wake()
+
+
+def takes_part(state: State, node_id: str) -> bool:
+    """Return whether a node is in a job or chosen for it."""
+    return state.present(node_id) or node_id in state.placed
+
+
+def _without(of: Mapping[str, V], node_id: str) -> dict[str, V]:
+    return {name: value for name, value in of.items() if name != node_id}

@@ -1,0 +1,476 @@
+"""What nodes say: their commands to jobs, their beliefs when they connect, and their reports.
+
+While the store is unavailable, each node's commands wait here in order: streams stay open, nothing
+new is decided, and workers keep running.
+
+A job that is loaded waits for the nodes that hold its seats (`Recovery.on_load`). In its hello, a
+node sends its belief about each of its jobs. The belief updates the job, and the node is sent the
+messages that it has missed (`Recovery.greet`).
+
+Reports on a stream that has been replaced by a newer one are ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rdzv import bounds
+from rdzv.core.commands import Command, Join, MarkHeard, MarkLost, Resume, Tick, Withdraw
+from rdzv.core.fleet import nodes
+from rdzv.core.fleet.node_resources import FailingCheck
+from rdzv.core.life.joining import joined_replaced_run
+from rdzv.core.life.leaving import unheard
+from rdzv.core.life.runs import ended_run
+from rdzv.core.life.submitted_jobs import awaited
+from rdzv.core.model import State, is_placeholder
+from rdzv.errors import (
+    InvariantError,
+    LimitExceededError,
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+    RunStoppingError,
+    UnknownNodeError,
+)
+from rdzv.messages import (
+    Arrivals,
+    Belief,
+    Closed,
+    Draining,
+    Holding,
+    Hung,
+    LogPiece,
+    Progress,
+    Refused,
+    SnapshotsHeld,
+    Stacks,
+    Waiting,
+    WorkersStarted,
+)
+from rdzv.runtime.clock import sleep_ms
+from rdzv.server.engine.jobs import Job
+from rdzv.server.engine.store_access import STORE_RETRY_MS
+from rdzv.server.security import roles
+from rdzv.server.sessions import announcements
+from rdzv.server.sessions.streams import Stream
+from rdzv.structs import replace
+
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
+
+log = logging.getLogger("rdzv.driver")
+
+
+class NodeCommands:
+    """Submits nodes' commands and sends refusals to the nodes."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def hear(self, stream: Stream, rdzv_id: str, command: Command) -> None:
+        """Submit a node's command; a refusal is sent to the node and never raised."""
+        try:
+            self._check_room_for(stream.node_id, rdzv_id, command)
+            await self.insist(stream, rdzv_id, command)
+        except RendezvousError as error:
+            belief = Belief(rdzv_id, getattr(command, "run", ""), None, has_workers=False)
+            await self.refuse(stream, belief, error)
+
+    def _check_room_for(self, node_id: str, rdzv_id: str, command: Command) -> None:
+        """Refuse a join by a node that is in too many jobs: a single hello must name them all.
+
+        Raises:
+            LimitExceededError: the node is in as many jobs as the limit allows.
+
+        """
+        held, most = self._driver.node_jobs.jobs_of(node_id), bounds.JOBS_PER_NODE
+        if isinstance(command, Join) and rdzv_id not in held and len(held) >= most:
+            raise LimitExceededError(
+                f"{node_id} is already in {len(held)} jobs, and the limit is {most}; leave one"
+            )
+
+    async def latest(self, stream: Stream, rdzv_id: str) -> State:
+        """Return a job's current state after a tick; it may include other callers' later steps.
+
+        Waits and raises as `insist` does.
+        """
+        state = await self.insist(stream, rdzv_id, Tick())
+        return self._driver.jobs.peek(rdzv_id) or state
+
+    async def insist(self, stream: Stream, rdzv_id: str, command: Command) -> State:
+        """Submit a command until it is decided, and return the job's resulting state.
+
+        While the store is unavailable or the previous run is stopping, this retries, and the node
+        is sent the reason.
+
+        Raises:
+            RendezvousError: the command was refused.
+
+        """
+        guard = None
+        if isinstance(command, Join | Resume):
+            owner = roles.owner_by(stream.caller)
+            command = replace(command, owner=owner, instance=stream.instance)
+
+            def guard(state: State) -> None:
+                roles.refuse_stranger(stream.caller, state, stream.node_id)
+
+        said = ""
+        while True:
+            try:
+                return await self._driver.engine.submit(rdzv_id, command, guard)
+            except RunStoppingError as error:
+                reason = str(error)
+            except RendezvousConnectionError as error:
+                reason = f"the server cannot store this node's report, and retries: {error}"
+            if reason != said:
+                stream.send(Waiting(rdzv_id, reason))
+                said = reason
+            await sleep_ms(self._driver.clock, STORE_RETRY_MS)
+
+    async def insist_or_log(self, stream: Stream, rdzv_id: str, command: Command) -> None:
+        """Submit a command that results from a report; log a refusal instead of raising it."""
+        try:
+            await self.insist(stream, rdzv_id, command)
+        except RendezvousError as error:
+            log.error(
+                "job %s: could not record the state of %s: %s", rdzv_id, stream.node_id, error
+            )
+
+    async def refuse(self, stream: Stream, belief: Belief, error: RendezvousError) -> None:
+        """Send a node a refusal or, if its run is over, the way the run ended.
+
+        A refusal caused by an error in this server makes a node reconnect. If the node has other
+        jobs, it is therefore sent the error as a reason to wait, and its stream stays open.
+        """
+        try:
+            await self._refuse_as_it_is(stream, belief, error)
+        except (InvariantError, RendezvousStateError) as own:
+            log.error("job %s: lost a report from %s: %s", belief.rdzv_id, stream.node_id, own)
+            if self._driver.node_jobs.jobs_of(stream.node_id) - {belief.rdzv_id}:
+                reason = f"the server can decide nothing about this job: {own}"
+                stream.send(Waiting(belief.rdzv_id, reason))
+            else:
+                stream.send(Refused(belief.rdzv_id, own.code, str(own)))
+
+    async def _refuse_as_it_is(
+        self, stream: Stream, belief: Belief, error: RendezvousError
+    ) -> None:
+        if isinstance(error, InvariantError | RendezvousStateError):
+            raise error
+        if isinstance(error, UnknownNodeError):
+            log_unknown(stream, belief)
+            return
+        if isinstance(error, RendezvousClosedError) and belief.run:
+            state = await self.latest(stream, belief.rdzv_id)
+            if ended := ended_run(state, belief.run):
+                stream.send(Closed(belief.rdzv_id, belief.run, ended))
+                return
+            # The run has been adopted since the refusal, or its end was not stored.
+            text = (
+                f"run {belief.run} is not over after all; send Hello again with the node's beliefs"
+            )
+            error = UnknownNodeError(text)
+        stream.send(Refused(belief.rdzv_id, error.code, str(error)))
+
+
+class Recovery:
+    """Reconciles one server's jobs and nodes."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    # ---------------------------------------------------------------- loading a job
+
+    def on_load(self, job: Job) -> None:
+        """Expect the nodes that have seats in a loaded job to return.
+
+        After a reload, also send the job's state to its connected nodes.
+        """
+        former, now_ms = tuple(job.node_ids), self._driver.clock.now_ms()
+        round_ = job.state.membership.round
+        for participant in round_.participants if round_ else ():
+            node_id, instance = participant.node_id, participant.instance
+            seat = job.state.seats.get(node_id)
+            if seat is None or is_placeholder(node_id):
+                continue
+            self._driver.node_jobs.add(job, node_id)
+            fence_ms = instance.fence_after_ms
+            expected = nodes.Expect(
+                node_id, seat.incarnation, instance.id, fence_ms, nodes=len(job.state.seats)
+            )
+            self._driver.leases.step(expected)
+            self._driver.node_jobs.mark_soon(node_id, [job.rdzv_id])
+        for node_id in (*job.state.placed, *unheard(job.state)):
+            self._driver.node_jobs.add(job, node_id)
+        # A job's barred nodes are not stored with it, so use the current ones.
+        job.loaded = replace(job.state, barred=dict(self._driver.quarantine.bar.barred))
+        for node_id in former:
+            if stream := self._driver.streams.of(node_id):
+                self._tell_anew(job.state, stream, now_ms)
+
+    def _tell_anew(self, state: State, stream: Stream, now_ms: int) -> None:
+        """Send a connected node its part in a reloaded job, or ask for the node's beliefs again."""
+        membership = state.membership
+        if membership.ended is None and state.incarnation(stream.node_id) != stream.incarnation:
+            # Waiting nodes and takeovers of seats are not stored, so the node must report again.
+            stream.greeted = False
+            text = "the server has loaded this job again; send Hello again with the node's beliefs"
+            stream.send(Refused(membership.rdzv_id, UnknownNodeError.code, text))
+            return
+        belief = Belief(membership.rdzv_id, membership.run, None, has_workers=False)
+        for message in announcements.missed(state, stream.node_id, belief, now_ms):
+            stream.send(message)
+
+    # ---------------------------------------------------------------- hello of a node
+
+    async def greet(
+        self, stream: Stream, beliefs: Iterable[Belief], unread: Collection[str] = ()
+    ) -> None:
+        """Handle a node's beliefs about its jobs, and send the node the messages it has missed.
+
+        The node leaves the jobs that it does not name, except for those in `unread`, whose beliefs
+        could not be read. Former instances of the node are then given up.
+        """
+        believed = set(unread)
+        for said in beliefs:
+            belief = await self._hear_belief(stream, said)
+            if not self._is_of_another_run(belief):
+                believed.add(belief.rdzv_id)
+        await self._note_left(stream, believed)
+        await self._tell_placements(stream)
+        stream.greeted = True
+        self._driver.node_jobs.mark_soon(stream.node_id)
+
+    async def _hear_belief(self, stream: Stream, belief: Belief) -> Belief:
+        """Handle a node's belief about one job.
+
+        Returns the belief; if its commands included a join, it names the run that the node joined.
+        """
+        node_id, incarnation = stream.node_id, stream.incarnation
+        joined = False
+        try:
+            state = await self._driver.commands.latest(stream, belief.rdzv_id)
+            if not belief.has_workers and node_id in unheard(state):
+                # Do this before the join, because the next run may be waiting only for this.
+                state = await self._driver.commands.insist(
+                    stream, belief.rdzv_id, MarkHeard(node_id)
+                )
+            if (
+                ended_run(state, belief.run) is None
+                or announcements.may_be_adopted(state, belief)
+                or joined_replaced_run(state, node_id, incarnation, belief.run)
+            ):
+                for command in belief.commands:
+                    state = await self._driver.commands.insist(stream, belief.rdzv_id, command)
+                    joined |= isinstance(command, Join)
+        except RendezvousError as error:
+            await self._driver.commands.refuse(stream, belief, error)
+            return belief
+        # Another caller's step may have been published in the meantime.
+        state = self._driver.jobs.peek(belief.rdzv_id) or state
+        if joined and state.incarnation(node_id) == incarnation:
+            # Another run may have been adopted in place of the node's run, and announced to the
+            # node.
+            belief = replace(belief, run=state.membership.run)
+        if announcements.unknown(state, belief):
+            log_unknown(stream, belief)
+        for message in announcements.missed(state, node_id, belief, self._driver.clock.now_ms()):
+            if announcements.concerns(state, node_id, incarnation, message):
+                stream.send(message)
+        return belief
+
+    def _is_of_another_run(self, belief: Belief) -> bool:
+        """Return whether a belief is about a run other than the job's current one.
+
+        This happens if a restored store brings back a run that the node left long ago.
+        """
+        state = self._driver.jobs.peek(belief.rdzv_id)
+        present = state.membership.run if state is not None else ""
+        return bool(present and belief.run) and belief.run != present
+
+    async def _note_left(self, stream: Stream, believed: Collection[str]) -> None:
+        """Remove a node from the jobs that its hello no longer names.
+
+        The node left them while it had no stream, so it could not report that it had left.
+        """
+        node_id = stream.node_id
+        for rdzv_id in sorted(self._driver.node_jobs.jobs_of(node_id) - set(believed)):
+            state = self._driver.jobs.peek(rdzv_id)
+            if state is None or node_id in unheard(state):
+                await self._driver.commands.insist_or_log(stream, rdzv_id, MarkHeard(node_id))
+            elif state.incarnation(node_id) == stream.incarnation:
+                reason = "it has returned, and no longer takes part"
+                lost = MarkLost(node_id, stream.incarnation, reason, heard=True)
+                await self._driver.commands.insist_or_log(stream, rdzv_id, lost)
+
+    async def _tell_placements(self, stream: Stream) -> None:
+        """Send a returning node the submitted jobs that it must run or release."""
+        node_id, held = stream.node_id, self._driver.fleet.held(stream.node_id)
+        # Visit only jobs with placements: beliefs cover all others, and thousands of nodes may
+        # return at once.
+        placed = [
+            rdzv_id
+            for rdzv_id in self._driver.node_jobs.jobs_of(node_id)
+            if (known := self._driver.jobs.peek(rdzv_id)) is None or node_id in known.placed
+        ]
+        for rdzv_id in {*placed, *held}:
+            try:
+                state = await self._driver.commands.latest(stream, rdzv_id)
+            except RendezvousError as error:
+                log.warning(
+                    "cannot announce to %s its placement in %s: %s", node_id, rdzv_id, error
+                )
+                continue
+            if state.incarnation(node_id) not in (None, stream.incarnation):
+                # A former instance is in the job; it is about to be lost along with its placement.
+                continue
+            for message in announcements.missed_placement(state, node_id, held.get(rdzv_id, ())):
+                stream.send(message)
+
+
+class Reports:
+    """Handles reports from one server's nodes."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def _state_for(
+        self, stream: Stream, said: Progress | WorkersStarted | SnapshotsHeld | Arrivals | Hung
+    ) -> State | None:
+        """Return the state of the job that a report is about.
+
+        Return None if the report is to be ignored: it comes too early or too late for the job's
+        live round, its node has no seat there, or a newer stream has come.
+        """
+        state = (
+            self._driver.jobs.peek(said.rdzv_id)
+            if self._driver.streams.is_current(stream)
+            else None
+        )
+        round_ = state.membership.live_round if state is not None else None
+        if state is None or round_ is None or said.run != state.membership.run:
+            return None
+        if not isinstance(said, SnapshotsHeld) and said.round != round_.number:
+            return None
+        seat = state.seats.get(stream.node_id)
+        return state if seat is not None and seat.incarnation == stream.incarnation else None
+
+    def note_progress(self, stream: Stream, said: Progress) -> None:
+        """Record the progress of a node's workers if the report is about the current round.
+
+        Raises:
+            InvalidRequestError: the report names a worker that the node does not have.
+
+        """
+        state, now_ms = self._state_for(stream, said), self._driver.clock.now_ms()
+        if state is None:
+            return
+        self._driver.diagnosis.progress.note(state, stream.node_id, said, now_ms)
+        self._driver.diagnosis.milestones.note(state, stream.node_id, said, now_ms)
+        shown = partial(self._driver.diagnosis.progress.shown, state, now_ms)
+        self._driver.diagnosis.stragglers.note(state, shown, now_ms)
+        self._driver.watchers.job_progressed(said.rdzv_id)
+
+    def note_started(self, stream: Stream, said: WorkersStarted) -> None:
+        """Record how a node's workers were started, if the report is about the current round.
+
+        Raises:
+            InvalidRequestError: the report does not name exactly the workers that the node has.
+
+        """
+        state = self._state_for(stream, said)
+        if state is not None and self._driver.diagnosis.starts.note(state, stream.node_id, said):
+            self._driver.watchers.job_progressed(said.rdzv_id)
+
+    def note_snapshots(self, stream: Stream, said: SnapshotsHeld) -> None:
+        """Record which snapshots a node holds if it takes part in the job's current round."""
+        if (state := self._state_for(stream, said)) is not None:
+            self._driver.diagnosis.snapshots.note(
+                state, stream.node_id, said, self._driver.clock.now_ms()
+            )
+            self._driver.watchers.job_progressed(said.rdzv_id)
+
+    def note_arrivals(self, stream: Stream, said: Arrivals) -> None:
+        """Record when a node's workers entered collectives in the current round.
+
+        Raises:
+            InvalidRequestError: the report names a worker that the node does not have.
+
+        """
+        if (state := self._state_for(stream, said)) is None:
+            return
+        now_ms = self._driver.clock.now_ms()
+        changed = self._driver.diagnosis.stragglers.note_arrivals(
+            state, stream.node_id, said, now_ms
+        )
+        self._driver.diagnosis.milestones.note_collectives(stream.node_id, said, now_ms)
+        if changed:
+            self._driver.watchers.job_progressed(said.rdzv_id)
+
+    def note_hung(self, stream: Stream, said: Hung) -> None:
+        """Pass on a report that workers hang or no longer hang; see `ReportedHangs`."""
+        if (state := self._state_for(stream, said)) is not None:
+            self._driver.diagnosis.hangs.take_report(state, stream.node_id, said)
+
+    def note_health(self, stream: Stream, failing: tuple[FailingCheck, ...]) -> None:
+        if self._driver.streams.is_current(stream):
+            self._driver.fleet.note_health(stream.node_id, failing)
+
+    def note_draining(self, stream: Stream, draining: Draining) -> None:
+        if self._driver.streams.is_current(stream):
+            self._driver.fleet.note_draining(stream.node_id, draining)
+            for rdzv_id in self._driver.node_jobs.jobs_of(stream.node_id):
+                self._driver.watchers.job_changed(rdzv_id)
+
+    async def note_holdings(self, stream: Stream, holdings: tuple[Holding, ...]) -> None:
+        """Record which submitted jobs may still have processes on a node.
+
+        Await each call before the next, so that reports are recorded in order. A job that the node
+        has released continues without it, even if the node's last command to the job was lost.
+        """
+        if not self._driver.streams.is_current(stream):
+            return
+        held = {(holding.rdzv_id, holding.run) for holding in holdings}
+        for rdzv_id, runs in self._driver.fleet.held(stream.node_id).items():
+            for run in sorted(run for run in runs if (rdzv_id, run) not in held):
+                await self._note_let_go(stream, rdzv_id, run)
+        if self._driver.streams.is_current(stream):
+            self._driver.fleet.note_holdings(stream.node_id, holdings)
+            self._driver.watchers.nodes_changed()
+
+    async def _note_let_go(self, stream: Stream, rdzv_id: str, run: str) -> None:
+        node_id, reason = stream.node_id, "nothing of the job is left on it"
+        state = self._driver.jobs.peek(rdzv_id)
+        if state is None or state.membership.run != run or state.membership.ended is not None:
+            return
+        if state.incarnation(node_id) == stream.incarnation:
+            lost = MarkLost(node_id, stream.incarnation, reason, heard=True)
+            await self._driver.commands.insist_or_log(stream, rdzv_id, lost)
+        elif node_id in awaited(state):
+            withdrawn = Withdraw(run, (node_id,), reason)
+            await self._driver.commands.insist_or_log(stream, rdzv_id, withdrawn)
+
+    def take_log(self, stream: Stream, piece: LogPiece) -> None:
+        if self._driver.streams.is_current(stream):
+            self._driver.diagnosis.logs.take(stream.node_id, piece)
+
+    def take_stacks_in(self, stream: Stream, said: Stacks) -> None:
+        """Pass workers' stacks on to the collection that is waiting for them."""
+        if self._driver.streams.is_current(stream):
+            self._driver.diagnosis.stacks.take_in(stream.node_id, said)
+
+
+def log_unknown(stream: Stream, belief: Belief) -> None:
+    """Log that a node runs a job unknown to this server; the node is not told to stop."""
+    log.warning(
+        "%s is running round %s of job %s, run %s, which is unknown here; leaving it alone",
+        stream.node_id,
+        belief.round,
+        belief.rdzv_id,
+        belief.run or "(none)",
+    )
