@@ -71,6 +71,14 @@ def test_a_sweep_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sum(path.exists() for path in folders) == remaining
 
 
+def test_kept_logs_do_not_hide_what_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(temporary_folders, "MAX_SWEPT", 1)
+    for name in ("a", "b", "c"):
+        progress, _ = left(PROGRESS), [left(LOGS, "error.json") for _ in range(20)]
+        sweep()
+        assert not progress.exists(), name
+
+
 def test_a_folder_that_a_sweep_finds_before_it_is_locked_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -72,13 +72,16 @@ def has_files(path: Path) -> bool:
 
 def sweep() -> None:
     """Remove the folders of processes that have ended, except logs."""
-    prefixes = _of_this_machine(PROGRESS), _of_this_machine(LOGS)
+    progress, logs = _of_this_machine(PROGRESS), _of_this_machine(LOGS)
     with suppress(OSError):
-        with os.scandir(tempfile.gettempdir()) as listed:
-            found = [e.path for e in islice(listed, MAX_LISTED) if e.name.startswith(prefixes)]
-        for path in islice(found, MAX_SWEPT):
+        folder = Path(tempfile.gettempdir())
+        with os.scandir(folder) as listed:
+            names = [entry.name for entry in islice(listed, MAX_LISTED)]
+        # Logs may be kept, and must not hide the others for ever.
+        found = [name for prefix in (progress, logs) for name in names if name.startswith(prefix)]
+        for name in found[:MAX_SWEPT]:
             with suppress(OSError):
-                _remove_if_left(Path(path))
+                _remove_if_left(folder / name)
 
 
 def _remove_if_left(path: Path) -> None:
