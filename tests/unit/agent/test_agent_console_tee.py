@@ -19,8 +19,6 @@ from rdzv.agent.core.model import Assignment
 from rdzv.agent.output import console_tee as tee_module
 from rdzv.agent.output.console_tee import Stream, Tee, line_prefix, parse_filters, parse_ranks
 from rdzv.agent.output.tailed_file import TailedFile
-from rdzv.agent.system import file_watches
-from rdzv.agent.system.inotify import Inotify
 from rdzv.agent.workers.worker_group import DRAIN_TIMEOUT_S, LocalWorkerGroup
 from rdzv.errors import InvalidRequestError
 
@@ -112,7 +110,8 @@ class Desk:
 
 
 @pytest.fixture
-async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
+async def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Desk]:
+    monkeypatch.setattr(tee_module, "LOOK_EVERY_S", 0.001)
     desk = Desk(tmp_path)
     yield desk
     desk.tee.close()
@@ -130,12 +129,6 @@ def threads_end() -> None:
 
 def open_descriptors() -> set[Path]:
     return set(Path("/proc/self/fd").iterdir())
-
-
-def inotify_watches() -> list[str]:
-    """Return the watches that this process has set, as the kernel lists them."""
-    infos = [path.read_text() for path in Path("/proc/self/fdinfo").iterdir() if path.exists()]
-    return [line for info in infos for line in info.splitlines() if line.startswith("inotify wd")]
 
 
 def append(path: Path, data: bytes) -> None:
@@ -322,14 +315,12 @@ async def test_one_round_follows_another(desk: Desk) -> None:
 
 
 async def test_an_unfollowed_file_is_forgotten(desk: Desk) -> None:
-    before = inotify_watches()
     path = desk.follow("old")
     append(path, b"1\n")
     assert await desk.drain() == b"1\n"
     append(path, b"2\n")
     append(desk.follow("new"), b"3\n")
     assert await desk.drain() == b"1\n3\n"
-    assert inotify_watches() == before
 
 
 async def test_an_end_with_nothing_followed_is_at_once(desk: Desk) -> None:
@@ -411,22 +402,6 @@ async def test_the_file_is_the_buffer(desk: Desk) -> None:
     assert peak - before < 800_000
 
 
-async def test_nobody_is_woken_for_what_a_blocked_console_does_not_take(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fired: list[object] = []
-    monkeypatch.setattr(Inotify, "read", lambda _: fired.append(1) or [])  # type: ignore[func-returns-value]
-    filled = desk.out.fill()
-    path = desk.folder / "log"
-    append(path, b"x" * (1 << 17) + b"\n")
-    desk.follow("log")
-    for _ in range(100):
-        append(path, b"more\n")
-        await asyncio.sleep(0)
-    assert not fired
-    await desk.out.read(filled)
-
-
 async def test_a_console_that_takes_nothing_for_many_rounds_loses_the_oldest(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -482,59 +457,6 @@ async def test_no_descriptor_is_left(tmp_path: Path) -> None:
     tee.close()
     threads_end()
     assert open_descriptors() == before
-
-
-# ---------------------------------------------------------------------- without inotify
-
-
-async def test_without_inotify_files_are_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse() -> Inotify:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(file_watches, "Inotify", refuse)
-    monkeypatch.setattr(file_watches, "FALLBACK_POLL_S", 0.001)
-    console = Console()
-    tee = Tee(console.writer, console.writer)
-    tee.follow(tmp_path / "log", b"", Stream.OUT)
-    for number in range(3):
-        append(tmp_path / "log", b"%d\n" % number)
-        await console.expect(b"%d\n" % number)
-    tee.close()
-    threads_end()
-    console.close()
-    assert "inotify is not available (" in caplog.text
-
-
-async def test_what_can_not_be_watched_is_looked_at(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_watches, "FALLBACK_POLL_S", 0.001)
-    path = desk.follow("folder/that/is/made/later")
-    path.parent.mkdir(parents=True)
-    append(path, b"x\n")
-    await desk.out.expect(b"x\n")
-
-
-async def test_a_file_that_appears_while_its_watch_is_set_is_watched(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file exists, empty, when its folder's watch is set up, which would then never fire."""
-    path = desk.folder / "log"
-    add_watch = Inotify.add_watch
-
-    def create_late(inotify: Inotify, watched: Path, mask: int) -> int:
-        if watched == desk.folder:
-            path.touch()
-        return add_watch(inotify, watched, mask)
-
-    monkeypatch.setattr(Inotify, "add_watch", create_late)
-    desk.follow("log")
-    append(desk.follow("other"), b"seen\n")
-    await desk.out.expect(b"seen\n")
-    append(path, b"x\n")
-    await desk.out.expect(b"x\n")
 
 
 # ---------------------------------------------------------------------- filters

@@ -40,6 +40,11 @@ class Notices:
         return self._given.empty()
 
 
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.01)
+
+
 @asynccontextmanager
 async def watched(
     file: Path | None = None, command: tuple[str, ...] = ()
@@ -84,10 +89,7 @@ async def test_a_file_that_appears_says_how_much_time_is_left(tmp_path: Path) ->
 
 
 @pytest.mark.quick
-async def test_a_file_that_is_there_already_is_a_notice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "HALF_WRITTEN_S", 0.01)
+async def test_a_file_that_is_there_already_is_a_notice(tmp_path: Path) -> None:
     file = tmp_path / "preempted"
     file.touch()
     async with watched(file) as notices:
@@ -95,16 +97,13 @@ async def test_a_file_that_is_there_already_is_a_notice(
         assert (await notices.next())[0] == 7_000
 
 
-async def test_a_file_that_is_half_written_is_waited_for(
+async def test_a_file_that_is_half_written_is_looked_at_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "HALF_WRITTEN_S", PATIENCE_S)
     file = tmp_path / "preempted"
+    read = [None, "", "30 s"]
+    monkeypatch.setattr(module, "_read", lambda _: read.pop(0) if len(read) > 1 else read[0])
     async with watched(file) as notices:
-        file.touch()
-        await asyncio.sleep(0.05)
-        assert notices.none
-        file.write_text("30 s\n")
         assert (await notices.next())[0] == 30_000
 
 

@@ -15,8 +15,6 @@ import pytest
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers import progress_files
 from rdzv.agent.observers.progress_files import WINDOW_MS, Pace, ProgressFiles, Report, read_step
-from rdzv.agent.system import file_watches
-from rdzv.agent.system.inotify import Inotify
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
@@ -185,7 +183,7 @@ async def test_the_furthest_step_is_the_highest_of_all_workers_also_if_one_went_
     await desk.expect(r4=3)
     assert desk.files.furthest() == 120
     desk.path(1).write_text("121")
-    # The last line is seen, though no event has announced it yet.
+    # The last line is seen, though it may not have been read before.
     assert desk.files.furthest() == 121
     desk.files.close_round()
     desk.files.open_round(line(4), 2)
@@ -207,7 +205,10 @@ async def test_a_file_may_be_replaced_and_be_written_anew(desk: Desk) -> None:
     assert (await desk.expect(r4=11, r5=5)).ranks[1].rate is None
 
 
-async def test_what_is_said_again_is_the_last_word_and_its_age() -> None:
+async def test_what_is_said_again_is_the_last_word_and_its_age(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress_files, "INTERVAL_MS", 1)
     now_ms = 1_000_000
     desk = Desk(lambda: now_ms)
     with contextlib.closing(desk.files):
@@ -304,7 +305,6 @@ async def test_a_worker_that_is_kept_goes_on_with_the_file_that_it_has(desk: Des
 async def test_however_often_it_is_written_it_is_said_once_in_a_while(
     nodes: int, least_ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first report is sent at once, all later ones when they are due."""
     desk = Desk(lambda: 50_000)
     delays: list[float] = []
     call_later = asyncio.get_running_loop().call_later
@@ -323,21 +323,6 @@ async def test_however_often_it_is_written_it_is_said_once_in_a_while(
         desk.files.close()
     assert delays[0] == 0
     assert set(delays[1:]) == {least_ms / 1_000}
-
-
-async def test_without_inotify_files_are_looked_at(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse() -> Inotify:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(file_watches, "Inotify", refuse)
-    monkeypatch.setattr(file_watches, "FALLBACK_POLL_S", 0.001)
-    desk.files.open_round(line(), 1)
-    for step in range(3):
-        desk.path(0).write_text(str(step))
-        await desk.expect(r4=step)
-    assert "inotify is not available (" in caplog.text
 
 
 @pytest.mark.quick

@@ -1,9 +1,9 @@
 """Detects that this machine is about to be preempted, from a file that appears or from a command.
 
 The site provides either one, because each cloud has its own signal (`docs/drain.md` has examples
-for some). The file is watched with inotify. The command may run indefinitely, and gives notice by
-exiting with 0. The first line of either may say how many seconds are left. Errors are logged and do
-not affect any job.
+for some). The file is looked at once a second. The command may run indefinitely, and gives notice
+by exiting with 0. The first line of either may say how many seconds are left. Errors are logged and
+do not affect any job.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from rdzv.agent import runner_link
-from rdzv.agent.system.file_watches import Watches
 from rdzv.agent.system.side_thread import find_program, in_thread, in_time
 from rdzv.core.words import duration
 from rdzv.structs import Duration, setting, struct
@@ -34,8 +32,8 @@ unless the command ran for a long time.
 """
 STEADY_S = 60.0
 """If a command has run this long, its next restart is only delayed by the minimum wait."""
-HALF_WRITTEN_S = 1.0
-"""How long a file may stay empty before it counts as a notice without details."""
+LOOK_EVERY_S = 1.0
+"""The interval at which the file is looked at. One that is still empty then has no details."""
 MAX_LINE_BYTES = 4_096
 MAX_LEFT_S = 7 * 86_400
 START_WITHIN_S = 10.0
@@ -99,23 +97,15 @@ class _Watching:
 
     async def file(self, path: Path) -> None:
         """Wait for the file to appear, and for later changes to it."""
-        changed, watches = asyncio.Event(), Watches(asyncio.get_running_loop())
-        source = _Source(path, changed.set)
-        last: str | None = None
-        try:
-            while True:
-                changed.clear()
-                # The watch is set before the read, so that a later write wakes this loop again.
-                await in_thread(watches.arm, source)
-                text = await in_thread(_read, path)
-                if text == "" and await _soon(changed, HALF_WRITTEN_S):
-                    continue
-                if text is not None and text != last:
-                    self._take(text, f"preempted ({path})")
-                last = text
-                await changed.wait()
-        finally:
-            watches.close()
+        before = given = None
+        while True:
+            text = await in_thread(_read, path)
+            # An empty file may be about to be written.
+            if text is not None and text != given and (text or before is not None):
+                self._take(text, f"preempted ({path})")
+                given = text
+            before, given = text, None if text is None else given
+            await asyncio.sleep(LOOK_EVERY_S)
 
     # ------------------------------------------------------------------ the command
 
@@ -165,15 +155,6 @@ def left_ms_of(text: str) -> int | None:
     return round(seconds * 1000) if 0 <= seconds <= MAX_LEFT_S else None
 
 
-async def _soon(changed: asyncio.Event, within_s: float) -> bool:
-    try:
-        async with asyncio.timeout(within_s):
-            await changed.wait()
-    except TimeoutError:
-        return False
-    return True
-
-
 def _read(path: Path) -> str | None:
     """Return a file's first line, None if there is no file, or the error if it is unreadable."""
     try:
@@ -192,20 +173,6 @@ def _read(path: Path) -> str | None:
 
 def _line(data: bytes) -> str:
     return data.decode(errors="replace").partition("\n")[0].strip()
-
-
-@dataclass(eq=False, slots=True)
-class _Source:
-    """The preemption notice file, in the form that `Watches` can watch."""
-
-    path: Path
-    woken: Callable[[], None]
-    watch: int | None = None
-    identity: None = None
-    """Always None, because the file is read under the agent's own account."""
-
-    def wake(self) -> None:
-        self.woken()
 
 
 async def _run(command: Sequence[str]) -> tuple[int, str]:

@@ -1,7 +1,7 @@
 """Reports the workers' progress, which each writes to the file named by RDZV_PROGRESS_FILE.
 
-A worker may write its step, in decimal, at any time; `docs/progress.md` has the format. inotify
-signals changes, which are reported to the server at most once a second. Progress is for people:
+A worker may write its step, in decimal, at any time; `docs/progress.md` has the format. The
+files are read once a second, and changes are reported to the server. Progress is for people:
 nothing waits for it, and an error with a file only causes a warning. It decides only one thing, at
 the end of a round: whether the round has progressed beyond the highest step so far. `hang_watch`
 detects files that are no longer being written, if that is requested.
@@ -23,7 +23,6 @@ from pathlib import Path
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.system import temporary_folders
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted, write_anew
-from rdzv.agent.system.file_watches import Watches
 from rdzv.agent.system.folder_trees import remove_tree
 from rdzv.agent.system.temporary_folders import MAX_FILES, PROGRESS
 from rdzv.core.evidence.progress_lag import RankProgress
@@ -35,7 +34,7 @@ log = logging.getLogger("rdzv.agent")
 WINDOW_MS = 60_000
 """A rate covers the last minute, or the last step if that took longer."""
 INTERVAL_MS = 1_000
-"""The minimum interval between progress reports to the server."""
+"""The interval at which the files are read, and reported if they have changed."""
 INTERVAL_MS_PER_NODE = 2
 """The same per node of the round, so that one job's nodes send at most 500 reports a second."""
 MAX_BYTES = 64
@@ -115,25 +114,19 @@ class Report:
 
 @dataclass(eq=False, slots=True)
 class _File:
-    """One worker's watched file."""
+    """One worker's file."""
 
     path: Path
     rank: int
-    woken: Callable[[_File], None]
-    identity: Identity | None = None
-    watch: int | None = None
     pace: Pace = field(default_factory=Pace)
     furthest: int | None = None
     """The highest step seen, which the pace forgets when the steps go back."""
     warned: bool = False
 
-    def wake(self) -> None:
-        self.woken(self)
-
-    def look(self, at_ms: int) -> bool:
+    def look(self, at_ms: int, identity: Identity | None) -> bool:
         """Read the file and return whether its step changed; warn about invalid content once."""
         try:
-            with acting_as(self.identity):
+            with acting_as(identity):
                 step = read_step(_content(self.path))
         except FileNotFoundError:
             return False
@@ -155,7 +148,6 @@ def _content(path: Path) -> bytes:
     fd = open_untrusted(path, os.O_RDONLY)
     try:
         first, again = (os.pread(fd, MAX_BYTES + 1, 0) for _ in range(2))
-        # A worker that is writing now triggers a notification when it is done.
         return first if first == again else b""
     finally:
         os.close(fd)
@@ -166,8 +158,7 @@ class ProgressFiles:
 
     For each round, call `open_round` before the workers start and `close_round` when no worker
     takes part any more. A kept worker continues with its file. `say` is called with the current
-    progress when it has changed, at most once a second, and by `say_again`. Call `close` at the
-    end.
+    progress when it has changed, and by `say_again`. Call `close` at the end.
     """
 
     def __init__(
@@ -187,12 +178,9 @@ class ProgressFiles:
         self._below = below
         self._folder: Path | None = None
         self._lock: int | None = None
-        self._watches: Watches | None = None
         self._assignment: Assignment | None = None
         self._files: tuple[_File, ...] = ()
-        self._changed: dict[_File, None] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._looked_at_ms = 0
 
     def open_round(self, assignment: Assignment, local_world_size: int) -> None:
         """Create and watch the files of a round's workers; on failure, they have no files."""
@@ -219,8 +207,6 @@ class ProgressFiles:
         self._folder = folder
         if folder is not None and assignment is not None:
             self._follow(assignment, self._paths(folder, size))
-            for file in self._files:
-                self._wake(file)
 
     @property
     def folder(self) -> Path | None:
@@ -232,15 +218,12 @@ class ProgressFiles:
         return [folder / str(local_rank) / "progress" for local_rank in range(local_world_size)]
 
     def _follow(self, assignment: Assignment, paths: list[Path]) -> None:
-        if self._watches is None:
-            self._watches = Watches(asyncio.get_running_loop())
         self._assignment = assignment
         self._files = tuple(
-            _File(path, assignment.rank_first + local_rank, self._wake, self._identity)
-            for local_rank, path in enumerate(paths)
+            _File(path, assignment.rank_first + local_rank) for local_rank, path in enumerate(paths)
         )
-        for file in self._files:
-            self._watches.arm(file)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(0, self._look, assignment)
 
     def file(self, local_rank: int) -> str:
         """Return the path of a worker's progress file in this round, or "" if there is none."""
@@ -258,7 +241,7 @@ class ProgressFiles:
         """
         now_ms = self._now_ms()
         for file in self._files:
-            file.look(now_ms)
+            file.look(now_ms, self._identity)
         steps = [file.furthest for file in self._files if file.furthest is not None]
         return max(steps, default=None)
 
@@ -267,17 +250,10 @@ class ProgressFiles:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._changed.clear()
-        if self._watches is not None:
-            for file in self._files:
-                self._watches.disarm(file)
         self._files, self._assignment = (), None
 
     def close(self) -> None:
         self.close_round()
-        if self._watches is not None:
-            self._watches.close()
-            self._watches = None
         if self._folder is not None:
             self._remove(self._folder)
             self._folder = None
@@ -290,26 +266,11 @@ class ProgressFiles:
         with contextlib.suppress(OSError):
             remove_tree(path, self._identity, MAX_FILES)
 
-    def _wake(self, file: _File) -> None:
-        """Schedule a read of a file for when the next report is due."""
-        assignment = self._assignment
-        if assignment is None or file not in self._files:
-            return
-        self._changed[file] = None
-        if self._timer is None:
-            pause_ms = max(INTERVAL_MS, INTERVAL_MS_PER_NODE * assignment.group_world_size)
-            delay_ms = max(self._looked_at_ms + pause_ms - self._now_ms(), 0)
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(delay_ms / 1000, self._look, assignment)
-
     def _look(self, assignment: Assignment) -> None:
-        self._timer, self._looked_at_ms = None, self._now_ms()
-        files, self._changed = tuple(self._changed), {}
-        assert self._watches is not None
-        for file in files:
-            # The watch is set before the read, so that a later write wakes us again.
-            self._watches.arm(file)
-        if [file for file in files if file.look(self._looked_at_ms)]:
+        pause_ms = max(INTERVAL_MS, INTERVAL_MS_PER_NODE * assignment.group_world_size)
+        loop, now_ms = asyncio.get_running_loop(), self._now_ms()
+        self._timer = loop.call_later(pause_ms / 1000, self._look, assignment)
+        if [file for file in self._files if file.look(now_ms, self._identity)]:
             self._report(assignment)
 
     def _report(self, assignment: Assignment) -> None:

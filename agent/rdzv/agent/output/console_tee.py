@@ -5,16 +5,8 @@ follows the files, as `tail -f` does. **The file is the buffer**: for a line tha
 that the console does not accept, only its position in the file is kept. So an unread console costs
 neither memory nor event loop time, and a line of any length is copied in one go.
 
-::
-
-    inotify ──event loop──▶ Watches ──wake──▶  _Pump: a thread per destination ──▶ console
-                               ▲                 one chunk of one file at a time,
-                               └──arm, at the──  in turn
-                                  end of a file
-
-A watch fires once, and is set again when a file has been read to its end. While a pump is busy or
-its console is blocked, workers' writes wake no thread. A pump's thread may block in a write; the
-event loop never does.
+There is a thread for each destination, which copies a chunk of each file in turn, and then looks at
+them again every `LOOK_EVERY_S`. It may block in a write; the event loop never does.
 
 The format is torchrun's (torch/distributed/elastic/multiprocessing/tail_log.py): the prefix, then
 the line. `\\n`, `\\r\\n` and `\\r` all end a line and are written as `\\n`, so each step of a
@@ -29,20 +21,18 @@ progress bar is a line. There are three deliberate differences:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 from select import PIPE_BUF, POLLIN, POLLOUT, poll
 from string import Template
 
 from rdzv.agent.output.tailed_file import TailedFile
-from rdzv.agent.system.file_watches import Watches
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
 
@@ -50,6 +40,9 @@ __all__ = ["Route", "Stream", "Tee", "line_prefix", "parse_filters", "parse_rank
 
 log = logging.getLogger("rdzv.agent")
 
+LOOK_EVERY_S = 0.1
+"""The interval at which files are looked at, as in torchrun."""
+DRAINED_EVERY_S = 0.005
 MAX_ENDED_ROUNDS = 8
 """The maximum number of ended rounds whose output may still be waiting for a blocked console."""
 
@@ -152,17 +145,14 @@ class Tee:
     `close`. Each file's lines are copied whole, in order, and once; several workers' files take
     turns. Only `drain` blocks.
 
-    A closed console ends only the copying to that console. Create a `Tee` only if something is
-    followed: it holds two threads and an inotify instance, and each user may have only a few of
-    those.
+    A closed console ends only the copying to that console.
     """
 
     def __init__(self, out: int = 1, err: int = 2) -> None:
-        """Copy to these descriptors, in the running event loop. The caller still owns them."""
-        self._watches = Watches(asyncio.get_running_loop())
+        """Copy to these descriptors. The caller still owns them."""
         self._consoles = {
-            Stream.OUT: _Pump(_own_console(out), "stdout", self._watches),
-            Stream.ERR: _Pump(_own_console(err), "stderr", self._watches),
+            Stream.OUT: _Pump(_own_console(out), "stdout"),
+            Stream.ERR: _Pump(_own_console(err), "stderr"),
         }
         self._filters: dict[Stream, tuple[_Pump, tuple[bytes, ...]]] = {}
         self._finishing: list[_Pump] = []
@@ -178,7 +168,7 @@ class Tee:
             OSError: the file cannot be created.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-        pump = _Pump(os.open(path, flags, 0o666), str(path), self._watches)
+        pump = _Pump(os.open(path, flags, 0o666), str(path))
         self._filters[stream] = pump, tuple(map(os.fsencode, filters))
 
     def follow(self, path: Path, prefix: bytes, stream: Stream) -> None:
@@ -210,17 +200,17 @@ class Tee:
     async def drain(self, timeout_s: float) -> bool:
         """Unfollow all files and wait until they are copied; return False on a timeout."""
         self.unfollow()
-        waits = [asyncio.wrap_future(pump.drained()) for pump in self._pumps()]
-        _, late = await asyncio.wait(waits, timeout=timeout_s)
-        for wait in late:
-            wait.cancel()
-        return not late
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(pump.pending for pump in self._pumps()):  # noqa: ASYNC110
+                    await asyncio.sleep(DRAINED_EVERY_S)
+                return True
+        return False
 
     def close(self) -> None:
         """Stop copying at once. Output that was not drained remains in the files."""
         for pump in (*self._pumps(), *(pump for pump, _ in self._filters.values())):
             pump.stop()
-        self._watches.close()
 
     def _pumps(self) -> list[_Pump]:
         return [*self._consoles.values(), *self._finishing]
@@ -245,86 +235,24 @@ class _ConsoleClosedError(Exception):
     """The console no longer accepts data."""
 
 
-class _Sink:
-    """A descriptor for writes that block until told to abort."""
+class _Pump:
+    """Copies the lines of any number of files to one descriptor, in its own thread."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, name: str) -> None:
+        """Take over a descriptor, which is closed when the pump ends."""
         self._fd = fd
         self._abort = os.eventfd(0)
         self._poll = poll()
         self._poll.register(fd, POLLOUT)
         self._poll.register(self._abort, POLLIN)
-
-    def write(self, data: bytes | bytearray) -> None:
-        """Write all data. The descriptor is shared, so others determine whether it blocks."""
-        rest = memoryview(data)
-        while rest:
-            self._wait_for_room()
-            try:
-                rest = rest[os.write(self._fd, rest[:PIPE_BUF]) :]
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise _ConsoleClosedError(error.strerror) from error
-
-    def _wait_for_room(self) -> None:
-        """Wait until a write of PIPE_BUF bytes is unlikely to block."""
-        if any(fd == self._abort for fd, _ in self._poll.poll()):
-            raise _AbortedError
-
-    def abort(self) -> None:
-        """Make a waiting write and all later ones fail."""
-        os.eventfd_write(self._abort, 1)
-
-    def close(self) -> None:
-        os.close(self._fd)
-        os.close(self._abort)
-
-
-@dataclass(eq=False, slots=True)
-class _Source:
-    """A file from which a pump copies."""
-
-    tail: TailedFile
-    woken: Callable[[_Source], None]
-    watch: int | None = None
-    identity: None = None
-    """Always None, because if there is a console, the workers run under this process's account."""
-    ends: int = 0
-    """The number of rounds that have ended since its own began. Once positive, the file no longer
-    grows.
-    """
-
-    @property
-    def path(self) -> Path:
-        return self.tail.path
-
-    def wake(self) -> None:
-        self.woken(self)
-
-
-@dataclass(slots=True)
-class _Work:
-    """State shared by a pump's thread and the event loop, under a lock."""
-
-    sources: dict[_Source, None] = field(default_factory=dict)
-    ready: dict[_Source, None] = field(default_factory=dict)
-    waiters: list[Future[None]] = field(default_factory=list)
-    dropped: int = 0
-    finishing: bool = False
-    stopping: bool = False
-    over: bool = False
-
-
-class _Pump:
-    """Copies the lines of any number of files to one descriptor, in its own thread."""
-
-    def __init__(self, fd: int, name: str, watches: Watches) -> None:
-        """Take over a descriptor, which is closed when the pump ends."""
-        self._sink = _Sink(fd)
         self._name = name
-        self._watches = watches
-        self._work = _Work()
+        self._files: dict[TailedFile, int] = {}
+        """The number of rounds that have ended since each file's own began. Once that is positive,
+        the file no longer grows.
+        """
+        self._dropped = 0
+        self._finishing = self._stopping = self._has_news = False
+        self.is_over = False
         self._changed = threading.Condition()
         # This is a daemon thread, so that a write that hangs in a terminal does not keep the agent
         # from exiting.
@@ -333,136 +261,104 @@ class _Pump:
     # ------------------------------------------------------------------ from the event loop
 
     @property
-    def is_over(self) -> bool:
-        return self._work.over
-
-    @property
     def pending(self) -> int:
-        return len(self._work.sources)
+        return len(self._files)
 
-    def follow(self, tail: TailedFile) -> None:
+    def follow(self, file: TailedFile) -> None:
         """Copy a file until `end_all`."""
-        source = _Source(tail, self._wake)
         with self._changed:
-            if not self._work.over:
-                self._work.sources[source] = None
-        self._wake(source)
+            if not self.is_over:
+                self._files[file] = 0
+            self._wake()
 
     def end_all(self) -> None:
         """Copy all output up to now and forget the files, dropping output that waits too long."""
         with self._changed:
-            if all(source.ends for source in self._work.sources):
+            if all(self._files.values()):
                 return  # No round has ended since the last call.
-            for source in list(self._work.sources):
-                source.ends += 1
-                if source.ends > MAX_ENDED_ROUNDS:
-                    self._work.dropped += 1
-                    del self._work.sources[source]
-                    self._work.ready.pop(source, None)
-                else:
-                    self._work.ready[source] = None
-            self._changed.notify()
+            kept = {file: ends + 1 for file, ends in self._files.items() if ends < MAX_ENDED_ROUNDS}
+            self._dropped += len(self._files) - len(kept)
+            self._files = kept
+            self._wake()
 
     def finish(self) -> None:
         """End once all currently followed files have been copied."""
         with self._changed:
-            self._work.finishing = True
-            self._changed.notify()
+            self._finishing = True
+            self._wake()
 
     def stop(self) -> None:
         """End now, even in the middle of a line."""
         with self._changed:
-            self._work.stopping = True
-            if not self._work.over:
-                self._sink.abort()
-            self._changed.notify()
+            self._stopping = True
+            if not self.is_over:
+                os.eventfd_write(self._abort, 1)
+            self._wake()
 
-    def drained(self) -> Future[None]:
-        """Return a future that completes when no files remain to be copied."""
-        future: Future[None] = Future()
-        with self._changed:
-            self._work.waiters.append(future)
-            if not self._work.sources:
-                self._release_waiters()
-        return future
-
-    def _wake(self, source: _Source) -> None:
-        with self._changed:
-            if source in self._work.sources:
-                self._work.ready[source] = None
-                self._changed.notify()
-
-    def _release_waiters(self) -> None:
-        for future in self._work.waiters:
-            if future.set_running_or_notify_cancel():
-                future.set_result(None)
-        self._work.waiters.clear()
+    def _wake(self) -> None:
+        self._has_news = True
+        self._changed.notify()
 
     # ------------------------------------------------------------------ in the thread
 
     def _run(self) -> None:
         try:
-            while (source := self._next()) is not None:
-                self._take_turn(source)
+            while self._take_turns():
+                pass
         except _AbortedError:
             pass
         except _ConsoleClosedError as error:
             text = "cannot write to %s (%s); worker output is only in the log files"
             log.warning(text, self._name, error)
         finally:
-            self._end()
+            with self._changed:
+                self.is_over = True
+                self._files.clear()
+                os.close(self._fd)
+                os.close(self._abort)
 
-    def _next(self) -> _Source | None:
-        """Wait for a source that may have new data; return None when all work is done."""
-        work = self._work
+    def _take_turns(self) -> bool:
+        """Copy a chunk of each file; wait if none has more. Returns False once all work is done."""
         with self._changed:
-            while not (work.ready or work.stopping or (work.finishing and not work.sources)):
-                self._changed.wait()
-            if work.stopping or not work.ready:
-                return None
-            source = next(iter(work.ready))
-            del work.ready[source]
-            dropped, work.dropped = work.dropped, 0
+            self._has_news = False
+            files, dropped, self._dropped = dict(self._files), self._dropped, 0
         if dropped:
             text = "%s was too slow; not copying the rest of %d ended log files to it"
             log.warning(text, self._name, dropped)
-        return source
+        # An ended file was complete before it is read here.
+        more = [file for file, ends in files.items() if self._copy_some(file, final=ends > 0)]
+        with self._changed:
+            if self._stopping or (self._finishing and not self._files):
+                return False
+            if not more and not self._has_news:
+                self._changed.wait(LOOK_EVERY_S if self._files else None)
+        return True
 
-    def _take_turn(self, source: _Source) -> None:
-        """Copy one chunk of a file; at its end, wait for a change or drop the file.
-
-        After the watch is set, the file is read again, because a write in between caused no
-        notification.
-        """
-        # This is determined before the read, which thus sees all earlier writes.
-        final = source.ends > 0
+    def _copy_some(self, file: TailedFile, *, final: bool) -> bool:
+        """Copy one chunk of a file, and drop a `final` one at its end. Returns if there is more."""
+        if file not in self._files:
+            return False
         try:
-            more = source.tail.copy_some(self._sink.write, final=final)
+            if file.copy_some(self._write, final=final):
+                return True
         except OSError as error:
-            log.warning("cannot copy %s to %s: %s", source.tail.path, self._name, error)
-            final, more = True, False
-        if more:
-            self._wake(source)
-        elif final:
-            self._forget(source)
-        elif source.watch is None:
-            self._watches.arm(source)
-            self._wake(source)
+            log.warning("cannot copy %s to %s: %s", file.path, self._name, error)
+            final = True
+        if final:
+            with self._changed:
+                self._files.pop(file, None)
+        return False
 
-    def _forget(self, source: _Source) -> None:
-        self._watches.disarm(source)
-        with self._changed:
-            self._work.sources.pop(source, None)
-            if not self._work.sources:
-                self._release_waiters()
-
-    def _end(self) -> None:
-        with self._changed:
-            self._work.over = True
-            self._sink.close()
-            left = list(self._work.sources)
-            self._work.sources.clear()
-            self._work.ready.clear()
-            self._release_waiters()
-        for source in left:
-            self._watches.disarm(source)
+    def _write(self, data: bytes | bytearray) -> None:
+        """Write all data. The descriptor is shared, so others determine whether it blocks."""
+        rest = memoryview(data)
+        while rest:
+            # A write of PIPE_BUF bytes is unlikely to block now.
+            if any(fd == self._abort for fd, _ in self._poll.poll()):
+                raise _AbortedError
+            try:
+                rest = rest[os.write(self._fd, rest[:PIPE_BUF]) :]
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise _ConsoleClosedError(error.strerror) from error
