@@ -984,26 +984,25 @@ def test_every_flag_of_torchrun_is_in_the_table() -> None:
 def test_every_abbreviation_that_torchrun_takes_means_the_same() -> None:
     from torch.distributed.run import get_args_parser
 
-    from rdzv.launch_options import declared_flags, flags
+    from rdzv.launch_options import flags
 
+    parser = flags.make_parser({}, legacy=False)
     # A flag that only newer versions of torchrun have is ours in any case: with each torch, one
     # abbreviation means the same.
     theirs = {
         name: act.dest
         for act in get_args_parser()._actions
         for name in act.option_strings
-        if name.replace("_", "-") not in declared_flags.OWN
+        if name not in parser.own
     }
-    actions = flags.options(flags.make_parser({}, legacy=False))
-    own = {name for name in actions if name.startswith("--")} - theirs.keys()
-    assert {name.replace("_", "-") for name in own} == declared_flags.OWN & {*actions}
+    assert {name for name in parser.options if name.startswith("--")} - theirs.keys() == parser.own
     for name, dest in theirs.items():
         for length in range(len("--x"), len(name) + 1) if name.startswith("--") else ():
             short = name[:length]
             meant = {act for other, act in theirs.items() if other.startswith(short)}
             if short in theirs or len(meant) == 1:
-                given, _ = flags.split([f"{short}=x"], actions)
+                given, _ = parser.split([f"{short}=x"])
                 assert given[0].actions[0].dest == dest, short
             else:
                 with pytest.raises(InvalidRequestError, match="write one of them out"):
-                    flags.split([short], actions)
+                    parser.split([short])

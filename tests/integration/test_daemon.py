@@ -20,7 +20,7 @@ from made_up_gpus import environ_with_gpus
 from rdzv.client import ControlClient, parse_endpoints
 from rdzv.core.model import JobSpec
 from rdzv.errors import RendezvousError
-from rdzv.launch_options import flags, job_options
+from rdzv.launch_options import flags
 from rdzv.structs import replace
 from rdzv.view.answers import JobStatus
 
@@ -72,11 +72,12 @@ class Daemons:
     def submit(self, rdzv_id: str, *args: str, **spec: Any) -> str:
         """Submit a job as `rdzvctl submit` does; return its run."""
         asked = flags.parse(args, {})
-        settings = job_options.read_settings(asked, job_options.parse_conf(asked.rdzv_conf))
+        settings = flags.read_settings(asked)
+        counted = isinstance(asked.nproc_per_node, str)
         made = JobSpec(
             args=args,
             chdir=str(self.folder),
-            local_world_size=job_options.parse_nproc(asked.nproc_per_node),
+            local_world_size=0 if counted else asked.nproc_per_node,
         )
         run = uuid.uuid4().hex
         with self.client() as client:

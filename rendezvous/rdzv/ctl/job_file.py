@@ -18,9 +18,6 @@ from rdzv.launch_options.flags import Given
 from rdzv.settings.toml_files import read_document
 from rdzv.structs import struct
 
-_OF_CALLER = frozenset({"file", "follow", "dry_run", "output", "server", "timeout", "help", "env"})
-"""Flags that concern only the caller, and `env`, which is a table here."""
-
 
 @struct(frozen=True)
 class JobFile:
@@ -38,7 +35,7 @@ NOTHING = JobFile()
 
 
 def read(path: Path, flags: Mapping[str, argparse.Action], refused: Mapping[str, str]) -> JobFile:
-    """Parse a job file; `flags` are the known flags, `refused` those that a job must not have.
+    """Parse a job file; `flags` are all flags by key, `refused` those of no job.
 
     A relative `chdir` is relative to the file's folder.
 
@@ -57,9 +54,7 @@ class _Keys:
     ) -> None:
         self._path = path
         self._refused = refused
-        self._flags = {
-            action.dest: action for action in flags.values() if action.dest not in _OF_CALLER
-        }
+        self._flags = flags
 
     def read(self, document: Mapping[str, Any]) -> JobFile:
         found: dict[str, tuple[str, Any]] = {}
@@ -135,7 +130,7 @@ class _Keys:
         return value
 
     def _unknown(self, key: str) -> InvalidRequestError:
-        known = sorted({*self._flags.keys() - self._refused.keys(), *_OTHERS} - _HIDDEN)
+        known = sorted({*self._flags.keys() - self._refused.keys(), *_OTHERS})
         remedy = did_you_mean(key.replace("-", "_"), known, f"known: {', '.join(known)}")
         return self._bad(key, "is unknown", remedy)
 
@@ -144,4 +139,3 @@ class _Keys:
 
 
 _OTHERS = ("script", "args", "env", "env_from")
-_HIDDEN = frozenset({"training_script", "training_script_args"})

@@ -21,10 +21,9 @@ from rdzv.core.words import listed
 from rdzv.ctl import job_file
 from rdzv.ctl.command_line import CONNECTION, MAX_TIMEOUT_S
 from rdzv.errors import InvalidRequestError
-from rdzv.launch_options import declared_flags, flags, job_options
-from rdzv.launch_options.declared_flags import Option, switch, value
+from rdzv.launch_options import declared_flags, flags, kinds
+from rdzv.launch_options.declared_flags import switch, value
 from rdzv.launch_options.flags import Given
-from rdzv.launch_options.job_options import WORKERS_OWN
 from rdzv.structs import struct
 
 REFUSED = {
@@ -87,7 +86,7 @@ class Request:
 
 def wants_help(words: Sequence[str]) -> bool:
     """Return whether --help is among the flags; words after the flags belong to the script."""
-    given, _ = flags.split(words, flags.options(make_parser()), _WHOLE)
+    given, _ = make_parser().split(words)
     return any(action.dest == "help" for one in given for action in one.actions)
 
 
@@ -100,7 +99,7 @@ def option_names() -> list[str]:
     """List all accepted flags, for completion."""
     return sorted(
         name
-        for name, action in flags.options(make_parser()).items()
+        for name, action in make_parser().options.items()
         if name.startswith("--") and "_" not in name and action.dest not in REFUSED
     )
 
@@ -112,13 +111,14 @@ def read(words: Sequence[str], caller: Caller) -> Request:
         InvalidRequestError: a value is not valid; the message names it, the reason, and a remedy.
     """
     parser = make_parser()
-    known = flags.options(parser)
-    given, rest = flags.split(words, known, _WHOLE)
+    given, rest = parser.split(words)
     for one in given:
         _check_given(one)
     file = job_file.NOTHING
-    if path := _last_value(given, "file"):
-        file = job_file.read(Path(caller.directory, path), known, _REFUSED_IN_FILES)
+    paths = [one.value for one in given if one.actions[-1].dest == "file"]
+    if paths and paths[-1]:
+        known = {flag.key: parser.options[flag.names[-1]] for flag in (*_RDZVRUNS, *_OF_JOB)}
+        file = job_file.read(Path(caller.directory, paths[-1]), known, _REFUSED_IN_FILES)
         on_line = {action.dest for one in given for action in one.actions}
         given = [*(one for one in file.given if one.actions[0].dest not in on_line), *given]
     rest = rest or list(file.rest)
@@ -127,52 +127,31 @@ def read(words: Sequence[str], caller: Caller) -> Request:
             "what is to run is missing; give a script after the flags, or `script` in a --file"
         )
     args = parser.parse_split(given, rest)
-    return _request(args, given, rest, file, caller)
-
-
-def _request(
-    args: argparse.Namespace,
-    given: Sequence[Given],
-    rest: Sequence[str],
-    file: job_file.JobFile,
-    caller: Caller,
-) -> Request:
-    job_options.check_words(args)
-    conf = job_options.parse_conf(args.rdzv_conf)
-    settings = job_options.read_settings(args, conf)
-    local_world_size = job_options.parse_nproc(args.nproc_per_node)
-    _check_for_nodes(args, conf, local_world_size)
+    settings = flags.read_settings(args)
     if args.follow and args.output != "text":
         raise InvalidRequestError(
             f"--follow shows the workers' output, and -o {args.output} a document; leave one out"
         )
-    if args.timeout is not None and not 0 < args.timeout <= MAX_TIMEOUT_S:
-        raise InvalidRequestError(
-            f"--timeout={args.timeout:g}: give a number of seconds above 0, at most {MAX_TIMEOUT_S}"
-        )
     chdir = _chdir(args.chdir, caller.directory)
+    counted = isinstance(args.nproc_per_node, str)
     spec = JobSpec(
         args=_job_args(given, rest, chdir),
         env=_environment(args.env or (), file, caller.environ),
         chdir=chdir,
-        labels=_labels(args.labels),
-        priority=bounds.within("--priority", args.priority, -PRIORITY, PRIORITY),
-        gpus_per_node=None
-        if args.gpus_per_node is None
-        else bounds.within("--gpus-per-node", args.gpus_per_node, 0, bounds.GPUS),
-        local_world_size=local_world_size,
+        labels=args.labels,
+        priority=args.priority,
+        gpus_per_node=args.gpus_per_node,
+        local_world_size=0 if counted else args.nproc_per_node,
         needs_gpu=args.nproc_per_node == "gpu",
-        account=bounds.label("--user", args.user),
+        account=args.user,
     )
     return Request(
-        rdzv_id=_name_for(args.training_script, args)
-        if args.rdzv_id is None
-        else bounds.name("--rdzv-id", args.rdzv_id),
+        rdzv_id=args.rdzv_id or _name_for(args.training_script, args),
         run=uuid.uuid4().hex,
         settings=settings,
         spec=spec,
         follow=args.follow,
-        root_cause_exit=job_options.wants_root_cause(args.exit_code),
+        root_cause_exit=args.root_cause_exit,
         dry_run=args.dry_run,
         output=args.output,
         connection={
@@ -180,11 +159,65 @@ def _request(
             for dest, name in _CONNECTION.items()
             if (given := getattr(args, dest)) is not None
         },
-        notes=_notes(conf, caller.environ),
+        notes=_notes(args.rdzv_conf, caller.environ),
     )
 
 
 # ------------------------------------------------------------------------------------ its flags
+
+
+def _labels(flag: str, text: str) -> tuple[tuple[str, str], ...]:
+    pairs = [part.strip() for part in text.split(",") if part.strip()]
+    for pair in pairs:
+        if "=" not in pair:
+            raise InvalidRequestError(
+                f"{flag}: {pair!r} is not NAME=VALUE; give, for example, gpu=h100,zone=a"
+            )
+    split = (pair.partition("=") for pair in pairs)
+    return bounds.labels(flag, ((name.strip(), value.strip()) for name, _, value in split))
+
+
+# fmt: off
+_OF_JOB = (
+    value("--env", "NAME[=VALUE]", kinds.text, """
+        a variable of the job's environment, by default with the caller's value; may be repeated.
+        Values are never shown, but stored with the job""", action="append", own=True),
+    value("--chdir", "DIR", kinds.text, """
+        working directory on every node (default: the caller's own, for nodes that share a file
+        system)""", own=True),
+    value("--labels", "NAME=VALUE,...", _labels, """
+        only nodes that have all of these labels""", default="", own=True),
+    value("--gpus-per-node", "N", kinds.whole(0, bounds.GPUS), """
+        GPUs of each node (default: one for each worker on nodes that have GPUs; all with
+        --nproc-per-node=gpu or auto)""", own=True),
+    value("--priority", "N", kinds.whole(-PRIORITY, PRIORITY), """
+        jobs with a higher one are placed first (default 0); running jobs are not affected""",
+        default=0, own=True),
+    value("--user", "NAME", bounds.label, """
+        the account that it runs as on its nodes, if they allow it (default: the first that each
+        node maps to you)""", default="", own=True),
+)
+
+_CONNECTION_KINDS = {"SECONDS": kinds.number(0.001, MAX_TIMEOUT_S, "seconds"), "FILE": kinds.path}
+
+_OF_COMMAND = (
+    value("--file", "FILE", kinds.text, "a TOML file with some or all of these options", own=True),
+    switch("--follow", """
+        show the workers' output until the job has ended, and exit with its code; Ctrl-C leaves it
+        running""", own=True),
+    switch("--dry-run", "check and show the job, but send nothing", own=True),
+    value("--output", "FORMAT", kinds.text, "text for people (default); json or yaml for programs",
+        short="-o", default="text", choices=("text", "json", "yaml"), own=True),
+    *(value(one.flag, one.unit, _CONNECTION_KINDS.get(one.unit, kinds.text), one.help, own=True)
+        for one in CONNECTION.values()),
+    switch("--help", "show this", short="-h", own=True),
+)
+# fmt: on
+
+_RDZVRUNS = tuple(flag for flag in declared_flags.FLAGS if flag.dest not in _CONNECTION)
+
+_OWN = frozenset(flag.dest for flag in (*_OF_JOB, *_OF_COMMAND))
+"""The dests of this command's own flags, which are not passed on to rdzvrun."""
 
 
 @functools.cache
@@ -193,7 +226,6 @@ def make_parser() -> flags.Parser:
     parser = flags.Parser(
         prog="rdzvctl submit",
         usage="rdzvctl submit [rdzvrun's flags] [flags below] [--] script ...",
-        formatter_class=flags.HelpFormatter,
         description="Submit a job to the server, which chooses its nodes among those whose "
         "rdzv-agent takes submitted jobs, as soon as enough are free. The "
         "script, its folder and its interpreter must exist on every node: nothing is "
@@ -201,109 +233,20 @@ def make_parser() -> flags.Parser:
         epilog="PET_* of this environment do not count. Exit codes: 0 "
         "submitted, 1 refused, 2 usage, 75 the server cannot be reached; with --follow 0 the job "
         "has succeeded, 1 failed, 3 stopped, 93 failed without progress, 130 Ctrl-C.",
-        allow_abbrev=False,
         add_help=False,
     )
-    groups = (
-        ("what it needs", _of_job()),
-        ("this command", _of_command()),
-        ("rdzvrun's flags", _of_rdzvrun()),
-    )
-    for title, options in groups:
+    groups = {
+        "what it needs": _OF_JOB,
+        "this command": _OF_COMMAND,
+        "rdzvrun's flags": _RDZVRUNS,
+    }
+    for title, declared in groups.items():
         group = parser.add_argument_group(title)
-        for option in options:
-            flags.add(group, option)
-    flags.add_script(parser)
+        for flag in declared:
+            # What a submitted job cannot have is recognized all the same, but not shown.
+            parser.add(group, flag, hidden=flag.dest in REFUSED)
+    parser.add_script()
     return parser
-
-
-def _of_rdzvrun() -> list[Option]:
-    """List rdzvrun's flags; flags that a submitted job cannot have are hidden but recognized."""
-    hidden = {"help": argparse.SUPPRESS}
-    return [
-        (option[0], {**option[1], **(hidden if _dest(option) in REFUSED else {})})
-        for option in declared_flags.FLAGS
-        if _dest(option) not in _CONNECTION
-    ]
-
-
-def _of_job() -> list[Option]:
-    return [
-        value(
-            "--env",
-            "NAME[=VALUE]",
-            "a variable of the job's environment, by default with the caller's value; "
-            "may be repeated. Values are never shown, but stored with the job",
-            action="append",
-        ),
-        value(
-            "--chdir",
-            "DIR",
-            "working directory on every node (default: the caller's own, for nodes that "
-            "share a file system)",
-        ),
-        value("--labels", "NAME=VALUE,...", "only nodes that have all of these labels", default=""),
-        value(
-            "--gpus-per-node",
-            "N",
-            "GPUs of each node (default: one for each worker on nodes that have GPUs; all "
-            "with --nproc-per-node=gpu or auto)",
-            type=int,
-        ),
-        value(
-            "--priority",
-            "N",
-            "jobs with a higher one are placed first (default 0); running jobs are not affected",
-            type=int,
-            default=0,
-        ),
-        value(
-            "--user",
-            "NAME",
-            "the account that it runs as on its nodes, if they allow it (default: the "
-            "first that each node maps to you)",
-            default="",
-        ),
-    ]
-
-
-def _of_command() -> list[Option]:
-    return [
-        value("--file", "FILE", "a TOML file with some or all of these options"),
-        switch(
-            "--follow",
-            "show the workers' output until the job has ended, and exit with its code; "
-            "Ctrl-C leaves it running",
-        ),
-        switch("--dry-run", "check and show the job, but send nothing"),
-        value(
-            "--output",
-            "FORMAT",
-            "text for people (default); json or yaml for programs",
-            short="-o",
-            default="text",
-            choices=("text", "json", "yaml"),
-        ),
-        *(
-            value(one.flag, one.unit, one.help, type=_TYPES.get(one.unit, str))
-            for one in CONNECTION.values()
-        ),
-        switch("--help", "show this", short="-h"),
-    ]
-
-
-_TYPES = {"SECONDS": float, "FILE": Path}
-
-
-def _dest(option: Option) -> str:
-    return option[0][-1].lstrip("-").replace("-", "_")
-
-
-_OWN = frozenset(map(_dest, (*_of_job(), *_of_command())))
-"""The dests of this command's own flags, which are not passed on to rdzvrun."""
-
-_WHOLE = declared_flags.OWN | {names[0] for names, _ in (*_of_job(), *_of_command())}
-"""Flags that cannot be abbreviated, so that abbreviations mean the same as in torchrun."""
 
 
 def _check_given(one: Given) -> None:
@@ -317,35 +260,7 @@ def _check_given(one: Given) -> None:
             )
 
 
-def _last_value(given: Sequence[Given], dest: str) -> str | None:
-    """Return a flag's last value, or None. Argparse refuses a flag that lacks its value."""
-    for one in reversed(given):
-        if one.actions[-1].dest == dest:
-            _, equals, value = one.words[0].partition("=")
-            return value if equals else (one.words[1] if len(one.words) > 1 else None)
-    return None
-
-
 # ------------------------------------------------------------------------------------ its parts
-
-
-def _check_for_nodes(
-    args: argparse.Namespace, conf: Mapping[str, str], local_world_size: int
-) -> None:
-    """Refuse values that every node would refuse, so that the user finds out early."""
-    job_options.conf_bool(conf, "reuse", default=True)
-    job_options.conf_ms(conf, "failure_stop_timeout", 5)
-    job_options.conf_ms(conf, "server_timeout", 600)
-    job_options.parse_signals(args.signals_to_handle)
-    job_options.parse_notice_signal(args.notice_signal)
-    job_options.parse_streams("--redirects", args.redirects, local_world_size)
-    job_options.parse_streams("--tee", args.tee, local_world_size)
-    job_options.fence_after_ms(args.fence_after)
-    job_options.hang_timeout(args.hang_timeout)
-    job_options.keep_timeouts_ms(args.keep_timeout, args.park_timeout)
-    if args.shutdown_timeout is not None:
-        given = f"--shutdown-timeout={args.shutdown_timeout:g}"
-        job_options.shutdown_timeout_ms(given, str(args.shutdown_timeout))
 
 
 def _job_args(given: Sequence[Given], rest: Sequence[str], chdir: str) -> tuple[str, ...]:
@@ -355,7 +270,7 @@ def _job_args(given: Sequence[Given], rest: Sequence[str], chdir: str) -> tuple[
         dest = one.actions[-1].dest
         if dest == "log_dir":
             # A node's daemon has its own working directory.
-            words.append(f"--log-dir={Path(chdir, _last_value([one], dest) or '')}")
+            words.append(f"--log-dir={Path(chdir, one.value or '')}")
         elif dest not in _OWN and dest != "rdzv_id":
             words += one.words
     args = (*words, *rest)
@@ -385,18 +300,7 @@ def _environment(
         if not _is_utf8(value):
             raise InvalidRequestError(f"--env {name}: its value is not UTF-8; put it into a file")
         env[name] = value if equals else _from_caller(name, "--env ", environ)
-    checked = bounds.environment("--env", tuple(env.items()))
-    for name in env:
-        if name in WORKERS_OWN:
-            raise InvalidRequestError(
-                f"variable {name}: it is different in every worker and round; leave it out"
-            )
-        if name == "CUDA_VISIBLE_DEVICES":
-            raise InvalidRequestError(
-                f"variable {name}: each node assigns GPUs to the job; say how many with "
-                "--gpus-per-node"
-            )
-    return checked
+    return kinds.environment("--env", env, "say how many with --gpus-per-node")
 
 
 def _from_caller(name: str, given: str, environ: Mapping[str, str]) -> str:
@@ -419,17 +323,6 @@ def _is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _labels(text: str) -> tuple[tuple[str, str], ...]:
-    pairs = [part.strip() for part in text.split(",") if part.strip()]
-    for pair in pairs:
-        if "=" not in pair:
-            raise InvalidRequestError(
-                f"--labels: {pair!r} is not NAME=VALUE; give, for example, gpu=h100,zone=a"
-            )
-    split = (pair.partition("=") for pair in pairs)
-    return bounds.labels("--labels", ((name.strip(), value.strip()) for name, _, value in split))
 
 
 def _name_for(script: str, args: argparse.Namespace) -> str:
@@ -467,9 +360,9 @@ def _chdir(given: str | None, directory: str) -> str:
     return bounds.no_nul("--chdir", chdir)
 
 
-def _notes(conf: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, ...]:
+def _notes(conf: Iterable[str], environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return notes on options and variables that have no effect."""
-    notes = job_options.unknown_key_warnings(conf)
+    notes = declared_flags.unknown_keys(conf)
     if defaults := sorted(name for name in environ if name.startswith("PET_")):
         notes.append(f"{listed(defaults)} in this environment have no effect here; give flags")
     return tuple(notes)

@@ -27,7 +27,7 @@ from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousError,
 )
-from rdzv.launch_options.job_options import root_cause_exit
+from rdzv.launch_options.kinds import root_cause_exit
 from rdzv.view import as_json
 from rdzv.view.answers import ENDED, Event, JobStatus, LogLines
 from rdzv.view.log_lines import Printer, note_of

@@ -2,7 +2,7 @@
 
 Every torchrun flag is accepted in both spellings (dashes and underscores). As with torchrun,
 PET_<NAME> in the environment is the default for --<name>. `rdzvctl submit` takes the same flags.
-`declared_flags` lists the flags; `job_options` and the agent's `options` interpret them.
+`declared_flags` lists the flags; `kinds` parses their values.
 
 Source: `torch/distributed/run.py` and `torch/distributed/argparse_util.py` of torch 2.13.
 """
@@ -15,13 +15,14 @@ import functools
 import re
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from rdzv.core.model import Settings
 from rdzv.errors import InvalidRequestError, did_you_mean
-from rdzv.launch_options.declared_flags import GROUPS, LEGACY_FLAGS, NO_WARM, OWN, Option
-from rdzv.structs import struct
+from rdzv.launch_options.declared_flags import GROUPS, LEGACY_FLAGS, Flag
+from rdzv.structs import field_names, struct
 from rdzv.version import VERSION
 
 DESCRIPTION = """\
@@ -43,6 +44,9 @@ exit codes:
   128+n  ended by signal n; 130 is Ctrl-C
 """
 
+DEFAULT_BACKOFF_MS = (1_000, 60_000)
+"""The default first and longest wait between consecutive restarts."""
+
 
 def parse(
     argv: Sequence[str] | None, environ: Mapping[str, str], *, legacy: bool = False
@@ -58,7 +62,7 @@ def parse(
     """
     defaults = tuple((key, environ[key]) for key in sorted(environ) if key.startswith("PET_"))
     parser = _kept_parser(defaults, legacy)
-    given, rest = split(sys.argv[1:] if argv is None else argv, options(parser))
+    given, rest = parser.split(sys.argv[1:] if argv is None else argv)
     if rest in ([], ["--"]) and not _answers(given):
         raise InvalidRequestError("what is to run is missing; give a script after the flags")
     return parser.parse_split(given, rest)
@@ -66,7 +70,7 @@ def parse(
 
 def refuse_answers(argv: Sequence[str]) -> None:
     """Refuse flags that print something and exit, for a command line that runs in a daemon."""
-    given, _ = split(argv, options(_kept_parser((), False)))
+    given, _ = _kept_parser((), False).split(argv)
     if answers := _answers(given):
         raise InvalidRequestError(f"{answers[0]} runs nothing; leave it out")
 
@@ -81,22 +85,59 @@ def _kept_parser(defaults: tuple[tuple[str, str], ...], legacy: bool) -> Parser:
     return make_parser(dict(defaults), legacy=legacy)
 
 
+def same_named(args: argparse.Namespace, kind: type) -> dict[str, Any]:
+    """Return the values of the flags that fill the fields of a struct."""
+    return {name: getattr(args, name) for name in field_names(kind) if name in args}
+
+
+def read_settings(args: argparse.Namespace) -> Settings:
+    """Return the settings on which all nodes of a job must agree.
+
+    Raises:
+        InvalidRequestError: a flag and a key of --rdzv-conf contradict each other.
+    """
+    conf = args.rdzv_conf
+    min_nodes, max_nodes = args.nnodes
+    scale_up, scale_up_after_ms = conf["scale_up"]
+    backoff_ms, backoff_max_ms = _flag_or_key(args, "restart_backoff") or DEFAULT_BACKOFF_MS
+    return Settings(
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        join_timeout_ms=conf["join_timeout"],
+        last_call_timeout_ms=conf["last_call_timeout"],
+        scale_up=scale_up,
+        scale_up_after_ms=scale_up_after_ms,
+        restart_window_ms=_flag_or_key(args, "restart_window") or 0,
+        restart_backoff_ms=backoff_ms,
+        restart_backoff_max_ms=backoff_max_ms,
+        **same_named(args, Settings),
+    )
+
+
+def _flag_or_key(args: argparse.Namespace, key: str) -> Any:
+    flag, in_conf = getattr(args, key), args.rdzv_conf[key]
+    if flag is not None and in_conf is not None and flag != in_conf:
+        name = f"--{key.replace('_', '-')}"
+        raise InvalidRequestError(f"{name} and {key} in --rdzv-conf differ; leave one of them out")
+    return in_conf if flag is None else flag
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are raised like all others, instead of printed below the usage."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.own: set[str] = set()
+        """The names of flags that cannot be abbreviated."""
+        super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, **settings)
+
+    @property
+    def options(self) -> dict[str, argparse.Action]:
+        return {name: action for action in self._actions for name in action.option_strings}
 
     def error(self, message: str) -> NoReturn:
         # argparse names both spellings of a flag.
         text = re.sub(r"^argument (-[^/:]*)[^:]*: ", r"\1: ", message)
         raise InvalidRequestError(f"{text}; see {self.prog} --help")
-
-    def parse_split(self, given: Sequence[Given], rest: Sequence[str]) -> argparse.Namespace:
-        """Parse what `split` has returned."""
-        name = rest[0].partition("=")[0] if rest else ""
-        if name.startswith("-") and name.strip("-"):
-            known = [flag for flag in options(self) if "_" not in flag]
-            remedy = did_you_mean(name, known, f"see {self.prog} --help")
-            raise InvalidRequestError(f"{name} is not a flag; {remedy}")
-        return self.parse_args([*(word for each in given for word in each.words), *rest])
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
@@ -104,6 +145,121 @@ class Parser(argparse.ArgumentParser):
             valid = ", ".join(action.choices)
             remedy = did_you_mean(str(value), action.choices, "give one of them")
             raise InvalidRequestError(f"{flag}={value} is not one of {valid}; {remedy}")
+
+    def add(
+        self,
+        group: argparse._ActionsContainer,
+        flag: Flag,
+        environ: Mapping[str, str] = MappingProxyType({}),
+        *,
+        hidden: bool = False,
+    ) -> None:
+        """Add a declared flag in both spellings; a `hidden` one is not in the help."""
+        both = dict.fromkeys((*flag.names, *(_underscored(name) for name in flag.names)))
+        action = group.add_argument(*both, **{"dest": flag.dest, **flag.settings})
+        if hidden:
+            action.help = argparse.SUPPRESS
+        if flag.own:
+            self.own |= both.keys()
+        variable = f"PET_{flag.key.upper()}"
+        text = environ.get(variable) if flag.environ else None
+        if text is None:
+            return
+        if action.nargs != 0:
+            # argparse parses a string default like a given value.
+            action.default = text
+        elif text.isdecimal():
+            action.default = bool(int(text))
+        else:
+            raise InvalidRequestError(f"{variable}={text} is not 0 or 1; set it to one of them")
+
+    def add_script(self) -> None:
+        self.add_argument("training_script", metavar="script", help="script, module or program")
+        self.add_argument(
+            "training_script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments"
+        )
+
+    def split(self, argv: Sequence[str]) -> tuple[list[Given], list[str]]:
+        """Split a command line into its flags and the words after them, expanding abbreviations.
+
+        As in torchrun, an abbreviation means the only torchrun flag that begins with it. The words
+        after the flags are the script and its arguments, or begin with what argparse refuses.
+
+        Raises:
+            InvalidRequestError: several torchrun flags begin with an abbreviation.
+
+        """
+        options = self.options
+        given: list[Given] = []
+        at = 0
+        while at < len(argv) and argv[at].startswith("-") and argv[at] != "--":
+            name, equals, value = argv[at].partition("=")
+            if name.startswith("--"):
+                name = self._written_out(name, options)
+                first = f"{name}{equals}{value}"
+                actions, has_value = [options[name]] if name in options else [], bool(equals)
+            else:
+                first = argv[at]
+                actions, has_value = _short(first, options)
+            if not actions:
+                break
+            if actions[-1].nargs == "?" and not has_value:
+                # An optional value must follow `=`; the next word is the script.
+                first, has_value = f"{first}={actions[-1].const}", True
+            end = at + (1 if actions[-1].nargs == 0 or has_value else 2)
+            given.append(Given(tuple(actions), (first, *argv[at + 1 : end])))
+            at = end
+        return given, list(argv[at:])
+
+    def _written_out(self, name: str, options: Mapping[str, argparse.Action]) -> str:
+        """Expand an abbreviation, or return any other word unchanged for argparse to refuse."""
+        if name in options:
+            return name
+        meant = {
+            id(action): option
+            for option, action in options.items()
+            if option.startswith(name) and option not in self.own
+        }
+        if len(meant) > 1:
+            candidates = sorted(option.replace("_", "-") for option in meant.values())
+            raise InvalidRequestError(
+                f"{name} may be {' or '.join(candidates)}; write one of them out"
+            )
+        return next(iter(meant.values()), name)
+
+    def parse_split(self, given: Sequence[Given], rest: Sequence[str]) -> argparse.Namespace:
+        """Parse what `split` has returned, and refuse flags that exclude each other."""
+        name = rest[0].partition("=")[0] if rest else ""
+        if name.startswith("-") and name.strip("-"):
+            known = [flag for flag in self.options if "_" not in flag]
+            remedy = did_you_mean(name, known, f"see {self.prog} --help")
+            raise InvalidRequestError(f"{name} is not a flag; {remedy}")
+        args = self.parse_args([*(word for each in given for word in each.words), *rest])
+        _check_together(args)
+        return args
+
+
+def _check_together(args: argparse.Namespace) -> None:
+    """Refuse flags that exclude each other, or have no effect without another."""
+    if args.snapshot is not None and not args.no_progress_restarts:
+        raise InvalidRequestError(
+            f"--snapshot={args.snapshot} has no effect without --no-progress-restarts; give a "
+            "number of restarts, or leave it out"
+        )
+    if args.restart_on and not args.max_restarts:
+        raise InvalidRequestError(
+            "--restart-on has no effect without --max-restarts; give a number of restarts, or "
+            "leave it out"
+        )
+    for other in ("no_python", "run_path"):
+        if args.module and getattr(args, other):
+            name = f"--{other.replace('_', '-')}"
+            raise InvalidRequestError(f"-m and {name} exclude each other; leave one of them out")
+    # torch.distributed.launch always refuses this.
+    if args.no_python and not getattr(args, "use_env", True):
+        raise InvalidRequestError(
+            "--no-python passes no --local-rank to the program; add --use-env, and read LOCAL_RANK"
+        )
 
 
 @struct(frozen=True)
@@ -114,55 +270,11 @@ class Given:
     """One action, or one for each short flag in a word, of which only the last may take a value."""
     words: tuple[str, ...]
 
-
-def split(
-    argv: Sequence[str], options: Mapping[str, argparse.Action], whole: Set[str] = OWN
-) -> tuple[list[Given], list[str]]:
-    """Split a command line into its flags and the words after them, expanding abbreviations.
-
-    As in torchrun, an abbreviation means the only torchrun flag that begins with it. Flags that
-    torchrun lacks (`whole`) cannot be abbreviated. The words after the flags are the script and its
-    arguments, or begin with a word that argparse refuses.
-
-    Raises:
-        InvalidRequestError: several torchrun flags begin with an abbreviation.
-
-    """
-    given: list[Given] = []
-    at = 0
-    while at < len(argv) and argv[at].startswith("-") and argv[at] != "--":
-        name, equals, value = argv[at].partition("=")
-        if name.startswith("--"):
-            name = _written_out(name, options, whole)
-            first = f"{name}{equals}{value}"
-            actions, has_value = [options[name]] if name in options else [], bool(equals)
-        else:
-            first = argv[at]
-            actions, has_value = _short(first, options)
-        if not actions:
-            break
-        if actions[-1].nargs == "?" and not has_value:
-            # An optional value must follow `=`; the next word is the script.
-            first, has_value = f"{first}={actions[-1].const}", True
-        end = at + (1 if actions[-1].nargs == 0 or has_value else 2)
-        given.append(Given(tuple(actions), (first, *argv[at + 1 : end])))
-        at = end
-    return given, list(argv[at:])
-
-
-def _written_out(name: str, options: Mapping[str, argparse.Action], whole: Set[str]) -> str:
-    """Expand an abbreviated flag, or return any other word unchanged for argparse to refuse."""
-    if name in options:
-        return name
-    meant = {
-        id(action): option
-        for option, action in options.items()
-        if option.startswith(name) and action.option_strings[0] not in whole
-    }
-    if len(meant) > 1:
-        candidates = sorted(option.replace("_", "-") for option in meant.values())
-        raise InvalidRequestError(f"{name} may be {' or '.join(candidates)}; write one of them out")
-    return next(iter(meant.values()), name)
+    @property
+    def value(self) -> str | None:
+        """The last flag's value, or None. Argparse refuses a flag that lacks its value."""
+        _, equals, value = self.words[0].partition("=")
+        return value if equals else (self.words[1] if len(self.words) > 1 else None)
 
 
 def _short(word: str, options: Mapping[str, argparse.Action]) -> tuple[list[argparse.Action], bool]:
@@ -181,49 +293,15 @@ def _short(word: str, options: Mapping[str, argparse.Action]) -> tuple[list[argp
     return actions, False
 
 
-def options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    return {name: action for action in parser._actions for name in action.option_strings}
-
-
-def add(
-    parser: argparse._ActionsContainer,
-    option: Option,
-    environ: Mapping[str, str] = MappingProxyType({}),
-) -> argparse.Action:
-    names, settings = option
-    both = dict.fromkeys((*names, *(_underscored(name) for name in names)))
-    action = parser.add_argument(*both, **settings)
-    variable = f"PET_{action.dest.upper()}"
-    text = environ.get(variable)
-    if text is None or option is NO_WARM or action.dest in _WITHOUT_ENVIRONMENT:
-        return action
-    if action.nargs != 0:
-        # argparse parses a string default like a given value.
-        action.default = text
-    elif text.isdecimal():
-        action.default = bool(int(text))
-    else:
-        raise InvalidRequestError(f"{variable}={text} is not 0 or 1; set it to one of them")
-    return action
-
-
-def add_script(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("training_script", metavar="script", help="script, module or program")
-    parser.add_argument(
-        "training_script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments"
-    )
-
-
 def make_parser(environ: Mapping[str, str], *, legacy: bool) -> Parser:
     program = "python -m rdzv.agent.distributed_launch" if legacy else "rdzvrun"
     parser = Parser(
         prog=program,
         usage=f"{program} [flags] script [its arguments]",
-        formatter_class=HelpFormatter,
         description=DESCRIPTION,
         epilog=EPILOG,
-        allow_abbrev=False,
     )
+    parser.own |= {"--version", "--print-completion", "--print_completion"}
     parser.add_argument("--version", action="version", version=f"rdzvrun {VERSION}")
     parser.add_argument(
         *("--print-completion", "--print_completion"),
@@ -231,13 +309,13 @@ def make_parser(environ: Mapping[str, str], *, legacy: bool) -> Parser:
         choices=("bash", "zsh", "tcsh"),
         help="print the script that completes rdzvrun's flags in this shell; needs shtab",
     )
-    for title, options_ in GROUPS.items():
+    for title, flags in GROUPS.items():
         group = parser.add_argument_group(title)
-        for option in options_:
-            add(group, option, environ)
-    for option in LEGACY_FLAGS if legacy else ():
-        add(parser, option, environ)
-    add_script(parser)
+        for flag in flags:
+            parser.add(group, flag, environ)
+    for flag in LEGACY_FLAGS if legacy else ():
+        parser.add(parser, flag, environ)
+    parser.add_script()
     return parser
 
 
@@ -286,14 +364,6 @@ class _PrintCompletion(argparse.Action):
 
 _ANSWERS = frozenset({"help", "version", "print_completion"})
 """Flags that print something and exit, by dest."""
-
-_WITHOUT_ENVIRONMENT = frozenset(
-    {
-        *("numa_binding", "logs_specs", "help", "version", "use_env", "print_completion"),
-        # These are set by RDZV_* variables instead, as for rdzvctl and the plug-in.
-        *("tls_ca", "tls_cert", "tls_key", "token_file"),
-    }
-)
 
 
 def _underscored(name: str) -> str:

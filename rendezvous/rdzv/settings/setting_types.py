@@ -39,6 +39,7 @@ class Rule(Struct, frozen=True):
     """
     broken: Callable[[Any], str]
     """A function that takes the table and returns the problem with its remedy, or an empty string.
+    It may raise an `InvalidRequestError` instead.
     """
 
 

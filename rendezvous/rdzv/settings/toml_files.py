@@ -19,6 +19,7 @@ from msgspec import Struct, ValidationError, convert
 from rdzv.errors import SHOWN_CHARS, InvalidRequestError, did_you_mean
 from rdzv.removed import TABLES, instead_of
 from rdzv.settings.setting_types import (
+    Rule,
     Setting,
     Table,
     fields_of,
@@ -226,9 +227,16 @@ def _broken_rules(
     where: str = "",
 ) -> Iterator[Problem]:
     for rule in settings.rules:
-        if not {*bad} & {*rule.keys} and (text := rule.broken(settings)):
+        if not {*bad} & {*rule.keys} and (text := _why_broken(rule, settings)):
             setters = [sources[f"{where}{key}"] for key in rule.keys if f"{where}{key}" in sources]
             yield Problem(setters[-1] if setters else place, text)
+
+
+def _why_broken(rule: Rule, settings: Table) -> str:
+    try:
+        return rule.broken(settings)
+    except InvalidRequestError as error:
+        return str(error)
 
 
 def _why_unknown(key: str, known: Iterable[str]) -> str:

@@ -12,20 +12,15 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import field
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from rdzv.core.model import ScaleUp, Settings
+from rdzv.core.model import Settings
 from rdzv.errors import InvalidRequestError
-from rdzv.launch_options.job_options import (
-    conf_bool,
-    conf_ms,
-    parse_scale_up,
-    unknown_key_warning,
-)
+from rdzv.launch_options import kinds
+from rdzv.launch_options.declared_flags import CONF, Keys, read_keys, unknown_key
 from rdzv.structs import struct
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.transport.endpoints import Endpoint, parse_endpoints, refuse_link_local
@@ -39,10 +34,15 @@ _handlers = itertools.count(1)
 FILES = {"tls_ca": "ca", "tls_cert": "cert", "tls_key": "key", "token_file": "token_file"}
 """The keys for credentials, and the names of `Credentials` for them."""
 
-KNOWN_KEYS = (
-    *("join_timeout", "last_call_timeout", "close_timeout", "read_timeout"),
-    *("scale_up", "reuse", "node_id", "topology", *FILES),
-)
+KEYS: Keys = {
+    "join_timeout": (kinds.timeout, "600", ""),
+    "close_timeout": (kinds.timeout, "30", ""),
+    "read_timeout": (kinds.timeout, "60", ""),
+    **{key: CONF[key] for key in ("last_call_timeout", "scale_up", "reuse")},
+    "node_id": (kinds.text, "", ""),
+    "topology": (kinds.text, "", ""),
+    **dict.fromkeys(FILES, (kinds.path, None, "")),
+}
 
 
 @struct(frozen=True)
@@ -86,20 +86,20 @@ def read_options(params: RendezvousParameters) -> Options:
             "its address as --rdzv-endpoint=HOST:PORT"
         )
     try:
-        return _read(params, conf)
+        return _read(params, read_keys(KEYS, conf))
     except InvalidRequestError as error:
         raise ValueError(str(error)) from error
 
 
-def _read(params: RendezvousParameters, conf: Mapping[str, str]) -> Options:
+def _read(params: RendezvousParameters, conf: Mapping[str, Any]) -> Options:
     config = launch_config()
+    files = {name: conf[key] for key, name in FILES.items()}
     endpoints, local_addr = parse_endpoints(params.endpoint), params.local_addr or ""
     refuse_link_local(endpoints, local_addr)
-    files = {name: Path(conf[key]) for key, name in FILES.items() if key in conf}
-    scale_up, scale_up_after_ms = parse_scale_up(conf.get("scale_up", ScaleUp.EAGER.value))
+    scale_up, scale_up_after_ms = conf["scale_up"]
     return Options(
         rdzv_id=params.run_id,
-        node_id=conf.get("node_id") or _own_name(),
+        node_id=conf["node_id"] or _own_name(),
         endpoints=endpoints,
         credentials=Credentials.parse(files, os.environ),
         settings=Settings(
@@ -107,19 +107,19 @@ def _read(params: RendezvousParameters, conf: Mapping[str, str]) -> Options:
             max_nodes=params.max_nodes,
             # torch's agent counts restarts separately on each node.
             max_restarts=None,
-            join_timeout_ms=conf_ms(conf, "join_timeout", 600) or 1,
-            last_call_timeout_ms=conf_ms(conf, "last_call_timeout", 30),
+            join_timeout_ms=conf["join_timeout"] or 1,
+            last_call_timeout_ms=conf["last_call_timeout"],
             scale_up=scale_up,
             scale_up_after_ms=scale_up_after_ms,
         ),
         local_addr=local_addr,
         local_world_size=config.nproc_per_node if config else 1,
         role=config.role if config else "default",
-        topology=conf.get("topology", ""),
-        refuse_reuse=not conf_bool(conf, "reuse", default=True),
+        topology=conf["topology"],
+        refuse_reuse=not conf["reuse"],
         secret=read_secret(os.environ),
-        close_timeout_s=conf_ms(conf, "close_timeout", 30) / 1000,
-        read_timeout_s=conf_ms(conf, "read_timeout", 60) / 1000,
+        close_timeout_s=conf["close_timeout"] / 1000,
+        read_timeout_s=conf["read_timeout"] / 1000,
     )
 
 
@@ -165,5 +165,5 @@ def _launch() -> tuple[FrameType | None, list[CodeType]]:
 def _warn_of_unknown(config: Mapping[str, Any]) -> None:
     for key, value in config.items():
         # `LaunchConfig.__post_init__` always adds `timeout`, as a number.
-        if key not in KNOWN_KEYS and not (key == "timeout" and isinstance(value, int)):
-            log.warning("%s", unknown_key_warning(key, KNOWN_KEYS))
+        if key not in KEYS and not (key == "timeout" and isinstance(value, int)):
+            log.warning("%s", unknown_key(key, KEYS))

@@ -42,7 +42,10 @@ def test_the_least_configuration_is_enough(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shown"),
-    [("gpu-7", 'node_id = "gpu-7"'), ("gpu 7", "`node_id` is 'gpu 7', from RDZV_NODE_ID")],
+    [
+        ("gpu-7", 'node_id = "gpu-7"'),
+        ("gpu 7", "come from RDZV_NODE_ID or the host name: 'gpu 7' has"),
+    ],
 )
 def test_the_environment_may_name_the_node(tmp_path: Path, name: str, shown: str) -> None:
     """As in a DaemonSet, whose pods all have the same file."""
@@ -97,21 +100,24 @@ def test_what_is_printed_is_the_same_configuration(tmp_path: Path) -> None:
         ("capacity = 0", "`capacity` = 0 must be a whole number without quotes, 1 to 256"),
         ('gpus = "0,1"', "'0' is not the UUID of a GPU; give those of `nvidia-smi -L`"),
         ('gpus = "GPU-a,GPU-a"', "GPU-a is named twice"),
-        ('node_id = "../n1"', "it is not a valid node name; give 1 to 128 letters"),
+        ('node_id = "../n1"', "'../n1' has characters that are not allowed; use letters"),
         ('state_dir = "runs"', '`state_dir` = "runs" must be a path from / on, such as'),
         ('pass_env = ["A*B"]', "'A*B' is not a variable name"),
         ('python = "/no/python"', "`python` = '/no/python' is not a program on this node"),
-        ('[env]\n"A=B" = "x"', "`env`: 'A=B' is not a variable name"),
-        ('[env]\n"A B" = "x"', "`env`: 'A B' is not a variable name; give letters"),
-        ('[env]\nA = "\\u0000"', "`env`: the value of 'A' contains a NUL character; remove it"),
-        ('[env]\nRANK = "1"', "`env` sets RANK, which is different in every worker"),
+        ('[env]\n"A=B" = "x"', "`env`: variable 'A=B' has characters that are not allowed"),
+        (
+            '[env]\n"A B" = "x"',
+            "`env`: variable 'A B' has characters that are not allowed; use letters",
+        ),
+        ('[env]\nA = "\\u0000"', "`env` 'A' has a value with a NUL character; leave it out"),
+        ('[env]\nRANK = "1"', "`env`: variable RANK: it is different in every worker"),
         (
             '[env]\nCUDA_VISIBLE_DEVICES = "3"',
-            "every job is assigned its own GPUs; name those to use in `gpus`",
+            "each node assigns GPUs to the job; name those to use in `gpus`",
         ),
-        ('[labels]\n"a=b" = "x"', "`labels` has the name 'a=b', which no job could ask for"),
-        ('[labels]\n"a b" = "x"', "`labels` has the name 'a b', which no job could ask for"),
-        (f'[labels]\na = "{"x" * 256}"', "the value of a has 256 characters; give at most 255"),
+        ('[labels]\n"a=b" = "x"', "`labels` 'a=b' has characters that are not allowed"),
+        ('[labels]\n"a b" = "x"', "`labels` 'a b' has characters that are not allowed"),
+        (f'[labels]\na = "{"x" * 256}"', "has 256 characters; give at most 255"),
         ('[labels]\ngpu = "\\u0007"', "has characters that cannot be printed"),
         ("[logs]\nkeep = -1", "`logs.keep` = -1 must be a number of seconds, or a text such as"),
         (

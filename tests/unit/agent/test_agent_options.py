@@ -22,7 +22,7 @@ from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.launch_options import flags
-from rdzv.launch_options.job_options import parse_conf, parse_nnodes, parse_streams
+from rdzv.launch_options.declared_flags import CONF
 from rdzv.structs import replace
 from rdzv.transport.channels import BY_NODE
 from rdzv.transport.node_stream import error_from_status
@@ -112,12 +112,6 @@ def test_the_snapshot_is_where_the_workers_see_it(tmp_path: Path) -> None:
     assert placed.snapshot == tmp_path / "saved" / "last.pt"
 
 
-def test_a_snapshot_that_nobody_looks_at_is_refused() -> None:
-    said = "--snapshot=last.pt has no effect without --no-progress-restarts; give a number of"
-    with pytest.raises(InvalidRequestError, match=said):
-        launch("--snapshot=last.pt")
-
-
 @pytest.mark.slow
 def test_workers_are_fenced_only_if_that_is_asked_for() -> None:
     assert launch(*HEAD).hang_timeout is None
@@ -205,12 +199,6 @@ def test_every_option_arrives_in_either_spelling(spell: type[str], apart: bool) 
     assert found.signals == (Signals.SIGTERM, Signals.SIGUSR1)
 
 
-def test_newcomers_may_have_to_wait_for_a_while() -> None:
-    settings = launch("--rdzv-conf=scale_up=after:90.5").job.settings
-    assert (settings.scale_up, settings.scale_up_after_ms) == (ScaleUp.AFTER, 90_500)
-    assert launch("--rdzv-conf=scale_up=on-restart").job.settings.scale_up_after_ms == 0
-
-
 @pytest.mark.slow
 def test_flags_arrive() -> None:
     assert launch("-m").module
@@ -246,27 +234,6 @@ def test_the_interpreter_and_the_timeout_come_from_torchruns_variables(
 def test_there_may_be_several_servers(text: str, expected: list[tuple[str, int]]) -> None:
     found = endpoints("--rdzv-backend=rdzv", f"--rdzv-endpoint={text}", "--rdzv-id=j")
     assert [(endpoint.host, endpoint.port) for endpoint in found] == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("1", (1, 1)), ("3", (3, 3)), ("2:4", (2, 4)), ("3:3", (3, 3))]
-)
-def test_numbers_of_nodes(text: str, expected: tuple[int, int]) -> None:
-    assert parse_nnodes(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("0", {0: 0, 1: 0}),
-        ("2", {0: 2, 1: 2}),
-        ("0:3", {0: 3}),
-        ("0:3,1:0", {0: 3, 1: 0}),
-        ("11:2,117:1", {11: 2, 117: 1}),
-    ],
-)
-def test_output_is_redirected_for_all_or_by_local_rank(text: str, expected: dict[int, int]) -> None:
-    assert parse_streams("--redirects", text, 2) == expected
 
 
 # ------------------------------------------------------------------ the script's own arguments
@@ -357,13 +324,6 @@ def test_only_torch_distributed_launch_has_use_env() -> None:
 # ------------------------------------------------------------------ what makes no sense
 
 REFUSED = [
-    ("--nnodes=x", "--nnodes=x is not a number of nodes; give N or MIN:MAX, e.g. 2:4"),
-    ("--nnodes=", "--nnodes= is not a number of nodes; give N or MIN:MAX, e.g. 2:4"),
-    ("--nnodes=1:", "--nnodes=1: is not a number of nodes; give N or MIN:MAX, e.g. 2:4"),
-    ("--nnodes=1:2:3", "--nnodes=1:2:3 is not a number of nodes; give N or MIN:MAX, e.g. 2:4"),
-    ("--nnodes=-1", "--nnodes=-1 is not a number of nodes; give N or MIN:MAX, e.g. 2:4"),
-    ("--nnodes=0:2", "--nnodes=0:2: a job needs at least 1 node; raise the minimum"),
-    ("--nnodes=4:2", "--nnodes=4:2: the minimum 4 is above the maximum 2; swap them?"),
     (
         "--nnodes=2",
         "--nnodes=2 needs a server; start rdzvd and give its address as --rdzv-endpoint=HOST:PORT",
@@ -416,91 +376,6 @@ REFUSED = [
         "--nnodes=2 --node-rank=2",
         "--node-rank=2 is out of bounds; with --nnodes=2 give 0 to 1",
     ),
-    (
-        "--signals-to-handle=SIGKILL",
-        "--signals-to-handle=SIGKILL: SIGKILL is not a signal that can be handled; give names "
-        "such as SIGTERM,SIGINT",
-    ),
-    ("-m --run-path", "-m and --run-path exclude each other; leave one of them out"),
-    (
-        "--nproc-per-node=x",
-        "--nproc-per-node=x is not a number of workers; give one from 1 on, or auto, cpu, gpu, xpu",
-    ),
-    (
-        "--nproc-per-node=-1",
-        "--nproc-per-node=-1 is not a number of workers; give one from 1 on, or auto, cpu, "
-        "gpu, xpu",
-    ),
-    ("--nproc-per-node=0", "--nproc-per-node=0 is too small; give at least 1"),
-    ("--max-restarts=-1", "--max-restarts=-1 is too small; give at least 0"),
-    (
-        "--shutdown-timeout=-1",
-        "--shutdown-timeout=-1: give a number of seconds from 0 to 86400",
-    ),
-    (
-        "--fence-after=0.5",
-        "--fence-after=0.5: give a number of seconds from 1 to 3600, and at least 1 s below the "
-        "server's lease",
-    ),
-    (
-        "--fence-after=nan",
-        "--fence-after=nan: give a number of seconds from 1 to 3600, and at least 1 s below the "
-        "server's lease",
-    ),
-    (
-        "--shutdown-timeout=nan",
-        "--shutdown-timeout=nan: give a number of seconds from 0 to 86400",
-    ),
-    ("--rdzv-id=", "--rdzv-id is empty; give the job's name, or leave it out"),
-    ("--rdzv-conf=a", "--rdzv-conf: 'a' is not of the form key=value"),
-    ("--rdzv-conf=reuse=", "--rdzv-conf: 'reuse=' is not of the form key=value"),
-    ("--rdzv-conf==1", "--rdzv-conf: '=1' is not of the form key=value"),
-    (
-        "--rdzv-conf=join_timeout=soon",
-        "--rdzv-conf: join_timeout=soon is not a number of seconds; give one from 0 on",
-    ),
-    (
-        "--rdzv-conf=server_timeout=-1",
-        "--rdzv-conf: server_timeout=-1 is not a number of seconds; give one from 0 on",
-    ),
-    (
-        "--rdzv-conf=restart_window=inf",
-        "--rdzv-conf: restart_window=inf is not a number of seconds; give one from 0 on",
-    ),
-    (
-        "--rdzv-conf=failure_stop_timeout=nan",
-        "--rdzv-conf: failure_stop_timeout=nan is not a number of seconds; give one from 0 on",
-    ),
-    ("--rdzv-conf=reuse=maybe", "--rdzv-conf: reuse=maybe is not true or false"),
-    (
-        "--rdzv-conf=scale_up=lazy",
-        "--rdzv-conf: scale_up=lazy is not one of eager, on-restart, after:SECONDS",
-    ),
-    (
-        "--rdzv-conf=scale_up=after",
-        "--rdzv-conf: scale_up=after is not one of eager, on-restart, after:SECONDS",
-    ),
-    (
-        "--rdzv-conf=scale_up=after:soon",
-        "--rdzv-conf: scale_up=after:soon is not a number of seconds; give one from 0 on",
-    ),
-    (
-        "--rdzv-conf=scale_up=after:0",
-        "--rdzv-conf: scale_up=after:0 is too short; give at least 0.001 seconds",
-    ),
-    (
-        "--redirects=4",
-        "--redirects=4: '4' is not of the form LOCAL_RANK:N with N from 0 to 3",
-    ),
-    (
-        "--redirects=0:1,1",
-        "--redirects=0:1,1: '1' is not of the form LOCAL_RANK:N with N from 0 to 3",
-    ),
-    (
-        "--redirects=x:1",
-        "--redirects=x:1: 'x:1' is not of the form LOCAL_RANK:N with N from 0 to 3",
-    ),
-    ("-m --no-python", "-m and --no-python exclude each other; leave one of them out"),
 ]
 
 
@@ -556,17 +431,8 @@ def test_a_variable_that_makes_no_sense_is_named(
     ("argv", "message"),
     [
         ([], "what is to run is missing; give a script after the flags"),
-        (["--max-restarts=x", "t"], "--max-restarts: give a whole number, not 'x'; see rdzvrun"),
-        (["--shutdown-timeout=x", "t"], ": give a number of seconds, not 'x'"),
-        (["--snapshot-memory=4G", "t"], ": give a number of gigabytes, not '4G'"),
-        (["--start-method=frok", "t"], "is not one of spawn, fork, forkserver; did you mean `fork"),
-        (["--top=r1", "t"], "--top is not a flag; see rdzvrun --help"),
-        (["--no", "t"], "--no may be --no-python or --node-rank; write one of them out"),
-        (["--log=x", "t"], "--log may be --log-dir or --logs-specs; write one of them out"),
-        (["--standlone", "t"], "--standlone is not a flag; did you mean `--standalone`?"),
         (["--xyz", "t"], "--xyz is not a flag; see rdzvrun --help"),
         (["--role"], "what is to run is missing"),
-        (["--role", "--standalone", "t"], "--role: expected one argument; see rdzvrun --help"),
     ],
 )
 def test_usage_errors_name_the_flag_and_a_remedy(argv: list[str], message: str) -> None:
@@ -726,7 +592,7 @@ def test_help_mentions_every_option_once(capsys: pytest.CaptureFixture[str]) -> 
     text = capsys.readouterr().out
     for name in (*ALL_OPTIONS, "--standalone", "--module", "--no-python", "--version", "-r", "-m"):
         assert f"  {name}" in text or f", {name}" in text, name
-    for key in parse_conf(ALL_OPTIONS["--rdzv-conf"]):
+    for key in CONF:
         assert f"{key}:" in " ".join(text.split())
     assert "--rdzv_id" not in text
 

@@ -134,7 +134,7 @@ async def test_a_folder_for_snapshots_is_below_the_jobs_own(share: Share) -> Non
     [
         ("--snapshot-memory=-1", "a number of gigabytes from 0 to 1000000"),
         ("--snapshot-memory=nan", "a number of gigabytes from 0 to 1000000"),
-        ("--snapshot-dir-keep=0", "a number of steps from 1 to 1000000"),
+        ("--snapshot-dir-keep=0", "a whole number from 1 to 1000000"),
         ("--snapshot-dir-every=0.5", "a number of seconds from 1 to 2592000, or 0"),
     ],
 )
@@ -208,7 +208,7 @@ async def test_arguments_that_are_not_rdzvruns_are_refused_in_silence(
 ) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         await make_launch(placed("--max-restarts=many", "a.py"), AROUND, share)
-    said = "--max-restarts: give a whole number, not 'many'"
+    said = "--max-restarts=many: give a whole number from 0"
     assert said in str(refused.value)
     assert capfd.readouterr() == ("", "")
 

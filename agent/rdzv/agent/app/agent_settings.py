@@ -13,18 +13,13 @@ from typing import Annotated, Literal
 
 from msgspec import field
 
+from rdzv import bounds
 from rdzv.agent.inventory.preemption import Preemption
 from rdzv.agent.inventory.resources import NONE, NVML, parse_gpus
 from rdzv.agent.inventory.xid import CODES, KMSG
 from rdzv.agent.system.accounts import EVERYONE, own_account, parse_limits, parse_umask
 from rdzv.errors import InvalidRequestError
-from rdzv.launch_options.job_options import (
-    LABEL,
-    LABEL_CHARS,
-    VARIABLE,
-    WORKERS_OWN,
-    check_printable,
-)
+from rdzv.launch_options import kinds
 from rdzv.settings.setting_types import Rule, Table
 from rdzv.structs import Duration, Size, setting
 from rdzv.transport.endpoints import Listen, parse_endpoints
@@ -45,7 +40,6 @@ PASSED_ON = (
 MEMORY_USED = 2 * GIB
 """How many bytes of an idle GPU's memory may be in use by default."""
 
-_NODE_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]{0,127}")
 _PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?|\*")
 
 
@@ -53,24 +47,17 @@ _PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?|\*")
 
 
 def _name(text: str) -> None:
-    if not _NODE_ID.fullmatch(text):
-        raise InvalidRequestError(
-            "it is not a valid node name; give 1 to 128 letters, digits and . _ : @ -, "
-            "starting with a letter, a digit or _"
-        )
+    bounds.name("the name", text)
 
 
 def _check_default_node_id(settings: "AgentSettings") -> str:
     """Check the node's name even if it comes from the environment or the host name."""
-    try:
-        _name(settings.node_id)
-    except InvalidRequestError as error:
-        return f"`node_id` is {settings.node_id!r}, from RDZV_NODE_ID or the host name: {error}"
+    bounds.name("`node_id`, which may come from RDZV_NODE_ID or the host name:", settings.node_id)
     return ""
 
 
 def _printable(text: str) -> None:
-    check_printable("it", text)
+    bounds.label("the text", text)
 
 
 def _gpus(text: str) -> None:
@@ -259,36 +246,12 @@ class Logs(Table, frozen=True):
 
 
 def _check_labels(settings: "AgentSettings") -> str:
-    for name, value in settings.labels.items():
-        if not LABEL.fullmatch(name):
-            return (
-                f"`labels` has the name {name!r}, which no job could ask for; give 1 to "
-                "128 letters, digits and . _ / -, starting with a letter or a digit"
-            )
-        if len(value) > LABEL_CHARS:
-            return (
-                f"`labels`: the value of {name} has {len(value)} characters; give at most "
-                f"{LABEL_CHARS}"
-            )
+    bounds.labels("`labels`", settings.labels.items())
     return ""
 
 
 def _check_env(settings: "AgentSettings") -> str:
-    for name, value in settings.env.items():
-        if not VARIABLE.fullmatch(name):
-            return (
-                f"`env`: {name!r} is not a variable name; give letters, digits and _, not "
-                "starting with a digit"
-            )
-        if "\0" in value:
-            return f"`env`: the value of {name!r} contains a NUL character; remove it"
-        if name in WORKERS_OWN:
-            return f"`env` sets {name}, which is different in every worker; leave it out"
-        if name == "CUDA_VISIBLE_DEVICES":
-            return (
-                f"`env` sets {name}, but every job is assigned its own GPUs; name those to "
-                "use in `gpus`"
-            )
+    kinds.environment("`env`", settings.env, "name those to use in `gpus`")
     return ""
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import socket
 import uuid
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MASTER_PORT = 29500
 """The default port of torchrun's static back-end."""
-
-DEFAULT_ETCD_PREFIX = "/torchelastic/p2p"
-"""The default key prefix of torchrun's etcd back-end."""
 
 _KNOWN = ("rdzv", "c10d", "etcd", "static")
 
@@ -72,40 +70,34 @@ class Meeting:
         return BY_NODE if self.files is None else Credentials.parse(self.files, environ)
 
 
-@struct(frozen=True)
-class RendezvousOptions:
-    """The rendezvous options of a command line, which are empty or None if not given."""
-
-    backend: str
-    endpoint: str
-    rdzv_id: str
-    standalone: bool
-    nnodes: str
-    min_nodes: int
-    max_nodes: int
-    node_rank: int | None
-    master_addr: str
-    master_port: int | None
-    is_host: bool | None
-    conf: Mapping[str, str]
-    """--rdzv-conf, which tells the etcd back-ends how to reach etcd."""
-    files: Mapping[str, Path | None]
-    """The files of `Credentials` that were given."""
-    places_node: bool = False
-    """Whether the node's name or its position in the network was given."""
-
-    @property
-    def static(self) -> bool:
-        """Whether any of the given options belongs to torchrun's static back-end."""
-        return bool(self.master_addr) or self.node_rank is not None or self.master_port is not None
-
-    @property
-    def for_rdzvd(self) -> bool:
-        """Whether any of the given options is useful only with a standing rdzvd."""
-        return self.places_node or "," in self.endpoint or any(self.files.values())
+def _is_static(options: Namespace) -> bool:
+    """Return whether any of the given options belongs to torchrun's static back-end."""
+    given = (options.node_rank, options.master_port)
+    return bool(options.master_addr) or given != (None, None)
 
 
-def choose(options: RendezvousOptions) -> Meeting:
+def _is_for_rdzvd(options: Namespace) -> bool:
+    """Return whether any of the given options is useful only with a standing rdzvd."""
+    places_node = options.node_id or options.topology
+    return bool(places_node or "," in options.rdzv_endpoint or any(_files(options).values()))
+
+
+def _files(options: Namespace) -> dict[str, Path | None]:
+    """Return the files of `Credentials` that were given."""
+    return {
+        "ca": options.tls_ca,
+        "cert": options.tls_cert,
+        "key": options.tls_key,
+        "token_file": options.token_file,
+    }
+
+
+def _nnodes(options: Namespace) -> str:
+    low, high = options.nnodes
+    return f"--nnodes={low}" if low == high else f"--nnodes={low}:{high}"
+
+
+def choose(options: Namespace) -> Meeting:
     """Choose where to meet, as torchrun would interpret the same command line.
 
     Without a back-end, the choice is this node alone, if there is no endpoint or port and at most
@@ -117,7 +109,7 @@ def choose(options: RendezvousOptions) -> Meeting:
     """
     if options.standalone or _alone(options):
         return _standalone(options)
-    match options.backend:
+    match options.rdzv_backend:
         case "static":
             return _static(options)
         case "c10d":
@@ -130,48 +122,50 @@ def choose(options: RendezvousOptions) -> Meeting:
             return _etcd(options)
         case _:
             raise InvalidRequestError(
-                f"--rdzv-backend={options.backend} is not one of {', '.join(_KNOWN)}; "
-                + did_you_mean(options.backend, _KNOWN, "give one of them")
+                f"--rdzv-backend={options.rdzv_backend} is not one of {', '.join(_KNOWN)}; "
+                + did_you_mean(options.rdzv_backend, _KNOWN, "give one of them")
             )
 
 
-def _means_static(options: RendezvousOptions) -> bool:
+def _means_static(options: Namespace) -> bool:
     """Return whether a command line without a back-end means torchrun's default, the static one.
 
     With an endpoint and a single node it does, unless the endpoint can only be a standing rdzvd:
     the command line has options for one, the endpoint is on another machine, or a server is already
     listening there.
     """
-    if options.static or options.max_nodes > 1:
-        return options.static
+    if _is_static(options) or options.nnodes[1] > 1:
+        return _is_static(options)
     if not options.rdzv_id:
         return True
-    return not options.for_rdzvd and _can_serve(parse_endpoint(options.endpoint, DEFAULT_PORT))
-
-
-def _alone(options: RendezvousOptions) -> bool:
-    """Return whether the job needs no rendezvous because it has only one node."""
-    if options.endpoint or options.max_nodes > 1:
+    if _is_for_rdzvd(options):
         return False
-    if options.backend in ("", "static"):
+    return _can_serve(parse_endpoint(options.rdzv_endpoint, DEFAULT_PORT))
+
+
+def _alone(options: Namespace) -> bool:
+    """Return whether the job needs no rendezvous because it has only one node."""
+    if options.rdzv_endpoint or options.nnodes[1] > 1:
+        return False
+    if options.rdzv_backend in ("", "static"):
         return options.master_port is None
-    return options.backend in ("rdzv", "c10d")
+    return options.rdzv_backend in ("rdzv", "c10d")
 
 
-def _standalone(options: RendezvousOptions) -> Meeting:
-    if options.max_nodes > 1:
+def _standalone(options: Namespace) -> Meeting:
+    if options.nnodes[1] > 1:
         raise InvalidRequestError(
-            f"--standalone is for one node, but --nnodes={options.nnodes} asks for more; "
+            f"--standalone is for one node, but {_nnodes(options)} asks for more; "
             "leave one of them out"
         )
     rdzv_id = options.rdzv_id or f"standalone-{uuid.uuid4().hex[:8]}"
     return Meeting((), rdzv_id, why="one node, with a server of its own")
 
 
-def _standing(options: RendezvousOptions) -> Meeting:
-    if not options.endpoint:
+def _standing(options: Namespace) -> Meeting:
+    if not options.rdzv_endpoint:
         raise InvalidRequestError(
-            f"--nnodes={options.nnodes} needs a server; start rdzvd and give its address as "
+            f"{_nnodes(options)} needs a server; start rdzvd and give its address as "
             "--rdzv-endpoint=HOST:PORT"
         )
     if not options.rdzv_id:
@@ -179,25 +173,25 @@ def _standing(options: RendezvousOptions) -> Meeting:
             "--rdzv-id is missing; without it this job could be mixed up with another; "
             "give all nodes of this job the same --rdzv-id=NAME"
         )
-    endpoints = parse_endpoints(options.endpoint)
+    endpoints = parse_endpoints(options.rdzv_endpoint)
     why = f"rdzvd at {', '.join(map(str, endpoints))}"
-    if not options.backend and options.max_nodes == 1 and not options.for_rdzvd:
+    if not options.rdzv_backend and options.nnodes[1] == 1 and not _is_for_rdzvd(options):
         why += "; this node cannot serve there: the port is taken, or on another machine"
-    return Meeting(endpoints, options.rdzv_id, why=why, files=options.files)
+    return Meeting(endpoints, options.rdzv_id, why=why, files=_files(options))
 
 
-def _c10d(options: RendezvousOptions) -> Meeting:
-    if not options.endpoint:
+def _c10d(options: Namespace) -> Meeting:
+    if not options.rdzv_endpoint:
         raise InvalidRequestError(
-            f"--rdzv-backend=c10d with --nnodes={options.nnodes} needs --rdzv-endpoint=HOST:PORT, "
+            f"--rdzv-backend=c10d with {_nnodes(options)} needs --rdzv-endpoint=HOST:PORT, "
             "where HOST is one of the nodes"
         )
-    if (host := _host_at_any_port(options.endpoint)) is not None:
+    if (host := _host_at_any_port(options.rdzv_endpoint)) is not None:
         return _c10d_at_any_port(options, host)
-    endpoint = parse_endpoint(options.endpoint, DEFAULT_PORT)
-    hosts = owns(endpoint.host) if options.is_host is None else options.is_host
+    endpoint = parse_endpoint(options.rdzv_endpoint, DEFAULT_PORT)
+    hosts = _hosts(options, endpoint.host)
     where = "this node serves" if hosts else "served by the node that owns it"
-    if options.static:
+    if _is_static(options):
         where += "; --node-rank and --master-* have no effect with c10d"
     return Meeting(
         (endpoint,),
@@ -205,6 +199,12 @@ def _c10d(options: RendezvousOptions) -> Meeting:
         host_at=endpoint if hosts else None,
         why=f"c10d at {endpoint}, {where}",
     )
+
+
+def _hosts(options: Namespace, host: str) -> bool:
+    """Return whether this node serves at an endpoint with this host."""
+    said: bool | None = options.rdzv_conf["is_host"]
+    return owns(host) if said is None else said
 
 
 def _host_at_any_port(endpoint: str) -> str | None:
@@ -217,12 +217,12 @@ def _host_at_any_port(endpoint: str) -> str | None:
     return host if port == "0" else None
 
 
-def _c10d_at_any_port(options: RendezvousOptions, host: str) -> Meeting:
+def _c10d_at_any_port(options: Namespace, host: str) -> Meeting:
     """Serve only this node, because no other node can know a port chosen by the system."""
-    hosts = owns(parse_endpoint(host).host) if options.is_host is None else options.is_host
-    if options.min_nodes > 1 or not hosts:
+    hosts = _hosts(options, parse_endpoint(host).host)
+    if options.nnodes[0] > 1 or not hosts:
         raise InvalidRequestError(
-            f"--rdzv-endpoint={options.endpoint}: port 0 means any free port of the node "
+            f"--rdzv-endpoint={options.rdzv_endpoint}: port 0 means any free port of the node "
             f"that owns {host}, which other nodes cannot know; give a port, e.g. "
             f"{host}:{DEFAULT_PORT}"
         )
@@ -230,13 +230,13 @@ def _c10d_at_any_port(options: RendezvousOptions, host: str) -> Meeting:
     return Meeting((), options.rdzv_id or "none", why=why)
 
 
-def _etcd(options: RendezvousOptions) -> Meeting:
+def _etcd(options: Namespace) -> Meeting:
     """Meet at the node that all nodes elect. `etcd` and `etcd-v2` mean the same here.
 
     Both require etcd's v3 API. torchrun's back-ends use the v2 API, which was removed in etcd 3.6.
     """
-    given = f"--rdzv-backend={options.backend}"
-    if not options.endpoint:
+    given = f"--rdzv-backend={options.rdzv_backend}"
+    if not options.rdzv_endpoint:
         raise InvalidRequestError(f"{given} needs --rdzv-endpoint=HOST:PORT of an etcd v3")
     if not options.rdzv_id:
         raise InvalidRequestError(
@@ -253,29 +253,23 @@ def _etcd(options: RendezvousOptions) -> Meeting:
     )
 
 
-def _etcd_config(options: RendezvousOptions) -> EtcdConfig:
+def _etcd_config(options: Namespace) -> EtcdConfig:
     from rdzv.stores.etcd_config import EtcdConfig, first_line
 
-    conf = options.conf
-
-    def file(*keys: str) -> Path | None:
-        return next((Path(conf[key]) for key in keys if key in conf), None)
-
-    password = file("etcd_password_file")
-    protocol = conf.get("protocol", "http")
+    conf = options.rdzv_conf
+    protocol, password = conf["protocol"], conf["etcd_password_file"]
     if protocol not in ("http", "https"):
         raise InvalidRequestError(f"--rdzv-conf: protocol={protocol} is unknown; use http or https")
-    endpoints = [part.strip() for part in options.endpoint.split(",") if part.strip()]
-    prefix = conf.get("etcd_prefix", DEFAULT_ETCD_PREFIX).rstrip("/")
+    endpoints = [part for part in map(str.strip, options.rdzv_endpoint.split(",")) if part]
     return EtcdConfig.parse(
         ",".join(e if "://" in e else f"{protocol}://{e}" for e in endpoints),
         # Each job elects its own server, so each has its own key prefix in etcd.
-        prefix=f"{prefix}/{_as_path(options.rdzv_id)}",
-        user=conf.get("etcd_user", ""),
+        prefix=f"{conf['etcd_prefix'].rstrip('/')}/{_as_path(options.rdzv_id)}",
+        user=conf["etcd_user"],
         password=first_line(password) if password else "",
-        ca=file("cacert", "ca_cert"),
-        cert=file("cert", "ssl_cert"),
-        key=file("key", "ssl_cert_key"),
+        ca=conf["cacert"],
+        cert=conf["cert"],
+        key=conf["key"],
     )
 
 
@@ -284,32 +278,32 @@ def _as_path(rdzv_id: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]", lambda found: f"_{ord(found[0]):x}_", rdzv_id)
 
 
-def _static(options: RendezvousOptions) -> Meeting:
-    if options.min_nodes != options.max_nodes:
+def _static(options: Namespace) -> Meeting:
+    if options.nnodes[0] != options.nnodes[1]:
         raise InvalidRequestError(
-            f"--nnodes={options.nnodes}: the static back-end needs a fixed number of nodes; "
+            f"{_nnodes(options)}: the static back-end needs a fixed number of nodes; "
             "give one number, or use an rdzvd"
         )
     node_rank = options.node_rank or 0
-    if not 0 <= node_rank < options.max_nodes:
+    if not 0 <= node_rank < options.nnodes[1]:
         raise InvalidRequestError(
-            f"--node-rank={node_rank} is out of bounds; with --nnodes={options.nnodes} give 0 to "
-            f"{options.max_nodes - 1}"
+            f"--node-rank={node_rank} is out of bounds; with {_nnodes(options)} give 0 to "
+            f"{options.nnodes[1] - 1}"
         )
-    if options.endpoint:
-        endpoint = parse_endpoint(options.endpoint, DEFAULT_MASTER_PORT)
+    if options.rdzv_endpoint:
+        endpoint = parse_endpoint(options.rdzv_endpoint, DEFAULT_MASTER_PORT)
     else:
         port = DEFAULT_MASTER_PORT if options.master_port is None else options.master_port
         endpoint = Endpoint(options.master_addr or "127.0.0.1", port)
     where = "this node serves" if node_rank == 0 else "served by node rank 0"
     return Meeting(
         # One node needs no rendezvous there; its workers may use the address for their store.
-        (endpoint,) if options.max_nodes > 1 else (),
+        (endpoint,) if options.nnodes[1] > 1 else (),
         options.rdzv_id or "none",
         host_at=endpoint if node_rank == 0 else None,
         node_id=f"node-rank-{node_rank:05d}",
         master=endpoint,
-        why=f"static, node rank {node_rank} of {options.max_nodes}, at {endpoint}, {where}",
+        why=f"static, node rank {node_rank} of {options.nnodes[1]}, at {endpoint}, {where}",
     )
 
 

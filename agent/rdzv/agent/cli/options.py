@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rdzv.agent.cli import backends
-from rdzv.agent.cli.backends import Meeting, RendezvousOptions
+from rdzv.agent.cli.backends import Meeting
 from rdzv.agent.core.model import JobTerms
 from rdzv.agent.launch.launch import (
     NO_FILES,
@@ -26,27 +26,7 @@ from rdzv.agent.launch.numa import NumaBinding
 from rdzv.agent.output.console_tee import parse_filters, parse_ranks
 from rdzv.core.model import Settings
 from rdzv.errors import InvalidRequestError
-from rdzv.launch_options import declared_flags, flags
-from rdzv.launch_options.job_options import (
-    check_words,
-    conf_bool,
-    conf_ms,
-    fence_after_ms,
-    hang_timeout,
-    keep_timeouts_ms,
-    parse_conf,
-    parse_nnodes,
-    parse_notice_signal,
-    parse_nproc,
-    parse_signals,
-    parse_streams,
-    read_settings,
-    shutdown_timeout_ms,
-    snapshot_copy_rate,
-    snapshot_memory,
-    unknown_key_warnings,
-    wants_root_cause,
-)
+from rdzv.launch_options import declared_flags, flags, kinds
 from rdzv.transport.endpoints import refuse_link_local
 from rdzv.transport.job_secret import without_secrets
 
@@ -79,46 +59,62 @@ def parse_launch(
     """
     environ = dict(os.environ if environ is None else environ)
     args = flags.parse(argv, environ, legacy=legacy)
-    check_words(args)
-    conf = _conf(args.rdzv_conf)
-    meeting = _meeting(args, conf)
+    _warn_of_keys(args.rdzv_conf)
+    meeting = backends.choose(args)
+    if meeting.elect_by is None:
+        refuse_link_local(meeting.endpoints, args.local_addr)
+    event_log = EventSink(args.event_log_handler, _backend(args.rdzv_backend, meeting))
     python = _python(environ, chdir)
-    size = parse_nproc(args.nproc_per_node) or counted
-    if size is None:
-        size = _count(args.nproc_per_node, python, environ)
-    job = _job(args, conf, meeting, size, environ)
-    no_python = args.no_python and not args.run_path
+    size = args.nproc_per_node
+    if isinstance(size, str):
+        size = counted or _count(size, python, environ)
+    job = _job(args, meeting, size, environ)
+    for name in ("snapshot", "snapshot_dir", "preemption_file", "log_dir"):
+        path = getattr(args, name)
+        setattr(args, name, path and _absolute(f"--{name.replace('_', '-')}", path, chdir))
+    args.no_python = args.no_python and not args.run_path
+    cold_restarts = args.warm is not None or args.no_python
+    args.warm = args.warm or ()
+    args.numa_binding = args.numa_binding and NumaBinding(args.numa_binding)
     return Launch(
         job=job,
         script=args.training_script,
         args=_script_args(args, legacy=legacy),
-        module=args.module,
-        no_python=no_python,
-        run_path=args.run_path,
         python=python,
-        environ=_environ(environ, args, chdir),
+        environ=_environ(environ, args.snapshot_dir),
         chdir=chdir,
-        snapshot=_path("--snapshot", args.snapshot, chdir),
-        snapshot_files=_snapshot_files(args, chdir),
-        snapshot_memory=snapshot_memory(args.snapshot_memory),
-        snapshot_copy_rate=snapshot_copy_rate(args.snapshot_copy_rate),
-        preemption_file=_path("--preemption-file", args.preemption_file, chdir),
-        role=args.role,
-        topology=args.topology,
-        local_addr=args.local_addr,
+        snapshot_files=args.snapshot_dir
+        and SnapshotFiles(args.snapshot_dir, args.snapshot_dir_every, args.snapshot_dir_keep),
         master=meeting.master,
-        refuse_reuse=not conf_bool(conf, "reuse", default=True),
-        virtual_local_rank=args.virtual_local_rank,
-        numa_binding=NumaBinding(args.numa_binding) if args.numa_binding else None,
-        warm=parse_modules(args.warm),
-        warm_restarts=args.warm is None and not no_python and _may_restart(job.settings),
+        refuse_reuse=not args.rdzv_conf["reuse"],
+        warm_restarts=not cold_restarts and _may_restart(job.settings),
         collective_trace=not args.no_collective_trace,
-        hang_timeout=hang_timeout(args.hang_timeout),
-        signals=parse_signals(args.signals_to_handle),
-        root_cause_exit=wants_root_cause(args.exit_code),
-        output=_output(args, size, environ, chdir),
-        event_log=EventSink(args.event_log_handler, _backend(args.rdzv_backend, meeting)),
+        signals=args.signals_to_handle,
+        output=_output(args, size, environ),
+        event_log=event_log,
+        **flags.same_named(args, Launch),
     ), meeting
+
+
+def _job(
+    args: argparse.Namespace, meeting: Meeting, size: int, environ: Mapping[str, str]
+) -> JobTerms:
+    args.rdzv_id = meeting.rdzv_id
+    args.node_id = meeting.node_id or args.node_id or f"{socket.gethostname()}-{os.getpid()}"
+    job = JobTerms(
+        settings=flags.read_settings(args),
+        local_world_size=size,
+        shutdown_timeout_ms=_shutdown_timeout_ms(args.shutdown_timeout, environ),
+        failure_stop_timeout_ms=args.rdzv_conf["failure_stop_timeout"],
+        server_timeout_ms=args.rdzv_conf["server_timeout"],
+        **flags.same_named(args, JobTerms),
+    )
+    if job.fence_after_ms and not meeting.endpoints:
+        raise InvalidRequestError(
+            f"--fence-after={job.fence_after_ms / 1000:g} has no effect here: this node has its "
+            "own server and cannot be cut off from it; leave it out, or give --rdzv-endpoint"
+        )
+    return job
 
 
 def _script_args(args: argparse.Namespace, *, legacy: bool) -> tuple[str, ...]:
@@ -131,32 +127,14 @@ def _may_restart(settings: Settings) -> bool:
     return settings.max_restarts != 0 or settings.min_nodes < settings.max_nodes
 
 
-def parse_modules(text: str | None) -> tuple[str, ...]:
-    """Parse --warm, a comma-separated list of modules to preload.
+def _output(args: argparse.Namespace, size: int, environ: Mapping[str, str]) -> Output:
+    def by_rank(streams: int | dict[int, int]) -> dict[int, int]:
+        return streams if isinstance(streams, dict) else dict.fromkeys(range(size), streams)
 
-    >>> parse_modules("torch,transformers"), parse_modules(None)
-    (('torch', 'transformers'), ())
-    """
-    names = tuple(name.strip() for name in text.split(",")) if text else ()
-    for name in names:
-        if not all(part.isidentifier() for part in name.split(".")):
-            raise InvalidRequestError(
-                f"--warm={text}: {name!r} is not a module name; give names such as "
-                "--warm=torch,numpy"
-            )
-    return names
-
-
-def _output(
-    args: argparse.Namespace,
-    local_world_size: int,
-    environ: Mapping[str, str],
-    chdir: Path | None,
-) -> Output:
     output = Output(
-        log_dir=_absolute("--log-dir", args.log_dir, chdir) if args.log_dir else None,
-        redirects=parse_streams("--redirects", args.redirects, local_world_size),
-        tee=parse_streams("--tee", args.tee, local_world_size),
+        log_dir=args.log_dir,
+        redirects=by_rank(args.redirects),
+        tee=by_rank(args.tee),
         shown_ranks=parse_ranks(args.local_ranks_filter),
         stdout_filters=parse_filters(args.duplicate_stdout_filters),
         stderr_filters=parse_filters(args.duplicate_stderr_filters),
@@ -170,38 +148,6 @@ def _output(
     return output
 
 
-def _meeting(args: argparse.Namespace, conf: Mapping[str, str]) -> Meeting:
-    meeting = backends.choose(_rendezvous_options(args, conf))
-    if meeting.elect_by is None:
-        refuse_link_local(meeting.endpoints, args.local_addr)
-    return meeting
-
-
-def _rendezvous_options(args: argparse.Namespace, conf: Mapping[str, str]) -> RendezvousOptions:
-    min_nodes, max_nodes = parse_nnodes(args.nnodes)
-    return RendezvousOptions(
-        backend=args.rdzv_backend,
-        endpoint=args.rdzv_endpoint,
-        rdzv_id=args.rdzv_id or "",
-        standalone=args.standalone,
-        nnodes=args.nnodes,
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-        node_rank=args.node_rank,
-        master_addr=args.master_addr,
-        master_port=args.master_port,
-        is_host=conf_bool(conf, "is_host", default=False) if "is_host" in conf else None,
-        conf=conf,
-        files={
-            "ca": args.tls_ca,
-            "cert": args.tls_cert,
-            "key": args.tls_key,
-            "token_file": args.token_file,
-        },
-        places_node=bool(args.node_id or args.topology),
-    )
-
-
 def _backend(given: str, meeting: Meeting) -> str:
     """Return the back-end's name in torchrun's events, where a single node counts as c10d."""
     if meeting.node_id:
@@ -209,48 +155,10 @@ def _backend(given: str, meeting: Meeting) -> str:
     return (given or "rdzv") if meeting.endpoints else "c10d"
 
 
-def _job(
-    args: argparse.Namespace,
-    conf: Mapping[str, str],
-    meeting: Meeting,
-    local_world_size: int,
-    environ: Mapping[str, str],
-) -> JobTerms:
-    keep_ms, park_ms = keep_timeouts_ms(args.keep_timeout, args.park_timeout)
-    own_name = args.node_id or f"{socket.gethostname()}-{os.getpid()}"
-    return JobTerms(
-        rdzv_id=meeting.rdzv_id,
-        node_id=meeting.node_id or own_name,
-        settings=read_settings(args, conf),
-        local_world_size=local_world_size,
-        shutdown_timeout_ms=_shutdown_timeout_ms(args.shutdown_timeout, environ),
-        failure_stop_timeout_ms=conf_ms(conf, "failure_stop_timeout", 5),
-        server_timeout_ms=conf_ms(conf, "server_timeout", 600),
-        fence_after_ms=_fence_after_ms(args.fence_after, meeting),
-        keep_timeout_ms=keep_ms,
-        park_timeout_ms=park_ms,
-        notice_signum=parse_notice_signal(args.notice_signal) or 0,
-    )
-
-
-def _path(flag: str, path: Path | None, chdir: Path | None) -> Path | None:
-    return None if path is None else _absolute(flag, path, chdir)
-
-
-def _snapshot_files(args: argparse.Namespace, chdir: Path | None) -> SnapshotFiles | None:
-    folder = _path("--snapshot-dir", args.snapshot_dir, chdir)
-    if folder is None:
-        return None
-    return SnapshotFiles(folder, args.snapshot_dir_every, args.snapshot_dir_keep)
-
-
-def _environ(
-    environ: Mapping[str, str], args: argparse.Namespace, chdir: Path | None
-) -> dict[str, str]:
+def _environ(environ: Mapping[str, str], snapshot_dir: Path | None) -> dict[str, str]:
     base = without_secrets(environ)
     base.pop(_SNAPSHOT_DIR_VARIABLE, None)
-    folder = _path("--snapshot-dir", args.snapshot_dir, chdir)
-    return base if folder is None else {**base, _SNAPSHOT_DIR_VARIABLE: str(folder)}
+    return base if snapshot_dir is None else {**base, _SNAPSHOT_DIR_VARIABLE: str(snapshot_dir)}
 
 
 def _absolute(flag: str, path: Path, chdir: Path | None) -> Path:
@@ -263,14 +171,11 @@ def _absolute(flag: str, path: Path, chdir: Path | None) -> Path:
         ) from error
 
 
-def _conf(text: str) -> dict[str, str]:
-    conf = parse_conf(text)
-    for key in conf:
-        if key in declared_flags.TORCH_CONF_KEYS:
-            log.info("--rdzv-conf: %s configures torchrun's store and has no effect here", key)
-    for warning in unknown_key_warnings(conf):
+def _warn_of_keys(conf: Mapping[str, object]) -> None:
+    for key in declared_flags.TORCH_CONF_KEYS & conf.keys():
+        log.info("--rdzv-conf: %s configures torchrun's store and has no effect here", key)
+    for warning in declared_flags.unknown_keys(conf):
         log.warning("%s", warning)
-    return conf
 
 
 def _python(environ: Mapping[str, str], chdir: Path | None) -> str:
@@ -279,22 +184,13 @@ def _python(environ: Mapping[str, str], chdir: Path | None) -> str:
     return python if chdir is None or os.sep not in python else str(chdir / python)
 
 
-def _count(text: str, python: str, environ: Mapping[str, str]) -> int:
-    return count_cpus() if text == "cpu" else count_devices(text, python, environ)
+def _count(kind: str, python: str, environ: Mapping[str, str]) -> int:
+    return count_cpus() if kind == "cpu" else count_devices(kind, python, environ)
 
 
-def _shutdown_timeout_ms(seconds: float | None, environ: Mapping[str, str]) -> int:
-    if seconds is not None:
-        return shutdown_timeout_ms(f"--shutdown-timeout={seconds:g}", str(seconds))
-    text = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
-    return shutdown_timeout_ms(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={text}", text)
-
-
-def _fence_after_ms(seconds: float | None, meeting: Meeting) -> int:
-    fence_ms = fence_after_ms(seconds)
-    if fence_ms and not meeting.endpoints:
-        raise InvalidRequestError(
-            f"--fence-after={seconds:g} has no effect here: this node has its own server "
-            "and cannot be cut off from it; leave it out, or give --rdzv-endpoint"
-        )
-    return fence_ms
+def _shutdown_timeout_ms(given_ms: int | None, environ: Mapping[str, str]) -> int:
+    if given_ms is not None:
+        return given_ms
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    found: int = kinds.ms(0, kinds.DAY_S)(name, environ.get(name, "30"))
+    return found

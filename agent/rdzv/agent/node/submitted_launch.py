@@ -17,7 +17,6 @@ from rdzv.agent.launch.launch import Launch, Output, ask_count_devices, count_cp
 from rdzv.agent.system.accounts import Account
 from rdzv.errors import InvalidRequestError
 from rdzv.launch_options import flags
-from rdzv.launch_options.job_options import parse_nproc
 from rdzv.messages import Placed
 from rdzv.structs import replace, struct
 from rdzv.transport.endpoints import Endpoint
@@ -116,7 +115,7 @@ async def make_launch(
     flags.refuse_answers(placed.spec.args)
     kind = flags.parse(args, environ).nproc_per_node
     launch, meeting = parse_launch(args, environ=environ, chdir=chdir, counted=counted or 1)
-    if not parse_nproc(kind) and not counted:
+    if isinstance(kind, str) and not counted:
         size = count_cpus()
         if kind != "cpu":
             size = await ask_count_devices(kind, launch.python, environ, share.account)

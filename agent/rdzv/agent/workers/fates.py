@@ -25,7 +25,7 @@ from rdzv.agent.system.error_files import describe_exit, signal_name
 from rdzv.core.model import Failure
 from rdzv.core.root_cause import is_connection_error
 from rdzv.core.words import counted, duration
-from rdzv.launch_options.job_options import root_cause_exit
+from rdzv.launch_options.kinds import root_cause_exit
 from rdzv.structs import field_names, struct
 
 if TYPE_CHECKING:
