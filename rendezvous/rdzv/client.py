@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import grpc
 
+from rdzv.bounds import LOG_POSITIONS
 from rdzv.core.model import JobSpec, Settings
 from rdzv.errors import (
     InvalidRequestError,
@@ -68,9 +69,6 @@ SUBMIT_RETRY_S = 0.5
 
 STACKS_S = 15.0
 """The additional time for a call that asks nodes for stacks; the server gives nodes 10 s."""
-
-LOG_POSITIONS = 65_536
-"""The maximum number of files in which a log reader can resume after its stream is interrupted."""
 
 DEFAULT_TIMEOUT_S = 5.0
 """The time that one call may take before the server is considered unreachable."""

@@ -202,8 +202,20 @@ class Arrivals:
 
 
 @struct(frozen=True)
+class LogPosition:
+    """How far a worker's log has been read. Nodes are sent no `node_id`, and alone set an `end`."""
+
+    node_id: AnyName
+    round: int
+    local_rank: int
+    stderr: bool
+    offset: int
+    end: int | None = None
+
+
+@struct(frozen=True)
 class LogPiece:
-    """A piece of a worker's output. A piece without data only announces that `round` follows."""
+    """The answer to a `ReadLog`, and the positions to continue at. It may have no data."""
 
     request: int
     round: int = 0
@@ -216,6 +228,7 @@ class LogPiece:
     """Whether this is the last piece."""
     error: Sentence = ""
     """Why output is missing; with `last`, why everything after this piece is missing."""
+    positions: Annotated[tuple[LogPosition, ...], UpTo(2 * LOCAL_WORLD_SIZE)] = ()
 
 
 @struct(frozen=True)
@@ -380,19 +393,8 @@ class Waiting:
 
 
 @struct(frozen=True)
-class LogPosition:
-    """How far a worker's log has been read. `node_id` is not sent to the node itself."""
-
-    node_id: AnyName
-    round: int
-    local_rank: int
-    stderr: bool
-    offset: int
-
-
-@struct(frozen=True)
 class ReadLog:
-    """A request for the output of the node's workers. See `rdzv.proto` for the meaning of None."""
+    """A request for the next piece of the node's workers' output. None means any or the last."""
 
     request: int
     rdzv_id: str
@@ -403,19 +405,18 @@ class ReadLog:
     follow: bool
     tail_bytes: int
     tail_lines: int
-    credit: int
+    max_bytes: int
+    wait_ms: int = 0
     positions: tuple[LogPosition, ...] = ()
     runs: tuple[str, ...] = ()
     """The runs whose output may be read, newest first."""
 
 
 @struct(frozen=True)
-class LogCredit:
-    """How many more bytes the node may send for a request; with `cancel`, the node stops."""
+class StopLog:
+    """Says that no more is read for a request."""
 
     request: int
-    bytes: int
-    cancel: bool = False
 
 
 @struct(frozen=True)
@@ -487,7 +488,7 @@ Announcement = (
     | Refused
     | Waiting
     | ReadLog
-    | LogCredit
+    | StopLog
     | Placed
     | Withdrawn
     | LookAgain

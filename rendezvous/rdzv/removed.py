@@ -27,7 +27,7 @@ CONSTANTS = {
     "limits.local_world_size": "rdzv.bounds.LOCAL_WORLD_SIZE",
     "limits.log_buffer": f"{_SERVER}.diagnosis.worker_logs.BUFFER_BYTES",
     "limits.log_readers": f"{_SERVER}.diagnosis.worker_logs.READERS",
-    "limits.log_window": f"{_SERVER}.diagnosis.worker_logs.WINDOW_BYTES",
+    "limits.log_window": f"{_SERVER}.diagnosis.worker_logs.BUFFER_BYTES",
     "limits.message": f"{_SERVER}.rpc.grpc_listener.MESSAGE_BYTES",
     "limits.nodes_per_job": "rdzv.bounds.NODES_PER_JOB",
     "limits.outbox": f"{_SERVER}.sessions.connections.OUTBOX",

@@ -24,6 +24,7 @@ from rdzv.messages import (
     Announcement,
     Hung,
     LogPiece,
+    LogPosition,
     Progress,
     ReadLog,
     SnapshotsHeld,
@@ -40,6 +41,7 @@ from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings import server_settings
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.memory import MemoryStore
+from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
 from tests.support.builders import report
 from tests.support.settings import rdzvd_settings
@@ -196,20 +198,14 @@ class Served:
 
     async def _take_in(self, stream: Stream, told: Announcement) -> None:
         if isinstance(told, ReadLog):
-            rank = told.rank or 0
-            written = self.logs.get(stream.node_id, b"")
-            for data, last in ((written, False), (b"", True)):
-                piece = LogPiece(
-                    request=told.request,
-                    rank=rank,
-                    local_rank=0,
-                    stderr=False,
-                    round=told.round or 0,
-                    offset=0,
-                    data=data,
-                    last=last and not told.follow,
-                    error="",
-                )
+            # Where there is no more to follow, it does not answer yet.
+            at = told.positions[0].offset if told.positions else 0
+            data = self.logs.get(stream.node_id, b"")[at:] if told.positions else b""
+            if data or not told.positions or not told.follow:
+                end = LogPosition("", told.round or 0, 0, False, at + len(data))
+                piece = LogPiece(told.request, told.round or 0, 0, told.rank or 0, data=data)
+                last = bool(told.positions) and not data
+                piece = replace(piece, last=last, offset=at, positions=(end,))
                 self.driver.reports.take_log(stream, piece)
         elif isinstance(told, TakeStacks):
             await self._looked_at.wait()

@@ -1326,9 +1326,8 @@ global___Away = Away
 
 @typing.final
 class LogPiece(google.protobuf.message.Message):
-    """A piece of a log that the server has requested with `ReadLog`, of at most 64 KiB. A piece without
-    data, error and `last` announces that the next pieces are of `round`; the first piece is always
-    such an announcement, unless the node has none of the requested logs.
+    """The answer to a `ReadLog`, of at most 64 KiB. A piece without data, error and `last` says that `round`
+    is being read, and that there is nothing new of it; each round begins with one.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1342,6 +1341,7 @@ class LogPiece(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
+    POSITIONS_FIELD_NUMBER: builtins.int
     request: builtins.int
     local_rank: builtins.int
     stderr: builtins.bool
@@ -1355,6 +1355,10 @@ class LogPiece(google.protobuf.message.Message):
     rank: builtins.int
     offset: builtins.int
     """Where `data` begins in its file."""
+    @property
+    def positions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LogPosition]:
+        """Where to continue: the positions of the next request. Unset once nothing more comes of `round`."""
+
     def __init__(
         self,
         *,
@@ -1367,8 +1371,9 @@ class LogPiece(google.protobuf.message.Message):
         error: builtins.str = ...,
         rank: builtins.int = ...,
         offset: builtins.int = ...,
+        positions: collections.abc.Iterable[global___LogPosition] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "error", b"error", "last", b"last", "local_rank", b"local_rank", "offset", b"offset", "rank", b"rank", "request", b"request", "round", b"round", "stderr", b"stderr"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "error", b"error", "last", b"last", "local_rank", b"local_rank", "offset", b"offset", "positions", b"positions", "rank", b"rank", "request", b"request", "round", b"round", "stderr", b"stderr"]) -> None: ...
 
 global___LogPiece = LogPiece
 
@@ -1881,7 +1886,7 @@ class ServerMessage(google.protobuf.message.Message):
     WAITING_FIELD_NUMBER: builtins.int
     HEARD_FIELD_NUMBER: builtins.int
     READ_LOG_FIELD_NUMBER: builtins.int
-    LOG_CREDIT_FIELD_NUMBER: builtins.int
+    STOP_LOG_FIELD_NUMBER: builtins.int
     PLACED_FIELD_NUMBER: builtins.int
     WITHDRAWN_FIELD_NUMBER: builtins.int
     LOOK_AGAIN_FIELD_NUMBER: builtins.int
@@ -1914,7 +1919,7 @@ class ServerMessage(google.protobuf.message.Message):
     @property
     def read_log(self) -> global___ReadLog: ...
     @property
-    def log_credit(self) -> global___LogCredit: ...
+    def stop_log(self) -> global___StopLog: ...
     @property
     def placed(self) -> global___Placed: ...
     @property
@@ -1954,7 +1959,7 @@ class ServerMessage(google.protobuf.message.Message):
         waiting: global___Waiting | None = ...,
         heard: global___Heard | None = ...,
         read_log: global___ReadLog | None = ...,
-        log_credit: global___LogCredit | None = ...,
+        stop_log: global___StopLog | None = ...,
         placed: global___Placed | None = ...,
         withdrawn: global___Withdrawn | None = ...,
         look_again: global___LookAgain | None = ...,
@@ -1967,9 +1972,9 @@ class ServerMessage(google.protobuf.message.Message):
         undrain: global___UndrainNode | None = ...,
         more: collections.abc.Iterable[global___ServerMessage] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "keep_copies", b"keep_copies", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "servers", b"servers", "snapshot_watermark", b"snapshot_watermark", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "keep_copies", b"keep_copies", "leadership", b"leadership", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "more", b"more", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "servers", b"servers", "snapshot_watermark", b"snapshot_watermark", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting", "heard", "read_log", "log_credit", "placed", "withdrawn", "look_again", "take_stacks", "lease", "snapshot_watermark", "keep_copies", "servers", "drain", "undrain"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "keep_copies", b"keep_copies", "lease", b"lease", "look_again", b"look_again", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "servers", b"servers", "snapshot_watermark", b"snapshot_watermark", "stop_log", b"stop_log", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "keep_copies", b"keep_copies", "leadership", b"leadership", "lease", b"lease", "look_again", b"look_again", "more", b"more", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "servers", b"servers", "snapshot_watermark", b"snapshot_watermark", "stop_log", b"stop_log", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting", "heard", "read_log", "stop_log", "placed", "withdrawn", "look_again", "take_stacks", "lease", "snapshot_watermark", "keep_copies", "servers", "drain", "undrain"] | None: ...
 
 global___ServerMessage = ServerMessage
 
@@ -2174,44 +2179,45 @@ global___CopySource = CopySource
 
 @typing.final
 class ReadLog(google.protobuf.message.Message):
-    """Requests the output of the node's workers; answered by `LogPiece`s with the same request."""
+    """Requests the next piece of the output of the node's workers; answered by one `LogPiece` with the same
+    request, at once or, with `follow`, within `wait_ms`.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: builtins.int
     RDZV_ID_FIELD_NUMBER: builtins.int
     ROUND_FIELD_NUMBER: builtins.int
-    LOCAL_RANK_FIELD_NUMBER: builtins.int
     STDOUT_FIELD_NUMBER: builtins.int
     STDERR_FIELD_NUMBER: builtins.int
     FOLLOW_FIELD_NUMBER: builtins.int
     TAIL_BYTES_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     TAIL_LINES_FIELD_NUMBER: builtins.int
-    CREDIT_FIELD_NUMBER: builtins.int
+    MAX_BYTES_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
     POSITIONS_FIELD_NUMBER: builtins.int
     RUNS_FIELD_NUMBER: builtins.int
     request: builtins.int
     rdzv_id: builtins.str
     round: builtins.int
     """Unset for the last round on this node."""
-    local_rank: builtins.int
-    """Unset for all workers."""
     stdout: builtins.bool
     stderr: builtins.bool
     follow: builtins.bool
     """Continue with new output, also of later rounds, until the job ends."""
     tail_bytes: builtins.int
-    """Only this many bytes from the end of each file of the first round; 0 for all."""
+    """Only this many bytes from the end of each file without a position; 0 for all."""
     rank: builtins.int
     """Only the worker that has this RANK in a round; unset for all workers."""
     tail_lines: builtins.int
     """Only this many lines from the end of each; 0 for all."""
-    credit: builtins.int
-    """The credit that the node begins with; see `LogCredit`."""
+    max_bytes: builtins.int
+    """How much the piece may carry."""
+    wait_ms: builtins.int
     @property
     def positions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LogPosition]:
-        """Where to continue in files of the first round; the tail limits do not apply to them."""
+        """How far the files of `round` have been read."""
 
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -2225,21 +2231,19 @@ class ReadLog(google.protobuf.message.Message):
         request: builtins.int = ...,
         rdzv_id: builtins.str = ...,
         round: builtins.int | None = ...,
-        local_rank: builtins.int | None = ...,
         stdout: builtins.bool = ...,
         stderr: builtins.bool = ...,
         follow: builtins.bool = ...,
         tail_bytes: builtins.int = ...,
         rank: builtins.int | None = ...,
         tail_lines: builtins.int = ...,
-        credit: builtins.int = ...,
+        max_bytes: builtins.int = ...,
+        wait_ms: builtins.int = ...,
         positions: collections.abc.Iterable[global___LogPosition] | None = ...,
         runs: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_local_rank", b"_local_rank", "_rank", b"_rank", "_round", b"_round", "local_rank", b"local_rank", "rank", b"rank", "round", b"round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_local_rank", b"_local_rank", "_rank", b"_rank", "_round", b"_round", "credit", b"credit", "follow", b"follow", "local_rank", b"local_rank", "positions", b"positions", "rank", b"rank", "rdzv_id", b"rdzv_id", "request", b"request", "round", b"round", "runs", b"runs", "stderr", b"stderr", "stdout", b"stdout", "tail_bytes", b"tail_bytes", "tail_lines", b"tail_lines"]) -> None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_local_rank", b"_local_rank"]) -> typing.Literal["local_rank"] | None: ...
+    def HasField(self, field_name: typing.Literal["_rank", b"_rank", "_round", b"_round", "rank", b"rank", "round", b"round"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "_round", b"_round", "follow", b"follow", "max_bytes", b"max_bytes", "positions", b"positions", "rank", b"rank", "rdzv_id", b"rdzv_id", "request", b"request", "round", b"round", "runs", b"runs", "stderr", b"stderr", "stdout", b"stdout", "tail_bytes", b"tail_bytes", "tail_lines", b"tail_lines", "wait_ms", b"wait_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
     @typing.overload
@@ -2258,12 +2262,15 @@ class LogPosition(google.protobuf.message.Message):
     LOCAL_RANK_FIELD_NUMBER: builtins.int
     STDERR_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     """Unset in messages to the node itself."""
     round: builtins.int
     local_rank: builtins.int
     stderr: builtins.bool
     offset: builtins.int
+    end: builtins.int
+    """Where to stop, if not at the end of the file. Only the node itself sets it."""
     def __init__(
         self,
         *,
@@ -2272,35 +2279,30 @@ class LogPosition(google.protobuf.message.Message):
         local_rank: builtins.int = ...,
         stderr: builtins.bool = ...,
         offset: builtins.int = ...,
+        end: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["local_rank", b"local_rank", "node_id", b"node_id", "offset", b"offset", "round", b"round", "stderr", b"stderr"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_end", b"_end", "end", b"end"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_end", b"_end", "end", b"end", "local_rank", b"local_rank", "node_id", b"node_id", "offset", b"offset", "round", b"round", "stderr", b"stderr"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_end", b"_end"]) -> typing.Literal["end"] | None: ...
 
 global___LogPosition = LogPosition
 
 @typing.final
-class LogCredit(google.protobuf.message.Message):
-    """Further bytes that the node may send for this request; each piece counts as its data plus 256 bytes.
-    `cancel` ends the request.
-    """
+class StopLog(google.protobuf.message.Message):
+    """No more is read for this request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
-    CANCEL_FIELD_NUMBER: builtins.int
     request: builtins.int
-    bytes: builtins.int
-    cancel: builtins.bool
     def __init__(
         self,
         *,
         request: builtins.int = ...,
-        bytes: builtins.int = ...,
-        cancel: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "cancel", b"cancel", "request", b"request"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request", b"request"]) -> None: ...
 
-global___LogCredit = LogCredit
+global___StopLog = StopLog
 
 @typing.final
 class TakeStacks(google.protobuf.message.Message):

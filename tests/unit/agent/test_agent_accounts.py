@@ -28,7 +28,7 @@ from rdzv.agent.observers.progress_files import ProgressFiles
 from rdzv.agent.observers.snapshot_file_watch import SnapshotFileWatch
 from rdzv.agent.output.run_files import RoundOutput, RunLogs, WorkerOutput, Written
 from rdzv.agent.output.run_folders import RunFolders
-from rdzv.agent.output.worker_log_reader import ReadRequest, WorkerLogReader
+from rdzv.agent.output.worker_log_reader import WorkerLogReader
 from rdzv.agent.runner import system
 from rdzv.agent.system.accounts import (
     EVERYONE,
@@ -49,7 +49,7 @@ from rdzv.agent.system.file_watches import Watches
 from rdzv.client import Endpoint
 from rdzv.core.model import JobSpec, Settings
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import LogPiece, Placed
+from rdzv.messages import LogPiece, Placed, ReadLog
 from rdzv.structs import replace
 from tests.support.accounts import (
     ADA,
@@ -441,11 +441,15 @@ async def read_log(written: Written) -> list[LogPiece]:
         pieces.append(piece)
         if piece.last:
             over.set()
+        else:
+            asked = replace(wanted, round=piece.round, positions=piece.positions)
+            asyncio.get_running_loop().call_soon(reading.read, asked)
 
+    wanted = ReadLog(1, "job-7", None, None, True, False, False, 0, 0, 1 << 16)
     reading = WorkerLogReader(say)
     reading.serve("job-7", written)
     try:
-        reading.read(ReadRequest(1, "job-7", 1 << 20, stderr=False))
+        reading.read(wanted)
         async with asyncio.timeout(100):
             await over.wait()
     finally:

@@ -469,7 +469,7 @@ TOLD = {
     "servers": (pb.ServerMessage(servers=pb.Servers(addresses=["b:1"])), None),
     "heard": (pb.ServerMessage(heard=pb.Heard(number=7)), None),
     "read_log": (pb.ServerMessage(read_log=pb.ReadLog(request=5, rdzv_id="job-7")), None),
-    "log_credit": (pb.ServerMessage(log_credit=pb.LogCredit(request=5, bytes=7)), None),
+    "stop_log": (pb.ServerMessage(stop_log=pb.StopLog(request=5)), None),
     # These are for the object that accepts jobs, which may have no driver for this one (any more).
     "placed": (pb.ServerMessage(placed=pb.Placed(rdzv_id="job-7", run="r1")), None),
     "withdrawn": (pb.ServerMessage(withdrawn=pb.Withdrawn(rdzv_id="job-7", run="r1")), None),
@@ -488,7 +488,7 @@ def test_what_the_server_says_becomes_an_event(
 ) -> None:
     message = pb.ServerMessage.FromString(message.SerializeToString())
     assert encoding.event(message, NOW_MS) == expected
-    of_the_node = {"welcome", "servers", "heard", "lease", "log_credit"}
+    of_the_node = {"welcome", "servers", "heard", "lease", "stop_log"}
     of_the_node |= {"look_again", "drain", "undrain"}
     about_the_node = message.WhichOneof("body") in of_the_node
     assert encoding.rdzv_id_of(message) == ("" if about_the_node else "job-7")

@@ -236,8 +236,6 @@ REASONS: dict[str, tuple[str, ...]] = {
         "job_driver.JobDriver.get_ready: self.event_log.open",
         "job_driver.JobDriver.prepare: self.event_log.open",
         "worker_group.LocalWorkerGroup.prepare: self._logs_specs.open",
-        # Of a job that is not here: it is empty.
-        "worker_log_reader._Request.__init__: Written(), which is not told whose",
     ),
     "an abstract address is no file": (
         "torch_watch._Watch._report: sender.sendto",

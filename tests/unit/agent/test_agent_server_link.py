@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -1079,38 +1080,55 @@ def written(folder: Path, text: str) -> Written:
     return found
 
 
-def read_log(request: int, credit: int, *, follow: bool = False) -> pb.ReadLog:
-    return pb.ReadLog(request=request, rdzv_id="job-7", stdout=True, credit=credit, follow=follow)
-
-
-async def pieces(talk: Talk, request: int) -> AsyncIterator[pb.LogPiece]:
-    """Yield the pieces for a request up to the last one, skipping all else."""
+async def pieces(talk: Talk, request: int, **wanted: Any) -> AsyncIterator[pb.LogPiece]:
+    """Ask for pieces up to the last one, and yield them, skipping all else."""
+    asked = pb.ReadLog(request=request, stdout=True, max_bytes=1 << 16, **wanted)
+    await talk.say(read_log=asked)
     while (message := await talk.hear()) is not None:
-        if message.HasField("log_piece") and message.log_piece.request == request:
-            yield message.log_piece
-            if message.log_piece.last:
+        piece = message.log_piece
+        if message.HasField("log_piece") and piece.request == request:
+            yield piece
+            if piece.last:
                 return
+            asked = pb.ReadLog(
+                round=piece.round,
+                positions=piece.positions,
+                request=request,
+                stdout=True,
+                max_bytes=1 << 16,
+                wait_ms=60_000,
+                **wanted,
+            )
+            await talk.say(read_log=asked)
 
 
-async def test_logs_are_sent_on_the_stream_as_far_as_there_is_credit(
-    server: Server, tmp_path: Path
-) -> None:
+async def test_logs_are_sent_on_the_stream_piece_by_piece(server: Server, tmp_path: Path) -> None:
     link = link_to(server.endpoint)
     link.log_reader.serve("job-7", written(tmp_path, "x" * 100_000))
     async with running(link):
         talk, _ = await server.greet()
-        await talk.say(read_log=read_log(5, 64 * 1024))
         size = 0
-        async for piece in pieces(talk, 5):
+        async for piece in pieces(talk, 5, rdzv_id="job-7"):
             assert piece.rank == 4 or not piece.data
             size += len(piece.data)
-            cost = len(piece.data) + 256
-            await talk.say(log_credit=pb.LogCredit(request=5, bytes=cost))
         assert size == 100_000
-        await talk.say(read_log=pb.ReadLog(request=6, rdzv_id="job-8", credit=4_096))
-        (refusal,) = [piece async for piece in pieces(talk, 6)]
+        (refusal,) = [piece async for piece in pieces(talk, 6, rdzv_id="job-8")]
         assert refusal.error == "this node takes no part in job-8"
         link.log_reader.close()
+
+
+def waiting(request: int) -> pb.ReadLog:
+    """Ask for what is not there yet."""
+    at_end = pb.LogPosition(round=2, offset=1)
+    return pb.ReadLog(
+        request=request,
+        rdzv_id="job-7",
+        round=2,
+        stdout=True,
+        follow=True,
+        wait_ms=60_000,
+        positions=[at_end],
+    )
 
 
 async def test_a_request_ends_with_its_stream_and_when_it_is_cancelled(
@@ -1122,14 +1140,12 @@ async def test_a_request_ends_with_its_stream_and_when_it_is_cancelled(
     async with running(link):
         talk, _ = await server.greet()
         for number in (5, 6):
-            await talk.say(read_log=read_log(number, 4_096, follow=True))
-            async for piece in pieces(talk, number):
-                if piece.data:
-                    break
-        assert len(log.listeners) == 2
-        await talk.say(log_credit=pb.LogCredit(request=5, cancel=True))
-        await talk.say(read_log=read_log(7, 4_096))
-        assert [piece.data async for piece in pieces(talk, 7)] == [b"", b"x", b""]
+            following = pieces(talk, number, rdzv_id="job-7", follow=True)
+            assert [(await anext(following)).data for _ in range(2)] == [b"", b"x"]
+            await talk.say(read_log=waiting(number))
+        await talk.say(stop_log=pb.StopLog(request=5))
+        found = [piece.data async for piece in pieces(talk, 7, rdzv_id="job-7")]
+        assert found == [b"", b"x", b""]
         assert len(log.listeners) == 1
         talk.end()
         await server.greet()
@@ -1150,15 +1166,20 @@ async def test_heartbeats_go_out_while_logs_are_sent_without_a_pause(
     async with running(link):
         talk, _ = await server.greet(interval_ms=100)
         await talk.heartbeat()
-        await talk.say(read_log=read_log(5, 1 << 40))
+        wanted = pb.ReadLog(request=5, rdzv_id="job-7", stdout=True, max_bytes=1 << 16)
+        await talk.say(read_log=wanted)
         between = 0
         heartbeats = 0
         while heartbeats < 2:
             message = await talk.hear()
             assert message is not None
             assert not message.log_piece.last, "no heartbeat while 16 GiB were sent"
-            between += message.HasField("log_piece")
             heartbeats += message.HasField("heartbeat")
+            if message.HasField("log_piece"):
+                between += 1
+                wanted.ClearField("positions")
+                wanted.positions.extend(message.log_piece.positions)
+                await talk.say(read_log=wanted)
         assert between
         link.log_reader.close()
 

@@ -15,17 +15,18 @@ from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import NO_FILES
 from rdzv.agent.output import worker_log_reader
 from rdzv.agent.output.run_files import RoundOutput, WorkerOutput, Written
-from rdzv.agent.output.worker_log_reader import PIECE_COST, ReadRequest, WorkerLogReader, tail
-from rdzv.messages import LogPiece
+from rdzv.agent.output.worker_log_reader import WorkerLogReader, tail
+from rdzv.messages import LogPiece, LogPosition, ReadLog
+from rdzv.structs import replace
 
 pytestmark = pytest.mark.slow
 
 PATIENCE_S = 100.0
-PLENTY = 1 << 30
+EVERYTHING = ReadLog(1, "job-7", None, None, True, True, False, 0, 0, 64 * 1024, runs=("feed",))
 
 
 class Node:
-    """The logs of one job on one node, and the pieces sent."""
+    """The logs of one job on one node, and the pieces sent to readers that ask on and on."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -34,11 +35,24 @@ class Node:
         self.reading.serve("job-7", self.written)
         self.pieces: list[LogPiece] = []
         self._numbers = itertools.count(1)
+        self._asked: dict[int, ReadLog] = {}
+        self.slow: set[int] = set()
+        """The readers that do not ask for another piece by themselves."""
         self._came = asyncio.Event()
 
     async def _say(self, piece: LogPiece) -> None:
         self.pieces.append(piece)
         self._came.set()
+        if not piece.last and piece.request not in self.slow:
+            asyncio.get_running_loop().call_soon(self.go_on, piece.request)
+
+    def go_on(self, number: int) -> None:
+        """Ask for the next piece of a reader."""
+        piece, asked = self.of(number)[-1], self._asked[number]
+        self._asked[number] = replace(
+            asked, round=piece.round, positions=piece.positions, tail_bytes=0, tail_lines=0
+        )
+        self.reading.read(replace(self._asked[number], wait_ms=60_000))
 
     def path(self, number: int, local_rank: int, name: str = "stdout") -> Path:
         return self.folder / f"round_{number}" / str(local_rank) / f"{name}.log"
@@ -58,11 +72,12 @@ class Node:
         with self.path(number, local_rank, name).open("a") as file:
             file.write(text)
 
-    def ask(self, *, credit: int = PLENTY, **wanted: object) -> int:
+    def ask(self, *, slow: bool = False, **wanted: object) -> int:
         number = next(self._numbers)
-        wanted = {"runs": ("feed",), **wanted}
-        request = ReadRequest(number, "job-7", credit, **wanted)  # type: ignore[arg-type]
-        self.reading.read(request)
+        self._asked[number] = replace(EVERYTHING, request=number, **wanted)
+        if slow:
+            self.slow.add(number)
+        self.reading.read(self._asked[number])
         return number
 
     async def until(self, text: str, request: int = 1) -> None:
@@ -135,7 +150,7 @@ async def test_all_that_was_written_is_sent_and_named(node: Node) -> None:
     node.write("three", 0, 1, "stderr")
     request = node.ask()
     assert await node.last() == LogPiece(request, last=True)
-    assert node.pieces[0] == LogPiece(request, 0)
+    assert [(piece.round, piece.data) for piece in node.pieces[:1]] == [(0, b"")]
     assert {
         (piece.rank, piece.local_rank, piece.stderr): (piece.offset, piece.data)
         for piece in node.pieces[1:-1]
@@ -146,7 +161,7 @@ async def test_all_that_was_written_is_sent_and_named(node: Node) -> None:
     ("wanted", "text"),
     [
         ({"rank": 5, "stderr": False}, "out1"),
-        ({"local_rank": 0, "stdout": False}, "err0"),
+        ({"rank": 4, "stdout": False}, "err0"),
         ({"rank": 4}, "out0err0"),
         ({"rank": 9}, ""),
     ],
@@ -182,10 +197,11 @@ async def test_what_is_written_while_it_is_read_is_not_waited_for(node: Node) ->
     """Otherwise a worker that writes faster than the reader would be read forever."""
     node.begin(0)
     node.write("x" * 100, 0)
-    node.ask(rank=4, stderr=False, credit=PIECE_COST * 2 + 50)
-    await node.until("x" * 50)
+    request = node.ask(rank=4, stderr=False, max_bytes=50, slow=True)
+    await node.came(lambda: len(node.pieces) == 1)
     node.write("y" * 100, 0)
-    node.reading.grant(1, PLENTY)
+    node.slow.clear()
+    node.go_on(request)
     await node.last()
     assert node.text() == "x" * 100
 
@@ -193,7 +209,7 @@ async def test_what_is_written_while_it_is_read_is_not_waited_for(node: Node) ->
 @pytest.mark.quick
 @pytest.mark.parametrize("step", [1, 3, 64 * 1024])
 def test_the_tail_of_a_file(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_log_reader, "PIECE_BYTES", step)
+    monkeypatch.setattr(worker_log_reader, "BLOCK_BYTES", step)
     path = tmp_path / "x.log"
     cases = {b"": [b""] * 3, b"\n\n\n": [b"\n", b"\n\n", b"\n\n\n"]}
     cases[b"one\ntwo\nthree\n"] = [b"three\n", b"two\nthree\n", b"one\ntwo\nthree\n"]
@@ -262,6 +278,7 @@ async def test_following_begins_with_the_round_or_its_tail(node: Node) -> None:
 async def test_following_before_the_first_round_is_answered_at_once(node: Node) -> None:
     request = node.ask(follow=True, rank=4)
     await node.came(lambda: bool(node.pieces))
+    await idle()
     assert node.pieces == [LogPiece(request, 0)]
     node.begin(6)
     node.write("x", 6)
@@ -274,7 +291,7 @@ async def test_a_reader_goes_on_where_it_was(node: Node) -> None:
     node.write("three four", 0, 1)
     node.begin(1)
     node.write("five", 1, 1)
-    places = {(0, False): 4, (1, False): 6}
+    places = (LogPosition("", 0, 0, False, 4), LogPosition("", 0, 1, False, 6))
     node.ask(round=0, stderr=False, follow=True, positions=places)
     await node.came(lambda: "five" in node.text())
     assert sorted(piece.data for piece in node.pieces if piece.data) == [b"five", b"four", b"two"]
@@ -332,14 +349,9 @@ async def test_what_is_kept_nowhere_is_named_and_the_rest_comes(node: Node) -> N
     node.ask()
     assert (await node.last()).error == ""
     assert node.text() == "x"
-    errors = [piece.error for piece in node.pieces if piece.error]
-    assert [
-        error.partition(
-            " ",
-        )[0]
-        for error in errors
-    ] == ["RANK"] * 3
-    assert sum("--log-dir=/dev/null" in error for error in errors) == 2
+    (error,) = [piece.error for piece in node.pieces if piece.error]
+    assert [reason.split(" ")[0] for reason in error.split("; RANK")] == ["RANK", "", ""]
+    assert error.count("--log-dir=/dev/null") == 2
 
 
 async def test_a_file_that_is_gone_is_named_and_the_rest_comes(node: Node) -> None:
@@ -461,41 +473,52 @@ async def test_what_was_removed_meanwhile_is_said_to_be_gone(node: Node) -> None
 
 @pytest.mark.quick
 async def test_a_job_that_is_not_here_is_refused(node: Node) -> None:
-    node.reading.read(ReadRequest(1, "job-8", PLENTY))
+    node.reading.read(replace(EVERYTHING, rdzv_id="job-8"))
     assert (await node.last()).error == "this node takes no part in job-8"
 
 
 async def test_requests_are_bounded(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_log_reader, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(worker_log_reader, "MAX_READERS", 2)
     node.begin(0)
     node.ask(follow=True)
     second = node.ask(follow=True)
     third = node.ask(follow=True)
     assert "already answers 2 readers" in (await node.last(third)).error
-    node.reading.cancel(second)
+    node.reading.stop(second)
     fourth = node.ask()
     assert (await node.last(fourth)).error == ""
 
 
-# ------------------------------------------------------------------ credit, and the end
+# ------------------------------------------------------------------ bounds, and the end
 
 
 @pytest.mark.quick
-async def test_no_more_is_sent_than_there_is_credit_for(node: Node) -> None:
+async def test_each_request_is_answered_by_one_piece(node: Node) -> None:
     node.begin(0)
     node.write("x" * 1_000, 0)
-    request = node.ask(rank=4, stderr=False, credit=3 * PIECE_COST)
-    await node.until("x" * PIECE_COST)
-    await idle()
-    assert sum(len(piece.data) + PIECE_COST for piece in node.pieces) == 3 * PIECE_COST
-    # A partial line is of no use before the rest has come.
-    node.reading.grant(request, PIECE_COST)
-    await idle()
-    assert len(node.text()) == PIECE_COST
-    node.reading.grant(request, 1)
-    await node.until("x" * (PIECE_COST + 1))
-    node.reading.grant(request, PLENTY)
-    await node.until("x" * 1_000)
+    request = node.ask(rank=4, stderr=False, max_bytes=400, slow=True)
+    for sizes in ([0], [0, 400], [0, 400, 400], [0, 400, 400, 200], [0, 400, 400, 200, 0]):
+        await node.came(lambda sizes=sizes: len(node.pieces) == len(sizes))  # type: ignore[misc]
+        await idle()
+        assert [len(piece.data) for piece in node.pieces] == sizes
+        node.go_on(request)
+
+
+async def test_who_follows_hears_within_its_time_that_there_is_nothing_new(node: Node) -> None:
+    node.begin(0)
+    node.write("x", 0)
+    request = node.ask(rank=4, stderr=False, follow=True, slow=True)
+    await node.came(lambda: len(node.pieces) == 1)
+    at_end = replace(node.pieces[0].positions[0], offset=1)
+    asked = replace(EVERYTHING, request=request, round=0, rank=4, stderr=False, follow=True)
+    asked = replace(asked, positions=(at_end,), wait_ms=10)
+    node.reading.read(asked)
+    await node.came(lambda: len(node.pieces) == 2)
+    assert node.pieces[1] == LogPiece(request, 0, positions=(at_end,))
+    node.written.end_round()
+    node.reading.read(asked)
+    await node.came(lambda: len(node.pieces) == 3)
+    assert node.pieces[2] == LogPiece(request, 1), "round 0 has been read"
 
 
 async def test_pieces_are_of_a_bounded_size_and_files_take_turns(node: Node) -> None:
@@ -513,12 +536,13 @@ async def test_a_request_that_is_cancelled_says_nothing_more(node: Node) -> None
     node.begin(0)
     first, second = node.ask(follow=True, rank=4), node.ask(follow=True, rank=4)
     await idle()
-    node.reading.cancel(first)
+    node.reading.stop(first)
     node.write("x", 0)
     await node.until("x", second)
     assert node.text(first) == ""
+    await idle()
     assert len(node.written.listeners) == 1
-    node.reading.cancel_all()
+    node.reading.stop_all()
     await idle()
     assert not node.written.listeners
 
@@ -527,12 +551,12 @@ async def test_a_request_that_is_cancelled_says_nothing_more(node: Node) -> None
 async def test_the_end_of_the_job_waits_for_the_last_lines_but_not_for_ever(node: Node) -> None:
     node.begin(0)
     quick = node.ask(follow=True, rank=4, stderr=False)
-    slow = node.ask(follow=True, rank=4, stderr=False, credit=0)
+    slow = node.ask(follow=True, rank=4, stderr=False, slow=True)
     node.write("bye", 0)
     node.written.end()
     await node.reading.finish(0.5)
     assert node.text(quick) == "bye"
-    assert not node.of(slow)
+    assert node.text(slow) == ""
 
 
 async def test_a_job_whose_files_hang_keeps_nobody_from_reading_another(node: Node) -> None:
@@ -542,7 +566,7 @@ async def test_a_job_whose_files_hang_keeps_nobody_from_reading_another(node: No
         answers.wait(PATIENCE_S)
 
     node.reading.past = hang
-    node.reading.read(ReadRequest(99, "far", credit=1 << 20))
+    node.reading.read(replace(EVERYTHING, request=99, rdzv_id="far"))
     await idle()
     node.begin(0)
     node.write("one\n", 0, 0)

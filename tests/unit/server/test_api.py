@@ -486,20 +486,6 @@ async def test_every_file_of_the_page_is_served_with_its_policy() -> None:
 # ------------------------------------------------------------------ logs
 
 
-def piece(request: ReadLog, rank: int, text: bytes, **more: Any) -> LogPiece:
-    return LogPiece(
-        request=request.request,
-        rank=rank,
-        local_rank=rank % 2,
-        stderr=False,
-        round=0,
-        offset=0,
-        data=text,
-        last=more.get("last", False),
-        error=more.get("error", ""),
-    )
-
-
 async def ask_of(stream: Stream) -> ReadLog:
     """Wait until a node is asked for logs."""
     async with asyncio.timeout(WAIT_S):
@@ -510,20 +496,25 @@ async def ask_of(stream: Stream) -> ReadLog:
     raise AssertionError("the stream has ended")
 
 
+async def answer_of(
+    s: Server, stream: Stream, rank: int, text: bytes = b"", **more: Any
+) -> ReadLog:
+    """Wait until a node is asked for logs, and answer once."""
+    request = await ask_of(stream)
+    piece = LogPiece(request.request, 0, rank % 2, rank, data=text, **more)
+    s.driver.reports.take_log(stream, piece)
+    return request
+
+
 async def test_logs_of_all_ranks_say_whose_lines_they_are() -> None:
     async with asked() as s:
         n1, n2 = await s.pair()
         reading = asyncio.ensure_future(s.get("/jobs/job-7/logs?tail=7"))
-        first, second = await ask_of(n1), await ask_of(n2)
-        assert (first.tail_lines, first.tail_bytes, first.follow) == (
-            7,
-            LOG_BYTES,
-            False,
-        )
-        s.driver.reports.take_log(n1, piece(first, 0, b"one\ntw"))
-        s.driver.reports.take_log(n1, piece(first, 0, b"o\n\xff<b>\n"))
-        s.driver.reports.take_log(n1, piece(first, 0, b"", last=True))
-        s.driver.reports.take_log(n2, piece(second, 2, b"", last=True, error="no such folder"))
+        first = await answer_of(s, n1, 0, b"one\ntw")
+        assert (first.tail_lines, first.tail_bytes, first.follow) == (7, LOG_BYTES, False)
+        await answer_of(s, n1, 0, b"o\n\xff<b>\n")
+        await answer_of(s, n1, 0, last=True)
+        await answer_of(s, n2, 2, last=True, error="no such folder")
         text = await reading
     assert text.splitlines() == [
         "[rank 0] one",
@@ -540,10 +531,9 @@ async def test_logs_of_one_rank_are_its_lines_alone_and_bounded(
     async with asked() as s:
         n1, _ = await s.pair()
         reading = asyncio.ensure_future(s.get("/jobs/job-7/logs?rank=1&round=0"))
-        request = await ask_of(n1)
+        request = await answer_of(s, n1, 1, b"twenty characters...\n")
         assert (request.rank, request.round, request.tail_lines) == (1, 0, 200)
-        for _ in range(3):
-            s.driver.reports.take_log(n1, piece(request, 1, b"twenty characters...\n"))
+        await answer_of(s, n1, 1, b"twenty characters...\n")
         lines = (await reading).splitlines()
     assert lines[:2] == ["twenty characters..."] * 2
     assert lines[2].startswith("rdzv: more than 40 bytes were written")
@@ -555,12 +545,11 @@ async def test_logs_that_are_followed_come_as_they_are_written() -> None:
         url = f"{s.url}{PREFIX}/jobs/job-7/logs?rank=0&follow=true"
         async with asyncio.TaskGroup() as tasks:
             opening = tasks.create_task(s.session.get(url).__aenter__())
-            request = await ask_of(n1)
-            s.driver.reports.take_log(n1, piece(request, 0, b"one\n"))
+            await answer_of(s, n1, 0, b"one\n")
             answer = await opening
             async with asyncio.timeout(WAIT_S):
                 assert await answer.content.readline() == b"one\n"
-                s.driver.reports.take_log(n1, piece(request, 0, b"two\n"))
+                await answer_of(s, n1, 0, b"two\n")
                 assert await answer.content.readline() == b"two\n"
         answer.close()
         # A client that has gone delays nothing.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from rdzv.bounds import LOG_PIECE_BYTES
 from rdzv.core.commands import Fail, Join, Leave, Succeed
 from rdzv.core.model import Ended, EndedRun, LeaveCause, Offer, Result, Settings
 from rdzv.errors import (
@@ -18,13 +20,13 @@ from rdzv.errors import (
 )
 from rdzv.messages import (
     Assignment,
-    LogCredit,
     LogPiece,
     LogPosition,
     LogsWanted,
     ReadLog,
+    StopLog,
 )
-from rdzv.server.diagnosis.worker_logs import PIECE_COST, by_node
+from rdzv.server.diagnosis.worker_logs import WAIT_MS, by_node
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
@@ -85,29 +87,42 @@ def asked(stream: Stream) -> ReadLog:
     return request
 
 
-def granted(stream: Stream) -> list[LogCredit]:
-    return [told for told in read(stream) if isinstance(told, LogCredit)]
+def stopped(stream: Stream) -> list[StopLog]:
+    return [told for told in read(stream) if isinstance(told, StopLog)]
 
 
 def readers(s: Server) -> tuple[int, int]:
     return s.driver.diagnosis.logs.statistics
 
 
+async def answer(s: Server, stream: Stream, request: ReadLog, **piece: Any) -> None:
+    """Answer once as a node; data is of LOCAL_RANK 1, and goes on where it ends."""
+    made = LogPiece(request.request, **{"round": request.round or 0, **piece})
+    if made.data:
+        offset = sum(at.offset for at in request.positions)
+        made = replace(
+            made,
+            **{"local_rank": 1, "rank": 9, "offset": offset, **piece},
+            positions=(LogPosition("", made.round, 1, False, offset + len(made.data)),),
+        )
+    s.driver.reports.take_log(stream, made)
+    await settle()
+
+
 async def say(
     s: Server, stream: Stream, request: ReadLog, *data: bytes, last: bool = False
-) -> None:
-    """Answer as a node does: first with the round, then with pieces of LOCAL_RANK 1."""
-    piece = LogPiece(request.request, request.round or 0)
-    s.driver.reports.take_log(stream, piece)
-    offset = 0
+) -> ReadLog:
+    """Answer as a node does: first with the round, then with pieces; return the next request."""
+    at_start = (LogPosition("", request.round or 0, 1, False, 0),)
+    if not request.positions:
+        await answer(s, stream, request, positions=at_start)
+        request = asked(stream)
     for text in data:
-        s.driver.reports.take_log(
-            stream, replace(piece, local_rank=1, rank=9, offset=offset, data=text)
-        )
-        offset += len(text)
+        await answer(s, stream, request, data=text)
+        request = asked(stream)
     if last:
-        s.driver.reports.take_log(stream, LogPiece(request.request, last=True))
-    await settle()
+        await answer(s, stream, request, last=True)
+    return request
 
 
 async def end_round(s: Server, *streams: Stream) -> None:
@@ -168,7 +183,7 @@ async def test_all_nodes_are_asked_for_a_round_of_which_only_they_know() -> None
         reading = await begin(s, rank=3, round=0)
         requests = asked(n1), asked(n2)
         assert [request.rank for request in requests] == [3, 3]
-        s.driver.reports.take_log(n1, LogPiece(requests[0].request, last=True))
+        await answer(s, n1, requests[0], last=True)
         await say(s, n2, requests[1], b"x", last=True)
         assert (reading.ended, reading.text) == (True, b"x")
 
@@ -181,8 +196,7 @@ async def test_what_nobody_has_is_an_error_that_says_where_else_to_look() -> Non
             read(stream)
         reading = await begin(s, round=0)
         for stream in (n1, n2):
-            s.driver.reports.take_log(stream, LogPiece(asked(stream).request, last=True))
-        await settle()
+            await answer(s, stream, asked(stream), last=True)
         assert isinstance(reading.error, InvalidRequestError)
         assert "job-7-run-1/NODE_ID/round_0 in its --log-dir" in str(reading.error)
 
@@ -239,6 +253,7 @@ async def test_a_node_is_told_which_runs_are_this_jobs() -> None:
         earlier = tuple(EndedRun(f"run-{letter}", ended) for letter in "ab")
         state = replace(state, membership=replace(state.membership, earlier=earlier))
         reader = s.driver.diagnosis.logs.open(state, LogsWanted())
+        await settle()
         assert [asked(stream).runs for stream in (n1, n2)] == [("run-1", "run-b", "run-a")] * 2
         reader.close()
 
@@ -250,9 +265,8 @@ async def test_following_asks_whoever_gets_the_rank_and_ends_with_the_run() -> N
     async with server() as s:
         n1, n2 = await pair(s)
         reading = await begin(s, follow=True)
-        requests = asked(n1), asked(n2)
-        await say(s, n1, requests[0], b"a")
-        await say(s, n2, requests[1], b"b")
+        first = await say(s, n1, asked(n1), b"a")
+        second = await say(s, n2, asked(n2), b"b")
         await end_round(s, n1, n2)
         # They read the next round without being asked again.
         assert not [x for stream in (n1, n2) for x in read(stream) if isinstance(x, ReadLog)]
@@ -261,9 +275,8 @@ async def test_following_asks_whoever_gets_the_rank_and_ends_with_the_run() -> N
             await s.driver.commands.hear(stream, "job-7", succeed)
         await settle()
         assert not reading.ended
-        for stream, request in zip((n1, n2), requests, strict=True):
-            s.driver.reports.take_log(stream, LogPiece(request.request, last=True))
-        await settle()
+        for stream, request in ((n1, first), (n2, second)):
+            await answer(s, stream, request, last=True)
         assert (reading.ended, reading.text, reading.notes) == (True, b"ab", [])
 
 
@@ -290,17 +303,16 @@ async def test_a_node_that_is_back_goes_on_where_it_was() -> None:
     async with server() as s:
         n1, _ = await pair(s)
         reading = await begin(s, follow=True, rank=0, tail_lines=3)
-        request = asked(n1)
-        await say(s, n1, request, b"12345")
+        first = asked(n1)
+        assert (first.tail_lines, first.wait_ms) == (3, 0)
+        request = await say(s, n1, first, b"12345")
         s.driver.connections.detach(n1)
         again = await s.connect("n1", instance="one")
         second = asked(again)
-        assert second.request != request.request
-        assert second.tail_lines == 0
+        assert (second.tail_lines, second.wait_ms) == (0, WAIT_MS)
         assert second.positions == (LogPosition("", 0, 1, False, 5),)
-        # Messages on the old stream, or for the old request, are ignored.
-        await say(s, n1, request, b"late")
-        await say(s, again, request, b"late")
+        # Messages on the old stream are ignored.
+        await answer(s, n1, request, data=b"late")
         await say(s, again, second, b"6")
         assert (reading.text, reading.notes) == (b"123456", [])
         await reading.stop()
@@ -311,14 +323,13 @@ async def test_a_node_that_is_back_goes_on_in_the_round_that_was_being_read() ->
     async with server() as s:
         n1, _ = await pair(s)
         reading = await begin(s, follow=True, rank=0)
-        request = asked(n1)
-        await say(s, n1, request, b"12345")
-        later = LogPiece(request.request, 1, local_rank=0, rank=0, offset=0, data=b"67")
-        s.driver.reports.take_log(n1, later)
-        await settle()
+        request = await say(s, n1, asked(n1), b"12345")
+        at_start = LogPosition("", 1, 1, False, 0)
+        await answer(s, n1, request, round=1, positions=(at_start,))
+        await say(s, n1, asked(n1), b"67")
         s.driver.connections.detach(n1)
         second = asked(await s.connect("n1", instance="one"))
-        assert second.positions == (LogPosition("", 1, 0, False, 2),)
+        assert (second.round, second.positions) == (1, (replace(at_start, offset=2),))
         await reading.stop()
 
 
@@ -444,7 +455,7 @@ async def test_a_node_that_says_nothing_is_named_and_not_waited_for() -> None:
         assert (reading.ended, reading.text) == (True, b"b")
         ((node_id, note),) = reading.notes
         assert (node_id, "has sent nothing for 10 s" in note) == ("n1", True)
-        assert granted(n1) == [LogCredit(request.request, 0, cancel=True)]
+        assert stopped(n1) == [StopLog(request.request)]
 
 
 async def test_who_follows_hears_of_a_node_that_stays_away_and_of_it_when_it_is_back() -> None:
@@ -467,10 +478,16 @@ async def test_who_follows_a_quiet_node_waits() -> None:
     async with server() as s:
         n1, _ = await pair(s)
         reading = await begin(s, follow=True, rank=0)
-        await say(s, n1, asked(n1))
-        await s.clock.advance(ANSWER_MS + 1)
+        request = await say(s, n1, asked(n1))
+        await s.clock.advance(WAIT_MS + ANSWER_MS - 1)
         assert not reading.notes
-        await reading.stop()
+        # It says that there is nothing new, and is asked the same again.
+        await answer(s, n1, request, positions=request.positions)
+        assert asked(n1) == request
+        await s.clock.advance(WAIT_MS + ANSWER_MS)
+        assert "has sent nothing for 25 s" in reading.notes[0][1]
+        # No output was passed on, but that the round is read.
+        assert [lines.round for lines in reading.found if not lines.note] == [0]
 
 
 async def test_why_a_node_sends_nothing_is_passed_on_and_ends_what_can_not_go_on() -> None:
@@ -478,9 +495,7 @@ async def test_why_a_node_sends_nothing_is_passed_on_and_ends_what_can_not_go_on
         n1, n2 = await pair(s)
         reading = await begin(s, follow=True)
         for stream in (n1, n2):
-            refusal = LogPiece(asked(stream).request, last=True, error="it goes to the console")
-            s.driver.reports.take_log(stream, refusal)
-        await settle()
+            await answer(s, stream, asked(stream), last=True, error="it goes to the console")
         assert reading.ended
         assert reading.notes == [(x, "it goes to the console") for x in ("n1", "n2")]
 
@@ -488,77 +503,46 @@ async def test_why_a_node_sends_nothing_is_passed_on_and_ends_what_can_not_go_on
 # ------------------------------------------------------------------ bounds
 
 
-async def test_a_node_gets_new_credit_as_the_reader_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rdzv.server.diagnosis.worker_logs.WINDOW_BYTES", 8_192)
+async def test_a_slow_reader_is_sent_no_more_than_one_piece_of_each_node() -> None:
     async with server() as s:
-        n1, _ = await pair(s)
-        reading = await begin(s, follow=True, rank=0)
-        request = asked(n1)
-        assert request.credit == 8_192
-        reading.may_take.clear()
-        await say(s, n1, request, b"x" * 3_000, b"y" * 3_000)
-        # One was taken, which is less than half of the window; the others wait.
-        assert granted(n1) == []
-        reading.may_take.set()
-        await settle()
-        # Three pieces: the first has no data.
-        assert sum(credit.bytes for credit in granted(n1)) == 6_000 + 3 * PIECE_COST
-        for _ in range(3):
-            # Each time anew, and no more than what was taken since.
-            await say(s, n1, request, b"x" * 3_000, b"y" * 3_000)
-            assert sum(credit.bytes for credit in granted(n1)) == 6_000 + 3 * PIECE_COST
-        await reading.stop()
-
-
-async def test_what_a_slow_reader_has_taken_is_granted_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else a node that was granted too much fills the server's memory with what nobody reads."""
-    monkeypatch.setattr("rdzv.server.diagnosis.worker_logs.WINDOW_BYTES", 8_192)
-    async with server() as s:
-        n1, _ = await pair(s)
+        n1, n2 = await pair(s)
         state = await s.driver.views.state("job-7")
-        reader = s.driver.diagnosis.logs.open(state, LogsWanted(follow=True, rank=0))
-        request, granted_bytes = asked(n1), 0
-        for _ in range(6):
-            await say(s, n1, request, b"x" * 2_000)
-            for _ in range(2):
-                assert await reader.next() is not None
-            granted_bytes += sum(credit.bytes for credit in granted(n1))
-        taken = 6 * (2_000 + 2 * PIECE_COST)
-        assert taken - 4_096 < granted_bytes <= taken
+        reader = s.driver.diagnosis.logs.open(state, LogsWanted(follow=True))
+        await settle()
+        for stream in (n1, n2):
+            await answer(s, stream, asked(stream), data=b"x")
+            assert not read(stream)
+        for n in range(2):
+            assert await reader.next() is not None
+            await settle()
+            assert sum(bool(read(stream)) for stream in (n1, n2)) == 1, n
         reader.close()
 
 
 @pytest.mark.quick
-async def test_a_node_that_sends_more_than_it_may_is_not_listened_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("rdzv.server.diagnosis.worker_logs.WINDOW_BYTES", 8_192)
+async def test_a_node_that_sends_more_than_it_may_is_not_listened_to() -> None:
     async with server() as s:
         n1, _ = await pair(s)
         reading = await begin(s, follow=True, rank=0)
-        request = asked(n1)
-        reading.may_take.clear()
-        await say(s, n1, request, *[b"x" * 2_000] * 9)
-        assert granted(n1) == [LogCredit(request.request, 0, cancel=True)]
-        reading.may_take.set()
-        await settle()
-        # All that it was allowed to send has come.
-        assert len(reading.text) == 6_000
+        request = await say(s, n1, asked(n1), b"fair")
+        assert request.max_bytes == LOG_PIECE_BYTES
+        await answer(s, n1, request, data=b"x" * (LOG_PIECE_BYTES + 1))
+        assert stopped(n1) == [StopLog(request.request)]
+        assert reading.text == b"fair"
         assert "more than was requested" in reading.notes[0][1]
         assert reading.ended
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(("buffer", "piece"), [(20_000, 10_000), (100, 4_096)])
 async def test_many_nodes_share_what_one_reader_may_have_on_its_way(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, buffer: int, piece: int
 ) -> None:
-    monkeypatch.setattr("rdzv.server.diagnosis.worker_logs.BUFFER_BYTES", 20_000)
+    monkeypatch.setattr("rdzv.server.diagnosis.worker_logs.BUFFER_BYTES", buffer)
     async with server() as s:
         n1, n2 = await pair(s)
         reading = await begin(s)
-        assert [asked(stream).credit for stream in (n1, n2)] == [10_000, 10_000]
+        assert [asked(stream).max_bytes for stream in (n1, n2)] == [piece, piece]
         await reading.stop()
 
 
@@ -577,8 +561,7 @@ async def test_readers_are_bounded_and_leave_nothing_behind(
         assert "which is the limit" in str(second.error)
         await reading.stop()
         assert readers(s) == (0, 0)
-        cancelled = [granted(stream)[-1] for stream in (n1, n2)]
-        assert cancelled == [LogCredit(request, 0, cancel=True) for request in requests]
+        assert [stopped(stream) for stream in (n1, n2)] == [[StopLog(x)] for x in requests]
 
 
 @pytest.mark.quick
@@ -599,8 +582,8 @@ async def test_a_piece_that_nobody_asked_for_is_dropped() -> None:
         n1, n2 = await pair(s)
         reading = await begin(s, rank=0)
         request = asked(n1)
-        s.driver.reports.take_log(n2, LogPiece(request.request, data=b"forged"))
-        s.driver.reports.take_log(n1, LogPiece(4_711, data=b"nobody's"))
+        await answer(s, n2, request, data=b"forged")
+        await answer(s, n1, replace(request, request=4_711), data=b"nobody's")
         await say(s, n1, request, b"x", last=True)
         assert reading.text == b"x"
 
@@ -611,5 +594,7 @@ def test_of_what_was_read_of_several_rounds_the_latest_counts() -> None:
         return LogPosition("n1", round_, local_rank, False, offset)
 
     read = [at(2, 0, 20), at(3, 0, 30), at(2, 1, 21), at(3, 1, 31)]
-    assert by_node(read) == {"n1": (3, {(0, False): 30, (1, False): 31})}
-    assert by_node(read[:3]) == {"n1": (3, {(0, False): 30})}
+    assert by_node(read) == {
+        "n1": (3, (replace(read[1], node_id=""), replace(read[3], node_id="")))
+    }
+    assert by_node(read[:3]) == {"n1": (3, (replace(read[1], node_id=""),))}

@@ -120,7 +120,11 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     hung = (HungWorker(9, 1, 99, 61_000, "no progress", timed_out=True),)
     yield "hung", encoding.report(HungReport("r1", 2, hung), "job-7", NOW_MS)
     yield "hung:none", encoding.report(HungReport("r1", 2, ()), "job-7", NOW_MS)
-    yield "log_piece", encoding.log_piece(LogPiece(5, 2, 3, 11, True, 4_711, b"x\xff", True, "why"))
+    position = told.LogPosition("", 2, 3, True, 7, 9)
+    yield (
+        "log_piece",
+        encoding.log_piece(LogPiece(5, 2, 3, 11, True, 4_711, b"x\xff", True, "why", (position,))),
+    )
     yield "stacks", encoding.stacks(5, (STACK,), last=False, error="")
     yield "stacks:last", encoding.stacks(5, (), last=True, error="caf\udce9")
     has = Resources(8, 64, (Gpu("GPU-a", "H100", 80),), (("gpu", "h100"),), 2, "rack-1")
@@ -152,8 +156,8 @@ def by_servers() -> Iterator[tuple[str, Message]]:
         told.Joined(*job, 2, forks=False),
         told.KeepCopies(*job, MARK, (source,)),
         told.ReadLog(5, "job-7", None, None, True, False, True, 9, 8, 7),
-        told.ReadLog(5, "job-7", 0, 0, True, False, True, 9, 8, 7, (position,), ("r2", "r1")),
-        told.LogCredit(5, 9, cancel=True),
+        told.ReadLog(5, "job-7", 0, 0, True, False, True, 9, 8, 7, 6, (position,), ("r2", "r1")),
+        told.StopLog(5),
         told.Placed(*job, spec),
         told.Placed(*job, JobSpec(("train.py",))),
         told.Withdrawn(*job, "the job has stopped"),

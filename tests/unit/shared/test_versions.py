@@ -13,13 +13,9 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 
-from rdzv import bounds
-from rdzv.agent.output import worker_log_reader
 from rdzv.agent.server_link import encoding as agent_wire
-from rdzv.client import LOG_POSITIONS
 from rdzv.errors import InvalidRequestError
 from rdzv.server import wire
-from rdzv.server.diagnosis import worker_logs
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.version import PROTOCOL_VERSION
 
@@ -35,12 +31,6 @@ def test_no_field_changes_its_number_or_type(pytestconfig: pytest.Config) -> Non
         rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(now[key])}" for key in sorted(now))
         FIELDS.write_text(f"{{\n{rows}\n}}\n")
     assert now.keys() == json.loads(FIELDS.read_text()).keys(), "--rewrite records what is new"
-
-
-def test_agent_and_server_of_one_build_speak_the_same_protocol() -> None:
-    assert worker_log_reader.PIECE_COST == worker_logs.PIECE_COST
-    assert bounds.LOG_PIECE_BYTES == worker_log_reader.PIECE_BYTES
-    assert bounds.LOG_POSITIONS == LOG_POSITIONS
 
 
 @pytest.mark.parametrize(("version", "behind"), [(0, "agent"), (6, "agent"), (8, "server")])

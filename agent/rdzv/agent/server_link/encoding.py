@@ -14,7 +14,6 @@ from rdzv.agent.core.stopping import rejoin
 from rdzv.agent.observers.arrival_watch import ArrivalReport
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.observers.progress_files import Report
-from rdzv.agent.output.worker_log_reader import ReadRequest
 from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.node_resources import FailingCheck
@@ -182,12 +181,6 @@ def gone(completed: pb.Assignment) -> pb.NodeMessage:
             left_round=completed.round,
         )
     )
-
-
-def read_request(message: pb.ReadLog) -> ReadRequest:
-    """Decode the server's request for logs."""
-    positions = {(at.local_rank, at.stderr): at.offset for at in message.positions}
-    return read(ReadRequest, message, positions=positions)
 
 
 def rdzv_id_of(message: pb.ServerMessage) -> str:

@@ -9,7 +9,7 @@ from rdzv.agent.output.worker_log_reader import WorkerLogReader
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.agent.server_link.ports import JobPort, PlacementPort
-from rdzv.messages import Key, Placed, TakeStacks
+from rdzv.messages import Key, Placed, ReadLog, TakeStacks
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
@@ -44,9 +44,9 @@ class Inbox:
         placements = self._placements()
         match message.WhichOneof("body"):
             case "read_log":
-                self._log_reader.read(encoding.read_request(message.read_log))
-            case "log_credit":
-                self._note_credit(message.log_credit)
+                self._log_reader.read(read(ReadLog, message.read_log))
+            case "stop_log":
+                self._log_reader.stop(message.stop_log.request)
             case "take_stacks":
                 self._take_stacks(read(TakeStacks, message.take_stacks))
             case "look_again":
@@ -61,12 +61,6 @@ class Inbox:
                 self._deliver_placement(message, placements)
             case _:
                 self._deliver(message)
-
-    def _note_credit(self, credit: pb.LogCredit) -> None:
-        if credit.cancel:
-            self._log_reader.cancel(credit.request)
-        else:
-            self._log_reader.grant(credit.request, credit.bytes)
 
     def _take_stacks(self, asked: TakeStacks) -> None:
         if (job := self._jobs.get(asked.rdzv_id)) is not None:

@@ -384,7 +384,7 @@ class ServerLink:
             self.meter.stream_ended(welcomed=self._lease_ms is not None, on_purpose=on_purpose)
             self._lease_ms = None
             self.outbox.forget()
-            self.log_reader.cancel_all()
+            self.log_reader.stop_all()
             call.cancel()
 
     async def _first_answer(self, call: Call, endpoint: Endpoint) -> pb.ServerMessage | None:

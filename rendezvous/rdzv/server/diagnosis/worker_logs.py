@@ -1,12 +1,12 @@
 """Passes workers' output from their nodes to readers through the server.
 
-A *reader* asks each node that may have output (`ReadLog`), on the stream that the node has opened,
-and passes on the pieces that come back. Only pieces in transit are held, and their number is
-bounded: a node sends no more than it has *credit* for, and receives new credit as the reader
-consumes the pieces. A slow reader therefore delays only itself.
+A *reader* asks each node that may have output for a piece (`ReadLog`), on the stream that the node
+has opened, and asks for the next one when its caller has taken that. So one piece of each node is
+held here, and a slow reader delays only itself. Each request says how far the reader has come; so a
+node that has reconnected is asked again, and goes on where it was.
 
-With `follow`, a node that has reconnected is asked to continue where it stopped, and nodes are
-asked for output when they join a round.
+With `follow`, nodes are also asked when they join a round, and wait for new output before they
+answer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from rdzv.bounds import LOG_PIECE_BYTES
 from rdzv.core.model import Membership, Round, State, is_placeholder
 from rdzv.errors import (
     InvalidRequestError,
@@ -24,45 +26,11 @@ from rdzv.errors import (
     RendezvousClosedError,
     RendezvousError,
 )
-from rdzv.messages import (
-    Announcement,
-    LogCredit,
-    LogPiece,
-    LogPosition,
-    LogsWanted,
-    ReadLog,
-)
-from rdzv.runtime.clock import Clock, Timer
+from rdzv.messages import Announcement, LogPiece, LogPosition, LogsWanted, ReadLog, StopLog
+from rdzv.runtime.clock import Clock
+from rdzv.structs import replace
+from rdzv.transport.wire import convert
 from rdzv.view.answers import LogLines
-
-PIECE_COST = 256
-"""The credit that a piece costs in addition to its data; this bounds the number of small pieces."""
-
-Send = Callable[[str, Announcement], bool]
-"""Sends an announcement to a node; returns False if the node has no stream."""
-
-
-@dataclass(slots=True, eq=False)
-class _Ask:
-    """A reader's request to one node."""
-
-    node_id: str
-    request: int | None = None
-    """The request's number, or None while the reader waits for the node to connect and after the
-    node's last piece."""
-    done: bool = False
-    failed: bool = False
-    """Whether the request has failed and must not be repeated."""
-    credit: int = 0
-    taken: int = 0
-    """The credit that has been used and not yet renewed."""
-    deadline_ms: int | None = None
-    """The deadline for the node's next message."""
-    round: int | None = None
-    """The round that is being read."""
-    offsets: dict[tuple[int, bool], int] = field(default_factory=dict)
-    """The positions in that round's files, by LOCAL_RANK and whether the file is stderr."""
-
 
 READERS = 32
 """The number of callers that read logs at once. Up to `BUFFER_BYTES` may wait for each."""
@@ -70,16 +38,22 @@ READERS = 32
 BUFFER_BYTES = 4 * 1024 * 1024
 """The size of the logs that wait for one slow reader, over all nodes."""
 
-WINDOW_BYTES = 256 * 1024
-"""How much one node sends ahead of one reader: four pieces, so that neither side waits."""
-
-WINDOW_BYTES_LEAST = 4 * 1024
-"""The same if many nodes share `BUFFER_BYTES`."""
-
+PIECE_BYTES_LEAST = 4 * 1024
+"""The size of a piece if many nodes share `BUFFER_BYTES`."""
 
 ANSWER_MS = 10_000
 """How long a node that is asked for logs may send nothing or be away: longer than the default
 lease."""
+
+WAIT_MS = 15_000
+"""How long a node waits for new output before it answers that there is none."""
+
+Send = Callable[[str, Announcement], bool]
+"""Sends an announcement to a node; returns False if the node has no stream."""
+
+
+class _GoneError(Exception):
+    """The node has no stream, or it has ended before the answer."""
 
 
 class WorkerLogs:
@@ -90,15 +64,16 @@ class WorkerLogs:
         self.expects_until_ms = clock.now_ms() + ANSWER_MS
         """The time until which nodes may still be reconnecting to a server that has just
         started."""
-        self._send = send
+        self.send = send
         self._readers: dict[LogReader, None] = {}
-        self._asks: dict[int, tuple[LogReader, _Ask]] = {}
+        self._asked: dict[int, tuple[str, asyncio.Future[LogPiece]]] = {}
+        """The nodes that owe an answer, by request."""
         self._numbers = itertools.count(1)
 
     @property
     def statistics(self) -> tuple[int, int]:
         """The number of readers, and the number of requests that nodes are currently answering."""
-        return len(self._readers), len(self._asks)
+        return len(self._readers), len(self._asked)
 
     def open(self, state: State, wanted: LogsWanted) -> LogReader:
         """Ask a job's nodes for logs, and return the reader, which the caller must close.
@@ -120,9 +95,9 @@ class WorkerLogs:
 
     def take(self, node_id: str, piece: LogPiece) -> None:
         """Pass on a piece that a node has sent, or drop it if no reader wants it."""
-        reader, ask = self._asks.get(piece.request, (None, None))
-        if reader is not None and ask is not None and ask.node_id == node_id:
-            reader.take(ask, piece)
+        asked, answer = self._asked.get(piece.request, (None, None))
+        if answer is not None and asked == node_id and not answer.done():
+            answer.set_result(piece)
 
     def note_state(self, state: State) -> None:
         """Update the readers of a job that has changed, for example because a round completed."""
@@ -137,40 +112,47 @@ class WorkerLogs:
 
     def note_gone(self, node_id: str) -> None:
         """Record that a node's stream has ended."""
-        for reader in self._readers:
-            reader.note_gone(node_id)
+        for asked, answer in self._asked.values():
+            if asked == node_id and not answer.done():
+                answer.set_exception(_GoneError())
 
     def close(self, error: RendezvousError) -> None:
         for reader in self._readers:
             reader.fail(error)
 
-    # ---------------------------------------------------------------- for readers
-
-    def ask(self, reader: LogReader, ask: _Ask, told: ReadLog) -> bool:
-        if not self._send(ask.node_id, told):
-            return False
-        ask.request = told.request
-        self._asks[told.request] = reader, ask
-        return True
+    def discard(self, reader: LogReader) -> None:
+        self._readers.pop(reader, None)
 
     def next_number(self) -> int:
         return next(self._numbers)
 
-    def grant(self, ask: _Ask, credit: int) -> None:
-        if ask.request is not None:
-            self._send(ask.node_id, LogCredit(ask.request, credit))
+    async def ask(self, node_id: str, wanted: ReadLog) -> LogPiece:
+        """Return a node's answer.
 
-    def forget(self, ask: _Ask, *, cancel: bool) -> None:
-        """Stop waiting for the answer to a request; with `cancel`, make the node stop sending."""
-        if ask.request is None:
-            return
-        del self._asks[ask.request]
-        if cancel:
-            self._send(ask.node_id, LogCredit(ask.request, 0, cancel=True))
-        ask.request = None
+        Raises:
+            _GoneError: the node is not connected, or no longer.
+            TimeoutError: it has not answered in time.
 
-    def discard(self, reader: LogReader) -> None:
-        self._readers.pop(reader, None)
+        """
+        answer: asyncio.Future[LogPiece] = asyncio.get_running_loop().create_future()
+        self._asked[wanted.request] = node_id, answer
+        try:
+            if not self.send(node_id, wanted):
+                raise _GoneError
+            async with self.within(wanted.wait_ms + ANSWER_MS):
+                return await answer
+        finally:
+            del self._asked[wanted.request]
+
+    @asynccontextmanager
+    async def within(self, timeout_ms: int) -> AsyncGenerator[None]:
+        """Raise a TimeoutError from the body once the clock has advanced by `timeout_ms`."""
+        async with asyncio.timeout(None) as limit:
+            call = self.clock.call_at(self.clock.now_ms() + timeout_ms, lambda: limit.reschedule(0))
+            try:
+                yield
+            finally:
+                call.cancel()
 
 
 def _check(membership: Membership, wanted: LogsWanted) -> None:
@@ -202,6 +184,25 @@ def _no_rank(name: str, rank: int, round_: Round) -> str:
     return f"{name} has no RANK {rank} in round {round_.number}; {ranks}"
 
 
+class _NoMoreError(Exception):
+    """Nothing more is read from a node; the text says why."""
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A node that a reader reads from."""
+
+    node_id: str
+    round: int | None
+    """The round that is being read, or None before the first piece."""
+    failed: bool = False
+    """Whether the node must not be asked again."""
+    connected: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it may be of use to ask the node again."""
+    task: asyncio.Task[None] | None = None
+    """Reads from it; None once all has been read."""
+
+
 class LogReader:
     """Streams the output of some workers to one caller. Use `WorkerLogs.open` to create one."""
 
@@ -214,13 +215,11 @@ class LogReader:
         self._runs = (membership.run, *(one.run for one in reversed(membership.earlier)))
         """The runs of this job, which nodes may still have; another job of its name had others."""
         self._over = membership.ended is not None
-        self._asks: dict[str, _Ask] = {}
-        self._open = 0
-        """The number of requests in progress."""
-        self._came: deque[tuple[LogLines, _Ask, int]] = deque()
-        self._notes: dict[str, str] = {}
-        """The latest note that has not been passed on, by node; the empty name stands for the
-        job."""
+        self._nodes: dict[str, _Node] = {}
+        self._came: deque[tuple[LogLines, asyncio.Future[None]]] = deque()
+        """What the caller has not taken yet, and whom to tell once it has."""
+        self._absence = ""
+        """Why there is nothing to read yet, if the caller has not been told."""
         self._looked_at: int | None = None
         """The last round checked for the wanted RANK; -1 if there was no round, None if not checked
         yet."""
@@ -228,7 +227,6 @@ class LogReader:
         """Whether any wanted output has arrived, or a note on why a node sends none."""
         self._error: RendezvousError | None = None
         self._news = asyncio.Event()
-        self._timer = Timer(logs.clock, self._tick)
         last = membership.round
         self._first = membership.next_round
         if wanted.round is not None:
@@ -236,13 +234,12 @@ class LogReader:
         elif last is not None:
             self._first = last.number
         candidates = _candidates(state, self._first, wanted.rank)
-        self._credit = min(
-            WINDOW_BYTES, max(BUFFER_BYTES // max(len(candidates), 1), WINDOW_BYTES_LEAST)
-        )
         positions = by_node(wanted.positions)
+        share = BUFFER_BYTES // max(len(candidates), 1)
+        self._piece_bytes = min(LOG_PIECE_BYTES, max(share, PIECE_BYTES_LEAST))
         for node_id in {**dict.fromkeys(candidates), **positions}:
-            round_, offsets = positions.get(node_id, (None, {}))
-            self._ask(node_id, round_, offsets, expected=wanted.follow or node_id in state.away)
+            round_, places = positions.get(node_id, (None, ()))
+            self._read(node_id, round_, places, expected=wanted.follow or node_id in state.away)
         self._say_if_absent(state)
 
     # ---------------------------------------------------------------- the caller's side
@@ -259,37 +256,36 @@ class LogReader:
             self._news.clear()
             if self._error is not None:
                 raise self._error
+            if self._absence:
+                note, self._absence = self._absence, ""
+                return LogLines("", self._run, note=note)
             if self._came:
-                lines, ask, cost = self._came.popleft()
-                self._give_back(ask, cost)
+                lines, taken = self._came.popleft()
+                taken.cancel()
                 return lines
-            if self._notes:
-                node_id = next(iter(self._notes))
-                return LogLines(node_id, self._run, note=self._notes.pop(node_id))
-            if self._open == 0 and self._no_more():
+            if self._no_more():
                 self._check_anything()
                 return None
             await self._news.wait()
 
     def _no_more(self) -> bool:
-        """Return whether no more nodes can contribute output."""
-        useless = bool(self._asks) and all(ask.failed for ask in self._asks.values())
+        """Return whether no node can contribute more output."""
+        if any(node.task is not None for node in self._nodes.values()):
+            return False
+        useless = bool(self._nodes) and all(node.failed for node in self._nodes.values())
         return self._over or not self._wanted.follow or useless
 
     def close(self) -> None:
         """Stop reading and notify the nodes."""
-        self._timer.cancel()
         self._logs.discard(self)
-        for ask in self._asks.values():
-            self._logs.forget(ask, cancel=True)
+        for node in self._nodes.values():
+            if node.task is not None:
+                node.task.cancel()
 
-    def _give_back(self, ask: _Ask, cost: int) -> None:
-        """Renew a node's credit for consumed output once half of its credit has been used."""
-        ask.taken += cost
-        if ask.request is not None and ask.taken >= self._credit // 2:
-            self._logs.grant(ask, ask.taken)
-            ask.credit, ask.taken = ask.credit + ask.taken, 0
-            self._expect(ask)
+    def fail(self, error: RendezvousError) -> None:
+        """End the stream with an error for the caller."""
+        self._error = error
+        self._news.set()
 
     def _check_anything(self) -> None:
         if not self._anything and not self._wanted.follow:
@@ -300,45 +296,7 @@ class LogReader:
                 f"{self.rdzv_id}-{self._run}/NODE_ID/round_{self._first} in its --log-dir"
             )
 
-    # ---------------------------------------------------------------- called by WorkerLogs
-
-    def take(self, ask: _Ask, piece: LogPiece) -> None:
-        cost = len(piece.data) + PIECE_COST
-        if cost > ask.credit:
-            self._end(ask, "it is sending more than was requested; the rest is dropped")
-            return
-        ask.credit -= cost
-        self._expect(ask)
-        if piece.error:
-            self._pass_on(ask, LogLines(ask.node_id, self._run, note=piece.error), cost)
-        elif piece.data or not piece.last:
-            self._keep(ask, piece, cost)
-        if piece.last:
-            ask.failed = bool(piece.error)
-            self._logs.forget(ask, cancel=False)
-            self._finish(ask)
-
-    def _keep(self, ask: _Ask, piece: LogPiece, cost: int) -> None:
-        if ask.round != piece.round:
-            ask.round, ask.offsets = piece.round, {}
-        if piece.data:
-            ask.offsets[piece.local_rank, piece.stderr] = piece.offset + len(piece.data)
-        lines = LogLines(
-            node_id=ask.node_id,
-            run=self._run,
-            rank=piece.rank,
-            local_rank=piece.local_rank,
-            stderr=piece.stderr,
-            round=piece.round,
-            offset=piece.offset,
-            data=piece.data,
-        )
-        self._pass_on(ask, lines, cost)
-
-    def _pass_on(self, ask: _Ask, lines: LogLines, cost: int) -> None:
-        self._anything = True
-        self._came.append((lines, ask, cost))
-        self._news.set()
+    # ---------------------------------------------------------------- the job and its nodes
 
     def note_state(self, state: State) -> None:
         """React to the job's new state: ask nodes that have joined a round, or end with the run."""
@@ -347,13 +305,12 @@ class LogReader:
         membership = state.membership
         if membership.run != self._run or membership.ended is not None:
             self._over = True
-            for ask in self._asks.values():
-                if not ask.done and ask.request is None and not self._may_come_back():
-                    self._end(ask, self._absent(ask))
+            for node in self._nodes.values():
+                node.connected.set()
             self._news.set()
         elif membership.round is not None and membership.round.number >= self._first:
             for node_id in _candidates(state, membership.round.number, self._wanted.rank):
-                self._ask_in_round(node_id, membership.round.number)
+                self._read_in_round(node_id, membership.round.number)
             self._say_if_absent(state)
 
     def _say_if_absent(self, state: State) -> None:
@@ -370,58 +327,36 @@ class LogReader:
         elif wanted.rank is not None and wanted.rank >= round_.world_size:
             text = _no_rank(self.rdzv_id, wanted.rank, round_)
         else:
-            self._notes.pop("", None)
+            self._absence = ""
             return
-        self._notes[""] = f"{text}; its output is shown once it exists"
+        self._absence = f"{text}; its output is shown once it exists"
         self._news.set()
 
-    def _ask_in_round(self, node_id: str, number: int) -> None:
-        """Ask a node that has joined a round, either for the first time or after leaving."""
-        ask = self._asks.get(node_id)
-        if ask is None:
-            self._ask(node_id, self._first, {}, expected=True)
-        elif ask.done and not ask.failed and (ask.round is None or number > ask.round):
-            self._ask(node_id, number, {}, expected=True)
+    def _read_in_round(self, node_id: str, number: int) -> None:
+        """Read from a node that has joined a round, either for the first time or after leaving."""
+        node = self._nodes.get(node_id)
+        if node is None:
+            self._read(node_id, self._first, (), expected=True)
+        elif node.task is None and not node.failed and (node.round is None or number > node.round):
+            self._read(node_id, number, (), expected=True)
 
     def note_connected(self, node_id: str) -> None:
-        ask = self._asks.get(node_id)
-        if ask is not None and not ask.done and ask.request is None:
-            self._open -= 1
-            self._ask(node_id, ask.round, ask.offsets, expected=True)
-
-    def note_gone(self, node_id: str) -> None:
-        """Wait for a node whose stream has ended, or continue without it."""
-        ask = self._asks.get(node_id)
-        if ask is None or ask.request is None:
-            return
-        self._logs.forget(ask, cancel=False)
-        if self._wanted.follow and not self._over:
-            self._expect(ask)
-        else:
-            self._end(ask, f"its stream has ended before all was read; {self._where(ask)}")
-
-    def fail(self, error: RendezvousError) -> None:
-        """End the stream with an error for the caller."""
-        self._error = error
-        self._news.set()
+        if (node := self._nodes.get(node_id)) is not None:
+            node.connected.set()
 
     # ---------------------------------------------------------------- one node
 
-    def _ask(
+    def _read(
         self,
         node_id: str,
         round_: int | None,
-        offsets: Mapping[tuple[int, bool], int],
+        positions: tuple[LogPosition, ...],
         *,
         expected: bool,
     ) -> None:
-        """Ask a node or, if it is away but expected back, wait for it to reconnect."""
-        wanted, fresh = self._wanted, round_ is None
-        ask = self._asks[node_id] = _Ask(
-            node_id, credit=self._credit, round=round_, offsets=dict(offsets)
-        )
-        self._open += 1
-        told = ReadLog(
+        """Read from a node to its end; with `expected`, wait for it if it is away."""
+        wanted, fresh = self._wanted, not positions
+        asked = ReadLog(
             request=self._logs.next_number(),
             rdzv_id=self.rdzv_id,
             round=self._first if round_ is None else round_,
@@ -431,74 +366,95 @@ class LogReader:
             follow=wanted.follow,
             tail_bytes=wanted.tail_bytes if fresh else 0,
             tail_lines=wanted.tail_lines if fresh else 0,
-            credit=self._credit,
-            positions=tuple(
-                LogPosition("", round_ or 0, local_rank, stderr, offset)
-                for (local_rank, stderr), offset in offsets.items()
-            ),
+            max_bytes=self._piece_bytes,
+            positions=positions,
             runs=self._runs,
         )
-        if self._logs.ask(self, ask, told) or (expected and self._may_come_back()):
-            ask.deadline_ms = self._logs.clock.now_ms() + ANSWER_MS
-            self._timer.arm_by(ask.deadline_ms)
-        else:
-            self._end(ask, self._absent(ask))
+        node = self._nodes[node_id] = _Node(node_id, round_)
+        node.task = asyncio.create_task(self._read_all(node, asked, expected=expected))
 
-    def _may_come_back(self) -> bool:
-        """Return whether to wait for a node that is not connected."""
-        return not self._over or self._logs.clock.now_ms() < self._logs.expects_until_ms
-
-    def _expect(self, ask: _Ask) -> None:
-        """Set the deadline for an answer, a node's return or, without `follow`, more output."""
-        owes = ask.request is None or (not self._wanted.follow and ask.credit > PIECE_COST)
-        ask.deadline_ms = self._logs.clock.now_ms() + ANSWER_MS if owes else None
-        if ask.deadline_ms is not None:
-            self._timer.arm_by(ask.deadline_ms)
-
-    def _tick(self, _: int) -> None:
-        now_ms = self._logs.clock.now_ms()
-        for ask in tuple(self._asks.values()):
-            if ask.done or ask.deadline_ms is None:
-                continue
-            if ask.deadline_ms > now_ms:
-                self._timer.arm_by(ask.deadline_ms)
-            elif ask.request is not None:
-                seconds = ANSWER_MS / 1000
-                self._end(
-                    ask,
-                    f"it has sent nothing for {seconds:g} s: its agent may be held up, or too old "
-                    f"to read logs; {self._where(ask)}",
+    async def _read_all(self, node: _Node, asked: ReadLog, *, expected: bool) -> None:
+        last = False
+        try:
+            while not last:
+                piece = await self._ask(node, asked, expected=expected)
+                last = piece.last
+                node.failed = last and bool(piece.error)
+                await self._take(node, piece)
+                expected = True
+                asked = replace(
+                    asked,
+                    round=piece.round,
+                    positions=piece.positions,
+                    tail_bytes=0,
+                    tail_lines=0,
+                    wait_ms=WAIT_MS if asked.follow else 0,
                 )
-            elif self._wanted.follow and not self._over:
-                # Reading continues if the node returns.
-                ask.deadline_ms = None
-                self._note(ask, self._absent(ask))
+        except _NoMoreError as error:
+            node.failed = True
+            await self._pass_on(LogLines(node.node_id, self._run, note=str(error)))
+        finally:
+            node.task = None
+            self._news.set()
+            if not last:
+                self._logs.send(node.node_id, StopLog(asked.request))
+
+    async def _ask(self, node: _Node, asked: ReadLog, *, expected: bool) -> LogPiece:
+        """Return a node's answer, once it is connected if it is `expected`."""
+        noted = False
+        while True:
+            node.connected.clear()
+            try:
+                piece = await self._logs.ask(node.node_id, asked)
+            except TimeoutError:
+                seconds = (asked.wait_ms + ANSWER_MS) / 1000
+                raise _NoMoreError(
+                    f"it has sent nothing for {seconds:g} s: its agent may be held up; "
+                    f"{self._where(node)}"
+                ) from None
+            except _GoneError:
+                absent = f"its agent is not connected; {self._where(node)}"
             else:
-                self._end(ask, self._absent(ask))
+                if len(piece.data) > asked.max_bytes:
+                    raise _NoMoreError("it is sending more than was requested; the rest is dropped")
+                return piece
+            may_return = not self._over or self._logs.clock.now_ms() < self._logs.expects_until_ms
+            if not expected or not may_return:
+                raise _NoMoreError(absent)
+            try:
+                async with self._logs.within(ANSWER_MS):
+                    await node.connected.wait()
+            except TimeoutError:
+                if not self._wanted.follow or self._over:
+                    raise _NoMoreError(absent) from None
+                # Reading continues if the node returns.
+                if not noted:
+                    noted = True
+                    await self._pass_on(LogLines(node.node_id, self._run, note=absent))
+                await node.connected.wait()
 
-    def _end(self, ask: _Ask, note: str) -> None:
-        ask.failed = True
-        self._logs.forget(ask, cancel=True)
-        self._note(ask, note)
-        self._finish(ask)
+    async def _take(self, node: _Node, piece: LogPiece) -> None:
+        """Pass on a piece; one without data counts only if it begins a round."""
+        if piece.error:
+            note = LogLines(node.node_id, self._run, note=piece.error)
+            await self._pass_on(note)
+        if piece.data or (not piece.last and node.round != piece.round):
+            lines = convert(LogLines, piece, node_id=node.node_id, run=self._run)
+            await self._pass_on(lines)
+        if not piece.last:
+            node.round = piece.round
 
-    def _finish(self, ask: _Ask) -> None:
-        if not ask.done:
-            ask.done, ask.deadline_ms = True, None
-            self._open -= 1
-        self._news.set()
-
-    def _note(self, ask: _Ask, text: str) -> None:
+    async def _pass_on(self, lines: LogLines) -> None:
+        """Give the caller lines or a note, and wait until it has taken them."""
         self._anything = True
-        self._notes[ask.node_id] = text
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._came.append((lines, taken))
         self._news.set()
+        await asyncio.wait([taken])
 
-    def _absent(self, ask: _Ask) -> str:
-        return f"its agent is not connected; {self._where(ask)}"
-
-    def _where(self, ask: _Ask) -> str:
-        number = self._first if ask.round is None else ask.round
-        folder = f"{self.rdzv_id}-{self._run}/{ask.node_id}/round_{number}"
+    def _where(self, node: _Node) -> str:
+        number = self._first if node.round is None else node.round
+        folder = f"{self.rdzv_id}-{self._run}/{node.node_id}/round_{number}"
         return f"the output of its workers is on that node, in {folder} in its --log-dir"
 
 
@@ -523,14 +479,14 @@ def _candidates(state: State, number: int, rank: int | None) -> list[str]:
 
 def by_node(
     positions: Iterable[LogPosition],
-) -> dict[str, tuple[int | None, dict[tuple[int, bool], int]]]:
+) -> dict[str, tuple[int, tuple[LogPosition, ...]]]:
     """Group positions by node; if a node has several rounds, only the latest counts."""
-    found: dict[str, tuple[int | None, dict[tuple[int, bool], int]]] = {}
+    found: dict[str, tuple[int, tuple[LogPosition, ...]]] = {}
     for at in positions:
-        round_, offsets = found.get(at.node_id, (None, {}))
-        if round_ is None or at.round > round_:
-            round_, offsets = at.round, {}
+        round_, places = found.get(at.node_id, (at.round, ()))
+        if at.round > round_:
+            round_, places = at.round, ()
         if at.round == round_:
-            offsets[at.local_rank, at.stderr] = at.offset
-        found[at.node_id] = round_, offsets
+            places = (*places, replace(at, node_id=""))
+        found[at.node_id] = round_, places
     return found
