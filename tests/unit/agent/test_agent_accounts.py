@@ -494,8 +494,8 @@ async def test_logs_are_read_that_are_the_workers_own(shared: Path) -> None:
 @needs_root
 def test_a_log_folder_is_made_where_its_account_may_and_nowhere_else(shared: Path) -> None:
     home = own_folder(shared, "home")
-    files = RunLogs(home / "logs", "job-7", "n1", identity=ADA).open_round(LINE, 1)
-    assert files[0].stdout.parent.stat().st_uid == ADA.uid
+    folder = RunLogs(home / "logs", "job-7", "n1", identity=ADA).open_round(LINE, 1)
+    assert (folder / "0").stat().st_uid == ADA.uid
     (home / "out").symlink_to(shared)
     for base in (shared / "logs", home / "out" / "logs"):
         with pytest.raises(PermissionError):

@@ -1,12 +1,14 @@
 """Where the files of a run are: by round and LOCAL_RANK; nothing is ever deleted."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import NO_FILES, Output
-from rdzv.agent.output.run_files import RunLogs, WorkerFiles
+from rdzv.agent.output.console_tee import Stream
+from rdzv.agent.output.run_files import RunLogs, WorkerOutput, usual_output
 from rdzv.structs import replace
 
 LINE = Assignment("r1", 0, 0, 1, 0, 2, 0, 2, "127.0.0.1", 1, True, restarts=0, max_restarts=3)
@@ -20,62 +22,50 @@ def links(folder: Path) -> dict[str, str]:
     return {entry.name: str(entry.readlink()) for entry in folder.iterdir() if entry.is_symlink()}
 
 
-def test_every_worker_of_a_round_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    files = RunLogs(tmp_path, "job-7", "n1").open_round(line(3), 2)
-    folder = tmp_path / "job-7-r1" / "n1" / "round_3"
-    for local_rank, worker in enumerate(files):
-        assert worker.stdout == folder / str(local_rank) / "stdout.log"
-        assert worker.stderr == folder / str(local_rank) / "stderr.log"
-        assert worker.error == folder / str(local_rank) / "error.json"
-        assert worker.error.parent.is_dir()
-    assert len(files) == 2
+@pytest.mark.parametrize(
+    ("redirect", "tee", "shown", "log", "teed"),
+    [
+        (3, 0, True, "stdout.log", False),
+        (0, 3, True, "stdout.log", True),
+        (0, 3, False, "stdout.log", False),
+        (0, 0, True, None, False),
+        (0, 0, False, "/dev/null", False),
+    ],
+)
+def test_where_a_stream_goes(
+    redirect: int, tee: int, shown: bool, log: str | None, teed: bool
+) -> None:
+    ranks = None if shown else frozenset({7})
+    output = Output(redirects={1: redirect}, tee={1: tee}, shown_ranks=ranks)
+    found = usual_output(Path("/r"), output, 2)
+    path = None if log is None else Path("/r/1") / log
+    assert (found.workers[1].stdout, found.workers[1].error) == (path, Path("/r/1/error.json"))
+    assert found.workers[1].teed.get(Stream.OUT) == (path if teed else None)
+    assert found.filtered[Stream.ERR] == Path("/r/filtered_stderr.log")
 
 
-def test_an_attempt_points_to_its_latest_round(tmp_path: Path) -> None:
+def test_an_attempt_points_to_its_latest_round_and_nothing_is_deleted(tmp_path: Path) -> None:
     logs, folder = RunLogs(tmp_path, "job-7", "n1"), tmp_path / "job-7-r1" / "n1"
-    logs.open_round(line(0), 1)
-    assert links(folder) == {"attempt_0": "round_0"}
-    logs.open_round(line(1), 1)
-    assert links(folder) == {"attempt_0": "round_1"}
-    logs.open_round(line(2, restarts=1), 1)
-    assert links(folder) == {"attempt_0": "round_1", "attempt_1": "round_2"}
-    assert (folder / "attempt_1" / "0").is_dir()
-
-
-def test_nothing_is_deleted_and_nothing_else_is_left(tmp_path: Path) -> None:
-    logs, folder = RunLogs(tmp_path, "job-7", "n1"), tmp_path / "job-7-r1" / "n1"
-    for round_ in range(3):
-        (worker,) = logs.open_round(line(round_), 1)
-        worker.stdout.write_text(f"round {round_}")
-    names = {entry.name for entry in folder.iterdir()}
-    assert names == {"round_0", "round_1", "round_2", "attempt_0"}
-    assert (folder / "round_0" / "0" / "stdout.log").read_text() == "round 0"
-
-
-def test_a_round_that_is_opened_again_keeps_what_is_there(tmp_path: Path) -> None:
-    for _ in range(2):
-        (worker,) = RunLogs(tmp_path, "job-7", "n1").open_round(line(0), 1)
-        with worker.stdout.open("a") as file:
+    for round_, restarts in ((0, 0), (1, 0), (2, 1), (2, 1)):
+        made = logs.open_round(line(round_, restarts), 2)
+        assert made == folder / f"round_{round_}"
+        with (made / "1" / "stdout.log").open("a") as file:
             file.write("x")
-    assert worker.stdout.read_text() == "xx"
-
-
-def test_an_agent_that_died_while_it_moved_a_link_is_no_obstacle(tmp_path: Path) -> None:
-    logs, folder = RunLogs(tmp_path, "job-7", "n1"), tmp_path / "job-7-r1" / "n1"
-    logs.open_round(line(0), 1)
-    (name,) = links(folder)
-    (folder / f".{name}.{_own_pid()}").symlink_to("round_0")
-    logs.open_round(line(1), 1)
-    assert links(folder) == {"attempt_0": "round_1"}
-
-
-def _own_pid() -> int:
-    return int(Path("/proc/self").readlink().name)
+        # An agent may have died while it moved the link.
+        (folder / f".attempt_{restarts}.{os.getpid()}").symlink_to("round_0")
+    logs.open_round(line(2, 1), 2)
+    assert links(folder) == {
+        "attempt_0": "round_1",
+        "attempt_1": "round_2",
+        f".attempt_0.{os.getpid()}": "round_0",
+    }
+    texts = [(folder / f"round_{n}" / "1" / "stdout.log").read_text() for n in range(3)]
+    assert texts == ["x", "x", "xx"]
 
 
 def test_nodes_and_runs_do_not_share_files(tmp_path: Path) -> None:
     found = [
-        RunLogs(tmp_path, "job-7", node_id).open_round(line(0, run=run), 1)[0].stdout
+        RunLogs(tmp_path, "job-7", node_id).open_round(line(0, run=run), 1)
         for node_id in ("n1", "n2")
         for run in ("r1", "r2")
     ]
@@ -99,13 +89,13 @@ def test_a_temporary_folder_is_removed_unless_it_holds_a_file(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     caplog.set_level("INFO")
     written, empty = RunLogs(None, "job-7", "n1"), RunLogs(None, "job-8", "n1")
-    (worker,) = written.open_round(line(0), 1)
-    worker.error.write_text("{}")
+    folder = written.open_round(line(0), 1)
+    (folder / "0" / "error.json").write_text("{}")
     empty.open_round(line(0), 1)
     for logs in (written, empty, written, empty):
         logs.close()
     (kept,) = tmp_path.iterdir()
-    assert worker.error.is_relative_to(kept)
+    assert folder.is_relative_to(kept)
     assert caplog.messages == [f"job-7: the workers' logs and error files are in {kept}"]
 
 
@@ -115,7 +105,9 @@ def test_without_any_folder_there_are_no_files_unless_they_are_asked_for(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
     logs = RunLogs(None, "job-7", "n1", needed=False)
     for round_ in range(2):
-        assert logs.open_round(line(round_), 2) == [WorkerFiles(NO_FILES, NO_FILES, NO_FILES)] * 2
+        folder = logs.open_round(line(round_), 2)
+        nowhere = WorkerOutput(None, None, NO_FILES)
+        assert usual_output(folder, Output(), 2).workers == (nowhere, nowhere)
     assert "TMPDIR" in caplog.messages[0]
     assert len(caplog.messages) == 1, "it is said once"
     with pytest.raises(FileNotFoundError):

@@ -440,7 +440,7 @@ async def test_who_waits_for_gpus_is_served_in_order(gpu_node: Node) -> None:
     for name in ("first", "second"):
         gpu_node.place(name, gpus_per_node=3)
     # They examine their folders in threads; either may finish first.
-    queue = gpu_node.placements.gpu_queue
+    queue = gpu_node.placements.ledger
     await gpu_node.until(lambda: len(queue.waiting) == 2)
     order = [held.name for held in queue.waiting]
     holder.end()
@@ -501,10 +501,10 @@ async def test_a_job_that_waits_for_gpus_is_withdrawn_at_once(gpu_node: Node) ->
     gpu_node.place("all", gpus_per_node=3)
     await gpu_node.driver("all")
     gpu_node.place("waits")
-    await gpu_node.until(lambda: gpu_node.placements.gpu_queue.waiting)
+    await gpu_node.until(lambda: gpu_node.placements.ledger.waiting)
     gpu_node.placements.withdrawn("waits", "r1", "cancelled")
     await gpu_node.until(lambda: gpu_node.held() == {"all"})
-    assert not gpu_node.placements.gpu_queue.waiting
+    assert not gpu_node.placements.ledger.waiting
 
 
 async def test_a_withdrawal_of_what_is_not_here_changes_nothing(node: Node) -> None:

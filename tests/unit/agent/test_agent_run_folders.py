@@ -25,7 +25,7 @@ def write_round(folders: RunFolders, run: str, number: int, *, rdzv_id: str = "j
     folder, written = folders.open(rdzv_id, run), Written()
     written.listeners.add(lambda: folder.note(written))
     logs = RunLogs(None, rdzv_id, "n1", folder.path)
-    output = usual_output(logs.open_round(line(number, 4), 2), Output(redirects={0: 3, 1: 3}))
+    output = usual_output(logs.open_round(line(number, 4), 2), Output(redirects={0: 3, 1: 3}), 2)
     for worker in output.workers:
         assert worker.stdout is not None
         worker.stdout.write_text(f"{run} round {number}\n")

@@ -36,51 +36,40 @@ async def server() -> AsyncIterator[Server]:
     made.answers.set()
 
 
-class Told:
-    """The results that callers get."""
-
-    def __init__(self) -> None:
-        self.news: asyncio.Queue[object] = asyncio.Queue()
-
-    def take(self, what: object) -> None:
-        self.news.put_nowait(what)
-
-    async def next(self) -> object:
-        async with asyncio.timeout(PATIENCE_S):
-            return await self.news.get()
-
-
-async def test_what_is_read_is_told_from_the_loop(server: Server) -> None:
-    told, aside = Told(), Aside(PATIENCE_S)
-    aside.call(told.take, server.read, "x")
-    assert told.news.empty()
-    assert await told.next() == "x"
-
-
-async def test_what_is_raised_is_told(server: Server) -> None:
-    told, aside = Told(), Aside(PATIENCE_S)
-    aside.call(told.take, Path("/not/there").read_bytes)
-    assert isinstance(await told.next(), FileNotFoundError)
+async def test_what_is_read_or_raised_is_the_answer(server: Server) -> None:
+    aside = Aside(PATIENCE_S)
+    assert await aside.answer(server.read, "x") == "x"
+    with pytest.raises(FileNotFoundError):
+        await aside.answer(Path("/not/there").read_bytes)
 
 
 @pytest.mark.slow
-async def test_one_that_is_late_is_told_once_and_nothing_else_hangs(server: Server) -> None:
-    told, aside = Told(), Aside(0.01)
+async def test_while_one_is_late_nothing_else_hangs(server: Server) -> None:
+    aside = Aside(0.01)
     server.answers.clear()
-    aside.call(told.take, server.read, "x")
-    late = await told.next()
-    assert isinstance(late, TimeoutError)
-    assert "no answer within 0.01 s" in str(late)
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.01 s"):
+        await aside.answer(server.read, "x")
     # Another caller does not even ask.
-    aside.call(told.take, server.read, "y")
-    assert isinstance(await told.next(), TimeoutError)
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.01 s"):
+        await aside.answer(server.read, "y")
     assert server.asked == 1
     server.answers.set()
     while any(thread.name == "aside" for thread in threading.enumerate()):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    aside.call(told.take, server.read, "z")
-    assert await told.next() == "z"
-    assert told.news.empty()
+    assert await aside.answer(server.read, "z") == "z"
+
+
+@pytest.mark.slow
+async def test_who_gives_up_waiting_keeps_no_other_from_asking(server: Server) -> None:
+    aside = Aside(PATIENCE_S)
+    server.answers.clear()
+    asking = asyncio.create_task(aside.answer(server.read, "x"))
+    while not server.asked:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    asking.cancel()
+    await asyncio.wait([asking])
+    server.answers.set()
+    assert await aside.answer(server.read, "y") == "y"
 
 
 @pytest.mark.slow

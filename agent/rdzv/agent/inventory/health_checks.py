@@ -1,4 +1,7 @@
-"""The checks that can be configured for a node: a command, disks, GPUs, the kernel's log."""
+"""The checks that can be configured for a node: a command, disks, GPUs, the kernel's log.
+
+Also runs a site's commands, each in a session of its own.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,60 @@ class Plain:
 # ---------------------------------------------------------------------- a command
 
 
+async def run_in_session(
+    args: Sequence[str], hear: Callable[[bytes], None], timeout_s: float | None = None, **how: Any
+) -> int:
+    """Run a command, and pass its output to `hear`; return its exit code.
+
+    At its end or after `timeout_s`, all processes in its session are killed.
+
+    Raises:
+        OSError: it cannot be started.
+        TimeoutError: it has not ended in time.
+    """
+    loop, stream, (read_fd, write_fd) = (
+        asyncio.get_running_loop(),
+        asyncio.StreamReader(),
+        os.pipe(),
+    )
+    # asyncio's own pipe would wait for every process that has inherited it, not just the command.
+    pipe, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(read_fd, "rb", buffering=0)
+    )
+    try:
+        try:
+            process = await runner_link.start_spared(
+                *args,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=write_fd,
+                start_new_session=True,
+                **how,
+            )
+        finally:
+            os.close(write_fd)
+        reading = asyncio.create_task(_read_all(stream, hear))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(TimeoutError):
+                # If the command survives SIGKILL, it is left alone.
+                async with asyncio.timeout(KILLED_S):
+                    await process.wait()
+                    await reading
+            reading.cancel()
+            runner_link.spare_no_more(process.pid)
+    finally:
+        pipe.close()
+
+
+async def _read_all(stream: asyncio.StreamReader, hear: Callable[[bytes], None]) -> None:
+    while data := await stream.read(4_096):
+        hear(data)
+
+
 @dataclass(eq=False)
 class Command(Plain):
     """An operator's command. The node is healthy if it exits with 0 in time."""
@@ -50,46 +107,29 @@ class Command(Plain):
     environ: Mapping[str, str] = field(default_factory=dict)
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
+        said = bytearray()
+
+        def hear(data: bytes) -> None:
+            said.extend(data)
+            del said[:-SAID_BYTES]
+
+        env = {**self.environ, "RDZV_UNUSED_GPUS": ",".join(sorted(unused_gpus))}
         try:
             await in_time(self.timeout_s, find_program, self.args[0])
-            process = await runner_link.start_spared(
-                *self.args,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env={**self.environ, "RDZV_UNUSED_GPUS": ",".join(sorted(unused_gpus))},
-                start_new_session=True,
-            )
         except OSError as error:
             return f"cannot be started: {error.strerror or error}"
-        said = bytearray()
         try:
-            async with asyncio.timeout(self.timeout_s):
-                await _listen(process, said)
-                code = await process.wait()
+            code = await run_in_session(
+                self.args, hear, self.timeout_s, stderr=asyncio.subprocess.STDOUT, env=env
+            )
         except TimeoutError:
             return f"did not end within {self.timeout_s:g} s{_last_line(said)}"
-        finally:
-            # The command may have ended and left processes behind.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(TimeoutError):
-                # If the command survives SIGKILL, it is left alone.
-                async with asyncio.timeout(KILLED_S):
-                    await process.wait()
-            runner_link.spare_no_more(process.pid)
+        except OSError as error:
+            return f"cannot be started: {error.strerror or error}"
         if code == 0:
             return ""
         how = f"ended by signal {-code}" if code < 0 else f"exited {code}"
         return f"{how}{_last_line(said)}"
-
-
-async def _listen(process: asyncio.subprocess.Process, said: bytearray) -> None:
-    """Read a command's output until it ends, keeping the last part."""
-    assert process.stdout is not None
-    while data := await process.stdout.read(4_096):
-        said += data
-        del said[:-SAID_BYTES]
 
 
 def _last_line(said: bytearray) -> str:

@@ -9,17 +9,14 @@ do not affect any job.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import signal
-import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
-from rdzv.agent import runner_link
+from rdzv.agent.inventory.health_checks import run_in_session
 from rdzv.agent.system.side_thread import find_program, in_thread, in_time
 from rdzv.core.words import duration
 from rdzv.structs import Duration, setting, struct
@@ -38,7 +35,6 @@ MAX_LINE_BYTES = 4_096
 MAX_LEFT_S = 7 * 86_400
 START_WITHIN_S = 10.0
 """How long it may take to find the command, which may be on a file server."""
-KILL_TIMEOUT_S = 2.0
 
 Give = Callable[[int, str], None]
 """A callback that receives the milliseconds left and the reason."""
@@ -178,67 +174,16 @@ def _line(data: bytes) -> str:
 async def _run(command: Sequence[str]) -> tuple[int, str]:
     """Run a command to its end; return its exit code and its first line of output.
 
-    It runs in its own session, and all processes in that session are killed when it ends.
-
     Raises:
         OSError: it cannot be started.
     """
-    await in_time(START_WITHIN_S, find_program, command[0])
-    async with _pipe() as (said, write_fd):
-        return await _run_into(command, said, write_fd)
-
-
-async def _run_into(
-    command: Sequence[str], said: asyncio.StreamReader, write_fd: int
-) -> tuple[int, str]:
-    # asyncio's own pipe would wait for every process that has inherited it, not just the command.
-    try:
-        process = await runner_link.start_spared(
-            *command, stdin=subprocess.DEVNULL, stdout=write_fd, start_new_session=True
-        )
-    finally:
-        os.close(write_fd)
-    reading = asyncio.create_task(_first_line(said))
-    try:
-        code = await process.wait()
-        _kill_session(process.pid)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KILL_TIMEOUT_S):
-                return code, await asyncio.shield(reading)
-        return code, ""
-    finally:
-        reading.cancel()
-        _kill_session(process.pid)
-        if process.returncode is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(KILL_TIMEOUT_S):
-                    await process.wait()
-        runner_link.spare_no_more(process.pid)
-
-
-@asynccontextmanager
-async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """Open a pipe; yield its reader, and the write end, which the caller must close."""
-    read_fd, write_fd = os.pipe()
-    said = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(said), os.fdopen(read_fd, "rb", buffering=0)
-    )
-    try:
-        yield said, write_fd
-    finally:
-        transport.close()
-
-
-async def _first_line(stream: asyncio.StreamReader) -> str:
-    """Read all of a command's output; return the first line."""
     first = b""
-    while data := await stream.read(MAX_LINE_BYTES):
+
+    def hear(data: bytes) -> None:
+        nonlocal first
         if b"\n" not in first:
             first = (first + data)[:MAX_LINE_BYTES]
-    return _line(first)
 
-
-def _kill_session(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+    await in_time(START_WITHIN_S, find_program, command[0])
+    code = await run_in_session(command, hear)
+    return code, _line(first)

@@ -32,7 +32,7 @@ from rdzv.agent.handover.runner_records import RunnerRecords
 from rdzv.agent.inventory.health import Health, describe
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, check_chdir, check_startable
-from rdzv.agent.node.gpu_assignments import GpuQueue, Ledger
+from rdzv.agent.node.gpu_assignments import Ledger
 from rdzv.agent.node.submitted_launch import (
     Share,
     Surroundings,
@@ -121,10 +121,9 @@ class Placements:
         self._folders = folders
         self._runners = runners
         self._adoption = adoption
-        self._ledger = Ledger.of(resources)
-        self.gpu_queue = GpuQueue(self._ledger)
+        self.ledger = Ledger.of(resources)
         self._health = health or Health(())
-        self._health.unused_gpus = lambda: frozenset(self._ledger.free)
+        self._health.unused_gpus = lambda: frozenset(self.ledger.free)
         self._health.is_idle = lambda: not self._held
         self._health.on_change = link.say_health
         self._held: dict[_Held, None] = {}
@@ -229,11 +228,11 @@ class Placements:
         self._note_rounds(driver, folder)
         driver.meter = self.meter.job(job.local_world_size)
         held = _Held(placed, kept.gpus)
-        self._ledger.take_over(held, kept.granted)
+        self.ledger.take_over(held, kept.granted)
         try:
             driver.resume(found, one.state)
         except BaseException:
-            self._ledger.release(held)
+            self.ledger.release(held)
             self._link.remove(driver)
             await driver.hand_over(self._link.orphan_timeout_ms)
             raise
@@ -281,12 +280,14 @@ class Placements:
         """Record each round in the job's folder, so that its logs can be found afterwards."""
         noting = Aside(ANSWER_WITHIN_S)
 
-        def tell(failed: Exception | None) -> None:
-            if failed is not None:
+        async def note() -> None:
+            try:
+                await noting.answer(folder.note, driver.written)
+            except Exception as error:
                 text = "%s: cannot record where its logs are, so they may not be found later: %s"
-                log.warning(text, driver.rdzv_id, failed)
+                log.warning(text, driver.rdzv_id, error)
 
-        driver.written.listeners.add(lambda: noting.call(tell, folder.note, driver.written))
+        driver.written.listeners.add(lambda: driver.tasks.start(note(), "logs"))
 
     async def hand_over(self, within_ms: int) -> None:
         """Leave every running job to the next agent, and accept no more jobs."""
@@ -304,8 +305,8 @@ class Placements:
         """
         self._resources = resources
         self._around = replace(self._around, environ=environ)
-        self._ledger.capacity = resources.capacity
-        self.gpu_queue.grant()
+        self.ledger.capacity = resources.capacity
+        self.ledger.grant()
 
     def take_no_more(self) -> None:
         self._leaving = True
@@ -319,11 +320,11 @@ class Placements:
 
     def occupancy(self) -> Occupancy:
         jobs = Counter({"waiting": 0, "running": 0, "ending": 0})
-        gpus = Counter({"free": len(self._ledger.free), "running": 0, "ending": 0})
+        gpus = Counter({"free": len(self.ledger.free), "running": 0, "ending": 0})
         for held in self._held:
             ends = held.closing or held.given_back
             jobs["ending" if ends else "running" if held.driver is not None else "waiting"] += 1
-            gpus["ending" if ends else "running"] += len(self._ledger.held_by(held))
+            gpus["ending" if ends else "running"] += len(self.ledger.held_by(held))
         return Occupancy(jobs, gpus)
 
     async def all_gone(self) -> None:
@@ -381,9 +382,8 @@ class Placements:
         """Forget a job once nothing of it is left."""
         del self._held[held]
         held.gone.set()
-        self._ledger.release(held)
+        self.ledger.release(held)
         self._link.say_holdings()
-        self.gpu_queue.grant()
 
     def _decline(self, held: _Held, reason: str) -> None:
         log.warning("%s: declined: %s", held.name, reason)
@@ -405,7 +405,7 @@ class Placements:
         identity = None if account is None else account.identity
         chdir = working_directory(placed, self._around, account)
         await _answered(held.name, f"the folder {chdir}", check_chdir, chdir, identity)
-        gpus = await self.gpu_queue.take(held, held.gpus, held.name)
+        gpus = await self.ledger.wait(held, held.gpus, held.name)
         if failing := await self._health.look(frozenset(gpus)):
             raise _UnhealthyError(f"this node is unhealthy: {describe(failing)}")
         try:

@@ -34,9 +34,6 @@ from string import Template
 
 from rdzv.agent.output.tailed_file import TailedFile
 from rdzv.errors import InvalidRequestError
-from rdzv.structs import struct
-
-__all__ = ["Route", "Stream", "Tee", "line_prefix", "parse_filters", "parse_ranks", "route"]
 
 log = logging.getLogger("rdzv.agent")
 
@@ -55,32 +52,6 @@ class Stream(IntEnum):
 
 
 # ---------------------------------------------------------------------- options
-
-
-@struct(frozen=True)
-class Route:
-    """The destination of one worker's stream."""
-
-    file: Path | None
-    """The log file, or None if the stream goes directly to the agent's own stdout or stderr."""
-    followed: bool
-    """Whether its lines are copied to the console, and to the filtered log if there is one."""
-
-
-def route(file: Path, *, redirect: bool, tee: bool, shown: bool) -> Route:
-    """Determine the destination of a stream that has a log file.
-
-    `shown` is whether --local-ranks-filter allows this worker's output on the console. The rules
-    are those of `DefaultLogsSpecs.reify` in torch/distributed/elastic/multiprocessing/api.py.
-
-    >>> route(Path("stdout.log"), redirect=False, tee=True, shown=False)
-    Route(file=PosixPath('stdout.log'), followed=False)
-    >>> route(Path("stdout.log"), redirect=False, tee=False, shown=False)
-    Route(file=PosixPath('/dev/null'), followed=False)
-    """
-    if redirect or tee:
-        return Route(file, followed=tee and shown)
-    return Route(None if shown else Path(os.devnull), followed=False)
 
 
 def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> bytes:

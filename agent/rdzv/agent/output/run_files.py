@@ -15,28 +15,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from pathlib import Path
 
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import NO_FILES, Output
-from rdzv.agent.output.console_tee import Stream, route
+from rdzv.agent.output.console_tee import Stream
 from rdzv.agent.system import temporary_folders
 from rdzv.agent.system.accounts import Identity, acting_as
 from rdzv.agent.system.folder_trees import remove_tree
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
-
-
-@struct(frozen=True)
-class WorkerFiles:
-    """One worker's files in one round."""
-
-    stdout: Path
-    stderr: Path
-    error: Path
 
 
 @struct(frozen=True)
@@ -91,7 +82,7 @@ class Written:
         self._live: int | None = None
         self.ended = False
         """Whether no more rounds will begin."""
-        self.listeners: set[Callable[[], None]] = set()
+        self.listeners: set[Callable[[], object]] = set()
         """Called when a round begins or ends, and when the job ends."""
 
     @classmethod
@@ -172,8 +163,8 @@ class RunLogs:
         self._temporary: tuple[Path, int] | None = None
         """The folder made because none was given, and its lock."""
 
-    def open_round(self, assignment: Assignment, local_world_size: int) -> list[WorkerFiles]:
-        """Create the directories for a round's workers; return their files by LOCAL_RANK.
+    def open_round(self, assignment: Assignment, local_world_size: int) -> Path:
+        """Create a round's folder, with a folder for each worker; return it, or `NO_FILES`.
 
         Raises:
             OSError: a directory cannot be created.
@@ -181,28 +172,21 @@ class RunLogs:
         with acting_as(self._identity):
             return self._open_round(assignment, local_world_size)
 
-    def _open_round(self, assignment: Assignment, local_world_size: int) -> list[WorkerFiles]:
+    def _open_round(self, assignment: Assignment, local_world_size: int) -> Path:
         if self._base is None and self._run_dir is None:
             # It is created only now, so that a node without any round leaves nothing behind.
             self._base = self._make_base()
         if self._base == NO_FILES:
-            return [WorkerFiles(NO_FILES, NO_FILES, NO_FILES)] * local_world_size
+            return NO_FILES
         run_dir = self._run_dir
         if run_dir is None:
             assert self._base is not None
             run_dir = self._base / f"{self._rdzv_id}-{assignment.run}" / self._node_id
         round_dir = run_dir / f"round_{assignment.round}"
-        files = []
         for local_rank in range(local_world_size):
-            directory = round_dir / str(local_rank)
-            directory.mkdir(parents=True, exist_ok=True)
-            files.append(
-                WorkerFiles(
-                    directory / "stdout.log", directory / "stderr.log", directory / "error.json"
-                )
-            )
+            (round_dir / str(local_rank)).mkdir(parents=True, exist_ok=True)
         _point(run_dir / f"attempt_{assignment.restarts}", round_dir.name)
-        return files
+        return round_dir
 
     def _make_base(self) -> Path:
         try:
@@ -232,32 +216,38 @@ class RunLogs:
         os.close(lock)
 
 
-def usual_output(files: Sequence[WorkerFiles], output: Output) -> RoundOutput:
-    """Route the workers' streams to these files, based on --redirects, --tee and the filter."""
-    folder = files[0].stdout.parent.parent
+def usual_output(folder: Path, output: Output, local_world_size: int) -> RoundOutput:
+    """Route the workers' streams to a round's folder, based on --redirects, --tee and the filter.
+
+    The rules are those of `DefaultLogsSpecs.reify` in
+    torch/distributed/elastic/multiprocessing/api.py.
+    """
     filtered = {
-        Stream.OUT: folder / "filtered_stdout.log",
-        Stream.ERR: folder / "filtered_stderr.log",
+        Stream.OUT: _file(folder, "filtered_stdout.log"),
+        Stream.ERR: _file(folder, "filtered_stderr.log"),
     }
-    return RoundOutput(tuple(_worker(n, own, output) for n, own in enumerate(files)), filtered)
+    workers = tuple(_worker(n, folder, output) for n in range(local_world_size))
+    return RoundOutput(workers, filtered)
 
 
-def _worker(local_rank: int, files: WorkerFiles, output: Output) -> WorkerOutput:
-    routes = {
-        stream: route(
-            file,
-            redirect=bool(output.redirects.get(local_rank, 0) & stream),
-            tee=bool(output.tee.get(local_rank, 0) & stream),
-            shown=output.shown_ranks is None or local_rank in output.shown_ranks,
-        )
-        for stream, file in ((Stream.OUT, files.stdout), (Stream.ERR, files.stderr))
-    }
-    return WorkerOutput(
-        stdout=routes[Stream.OUT].file,
-        stderr=routes[Stream.ERR].file,
-        error=files.error,
-        teed={stream: to.file for stream, to in routes.items() if to.followed and to.file},
-    )
+def _file(folder: Path, name: str) -> Path:
+    return NO_FILES if folder == NO_FILES else folder / name
+
+
+def _worker(local_rank: int, folder: Path, output: Output) -> WorkerOutput:
+    logs: dict[Stream, Path | None] = {}
+    teed = {}
+    shown = output.shown_ranks is None or local_rank in output.shown_ranks
+    for stream, name in ((Stream.OUT, "stdout.log"), (Stream.ERR, "stderr.log")):
+        file, tee = _file(folder, f"{local_rank}/{name}"), output.tee.get(local_rank, 0) & stream
+        if tee or output.redirects.get(local_rank, 0) & stream:
+            logs[stream] = file
+            if tee and shown:
+                teed[stream] = file
+        else:
+            logs[stream] = None if shown else Path(os.devnull)
+    error = _file(folder, f"{local_rank}/error.json")
+    return WorkerOutput(logs[Stream.OUT], logs[Stream.ERR], error, teed)
 
 
 def _point(link: Path, target: str) -> None:

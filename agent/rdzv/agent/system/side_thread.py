@@ -35,11 +35,8 @@ async def in_thread(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwa
     A caller that is cancelled in the meantime leaves the thread behind. The thread does not keep
     the process from exiting, as a thread of `asyncio.to_thread` would.
     """
-    future: Future[_R] = Future()
     call = partial(function, *args, **kwargs)
-    name = function.__name__
-    threading.Thread(target=settle, args=(future, call), name=name, daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return await asyncio.wrap_future(_begin(call, function.__name__))
 
 
 async def in_time(
@@ -50,12 +47,8 @@ async def in_time(
     Raises:
         TimeoutError: the function has not returned in time; its thread is left behind.
     """
-    try:
-        async with asyncio.timeout(within_s):
-            return await in_thread(function, *args, **kwargs)
-    except TimeoutError as error:
-        # The function itself may raise a TimeoutError when a file server gives up.
-        raise error if error.args else no_answer(within_s) from None
+    call = partial(function, *args, **kwargs)
+    return await _within(within_s, asyncio.wrap_future(_begin(call, function.__name__)))
 
 
 @contextlib.contextmanager
@@ -100,7 +93,8 @@ class Aside:
         """Limit each call to `within_s`; if `what` is given, name it in the log on a long wait."""
         self._within_s = within_s
         self._what = what
-        self._late: Future[Any] | None = None
+        self._running: dict[Future[Any], float] = {}
+        """The calls that have not returned, and when each exceeds its limit."""
 
     async def answer(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Call a function, and return its result.
@@ -110,59 +104,30 @@ class Aside:
         Raises:
             TimeoutError: the call, or an earlier one, has not returned in time.
         """
-        answer: asyncio.Future[_R | Exception] = asyncio.get_running_loop().create_future()
+        now_s, running = asyncio.get_running_loop().time(), self._running
+        self._running = running = {call: at_s for call, at_s in running.items() if not call.done()}
+        if any(at_s <= now_s for at_s in running.values()):
+            raise no_answer(self._within_s)
+        future = _begin(partial(function, *args, **kwargs), "aside")
+        running[future] = now_s + self._within_s
+        with log_long_wait(self._what):
+            return await _within(self._within_s, asyncio.wrap_future(future))
 
-        def then(result: _R | Exception) -> None:
-            if not answer.done():
-                answer.set_result(result)
 
-        self.call(then, function, *args, **kwargs)
-        result = await answer
-        if isinstance(result, Exception):
-            raise result
-        return result
+def _begin(call: Callable[[], _R], name: str) -> Future[_R]:
+    """Make a call in a thread, which does not keep the process from exiting."""
+    future: Future[_R] = Future()
+    threading.Thread(target=settle, args=(future, call), name=name, daemon=True).start()
+    return future
 
-    def call(
-        self,
-        then: Callable[[_R | Exception], None],
-        function: Callable[_P, _R],
-        *args: _P.args,
-        **kwargs: _P.kwargs,
-    ) -> None:
-        """Call a function; pass its result or exception to `then`, once, in the event loop.
 
-        `then` is never called from within this call. A late call counts as a TimeoutError.
-        """
-        loop, future = asyncio.get_running_loop(), Future[_R]()
-        if self._late is not None and not self._late.done():
-            loop.call_soon(then, no_answer(self._within_s))
-            return
-        told = False
-
-        def tell() -> None:
-            nonlocal told
-            if told:
-                return
-            told = True
-            timer.cancel()
-            waiting.close()
-            if not future.done():
-                self._late = future
-                then(no_answer(self._within_s))
-            elif isinstance(error := future.exception(), Exception):
-                then(error)
-            else:
-                then(future.result())
-
-        def work() -> None:
-            settle(future, partial(function, *args, **kwargs))
-            # The loop is closed if the result is no longer wanted.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(tell)
-
-        timer, waiting = loop.call_later(self._within_s, tell), contextlib.ExitStack()
-        waiting.enter_context(log_long_wait(self._what))
-        threading.Thread(target=work, name="aside", daemon=True).start()
+async def _within(within_s: float, answer: asyncio.Future[_R]) -> _R:
+    try:
+        async with asyncio.timeout(within_s):
+            return await answer
+    except TimeoutError as error:
+        # The function itself may raise a TimeoutError when a file server gives up.
+        raise error if error.args else no_answer(within_s) from None
 
 
 def settle(future: Future[_R], call: Callable[[], _R]) -> None:

@@ -19,7 +19,6 @@ from rdzv.agent.output.logs_specs import LogsSpecs
 from rdzv.agent.output.run_files import (
     RoundOutput,
     RunLogs,
-    WorkerFiles,
     WorkerOutput,
     Written,
     usual_output,
@@ -123,12 +122,13 @@ class LocalWorkerGroup:
         """
         self._interfaces = socket_interfaces(address, self._launch.environ)
         try:
-            files = await self._files.answer(self._make_files, assignment)
+            folder = await self._files.answer(self._make_files, assignment)
         except TimeoutError as error:
             what = "cannot check its script, program or logs"
             raise InvalidRequestError(f"{what}: {error}") from error
         if self._logs_specs is None:
-            output = usual_output(files, self._launch.output)
+            size = self._launch.job.local_world_size
+            output = usual_output(folder, self._launch.output, size)
         else:
             environs = self._environs_to_reify(assignment)
             output = await self._logs_specs.reify(assignment.round, environs)
@@ -140,8 +140,8 @@ class LocalWorkerGroup:
         workers = enumerate(output.workers)
         return output.workers, [self._worker(assignment, n, worker) for n, worker in workers]
 
-    def _make_files(self, assignment: Assignment) -> list[WorkerFiles]:
-        """Create a round's files, unless --logs-specs does. May hang, so it runs in a thread.
+    def _make_files(self, assignment: Assignment) -> Path:
+        """Create a round's folder, unless --logs-specs does. May hang, so it runs in a thread.
 
         Raises:
             InvalidRequestError: files that existed at the join no longer exist.
@@ -149,7 +149,7 @@ class LocalWorkerGroup:
         """
         check_startable(self._launch)
         if self._logs_specs is not None:
-            return []
+            return NO_FILES
         try:
             return self._logs.open_round(assignment, self._launch.job.local_world_size)
         except TimeoutError:
