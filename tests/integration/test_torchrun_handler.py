@@ -45,7 +45,7 @@ from rdzv.torchrun import handler as handler_module
 from rdzv.torchrun import plugin
 from rdzv.torchrun.handler import RdzvHandler
 from rdzv.torchrun.participation import Part, Phase
-from rdzv.torchrun.plugin_options import KNOWN_KEYS, Options, read_options
+from rdzv.torchrun.plugin_options import KEYS, Options, read_options
 from rdzv.torchrun.round_store import EXIT_BARRIER
 from rdzv.torchrun.signals import watch_signals
 from rdzv.torchrun.sync_stream import NodeStream
@@ -220,7 +220,7 @@ def test_unknown_keys_are_warned_of_with_the_known_ones(caplog: pytest.LogCaptur
         "--rdzv-conf: ignoring unknown key keep_alive_interval",
         "--rdzv-conf: ignoring unknown key timeout",
     ]
-    assert ", ".join(KNOWN_KEYS) in texts[0]
+    assert ", ".join(KEYS) in texts[0]
     assert texts[1].endswith("; did you mean `join_timeout`?")
 
 
@@ -230,9 +230,9 @@ def test_unknown_keys_are_warned_of_with_the_known_ones(caplog: pytest.LogCaptur
         ({"run_id": "none"}, "--rdzv-id is missing"),
         ({"endpoint": ""}, "--rdzv-endpoint is missing"),
         ({"endpoint": "a:b"}, "'b' is not a port"),
-        ({"join_timeout": "soon"}, "join_timeout=soon is not a number of seconds"),
-        ({"join_timeout": "-1"}, "join_timeout=-1 is not a number of seconds"),
-        ({"read_timeout": "nan"}, "read_timeout=nan is not a number of seconds"),
+        ({"join_timeout": "soon"}, "join_timeout=soon: give a number of seconds"),
+        ({"join_timeout": "-1"}, "join_timeout=-1: give a number of seconds"),
+        ({"read_timeout": "nan"}, "read_timeout=nan: give a number of seconds"),
         ({"reuse": "maybe"}, "reuse=maybe is not true or false"),
         ({"scale_up": "never"}, "scale_up=never is not one of eager, on-restart"),
         ({"scale_up": "after"}, "scale_up=after is not one of .*after:SECONDS"),

@@ -7,6 +7,7 @@ import faulthandler
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,9 +17,10 @@ import click
 from rdzv.agent.system import grpc_forks  # noqa: F401  # before anything imports gRPC
 
 # isort: on
-from rdzv.agent.app.agent_config import DEFAULT_FILE, Config, check_directories, read_config
-from rdzv.agent.app.agent_settings import why_not_here
+from rdzv.agent.app.agent_config import DEFAULT_FILE, check_directories, read_config
+from rdzv.agent.app.agent_settings import AgentSettings, why_not_here
 from rdzv.agent.core.model import EXIT_FAILED, EXIT_SUCCESS, EXIT_TRY_AGAIN, EXIT_USAGE
+from rdzv.agent.launch.launch import Launch
 from rdzv.agent.run import EXIT_INTERRUPTED, set_up_logging
 from rdzv.agent.workers.fates import summary
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousError
@@ -26,6 +28,7 @@ from rdzv.runtime import systemd
 from rdzv.runtime.log_format import RepeatedWarnings, complain, formatter_for
 from rdzv.runtime.usage import Program
 from rdzv.settings.rendering import render
+from rdzv.settings.toml_files import Loaded
 from rdzv.version import VERSION
 
 log = logging.getLogger("rdzv.agent")
@@ -86,22 +89,23 @@ def main(path: Path, check_config: bool, print_config: bool) -> NoReturn:
     try:
         # Even if root runs the check, the unit may run the agent under another account.
         as_root = (check_config or print_config) and os.geteuid() == 0
-        config = read_config(path, for_another=as_root)
-        if as_root and (why := why_not_here(config.settings)):
+        loaded, launches = read_config(path, for_another=as_root)
+        settings = loaded.settings
+        if as_root and (why := why_not_here(settings)):
             click.echo(
                 f"rdzv-agent: warning: it cannot start as root, the account used here: {why}",
                 err=True,
             )
-        if check_config and not config.launches:
-            check_directories(config, for_another=as_root)
+        if check_config and not launches:
+            check_directories(settings, for_another=as_root)
         if check_config or print_config:
             click.echo(
-                render(config.loaded) if print_config else f"rdzv-agent: {path} is in order",
+                render(loaded) if print_config else f"rdzv-agent: {path} is in order",
                 nl=not print_config,
             )
             sys.exit(EXIT_SUCCESS)
-        _set_up(config)
-        exit_code = asyncio.run(run_agent(path, config))
+        _set_up(settings)
+        exit_code = asyncio.run(run_agent(path, loaded, launches))
     except InvalidRequestError as error:
         _fail(error, EXIT_USAGE)
     except (RendezvousError, OSError) as error:
@@ -116,31 +120,31 @@ def _fail(error: Exception, exit_code: int) -> NoReturn:
     sys.exit(exit_code)
 
 
-def _set_up(config: Config) -> None:
+def _set_up(settings: AgentSettings) -> None:
     """Set up logging as configured, and an empty stdin that workers inherit."""
     faulthandler.enable()  # If the watchdog kills a hung agent, its stack will be in the journal.
     for handler in logging.getLogger("rdzv").handlers:
-        handler.setFormatter(formatter_for(config.settings.log_format))
+        handler.setFormatter(formatter_for(settings.log_format))
         handler.addFilter(RepeatedWarnings())
-    _set_log_level(config.settings.log_level)
+    _set_log_level(settings.log_level)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
 
 
-async def run_agent(path: Path, config: Config) -> int:
+async def run_agent(path: Path, loaded: Loaded[AgentSettings], launches: Sequence[Launch]) -> int:
     """Run this node's agent until it is told to end; return the exit code.
 
     Raises:
         InvalidRequestError: the configuration does not fit this machine.
         NodeSupersededError: another agent has this node's id.
     """
-    if config.launches:
-        return await _take_part(config)
+    if launches:
+        return await _take_part(loaded.settings, launches)
     from rdzv.agent.app.daemon import serve
 
     try:
-        await serve(path, config, _set_log_level)
+        await serve(path, loaded, _set_log_level)
     except (InvalidRequestError, NodeSupersededError):
         raise
     except Exception:
@@ -154,21 +158,21 @@ def _set_log_level(level: str) -> None:
     log.setLevel(level.upper())
 
 
-async def _take_part(config: Config) -> int:
+async def _take_part(settings: AgentSettings, launches: Sequence[Launch]) -> int:
     """Take part only in the jobs listed in the configuration."""
     from rdzv.agent.node.node import take_part
 
     with systemd.watched():
         systemd.notify("READY=1", "STATUS=running the jobs named in its configuration")
         outcomes = await take_part(
-            config.settings.node_id,
-            config.endpoints,
-            config.launches,
-            metrics_listen=config.settings.metrics_listen,
-            preemption=config.settings.preemption,
-            credentials=config.credentials,
+            settings.node_id,
+            settings.endpoints,
+            launches,
+            metrics_listen=settings.metrics_listen,
+            preemption=settings.preemption,
+            credentials=settings.credentials(),
         )
-    for launch, outcome in zip(config.launches, outcomes, strict=True):
+    for launch, outcome in zip(launches, outcomes, strict=True):
         log.info("%s", summary(launch.job.rdzv_id, outcome))
     exit_codes = {outcome.exit_code for outcome in outcomes}
     return exit_codes.pop() if len(exit_codes) == 1 else EXIT_FAILED

@@ -226,7 +226,7 @@ def _broken_rules(
     bad: Iterable[str] = (),
     where: str = "",
 ) -> Iterator[Problem]:
-    for rule in settings.rules:
+    for rule in getattr(settings, "rules", ()):
         if not {*bad} & {*rule.keys} and (text := _why_broken(rule, settings)):
             setters = [sources[f"{where}{key}"] for key in rule.keys if f"{where}{key}" in sources]
             yield Problem(setters[-1] if setters else place, text)

@@ -34,7 +34,7 @@ from rdzv.agent.system.accounts import (
     EVERYONE,
     Accounts,
     Identity,
-    SubmitterRule,
+    User,
     acting_as,
     identity_of_owner,
     open_untrusted,
@@ -87,26 +87,26 @@ def find(name: str) -> pwd.struct_passwd:
     return pwd.struct_passwd((name, "x", uid, uid, "", home, ""))
 
 
-def accounts(*rules: SubmitterRule, own_uid: int = 0) -> Accounts:
+def accounts(*rules: User, own_uid: int = 0) -> Accounts:
     return Accounts(rules, find, own_uid)
 
 
 @pytest.mark.parametrize(
     ("rules", "submitter", "wanted", "expected"),
     [
-        ([SubmitterRule("ada")], "ada", "", "ada"),
-        ([SubmitterRule(EVERYONE)], "ada", "", "ada"),
-        ([SubmitterRule("bob", ("team", "ada"))], "bob", "", "team"),
-        ([SubmitterRule("bob", ("team", "ada"))], "bob", "ada", "ada"),
-        ([SubmitterRule(EVERYONE, ("team",)), SubmitterRule("ada")], "ada", "", "ada"),
-        ([SubmitterRule(EVERYONE, ("team",)), SubmitterRule("ada")], "bob", "", "team"),
-        ([SubmitterRule("ops", ("root",))], "ops", "", "root"),
-        ([SubmitterRule("svc", ("daemon",))], "svc", "", "daemon"),
-        ([SubmitterRule(EVERYONE, ("daemon",))], "bob", "", "daemon"),
+        ([User("ada")], "ada", "", "ada"),
+        ([User(EVERYONE)], "ada", "", "ada"),
+        ([User("bob", ("team", "ada"))], "bob", "", "team"),
+        ([User("bob", ("team", "ada"))], "bob", "ada", "ada"),
+        ([User(EVERYONE, ("team",)), User("ada")], "ada", "", "ada"),
+        ([User(EVERYONE, ("team",)), User("ada")], "bob", "", "team"),
+        ([User("ops", ("root",))], "ops", "", "root"),
+        ([User("svc", ("daemon",))], "svc", "", "daemon"),
+        ([User(EVERYONE, ("daemon",))], "bob", "", "daemon"),
     ],
 )
 def test_a_submitter_has_the_account_that_is_mapped(
-    rules: list[SubmitterRule], submitter: str, wanted: str, expected: str
+    rules: list[User], submitter: str, wanted: str, expected: str
 ) -> None:
     found = accounts(*rules).account_for(submitter, wanted)
     assert found is not None
@@ -123,21 +123,21 @@ def test_a_submitter_has_the_account_that_is_mapped(
 @pytest.mark.parametrize(
     ("rules", "submitter", "wanted", "why"),
     [
-        ([SubmitterRule("ada")], "bob", "", "no account is mapped to its submitter 'bob'"),
-        ([SubmitterRule(EVERYONE)], "", "", "its submitter is unknown"),
-        ([SubmitterRule(EVERYONE)], "nobody7", "", "this node has no account 'nobody7'"),
-        ([SubmitterRule("ada")], "ada", "team", "may not run jobs as 'team' on this node, only as"),
-        ([SubmitterRule("ada")], "ada", "root", "may not run jobs as 'root'"),
-        ([SubmitterRule(EVERYONE)], "root", "", "it would run as root"),
-        ([SubmitterRule(EVERYONE)], "toor", "", "it would run as root, because 'toor' is root"),
-        ([SubmitterRule("toor")], "toor", "", "it would run as root"),
-        ([SubmitterRule(EVERYONE, ("toor",))], "ada", "", "it would run as root"),
-        ([SubmitterRule(EVERYONE)], "daemon", "", "'daemon' is a service account here"),
+        ([User("ada")], "bob", "", "no account is mapped to its submitter 'bob'"),
+        ([User(EVERYONE)], "", "", "its submitter is unknown"),
+        ([User(EVERYONE)], "nobody7", "", "this node has no account 'nobody7'"),
+        ([User("ada")], "ada", "team", "may not run jobs as 'team' on this node, only as"),
+        ([User("ada")], "ada", "root", "may not run jobs as 'root'"),
+        ([User(EVERYONE)], "root", "", "it would run as root"),
+        ([User(EVERYONE)], "toor", "", "it would run as root, because 'toor' is root"),
+        ([User("toor")], "toor", "", "it would run as root"),
+        ([User(EVERYONE, ("toor",))], "ada", "", "it would run as root"),
+        ([User(EVERYONE)], "daemon", "", "'daemon' is a service account here"),
         ([], "ada", "team", "it asks for the account 'team', but jobs run here as"),
     ],
 )
 def test_nobody_has_an_account_that_is_not_mapped(
-    rules: list[SubmitterRule], submitter: str, wanted: str, why: str
+    rules: list[User], submitter: str, wanted: str, why: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         accounts(*rules).account_for(submitter, wanted)
@@ -150,14 +150,14 @@ def test_without_a_mapping_jobs_run_as_the_agent() -> None:
 
 
 def test_an_agent_that_is_not_root_has_its_own_account_alone() -> None:
-    mine = accounts(SubmitterRule(EVERYONE), own_uid=2001)
+    mine = accounts(User(EVERYONE), own_uid=2001)
     assert mine.account_for("ada") is None
     with pytest.raises(InvalidRequestError, match="only root can start jobs under other accounts"):
         mine.account_for("team")
 
 
 def test_limits_and_umask_go_with_the_account() -> None:
-    rule = SubmitterRule("ada", umask=0o077, limits=parse_limits({"nofile": "9:10"}))
+    rule = User("ada", umask="0077", limits={"nofile": "9:10"})
     found = accounts(rule).account_for("ada")
     assert found is not None
     assert (found.identity.umask, found.identity.limits) == (0o077, (("nofile", 9, 10),))

@@ -31,12 +31,16 @@ def written(folder: Path, lines: str, *, account: str = OWN) -> Path:
     return path
 
 
+def settings_of(path: Path) -> AgentSettings:
+    return read_config(path)[0].settings
+
+
 def test_the_least_configuration_is_enough(tmp_path: Path) -> None:
-    config = read_config(written(tmp_path, ""))
-    assert [str(endpoint) for endpoint in config.endpoints] == ["head:1"]
-    assert config.settings.node_id == os.uname().nodename
-    settings = config.settings
-    assert (settings.capacity, settings.labels, config.launches) == (1, {}, ())
+    loaded, launches = read_config(written(tmp_path, ""))
+    settings = loaded.settings
+    assert [str(endpoint) for endpoint in settings.endpoints] == ["head:1"]
+    assert settings.node_id == os.uname().nodename
+    assert (settings.capacity, settings.labels, launches) == (1, {}, ())
 
 
 @pytest.mark.slow
@@ -67,9 +71,9 @@ def test_it_connects_with_the_credentials_of_its_file(
     node, token = files.node("n1"), tmp_path / "token"
     token.write_text("abc")
     lines = f'[tls]\nca = "{node.ca}"\ncert = "{node.cert}"\nkey = "{node.key}"'
-    assert read_config(written(tmp_path, lines)).credentials == node
+    assert settings_of(written(tmp_path, lines)).credentials() == node
     monkeypatch.setenv("RDZV_TLS_CA", str(files.ca))
-    found = read_config(written(tmp_path, f'token_file = "{token}"')).credentials
+    found = settings_of(written(tmp_path, f'token_file = "{token}"')).credentials()
     assert found == Credentials(ca=files.ca, token_file=token)
     with pytest.raises(InvalidRequestError, match="one without the other"):
         read_config(written(tmp_path, f'[tls]\ncert = "{node.cert}"'))
@@ -88,7 +92,7 @@ def test_what_is_printed_is_the_same_configuration(tmp_path: Path) -> None:
     lines += (
         '[[health]]\ncheck = "disk"\npath = "/"\nmin_free = 1\n[[health]]\ncheck = "gpu"\ncount = 0'
     )
-    loaded = read_config(written(tmp_path, lines)).loaded
+    loaded = read_config(written(tmp_path, lines))[0]
     again = tmp_path / "again.toml"
     again.write_text(render(loaded))
     assert load(AgentSettings, again).settings == loaded.settings
@@ -187,7 +191,7 @@ def test_root_runs_the_jobs_that_its_own_file_names(
     script = tmp_path / "train.py"
     script.touch()
     job = f'[[job]]\nargs = ["--rdzv-id=night", "{script}"]'
-    (launch,) = read_config(written(tmp_path, job, account="")).launches
+    _, (launch,) = read_config(written(tmp_path, job, account=""))
     assert launch.job.rdzv_id == "night"
 
 
@@ -208,7 +212,7 @@ def test_submitters_are_mapped_to_accounts(tmp_path: Path, monkeypatch: pytest.M
         '[[user]]\nname = "ci"\naccounts = ["root"]\numask = "0077"\n'
         'limits = {core = "0", nofile = "9:10"}\n[[user]]\nname = "*"\n'
     )
-    found = read_config(users(tmp_path, lines, monkeypatch)).accounts.account_for("ci")
+    found = settings_of(users(tmp_path, lines, monkeypatch)).accounts().account_for("ci")
     assert found is not None
     assert (found.name, found.identity.umask) == ("root", 0o077)
     assert found.identity.limits == (("core", 0, 0), ("nofile", 9, 10))
@@ -219,7 +223,11 @@ def test_submitters_are_mapped_to_accounts(tmp_path: Path, monkeypatch: pytest.M
     [
         ('[[user]]\nname = "a"\n[[user]]\nname = "a"', 0, "two [[user]] entries are named 'a'"),
         ('account = "root"\n[[user]]\nname = "a"', 0, "both set the account of submitted jobs"),
-        ('[[user]]\nname = "*"\naccounts = ["root"]', 0, "gives root to '*', which means everyone"),
+        (
+            '[[user]]\nname = "*"\naccounts = ["root"]',
+            0,
+            "has the account root, and means every",
+        ),
         ('[[user]]\nname = "a"\nlimits = {x = "1"}', 0, "'x' cannot be limited; give one of as"),
         ('[[user]]\nname = "a"\numask = "9"', 0, "'9' is not a umask"),
         ('[[user]]\naccounts = ["a"]', 0, "`user[1].name` is missing"),
@@ -245,7 +253,7 @@ def test_accounts_must_be_able_to_reach_their_folders(
     closed.mkdir(mode=0o700)
     lines = f'state_dir = "{closed}/state"\nruntime_dir = "/tmp"\n[[user]]\nname = "*"'
     with pytest.raises(InvalidRequestError, match=r"cannot enter .* let others pass: chmod o\+x"):
-        check_directories(read_config(users(tmp_path, lines, monkeypatch)))
+        check_directories(settings_of(users(tmp_path, lines, monkeypatch)))
 
 
 def test_no_job_runs_as_somebody_else(tmp_path: Path) -> None:
@@ -260,7 +268,7 @@ def test_no_job_runs_as_somebody_else(tmp_path: Path) -> None:
 
 
 def test_a_job_gets_what_is_passed_on_and_what_is_set_and_nothing_else(tmp_path: Path) -> None:
-    config = read_config(written(tmp_path, '[env]\nLANG = "C"\nNCCL_DEBUG = "INFO"'))
+    config = settings_of(written(tmp_path, '[env]\nLANG = "C"\nNCCL_DEBUG = "INFO"'))
     own = {"PATH": "/bin", "LC_TIME": "C", "LANG": "de", "SECRET": "x", "PYTHONPATH": "/agent"}
     environ = config.job_environ(own)
     assert environ["PATH"] == "/bin"
@@ -271,15 +279,15 @@ def test_a_job_gets_what_is_passed_on_and_what_is_set_and_nothing_else(tmp_path:
 
 
 def test_a_job_of_a_service_has_the_home_of_its_account(tmp_path: Path) -> None:
-    environ = read_config(written(tmp_path, "")).job_environ({})
+    environ = settings_of(written(tmp_path, "")).job_environ({})
     assert {"PATH", "HOME", "USER", "LOGNAME", "SHELL"} <= environ.keys()
     assert environ["USER"] == OWN
 
 
 def test_the_interpreter_of_jobs_can_be_named(tmp_path: Path) -> None:
-    config = read_config(written(tmp_path, 'python = "/bin/sh"'))
+    config = settings_of(written(tmp_path, 'python = "/bin/sh"'))
     assert config.job_environ({})["PYTHON_EXEC"] == "/bin/sh"
-    config = read_config(written(tmp_path, 'python = "/bin/sh"\n[env]\nPYTHON_EXEC = "/bin/true"'))
+    config = settings_of(written(tmp_path, 'python = "/bin/sh"\n[env]\nPYTHON_EXEC = "/bin/true"'))
     assert config.job_environ({})["PYTHON_EXEC"] == "/bin/true"
 
 
@@ -299,7 +307,7 @@ async def test_a_daemon_that_can_not_go_on_asks_to_be_started_again(
 
     monkeypatch.setattr(daemon, "serve", serve)
     path = written(tmp_path, "")
-    assert await main.run_agent(path, read_config(path)) == exit_code
+    assert await main.run_agent(path, *read_config(path)) == exit_code
 
 
 async def test_a_configuration_that_does_not_fit_the_machine_is_refused(
@@ -308,7 +316,7 @@ async def test_a_configuration_that_does_not_fit_the_machine_is_refused(
     (tmp_path / "file").touch()
     path = written(tmp_path, f'state_dir = "{tmp_path / "file" / "state"}"')
     with pytest.raises(InvalidRequestError, match=r"cannot create `state_dir` = "):
-        await main.run_agent(path, read_config(path))
+        await main.run_agent(path, *read_config(path))
 
 
 # ------------------------------------------------------------------ --check-config
@@ -398,9 +406,9 @@ def test_of_arguments_that_are_not_rdzvruns_the_reason_alone_is_said(
 
 
 def test_a_reload_applies_what_running_jobs_do_not_depend_on(tmp_path: Path) -> None:
-    before = read_config(written(tmp_path, 'topology = "rack-1"')).loaded
+    before = read_config(written(tmp_path, 'topology = "rack-1"'))[0]
     lines = 'topology = "rack-2"\ncapacity = 2\nlog_level = "debug"\n[labels]\na = "b"\n'
-    after = read_config(written(tmp_path, lines)).loaded
+    after = read_config(written(tmp_path, lines))[0]
     change = compare(before, after)
     assert set(change.applied) == {"capacity", "log_level", "labels"}
     assert change.waiting == ("topology",)
@@ -432,7 +440,7 @@ check = "xid"
 codes = ["79"]
 """
     has = Resources(gpus=(Gpu("GPU-a", "", 0),))
-    config = read_config(written(tmp_path, lines))
+    config = settings_of(written(tmp_path, lines))
     command, data, scratch, gpu, xid = config.checks(has, {"PATH": "/bin"})
     assert isinstance(command, Command)
     assert (command.name, command.timeout_s) == ("command check-nfs", 3.0)

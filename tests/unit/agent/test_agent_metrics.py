@@ -408,14 +408,14 @@ def test_beyond_loopback_only_with_insecure(tmp_path: Path, host: str) -> None:
         read_config(config(tmp_path, line))
     assert f"`metrics_listen` = '{host}:29481' can be reached" in str(refusal.value)
     assert "insecure = true" in str(refusal.value)
-    allowed = read_config(config(tmp_path, f"{line}insecure = true\n"))
+    allowed = read_config(config(tmp_path, f"{line}insecure = true\n"))[0]
     assert str(allowed.settings.metrics_listen) == f"{host}:29481"
 
 
 @pytest.mark.quick
 def test_nowhere_unless_asked_for(tmp_path: Path) -> None:
-    assert read_config(config(tmp_path, "")).settings.metrics_listen is None
-    local = read_config(config(tmp_path, 'metrics_listen = "127.0.0.1:0"\n'))
+    assert read_config(config(tmp_path, ""))[0].settings.metrics_listen is None
+    local = read_config(config(tmp_path, 'metrics_listen = "127.0.0.1:0"\n'))[0]
     assert local.settings.metrics_listen == Listen("127.0.0.1", 0)
     with pytest.raises(ConfigurationError, match="it has no port; write HOST:PORT"):
         read_config(config(tmp_path, 'metrics_listen = "29481"\n'))

@@ -4,115 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-import pwd
 import stat
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
-from rdzv.agent.app.agent_settings import MEMORY_USED, AgentSettings, HealthCheck, why_not_here
+from rdzv.agent.app.agent_settings import AgentSettings, why_not_here
 from rdzv.agent.cli.options import parse_launch
-from rdzv.agent.inventory.health import Check
-from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids
-from rdzv.agent.inventory.xid import CODES, KMSG, Lifted
 from rdzv.agent.launch.launch import Launch, check_startable
-from rdzv.agent.node.submitted_launch import passed_on
 from rdzv.agent.system.accounts import (
-    Accounts,
-    SubmitterRule,
     name_of,
-    parse_limits,
-    parse_umask,
 )
-from rdzv.core.fleet.node_resources import Resources
 from rdzv.errors import InvalidRequestError
 from rdzv.launch_options import flags
 from rdzv.settings.toml_files import Loaded, load
-from rdzv.structs import struct
-from rdzv.transport.channels import PLAIN, Credentials
-from rdzv.transport.endpoints import Endpoint, parse_endpoints
 
 log = logging.getLogger("rdzv.agent")
 
 DEFAULT_FILE = Path("/etc/rdzv/agent.toml")
 
 
-@struct(frozen=True)
-class Config:
-    """The configuration of one rdzv-agent."""
-
-    loaded: Loaded[AgentSettings]
-    endpoints: tuple[Endpoint, ...]
-    launches: tuple[Launch, ...] = ()
-    """The jobs listed in the file itself. If there are none, the agent takes submitted jobs."""
-    credentials: Credentials = PLAIN
-    """The TLS files and the token for the connection to the server."""
-
-    @property
-    def settings(self) -> AgentSettings:
-        """The settings from the file, with defaults filled in."""
-        return self.loaded.settings
-
-    @property
-    def accounts(self) -> Accounts:
-        """The accounts under which submitted jobs run."""
-        return Accounts(
-            [
-                SubmitterRule(
-                    submitter=user.name,
-                    accounts=user.accounts,
-                    umask=parse_umask(user.umask),
-                    limits=parse_limits(user.limits),
-                )
-                for user in self.settings.user
-            ]
-        )
-
-    def checks(self, resources: Resources, own: Mapping[str, str]) -> list[Check]:
-        """Return the checks that this node must pass. Commands run with the environment `own`."""
-        return [self._check(check, resources, own) for check in self.settings.health]
-
-    def _check(self, check: HealthCheck, resources: Resources, own: Mapping[str, str]) -> Check:
-        name, timeout_s = check.name, check.timeout_ms / 1000
-        match check.check:
-            case "command":
-                args = check.command or ()
-                return Command(name or f"command {Path(args[0]).name}", timeout_s, args, own)
-            case "disk":
-                assert check.path is not None, "a rule demands it"
-                least, percent = check.min_free_bytes or 0, check.min_free_percent or 0.0
-                return Disk(name or f"disk {check.path}", timeout_s, check.path, least, percent)
-            case "gpu":
-                uuids = [gpu.uuid for gpu in resources.gpus]
-                used = MEMORY_USED if check.memory_used_bytes is None else check.memory_used_bytes
-                return Gpus(name or "gpu", timeout_s, uuids, check.count or 0, used)
-            case "xid":
-                codes = CODES if check.codes is None else check.codes
-                lifted = Lifted(self.settings.state_dir / "xid-lifted.json")
-                return Xids(name or "xid", timeout_s, codes, check.log or KMSG, lifted)
-
-    def job_environ(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment for all submitted jobs, based on `own` and the settings."""
-        settings = self.settings
-        given = passed_on(own, settings.pass_env)
-        environ = {**_account_environ(), **given, **settings.env}
-        if settings.python is not None:
-            environ.setdefault("PYTHON_EXEC", str(settings.python))
-        return environ
-
-
-def _account_environ() -> dict[str, str]:
-    """Return the variables that a login would set, for services that start without one."""
-    environ = {"PATH": os.defpath}
-    try:
-        account = pwd.getpwuid(os.geteuid())
-    except KeyError:
-        return environ
-    names = {"USER": account.pw_name, "LOGNAME": account.pw_name}
-    return environ | names | {"HOME": account.pw_dir, "SHELL": account.pw_shell or "/bin/sh"}
-
-
-def check_directories(config: Config, *, for_another: bool = False) -> None:
+def check_directories(settings: AgentSettings, *, for_another: bool = False) -> None:
     """Check whether the agent's directories can be created and used, without creating them.
 
     With `for_another`, the agent may run under another account, whom they may belong to.
@@ -120,7 +31,6 @@ def check_directories(config: Config, *, for_another: bool = False) -> None:
     Raises:
         InvalidRequestError: one cannot be created or written to, or is not safe.
     """
-    settings = config.settings
     for key, path in (("state_dir", settings.state_dir), ("runtime_dir", settings.runtime_dir)):
         if settings.user:
             _check_passable(path)
@@ -189,8 +99,10 @@ def _check_passable(path: Path) -> None:
             )
 
 
-def read_config(path: Path, *, for_another: bool = False) -> Config:
-    """Read and check a configuration.
+def read_config(
+    path: Path, *, for_another: bool = False
+) -> tuple[Loaded[AgentSettings], tuple[Launch, ...]]:
+    """Read and check a configuration; return it, and the jobs that are listed in it.
 
     With `for_another`, the agent will run under another account, so the current one is not checked.
 
@@ -198,22 +110,17 @@ def read_config(path: Path, *, for_another: bool = False) -> Config:
         InvalidRequestError: it cannot be read, or has errors; the message lists them all.
     """
     loaded = load(AgentSettings, path)
-    settings = loaded.settings
-    if not for_another and (why := why_not_here(settings)):
-        raise InvalidRequestError(f"{path}: {why}")
-    endpoints = parse_endpoints(settings.server)
-    tls = settings.tls
-    files = {"ca": tls.ca, "cert": tls.cert, "key": tls.key, "token_file": settings.token_file}
     try:
-        launches = _read_jobs(settings, endpoints)
-        credentials = Credentials.parse(files, os.environ)
+        if not for_another and (why := why_not_here(loaded.settings)):
+            raise InvalidRequestError(why)
+        loaded.settings.credentials()
+        return loaded, _read_jobs(loaded.settings)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{path}: {error}") from error
-    return Config(loaded, endpoints, launches, credentials)
 
 
-def _read_jobs(settings: AgentSettings, endpoints: tuple[Endpoint, ...]) -> tuple[Launch, ...]:
-    launches = tuple(_read_job(job.args, endpoints, settings.node_id) for job in settings.job)
+def _read_jobs(settings: AgentSettings) -> tuple[Launch, ...]:
+    launches = tuple(_read_job(list(job.args), settings) for job in settings.job)
     names = [launch.job.rdzv_id for launch in launches]
     for name in names:
         if names.count(name) > 1:
@@ -221,9 +128,9 @@ def _read_jobs(settings: AgentSettings, endpoints: tuple[Endpoint, ...]) -> tupl
     return launches
 
 
-def _read_job(args: tuple[str, ...], endpoints: tuple[Endpoint, ...], node_id: str) -> Launch:
+def _read_job(given: list[str], settings: AgentSettings) -> Launch:
+    node_id, endpoints = settings.node_id, settings.endpoints
     servers = ",".join(map(str, endpoints))
-    given = list(args)
     try:
         flags.refuse_answers(given)
         launch, meeting = parse_launch(

@@ -3,33 +3,44 @@
 # The annotations are read at run time, so they are not postponed.
 import json
 import os
+import pwd
 import re
 import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 from msgspec import field
 
 from rdzv import bounds
+from rdzv.agent.inventory.health import Check
+from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids
 from rdzv.agent.inventory.preemption import Preemption
 from rdzv.agent.inventory.resources import NONE, NVML, parse_gpus
-from rdzv.agent.inventory.xid import CODES, KMSG
-from rdzv.agent.system.accounts import EVERYONE, own_account, parse_limits, parse_umask
+from rdzv.agent.inventory.xid import CODES, KMSG, Lifted
+from rdzv.agent.node.submitted_launch import passed_on
+from rdzv.agent.system.accounts import (
+    EVERYONE,
+    NOTHING,
+    Accounts,
+    User,
+    own_account,
+    parse_limits,
+)
+from rdzv.core.fleet.node_resources import Resources
 from rdzv.errors import InvalidRequestError
 from rdzv.launch_options import kinds
 from rdzv.settings.setting_types import Rule, Table
 from rdzv.structs import Duration, Size, setting
-from rdzv.transport.endpoints import Listen, parse_endpoints
+from rdzv.transport.channels import Credentials
+from rdzv.transport.endpoints import Endpoint, Listen, parse_endpoints
 
 SECOND = 1_000
 MINUTE = 60 * SECOND
 HOUR = 60 * MINUTE
 DAY = 24 * HOUR
 GIB = 1 << 30
-NOTHING: Mapping[str, str] = MappingProxyType({})
 
 PASSED_ON = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TMPDIR"),
@@ -175,39 +186,6 @@ class HealthCheck(Table, frozen=True):
         The kernel's log, or a file in the same format.""")] = None
 
 
-def _check_user(user: "User") -> str:
-    try:
-        parse_limits(user.limits)
-    except InvalidRequestError as error:
-        return f"`limits`: {error}"
-    if user.name == EVERYONE and "root" in user.accounts:
-        return (
-            f"`accounts` gives root to {EVERYONE!r}, which means everyone; give it only "
-            "to submitters listed by name"
-        )
-    return ""
-
-
-class User(Table, frozen=True):
-    """The accounts under which a submitter's jobs run."""
-
-    rules = (Rule(("name", "accounts", "limits"), _check_user),)
-
-    name: Annotated[str, setting(check=_printable, reason="""
-        The submitter's name, as the server knows it; `*` stands for every submitter without an
-        entry.""")]
-    accounts: Annotated[tuple[str, ...], setting(
-        check=_printable, default_words="the account of the same name", reason="""
-        The accounts of this node that the submitter's jobs may run as: the first one, unless
-        `rdzvctl submit --user` asks for another. Root must be listed explicitly, and never for `*`.
-        """)] = ()
-    umask: Annotated[str, setting(check=parse_umask, reason="""
-        The umask of the jobs' processes, in octal.""")] = "0022"
-    limits: Annotated[Mapping[str, str], setting(reason="""
-        The resource limits of the jobs' processes, by the names of setrlimit(2), such as nofile =
-        "1024:65536", core = "0" or memlock = "unlimited". PAM is not consulted.""")] = NOTHING
-
-
 class Job(Table, frozen=True):
     """A job listed in the file itself."""
 
@@ -301,6 +279,13 @@ def _check_users(settings: "AgentSettings") -> str:
             "[[user]] applies to submitted jobs, and an agent with [[job]] takes none; leave "
             "either out"
         )
+    for user in settings.user:
+        parse_limits(user.limits)
+        if user.name == EVERYONE and "root" in user.accounts:
+            return (
+                f"[[user]] {EVERYONE!r} has the account root, and means everyone; give it only to "
+                "submitters listed by name"
+            )
     for user in settings.user if os.geteuid() != 0 else ():
         for account in user.accounts:
             if account != own_account():
@@ -435,3 +420,63 @@ class AgentSettings(Table, frozen=True, kw_only=True):
     job: Annotated[tuple[Job, ...], setting(reason="""
         A job that this node joins on its own, with the agent's own environment. An agent with such
         jobs takes no submitted ones, and exits when its jobs have ended.""")] = ()
+    # fmt: on
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        return parse_endpoints(self.server)
+
+    def credentials(self) -> Credentials:
+        """Return the TLS files and the token for the connection to the server.
+
+        Raises:
+            InvalidRequestError: they cannot be used.
+        """
+        tls = self.tls
+        files = {"ca": tls.ca, "cert": tls.cert, "key": tls.key, "token_file": self.token_file}
+        return Credentials.parse(files, os.environ)
+
+    def accounts(self) -> Accounts:
+        """Return the accounts under which submitted jobs run."""
+        return Accounts(self.user)
+
+    def checks(self, resources: Resources, own: Mapping[str, str]) -> list[Check]:
+        """Return the checks that this node must pass. Commands run with the environment `own`."""
+        return [self._check(check, resources, own) for check in self.health]
+
+    def _check(self, check: HealthCheck, resources: Resources, own: Mapping[str, str]) -> Check:
+        name, timeout_s = check.name, check.timeout_ms / 1000
+        match check.check:
+            case "command":
+                args = check.command or ()
+                return Command(name or f"command {Path(args[0]).name}", timeout_s, args, own)
+            case "disk":
+                assert check.path is not None, "a rule demands it"
+                least, percent = check.min_free_bytes or 0, check.min_free_percent or 0.0
+                return Disk(name or f"disk {check.path}", timeout_s, check.path, least, percent)
+            case "gpu":
+                uuids = [gpu.uuid for gpu in resources.gpus]
+                used = MEMORY_USED if check.memory_used_bytes is None else check.memory_used_bytes
+                return Gpus(name or "gpu", timeout_s, uuids, check.count or 0, used)
+            case "xid":
+                codes = CODES if check.codes is None else check.codes
+                lifted = Lifted(self.state_dir / "xid-lifted.json")
+                return Xids(name or "xid", timeout_s, codes, check.log or KMSG, lifted)
+
+    def job_environ(self, own: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment for all submitted jobs, based on `own` and the settings."""
+        environ = {**_account_environ(), **passed_on(own, self.pass_env), **self.env}
+        if self.python is not None:
+            environ.setdefault("PYTHON_EXEC", str(self.python))
+        return environ
+
+
+def _account_environ() -> dict[str, str]:
+    """Return the variables that a login would set, for services that start without one."""
+    environ = {"PATH": os.defpath}
+    try:
+        account = pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return environ
+    names = {"USER": account.pw_name, "LOGNAME": account.pw_name}
+    return environ | names | {"HOME": account.pw_dir, "SHELL": account.pw_shell or "/bin/sh"}

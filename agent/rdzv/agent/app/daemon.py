@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rdzv.agent import runner_link
-from rdzv.agent.app.agent_config import Config, check_own, read_config
+from rdzv.agent.app.agent_config import check_own, read_config
+from rdzv.agent.app.agent_settings import AgentSettings
 from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption
 from rdzv.agent.handover.runner_records import RunnerRecords
 from rdzv.agent.inventory.health import Health
@@ -38,7 +39,7 @@ from rdzv.core.fleet.node_resources import Resources
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime import systemd
 from rdzv.runtime.tasks import single_error
-from rdzv.settings.toml_files import ConfigurationError, compare
+from rdzv.settings.toml_files import ConfigurationError, Loaded, compare
 from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.agent")
@@ -59,7 +60,9 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 HAND_OVER_SIGNAL = signal.SIGUSR2
 
 
-async def serve(path: Path, config: Config, set_log_level: Callable[[str], None]) -> None:
+async def serve(
+    path: Path, loaded: Loaded[AgentSettings], set_log_level: Callable[[str], None]
+) -> None:
     """Run submitted jobs until a signal ends the agent.
 
     On return, all their processes are gone, unless the jobs were left to the next agent.
@@ -71,16 +74,43 @@ async def serve(path: Path, config: Config, set_log_level: Callable[[str], None]
         NodeSupersededError: another agent has taken over this node's name.
         OSError: one of its directories cannot be used.
     """
-    with single_error(), systemd.watched(), _own_directories(config):
-        daemon = await Daemon.start(path, config, set_log_level)
-        node_id, listen = config.settings.node_id, config.settings.metrics_listen
-        log.info("node %s is ready to run submitted jobs: %s", node_id, daemon.describe())
+    settings = loaded.settings
+    with single_error(), systemd.watched(), _own_directories(settings):
+        # This comes first because the previous agent's runners wait only for the length of a lease.
+        adoption = RunnerAdoption(settings.runtime_dir, settings.node_id)
+        adopted = await adoption.adopt_runners()
+        await in_thread(_remove_leftovers, settings.runtime_dir, adopted)
+        resources = await _resources(settings, has_workers=bool(adopted))
+        daemon = Daemon(path, loaded, set_log_level, resources, adoption, adopted)
+        log.info("node %s is ready to run submitted jobs: %s", settings.node_id, daemon.describe())
         async with (
-            metered(listen, daemon.link, daemon.placements),
-            reporting_preemptions(config.settings.preemption, daemon.link.drain_node),
+            metered(settings.metrics_listen, daemon.link, daemon.placements),
+            reporting_preemptions(settings.preemption, daemon.link.drain_node),
         ):
-            await daemon.adopt()
+            await daemon.placements.adopt(adopted)
             await daemon.run()
+
+
+async def _resources(settings: AgentSettings, *, has_workers: bool) -> Resources:
+    """Find this machine's resources; if that fails while it `has_workers`, those without GPUs."""
+
+    def find(gpus: str) -> Resources:
+        return find_resources(
+            gpus,
+            labels=settings.labels,
+            capacity=settings.capacity,
+            topology=settings.topology or "",
+        )
+
+    try:
+        return await in_thread(find, settings.gpus)
+    except InvalidRequestError as error:
+        if not has_workers:
+            raise
+        log.error(
+            "%s; new jobs get no GPUs on this node until the agent is restarted; the previous "
+            "agent's workers continue", error)  # fmt: skip
+        return await in_thread(find, NONE)
 
 
 class Daemon:
@@ -89,95 +119,62 @@ class Daemon:
     def __init__(
         self,
         path: Path,
-        config: Config,
-        link: ServerLink,
-        placements: Placements,
-        folders: RunFolders,
+        loaded: Loaded[AgentSettings],
         set_log_level: Callable[[str], None],
+        resources: Resources,
+        adoption: RunnerAdoption,
         adopted: Sequence[AdoptedRunner],
-        health: Health,
     ) -> None:
-        """Assemble the given parts. Use `start` to create them."""
-        self._health = health
+        """Create the daemon's parts. The jobs of the `adopted` runners are taken by its user."""
         self._path = path
-        self._config = config
-        self._link = link
-        self._placements = placements
-        self._folders = folders
+        self._loaded = loaded
         self._set_log_level = set_log_level
-        self._adopted = adopted
+        self._has_adopted = bool(adopted)
         self._ending = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
         """The task that asks systemd why it is ending this agent."""
         self._handing_over = False
         self._reloading: asyncio.Task[None] | None = None
         self._reload_again = False
-
-    @classmethod
-    async def start(
-        cls, path: Path, config: Config, set_log_level: Callable[[str], None]
-    ) -> Daemon:
-        """Inspect this machine and create the daemon's parts."""
-        # This comes first because the previous agent's runners wait only for the length of a lease.
-        settings = config.settings
-        adoption = RunnerAdoption(settings.runtime_dir, settings.node_id)
-        adopted = await adoption.adopt_runners()
-        await in_thread(_remove_leftovers, settings.runtime_dir, adopted)
-        topology = settings.topology or ""
-
-        def find(gpus: str) -> Resources:
-            labels, capacity = settings.labels, settings.capacity
-            return find_resources(gpus, labels=labels, capacity=capacity, topology=topology)
-
-        try:
-            resources = await in_thread(find, settings.gpus)
-        except InvalidRequestError as error:
-            if not adopted:
-                raise
-            log.error(
-                "%s; new jobs get no GPUs on this node until the agent is restarted; the previous "
-                "agent's workers continue", error)  # fmt: skip
-            resources = await in_thread(find, NONE)
+        settings, memory = loaded.settings, loaded.settings.snapshot_memory_bytes
         around = Surroundings(
             node_id=settings.node_id,
-            endpoints=config.endpoints,
-            environ=config.job_environ(os.environ),
+            endpoints=settings.endpoints,
+            environ=settings.job_environ(os.environ),
             address=settings.address or "",
-            topology=topology,
+            topology=settings.topology or "",
             progress_dir=settings.runtime_dir,
-            snapshot_memory=_share(settings.snapshot_memory_bytes, settings.capacity),
+            # The jobs that there may be have equal shares.
+            snapshot_memory=None if memory is None else memory // settings.capacity,
         )
         runner_link.become_subreaper()
-        runners, folders = RunnerRecords(settings.state_dir), RunFolders(settings.state_dir)
+        self._folders = RunFolders(settings.state_dir)
         identity = daemon_identity(settings.node_id, adoption.instance)
-        link = ServerLink(config.endpoints, identity, credentials=config.credentials)
-        link.on_welcome = adoption.note_welcome
+        self.link = ServerLink(settings.endpoints, identity, credentials=settings.credentials())
+        self.link.on_welcome = adoption.note_welcome
         uuids = frozenset(gpu.uuid for gpu in resources.gpus)
-        health = Health(config.checks(resources, os.environ), lambda: uuids)
-        health.idle_interval_s = settings.health_interval_ms / 1000
-        placements = Placements(
-            link, resources, around, folders, runners, adoption, health, config.accounts
+        self._health = Health(settings.checks(resources, os.environ), lambda: uuids)
+        self._health.idle_interval_s = settings.health_interval_ms / 1000
+        self.placements = Placements(
+            self.link,
+            resources,
+            around,
+            self._folders,
+            RunnerRecords(settings.state_dir),
+            adoption,
+            self._health,
+            settings.accounts(),
         )
-        link.placements = placements
-        link.log_reader.past = folders.written
-        return cls(path, config, link, placements, folders, set_log_level, adopted, health)
+        self.link.placements = self.placements
+        self.link.log_reader.past = self._folders.written
 
     @property
-    def link(self) -> ServerLink:
-        return self._link
-
-    @property
-    def placements(self) -> Placements:
-        """This node's submitted jobs."""
-        return self._placements
+    def _settings(self) -> AgentSettings:
+        return self._loaded.settings
 
     def describe(self) -> str:
         """Return a description of this node's resources."""
-        return describe(self._placements.resources)
-
-    async def adopt(self) -> None:
-        """Adopt the previous agent's jobs. Call this before `run`, whose Hello reports them."""
-        await self._placements.adopt(self._adopted)
+        return describe(self.placements.resources)
 
     async def run(self) -> None:
         """Serve until a signal ends the agent.
@@ -186,33 +183,33 @@ class Daemon:
             NodeSupersededError: another agent has taken over this node's name.
         """
         with self._signals():
-            if not self._adopted:
+            if not self._has_adopted:
                 # The first Hello should contain the result. With workers to adopt there is no time
                 # for the checks, because the server is waiting for the Hello.
                 await self._health.look()
             async with asyncio.TaskGroup() as tasks:
-                talk = tasks.create_task(self._link.run())
+                talk = tasks.create_task(self.link.run())
                 sweep = tasks.create_task(self._sweep_logs())
                 health = tasks.create_task(self._health.run())
                 superseded = tasks.create_task(self._notice_superseded())
                 systemd.notify("READY=1", f"STATUS={self.describe()}")
                 await self._ending.wait()
                 if self._handing_over:
-                    await self._placements.hand_over(self._config.settings.restart_within_ms)
+                    await self.placements.hand_over(self._settings.restart_within_ms)
                 else:
-                    await self._placements.all_gone()
-                    await self._link.log_reader.finish(LOG_FINISH_TIMEOUT_S)
+                    await self.placements.all_gone()
+                    await self.link.log_reader.finish(LOG_FINISH_TIMEOUT_S)
                 sweep.cancel()
                 superseded.cancel()
                 health.cancel()
                 self._health.close()
-                self._link.close()
+                self.link.close()
                 _, late = await asyncio.wait([talk], timeout=LINK_CLOSE_TIMEOUT_S)
                 for task in late:
                     task.cancel()
-        self._link.log_reader.close()
-        if self._link.superseded is not None:
-            raise self._link.superseded
+        self.link.log_reader.close()
+        if self.link.superseded is not None:
+            raise self.link.superseded
 
     # ------------------------------------------------------------------ signals
 
@@ -252,29 +249,29 @@ class Daemon:
         if self._handing_over or self._ending.is_set():
             return
         self._handing_over = True
-        held = self._placements.holdings()
+        held = self.placements.holdings()
         jobs = ", ".join(holding.rdzv_id for holding in held) or "there are no jobs here"
         log.warning(
             "received %s; leaving this node's jobs to the next agent, which must start "
             "within %g s (`restart_within`): %s",
             why,
-            self._config.settings.restart_within_ms / 1000,
+            self._settings.restart_within_ms / 1000,
             jobs,
         )
         systemd.notify("STOPPING=1", "STATUS=leaving its jobs to the next agent")
         if held:
-            self._link.say_away(self._config.settings.restart_within_ms)
+            self.link.say_away(self._settings.restart_within_ms)
         self._ending.set()
 
     async def _notice_superseded(self) -> None:
         """Wait until another agent has taken over this node, and then end."""
-        await self._link.is_superseded.wait()
-        log.error("ending this agent: %s", self._link.superseded)
-        self._placements.leave(signal.SIGTERM, "notice of supersession")
+        await self.link.is_superseded.wait()
+        log.error("ending this agent: %s", self.link.superseded)
+        self.placements.leave(signal.SIGTERM, "notice of supersession")
         self._ending.set()
 
     def _leave(self, signum: signal.Signals) -> None:
-        held = self._placements.holdings()
+        held = self.placements.holdings()
         jobs = ", ".join(holding.rdzv_id for holding in held) or "there are no jobs here"
         log.warning("received %s; leaving every job: %s", signum.name, jobs)
         systemd.notify("STOPPING=1", "STATUS=leaving every job")
@@ -284,13 +281,13 @@ class Daemon:
     def _leave_jobs(self, signum: signal.Signals) -> None:
         """Notify the workers and leave when they have exited. Another signal ends the wait."""
         if signum is not signal.SIGTERM or self._ending.is_set():
-            self._placements.leave(signum, signum.name)
+            self.placements.leave(signum, signum.name)
             return
-        deadline_ms = self._config.settings.drain_deadline_ms
+        deadline_ms = self._settings.drain_deadline_ms
         # Saving and ending the workers may take longer than the unit's timeout.
         systemd.notify(f"EXTEND_TIMEOUT_USEC={(deadline_ms + END_MS) * 1000}")
-        self._placements.take_no_more()
-        self._link.drain_node(deadline_ms, f"its agent received {signum.name}")
+        self.placements.take_no_more()
+        self.link.drain_node(deadline_ms, f"its agent received {signum.name}")
 
     def _reload(self) -> None:
         self._reload_again = True
@@ -311,34 +308,33 @@ class Daemon:
         systemd.notify(systemd.reloading())
         try:
             # The folders named in it may be on a file server.
-            found = await in_time(READ_CONFIG_WITHIN_S, read_config, self._path)
-            change = compare(self._config.loaded, found.loaded)
+            found, _ = await in_time(READ_CONFIG_WITHIN_S, read_config, self._path)
+            change = compare(self._loaded, found)
         except (ConfigurationError, InvalidRequestError, TimeoutError) as error:
             log.error("did not reload the configuration; nothing has changed: %s", error)
             systemd.notify("READY=1", "STATUS=the configuration has errors; see the log")
             return
         for line in change.lines or ("nothing in it has changed",):
             log.info("reloaded the configuration: %s", line)
-        self._config = replace(self._config, loaded=change.loaded)
+        self._loaded = change.loaded
         self._apply()
         systemd.notify("READY=1", f"STATUS={self.describe()}")
 
     def _apply(self) -> None:
-        config, before = self._config, self._placements.resources
-        settings = config.settings
+        settings, before = self._settings, self.placements.resources
         labels = tuple(sorted(settings.labels.items()))
         resources = replace(before, labels=labels, capacity=settings.capacity)
         self._set_log_level(settings.log_level)
-        self._placements.change(resources, config.job_environ(os.environ))
+        self.placements.change(resources, settings.job_environ(os.environ))
         if resources != before:
-            self._link.say_hello_again()
+            self.link.say_hello_again()
 
     # ------------------------------------------------------------------ logs
 
     async def _sweep_logs(self) -> None:
         """Periodically remove run folders that are too old or use too much disk space."""
         while True:
-            logs = self._config.settings.logs
+            logs = self._settings.logs
             try:
                 removed = await in_thread(
                     self._folders.sweep, logs.keep_ms / 1000, logs.keep_size_bytes, time.time()
@@ -356,7 +352,7 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def _own_directories(config: Config) -> Iterator[None]:
+def _own_directories(settings: AgentSettings) -> Iterator[None]:
     """Create the agent's directories and lock them against other agents.
 
     Raises:
@@ -364,7 +360,6 @@ def _own_directories(config: Config) -> Iterator[None]:
             owns them.
     """
     # Job accounts can traverse it to reach their own folders, but cannot list it.
-    settings = config.settings
     mode = 0o711 if settings.user else 0o700
     for key, path in (("state_dir", settings.state_dir), ("runtime_dir", settings.runtime_dir)):
         try:
@@ -376,11 +371,6 @@ def _own_directories(config: Config) -> Iterator[None]:
         check_own(key, path, strictly=bool(settings.user))
     with locked("state_dir", settings.state_dir), locked("runtime_dir", settings.runtime_dir):
         yield
-
-
-def _share(memory: int | None, jobs: int) -> int | None:
-    """Divide a node's memory for snapshots equally among the jobs it may have."""
-    return None if memory is None else memory // jobs
 
 
 def _remove_leftovers(runtime_dir: Path, adopted: Iterable[AdoptedRunner]) -> None:

@@ -17,18 +17,20 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated, Any
 
+from rdzv import bounds
 from rdzv.agent.runner.system import Identity, acting_as
 from rdzv.errors import InvalidRequestError
-from rdzv.structs import struct
+from rdzv.structs import setting, struct
 
 __all__ = [
     "EVERYONE",
     "Account",
     "Accounts",
     "Identity",
-    "SubmitterRule",
+    "User",
     "acting_as",
     "identity_of_owner",
     "name_of",
@@ -45,6 +47,8 @@ LEAST_UID = 1_000
 """Lower uids are service accounts, which no submitter can use merely by having the same name."""
 
 UNLIMITED = "unlimited"
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 LIMITS = tuple(
     sorted(name.removeprefix("RLIMIT_").lower() for name in dir(resource) if "RLIMIT_" in name)
@@ -66,122 +70,6 @@ class Account:
         """Return the variables that a login would set."""
         names = {"USER": self.name, "LOGNAME": self.name}
         return names | {"HOME": self.home, "SHELL": self.shell}
-
-
-@struct(frozen=True)
-class SubmitterRule:
-    """The accounts that one submitter may use."""
-
-    submitter: str
-    """The submitter's name, or `EVERYONE`."""
-    accounts: tuple[str, ...] = ()
-    """The allowed accounts, with the default first. If empty, the account with the submitter's name
-    is used.
-    """
-    umask: int = 0o022
-    limits: tuple[tuple[str, int, int], ...] = ()
-
-    def may_have(self, submitter: str) -> tuple[str, ...]:
-        return self.accounts or (submitter,)
-
-
-class Accounts:
-    """This node's mapping of submitters to accounts."""
-
-    def __init__(
-        self,
-        rules: Sequence[SubmitterRule] = (),
-        find: Callable[[str], pwd.struct_passwd] = pwd.getpwnam,
-        own_uid: int | None = None,
-    ) -> None:
-        """Map submitters by `rules`; `find` looks up an account, on this machine by default."""
-        self._rules = {rule.submitter: rule for rule in rules}
-        self._find = find
-        self._own_uid = os.geteuid() if own_uid is None else own_uid
-
-    def account_for(self, submitter: str, wanted: str = "") -> Account | None:
-        """Return the account for a submitter's job, or None for the agent's own account.
-
-        `wanted` is the account that the job requests. May wait for a directory service.
-
-        Raises:
-            InvalidRequestError: this node has no account for it; the message says what would help.
-        """
-        if not self._rules:
-            if wanted not in ("", own_account()):
-                raise InvalidRequestError(
-                    f"it asks for the account {wanted!r}, but jobs run here as "
-                    f"{own_account()}, the account of rdzv-agent; leave --user out, or "
-                    "map its submitter in [[user]] of agent.toml"
-                )
-            return None
-        if not submitter:
-            raise InvalidRequestError(
-                "its submitter is unknown, but this node maps submitters to accounts; "
-                "submit it to a server that authenticates its callers"
-            )
-        rule = self._rules.get(submitter) or self._rules.get(EVERYONE)
-        if rule is None:
-            raise InvalidRequestError(
-                f"no account is mapped to its submitter {submitter!r} on this node; an "
-                "operator may add a [[user]] to agent.toml"
-            )
-        given = rule.may_have(submitter)
-        name = wanted or given[0]
-        if name not in given:
-            raise InvalidRequestError(
-                f"its submitter {submitter!r} may not run jobs as {name!r} on this node, only as "
-                f"{', '.join(given)}"
-            )
-        return self._look_up(name, rule)
-
-    def _look_up(self, name: str, rule: SubmitterRule) -> Account | None:
-        try:
-            found = self._find(name)
-        except (KeyError, ValueError) as error:
-            raise InvalidRequestError(
-                f"this node has no account {name!r}; create one, or map its submitter to another"
-            ) from error
-        named = rule.submitter != EVERYONE and name in rule.accounts
-        if found.pw_uid == 0 and not named:
-            raise InvalidRequestError(
-                f"it would run as root, because {name!r} is root here; an operator may "
-                f"allow it for a submitter listed by name: accounts = [{name!r}] in its "
-                "[[user]]"
-            )
-        if found.pw_uid < LEAST_UID and not rule.accounts and rule.submitter == EVERYONE:
-            raise InvalidRequestError(
-                f"{name!r} is a service account here (uid {found.pw_uid}), which no "
-                "submitter gets by name alone; an operator may map it explicitly in a "
-                "[[user]]"
-            )
-        if self._own_uid != 0:
-            if found.pw_uid != self._own_uid:
-                raise InvalidRequestError(
-                    f"it would run as {name!r}, but rdzv-agent runs as {own_account()} "
-                    "here, and only root can start jobs under other accounts; run "
-                    "rdzv-agent as root"
-                )
-            return None
-        groups = tuple(os.getgrouplist(found.pw_name, found.pw_gid))
-        identity = Identity(found.pw_uid, found.pw_gid, groups, rule.umask, rule.limits)
-        shell = found.pw_shell or "/bin/sh"
-        return Account(found.pw_name, found.pw_dir or "/", shell, identity)
-
-
-def own_account() -> str:
-    """Return the name of the account under which this process runs."""
-    return name_of(os.geteuid())
-
-
-def name_of(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-# ---------------------------------------------------------------------- parsing of rules
 
 
 def parse_limits(table: Mapping[str, str]) -> tuple[tuple[str, int, int], ...]:
@@ -231,6 +119,128 @@ def parse_umask(text: str) -> int:
     if not text or set(text) - set("01234567") or int(text, 8) > 0o777:
         raise InvalidRequestError(f'{text!r} is not a umask; give octal digits, such as "0027"')
     return int(text, 8)
+
+
+def _printable(text: str) -> None:
+    bounds.label("the text", text)
+
+
+# fmt: off
+@struct(frozen=True)
+class User:
+    """The accounts under which a submitter's jobs run, as [[user]] in agent.toml says."""
+
+    name: Annotated[str, setting(check=_printable, reason="""
+        The submitter's name, as the server knows it; `*` stands for every submitter without an
+        entry.""")]
+    accounts: Annotated[tuple[str, ...], setting(
+        check=_printable, default_words="the account of the same name", reason="""
+        The accounts of this node that the submitter's jobs may run as: the first one, unless
+        `rdzvctl submit --user` asks for another. Root must be listed explicitly, and never for `*`.
+        """)] = ()
+    umask: Annotated[str, setting(check=parse_umask, reason="""
+        The umask of the jobs' processes, in octal.""")] = "0022"
+    limits: Annotated[Mapping[str, str], setting(reason="""
+        The resource limits of the jobs' processes, by the names of setrlimit(2), such as nofile =
+        "1024:65536", core = "0" or memlock = "unlimited". PAM is not consulted.""")] = NOTHING
+# fmt: on
+
+
+class Accounts:
+    """This node's mapping of submitters to accounts."""
+
+    def __init__(
+        self,
+        users: Sequence[User] = (),
+        find: Callable[[str], pwd.struct_passwd] = pwd.getpwnam,
+        own_uid: int | None = None,
+    ) -> None:
+        """Map submitters by `users`; `find` looks up an account, on this machine by default."""
+        self._rules = {user.name: user for user in users}
+        self._find = find
+        self._own_uid = os.geteuid() if own_uid is None else own_uid
+
+    def account_for(self, submitter: str, wanted: str = "") -> Account | None:
+        """Return the account for a submitter's job, or None for the agent's own account.
+
+        `wanted` is the account that the job requests. May wait for a directory service.
+
+        Raises:
+            InvalidRequestError: this node has no account for it; the message says what would help.
+        """
+        if not self._rules:
+            if wanted not in ("", own_account()):
+                raise InvalidRequestError(
+                    f"it asks for the account {wanted!r}, but jobs run here as "
+                    f"{own_account()}, the account of rdzv-agent; leave --user out, or "
+                    "map its submitter in [[user]] of agent.toml"
+                )
+            return None
+        if not submitter:
+            raise InvalidRequestError(
+                "its submitter is unknown, but this node maps submitters to accounts; "
+                "submit it to a server that authenticates its callers"
+            )
+        rule = self._rules.get(submitter) or self._rules.get(EVERYONE)
+        if rule is None:
+            raise InvalidRequestError(
+                f"no account is mapped to its submitter {submitter!r} on this node; an "
+                "operator may add a [[user]] to agent.toml"
+            )
+        given = rule.accounts or (submitter,)
+        name = wanted or given[0]
+        if name not in given:
+            raise InvalidRequestError(
+                f"its submitter {submitter!r} may not run jobs as {name!r} on this node, only as "
+                f"{', '.join(given)}"
+            )
+        return self._look_up(name, rule)
+
+    def _look_up(self, name: str, rule: User) -> Account | None:
+        try:
+            found = self._find(name)
+        except (KeyError, ValueError) as error:
+            raise InvalidRequestError(
+                f"this node has no account {name!r}; create one, or map its submitter to another"
+            ) from error
+        named = rule.name != EVERYONE and name in rule.accounts
+        if found.pw_uid == 0 and not named:
+            raise InvalidRequestError(
+                f"it would run as root, because {name!r} is root here; an operator may "
+                f"allow it for a submitter listed by name: accounts = [{name!r}] in its "
+                "[[user]]"
+            )
+        if found.pw_uid < LEAST_UID and not rule.accounts and rule.name == EVERYONE:
+            raise InvalidRequestError(
+                f"{name!r} is a service account here (uid {found.pw_uid}), which no "
+                "submitter gets by name alone; an operator may map it explicitly in a "
+                "[[user]]"
+            )
+        if self._own_uid != 0:
+            if found.pw_uid != self._own_uid:
+                raise InvalidRequestError(
+                    f"it would run as {name!r}, but rdzv-agent runs as {own_account()} "
+                    "here, and only root can start jobs under other accounts; run "
+                    "rdzv-agent as root"
+                )
+            return None
+        groups = tuple(os.getgrouplist(found.pw_name, found.pw_gid))
+        umask, limits = parse_umask(rule.umask), parse_limits(rule.limits)
+        identity = Identity(found.pw_uid, found.pw_gid, groups, umask, limits)
+        shell = found.pw_shell or "/bin/sh"
+        return Account(found.pw_name, found.pw_dir or "/", shell, identity)
+
+
+def own_account() -> str:
+    """Return the name of the account under which this process runs."""
+    return name_of(os.geteuid())
+
+
+def name_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 # ---------------------------------------------------------------------- acting as an account
