@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from rdzv.agent.launch.launch import Output
 from rdzv.agent.output.console_tee import (
     Stream,
     Tee,
     line_prefix,
     parse_filters,
     parse_ranks,
-    route,
 )
+from rdzv.agent.output.run_files import RoundOutput, usual_output
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -131,7 +132,7 @@ async def follow_workers(case: Case, folder: Path) -> Result:
     tee = Tee(out, err)
     for stream, text in ((Stream.OUT, case.out_filters), (Stream.ERR, case.err_filters)):
         if text:
-            tee.duplicate(stream, round_dir / f"filtered_{log_name(stream)}", parse_filters(text))
+            tee.duplicate(stream, routes(case, round_dir).filtered[stream], parse_filters(text))
     workers = [start_worker(case, tee, script, round_dir, rank, (out, err)) for rank in (0, 1)]
     for worker in workers:
         assert await asyncio.to_thread(worker.wait, 60) == 0
@@ -147,19 +148,13 @@ def start_worker(
     case: Case, tee: Tee, script: Path, round_dir: Path, rank: int, consoles: tuple[int, int]
 ) -> subprocess.Popen[bytes]:
     prefix = line_prefix(case.template, case.role, rank, rank)
-    ranks = parse_ranks(case.ranks)
+    routed = routes(case, round_dir).workers[rank]
     outputs = []
-    for stream, console in zip(Stream, consoles, strict=True):
-        way = route(
-            round_dir / str(rank) / log_name(stream),
-            redirect=bool(case.redirects & stream),
-            tee=bool(case.tee & stream),
-            shown=ranks is None or rank in ranks,
-        )
-        if way.file and way.followed:
-            tee.follow(way.file, prefix, stream)
+    for stream, file, console in zip(Stream, (routed.stdout, routed.stderr), consoles, strict=True):
+        if stream in routed.teed:
+            tee.follow(routed.teed[stream], prefix, stream)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        outputs.append(os.open(way.file, flags) if way.file else os.dup(console))
+        outputs.append(os.open(file, flags) if file else os.dup(console))
     try:
         return subprocess.Popen([sys.executable, str(script)], stdout=outputs[0], stderr=outputs[1])
     finally:
@@ -167,8 +162,11 @@ def start_worker(
             os.close(fd)
 
 
-def log_name(stream: Stream) -> str:
-    return "stdout.log" if stream is Stream.OUT else "stderr.log"
+def routes(case: Case, round_dir: Path) -> RoundOutput:
+    every, ranks = range(NPROC), parse_ranks(case.ranks)
+    redirects, tee = dict.fromkeys(every, case.redirects), dict.fromkeys(every, case.tee)
+    output = Output(redirects=redirects, tee=tee, shown_ranks=ranks)
+    return usual_output(round_dir, output, NPROC)
 
 
 # ---------------------------------------------------------------------- to compare
