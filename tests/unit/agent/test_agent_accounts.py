@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -45,7 +44,6 @@ from rdzv.agent.system.accounts import (
     write_anew,
 )
 from rdzv.agent.system.error_files import read_error
-from rdzv.agent.system.file_watches import Watches
 from rdzv.client import Endpoint
 from rdzv.core.model import JobSpec, Settings
 from rdzv.errors import InvalidRequestError
@@ -624,26 +622,6 @@ async def test_a_snapshot_is_looked_at_with_the_workers_rights(shared: Path) -> 
         seen = SnapshotFileWatch(private / "model.pt")
         await seen.begin_round()
         assert not await seen.has_changed()
-
-
-@pytest.mark.slow
-@needs_root
-async def test_a_file_is_watched_with_the_workers_rights(shared: Path) -> None:
-    """If a folder is replaced by a link, changes in the link's target are not reported."""
-    home, private = own_folder(shared, "home"), shared / "private"
-    private.mkdir(mode=0o700)
-    (private / "progress").touch()
-    (home / "link").symlink_to(private)
-    woken = asyncio.Event()
-    source = SimpleNamespace(
-        path=home / "link" / "progress", identity=ADA, watch=None, wake=woken.set
-    )
-    watches = Watches(asyncio.get_running_loop())
-    try:
-        watches.arm(source)
-        assert source.watch == 0, "it is looked at now and then, for it cannot be watched"
-    finally:
-        watches.close()
 
 
 @pytest.mark.slow

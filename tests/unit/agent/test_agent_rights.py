@@ -59,7 +59,7 @@ NO_PATH = {"os.path.samestat"}
 
 METHODS = {
     *("chmod", "create_unix_connection", "create_unix_server", "exists", "expanduser", "glob"),
-    *("group", "hardlink_to", "inotify_add_watch", "is_block_device", "is_char_device", "is_dir"),
+    *("group", "hardlink_to", "is_block_device", "is_char_device", "is_dir"),
     *("is_fifo", "is_file", "is_junction", "is_mount", "is_socket", "is_symlink", "iterdir"),
     *("lchmod", "lstat", "mkdir", "open", "owner", "read_bytes", "read_text", "readlink", "rename"),
     *("resolve", "rglob", "rmdir", "samefile", "stat", "symlink_to", "touch", "unlink", "walk"),
@@ -219,7 +219,6 @@ REASONS: dict[str, tuple[str, ...]] = {
         "descriptors._close_elsewhere: os.posix_spawn",
     ),
     "its caller acts as the account": (
-        "inotify.Inotify.add_watch: _libc.inotify_add_watch",
         "accounts.open_untrusted: os.open",
         "accounts.write_anew: open_untrusted",
         "agent_children.ask_spared: start_spared",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from weakref import WeakValueDictionary
 from rdzv.agent.launch.launch import NO_FILES
 from rdzv.agent.output.run_files import Written, WrittenRound
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
-from rdzv.agent.system.file_watches import Watches
 from rdzv.agent.system.side_thread import Aside
 from rdzv.messages import LogPiece, LogPosition, ReadLog
 from rdzv.structs import replace
@@ -35,6 +35,8 @@ BLOCK_BYTES = 64 * 1024
 TAIL_BYTES = 64 * 1024 * 1024
 """How far back to search for the start of the last lines."""
 ERROR_CHARS = 1_000
+LOOK_EVERY_S = 0.2
+"""The interval at which files that are followed are looked at while there is nothing more."""
 READ_WITHIN_S = 60.0
 """How long a file server may take to answer."""
 
@@ -52,7 +54,6 @@ class WorkerLogReader:
         self._readers: dict[int, _Reader] = {}
         """The readers that have not been sent their last piece, by the number of their request."""
         self._all_read = asyncio.Event()
-        self._watches: Watches | None = None
         self._asides: WeakValueDictionary[str, Aside] = WeakValueDictionary()
         """How files are read, by job, as one job's files may be on a server that hangs. Each lives
         as long as a reader, or a read that hangs."""
@@ -98,11 +99,8 @@ class WorkerLogReader:
                     await self._all_read.wait()
 
     def close(self) -> None:
-        """Stop all readers and watches."""
+        """Stop all readers."""
         self.stop_all()
-        if self._watches is not None:
-            self._watches.close()
-            self._watches = None
 
     async def _answer(self, asked: ReadLog, reader: _Reader, refusal: str) -> None:
         piece = LogPiece(asked.request, last=True, error=refusal)
@@ -122,14 +120,12 @@ class WorkerLogReader:
             self.stop(asked.request)
 
     async def _piece(self, asked: ReadLog, reader: _Reader) -> LogPiece:
-        if self._watches is None:
-            self._watches = Watches(asyncio.get_running_loop())
         if reader.written is None:
             reader.written = await self._find(asked, reader.aside)
         if reader.written is None:
             error = f"this node takes no part in {asked.rdzv_id}"
             return LogPiece(asked.request, last=True, error=error)
-        return await _Look(asked, reader.written, reader.aside, self._watches).piece()
+        return await _Look(asked, reader.written, reader.aside).piece()
 
     async def _find(self, asked: ReadLog, aside: Aside) -> Written | None:
         """Return the job's output here or, if it has left or lacks the round, that of the past."""
@@ -163,13 +159,12 @@ def _own(found: WrittenRound | None, asked: ReadLog) -> WrittenRound | None:
 class _Look:
     """A look for the piece that one request asks for."""
 
-    def __init__(self, asked: ReadLog, written: Written, aside: Aside, watches: Watches) -> None:
+    def __init__(self, asked: ReadLog, written: Written, aside: Aside) -> None:
         self._asked = asked
         self._written = written
         self._aside = aside
-        self._watches = watches
         self._news = asyncio.Event()
-        """Set when a file or the rounds may have changed."""
+        """Set when the rounds may have changed."""
         self._until_s = asyncio.get_running_loop().time() + asked.wait_ms / 1000
 
     async def piece(self) -> LogPiece:
@@ -217,33 +212,27 @@ class _Look:
         files, nowhere = self._files(round_)
         if not all(file.placed for file in files) or (nowhere and not files):
             return await self._begin(round_, files, nowhere)
-        follow, ready = self._asked.follow, files
-        try:
-            while files:
-                # This is determined before the read, which thus sees all earlier writes.
-                over = self._written.is_over(round_.number)
-                final = over or not follow
-                ready = [file for file in files if not file.done and (final or file.woken)]
-                came = await self._aside.answer(self._read_one, ready, over, final)
-                if came is not None:
-                    file, data, error = came
-                    files = [*(one for one in files if one is not file), file]
-                    return replace(
-                        self._said(round_, files, error),
-                        local_rank=file.local_rank,
-                        rank=file.rank,
-                        stderr=file.stderr,
-                        offset=file.offset - len(data),
-                        data=data,
-                    )
-                if final:
-                    break
-                if not any(file.woken for file in files) and not await self._news_came():
-                    return self._said(round_, files)
-            return None
-        finally:
-            for file in files:
-                self._watches.disarm(file)
+        while files:
+            # This is determined before the read, which thus sees all earlier writes.
+            over = self._written.is_over(round_.number)
+            unread = [file for file in files if not file.done]
+            came = await self._aside.answer(self._read_one, unread, over)
+            if came is not None:
+                file, data, error = came
+                files = [*(one for one in files if one is not file), file]
+                return replace(
+                    self._said(round_, files, error),
+                    local_rank=file.local_rank,
+                    rank=file.rank,
+                    stderr=file.stderr,
+                    offset=file.offset - len(data),
+                    data=data,
+                )
+            if over or not self._asked.follow:
+                break
+            if not await self._news_came(LOOK_EVERY_S):
+                return self._said(round_, files)
+        return None
 
     def _said(self, round_: WrittenRound, files: Iterable[_File], error: str = "") -> LogPiece:
         """Return a piece without data, which says where the reader is."""
@@ -274,7 +263,7 @@ class _Look:
                 if path is None or path == NO_FILES:
                     without.setdefault((stderr, path), []).append(rank)
                     continue
-                file = _File(path, round_.identity, local_rank, rank, stderr, self._news.set)
+                file = _File(path, round_.identity, local_rank, rank, stderr)
                 if (at := places.get((local_rank, stderr))) is not None:
                     file.offset, file.end, file.placed = at.offset, at.end, True
                 files[local_rank, stderr] = file
@@ -282,15 +271,14 @@ class _Look:
         nowhere = [_without_file(*kind, ranks) for kind, ranks in without.items()]
         return [files[key] for key in dict.fromkeys((*order, *files))], nowhere
 
-    async def _news_came(self) -> bool:
-        """Wait until something may have changed; return False once the request's time is up."""
-        try:
-            async with asyncio.timeout_at(self._until_s):
+    async def _news_came(self, look_s: float = math.inf) -> bool:
+        """Wait for news, at most `look_s`; return False once the request's time is up."""
+        until_s = min(self._until_s, asyncio.get_running_loop().time() + look_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s):
                 await self._news.wait()
-        except TimeoutError:
-            return False
         self._news.clear()
-        return True
+        return asyncio.get_running_loop().time() < self._until_s
 
     # ------------------------------------------------------------------ in the thread
 
@@ -304,12 +292,10 @@ class _Look:
                 file.end = size
             file.offset = tail(file.path, size, asked.tail_bytes, asked.tail_lines, file.identity)
 
-    def _read_one(
-        self, files: Iterable[_File], over: bool, final: bool
-    ) -> tuple[_File, bytes, str] | None:
-        """Read from the first file that has more; unless `final`, watch those that have not."""
+    def _read_one(self, files: Iterable[_File], over: bool) -> tuple[_File, bytes, str] | None:
+        """Read from the first file that has more."""
         for file in files:
-            file.woken, data, error = False, b"", ""
+            data, error = b"", ""
             try:
                 data = file.read(self._asked.max_bytes)
             except FileNotFoundError:
@@ -320,10 +306,6 @@ class _Look:
                 file.end = file.offset
             if data or error:
                 return file, data, error
-            if not final and file.watch is None:
-                self._watches.arm(file)
-                # Read the file again, because a write in between did not trigger a notification.
-                file.woken = True
         return None
 
 
@@ -350,23 +332,15 @@ class _File:
     local_rank: int
     rank: int
     stderr: bool
-    tell: Callable[[], None]
-    """Called when the file may have changed."""
     offset: int = 0
     end: int | None = None
     """The position at which to end, or None if the file is followed."""
     placed: bool = False
     """Whether the request says how far the file has been read."""
-    watch: int | None = None
-    woken: bool = True
 
     @property
     def done(self) -> bool:
         return self.end is not None and self.offset >= self.end
-
-    def wake(self) -> None:
-        self.woken = True
-        self.tell()
 
     def size(self) -> int:
         with _Opened(self.path, self.identity) as fd:
