@@ -1,6 +1,6 @@
 """What snapshots in memory promise, tried: nothing torn is loaded, damage is found, and how soon.
 
-* kills: writers get SIGKILL at random moments; what they leave is looked at (killed_writers.py of
+* kills: writers get SIGKILL at random moments; what they leave is looked at (killed_snapshots.py of
   the tests). The same for processes that fetch a copy while its source is overwritten.
 * flips: one bit of the newest of two snapshots is flipped; a new process must go on from the older.
 * load: how fast new processes come to snapshots of `--gb` each, which one or two ranks of a node
@@ -33,14 +33,13 @@ from torch._C._distributed_c10d import HashStore
 from rdzv.worker import healing, staging
 from rdzv.worker.healing import heal
 from rdzv.worker.link import GivenSlots
-from rdzv.worker.resuming import InMemory, Resuming
+from rdzv.worker.resuming import Resuming
 from rdzv.worker.rounds import Round
 from rdzv.worker.sealing import Sealing
-from rdzv.worker.snapshot_slot import TENSORS_AT
+from rdzv.worker.snapshot_slot import SEAL_BYTES, TENSORS_AT, Slot
 from rdzv.worker.snapshots import HeldSlots, Snapshots
 
 SUPPORT = ROOT / "tests" / "support"
-SEAL_BYTES = 48
 
 
 class Runner(Memory):
@@ -124,7 +123,7 @@ def _step_of(slot: bytes) -> int:
 
 PARTS = {
     "map": (HeldSlots, "find"),
-    "verify": (InMemory, "is_sound"),
+    "verify": (Slot, "is_sound"),
     "copy": (Resuming, "_read"),
     "compare": (healing, "digest"),
 }
@@ -219,12 +218,9 @@ def main() -> None:
     if args.flips:
         flip_bits(args.flips, random.Random(0))
     sys.stdout.flush()
-    for program, count in (
-        ("killed_copies.py", args.copy_kills),
-        ("killed_writers.py", args.kills),
-    ):
+    for what, count in (("copies", args.copy_kills), ("writers", args.kills)):
         if count:
-            kill(program, count)
+            kill(what, count)
     print(conditions())
 
 

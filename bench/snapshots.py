@@ -23,7 +23,7 @@ from measure import load
 from torch import nn
 
 from rdzv.worker import snapshots, staging
-from rdzv.worker.link import GivenSlots
+from rdzv.worker.link import Announced, GivenSlots
 from rdzv.worker.rounds import Round
 from rdzv.worker.sealing import Sealing
 from rdzv.worker.snapshots import Snapshots
@@ -34,7 +34,7 @@ PARAMETERS = 64
 class Memory:
     """Slots, as a runner gives them."""
 
-    watermark = pinned = None
+    announced = Announced()
 
     def reserve(self, size: int, *, copies: bool = False) -> GivenSlots:
         """Make two."""

@@ -25,7 +25,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 ROOT = Path(__file__).parents[2]
 EVERY = 5
 TOPOLOGY = {"n1": "a", "n2": "b"}
-CARRIER = "snapshot_carrier.py"
+CARRIER = "rdzv.worker.copy_snapshots"
 WARM = "--warm=torch,torch.distributed.fsdp"
 """Workers are forked, which takes a fraction of the time of a cold start."""
 LEASE = '[lease]\ntakeover_grace = "5 s"\n'

@@ -20,6 +20,8 @@ from rdzv.core.model import Snapshot, SnapshotMark
 from rdzv.structs import replace
 
 MIB = 1 << 20
+MARK = '{"lineage": 0, "step": %d, "series": "abc", "shards": 1, "world_size": 1}'
+"""How a worker prints the mark of what it has saved at a step."""
 
 
 @pytest.fixture
@@ -91,10 +93,10 @@ async def test_they_outlive_agents_and_the_next_one_is_told_of_them(tmp_path: Pa
     assert saved.mark == SnapshotMark(0, 10, "abc", 1, 1)
     assert memory_files(node.link.pid) == held and len(held) == 2
     node.link.announce_watermark(saved.mark)
-    watermark = '{"type": "watermark", "lineage": 0, "step": 10, "series": "abc"}'
-    await node.printed(node.worker(0, 0), watermark)
+    watermark = f'{{"type": "watermark", "mark": {MARK % 10}, "given_up": %s, "fds": 0}}'
+    await node.printed(node.worker(0, 0), watermark % "null")
     node.link.announce_watermark(saved.mark, replace(saved.mark, step=20))
-    await node.printed(node.worker(0, 0), watermark[:-1] + ', "given_up": [0, 20]}')
+    await node.printed(node.worker(0, 0), watermark % (MARK % 20))
     await node.link.close(PATIENCE_S)
     started.process.wait()
 
@@ -121,14 +123,14 @@ async def test_the_process_that_writes_to_disk_is_answered_for(node: Parking) ->
     saved = Snapshot(0, SnapshotMark(0, 10, "abc", 1, 1), 0, MIB, "d")
     await node.heard(SnapshotsHeld, snapshots=(saved,))
     mark, env = saved.mark, dict(os.environ)
-    pinned = '{"type": "pinned", "lineage": 0, "step": 10, "series": "abc"}'
+    pinned = f'{{"type": "pinned", "mark": {MARK % 10}, "fds": 0}}'
     for program, reason in (
         # It has the slot that holds the step, and neither the other one nor anything else.
         ('test "$1 $2" = "--mark 0:10:abc" && test $# = 3 && readlink /proc/self/fd/$3', ""),
         ("exit 7", "its writer ended with exit code 7; its stderr says why"),
     ):
         node.link.write_snapshots(mark, ["sh", "-c", program, "sh"], env, None, None)
-        assert (await node.heard(SnapshotsWritten, reason=reason)).step == 10
+        assert (await node.heard(SnapshotsWritten, reason=reason)).mark == mark
         await node.printed(node.worker(0, 0), pinned)
     node.link.write_snapshots(replace(mark, step=20), ["true"], env, None, None)
     await node.heard(SnapshotsWritten, reason="this node holds no part of it")

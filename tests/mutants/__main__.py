@@ -71,7 +71,7 @@ TARGETS = (
     "agent/rdzv/agent/job/round.py",
     "agent/rdzv/agent/job/runner_event_router.py",
     "agent/rdzv/agent/job/snapshot*.py",
-    "agent/rdzv/agent/job_programs/snapshot_carrier.py",
+    "worker/rdzv/worker/copy_snapshots.py",
     "agent/rdzv/agent/node/node.py",
     "agent/rdzv/agent/runner/**/*.py",
     "agent/rdzv/agent/runner_link/*.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import ssl
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,13 +25,13 @@ CARRIER = CopyCarrier(4711, "token")
 
 class Runner:
     def __init__(self) -> None:
-        self.asked: list[tuple[int, CopyCredentials]] = []
+        self.asked: list[tuple[str, CopyCredentials]] = []
         self.was_asked = asyncio.Event()
 
     def carry_copies(
-        self, python: str, env: Any, identity: Any, rate: int, credentials: CopyCredentials
+        self, argv: Sequence[str], env: Any, cwd: Any, identity: Any, credentials: CopyCredentials
     ) -> None:
-        self.asked.append((rate, credentials))
+        self.asked.append((argv[-1], credentials))
         self.was_asked.set()
 
 
@@ -71,7 +72,7 @@ async def test_a_carrier_is_wanted_for_a_sharded_state_on_several_nodes() -> Non
     story.context.decisions.state.assignment = line()
     await story.note()
     ((rate, credentials),) = story.runner.asked
-    assert rate == 1_000 and len(credentials.token) > 40
+    assert rate == "1000" and len(credentials.token) > 40
     assert credentials.fingerprint == credentials.pem == ""
 
 

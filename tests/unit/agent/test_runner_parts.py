@@ -35,12 +35,12 @@ from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.parked_workers import ParkedWorkers
 from rdzv.agent.runner.processes import signal_relative
 from rdzv.agent.runner.requests import ZygoteSpec
-from rdzv.agent.runner.snapshot_slots import SavedSnapshot, SnapshotSlots
+from rdzv.agent.runner.snapshot_slots import MAX_SHARDS, Mark, Snapshot, SnapshotSlots
 from rdzv.agent.runner.spawn import NOT_STARTED, Program, reason_of
 from rdzv.agent.runner.store_hosts import StoreHosts
 from rdzv.agent.runner.system import Alarm, boottime_ms, libc
 from rdzv.agent.runner.warm_forks import WarmForks
-from rdzv.agent.runner.worker_links import MAX_SHARDS, PROTOCOL, WorkerLink
+from rdzv.agent.runner.worker_links import PROTOCOL, WorkerLink
 from rdzv.agent.runner.workers import Workers
 from rdzv.agent.runner.zygote_process import NEEDS_BYTES
 from tests.support.lingering import LINGER_S, lingering
@@ -565,7 +565,7 @@ class Saving:
     """The runner's end of a worker's link, and what is noted of the worker's snapshots."""
 
     def __init__(self, loop: Loop, agent: AgentLink) -> None:
-        self.noted: list[tuple[int, int, SavedSnapshot | None]] = []
+        self.noted: list[tuple[int, int, Snapshot | None]] = []
         slots: Any = type("Slots", (), {"note": lambda _, *what: self.noted.append(what)})()
         spec: Any = type("Spec", (), {"local_rank": 1, "env": {}})()
         held: Any = None
@@ -598,16 +598,25 @@ def test_a_worker_that_sends_a_descriptor_loses_its_link_and_keeps_nobody(
         assert time.monotonic() - begun < LINGER_S / 4
 
 
-SAVED = {"lineage": 4, "step": 50, "series": "a", "shard": 0, "shards": 1, "world_size": 2}
+MARK = {"lineage": 4, "step": 50, "series": "a", "shards": 1, "world_size": 2}
+SAVED = {"mark": MARK, "shard": 0, "bytes": 7, "digest": "d"}
 
 
 def test_a_worker_that_has_said_hello_says_what_it_has_saved(loop: Loop, agent: AgentLink) -> None:
     with closing(Saving(loop, agent)) as worker:
-        worker.say("saved", slot=1, bytes=7, **SAVED)
+        worker.say("saved", slot=1, **SAVED)
         worker.hello()
-        worker.say("saved", slot=1, bytes=7, **SAVED)
+        worker.say("saved", slot=1, **SAVED)
         worker.say("saved", slot=0)
-        assert worker.noted == [(1, 1, SavedSnapshot(4, 50, "a", 0, 1, 2, 7, "")), (1, 0, None)]
+        assert worker.noted == [
+            (1, 1, Snapshot(1, Mark(4, 50, "a", 1, 2), 0, 7, "d")),
+            (1, 0, None),
+        ]
+
+
+def with_(numbers: dict[str, int]) -> dict[str, Any]:
+    mark = {name: numbers.get(name, value) for name, value in MARK.items()}
+    return {**SAVED, "mark": mark, "shard": numbers.get("shard", 0)}
 
 
 @pytest.mark.parametrize(
@@ -626,9 +635,9 @@ def test_a_number_that_no_snapshot_has_ends_the_link(
 ) -> None:
     with closing(Saving(loop, agent)) as worker:
         worker.hello()
-        worker.say("saved", **{**SAVED, **taken})
+        worker.say("saved", **with_(taken))
         assert worker.link.is_open and len(worker.noted) == 1
-        worker.say("saved", **{**SAVED, **refused})
+        worker.say("saved", **with_(refused))
         assert not worker.link.is_open and len(worker.noted) == 1
 
 
@@ -640,13 +649,13 @@ def test_all_that_a_worker_may_say_is_what_the_wire_can_carry(loop: Loop, agent:
         worker.link.child = cast(Child, SimpleNamespace(pid=9))
         worker.hello()
         worker.say("suspect", round=0, message="\ud800 a", traceback="b \udfff")
-        worker.say("saved", bytes=1, **{**SAVED, "series": "\ud800", "digest": "\udc00"})
+        worker.say("saved", **{**SAVED, "mark": {**MARK, "series": "\ud800"}, "digest": "\udc00"})
         worker.say("resumed", round=0, step=2**53, source=2**31 - 1, init_ms=2**31 - 1)
         assert worker.link.is_open
         assert [one.get("message") or one.get("init_ms") for one in told] == ["? a", 2**31 - 1]
         assert told[0]["traceback"] == "b ?"
         ((_, _, saved),) = worker.noted
-        assert saved is not None and (saved.series, saved.digest) == ("?", "?")
+        assert saved is not None and (saved.mark.series, saved.digest) == ("?", "?")
         worker.say("stuck", round=0, place="\ud800 in all_reduce")
         assert worker.link.stuck_in == "? in all_reduce"
 

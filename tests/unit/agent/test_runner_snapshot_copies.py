@@ -18,19 +18,17 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent import job_programs
 from rdzv.agent.job.copies_of_snapshots import certified
 from rdzv.agent.runner.child_exits import Children
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.requests import RequestError
 from rdzv.agent.runner.snapshot_copies import SnapshotCopies
-from rdzv.agent.runner.snapshot_slots import MAX_SLOT_BYTES, SavedSnapshot, SnapshotSlots
+from rdzv.agent.runner.snapshot_slots import MAX_SLOT_BYTES, SnapshotSlots, read_snapshot
 from tests.unit.agent.test_runner_snapshot_slots import MIB, Agent, Link
-from tests.unit.agent.test_snapshot_carrier import SIZE, asked, snapshot
+from tests.unit.worker.test_copy_snapshots import SIZE, asked, snapshot
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(job_programs.__path__[0]) / "snapshot_carrier.py"
 PATIENCE_S = 60.0
 SLOT = SIZE + 4096
 
@@ -50,7 +48,7 @@ class Node:
         """Give the carrier credentials, and start it before if there is none."""
         self.copies.carry(
             {
-                "argv": argv or [sys.executable, "-I", "-S", str(PROGRAM)],
+                "argv": argv or [sys.executable, "-m", "rdzv.worker.copy_snapshots"],
                 "env": dict(os.environ),
                 "token": token,
                 "fingerprint": fingerprint,
@@ -83,22 +81,18 @@ class Node:
         _, fds = self.link.given[-1]
         for number, step in enumerate(steps):
             os.pwrite(fds[number], snapshot(step), 0)
-            of = asked(step)
-            self.slots.note(0, number, SavedSnapshot(**{**of, "world_size": 2}))
+            self.slots.note(0, number, read_snapshot(asked(step), 0))
 
     def order(self, source: Node, step: int, **other: Any) -> None:
         """Order to fetch a step of another node."""
-        of = {**asked(step), **other}
-        mark = {name: of[name] for name in ("lineage", "step", "series", "shards", "world_size")}
-        wanted = {"local_rank": 0, "copy_of": 1, "mark": mark}
-        wanted |= {name: of[name] for name in ("shard", "bytes", "digest")}
+        wanted = {**asked(step), "local_rank": 0, "copy_of": 1, **other}
         address = {"node_id": "n1", "address": "127.0.0.1", **source.said["carrier"]}
         sources = [{**address, "snapshots": [wanted]}]
-        self.copies.fetch({"mark": mark, "sources": sources})
+        self.copies.fetch({"mark": wanted["mark"], "sources": sources})
 
     def copied(self) -> list[int]:
         """Return the steps of which copies are there."""
-        return [one["mark"]["step"] for one in self.said["snapshots"] if "copy_of" in one]
+        return [one["mark"]["step"] for one in self.said["snapshots"] if one["copy_of"] is not None]
 
     def read(self) -> list[bytes]:
         """Return the copies as a worker gets them."""
@@ -176,9 +170,9 @@ def test_steps_that_kept_workers_redo_are_forgotten_with_their_copies(
     two.slots.begin_round(60)
     assert two.copied() == [60]
     two.slots.begin_round(50)
-    assert [(said["mark"]["step"], "copy_of" in said) for said in two.said["snapshots"]] == [
-        (50, False)
-    ]
+    assert [
+        (said["mark"]["step"], said["copy_of"] is not None) for said in two.said["snapshots"]
+    ] == [(50, False)]
     assert two.read() == []
     # One that is still under way is not kept either, unless its step is not redone.
     assert one.copies.carrier is not None
@@ -346,7 +340,7 @@ def test_copies_have_the_memory_that_a_limit_leaves(pair: tuple[Node, Node]) -> 
     reason = two.said["missing"]["reason"]
     assert reason.startswith("there is no memory for them: a copy needs 4.5 MB, but only")
     assert two.copied() == [40]
-    two.slots.announce({"lineage": 2, "step": 50, "series": "a"})
+    two.slots.announce({"mark": asked(50)["mark"]})
     two.order(one, 50)
     two.until(lambda: two.copied() == [50])
     assert two.said["missing"] is None
@@ -367,15 +361,16 @@ def wanted(size: int) -> dict[str, Any]:
         ([], "sources: expected 1 to"),
         ([{"node_id": 1}], "node_id"),
         (["n1"], "sources: expected objects, got 'n1'"),
-        ([wanted(0)], "bytes: expected 1 to .* got 0"),
-        ([wanted(MAX_SLOT_BYTES + 1)], "bytes: expected 1 to"),
+        ([wanted(-1)], "bytes: expected 0 to .* got -1"),
+        ([wanted(MAX_SLOT_BYTES + 1)], "bytes: expected 0 to"),
+        ([wanted(9), wanted(9)], "sources: expected 1 to"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(
     pair: tuple[Node, Node], sources: object, reason: str
 ) -> None:
     with pytest.raises(RequestError, match=reason):
-        pair[0].copies.fetch({"mark": {}, "sources": sources})
+        pair[0].copies.fetch({"mark": asked()["mark"], "sources": sources})
 
 
 def test_links_offer_copies_to_workers_that_know_them(pair: tuple[Node, Node]) -> None:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,20 @@ from rdzv.agent.runner.requests import RequestError
 from rdzv.agent.runner.snapshot_slots import (
     REPORTS_A_SECOND,
     REPORTS_AT_ONCE,
-    SavedSnapshot,
+    Mark,
+    Snapshot,
     SnapshotSlots,
 )
 
 MIB = 1 << 20
-SAVED = SavedSnapshot(3, 10, "abc", 0, 1, 1, MIB, "d")
+MARK = Mark(3, 10, "abc", 1, 1)
+
+
+def saved(step: int = 10) -> Snapshot:
+    return Snapshot(0, replace(MARK, step=step), 0, MIB, "d")
+
+
+SAVED = saved()
 
 
 class Link:
@@ -40,19 +48,17 @@ class Link:
         self.watermarks: list[Any] = []
         self.pinned: list[Any] = []
 
-    def give_slots(self, size: int, fds: Sequence[int], copies: Sequence[int]) -> None:
-        self.given.append((size, list(fds)))
-        self.copies += copies
-
-    def refuse_slots(self, reason: str, copies: Sequence[int]) -> None:
-        self.refused.append(reason)
-        self.copies += copies
-
-    def tell_watermark(self, watermark: Any) -> None:
-        self.watermarks.append(watermark)
-
-    def tell_pinned(self, mark: Any) -> None:
-        self.pinned.append(mark)
+    def tell(self, kind: str, fds: Sequence[int] = (), **fields: Any) -> None:
+        if kind == "slots":
+            self.given.append((fields["bytes"], list(fds[:2])))
+            self.copies += fds[2:]
+        elif kind == "no_slots":
+            self.refused.append(fields["reason"])
+            self.copies += fds
+        elif kind == "watermark":
+            self.watermarks.append(fields)
+        else:
+            self.pinned.append(fields["mark"])
 
     def inodes(self) -> list[int]:
         """The files that it was given last."""
@@ -193,7 +199,7 @@ def test_many_changes_share_a_report_and_the_last_is_never_missed(story: Story) 
     begun = time.monotonic()
     for round_ in range(2):
         for step in range(1000):
-            story.slots.note(0, 0, replace(SAVED, step=1000 * round_ + step))
+            story.slots.note(0, 0, saved(1000 * round_ + step))
             for at in story.slots.wake_times():
                 assert at is None or at < time.monotonic() + 1.0
         most = REPORTS_AT_ONCE + (time.monotonic() - begun) * REPORTS_A_SECOND + 1
@@ -211,7 +217,7 @@ def test_a_new_agent_is_told_at_once(story: Story) -> None:
     story.ask(0, MIB)
     story.slots.hold({"limit_bytes": None})
     for step in range(1000):
-        story.slots.note(0, 0, replace(SAVED, step=step))
+        story.slots.note(0, 0, saved(step))
     story.agent.told.clear()
     story.slots.hold({"limit_bytes": None})
     assert reports(story)[0]["snapshots"][0]["mark"]["step"] == 999
@@ -294,14 +300,14 @@ def test_only_an_agent_that_has_asked_is_told_and_first_of_all_that_is_held(stor
     story.slots.note(0, 0, SAVED)
     assert not story.agent.told
     story.slots.hold({"limit_bytes": None})
-    first = SAVED.held_for(0)
+    first = asdict(SAVED)
     assert story.agent.told == [{"type": "snapshots_held", "snapshots": [first]}]
     # A part that is no complete state is held but not reported; nor is a slot being written.
     story.ask(1, MIB)
     story.slots.note(1, 0, None)
-    newer = replace(SAVED, step=20)
+    newer = saved(20)
     story.slots.note(0, 1, newer)
-    second = replace(SAVED, step=20).held_for(0)
+    second = asdict(saved(20))
     assert story.agent.told[-1]["snapshots"] == [first, second]
     story.slots.note(0, 0, None)
     assert story.agent.told[-1]["snapshots"] == [second]
@@ -313,18 +319,19 @@ def test_only_an_agent_that_has_asked_is_told_and_first_of_all_that_is_held(stor
 
 def test_workers_hear_which_step_is_whole(story: Story) -> None:
     link = story.ask(0, MIB)
-    watermark = {"lineage": 0, "step": 20, "series": "abc"}
-    story.slots.announce({"type": "watermark", **watermark})
-    assert link.watermarks == [watermark] == story.ask(0, MIB).watermarks
+    mark, given_up = asdict(MARK), asdict(replace(MARK, step=40))
+    told = {"mark": mark, "given_up": None}
+    story.slots.announce({"mark": mark})
+    assert link.watermarks == [told] == story.ask(0, MIB).watermarks
     with pytest.raises(RequestError, match="series"):
-        story.slots.announce({"lineage": 0, "step": 30})
+        story.slots.announce({"mark": {**mark, "series": 7}})
     # What is given up is so only in this round.
     link = story.ask(0, MIB)
-    told = {**watermark, "given_up": (0, 40)}
-    story.slots.announce({**watermark, "given_up": [0, 40]})
-    assert link.watermarks[-1] == told == story.ask(1, MIB).watermarks[-1]
+    story.slots.announce({"mark": mark, "given_up": given_up})
+    assert link.watermarks[-1]["given_up"] == given_up
+    assert story.ask(1, MIB).watermarks[-1]["given_up"] == given_up
     story.slots.begin_round(None)
-    assert story.ask(2, MIB).watermarks == [watermark]
+    assert story.ask(2, MIB).watermarks == [told]
 
 
 @pytest.mark.parametrize("limit", [-1, "1", 1 << 60, True])
@@ -337,14 +344,14 @@ def test_a_limit_that_is_none_is_refused(story: Story, limit: object) -> None:
 def test_what_is_written_to_disk_is_pinned_also_for_workers_that_come_later(story: Story) -> None:
     first = story.ask(0, MIB)
     for number, step in enumerate((10, 20)):
-        story.slots.note(0, number, replace(SAVED, step=step))
-    mark = {"lineage": 3, "step": 20, "series": "abc"}
+        story.slots.note(0, number, saved(step))
+    mark = saved(20).mark
     (fd,) = story.slots.copies_of(mark)
     assert os.fstat(fd).st_ino == first.inodes()[1]
     os.close(fd)
-    assert story.slots.copies_of({**mark, "series": "other"}) == ()
+    assert story.slots.copies_of(replace(mark, series="other")) == ()
     story.slots.pin(mark)
-    assert first.pinned == [mark]
-    assert story.ask(0, 0).pinned == [mark]
+    assert first.pinned == [asdict(mark)]
+    assert story.ask(0, 0).pinned == [asdict(mark)]
     story.slots.pin(None)
-    assert story.links[-1].pinned == [mark, {}]
+    assert story.links[-1].pinned == [asdict(mark), None]

@@ -6,15 +6,18 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rdzv.agent.runner.loop import Loop
+from rdzv.agent.runner.snapshot_slots import Mark
 from rdzv.agent.runner.snapshot_writers import SnapshotWriters
 
-REQUEST = {"lineage": 0, "step": 40, "series": "a", "argv": ["write"], "env": {}}
+MARK = Mark(0, 40, "a", 1, 2)
+REQUEST = {"mark": asdict(MARK), "argv": ["write"], "env": {}}
 
 
 class Runner:
@@ -60,7 +63,7 @@ def test_a_writer_that_cannot_start_is_told_with_its_reason(has_memory: bool) ->
     writers = SnapshotWriters(Loop(), runner, runner, runner, runner)  # type: ignore[arg-type]
     writers.write(REQUEST)
     (told,) = runner.told
-    assert (told["type"], told["step"]) == ("snapshots_written", 40)
+    assert (told["type"], told["mark"]["step"]) == ("snapshots_written", 40)
     assert told["reason"] == "Resource temporarily unavailable"
     assert not any(runner.pinned)
     assert not os.path.exists(f"/proc/self/fd/{runner.fds[0]}")  # noqa: PTH110
@@ -80,7 +83,6 @@ class Starting(Runner):
 def test_a_step_may_be_overwritten_once_the_writer_has_copied_it() -> None:
     runner, loop = Starting(), Loop()
     writers = SnapshotWriters(loop, runner, runner, runner, runner)  # type: ignore[arg-type]
-    mark = {name: REQUEST[name] for name in ("lineage", "step", "series")}
 
     def write(*, has_memory: bool) -> tuple[list[int], Callable[[Any, int], None]]:
         runner.fds, runner.has_memory = [os.memfd_create("slot")], has_memory
@@ -89,7 +91,7 @@ def test_a_step_may_be_overwritten_once_the_writer_has_copied_it() -> None:
         program, fds, end = runner.started[-1]
         assert ("RDZV_SNAPSHOT_COPIED" in program.env) == has_memory
         turn()
-        assert runner.pinned[-1] == mark
+        assert runner.pinned[-1] == MARK
         return fds, end
 
     def turn() -> None:
@@ -105,13 +107,13 @@ def test_a_step_may_be_overwritten_once_the_writer_has_copied_it() -> None:
         assert runner.pinned[-1] is None and not runner.told
         turn()
         end(SimpleNamespace(failure=""), 0)
-        assert [one["step"] for one in runner.told] == [40]
+        assert [one["mark"]["step"] for one in runner.told] == [40]
         os.close(slot)
         # Without memory for a copy, it stays pinned until the end.
         (slot,), end = write(has_memory=False)
         os.close(slot)
         turn()
-        assert runner.pinned[-1] == mark
+        assert runner.pinned[-1] == MARK
         end(SimpleNamespace(failure=""), 0)
         assert runner.pinned[-1] is None
     loop.close()

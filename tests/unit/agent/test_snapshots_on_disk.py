@@ -35,7 +35,7 @@ def disk(every_s: float = 10) -> SnapshotsOnDisk:
 
 
 def written(step: int, reason: str = "") -> SnapshotsWritten:
-    return SnapshotsWritten(0, step, "a", reason)
+    return SnapshotsWritten(mark(step), reason)
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rdzv.worker.link import Watermark
-from rdzv.worker.resuming import Key, newest_whole
+from rdzv.worker.link import Announced, Mark
+from rdzv.worker.resuming import newest_whole
 from rdzv.worker.snapshot_slot import Header
 from rdzv.worker.snapshots import HeldSlots, slot_to_write
 
@@ -49,7 +49,7 @@ def test_the_slot_that_is_overwritten(
     slot: int | None,
 ) -> None:
     whole = (lineage, watermark) if isinstance(watermark, int) else watermark
-    said = None if whole is None else Watermark(*whole, at(*whole).series)
+    said = Announced() if whole is None else Announced(at(*whole).mark)
     assert slot_to_write(held, lineage, base, said) == slot
 
 
@@ -68,18 +68,18 @@ def test_the_slot_that_is_overwritten(
 def test_a_step_that_is_given_up_is_overwritten_in_place_of_the_whole_one(
     held: tuple[Header, Header], slot: int | None
 ) -> None:
-    whole = Watermark(0, 20, at(0, 20).series, given_up=(0, 40))
+    whole = Announced(at(0, 20).mark, given_up=at(0, 40).mark)
     lineage = max(one.lineage for one in held)
     assert slot_to_write(held, lineage, None, whole) == slot
 
 
 def test_what_is_being_written_to_disk_is_not_overwritten() -> None:
     held = (at(0, 20), at(0, 30))
-    whole = Watermark(0, 30, at(0, 30).series)
-    assert slot_to_write(held, 0, None, whole, pinned=(0, 20)) is None
+    whole, last = Announced(at(0, 30).mark, pinned=at(0, 20).mark), at(0, 30).mark
+    assert slot_to_write(held, 0, None, whole) is None
     # The other slot has what is whole: it stays, too.
-    assert slot_to_write(held, 0, None, whole, pinned=(0, 30)) == 0
-    assert slot_to_write((None, at(0, 30)), 0, None, whole, pinned=(0, 30)) == 0
+    assert slot_to_write(held, 0, None, replace(whole, pinned=last)) == 0
+    assert slot_to_write((None, at(0, 30)), 0, None, replace(whole, pinned=last)) == 0
 
 
 def test_two_trainings_with_the_same_number_are_of_two_series() -> None:
@@ -92,8 +92,8 @@ def test_a_step_that_another_round_saves_is_of_another_series() -> None:
     assert replace(at(3, 20), round=4).series != replace(at(3, 20), round=3).series
 
 
-OLD, NEW, OTHER = Key(0, 20, "a", 2), Key(0, 30, "a", 2), Key(0, 30, "b", 2)
-ALONE, LATER = Key(0, 40, "c", 1), Key(3, 10, "a", 2)
+OLD, NEW, OTHER = Mark(0, 20, "a", 2), Mark(0, 30, "a", 2), Mark(0, 30, "b", 2)
+ALONE, LATER = Mark(0, 40, "c", 1), Mark(3, 10, "a", 2)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ ALONE, LATER = Key(0, 40, "c", 1), Key(3, 10, "a", 2)
         ([(NEW, 0), (NEW, 1), (LATER, 0)], NEW),
     ],
 )
-def test_the_newest_step_that_is_whole(found: list[tuple[Key, int]], newest: Key | None) -> None:
+def test_the_newest_step_that_is_whole(found: list[tuple[Mark, int]], newest: Mark | None) -> None:
     assert newest_whole(found) == newest
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from rdzv.worker import healing, shards
-from rdzv.worker.link import GivenSlots, Watermark
+from rdzv.worker.link import NO_MARK, Announced, GivenSlots, Mark
 from rdzv.worker.resuming import Resuming
 from rdzv.worker.rounds import Round
 from rdzv.worker.sealing import Sealing
@@ -33,13 +33,16 @@ pytestmark = pytest.mark.slow
 SUPPORT = Path(__file__).parents[2] / "support"
 
 
+def step_of(what: dict[str, Any]) -> int | None:
+    """The step of a snapshot as the runner hears of it; None of an empty slot."""
+    return what["mark"]["step"] if what else None
+
+
 class Runner:
     """The runner's end of the links: slots that outlive the processes."""
 
-    watermark: Watermark | None = None
-    pinned: tuple[int, int] | None = None
-
     def __init__(self) -> None:
+        self.announced = Announced()
         self.fds: list[int] = []
         self.size = 0
         self.said: list[tuple[int, dict[str, Any]]] = []
@@ -68,7 +71,7 @@ class Runner:
 
     def flip(self, step: int, place: int = TENSORS_AT + 3) -> None:
         """Flip a bit in the slot that holds this step."""
-        (slot,) = [slot for slot, what in self.said if what.get("step") == step]
+        (slot,) = [slot for slot, what in self.said if step_of(what) == step]
         octet = os.pread(self.fds[slot], 1, place)[0]
         os.pwrite(self.fds[slot], bytes([octet ^ 4]), place)
 
@@ -151,15 +154,35 @@ def test_no_thread_is_left_as_the_process_exits(
 ) -> None:
     """One that frees a tensor while the interpreter ends aborts the process."""
     at_exit: list[Callable[[], object]] = []
-    monkeypatch.setattr("atexit.register", lambda call, *args: at_exit.append(partial(call, *args)))
-    before = threading.enumerate()
-    train(runners[0], 3)
-    (copying,) = [
-        one for one in threading.enumerate() if one.name == "rdzv snapshots" and one not in before
-    ]
-    for call in at_exit:
-        call()
-    assert not copying.is_alive()
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    goes_on = threading.Event()
+
+    def copy_slowly(*words: Any) -> None:
+        assert goes_on.wait(60)
+        copy_all(*words)
+
+    monkeypatch.setattr("rdzv.worker.snapshots.copy_all", copy_slowly)
+    _, snapshots = saving(runners[0])
+    assert snapshots.save()
+    assert snapshots.finish in at_exit
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(snapshots.finish)
+        assert not ended.done()
+        goes_on.set()
+        assert ended.result(60)
+    assert steps(runners[0]) == [1]
+
+
+def test_nothing_is_saved_beside_a_copy_that_does_not_end(
+    runners: list[Runner], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr("rdzv.worker.snapshots.copy_all", lambda *_: goes_on.wait(60))
+    monkeypatch.setattr("rdzv.worker.snapshots.FINISH_TIMEOUT_S", 0.01)
+    _, snapshots = saving(runners[0])
+    assert [snapshots.save() for _ in range(3)] == [True, False, False]
+    assert capsys.readouterr().err.count("skipping saves: the last one takes longer than") == 1
+    goes_on.set()
 
 
 def test_new_processes_come_to_the_last_step(runners: list[Runner]) -> None:
@@ -301,7 +324,7 @@ def test_a_part_is_read_from_its_copy_if_nobody_else_has_it(
     here.keep_copies_of(lost)
     lost.close()
     if damaged:
-        (slot,) = [slot for slot, what in lost.said if what.get("step") == 3]
+        (slot,) = [slot for slot, what in lost.said if step_of(what) == 3]
         octet = os.pread(here.copies[slot], 1, TENSORS_AT + 3)[0]
         os.pwrite(here.copies[slot], bytes([octet ^ 1]), TENSORS_AT + 3)
     sealings, found = resume(runners)
@@ -375,7 +398,7 @@ def test_a_damaged_snapshot_is_not_used_and_that_is_said(
     assert all(one == bits(sealing_of()) for one in untouched)
     # It is not taken for a snapshot again.
     for rank, of in damaged:
-        slot = next(slot for slot, what in runners[rank].said if what.get("step") == of)
+        slot = next(slot for slot, what in runners[rank].said if step_of(what) == of)
         assert (slot, {}) in runners[rank].said[-2:]
 
 
@@ -482,7 +505,7 @@ def saving(runner: Runner, width: int = 3) -> tuple[Sealing, Snapshots]:
 
 
 def steps(runner: Runner) -> list[int]:
-    return [what["step"] for _, what in runner.said if what]
+    return [step for _, what in runner.said if (step := step_of(what))]
 
 
 def test_a_script_may_save_before_any_memory_was_asked_for(runners: list[Runner]) -> None:
@@ -526,9 +549,9 @@ def test_steps_that_were_given_up_may_become_whole_in_the_next_round(
     runners: list[Runner],
 ) -> None:
     _, snapshots = saving(runners[0])
-    runners[0].watermark = Watermark(0, 20, "s", (0, 30))
+    runners[0].announced = Announced(Mark(0, 20, "s"), Mark(0, 30, "s"))
     snapshots.begin_round(round_of(1, 0))
-    assert runners[0].watermark == Watermark(0, 20, "s")
+    assert runners[0].announced == Announced(Mark(0, 20, "s"), NO_MARK)
 
 
 def test_a_part_that_comes_in_a_later_round_is_described(runners: list[Runner]) -> None:
@@ -578,20 +601,20 @@ def test_saves_that_are_left_out_are_said_once(
     runners: list[Runner], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No other rank has saved anything, so that no step is whole."""
-    runners[0].watermark = Watermark(0, 0, "")
+    runners[0].announced.whole = Mark(0, 0)
     train(runners[0], 5)
-    assert {what["step"] for _, what in runners[0].said if what} == {1, 2}
+    assert set(steps(runners[0])) == {1, 2}
     said = capsys.readouterr().err
     assert said.count("rank 0: warning: skipping saves while both snapshots in memory are ") == 1
 
 
-@pytest.mark.parametrize("program", ["killed_writers.py", "killed_copies.py"])
-def test_what_a_killed_process_leaves_is_whole(program: str) -> None:
+@pytest.mark.parametrize("killed", ["writers", "copies"])
+def test_what_a_killed_process_leaves_is_whole(killed: str) -> None:
     folders = ("worker", "agent", "rendezvous")
     paths = os.pathsep.join(str(Path(__file__).parents[3] / name) for name in folders)
     env = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(
-        [sys.executable, SUPPORT / program, "20"],
+        [sys.executable, SUPPORT / "killed_snapshots.py", killed, "20"],
         env=env,
         capture_output=True,
         text=True,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from test_resuming import Runner, bits, resume, sealing_of, train
+from test_resuming import Runner, bits, resume, sealing_of, step_of, train
 
 from rdzv.worker import snapshot_files, write_snapshots
 from rdzv.worker.snapshot_files import NotWrittenError, StepWriter, whole_steps
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def mark(runner: Runner, step: int) -> tuple[int, int, str]:
-    (series,) = {what["series"] for _, what in runner.said if what.get("step") == step}
+    (series,) = {what["mark"]["series"] for _, what in runner.said if step_of(what) == step}
     return (0, step, series)
 
 
@@ -128,7 +128,7 @@ def test_steps_of_other_runs_are_removed_only_if_this_one_has_gone_on_from_them(
         train(made[-1], 3, nonce="n3")
         assert run_on("d", "n4", [made[-1]]) == ["a", "d"]
         (left,) = (one for one in whole_steps(folder) if one.run == "a")
-        assert left.is_sound(0)
+        assert left.is_sound(left.header)
     finally:
         for runner in made:
             runner.close()
@@ -165,13 +165,13 @@ def test_a_damaged_file_is_found_wherever_the_bit_is_and_the_step_before_is_used
         ]
     for place in places:
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        assert not new.is_sound(0)
+        assert not new.is_sound(new.header)
     sealings, _ = new_processes(1)
     assert [one.step for one in sealings] == [2]
     assert f"step 3 in {new.folder} is damaged, so it is ignored" in capsys.readouterr().err
-    assert old.is_sound(0)
+    assert old.is_sound(old.header)
     file.write_bytes(whole[:-1000])
-    assert not new.is_sound(0)
+    assert not new.is_sound(new.header)
 
 
 def test_a_damaged_manifest_is_said_and_the_step_before_is_used(
@@ -334,6 +334,6 @@ def test_numpys_generator_is_on_disk_if_numpy_is_used(runner: Runner, folder: Pa
     state: Any = numpy.random.get_state()
     assert write(runner, folder, 1)
     (step,) = whole_steps(folder)
-    content, _, _ = step.read(0)
+    content = step.read(step.header)
     _, keys, *_ = content.own["rng"]["numpy"]
     assert keys == state[1].tolist()

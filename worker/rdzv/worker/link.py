@@ -13,15 +13,13 @@ import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .cutting import Cut, LostWait
 
 MAX_FRAME_BYTES = 64 << 10
-MAX_FDS = 18
-"""Two slots, and copies of up to 16 snapshots from other nodes."""
-WITH_FDS = ("go", "queue", "slots", "no_slots")
-"""The types of messages that carry descriptors."""
+MAX_FDS = 253
+"""The maximum number of descriptors that the kernel passes with a message."""
 MAX_RECEIVED_BYTES = 1 << 20
 """The size limit for frames from the runner, which carry a whole environment and so may be longer
 than a worker's.
@@ -92,9 +90,9 @@ class Received:
             raise BrokenLinkError(f"a frame is not JSON: {error}") from error
         if not isinstance(message, dict):
             raise BrokenLinkError("a frame is not a JSON object")
-        if message.get("type") not in WITH_FDS:
-            return message, []  # Descriptors received so far belong to a later message.
-        fds, self._fds = self._fds, []
+        # Further ones belong to a later message.
+        count = int(message.get("fds", 0))
+        fds, self._fds = self._fds[:count], self._fds[count:]
         return message, fds
 
     def close(self) -> None:
@@ -152,19 +150,35 @@ class GivenSlots:
     """Descriptors of copies of other nodes' snapshots."""
 
 
-NO_STEP = -1, -1
-"""A lineage and step that precede all others."""
+class Mark(NamedTuple):
+    """Identifies a state. It is equal for all of the state's parts, and larger for newer states."""
+
+    lineage: int = -1
+    step: int = -1
+    series: str = ""
+    shards: int = 0
+    world_size: int = 0
+
+    @property
+    def time(self) -> tuple[int, int]:
+        """The lineage and step, which are equal for everything that was saved with this state."""
+        return self.lineage, self.step
 
 
-@dataclass(frozen=True)
-class Watermark:
-    """The newest step for which all parts are saved, with its lineage and series."""
+NO_MARK = Mark()
+"""Precedes all others."""
 
-    lineage: int
-    step: int
-    series: str
-    given_up: tuple[int, int] = NO_STEP
-    """A lineage and step: newer steps up to this one are incomplete, and will never be whole."""
+
+@dataclass
+class Announced:
+    """What the runner has announced of snapshots."""
+
+    whole: Mark | None = None
+    """The newest state for which all parts are saved, or None until the first announcement."""
+    given_up: Mark = NO_MARK
+    """Newer states up to this one are incomplete, and will never be whole."""
+    pinned: Mark = NO_MARK
+    """The state that is being written to disk."""
 
 
 class Link:
@@ -192,10 +206,7 @@ class Link:
         provided one.
         """
         self._slots: GivenSlots | None = None
-        self.watermark: Watermark | None = None
-        """The newest whole step, or None until the runner announces one."""
-        self.pinned: tuple[int, int] | None = None
-        """The lineage and step of the snapshot being written to disk, or None if there is none."""
+        self.announced = Announced()
 
     def listen(self) -> None:
         """Send the hello and start the receiving thread, which ends with the process."""
@@ -372,14 +383,10 @@ class Link:
         for fd in fds:
             os.close(fd)
         if kind == "watermark":
-            lineage, step = int(message["lineage"]), int(message["step"])
-            given_up = message.get("given_up", NO_STEP)
-            self.watermark = Watermark(
-                lineage, step, str(message["series"]), (int(given_up[0]), int(given_up[1]))
-            )
+            self.announced.whole = _mark(message.get("mark"))
+            self.announced.given_up = _mark(message.get("given_up"))
         elif kind == "pinned":
-            is_any = message.get("step") is not None
-            self.pinned = (int(message["lineage"]), int(message["step"])) if is_any else None
+            self.announced.pinned = _mark(message.get("mark"))
         elif kind == "release":
             self._note(Release(str(message.get("reason", ""))))
         elif kind == "round_over":
@@ -409,6 +416,10 @@ class Link:
             self._socket.close()
         if self._queue is not None:
             self._queue.close()
+
+
+def _mark(said: Mapping[str, Any] | None) -> Mark:
+    return NO_MARK if said is None else Mark(**said)
 
 
 _links: list[Link] = []

@@ -48,6 +48,8 @@ class Sealing:
         self._before: _Copy | None = None
         """The copy of the previous step, to which a rank with a sharded state may go back."""
         self._before_step: Callable[[], None] | None = None
+        self._place = (0, 1)
+        """The rank and world size of the round."""
         self.lineage = 0
         """The last round in which all workers of this training were new."""
         self.nonce = secrets.token_hex(8)
@@ -97,7 +99,7 @@ class Sealing:
             images["state"] = image_of(step, tensors, contents, sealed.small)
         if parts is not None:
             images["part"] = parts.image(step, self.shards.small, clone=False)
-        own = {"rng": sealed.rng, "buffers": sealed.small["buffers"]}
+        own = {"rng": sealed.rng, "buffers": sealed.small["buffers"], "place": self._place}
         return Content(own, images)
 
     def image(self, small: dict[str, Any]) -> Image:
@@ -120,7 +122,7 @@ class Sealing:
 
     def begin_round(self, rank: int, world_size: int, before_step: Callable[[], None]) -> None:
         """Prepare for a round. `before_step` is called before each step, and may refuse it."""
-        self._before_step = before_step
+        self._before_step, self._place = before_step, (rank, world_size)
         for optimizer in self.contents.optimizers.values():
             # An interrupted backward pass may have left gradients.
             for parameter in parameters_of(optimizer):

@@ -84,30 +84,30 @@ class WholeStep:
         except OSError:
             return 0
 
-    def is_sound(self, shard: int) -> bool:
+    def is_sound(self, header: Header) -> bool:
         """Whether a part is undamaged. Reads all of it once."""
         try:
-            with zipfile.ZipFile(self.part(shard)) as archive:
+            with zipfile.ZipFile(self.part(header.shard)) as archive:
                 return archive.testzip() is None
         except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError, ValueError):
             return False
 
-    def read(self, shard: int) -> tuple[Content, int, int]:
-        """Return a part, and the rank and world size it was saved with.
+    def read(self, header: Header) -> Content:
+        """Return a part.
 
         Call this only for an undamaged part. Parameters are memory-mapped; optimizer tensors are
         copied.
         """
         import torch
 
-        path = str(self.part(shard))
+        path = str(self.part(header.shard))
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
         images = {
             name: _image(saved["step"], saved[name], saved["optimizer_layout"][name])
             for name in ("state", "part")
             if name in saved
         }
-        return Content(saved["own"], images), saved["rank"], saved["world_size"]
+        return Content(saved["own"], images)
 
 
 def whole_steps(folder: Path, say: Callable[[str], object] | None = None) -> list[WholeStep]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from .contents import Image, Shape, packed, unpacked
 from .digest import digest
+from .link import Mark
 from .staging import copy_all, readers
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ TENSORS_AT = 64 << 10
 _ALIGNMENT = 64
 _MAGIC, _FORMAT = b"rdzvsnap", 1
 _SEAL = struct.Struct(">8sII32s")
-_HEADER_AT = _SEAL.size
+SEAL_BYTES = _SEAL.size
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,11 @@ class Header:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
+    def mark(self) -> Mark:
+        """The state to which the snapshot belongs."""
+        return Mark(self.lineage, self.step, self.series, self.shards, self.world_size)
+
+    @property
     def bytes(self) -> int:
         """The number of bytes in use in the slot."""
         return TENSORS_AT + self.tensors_bytes + self.head_bytes
@@ -89,7 +95,9 @@ class Content:
     """One rank's saved values."""
 
     own: Mapping[str, Any]
-    """The values that belong to this rank alone: its random number generators and buffers."""
+    """The values that belong to this rank alone: its random number generators and buffers, and its
+    place in the round that saved them.
+    """
     images: Mapping[str, Image]
     """Under `state`, the values given to State(...); under `part`, those added by state.add()."""
 
@@ -122,9 +130,9 @@ class Slot:
     def header(self) -> Header | None:
         """Return the snapshot's header, or None if the slot holds no complete snapshot."""
         magic, version, length, sealed = _SEAL.unpack_from(self._bytes)
-        if (magic, version) != (_MAGIC, _FORMAT) or length > TENSORS_AT - _HEADER_AT:
+        if (magic, version) != (_MAGIC, _FORMAT) or length > TENSORS_AT - SEAL_BYTES:
             return None
-        said = bytes(self._bytes[_HEADER_AT : _HEADER_AT + length])
+        said = bytes(self._bytes[SEAL_BYTES : SEAL_BYTES + length])
         if hashlib.blake2b(said, digest_size=32).digest() != sealed:
             return None
         header = Header(**json.loads(said))
@@ -132,13 +140,13 @@ class Slot:
 
     @property
     def seal_digest(self) -> str:
-        """Tells this snapshot from any other. The agent's snapshot_carrier.py computes it, too."""
-        return hashlib.blake2b(self._bytes[: _SEAL.size], digest_size=32).hexdigest()
+        """Tells this snapshot from any other."""
+        return digest_of_seal(self._bytes[:SEAL_BYTES])
 
     @property
     def is_damaged(self) -> bool:
         """Whether the slot is neither empty nor holds a snapshot whose header can be read."""
-        return any(self._bytes[: _SEAL.size]) and self.header() is None
+        return any(self._bytes[:SEAL_BYTES]) and self.header() is None
 
     # ------------------------------------------------------------------ writing
 
@@ -153,7 +161,7 @@ class Slot:
 
     def clear(self) -> None:
         """Mark the slot as empty."""
-        self._bytes[: _SEAL.size] = bytes(_SEAL.size)
+        self._bytes[:SEAL_BYTES] = bytes(SEAL_BYTES)
 
     def begin(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Clear the slot and return where to copy the tensors.
@@ -177,18 +185,21 @@ class Slot:
             sizes, tensors_digest=tensors_digest, digest=self._digest(sizes, tensors_digest)
         )
         said = json.dumps(asdict(written)).encode()
-        self._bytes[_HEADER_AT : _HEADER_AT + len(said)] = said
+        self._bytes[SEAL_BYTES : SEAL_BYTES + len(said)] = said
         sealed = hashlib.blake2b(said, digest_size=32).digest()
-        self._bytes[: _SEAL.size] = _SEAL.pack(_MAGIC, _FORMAT, len(said), sealed)
+        self._bytes[:SEAL_BYTES] = _SEAL.pack(_MAGIC, _FORMAT, len(said), sealed)
         return written
 
     # ------------------------------------------------------------------ reading
 
-    def is_sound(self, header: Header, threads: int = 1) -> bool:
+    def is_sound(self, header: Header, threads: int | None = None) -> bool:
         """Return whether the snapshot is undamaged, reading all of it once."""
         if self.header() != header:
             return False
-        return self._digest(header, self._tensors_digest(header, threads)) == header.digest
+        return (
+            self._digest(header, self._tensors_digest(header, threads or readers()))
+            == header.digest
+        )
 
     def read(self, header: Header, *, in_place: bool = False) -> Content:
         """Return the snapshot, with parameters sharing the slot's memory.
@@ -247,6 +258,11 @@ class Slot:
         head = hashlib.blake2b(self._bytes[begin : begin + header.head_bytes], digest_size=16)
         head.update(tensors_digest.encode())
         return head.hexdigest()
+
+
+def digest_of_seal(seal: bytes | memoryview) -> str:
+    """Return what workers report of each saved snapshot, to tell it from any other."""
+    return hashlib.blake2b(seal, digest_size=32).hexdigest()
 
 
 def bytes_needed(tensors: Sequence[Tensor], head: bytes) -> int:

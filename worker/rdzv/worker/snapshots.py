@@ -17,12 +17,11 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .contents import described
-from .link import NO_STEP, Watermark
+from .link import NO_MARK, Announced
 from .rounds import warn
 from .snapshot_slot import Content, Header, Slot, bytes_needed
 from .staging import copiers, copy_all, events, mapped, set_aside
@@ -30,11 +29,11 @@ from .staging import copiers, copy_all, events, mapped, set_aside
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .link import GivenSlots, Link
+    from .link import GivenSlots, Link, Mark
     from .rounds import Round
     from .sealing import Sealing
 
-_FINISH_TIMEOUT_S = 30.0
+FINISH_TIMEOUT_S = 30.0
 _SPARE = 1.1
 """How many times larger than its first snapshot a slot is made, because plain values grow."""
 _SPARE_BYTES = 1 << 20
@@ -119,7 +118,7 @@ class HeldSlots:
         """
         for number, slot in enumerate(self.slots):
             header = slot.header()
-            if header is None or header.lineage != lineage or _key(header) == self.base:
+            if header is None or header.lineage != lineage or header.mark.time == self.base:
                 continue
             if header.step > step or header.nonce != nonce:
                 self.clear(number)
@@ -129,67 +128,47 @@ def slot_to_write(
     held: Sequence[Header | None],
     lineage: int,
     base: tuple[int, int] | None,
-    watermark: Watermark | None,
-    pinned: tuple[int, int] | None = None,
+    announced: Announced,
 ) -> int | None:
     """Return which of two slots may be overwritten, or None if neither may be.
 
     An empty slot is chosen, otherwise the one with the older step. The snapshot that this training
-    resumed from (`base`) is kept until the training has saved a step itself. If `watermark` says
-    which step is whole on all ranks, that step is kept, but a newer step that it gives up is
-    overwritten. The step being written to disk (`pinned`: its lineage and step) is also kept.
+    resumed from (`base`: its lineage and step) is kept until the training has saved a step itself.
+    If a step was announced as whole on all ranks, it is kept, but a newer step that was given up is
+    overwritten. The step being written to disk is also kept.
 
     >>> def at(step: int) -> Header:
     ...     return Header(step, 3, shard=0, shards=1, rank=0, world_size=1, state="")
-    >>> slot_to_write([at(20), at(30)], 3, None, None)
+    >>> slot_to_write([at(20), at(30)], 3, None, Announced())
     0
-    >>> slot_to_write([at(20), at(30)], 3, None, Watermark(3, 20, at(20).series))
-    >>> slot_to_write([at(20), at(30)], 3, None, Watermark(3, 20, at(20).series, (3, 30)))
+    >>> slot_to_write([at(20), at(30)], 3, None, Announced(at(20).mark))
+    >>> slot_to_write([at(20), at(30)], 3, None, Announced(at(20).mark, given_up=at(30).mark))
     1
-    >>> slot_to_write([at(20), at(30)], 4, (3, 20), None)
+    >>> slot_to_write([at(20), at(30)], 4, (3, 20), Announced())
     1
-    >>> slot_to_write([at(20), at(30)], 3, None, None, pinned=(3, 20))
+    >>> slot_to_write([at(20), at(30)], 3, None, Announced(pinned=at(20).mark))
     """
-    number = _older_slot(held, lineage, base, watermark)
-    is_pinned = number is not None and pinned is not None and _key(held[number]) == pinned
+    marks = [NO_MARK if one is None else one.mark for one in held]
+    number = _older_slot(marks, lineage, base, announced)
+    is_pinned = number is not None and marks[number].time == announced.pinned.time != NO_MARK.time
     return None if is_pinned else number
 
 
 def _older_slot(
-    held: Sequence[Header | None],
-    lineage: int,
-    base: tuple[int, int] | None,
-    watermark: Watermark | None,
+    marks: list[Mark], lineage: int, base: tuple[int, int] | None, announced: Announced
 ) -> int | None:
-    ours = [number for number, one in enumerate(held) if one is not None and one.lineage == lineage]
-    for number, one in enumerate(held):
-        if one is None:
-            return number
+    if NO_MARK in marks:
+        return marks.index(NO_MARK)
+    ours = [number for number, mark in enumerate(marks) if mark.lineage == lineage]
     if not ours:
-        return next((1 - n for n, one in enumerate(held) if one and _key(one) == base), 0)
-    kept = max(ours, key=lambda number: _key(held[number]))
-    newest = held[kept]
-    assert newest is not None
-    if watermark is not None and (
-        (newest.lineage, newest.series) != (watermark.lineage, watermark.series)
-        or newest.step > watermark.step
+        return next((1 - n for n, mark in enumerate(marks) if mark.time == base), 0)
+    kept = max(ours, key=lambda number: marks[number].time)
+    newest, whole = marks[kept], announced.whole
+    if whole is not None and (
+        (newest.lineage, newest.series) != (whole.lineage, whole.series) or newest.step > whole.step
     ):
-        return kept if _key(newest) <= watermark.given_up else None
+        return kept if newest.time <= announced.given_up.time else None
     return 1 - kept
-
-
-def _key(header: Header | None) -> tuple[int, int]:
-    return NO_STEP if header is None else (header.lineage, header.step)
-
-
-@dataclass
-class _Progress:
-    """The last snapshot's progress."""
-
-    copied: threading.Event = field(default_factory=threading.Event)
-    """Set once the state may be changed again."""
-    done: threading.Event = field(default_factory=threading.Event)
-    """Set once the snapshot is complete or has failed."""
 
 
 @dataclass
@@ -204,7 +183,6 @@ class _Copying:
     """Events that the GPUs must reach before the tensors may be copied."""
     saves: bool
     """If False, memory is requested but nothing is copied."""
-    progress: _Progress = field(default_factory=_Progress)
 
 
 class Snapshots:
@@ -217,8 +195,10 @@ class Snapshots:
         self.held = None if link is None else HeldSlots(link)
         self._round: Round | None = None
         self._layout: tuple[str, str] | None = None
-        self._queue: SimpleQueue[_Copying | None] = SimpleQueue()
-        self._last: _Progress | None = None
+        self._thread: threading.Thread | None = None
+        """Copies the last snapshot."""
+        self._copied = threading.Event()
+        """Set once the last snapshot's tensors are copied, so that the state may be changed."""
         self._told: set[str] = set()
 
     def begin_round(self, round_: Round) -> None:
@@ -228,9 +208,8 @@ class Snapshots:
             return
         self.finish()
         self.held.refused = None
-        if (watermark := self.held.link.watermark) is not None:
-            # In a new round, steps with these numbers may become whole.
-            self.held.link.watermark = replace(watermark, given_up=NO_STEP)
+        # In a new round, steps with these numbers may become whole.
+        self.held.link.announced.given_up = NO_MARK
         if not self.held.slots:
             self.held.ask(0)
         sealing = self._sealing
@@ -240,7 +219,7 @@ class Snapshots:
         """Save the step that was just sealed, if it is due."""
         if self._every is None or self.held is None:
             return
-        if self._last is None:
+        if self._thread is None:
             self._begin(saves=False)  # Request the memory ahead of the first save.
         if (self._sealing.step or 0) % self._every == 0:
             self.save()
@@ -252,7 +231,9 @@ class Snapshots:
         """
         if self.held is None or not self._sealing.step:
             return False
-        self.finish()
+        if not self.finish():
+            self._say(f"skipping saves: the last one takes longer than {FINISH_TIMEOUT_S:.0f} s")
+            return False
         if self.held.refused is not None and not self.held.slots:
             return False
         self._begin(saves=True)
@@ -260,13 +241,14 @@ class Snapshots:
 
     def wait_until_copied(self) -> None:
         """Block until the state may be changed."""
-        if self._last is not None:
-            self._last.copied.wait()
+        if self._thread is not None:
+            self._copied.wait()
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         """Wait up to 30 seconds until the last snapshot is complete or has failed."""
-        if self._last is not None:
-            self._last.done.wait(_FINISH_TIMEOUT_S)
+        if self._thread is not None:
+            self._thread.join(FINISH_TIMEOUT_S)
+        return self._thread is None or not self._thread.is_alive()
 
     def _begin(self, *, saves: bool) -> None:
         round_ = self._round
@@ -276,13 +258,22 @@ class Snapshots:
         if saves:
             tensors, all_set_aside = set_aside(tensors)
         header = self._header(round_, content)
-        copying = _Copying(header, content, tensors, events(tensors), saves)
+        copying, copied = (
+            _Copying(header, content, tensors, events(tensors), saves),
+            threading.Event(),
+        )
         if saves and not all_set_aside:
-            self._sealing.wait_for_copy = copying.progress.copied.wait
-        if self._last is None:
-            self._start()
-        self._last = copying.progress
-        self._queue.put(copying)
+            self._sealing.wait_for_copy = copied.wait
+        if self._thread is None:
+            # A process that exits while a thread is using a tensor may abort.
+            atexit.register(self.finish)
+        self._copied, self._thread = (
+            copied,
+            threading.Thread(
+                target=self._run, args=(copying, copied), name="rdzv snapshots", daemon=True
+            ),
+        )
+        self._thread.start()
 
     def _header(self, round_: Round, content: Content) -> Header:
         sealing, parts = self._sealing, self._sealing.shards.parts
@@ -303,29 +294,17 @@ class Snapshots:
             round=round_.number,
         )
 
-    def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name="rdzv snapshots", daemon=True)
-        thread.start()
-        atexit.register(self._end, thread)
-
-    def _end(self, thread: threading.Thread) -> None:
-        """End the thread. A process that exits while the thread is using a tensor may abort."""
-        self._queue.put(None)
-        thread.join(_FINISH_TIMEOUT_S)
-
     # ------------------------------------------------------------------ in the thread
 
-    def _run(self) -> None:
-        while (copying := self._queue.get()) is not None:
-            try:
-                self._copy(copying)
-            except Exception as error:
-                self._say(f"cannot save step {copying.header.step}: {error}")
-            copying.progress.copied.set()
-            copying.progress.done.set()
-            del copying  # Release its tensors.
+    def _run(self, copying: _Copying, copied: threading.Event) -> None:
+        try:
+            self._copy(copying, copied)
+        except Exception as error:
+            self._say(f"cannot save step {copying.header.step}: {error}")
+        finally:
+            copied.set()
 
-    def _copy(self, copying: _Copying) -> None:
+    def _copy(self, copying: _Copying, copied: threading.Event) -> None:
         held = self.held
         assert held is not None
         head = copying.content.head()
@@ -339,8 +318,7 @@ class Snapshots:
             [slot.header() for slot in held.slots],
             copying.header.lineage,
             held.base,
-            held.link.watermark,
-            held.link.pinned,
+            held.link.announced,
         )
         if number is None:
             self._say(
@@ -351,17 +329,13 @@ class Snapshots:
         slot = held.slots[number]
         held.clear(number)
         copy_all(copying.tensors, slot.begin(copying.tensors), copying.ready, copiers())
-        copying.progress.copied.set()
+        copied.set()
         written = slot.seal(copying.header, copying.tensors, head)
         if written.shards:
             held.link.saved(
                 number,
-                lineage=written.lineage,
-                step=written.step,
-                series=written.series,
+                mark=written.mark._asdict(),
                 shard=written.shard,
-                shards=written.shards,
-                world_size=written.world_size,
                 bytes=written.bytes,
                 digest=slot.seal_digest,
             )

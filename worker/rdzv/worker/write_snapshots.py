@@ -67,7 +67,7 @@ def write(
     The descriptor `copied` is closed once the slots are no longer needed.
     """
     opened = [_opened(fd) for fd in fds]
-    found = [(slot, header) for slot, header in opened if header and _mark_of(header) == mark]
+    found = [(slot, header) for slot, header in opened if header and header.mark[:3] == mark]
     if not found:
         is_damaged = any(slot.is_damaged for slot, _ in opened)
         lost = "a snapshot is damaged in memory, and" if is_damaged else ""
@@ -80,7 +80,7 @@ def write(
     written = 0
     step = StepWriter(folder, run, found[0][1])
     for slot, header in found:
-        if not slot.is_sound(header):
+        if not slot.is_sound(header, threads=1):
             raise NotWrittenError("it is damaged in memory")
         content = slot.read(header, in_place=True)
         temporary = step.write(header, content, slot.shapes(header))
@@ -107,12 +107,6 @@ def _opened(fd: int) -> tuple[Slot, Header | None]:
     # Copy on write, so that an accidental write does not reach the slot.
     slot = Slot(memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY)))
     return slot, slot.header()
-
-
-def _mark_of(header: Header | None) -> tuple[int, int, str] | None:
-    if header is None or not header.shards:
-        return None
-    return header.lineage, header.step, header.series
 
 
 if __name__ == "__main__":

@@ -364,9 +364,7 @@ class SnapshotRefused:
 class SnapshotsWritten:
     """This node's parts of a step have been written to disk, or `reason` says why not."""
 
-    lineage: int
-    step: int
-    series: str
+    mark: SnapshotMark
     reason: str
 
 

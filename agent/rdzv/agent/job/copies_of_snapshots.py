@@ -71,13 +71,10 @@ class CopiesOfSnapshots:
             if self._encrypted:
                 self._certified = await in_thread(certified)
         launch, token = self._launch, secrets.token_urlsafe(32)
-        job.runner.carry_copies(
-            launch.python,
-            launch.environ,
-            launch.identity,
-            launch.snapshot_copy_rate,
-            replace(self._certified, token=token),
-        )
+        rate = str(launch.snapshot_copy_rate)
+        argv = (launch.python, "-m", "rdzv.worker.copy_snapshots", "--rate", rate)
+        credentials = replace(self._certified, token=token)
+        job.runner.carry_copies(argv, launch.environ, launch.chdir, launch.identity, credentials)
 
 
 def certified() -> CopyCredentials:

@@ -67,16 +67,16 @@ class SnapshotsOnDisk:
 
     def note(self, event: SnapshotsWritten) -> None:
         """Record that the runner has written the snapshots, or why it could not."""
-        mark, self._writing = self._writing, None
+        self._writing = None
         self._idle.set()
         rdzv_id = self._launch.job.rdzv_id
         folder = None if self._files is None else self._files.folder
         if event.reason:
             text = "%s: the snapshot of step %d was not written to %s: %s"
-            log.warning(text, rdzv_id, event.step, folder, event.reason)
+            log.warning(text, rdzv_id, event.mark.step, folder, event.reason)
         else:
-            self._written = mark
-            log.info("%s: wrote the snapshot of step %d to %s", rdzv_id, event.step, folder)
+            self._written = event.mark
+            log.info("%s: wrote the snapshot of step %d to %s", rdzv_id, event.mark.step, folder)
 
     async def write_last(self, runner: RunnerLink, mark: SnapshotMark | None, run: str) -> None:
         """Write a mark, waiting a limited time for it to be written."""

@@ -26,7 +26,7 @@ decodes events by their fields, as structs of `rdzv.agent.core.events`:
                        carrier: {port, token, fingerprint},
                        missing: {mark, reason}}       all snapshots, and copies, after each change
     snapshot_refused  {local_rank, reason}            this worker gets no memory for snapshots
-    snapshots_written {lineage, step, series, reason} this node's parts of the step are on disk,
+    snapshots_written {mark, reason}                  this node's parts of the step are on disk,
                                                       unless a reason is given
     serve_failed      {reason}                        the runner will still end with its agent
     error             {reason}

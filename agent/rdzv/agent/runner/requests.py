@@ -14,17 +14,16 @@ A refused request changes nothing and is answered with `error` (agent_link.py li
                        after_import}                  sent once
     begin_zygote      {}                              start it in spite of `after_import`
     hold_snapshots    {limit_bytes}                   null: half of the free memory
-    carry_copies      {argv, env, identity, token, fingerprint, pem}
+    carry_copies      {argv, env, cwd, identity, token, fingerprint, pem}
                                                       start the carrier if it is not running, and
                                                       give it its token, key and certificate
     fetch_copies      {mark, sources: [{node_id, address, port, token, fingerprint,
                                         snapshots: [{local_rank, copy_of, mark, shard, bytes,
                                                      digest}]}]}
                                                       fetch copies for one mark to this node
-    watermark         {lineage, step, series, given_up: [lineage, step]}
-                                                      all parts of this step are saved; no later
-                                                      step up to `given_up` (optional) will have all
-    write_snapshots   {argv, env, cwd, identity, lineage, step, series}
+    watermark         {mark, given_up}                all parts of this step are saved; no later
+                                                      step up to `given_up` (or null) will have all
+    write_snapshots   {argv, env, cwd, identity, mark}
                                                       write this node's parts of the step to disk
     serve             {socket, orphan_timeout_s, grace_s}         only the first socket is used
     keep              {name, value}

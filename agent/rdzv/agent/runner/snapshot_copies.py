@@ -1,8 +1,8 @@
 """Copies of other nodes' snapshots: their memory, and the process that fetches and sends them.
 
-That process is snapshot_carrier.py, one of the agent's job programs. It runs under the job's
-account, starts at the agent's request, outlives its round, and ends with the runner. The runner
-itself opens no connections and reads no copies.
+That process is `python -m rdzv.worker.copy_snapshots`. It runs under the job's account, starts at
+the agent's request, outlives its round, and ends with the runner. The runner itself opens no
+connections and reads no copies.
 
 All copies belong to one mark. Copies of a newer mark are fetched into separate memory, so a failed
 fetch damages no complete copy. The older copies are dropped once the newer ones are complete, or
@@ -14,12 +14,19 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from .channel import Channel, MalformedFrameError
 from .descriptors import close_fds, dup_fds, write_warning
-from .requests import RequestError, read_argv, read_env, read_field, read_identity
-from .snapshot_slots import MAX_SLOT_BYTES, NoSlotsError, SavedSnapshot, memory_file
+from .requests import (
+    RequestError,
+    read_argv,
+    read_env,
+    read_field,
+    read_identity,
+    read_optional_text,
+)
+from .snapshot_slots import NoSlotsError, memory_file, read_mark, read_number, read_snapshot
 from .spawn import Program, reason_of
 
 TYPE_CHECKING = False
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
 
     from .child_exits import Child, Children
     from .loop import Loop
-    from .snapshot_slots import SnapshotSlots
+    from .snapshot_slots import Mark, Snapshot, SnapshotSlots
 
 MAX_COPIES = 200
 """The maximum number of copies in a fetch, whose descriptors must fit into one message."""
@@ -37,34 +44,15 @@ MAX_COPIES_OF_WORKER = 16
 _MAX_FRAME_BYTES = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Another node's snapshot that this node is to copy."""
-
-    local_rank: int
-    """The worker on this node for which the copy is intended."""
-    copy_of: int
-    snapshot: SavedSnapshot
-
-
-@dataclass(slots=True)
-class _Copy:
-    of: Wanted
-    fd: int
-    is_there: bool = False
-
-
 @dataclass(slots=True)
 class _Copies:
     """The copies for one mark, either complete or being fetched."""
 
-    mark: Mapping[str, object]
-    """The mark as sent by the agent."""
-    all: list[_Copy] = field(default_factory=list)
-
-    @property
-    def fds(self) -> list[int]:
-        return [one.fd for one in self.all]
+    mark: Mark
+    fds: dict[Snapshot, int] = field(default_factory=dict)
+    """The memory for each copy, in the order in which they are fetched."""
+    arrived: set[int] = field(default_factory=set)
+    """The numbers of those that are complete."""
 
 
 class SnapshotCopies:
@@ -114,16 +102,14 @@ class SnapshotCopies:
         carrier = None if self._port is None else {"port": self._port, **self._used}
         return {"carrier": carrier, "missing": self._missing}
 
-    def held(self) -> list[dict[str, object]]:
-        return [
-            {**one.snapshot.held_for(one.local_rank), "copy_of": one.copy_of}
-            for one in (copy.of for copy in self._there())
-        ]
+    def held(self) -> list[Snapshot]:
+        return [] if self._kept is None else list(self._kept.fds)
 
-    def for_worker(self, local_rank: int) -> list[int]:
+    def for_worker(self, local_rank: int) -> tuple[int, ...]:
         """Duplicate the descriptors of the copies intended for a worker."""
-        fds = [one.fd for one in self._there() if one.of.local_rank == local_rank]
-        return list(dup_fds(*fds[:MAX_COPIES_OF_WORKER]))
+        kept = {} if self._kept is None else self._kept.fds
+        fds = [fd for one, fd in kept.items() if one.local_rank == local_rank]
+        return dup_fds(*fds[:MAX_COPIES_OF_WORKER])
 
     def send_slots(self, local_rank: int, size: int, fds: list[int]) -> None:
         """Give the carrier a worker's slots, so it can send their contents."""
@@ -131,9 +117,9 @@ class SnapshotCopies:
 
     def drop_after(self, step: int) -> None:
         """Drop copies of later steps, complete or not, and keep their memory for reuse."""
-        if self._kept is not None and read_field(self._kept.mark, "step", int) > step:
+        if self._kept is not None and self._kept.mark.step > step:
             self._give_up_kept()
-        if self._coming is not None and read_field(self._coming.mark, "step", int) > step:
+        if self._coming is not None and self._coming.mark.step > step:
             self._give_up_coming()
         self._missing = None
 
@@ -147,15 +133,19 @@ class SnapshotCopies:
 
     def carry(self, request: Mapping[str, object]) -> None:
         """Handle `carry_copies`: start the carrier if necessary, and give it its credentials."""
-        argv, env = tuple(read_argv(request)), read_env(request)
-        identity, pem = read_identity(request), read_field(request, "pem", str)
-        token = read_field(request, "token", str)
+        program = Program(
+            argv=tuple(read_argv(request)),
+            env=read_env(request),
+            cwd=read_optional_text(request, "cwd"),
+            identity=read_identity(request),
+        )
+        pem, token = read_field(request, "pem", str), read_field(request, "token", str)
         self._given = {"token": token, "fingerprint": read_field(request, "fingerprint", str)}
         if self._channel is None and self.carrier is not None:
             return  # It is being killed. The agent is notified once it is gone.
         if self._channel is None:
             try:
-                self._start(Program(argv=argv, env=env, identity=identity))
+                self._start(program)
             except OSError as error:
                 write_warning(f"cannot start the process that copies snapshots: {error}")
                 return
@@ -165,10 +155,9 @@ class SnapshotCopies:
 
     def fetch(self, request: Mapping[str, object]) -> None:
         """Handle `fetch_copies`. The next `snapshots_held` reports the result."""
-        mark = read_field(request, "mark", dict)
-        sources = [_read_source(one) for one in read_field(request, "sources", list)]
-        wanted = [one for _, snapshots in sources for one in snapshots]
-        if not 0 < len(wanted) <= MAX_COPIES:
+        mark, sources = read_mark(request), read_field(request, "sources", list)
+        wanted = [read_snapshot(one) for source in sources for one in _snapshots_of(source)]
+        if not 0 < len(wanted) == len(set(wanted)) <= MAX_COPIES:
             raise RequestError(f"sources: expected 1 to {MAX_COPIES} snapshots, got {len(wanted)}")
         self._give_up_coming()
         if self._channel is None:
@@ -180,20 +169,15 @@ class SnapshotCopies:
         self._missing = None
         try:
             for one in wanted:
-                fd = self._memory_for(one.snapshot.bytes)
-                self._coming.all.append(_Copy(one, fd))
-            fds = dup_fds(*self._coming.fds)
+                self._coming.fds[one] = self._memory_for(one.bytes)
+            fds = dup_fds(*self._coming.fds.values())
         except (NoSlotsError, OSError) as error:
             self._give_up_coming()
             reason = reason_of(error) if isinstance(error, OSError) else str(error)
             self._lack(mark, f"there is no memory for them: {reason}")
             return
         self._fetches += 1
-        asked = [
-            {**source, "snapshots": [asdict(one.snapshot) for one in snapshots]}
-            for source, snapshots in sources
-        ]
-        self._tell({"type": "fetch", "id": self._fetches, "sources": asked}, *fds)
+        self._tell({"type": "fetch", "id": self._fetches, "sources": sources}, *fds)
         # The remaining memory has sizes that snapshots no longer have.
         self.free()
 
@@ -217,12 +201,8 @@ class SnapshotCopies:
             with theirs:
                 fd = theirs.fileno()
                 self._loop.watch(channel.fileno(), self._read)
-                started = Program(
-                    argv=(*program.argv, "--fd", str(fd)),
-                    env=program.env,
-                    pass_fds=(fd,),
-                    identity=program.identity,
-                )
+                argv = (*program.argv, "--fd", str(fd))
+                started = replace(program, argv=argv, pass_fds=(fd,))
                 name = "the process that copies snapshots"
                 self.carrier = self._children.start(name, started, self._end, spared=True)
         except OSError:
@@ -267,16 +247,14 @@ class SnapshotCopies:
         elif self._coming is None or message.get("id") != self._fetches:
             return  # It belongs to an earlier fetch.
         elif kind == "fetched":
-            number = read_field(message, "number", int)
-            if 0 <= number < len(self._coming.all):
-                self._coming.all[number].is_there = True
+            self._coming.arrived.add(read_number(message, "number", len(self._coming.fds) - 1))
         elif kind == "done":
             # JSON may escape what UTF-8 cannot carry.
             self._finish(read_field(message, "reason", str).encode(errors="replace").decode())
 
     def _finish(self, reason: str) -> None:
         assert self._coming is not None
-        if reason or not all(one.is_there for one in self._coming.all):
+        if reason or len(self._coming.arrived) < len(self._coming.fds):
             mark = self._coming.mark
             self._give_up_coming()
             self._lack(mark, reason or "not all of them arrived")
@@ -304,63 +282,36 @@ class SnapshotCopies:
             with suppress(OSError):
                 self.carrier.kill()
         self._port = None
-        mark = None if self._coming is None else self._coming.mark
-        self._give_up_coming()
-        if mark is not None:
-            self._missing = {"mark": mark, "reason": reason}
+        if self._coming is not None:
+            self._missing = {"mark": asdict(self._coming.mark), "reason": reason}
+            self._give_up_coming()
         self._slots.tell()
 
     # ------------------------------------------------------------------ inside
 
-    def _there(self) -> list[_Copy]:
-        return [] if self._kept is None else self._kept.all
-
     def _fds(self) -> list[int]:
         sets = [one for one in (self._kept, self._coming) if one is not None]
-        return [*self._spare, *(fd for one in sets for fd in one.fds)]
+        return [*self._spare, *(fd for one in sets for fd in one.fds.values())]
 
     def _give_up_kept(self) -> None:
         if self._kept is not None:
-            self._spare += self._kept.fds
+            self._spare += self._kept.fds.values()
             self._kept = None
 
     def _give_up_coming(self) -> None:
         if self._coming is not None:
-            self._spare += self._coming.fds
+            self._spare += self._coming.fds.values()
             self._coming = None
 
-    def _lack(self, mark: Mapping[str, object], reason: str) -> None:
-        self._missing = {"mark": mark, "reason": reason}
+    def _lack(self, mark: Mark, reason: str) -> None:
+        self._missing = {"mark": asdict(mark), "reason": reason}
         self._slots.tell()
 
 
-def _read_source(said: object) -> tuple[dict[str, object], list[Wanted]]:
-    if not isinstance(said, dict):
-        raise RequestError(f"sources: expected objects, got {said!r:.80}")
-    names = ("node_id", "address", "token", "fingerprint")
-    source: dict[str, object] = {name: read_field(said, name, str) for name in names}
-    source["port"] = read_field(said, "port", int)
-    return source, [_read_wanted(one) for one in read_field(said, "snapshots", list)]
-
-
-def _read_wanted(said: object) -> Wanted:
-    if not isinstance(said, dict):
-        raise RequestError(f"snapshots: expected objects, got {said!r:.80}")
-    mark = read_field(said, "mark", dict)
-    size = read_field(said, "bytes", int)
-    if not 0 < size <= MAX_SLOT_BYTES:
-        raise RequestError(f"bytes: expected 1 to {MAX_SLOT_BYTES}, got {size}")
-    return Wanted(
-        local_rank=read_field(said, "local_rank", int),
-        copy_of=read_field(said, "copy_of", int),
-        snapshot=SavedSnapshot(
-            lineage=read_field(mark, "lineage", int),
-            step=read_field(mark, "step", int),
-            series=read_field(mark, "series", str),
-            shard=read_field(said, "shard", int),
-            shards=read_field(mark, "shards", int),
-            world_size=read_field(mark, "world_size", int),
-            bytes=size,
-            digest=read_field(said, "digest", str),
-        ),
-    )
+def _snapshots_of(source: object) -> list[object]:
+    if not isinstance(source, dict):
+        raise RequestError(f"sources: expected objects, got {source!r:.80}")
+    for name in ("node_id", "address", "token", "fingerprint"):
+        read_field(source, name, str)
+    read_field(source, "port", int)
+    return read_field(source, "snapshots", list)

@@ -20,14 +20,13 @@ import time
 from dataclasses import asdict, dataclass
 
 from .descriptors import close_fds, dup_fds
-from .requests import RequestError, read_field, read_numbers
+from .requests import RequestError, read_field
 from .spawn import reason_of
 from .system import free_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from typing import Any
 
     from .agent_link import AgentLink
     from .snapshot_copies import SnapshotCopies
@@ -35,37 +34,84 @@ if TYPE_CHECKING:
 
 SLOTS = 2
 MAX_SLOT_BYTES = 1 << 50
+MAX_SHARDS = 1 << 20
 
 REPORTS_AT_ONCE = 20
 REPORTS_A_SECOND = 50.0
 """Each report lists the snapshots of all workers, so changes that come faster share one."""
 
+_MAX_NAME_CHARS = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_MARK = ("lineage", "step", "series", "shards", "world_size")
 
 
 class NoSlotsError(Exception):
     """Raised if no slots can be provided; the message gives the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedSnapshot:
-    """A snapshot in a slot, as its worker reported it."""
+@dataclass(frozen=True, slots=True, order=True)
+class Mark:
+    """The state to which a snapshot belongs. All frames carry it in these fields."""
 
     lineage: int
     step: int
     series: str
-    shard: int
     shards: int
     world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One part of a state, in a slot of worker `local_rank`, or a copy for that worker."""
+
+    local_rank: int
+    mark: Mark
+    shard: int
     bytes: int
     digest: str
+    copy_of: int | None = None
 
-    def held_for(self, local_rank: int) -> dict[str, object]:
-        """Return it as `snapshots_held` has it."""
-        fields = asdict(self)
-        mark = {name: fields.pop(name) for name in _MARK}
-        return {"local_rank": local_rank, "mark": mark, **fields}
+
+def read_mark(said: Mapping[str, object], name: str = "mark") -> Mark:
+    """Parse a mark. Raises `RequestError` if a field is missing or not of its type."""
+    mark = read_field(said, name, dict)
+    numbers = {
+        field: read_number(mark, field, 1 << 53 if field == "step" else (1 << 31) - 1)
+        for field in ("lineage", "step", "shards", "world_size")
+    }
+    return Mark(series=_read_name(mark, "series"), **numbers)
+
+
+def read_snapshot(said: object, saver: int | None = None) -> Snapshot:
+    """Parse a snapshot that the worker `saver` has saved, or the description of a copy."""
+    if not isinstance(said, dict):
+        raise RequestError(f"snapshots: expected objects, got {said!r:.80}")
+    mark = read_mark(said)
+    if not 0 < mark.shards <= MAX_SHARDS:
+        raise RequestError(f"shards: expected 1 to {MAX_SHARDS}, got {mark.shards}")
+    return Snapshot(
+        local_rank=read_number(said, "local_rank", MAX_SHARDS) if saver is None else saver,
+        mark=mark,
+        shard=read_number(said, "shard", mark.shards - 1),
+        bytes=read_number(said, "bytes", MAX_SLOT_BYTES),
+        digest=_read_name(said, "digest"),
+        copy_of=read_number(said, "copy_of", MAX_SHARDS) if saver is None else None,
+    )
+
+
+def read_number(said: Mapping[str, object], name: str, most: int) -> int:
+    """Parse a number from 0 to `most`."""
+    number = read_field(said, name, int)
+    if not 0 <= number <= most:
+        raise RequestError(f"{name}: expected 0 to {most}, got {number!r:.80}")
+    return number
+
+
+def _read_name(said: Mapping[str, object], name: str) -> str:
+    """Parse a digest, as UTF-8 can carry it: JSON may escape what it cannot."""
+    text = read_field(said, name, str)
+    if len(text) > _MAX_NAME_CHARS:
+        raise RequestError(f"{name}: expected at most {_MAX_NAME_CHARS} characters")
+    return text.encode(errors="replace").decode()
 
 
 class Slots:
@@ -75,7 +121,7 @@ class Slots:
         """Create both slots. Raises `OSError` if that fails."""
         self.size = size
         self.fds: list[int] = []
-        self.snapshots: list[SavedSnapshot | None] = [None] * SLOTS
+        self.snapshots: list[Snapshot | None] = [None] * SLOTS
         self.is_used = False
         """Whether a worker has reported anything in these slots."""
         try:
@@ -120,8 +166,9 @@ class SnapshotSlots:
         """Slots that have become too small, kept until the larger ones hold a snapshot."""
         self._links: dict[int, WorkerLink] = {}
         self._limit: int | None = None
-        self._watermark: dict[str, Any] | None = None
-        self._pinned: Mapping[str, object] | None = None
+        self._watermark: Mark | None = None
+        self._given_up: Mark | None = None
+        self._pinned: Mark | None = None
         self._reports_left = float(REPORTS_AT_ONCE)
         self._counted_at = time.monotonic()
         self._tell_at: float | None = None
@@ -142,15 +189,19 @@ class SnapshotSlots:
 
     def announce(self, request: Mapping[str, object]) -> None:
         """Handle `watermark`: tell all workers which step is whole."""
-        self._watermark = {
-            "lineage": read_field(request, "lineage", int),
-            "step": read_field(request, "step", int),
-            "series": read_field(request, "series", str),
-        }
-        if given_up := read_numbers(request, "given_up"):
-            self._watermark["given_up"] = given_up
+        given_up = request.get("given_up") is not None
+        self._watermark = read_mark(request)
+        self._given_up = read_mark(request, "given_up") if given_up else None
         for link in self._links.values():
-            link.tell_watermark(self._watermark)
+            self._tell_watermark(link)
+
+    def _tell_watermark(self, link: WorkerLink) -> None:
+        if self._watermark is not None:
+            given_up = None if self._given_up is None else asdict(self._given_up)
+            link.tell("watermark", mark=asdict(self._watermark), given_up=given_up)
+
+    def _tell_pinned(self, link: WorkerLink) -> None:
+        link.tell("pinned", mark=None if self._pinned is None else asdict(self._pinned))
 
     def begin_round(self, resume_step: int | None) -> None:
         """Forget the steps that the last round gave up, and the steps that will be redone.
@@ -159,13 +210,12 @@ class SnapshotSlots:
         own slots once all of them have reached that step. Copies are freed, so that an earlier part
         is never loaded together with a part of a redone step.
         """
-        if self._watermark is not None:
-            self._watermark.pop("given_up", None)
+        self._given_up = None
         if resume_step is None:
             return
         for slots in (*self._slots.values(), *self._replaced.values()):
             for number, snapshot in enumerate(slots.snapshots):
-                if snapshot is not None and snapshot.step > resume_step:
+                if snapshot is not None and snapshot.mark.step > resume_step:
                     slots.snapshots[number] = None
         if self.copies is not None:
             self.copies.drop_after(resume_step)
@@ -173,14 +223,13 @@ class SnapshotSlots:
 
     # ------------------------------------------------------------------ writing to disk
 
-    def copies_of(self, mark: Mapping[str, object]) -> tuple[int, ...]:
+    def copies_of(self, mark: Mark) -> tuple[int, ...]:
         """Duplicate the descriptors of all slots that hold a step. May raise `OSError`."""
         found = [
             fd
             for slots in (*self._slots.values(), *self._replaced.values())
             for fd, one in zip(slots.fds, slots.snapshots, strict=True)
-            if one is not None
-            and mark == {"lineage": one.lineage, "step": one.step, "series": one.series}
+            if one is not None and one.mark == mark
         ]
         return dup_fds(*found)
 
@@ -192,11 +241,11 @@ class SnapshotSlots:
             return False
         return True
 
-    def pin(self, mark: Mapping[str, object] | None) -> None:
+    def pin(self, mark: Mark | None) -> None:
         """Forbid workers to overwrite a step, until the next call. None forbids nothing."""
         self._pinned = mark
         for link in self._links.values():
-            link.tell_pinned(mark or {})
+            self._tell_pinned(link)
 
     # ------------------------------------------------------------------ the workers' frames
 
@@ -209,7 +258,7 @@ class SnapshotSlots:
         it.
         """
         self._links[link.local_rank] = link
-        copies = []
+        copies: tuple[int, ...] = ()
         try:
             if with_copies and self.copies is not None:
                 copies = self.copies.for_worker(link.local_rank)
@@ -217,17 +266,16 @@ class SnapshotSlots:
             fds = dup_fds(*slots.fds)
         except (NoSlotsError, OSError) as error:
             reason = reason_of(error) if isinstance(error, OSError) else str(error)
-            link.refuse_slots(reason, copies)
+            link.tell("no_slots", copies, reason=reason)
             if size and self._agent.hears_of_snapshots:
                 self._agent.tell("snapshot_refused", local_rank=link.local_rank, reason=reason)
         else:
-            if self._watermark is not None:
-                link.tell_watermark(self._watermark)
+            self._tell_watermark(link)
             if self._pinned is not None:
-                link.tell_pinned(self._pinned)
-            link.give_slots(slots.size, fds, copies)
+                self._tell_pinned(link)
+            link.tell("slots", (*fds, *copies), bytes=slots.size)
 
-    def note(self, local_rank: int, number: int, snapshot: SavedSnapshot | None) -> None:
+    def note(self, local_rank: int, number: int, snapshot: Snapshot | None) -> None:
         """Record which snapshot a worker's slot holds, or None if it holds no usable state."""
         slots = self._slots.get(local_rank)
         if slots is None:
@@ -246,12 +294,10 @@ class SnapshotSlots:
         for local_rank, slots in self._slots.items():
             yield local_rank, slots.size, slots.fds
 
-    def is_outdated(self, mark: Mapping[str, Any]) -> bool:
+    def is_outdated(self, mark: Mark) -> bool:
         """Return whether a newer mark than this one is whole on all nodes."""
         known = self._watermark
-        if known is None:
-            return False
-        return bool((known["lineage"], known["step"]) > (mark["lineage"], mark["step"]))
+        return known is not None and (known.lineage, known.step) > (mark.lineage, mark.step)
 
     # ------------------------------------------------------------------ memory
 
@@ -337,9 +383,9 @@ class SnapshotSlots:
     def _report(self) -> None:
         self._tell_at = None
         if self._agent.hears_of_snapshots:
-            snapshots: list[dict[str, object]] = [
-                snapshot.held_for(local_rank)
-                for local_rank, slots in sorted((self._slots | self._replaced).items())
+            snapshots = [
+                snapshot
+                for _, slots in sorted((self._slots | self._replaced).items())
                 for snapshot in slots.snapshots
                 if snapshot is not None
             ]
@@ -347,7 +393,7 @@ class SnapshotSlots:
             if self.copies is not None:
                 snapshots += self.copies.held()
                 more = self.copies.described()
-            self._agent.tell("snapshots_held", snapshots=snapshots, **more)
+            self._agent.tell("snapshots_held", snapshots=[asdict(one) for one in snapshots], **more)
 
 
 def _amount(count: int) -> str:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from .descriptors import close_fds, close_job_socket, write_warning
-from .requests import read_argv, read_env, read_field, read_identity, read_optional_text
+from .requests import read_argv, read_env, read_identity, read_optional_text
+from .snapshot_slots import read_mark
 from .spawn import Program, reason_of
 from .warm_forks import FORK_TIMEOUT_S, WarmStart
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from .agent_link import AgentLink
     from .child_exits import Child, Children
     from .loop import Loop
-    from .snapshot_slots import SnapshotSlots
+    from .snapshot_slots import Mark, SnapshotSlots
     from .warm_forks import Fork, WarmForks
 
 _COPIED = "RDZV_SNAPSHOT_COPIED"
@@ -48,18 +49,14 @@ class SnapshotWriters:
         self._agent = agent
         self._slots = slots
         self._forks = forks
-        self._mark: Mapping[str, object] | None = None
+        self._mark: Mark | None = None
         """The step that is being written, or None."""
         self._copied: socket.socket | None = None
         """The end of the pipe that the writer closes once it has copied the slots."""
 
     def write(self, request: Mapping[str, object]) -> None:
         """Handle `write_snapshots`. An event reports the result."""
-        mark = {
-            "lineage": read_field(request, "lineage", int),
-            "step": read_field(request, "step", int),
-            "series": read_field(request, "series", str),
-        }
+        mark = read_mark(request)
         argv, env = tuple(read_argv(request)), read_env(request)
         identity, cwd = read_identity(request), read_optional_text(request, "cwd")
         if self._mark is not None:
@@ -73,7 +70,7 @@ class SnapshotWriters:
         if not fds:
             self._tell(mark, "this node holds no part of it")
             return
-        named = f"{mark['lineage']}:{mark['step']}:{mark['series']}"
+        named = f"{mark.lineage}:{mark.step}:{mark.series}"
         self._mark = mark
         program = Program(
             argv=(*argv, "--mark", named), env=env, cwd=cwd, pass_fds=fds, identity=identity
@@ -110,7 +107,7 @@ class SnapshotWriters:
             env = {**env, _COPIED: fds.pop()}
         started = replace(program, argv=(*program.argv, *fds), env=env)
         try:
-            name = f"the writer of step {self._mark['step']}"
+            name = f"the writer of step {self._mark.step}"
             end = partial(self.end, program.identity is not None)
             self._children.start(name, started, end, spared=True)
         except OSError as error:
@@ -143,9 +140,9 @@ class SnapshotWriters:
         assert mark is not None
         self._tell(mark, reason)
 
-    def _tell(self, mark: Mapping[str, object], reason: str) -> None:
+    def _tell(self, mark: Mark, reason: str) -> None:
         if self._agent.hears_of_snapshots:
-            self._agent.tell("snapshots_written", **mark, reason=reason)
+            self._agent.tell("snapshots_written", mark=asdict(mark), reason=reason)
 
 
 class WarmWriter(WarmStart):

@@ -15,9 +15,8 @@ directions carry frames as defined in channel.py. Frames from the worker, of at 
                                                      (snapshot_slots.py), or with 0 the ones that
                                                      hold data; copies: whether it also requests
                                                      copies of other nodes' snapshots
-    saved    {slot, lineage, step, series, shard, shards, world_size, bytes, digest}
-                                                     slot 0 or 1 holds this snapshot; without a
-                                                     step, the slot is empty or holds no state
+    saved    {slot, mark, shard, bytes, digest}      slot 0 or 1 holds this snapshot; without a
+                                                     mark, the slot is empty or holds no state
 
 Frames to the worker:
 
@@ -33,11 +32,12 @@ Frames to the worker:
                                                      and with those of copies, if requested
     no_slots   {reason}                              response to `reserve`; sent with the memfds of
                                                      copies, if requested
-    watermark  {lineage, step, series, given_up}     all parts of this step are saved on some node;
-                                                     later ones up to `given_up`, [lineage, step],
-                                                     may also be overwritten; it may be missing
-    pinned     {lineage, step, series}               this step is being written to disk; without
-                                                     fields, no step is
+    watermark  {mark, given_up}                      all parts of this step are saved on some node;
+                                                     later ones up to the mark `given_up` may also
+                                                     be overwritten; it may be null
+    pinned     {mark}                                this step is being written to disk; null: none
+
+A mark is {lineage, step, series, shards, world_size}.
 
 Both sides ignore unknown frames. A worker is the job's own process, so nothing that it sends is
 trusted: a malformed frame, a descriptor or too many frames cause the link to be closed, and the
@@ -53,7 +53,8 @@ from contextlib import suppress
 
 from .channel import Channel, MalformedFrameError
 from .processes import live_connection, mark_of, new_mark, session_of
-from .snapshot_slots import MAX_SLOT_BYTES, SavedSnapshot
+from .requests import RequestError
+from .snapshot_slots import MAX_SHARDS, MAX_SLOT_BYTES, read_snapshot
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -84,8 +85,6 @@ MAX_FRAMES = 64
 """The maximum number of frames, not counting `saved`, from a worker between two `go`."""
 MAX_SAVED_A_SECOND = 200
 MAX_CONNECTIONS = 4096
-MAX_SHARDS = 1 << 20
-MAX_NAME_CHARS = 64
 MAX_NUMBER = 1 << 53
 """The largest accepted step, or number of bytes."""
 MAX_SMALL_NUMBER = (1 << 31) - 1
@@ -260,21 +259,9 @@ class WorkerLink:
         """Tell the worker to raise the exception it reported."""
         self._send({"type": "release", "reason": reason})
 
-    def give_slots(self, size: int, fds: Sequence[int], copies: Sequence[int]) -> None:
-        """Send the worker its slots and copies. The link takes ownership of all descriptors."""
-        self._send({"type": "slots", "bytes": size}, (*fds, *copies))
-
-    def refuse_slots(self, reason: str, copies: Sequence[int]) -> None:
-        """Tell the worker why it gets no slots; it may still get copies of others' snapshots."""
-        self._send({"type": "no_slots", "reason": reason}, tuple(copies))
-
-    def tell_watermark(self, watermark: Mapping[str, object]) -> None:
-        """Tell the worker which step of which series is whole."""
-        self._send({"type": "watermark", **watermark})
-
-    def tell_pinned(self, mark: Mapping[str, object]) -> None:
-        """Tell the worker which step is being written to disk, if any."""
-        self._send({"type": "pinned", **mark})
+    def tell(self, kind: str, fds: Sequence[int] = (), **fields: object) -> None:
+        """Send the worker a frame about snapshots. The link takes ownership of the descriptors."""
+        self._send({"type": kind, **fields}, tuple(fds))
 
     def close(self) -> None:
         """Close the link, causing a parked worker to exit. Its connections are held for a while."""
@@ -291,7 +278,7 @@ class WorkerLink:
                 os.close(fd)
             return
         try:
-            self._channel.send(message, *fds)
+            self._channel.send({**message, "fds": len(fds)}, *fds)
             self._loop.watch_channel(self._channel)
         except (OSError, BufferError, ValueError) as error:
             self.hung_up = self._hello and isinstance(error, ConnectionError)
@@ -309,7 +296,7 @@ class WorkerLink:
             while self.is_open and (frame := self._channel.next_message()) is not None:
                 self._count(frame)
                 self._take(frame)
-        except (EOFError, OSError, MalformedFrameError, FrameError) as error:
+        except (EOFError, OSError, MalformedFrameError, FrameError, RequestError) as error:
             self.hung_up = self._hello and isinstance(error, EOFError)
             self.close()
 
@@ -335,7 +322,7 @@ class WorkerLink:
             self._slots.give(self, min(size, MAX_SLOT_BYTES), with_copies=copies)
         elif kind == "saved" and self._hello:
             number = 1 if _optional_number(frame, "slot") else 0
-            snapshot = _snapshot(frame) if "step" in frame else None
+            snapshot = read_snapshot(frame, self.local_rank) if "mark" in frame else None
             self._slots.note(self.local_rank, number, snapshot)
         elif self.child is None or not self._hello or frame.get("round") != self.round:
             return  # It has not sent `hello`, or the frame is from an earlier round.
@@ -402,18 +389,6 @@ def _number(frame: Mapping[str, object], name: str) -> int:
 def _text(frame: Mapping[str, object], name: str) -> str:
     """Return a text as UTF-8 can carry it: JSON may escape what it cannot."""
     return str(frame.get(name, "")).encode(errors="replace").decode()
-
-
-def _snapshot(frame: Mapping[str, object]) -> SavedSnapshot:
-    step, size = (_optional_number(frame, name) or 0 for name in ("step", "bytes"))
-    names = ("lineage", "shard", "shards", "world_size")
-    lineage, shard, shards, world_size = (_number(frame, name) for name in names)
-    if not shard < shards <= MAX_SHARDS:
-        raise FrameError(f"shard {shard} of {shards}")
-    series, digest = _text(frame, "series"), _text(frame, "digest")
-    if len(series) > MAX_NAME_CHARS or len(digest) > MAX_NAME_CHARS:
-        raise FrameError("series or digest: too long")
-    return SavedSnapshot(lineage, step, series, shard, shards, world_size, size, digest)
 
 
 def _connections(said: object) -> list[tuple[str, int]]:

@@ -40,7 +40,6 @@ log = logging.getLogger("rdzv.agent.runner")
 
 _PROGRAM = Path(runner.__file__).with_name("__main__.py")
 _STORE_HOST = Path(job_programs.__file__).with_name("store_host.py")
-_SNAPSHOT_CARRIER = Path(job_programs.__file__).with_name("snapshot_carrier.py")
 KILL_TIMEOUT_S = 1.0
 PING_S = 2.0
 MAX_UNANSWERED = 8
@@ -335,9 +334,8 @@ class RunnerLink:
         After the first call, workers overwrite only snapshots that are older than the announced
         step, and newer ones up to `given_up`, none of which will ever have all their parts.
         """
-        fields = {"lineage": mark.lineage, "step": mark.step, "series": mark.series}
-        more = {} if given_up is None else {"given_up": [given_up.lineage, given_up.step]}
-        self._send({"type": "watermark", **fields, **more})
+        more = None if given_up is None else as_dict(given_up)
+        self._send({"type": "watermark", "mark": as_dict(mark), "given_up": more})
 
     def write_snapshots(
         self,
@@ -352,28 +350,23 @@ class RunnerLink:
         The runner appends the mark and the slots' descriptors to `argv`. `SnapshotsWritten`
         follows.
         """
-        whose = None if identity is None else asdict(identity)
-        where = None if cwd is None else str(cwd)
-        how = _portable({"argv": list(argv), "env": env, "cwd": where, "identity": whose})
-        fields = {"lineage": mark.lineage, "step": mark.step, "series": mark.series}
-        self._send({"type": "write_snapshots", **how, **fields})
+        how = _program(argv, env, cwd, identity)
+        self._send({"type": "write_snapshots", **how, "mark": as_dict(mark)})
 
     def carry_copies(
         self,
-        python: str,
+        argv: Sequence[str],
         env: Mapping[str, str],
+        cwd: Path | None,
         identity: Identity | None,
-        rate: int,
         credentials: CopyCredentials,
     ) -> None:
         """Let other nodes fetch this node's snapshots, and enable this node to fetch theirs.
 
-        Starts a process under the job's account for this, unless one is running; `rate` limits the
-        bytes it sends per second. A further call replaces its credentials.
+        Starts a process under the job's account for this, unless one is running. The runner appends
+        a descriptor to `argv`. A further call replaces its credentials.
         """
-        whose = None if identity is None else asdict(identity)
-        argv = [python, "-I", "-S", str(_SNAPSHOT_CARRIER), "--rate", str(rate)]
-        how = _portable({"argv": argv, "env": env, "identity": whose})
+        how = _program(argv, env, cwd, identity)
         self._send({"type": "carry_copies", **how, **as_dict(credentials)})
 
     def fetch_copies(self, mark: SnapshotMark, sources: Sequence[CopySource]) -> None:
@@ -382,8 +375,8 @@ class RunnerLink:
         Call this only while the runner has a carrier. Older copies are kept until these are
         complete, unless a newer step is already whole on all nodes.
         """
-        fields = {"mark": as_dict(mark), "sources": [as_dict(source) for source in sources]}
-        self._send({"type": "fetch_copies", **fields})
+        asked = [as_dict(source) for source in sources]
+        self._send({"type": "fetch_copies", "mark": as_dict(mark), "sources": asked})
 
     def stop_store_host(self, round: int) -> None:
         self._send({"type": "stop_store_host", "round": round})
@@ -571,6 +564,15 @@ def _fields(spec: WorkerSpec | ZygoteSpec) -> dict[str, object]:
     """Return the fields of a request that specify a process to start."""
     told = {name: getattr(spec, name) for name in spec.__slots__ if name != "zygote"}
     return {**told, "identity": None if spec.identity is None else asdict(spec.identity)}
+
+
+def _program(
+    argv: Sequence[str], env: Mapping[str, str], cwd: Path | None, identity: Identity | None
+) -> dict[str, Any]:
+    whose = None if identity is None else asdict(identity)
+    where = None if cwd is None else str(cwd)
+    program = {"argv": list(argv), "env": env, "cwd": where, "identity": whose}
+    return {name: _portable(value) for name, value in program.items()}
 
 
 def _portable(value: Any) -> Any:

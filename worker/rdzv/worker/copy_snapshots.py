@@ -1,10 +1,9 @@
-"""Sends this node's snapshots of a job to other nodes, and fetches theirs.
+"""Program that sends this node's snapshots of a job to other nodes, and fetches theirs.
 
-    python snapshot_carrier.py --fd N [--rate BYTES]
+    python -m rdzv.worker.copy_snapshots [--rate BYTES] --fd N
 
-The carrier is run by path, with the job's interpreter and under its account, so it uses only the
-standard library and supports older Python versions than rdzv itself. N is a socket to the runner,
-with frames as in the runner's channel.py. From the runner:
+The runner starts it with the job's interpreter, under the job's account. N is a socket to the
+runner, with frames as in link.py. From the runner:
 
     credentials {token, pem}              a peer that knows the token may fetch; with a key and a
                                           certificate, over TLS. Replaces earlier credentials
@@ -19,41 +18,35 @@ To the runner:
     fetched   {id, number}                the copy in the memfd of this number is complete
     done      {id, reason}                the fetch has ended; reason is empty if it succeeded
 
-Carriers use TCP, or TLS with the certificate whose digest was sent to the server. Each side proves
+Peers use TCP, or TLS with the certificate whose digest was sent to the server. Each side proves
 that it knows the sending node's token; the fetching side then requests one snapshot after another.
 For each, the sender sends the contents, then the seal, and then a digest of both, keyed with a key
 that both sides derive from the token. If the slot has been overwritten in the meantime, the seal is
 replaced by zeros. The fetching side compares the seal's digest with the one reported to the server,
 and writes the seal last, so a copy with a seal is exactly the snapshot that the other node
-reported. Nothing else of a slot's format, which the worker's snapshot_slot.py defines, matters
-here; the worker that loads the copy verifies its contents once more.
+reported. The worker that loads the copy verifies its contents once more.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
 import hmac
 import json
 import mmap
 import os
-import signal
 import socket
 import ssl
 import struct
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Callable, Sequence  # noqa: UP035
+from typing import Any
 
-PR_SET_PDEATHSIG = 1
-
-SEAL_BYTES = 48
-"""The first bytes of a slot. The worker writes them last, so they are zero in an incomplete
-snapshot, and they depend on everything else in it.
-"""
+from .link import BrokenLinkError, Received, encode
+from .snapshot_slot import SEAL_BYTES, digest_of_seal
 
 GREETING = struct.Struct(">8s32s")
 PROTOCOL = b"rdzvcpy1"
@@ -71,30 +64,16 @@ class CopyError(Exception):
     """Raised if a snapshot cannot be copied; the message gives the reason."""
 
 
-# ---------------------------------------------------------------- slots
-
-
-class Memory:
-    """A slot in memory, accessible as bytes and closed when no longer referenced."""
-
-    def __init__(self, fd: int, size: int, *, writable: bool = False) -> None:
-        try:
-            if writable:
-                # Allocate all pages now, because running out of memory later would raise SIGBUS.
-                os.posix_fallocate(fd, 0, size)
-            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-            self.bytes = memoryview(mmap.mmap(fd, size, access=access))
-        finally:
-            os.close(fd)
-
-    def is_sealed_as(self, digest: str) -> bool:
-        """Return whether the slot holds the complete snapshot whose seal has this digest."""
-        return digest_of(self.bytes[:SEAL_BYTES]) == digest
-
-
-def digest_of(seal: bytes | memoryview) -> str:
-    """Return what workers report, with each saved snapshot, to tell it from any other."""
-    return hashlib.blake2b(seal, digest_size=32).hexdigest()
+def mapped(fd: int, size: int, *, writable: bool = False) -> memoryview:
+    """Map a slot, and close its descriptor."""
+    try:
+        if writable:
+            # Allocate all pages now, because running out of memory later would raise SIGBUS.
+            os.posix_fallocate(fd, 0, size)
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        return memoryview(mmap.mmap(fd, size, access=access))
+    finally:
+        os.close(fd)
 
 
 # ---------------------------------------------------------------- rate
@@ -171,7 +150,7 @@ class Sender:
         self._rate = rate
         self.context: ssl.SSLContext | None = None
         self.token = ""
-        self.slots: dict[int, Sequence[Memory]] = {}
+        self.slots: dict[int, Sequence[memoryview]] = {}
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
     def accept(self, listening: socket.socket) -> None:
@@ -213,28 +192,29 @@ class Sender:
             self._send(sock, json.loads(received(sock, length, until)), key)
 
     def _send(self, sock: socket.socket, asked: dict[str, Any], key: bytes) -> None:
-        memory = self._find(asked)
-        if memory is None:
+        slot = self._find(asked)
+        if slot is None:
             sock.sendall(LENGTH.pack(0))
             return
-        seal, size = bytes(memory.bytes[:SEAL_BYTES]), asked["bytes"]
+        seal, size = bytes(slot[:SEAL_BYTES]), asked["bytes"]
         sock.sendall(LENGTH.pack(size))
         digest = keyed(key)
         for begin in range(SEAL_BYTES, size, PIECE_BYTES):
-            piece = memory.bytes[begin : min(begin + PIECE_BYTES, size)]
+            piece = slot[begin : min(begin + PIECE_BYTES, size)]
             self._rate.take(len(piece))
             sock.sendall(piece)
             digest.update(piece)
-        if bytes(memory.bytes[:SEAL_BYTES]) != seal:
+        if bytes(slot[:SEAL_BYTES]) != seal:
             seal = bytes(SEAL_BYTES)  # The worker has begun to overwrite it.
         digest.update(seal)
         sock.sendall(seal + digest.digest())
 
-    def _find(self, asked: dict[str, Any]) -> Memory | None:
+    def _find(self, asked: dict[str, Any]) -> memoryview | None:
         for slots in tuple(self.slots.values()):
-            for memory in slots:
-                if asked["bytes"] <= len(memory.bytes) and memory.is_sealed_as(asked["digest"]):
-                    return memory
+            for slot in slots:
+                is_asked = digest_of_seal(slot[:SEAL_BYTES]) == asked["digest"]
+                if is_asked and asked["bytes"] <= len(slot):
+                    return slot
         return None
 
 
@@ -311,12 +291,12 @@ class Fetch:
                 if self._ended:
                     raise CopyError("a newer fetch has replaced this one")
                 number, fd = todo[0]
-                memory = Memory(os.dup(fd), os.fstat(fd).st_size, writable=True)
+                memory = mapped(os.dup(fd), os.fstat(fd).st_size, writable=True)
                 seconds = 60 + asked["bytes"] / LEAST_RATE
                 if self._rate:
                     # The other side may have the same limit while sending to several nodes.
                     seconds += 8 * asked["bytes"] / self._rate
-                fetch(sock, asked, memory.bytes, key, time.monotonic() + seconds)
+                fetch(sock, asked, memory, key, time.monotonic() + seconds)
                 os.close(fd)
                 del todo[0]
                 self._report(number)
@@ -355,7 +335,7 @@ def fetch(
     sock: socket.socket, asked: dict[str, Any], memory: memoryview, key: bytes, until: float
 ) -> None:
     """Fetch one snapshot, writing its seal to memory only after everything has been verified."""
-    what = f"part {asked['shard']} of step {asked['step']}"
+    what = f"part {asked['shard']} of step {asked['mark']['step']}"
     memory[:SEAL_BYTES] = bytes(SEAL_BYTES)
     request = json.dumps(asked).encode()
     sock.sendall(LENGTH.pack(len(request)) + request)
@@ -375,7 +355,7 @@ def fetch(
         raise CopyError(f"{what} was damaged on the way")
     if seal == bytes(SEAL_BYTES):
         raise CopyError(f"{what} was overwritten while it was being sent")
-    if digest_of(seal) != asked["digest"]:
+    if digest_of_seal(seal) != asked["digest"]:
         raise CopyError(f"{what} is not the one that the node reported to the server")
     memory[:SEAL_BYTES] = seal
 
@@ -400,22 +380,16 @@ class Carrier:
 
     def run(self) -> None:
         """Carry out requests until the runner is gone."""
-        data, fds = bytearray(), []
+        received = Received()
         while True:
-            more, more_fds, _, _ = socket.recv_fds(self._control, PIECE_BYTES, 253)
-            if not more:
+            try:
+                received.read(self._control)
+            except BrokenLinkError:
                 return
-            data += more
-            fds += more_fds
-            while len(data) >= 4 and len(data) >= 4 + struct.unpack_from(">I", data)[0]:
-                end = 4 + struct.unpack_from(">I", data)[0]
-                message = json.loads(data[4:end])
-                del data[:end]
-                count = int(message.get("fds", 0))
-                taken, fds = fds[:count], fds[count:]
-                self._obey(message, taken)
+            while (found := received.next_message()) is not None:
+                self._obey(*found)
 
-    def _obey(self, message: dict[str, Any], fds: list[int]) -> None:
+    def _obey(self, message: Mapping[str, Any], fds: list[int]) -> None:
         kind = message["type"]
         if kind == "credentials":
             self._sender.context = server_context(message["pem"]) if message["pem"] else None
@@ -425,8 +399,8 @@ class Carrier:
             port = self._listening.getsockname()[1]
             self._say({"type": "listening", "port": port, "token": message["token"]})
         elif kind == "slots":
-            memories = [Memory(fd, message["bytes"]) for fd in fds]
-            self._sender.slots[message["local_rank"]] = memories
+            slots = [mapped(fd, message["bytes"]) for fd in fds]
+            self._sender.slots[message["local_rank"]] = slots
         elif kind == "fetch":
             self._end_last()
             self._begin(message, fds)
@@ -437,7 +411,7 @@ class Carrier:
             # Two fetches must never write to the same memory.
             self._fetcher.join()
 
-    def _begin(self, message: dict[str, Any], fds: list[int]) -> None:
+    def _begin(self, message: Mapping[str, Any], fds: list[int]) -> None:
         number = message["id"]
 
         def report(place: int) -> None:
@@ -458,9 +432,8 @@ class Carrier:
         self._fetcher.start()
 
     def _say(self, message: dict[str, Any]) -> None:
-        payload = json.dumps(message).encode()
         with self._sending:
-            self._control.sendall(struct.pack(">I", len(payload)) + payload)
+            self._control.sendall(encode(message))
 
 
 def listen() -> socket.socket:
@@ -485,30 +458,17 @@ def server_context(pem: str) -> ssl.SSLContext:
     return context
 
 
-def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies, however it was started."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit("rdzv snapshot carrier: its parent is gone")
-
-
-def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def main() -> None:
+    """Copy snapshots until the runner is gone."""
     parser = argparse.ArgumentParser(description="Copy snapshots from node to node.")
     parser.add_argument("--fd", type=int, required=True, help="the socket to the runner")
     parser.add_argument("--rate", type=int, default=0, help="the most bytes to send per second")
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    """Run the carrier until the runner is gone."""
-    die_with_parent()
-    options = parse_options()
+    options = parser.parse_args()
     os.nice(10)  # Training goes first.
     try:
         Carrier(socket.socket(fileno=options.fd), options.rate).run()
     except OSError as error:
-        sys.exit(f"rdzv snapshot carrier: {error}")
+        sys.exit(f"rdzv: cannot copy snapshots: {error}")
 
 
 if __name__ == "__main__":

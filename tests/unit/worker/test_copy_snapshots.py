@@ -1,4 +1,4 @@
-"""The carrier of snapshots: two real processes, and peers that lie, stall or know no token."""
+"""Copies of snapshots: two real processes, and peers that lie, stall or know no token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import random
 import select
-import signal
 import socket
 import struct
 import subprocess
@@ -15,21 +14,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ports import ports_of
 
-from rdzv.agent import job_programs
 from rdzv.agent.job.copies_of_snapshots import certified
-from rdzv.agent.job_programs import snapshot_carrier as carrier
+from rdzv.worker import copy_snapshots as carrier
+from rdzv.worker.snapshot_slot import SEAL_BYTES, digest_of_seal
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(job_programs.__path__[0]) / "snapshot_carrier.py"
 PATIENCE_S = 60.0
 CONTENT_AT = 64 << 10
 SIZE = CONTENT_AT + 3 * carrier.PIECE_BYTES + 12_345
@@ -42,13 +37,13 @@ def snapshot(step: int = 40, size: int = SIZE) -> bytearray:
 
 def asked(step: int = 40, size: int = SIZE) -> dict[str, Any]:
     """What a fetch of it names."""
-    digest = carrier.digest_of(snapshot(step, size)[: carrier.SEAL_BYTES])
-    of = {"lineage": 2, "step": step, "series": "a", "shard": 1, "shards": 2, "world_size": 2}
-    return {**of, "digest": digest, "bytes": size}
+    digest = digest_of_seal(snapshot(step, size)[:SEAL_BYTES])
+    mark = {"lineage": 2, "step": step, "series": "a", "shards": 2, "world_size": 2}
+    return {"mark": mark, "shard": 1, "digest": digest, "bytes": size}
 
 
 def has_seal(content: bytes | bytearray) -> bool:
-    return any(content[: carrier.SEAL_BYTES])
+    return any(content[:SEAL_BYTES])
 
 
 def memory(content: bytes | int) -> int:
@@ -71,7 +66,14 @@ class Program:
     def __init__(self, *options: str) -> None:
         self.control, theirs = socket.socketpair()
         self.control.settimeout(PATIENCE_S)
-        command = [sys.executable, str(PROGRAM), "--fd", str(theirs.fileno()), *options]
+        command = [
+            sys.executable,
+            "-m",
+            "rdzv.worker.copy_snapshots",
+            "--fd",
+            str(theirs.fileno()),
+            *options,
+        ]
         with theirs:
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self._numbers = itertools.count(1)
@@ -130,7 +132,7 @@ def pair() -> Iterator[tuple[Program, Program]]:
 
 
 def seal_of(fd: int) -> bytes:
-    return os.pread(fd, carrier.SEAL_BYTES, 0)
+    return os.pread(fd, SEAL_BYTES, 0)
 
 
 def test_what_is_held_there_is_here_bit_for_bit(pair: tuple[Program, Program]) -> None:
@@ -161,7 +163,7 @@ def test_only_what_was_reported_is_sent(
     one.hold(snapshot(40), snapshot(50))
     (fd,) = two.fetch(one.port, {**asked(40), **other})
     assert two.ends_with() == reason
-    assert seal_of(fd) == bytes(carrier.SEAL_BYTES)
+    assert seal_of(fd) == bytes(SEAL_BYTES)
 
 
 def test_who_does_not_know_the_token_gets_nothing(pair: tuple[Program, Program]) -> None:
@@ -207,55 +209,6 @@ def test_a_carrier_ends_with_its_runner_whoever_is_connected() -> None:
         one.close()
 
 
-STARTS = """
-import subprocess, sys
-child = subprocess.Popen(sys.argv[1:], pass_fds=[int(sys.argv[-1])])
-print(child.pid, flush=True)
-sys.stdin.read()
-"""
-"""Starts a program, prints its pid, and waits."""
-
-
-def test_a_carrier_dies_with_its_parent_though_its_socket_is_open() -> None:
-    ours, theirs = socket.socketpair()
-    ours.settimeout(PATIENCE_S)
-    fd = theirs.fileno()
-    command = [sys.executable, "-c", STARTS, sys.executable, str(PROGRAM), "--fd", str(fd)]
-    with (
-        ours,
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[fd]
-        ) as parent,
-    ):
-        theirs.close()
-        assert parent.stdout is not None
-        pidfd = os.pidfd_open(int(parent.stdout.readline()))
-        try:
-            message = json.dumps({"type": "credentials", "token": "secret", "pem": ""}).encode()
-            ours.sendall(struct.pack(">I", len(message)) + message)
-            assert ours.recv(4096)  # It listens.
-            parent.kill()
-            assert select.select([pidfd], [], [], PATIENCE_S)[0]
-        finally:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            os.close(pidfd)
-
-
-@pytest.mark.quick
-def test_a_carrier_whose_parent_died_before_it_could_be_bound_to_it_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[Any] = []
-    library = SimpleNamespace(prctl=lambda *words: asked.append(words))
-    monkeypatch.setattr(carrier.ctypes, "CDLL", lambda _: library)
-    parents = iter((4711, 1))
-    monkeypatch.setattr(carrier.os, "getppid", lambda: next(parents))
-    with pytest.raises(SystemExit, match="its parent is gone"):
-        carrier.die_with_parent()
-    assert len(asked) == 1
-
-
 def test_a_killed_sender_is_given_up(pair: tuple[Program, Program]) -> None:
     one, two = pair
     port = one.port
@@ -287,7 +240,7 @@ class Peer:
     def __init__(self, slot: bytes, change: Any = None) -> None:
         sender = carrier.Sender(carrier.TokenBucket(0))
         sender.token = "secret"
-        sender.slots[0] = [carrier.Memory(memory(slot), len(slot))]
+        sender.slots[0] = [carrier.mapped(memory(slot), len(slot))]
         ours, self.socket = socket.socketpair()
         ours.settimeout(PATIENCE_S)
         self.socket.settimeout(PATIENCE_S)
@@ -305,7 +258,7 @@ class Peer:
 
     def fetched(self, wanted: dict[str, Any], within_s: float = PATIENCE_S) -> bytes:
         into = bytearray(wanted["bytes"] + 7)
-        into[: carrier.SEAL_BYTES] = snapshot(30)[: carrier.SEAL_BYTES]  # Of the copy before.
+        into[:SEAL_BYTES] = snapshot(30)[:SEAL_BYTES]  # Of the copy before.
         try:
             key = carrier.greet_sender(self.socket, "secret")
             until = time.monotonic() + within_s
@@ -379,14 +332,14 @@ def test_a_slot_that_is_overwritten_on_the_way_is_not_taken() -> None:
 
     def change(begin: int, data: bytearray) -> bytearray:
         if begin > BEFORE_CONTENT - 1:
-            os.pwrite(fd, bytes(carrier.SEAL_BYTES), 0)
+            os.pwrite(fd, bytes(SEAL_BYTES), 0)
         return data
 
     peer = Peer(bytes(slot), None)
     peer.socket.close()
     sender = carrier.Sender(carrier.TokenBucket(0))
     sender.token = "secret"
-    sender.slots[0] = [carrier.Memory(os.dup(fd), len(slot))]
+    sender.slots[0] = [carrier.mapped(os.dup(fd), len(slot))]
     ours, theirs = socket.socketpair()
     thread = threading.Thread(target=peer.send, args=(sender, Changed(ours, change)), daemon=True)
     thread.start()
@@ -463,23 +416,3 @@ def test_no_more_is_sent_than_the_rate_allows() -> None:
 def test_without_a_rate_nothing_waits() -> None:
     bucket = carrier.TokenBucket(0, lambda: 0.0, lambda _: pytest.fail("it waits"))
     bucket.take(1 << 40)
-
-
-def test_a_seal_is_the_workers() -> None:
-    pytest.importorskip("torch")
-    from rdzv.worker.snapshot_slot import Content, Header, Slot
-
-    memory = bytearray(1 << 20)
-    slot = Slot(memory)
-    slot.begin([])
-    assert not has_seal(memory)
-    digests = set()
-    for step in (40, 41):
-        before = bytes(memory[carrier.SEAL_BYTES :])
-        slot.seal(Header(step, 2, 1, 2, 1, 2, "s", "p"), [], Content({}, {}).head())
-        assert bytes(memory[carrier.SEAL_BYTES :]) != before
-        assert slot.seal_digest == carrier.digest_of(memory[: carrier.SEAL_BYTES])
-        digests.add(slot.seal_digest)
-    assert len(digests) == 2
-    slot.clear()
-    assert not has_seal(memory)
