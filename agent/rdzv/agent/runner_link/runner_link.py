@@ -345,10 +345,9 @@ class RunnerLink:
         cwd: Path | None,
         identity: Identity | None,
     ) -> None:
-        """Start a process under the job's account that writes this node's parts of a step.
+        """Start a process that writes this node's parts of a step; `SnapshotsWritten` follows.
 
-        The runner appends the mark and the slots' descriptors to `argv`. `SnapshotsWritten`
-        follows.
+        The runner appends the mark and the slots' descriptors to `argv`.
         """
         how = _program(argv, env, cwd, identity)
         self._send({"type": "write_snapshots", **how, "mark": as_dict(mark)})
@@ -361,10 +360,9 @@ class RunnerLink:
         identity: Identity | None,
         credentials: CopyCredentials,
     ) -> None:
-        """Let other nodes fetch this node's snapshots, and enable this node to fetch theirs.
+        """Start a process that exchanges snapshots with other nodes, or replace its credentials.
 
-        Starts a process under the job's account for this, unless one is running. The runner appends
-        a descriptor to `argv`. A further call replaces its credentials.
+        The runner appends a descriptor to `argv`.
         """
         how = _program(argv, env, cwd, identity)
         self._send({"type": "carry_copies", **how, **as_dict(credentials)})
