@@ -268,7 +268,7 @@ class Group:
         names = {node.node_id for node in lost}
         end = time.monotonic() + TIMEOUT_S
         while not names <= {
-            n.node_id for n in (await driver.views.status(JOB)).nodes if n.state == "lost"
+            n.node_id for n in (await driver.operations.status(JOB)).nodes if n.state == "lost"
         }:
             if time.monotonic() > end:
                 raise TimeoutError("the rack is not lost")

@@ -113,6 +113,14 @@ class Else:
 
 
 @struct(frozen=True)
+class Coded:
+    """A value that is sent as the text that `write` makes of it, and that `read` reads."""
+
+    write: Callable[[Any], str]
+    read: Callable[[str], Any]
+
+
+@struct(frozen=True)
 class Age:
     """A time that is sent as an age in the field of this name."""
 
@@ -218,6 +226,12 @@ def within(what: str, value: int, low: int, high: int) -> int:
         raise refusal(what, value, "is out of bounds", f"give {low} to {high}")
     remedy = f"give {low / 1000:.15g} to {high / 1000:.15g} s"
     raise refusal(what.removesuffix("_ms"), f"{value / 1000:.15g} s", "is out of bounds", remedy)
+
+
+def nnodes(min_nodes: int, max_nodes: int, flag: str = "") -> None:
+    if min_nodes > max_nodes:
+        reason = f"is above max_nodes {max_nodes}"
+        raise refusal(f"{flag}min_nodes", min_nodes, reason, "give MIN:MAX")
 
 
 def rate(what: str, value: float) -> float:

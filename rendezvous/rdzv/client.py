@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from rdzv.bounds import LOG_POSITIONS
 from rdzv.core.model import JobSpec, Settings
@@ -26,9 +27,9 @@ from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousError,
 )
-from rdzv.transport import endpoints
 from rdzv.transport.certificates import Stamp
 from rdzv.transport.channels import PLAIN, Credentials, Metadata
+from rdzv.transport.endpoints import Endpoint, parse_endpoint, parse_endpoints
 from rdzv.transport.node_stream import (
     STREAM_OPTIONS,
     Options,
@@ -36,30 +37,16 @@ from rdzv.transport.node_stream import (
     call_options,
     error_from_status,
 )
-from rdzv.transport.wire import read, write
+from rdzv.transport.wire import CONTROL, read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import ControlStub
-from rdzv.view import history
-from rdzv.view.answers import (
-    Event,
-    JobStatus,
-    JobSummary,
-    LogLines,
-    Node,
-    Server,
-    StackReport,
-    Token,
-)
-from rdzv.view.sentences import sentence
+from rdzv.view import answers
+from rdzv.view.answers import Event, JobStatus, JobSummary, LogLines, Node, StackReport, Token
 
 if TYPE_CHECKING:
     from rdzv.stores.backup import Summary
 
-Endpoint = endpoints.Endpoint
-parse_endpoint = endpoints.parse_endpoint
-parse_endpoints = endpoints.parse_endpoints
-
-_UINT32_MAX = 2**32 - 1
+__all__ = ["ControlClient", "Endpoint", "parse_endpoint", "parse_endpoints"]
 
 WATCH_TIMEOUT_S = 60.0
 """The time for which a watch that has lost its server looks for another before raising an error."""
@@ -81,8 +68,7 @@ TAKEOVER_RETRY_S = 0.25
 
 # ------------------------------------------------------------------------------------ the client
 
-_Request = TypeVar("_Request")
-_Response = TypeVar("_Response")
+T = TypeVar("T")
 
 
 class ControlClient:
@@ -137,12 +123,7 @@ class ControlClient:
     def __enter__(self) -> ControlClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -152,8 +133,7 @@ class ControlClient:
 
     def status(self, rdzv_id: str) -> JobStatus:
         """Return the status of a job's current or last run."""
-        request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
-        return read(JobStatus, self._call(lambda stub: stub.GetStatus, request))
+        return self._ask(JobStatus, "GetStatus", rdzv_id=rdzv_id)
 
     def watch(
         self, rdzv_id: str, silent: Callable[[RendezvousError], None] | None = None
@@ -163,47 +143,75 @@ class ControlClient:
         While no server responds, try the known servers in turn, and raise an error once none has
         responded for a while. `silent` is called with the reason once for each such outage.
         """
-        request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
-        silent_since_s, told = time.monotonic(), False
+        told = False
+
+        def lost(error: RendezvousError, waits: bool) -> None:
+            nonlocal told
+            if waits and silent is not None and not told:
+                silent(error)
+            told = told or waits
+
+        retried = (RendezvousConnectionError, LimitExceededError)
+        request = _request("WatchJob", rdzv_id=rdzv_id)
+        with closing(self._stream("WatchJob", request, retried, lost)) as statuses:
+            for status in statuses:
+                told = False
+                yield read(JobStatus, status)
+
+    def _stream(
+        self,
+        rpc: str,
+        request: Message,
+        retried: type[RendezvousError] | tuple[type[RendezvousError], ...],
+        lost: Callable[[RendezvousError, bool], None],
+    ) -> Generator[Any, None, None]:
+        """Yield the messages of a stream, which is opened again, at another server, when it is cut.
+
+        Before that, `lost` is called with the reason and whether all servers have been tried.
+
+        Raises:
+            RendezvousError: the stream ended for another reason than those `retried`, or no server
+                has responded for a while.
+
+        """
+        cut_at_s = math.inf
         while True:
             # As for a node's stream, unanswered pings reveal a server that is stopped or cut off.
-            call = self._stub(STREAM_OPTIONS).WatchJob(request, metadata=self._metadata())
+            call = getattr(self._stub(STREAM_OPTIONS), rpc)(request, metadata=self._metadata())
             try:
-                for status in call:
-                    yield read(JobStatus, status)
-                    silent_since_s, told = time.monotonic(), False
+                for message in call:
+                    cut_at_s = math.inf
+                    yield message
+                return
             except grpc.RpcError as failure:
                 error = self._error(failure)
-                silent_s = time.monotonic() - silent_since_s
-                lasting = not isinstance(error, RendezvousConnectionError | LimitExceededError)
-                if lasting or silent_s > WATCH_TIMEOUT_S:
+                cut_at_s = min(cut_at_s, time.monotonic())
+                unknown = call.code() is grpc.StatusCode.UNIMPLEMENTED
+                lasting = time.monotonic() - cut_at_s > WATCH_TIMEOUT_S
+                if unknown or lasting or not isinstance(error, retried):
                     raise error from failure
-                if not self._rota.failed(error):
-                    if silent is not None and not told:
-                        silent(error)
-                    told = True
-                    time.sleep(WATCH_RETRY_S)
             finally:
                 call.cancel()
+            waits = not self._rota.failed(error)
+            lost(error, waits)
+            if waits:
+                time.sleep(WATCH_RETRY_S)
 
     def jobs(self) -> tuple[JobSummary, ...]:
         """Return all jobs known to the server, sorted by name."""
-        response = self._call(lambda stub: stub.ListJobs, pb.ListJobsRequest())
-        self.store_away = response.store_away or None
-        jobs = [read(JobSummary, job) for job in response.jobs]
-        return tuple(sorted(jobs, key=lambda job: job.rdzv_id))
+        found = self._ask(answers.Jobs, "ListJobs")
+        self.store_away = found.store_away
+        return found.jobs
 
     def events(self, rdzv_id: str, limit: int = 0) -> tuple[Event, ...]:
         """Return a job's newest `limit` events, oldest first. With 0, the server sets the limit."""
-        if not 0 <= limit <= _UINT32_MAX:
+        if not 0 <= limit < 2**32:
             raise InvalidRequestError(f"limit {limit} cannot be used: it must be 0 or above")
-        request = pb.ListEventsRequest(rdzv_id=_checked_name(rdzv_id), limit=limit)
-        return tuple(map(event_of, self._call(lambda stub: stub.ListEvents, request).events))
+        return self._ask(answers.Events, "ListEvents", rdzv_id=rdzv_id, limit=limit).events
 
     def forget(self, rdzv_id: str, reason: str) -> None:
         """Delete a job that has ended, along with its history."""
-        request = pb.ForgetJobRequest(rdzv_id=_checked_name(rdzv_id), reason=reason)
-        self._call(lambda stub: stub.ForgetJob, request)
+        self._call("ForgetJob", _request("ForgetJob", rdzv_id=rdzv_id, reason=reason))
 
     def logs(
         self,
@@ -225,8 +233,9 @@ class ControlClient:
         was, on whichever server leads; an error is raised once none has responded for a while.
         `run` names a run other than the current or last one.
         """
-        request = pb.ReadLogsRequest(
-            rdzv_id=_checked_name(rdzv_id),
+        request: Any = _request(
+            "ReadLogs",
+            rdzv_id=rdzv_id,
             run=run,
             rank=rank,
             round=number,
@@ -238,32 +247,18 @@ class ControlClient:
         )
         # Unlike the stream, this call has a deadline, and it fails if the job is unknown.
         self.status(rdzv_id)
-        places, cut_at_s = _Places(), math.inf
-        while True:
-            # As for a node's stream, unanswered pings reveal a server that is stopped or cut off.
-            with self._credentials.channel(self.server, STREAM_OPTIONS) as channel:
-                call = ControlStub(channel).ReadLogs(request, metadata=self._metadata())
-                try:
-                    for lines in call:
-                        cut_at_s = math.inf
-                        places.note(lines, request)
-                        if lines.data or lines.note:
-                            yield read(LogLines, lines)
-                    return
-                except grpc.RpcError as failure:
-                    error = self._error(failure)
-                    older = call.code() is grpc.StatusCode.UNIMPLEMENTED
-                    if older or not isinstance(error, RendezvousConnectionError):
-                        raise error from failure
-                    cut_at_s = min(cut_at_s, time.monotonic())
-                    if time.monotonic() - cut_at_s > WATCH_TIMEOUT_S:
-                        raise error from failure
-                finally:
-                    call.cancel()
-            if not self._rota.failed(error):
-                time.sleep(WATCH_RETRY_S)
+        places = _Places()
+
+        def resume(error: RendezvousError, waits: bool) -> None:
             del request.positions[:]
             request.positions.extend(places.positions())
+
+        retried = RendezvousConnectionError
+        with closing(self._stream("ReadLogs", request, retried, resume)) as found:
+            for lines in found:
+                places.note(lines, request)
+                if lines.data or lines.note:
+                    yield read(LogLines, lines)
 
     def stacks(self, rdzv_id: str, number: int | None = None) -> StackReport:
         """Return the current stacks of a job's workers, or those recorded when round `number` hung.
@@ -271,9 +266,8 @@ class ControlClient:
         If no workers are running, return the stacks of the last round that hung. The call may take
         `STACKS_S` longer than others.
         """
-        request = pb.TakeStacksRequest(rdzv_id=_checked_name(rdzv_id), round=number)
-        within_s = self._timeout_s + STACKS_S
-        return read(StackReport, self._call(lambda stub: stub.TakeStacks, request, within_s))
+        request = _request("TakeStacks", rdzv_id=rdzv_id, round=number)
+        return read(StackReport, self._call("TakeStacks", request, self._timeout_s + STACKS_S))
 
     def backup(self, file: BinaryIO) -> Summary:
         """Write a backup of the server's store to a file, and return its summary.
@@ -312,31 +306,23 @@ class ControlClient:
 
     def stop(self, rdzv_id: str, run: str, reason: str) -> JobStatus:
         """End a run, making its nodes stop their workers and leave; return the job's status."""
-        request = pb.StopJobRequest(rdzv_id=_checked_name(rdzv_id), run=run, reason=reason)
-        return read(JobStatus, self._call(lambda stub: stub.StopJob, request))
+        return self._ask(JobStatus, "StopJob", rdzv_id=rdzv_id, run=run, reason=reason)
 
     def restart(self, rdzv_id: str, run: str, number: int, reason: str) -> JobStatus:
         """End a round so that another forms, without counting a restart; return the job's status.
 
         A round that has already ended is not affected.
         """
-        request = pb.RestartJobRequest(
-            rdzv_id=_checked_name(rdzv_id), run=run, round=number, reason=reason
+        return self._ask(
+            JobStatus, "RestartJob", rdzv_id=rdzv_id, run=run, round=number, reason=reason
         )
-        return read(JobStatus, self._call(lambda stub: stub.RestartJob, request))
 
     def scale(
         self, rdzv_id: str, run: str, min_nodes: int, max_nodes: int, reason: str
     ) -> JobStatus:
         """Change the node bounds of a run, and return the job's status."""
-        request = pb.ScaleJobRequest(
-            rdzv_id=_checked_name(rdzv_id),
-            run=run,
-            min_nodes=min_nodes,
-            max_nodes=max_nodes,
-            reason=reason,
-        )
-        return read(JobStatus, self._call(lambda stub: stub.ScaleJob, request))
+        to = {"min_nodes": min_nodes, "max_nodes": max_nodes}
+        return self._ask(JobStatus, "ScaleJob", rdzv_id=rdzv_id, run=run, **to, reason=reason)
 
     def create_token(
         self, name: str, roles: Sequence[str], expires_in_ms: int
@@ -354,28 +340,24 @@ class ControlClient:
                     "`rdzvctl tokens list` shows it, and `tokens revoke` ends it"
                 ) from error
 
-        request = pb.CreateTokenRequest(name=name, roles=roles, expires_in_ms=expires_in_ms)
-        answer = self._call(lambda stub: stub.CreateToken, request, failed=stop_in_doubt)
-        return read(Token, answer.token), answer.text
+        request = _request("CreateToken", name=name, roles=roles, expires_in_ms=expires_in_ms)
+        made = read(answers.NewToken, self._call("CreateToken", request, failed=stop_in_doubt))
+        return made.token, made.text
 
-    def tokens(self) -> list[Token]:
+    def tokens(self) -> tuple[Token, ...]:
         """Return all tokens."""
-        answer = self._call(lambda stub: stub.ListTokens, pb.ListTokensRequest())
-        return [read(Token, token) for token in answer.tokens]
+        return self._ask(answers.Tokens, "ListTokens").tokens
 
-    def revoke_tokens(self, id_or_name: str) -> list[Token]:
+    def revoke_tokens(self, id_or_name: str) -> tuple[Token, ...]:
         """Revoke the token with this id, or all tokens with this name, and return those revoked."""
-        request = pb.RevokeTokensRequest(id_or_name=id_or_name)
-        answer = self._call(lambda stub: stub.RevokeTokens, request)
-        return [read(Token, token) for token in answer.tokens]
+        return self._ask(answers.Tokens, "RevokeTokens", id_or_name=id_or_name).tokens
 
-    def audit(self, limit: int = 0) -> list[Event]:
+    def audit(self, limit: int = 0) -> tuple[Event, ...]:
         """Return the newest `limit` audit events, oldest first.
 
         With 0, the server sets the limit.
         """
-        answer = self._call(lambda stub: stub.ListAudit, pb.ListAuditRequest(limit=limit))
-        return [event_of(event) for event in answer.events]
+        return self._ask(answers.Events, "ListAudit", limit=limit).events
 
     def submit(
         self, rdzv_id: str, run: str, settings: Settings, spec: JobSpec, submitted_by: str
@@ -390,8 +372,9 @@ class ControlClient:
             InvalidRequestError: no node could ever run the job, or a limit is exceeded.
 
         """
-        request = pb.SubmitJobRequest(
-            rdzv_id=_checked_name(rdzv_id),
+        request = _request(
+            "SubmitJob",
+            rdzv_id=rdzv_id,
             run=run,
             settings=write(pb.Settings(), settings),
             spec=write(pb.JobSpec(), spec),
@@ -401,10 +384,7 @@ class ControlClient:
         within_s, tries = self._timeout_s, list[RendezvousConnectionError]()
         while True:
             try:
-                return read(
-                    JobStatus,
-                    self._call(lambda stub: stub.SubmitJob, request, within_s, tries.append),
-                )
+                return read(JobStatus, self._call("SubmitJob", request, within_s, tries.append))
             except RendezvousConnectionError as error:
                 within_s = until_s - time.monotonic() - SUBMIT_RETRY_S
                 if not any(map(_perhaps_done, tries)):
@@ -417,20 +397,17 @@ class ControlClient:
 
     def nodes(self, *node_ids: str) -> tuple[Node, ...]:
         """Return all connected, away, cordoned or quarantined nodes, or only `node_ids`."""
-        request = pb.ListNodesRequest(node_ids=[_checked_name(n, "node") for n in node_ids])
-        response = self._call(lambda stub: stub.ListNodes, request)
-        self.store_away = response.store_away or None
-        return tuple([read(Node, node) for node in response.nodes])
+        found = self._ask(answers.Nodes, "ListNodes", node_ids=node_ids)
+        self.store_away = found.store_away
+        return found.nodes
 
     def cordon(self, node_id: str, reason: str) -> Node:
         """Stop placing submitted jobs on a node; jobs already there continue."""
-        request = pb.CordonNodeRequest(node_id=_checked_name(node_id, "node"), reason=reason)
-        return read(Node, self._call(lambda stub: stub.CordonNode, request))
+        return self._ask(Node, "CordonNode", node_id=node_id, reason=reason)
 
     def uncordon(self, node_id: str, reason: str) -> Node:
         """Allow submitted jobs on a node again."""
-        request = pb.UncordonNodeRequest(node_id=_checked_name(node_id, "node"), reason=reason)
-        return read(Node, self._call(lambda stub: stub.UncordonNode, request))
+        return self._ask(Node, "UncordonNode", node_id=node_id, reason=reason)
 
     def drain(self, node_id: str, deadline_ms: int, reason: str, *, force: bool = False) -> Node:
         """Drain a node: notify its workers, and stop them at the deadline; return the node.
@@ -439,35 +416,33 @@ class ControlClient:
             TooFewNodesError: without `force`, one of its jobs would be left with too few nodes.
 
         """
-        name = _checked_name(node_id, "node")
-        request = pb.DrainNodeRequest(
-            node_id=name, deadline_ms=deadline_ms, reason=reason, force=force
+        return self._ask(
+            Node, "DrainNode", node_id=node_id, deadline_ms=deadline_ms, reason=reason, force=force
         )
-        return read(Node, self._call(lambda stub: stub.DrainNode, request))
 
     def undrain(self, node_id: str, reason: str, *, cordon: bool = False) -> Node:
         """Lift a node's drain and, with `cordon`, its cordon; return the node."""
-        name = _checked_name(node_id, "node")
-        request = pb.UndrainNodeRequest(node_id=name, cordon=cordon, reason=reason)
-        return read(Node, self._call(lambda stub: stub.UndrainNode, request))
+        return self._ask(Node, "UndrainNode", node_id=node_id, cordon=cordon, reason=reason)
 
-    def servers(self) -> tuple[Server, ...]:
+    def servers(self) -> tuple[answers.Server, ...]:
         """Return the servers that share a store, including the leader."""
-        response = self._call(lambda stub: stub.ListServers, pb.ListServersRequest())
-        return tuple([read(Server, server) for server in response.servers])
+        return self._ask(answers.Servers, "ListServers").servers
+
+    def _ask(self, kind: type[T], rpc: str, **fields: Any) -> T:
+        return read(kind, self._call(rpc, _request(rpc, **fields)))
 
     def _call(
         self,
-        method: Callable[[ControlStub], grpc.UnaryUnaryMultiCallable[_Request, _Response]],
-        request: _Request,
+        rpc: str,
+        request: Message,
         within_s: float | None = None,
         failed: Callable[[RendezvousConnectionError], None] | None = None,
-    ) -> _Response:
+    ) -> Message:
         """Ask the servers in turn, calling `failed` for each attempt that gets no response."""
         asking = self._asking()
         while True:
             try:
-                ask = method(self._stub())
+                ask: Callable[..., Message] = getattr(self._stub(), rpc)
                 return ask(request, timeout=within_s or self._timeout_s, metadata=self._metadata())
             except grpc.RpcError as failure:
                 error = self._error(failure)
@@ -562,13 +537,17 @@ class _Places:
         return found[:LOG_POSITIONS]
 
 
-def _checked_name(name: str, kind: str = "job") -> str:
-    """Return a name, refusing one that cannot be sent, such as shell bytes that are not UTF-8."""
+_NAMES = {"rdzv_id": "job name", "node_id": "node name", "node_ids": "node name"}
+
+
+def _request(rpc: str, **fields: Any) -> Message:
+    """Return the request of a call, refusing text that cannot be sent, such as raw shell bytes."""
     try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequestError(f"{kind} name {name!r} cannot be used: it is not UTF-8") from None
-    return name
+        return CONTROL[rpc][0](**fields)
+    except UnicodeEncodeError as error:
+        what = next((name for key, name in _NAMES.items() if key in fields), "text")
+        reason = f"{what} {error.object!r} cannot be used: it is not UTF-8"
+        raise InvalidRequestError(reason) from None
 
 
 _NO_CONNECTION = re.compile(
@@ -587,10 +566,3 @@ def _perhaps_done(error: RendezvousConnectionError) -> bool:
     # Only a connection that was open and then lost may have carried the request.
     never = _NO_CONNECTION.search(failure.details() or "")
     return failure.code() is grpc.StatusCode.UNAVAILABLE and not never
-
-
-def event_of(event: pb.Event) -> Event:
-    """Decode an event. What this version does not know has the server's text."""
-    fields = history.fields_in(event.fields)
-    known = history.read(event.name, fields)
-    return read(Event, event, fields=fields, text=sentence(known) if known else event.text)

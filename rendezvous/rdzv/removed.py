@@ -32,7 +32,7 @@ CONSTANTS = {
     "limits.nodes_per_job": "rdzv.bounds.NODES_PER_JOB",
     "limits.outbox": f"{_SERVER}.sessions.connections.OUTBOX",
     "limits.scrapes": f"{_SERVER}.telemetry.server_metrics.SCRAPES",
-    "limits.watchers": f"{_SERVER}.operations.job_views.WATCHERS",
+    "limits.watchers": f"{_SERVER}.operations.job_operations.WATCHERS",
     "oidc.keys_refresh": f"{_SERVER}.security.issuer_keys.REFRESH_EVERY_S",
     "quarantine.window": "rdzv.core.fleet.quarantine.WINDOW_MS",
     "retention.events": "rdzv.stores.base.HISTORY_ROWS",

@@ -27,6 +27,7 @@ from rdzv.core.commands import Submit
 from rdzv.ctl import job_request
 from rdzv.messages import Placed
 from rdzv.server import wire
+from rdzv.server.operations.handlers import submit_of
 from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.fuzz import messages, surface
@@ -119,7 +120,7 @@ def _try(folder: Path, request: pb.SubmitJobRequest) -> None:
     """Follow a submission, as far as it is accepted."""
     with refusing():
         rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
-        command = wire.submit_of(request)
+        command = submit_of(request)
         _place(folder, rdzv_id, command)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from rdzv.client import event_of
 from rdzv.ctl import (
     as_text,
     as_text_access,
@@ -32,7 +31,7 @@ from rdzv.ctl.layout import Page
 from rdzv.structs import field_names
 from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
-from rdzv.view.answers import JobStatus, JobSummary, LogLines, Node, Server, StackReport
+from rdzv.view.answers import Event, JobStatus, JobSummary, LogLines, Node, Server, StackReport
 from rdzv.view.history import KINDS
 from rdzv.view.log_lines import Printer
 from tests.fuzz import messages, surface
@@ -57,7 +56,7 @@ def _jobs(message: Any) -> Iterator[str]:
 
 
 def _events(message: Any) -> Iterator[str]:
-    found = [event_of(one) for one in message.events]
+    found = [read(Event, one) for one in message.events]
     yield as_text.events("j", found, _NARROW)
     job = read(JobStatus, pb.JobStatus(run=found[0].run or "") if found else pb.JobStatus())
     yield as_text_story.explain(job, found, _NARROW)

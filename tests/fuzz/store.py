@@ -21,7 +21,7 @@ from rdzv.c10d.observations import Watch
 from rdzv.c10d.store_server import PREFIX, Looks
 from rdzv.ctl import as_text
 from rdzv.ctl.layout import Page
-from rdzv.server.operations import answer_values
+from rdzv.server.operations.job_operations import with_workers
 from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import JobStatus
@@ -175,7 +175,7 @@ def _look(answer: Answer) -> None:
     watch = Watch()
     watch.take(answer.states, (*answer.gone, *answer.unreadable), 1_000)
     for view in watch.views(2_000):
-        message = write(pb.JobStatus(), answer_values.with_workers(view, 2_000))
+        message = write(pb.JobStatus(), with_workers(view, 2_000))
         message = pb.JobStatus.FromString(message.SerializeToString())
         check_text("a job that is watched", as_text.status(read(JobStatus, message), _PAGE))
 

@@ -195,7 +195,7 @@ def history() -> list[pb.Event]:
         ("NodeStopped", "n1 has stopped round 2"),
     )
     return [
-        pb.Event(unix_ms=1_700_000_000_004 + 300 * i, rdzv_id="a", run="5f3a", name=name, text=text)
+        pb.Event(unix_ms=1_700_000_000_004 + 300 * i, run="5f3a", name=name, text=text)
         for i, (name, text) in enumerate(texts)
     ]
 

@@ -212,7 +212,7 @@ class Served:
             await self._say_stacks(stream, told)
 
     async def _say_stacks(self, stream: Stream, asked: TakeStacks) -> None:
-        state = await self.driver.views.status(asked.rdzv_id)
+        state = await self.driver.operations.status(asked.rdzv_id)
         (node,) = (node for node in state.nodes if node.node_id == stream.node_id)
         assert node.rank_first is not None
         workers = []
@@ -224,7 +224,7 @@ class Served:
         self.driver.reports.take_stacks_in(stream, Stacks(asked.request, tuple(workers), last=True))
 
     async def _hang(self, rdzv_id: str, node_id: str, ranks: tuple[int, ...]) -> None:
-        state = await self.driver.views.status(rdzv_id)
+        state = await self.driver.operations.status(rdzv_id)
         assert state.round is not None
         hung = tuple(HungWorker(rank, 0, 4700 + rank, 60_000, "no step") for rank in ranks)
         self.driver.reports.note_hung(
@@ -232,7 +232,7 @@ class Served:
         )
 
     async def _started(self, rdzv_id: str, node_id: str, how: tuple[str, ...], why: str) -> None:
-        state = await self.driver.views.status(rdzv_id)
+        state = await self.driver.operations.status(rdzv_id)
         assert state.round is not None
         workers = tuple(
             StartedWorker(n, one, "" if one == "kept" else why) for n, one in enumerate(how)
@@ -251,7 +251,7 @@ class Served:
             )
 
     async def _fail(self, rdzv_id: str, node_id: str, message: str, traceback: str) -> None:
-        state = await self.driver.views.status(rdzv_id)
+        state = await self.driver.operations.status(rdzv_id)
         assert state.round is not None
         stream = self._streams[node_id]
         (rank,) = (node.rank_first for node in state.nodes if node.node_id == node_id)
@@ -265,7 +265,7 @@ class Served:
         self.do(self._rejoin(rdzv_id, kept_on))
 
     async def _rejoin(self, rdzv_id: str, kept_on: Collection[str]) -> None:
-        state = await self.driver.views.status(rdzv_id)
+        state = await self.driver.operations.status(rdzv_id)
         settings = Settings(
             state.min_nodes, state.max_nodes, max_restarts=3, last_call_timeout_ms=600_000
         )
@@ -286,7 +286,7 @@ class Served:
         self.driver.connections.detach(self._streams[node_id])
 
     async def _succeed(self, rdzv_id: str) -> None:
-        state = await self.driver.views.status(rdzv_id)
+        state = await self.driver.operations.status(rdzv_id)
         assert state.round is not None
         for node in state.nodes:
             stream = self._streams[node.node_id]
@@ -296,14 +296,14 @@ class Served:
     async def _progress(
         self, rdzv_id: str, node_id: str, steps: tuple[tuple[int, int, float], ...]
     ) -> None:
-        state = await self.driver.views.status(rdzv_id)
+        state = await self.driver.operations.status(rdzv_id)
         assert state.round is not None
         said = tuple(RankProgress(rank, step, 0, rate or None) for rank, step, rate in steps)
         progress = Progress(rdzv_id, state.run, state.round, said)
         self.driver.reports.note_progress(self._streams[node_id], progress)
 
     async def _saved(self, rdzv_id: str, node_id: str, parts: tuple[tuple[int, int], ...]) -> None:
-        state = await self.driver.views.status(rdzv_id)
+        state = await self.driver.operations.status(rdzv_id)
         assert state.round is not None and state.world_size is not None
         held = tuple(
             Snapshot(0, SnapshotMark(state.round, step, "a", 2, state.world_size), part)

@@ -6,16 +6,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC
 
-from rdzv.client import event_of
 from rdzv.core.commands import Leave, Stop
 from rdzv.core.model import LeaveCause
 from rdzv.ctl.layout import Page
-from rdzv.server import wire
-from rdzv.server.operations import answer_values
 from rdzv.structs import replace
 from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
-from rdzv.view.answers import Event, JobStatus
+from rdzv.view.answers import Event, JobStatus, event_in
 from tests.unit.core.test_small_scope import SETTINGS
 from tests.unit.server.test_driver import join, settle
 from tests.unit.server.test_metrics import Scraped, history, scraped
@@ -40,14 +37,12 @@ async def told(
     async with scraped() as s:
         await story(s)
         now_ms = s.clock.now_ms()
-        view = await s.driver.views.status(rdzv_id)
-        rows = await s.driver.views.history(rdzv_id, limit)
-        progress, starts = s.driver.views.progress(rdzv_id), s.driver.views.starts(rdzv_id)
-    status = answer_values.with_workers(view, now_ms, progress, starts=starts)
+        status = await s.driver.operations.status(rdzv_id)
+        rows = await s.driver.operations.history(rdzv_id, limit)
     assert read(JobStatus, write(pb.JobStatus(), status)) == status, (
         "gRPC carries what HTTP answers"
     )
-    return Told(status, tuple(event_of(wire.event_row(row)) for row in rows), now_ms)
+    return Told(status, tuple(map(event_in, rows)), now_ms)
 
 
 async def crashing(s: Scraped, rounds: int = 20) -> None:

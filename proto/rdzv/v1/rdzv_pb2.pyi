@@ -3594,14 +3594,12 @@ class Event(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     UNIX_MS_FIELD_NUMBER: builtins.int
-    RDZV_ID_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     FIELDS_FIELD_NUMBER: builtins.int
     unix_ms: builtins.int
     """Unix time of the server that decided, in milliseconds; for people, not for arithmetic."""
-    rdzv_id: builtins.str
     run: builtins.str
     name: builtins.str
     """The event's name: NodeJoined, RoundCompleted, ..."""
@@ -3615,13 +3613,12 @@ class Event(google.protobuf.message.Message):
         self,
         *,
         unix_ms: builtins.int = ...,
-        rdzv_id: builtins.str = ...,
         run: builtins.str = ...,
         name: builtins.str = ...,
         text: builtins.str = ...,
         fields: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fields", b"fields", "name", b"name", "rdzv_id", b"rdzv_id", "run", b"run", "text", b"text", "unix_ms", b"unix_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fields", b"fields", "name", b"name", "run", b"run", "text", b"text", "unix_ms", b"unix_ms"]) -> None: ...
 
 global___Event = Event
 

@@ -262,13 +262,15 @@ def parse_duration(option: str, text: str, *, least_ms: int = 1, unit: str = "")
     return ms
 
 
-def answer(output: str, document: Callable[[], str], text: Callable[[Page], str]) -> str:
+def answer(output: str, found: Any, text: Callable[[Page], str]) -> str:
     """Format an answer as requested: as text for people, or as its document in JSON or YAML."""
     if output == "text":
         from rdzv.ctl.layout import page_for
 
         return text(page_for(sys.stdout))
-    return document() if output == "json" else as_yaml(document())
+    from rdzv.view.as_json import document
+
+    return document(found) if output == "json" else as_yaml(document(found))
 
 
 def as_yaml(document: str) -> str:

@@ -67,10 +67,10 @@ def collect(
     parts: dict[str, Callable[[], str]] = {
         "status.json": lambda: as_json.document(status),
         "explain.txt": lambda: as_text_story.explain(status, history, page),
-        "events.json": lambda: as_json.events(rdzv_id, history),
+        "events.json": lambda: as_json.document({"rdzv_id": rdzv_id, "events": history}),
         "trace.json": lambda: trace(status, history, now_unix_ms),
-        "nodes.json": lambda: as_json.nodes(client.nodes()),
-        "servers.json": lambda: as_json.servers(client.servers()),
+        "nodes.json": lambda: as_json.document({"nodes": client.nodes(), "store_away": None}),
+        "servers.json": lambda: as_json.document({"servers": client.servers()}),
         "doctor.txt": lambda: "\n".join(
             doctor.line(finding, page) for finding in doctor.check_server(client)
         ),

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import click
 
@@ -111,7 +112,7 @@ def show(
         if output == "text":
             shown = as_text.status(status, page_for(sys.stdout), everything=everything) + "\n"
         else:
-            shown = one_of_many(output, as_json.document(status))
+            shown = one_of_many(output, status)
         print(shown, flush=True)  # noqa: T201
         if status.state in ENDED:
             return
@@ -143,11 +144,11 @@ def show_again(shown: Callable[[], str], *, as_screen: bool) -> None:
                 tries_again(error)
 
 
-def one_of_many(output: str, document: str) -> str:
+def one_of_many(output: str, found: Any) -> str:
     """Format a JSON document as part of a stream: as a single line, or as YAML after ---."""
     if output == "json":
-        return as_json.one_line(document)
-    return f"---\n{as_yaml(document)}"
+        return as_json.document(found, indent=None)
+    return f"---\n{as_yaml(as_json.document(found))}"
 
 
 def _live(client: ControlClient, job: str, news: _News) -> JobStatus:
@@ -392,5 +393,5 @@ def _show_events(rdzv_id: str, some: Sequence[Event], output: str) -> None:
     if output == "text":
         text = as_text.event_lines(some, page_for(sys.stdout))
     else:
-        text = one_of_many(output, as_json.events(rdzv_id, some))
+        text = one_of_many(output, {"rdzv_id": rdzv_id, "events": some})
     print(text, flush=True)  # noqa: T201

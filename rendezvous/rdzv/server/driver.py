@@ -3,8 +3,7 @@
 It holds the state that the pure cores do not hold, and makes no decisions. Each part is given the
 `Driver`, and reaches the others through it. `Engine.submit` takes each command to a job through
 *decide, persist, publish*, and calls `Driver.publish` for the last of these. Nodes enter through
-`connections`, `recovery`, `commands` and `reports`, operators through `views`, `workers`,
-`operations` and `nodes`.
+`connections`, `recovery`, `commands` and `reports`, operators through `operations` and `nodes`.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ from rdzv.server.engine.jobs import Job, Jobs, News
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.operations.job_operations import JobOperations
-from rdzv.server.operations.job_views import JobViews
 from rdzv.server.operations.node_operations import NodeOperations
-from rdzv.server.operations.node_views import NodeViews
-from rdzv.server.operations.worker_views import WorkerViews
 from rdzv.server.scheduling.fleet import Fleet
 from rdzv.server.scheduling.placing import Placer
 from rdzv.server.scheduling.quarantine import Quarantine
@@ -91,9 +87,7 @@ class Driver:
             self.streams.close_opened_with,
             auth=config.authenticates,
         )
-        self.views, self.operations = JobViews(self), JobOperations(self)
-        self.workers = WorkerViews(self)
-        self.node_views, self.nodes = NodeViews(self), NodeOperations(self)
+        self.operations, self.nodes = JobOperations(self), NodeOperations(self)
 
     @classmethod
     @asynccontextmanager
@@ -205,7 +199,7 @@ class Driver:
             streams=len(self.streams.open),
             nodes_connected=connected,
             nodes_away=len(records) - connected,
-            watchers=self.views.watching,
+            watchers=self.operations.watching,
             store_away_ms=self.store.away_ms,
             states=self.jobs.states,
             progress=lambda state: self.diagnosis.progress.shown(state, now_ms),
@@ -216,7 +210,7 @@ class Driver:
                 (now_ms - record.heard_ms for record in records if record.stream is not None),
                 default=0,
             ),
-            room=self.node_views.room,
+            room=self.nodes.room,
         )
 
     def agents(self) -> Mapping[str, str]:

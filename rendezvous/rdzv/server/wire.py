@@ -24,11 +24,9 @@ from rdzv.core.commands import (
     ReportStoreHost,
     ReportStuck,
     Resume,
-    Scale,
-    Submit,
     Succeed,
 )
-from rdzv.core.model import KeptWorker, RecoveryReport, Settings, Snapshot
+from rdzv.core.model import KeptWorker, RecoveryReport, Snapshot
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import (
     SNAPSHOTS_PER_WORKER,
@@ -42,20 +40,17 @@ from rdzv.messages import (
     Holdings,
     Hung,
     LogPiece,
-    LogsWanted,
     Progress,
     SnapshotsHeld,
     Stacks,
     Welcome,
     WorkersStarted,
 )
-from rdzv.stores.base import HISTORY_ROWS, Record
 from rdzv.structs import replace, struct
 from rdzv.transport.endpoints import Listen
 from rdzv.transport.wire import bodies, read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.version import PROTOCOL_VERSION
-from rdzv.view import answers
 
 T = TypeVar("T")
 
@@ -142,17 +137,11 @@ def job_named_in(message: pb.NodeMessage | pb.Belief) -> str:
 def _join(message: pb.Join, speaker: Speaker, now_ms: int, least_port: int = 1) -> Join:
     given = {"secret": _secret(message), "snapshots": _readable_snapshots(message)}
     join = _spoken(Join, message, speaker, now_ms, **given)
-    _check_nnodes(join.settings, "--nnodes: ")
+    bounds.nnodes(join.settings.min_nodes, join.settings.max_nodes, "--nnodes: ")
     bounds.within("offer.store_port", join.offer.store_port, least_port, 65_535)
     if not join.kept:
         return join
     return replace(join, kept=_by_local_rank(join.kept, join.offer.local_world_size))
-
-
-def _check_nnodes(has: Settings | Scale, flag: str = "") -> None:
-    if has.min_nodes > has.max_nodes:
-        reason = f"is above max_nodes {has.max_nodes}"
-        raise refusal(f"{flag}min_nodes", has.min_nodes, reason, "give MIN:MAX")
 
 
 _SECRET_CHARS_LEAST = 16
@@ -360,57 +349,3 @@ def _tell(message: pb.ServerMessage, told: Announcement, server_version: str, no
     write(body, told, now_ms)
     if isinstance(told, Welcome):
         body.protocol_version, body.server_version = PROTOCOL_VERSION, server_version
-
-
-# ------------------------------------------------------------------------------------ operators
-
-
-def logs_wanted_of(message: pb.ReadLogsRequest) -> LogsWanted:
-    """Read which logs are requested; if neither stream is named, both are."""
-    both = not message.stdout and not message.stderr
-    given = {"stdout": message.stdout or both, "stderr": message.stderr or both}
-    return read(LogsWanted, message, checked=True, **given)
-
-
-def submit_of(message: pb.SubmitJobRequest) -> Submit:
-    submit = read(Submit, message, checked=True)
-    _check_nnodes(submit.settings, "--nnodes: ")
-    if submit.settings.max_restarts is None:
-        remedy = "give a number of restarts, from 0 on"
-        raise refusal("max_restarts", None, "is not set", remedy)
-    # Only the server says who has submitted a job.
-    return replace(submit, spec=replace(submit.spec, submitter=""))
-
-
-def scale_of(message: pb.ScaleJobRequest) -> Scale:
-    """Read a run's new bounds and the reason for the change."""
-    scale = read(Scale, message, checked=True)
-    _check_nnodes(scale)
-    return scale
-
-
-def drain_of(message: pb.DrainNodeRequest) -> tuple[str, int, str]:
-    """Read the node to drain, the time allowed for it in ms, and the reason."""
-    deadline_ms = bounds.within("deadline_ms", message.deadline_ms, 0, bounds.TIMEOUT_MS)
-    reason = bounds.sentence(message.reason) or "an operator asked for it"
-    return bounds.node_id_of(message.node_id), deadline_ms, reason
-
-
-HISTORY_DEFAULT = 200
-
-
-def history_limit(asked: int) -> int:
-    """Read how many history rows are requested, or return the default."""
-    return bounds.within("limit", asked or HISTORY_DEFAULT, 1, HISTORY_ROWS)
-
-
-def event_row(record: Record) -> pb.Event:
-    event = answers.event_in(record)
-    return pb.Event(
-        unix_ms=record.unix_ms,
-        rdzv_id=record.rdzv_id,
-        run=record.run,
-        name=record.name,
-        text=event.text,
-        fields="" if event.fields is None else record.data,
-    )

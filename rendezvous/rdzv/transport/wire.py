@@ -26,8 +26,9 @@ from msgspec import StructMeta
 from msgspec.structs import fields
 
 from rdzv import bounds
-from rdzv.bounds import Age, AtMost, Check, Cut, Else, First, Flat, Unsent, UpTo, Within
+from rdzv.bounds import Age, AtMost, Check, Coded, Cut, Else, First, Flat, Unsent, UpTo, Within
 from rdzv.structs import field_names
+from rdzv.v1 import rdzv_pb2 as pb
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -71,6 +72,17 @@ def bodies(container: type[Message], union: Any) -> dict[type, str]:
     (oneof,) = descriptor.oneofs
     names = {field.message_type.name: field.name for field in oneof.fields}
     return {kind: names[kind.__name__] for kind in get_args(union)}
+
+
+CONTROL: Mapping[str, tuple[type[Message], type[Message], bool]] = {
+    one.name: (
+        getattr(pb, one.input_type.name),
+        getattr(pb, one.output_type.name),
+        one.server_streaming,
+    )
+    for one in pb.DESCRIPTOR.services_by_name["Control"].methods
+}
+"""The request and the answer of each method of Control, and whether it answers with several."""
 
 
 # ------------------------------------------------------------------------------------ the types
@@ -216,6 +228,8 @@ def _reader(
 
 def _read_field(source: _Source, field: Any, shape: Shape, checked: bool, path: str) -> str:
     marks, value = shape.marks if checked else {}, f"m.{field.name}"
+    if Coded in shape.marks:
+        return f"{source.name(shape.marks[Coded].read)}({value})"
     if shape.item is None:
         unset = source.name(shape.unset)
         if shape.kind is int and shape.unset is not None and not field.has_presence:
@@ -297,6 +311,8 @@ def _writer(kind: type, descriptor: Any) -> _Function:
 
 def _write_field(source: _Source, field: Any, shape: Shape) -> list[str]:
     value, target = f"v.{field.name}", f"m.{field.name}"
+    if Coded in shape.marks:
+        return [f"{target} = {source.name(shape.marks[Coded].write)}({value})"]
     if shape.item is not None:
         items = value if shape.kind is tuple else f"{value}.items()"
         if shape.kind is not tuple or shape.item.kind is tuple:

@@ -1,14 +1,16 @@
 """rdzvd's responses as values, in which None means "unknown".
 
-The server builds them from its own values (`rdzv.server.operations.answer_values`). Its HTTP API
-writes them as JSON, and its gRPC services as messages, which the client reads into equal values.
+The server builds them from its own values (`rdzv.server.operations`). Its HTTP API writes them as
+JSON, and its gRPC services as messages, which the client reads into equal values.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rdzv.bounds import Else
+from msgspec import Meta
+
+from rdzv.bounds import Coded, Else, Unsent
 from rdzv.core.evidence.collectives import HangCause
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import SilentNode, WorkerStack
@@ -17,7 +19,7 @@ from rdzv.core.model import DeclinedNode
 from rdzv.core.reason import Reason
 from rdzv.core.snapshots import SoleHolder
 from rdzv.structs import struct
-from rdzv.view.history import fields_in
+from rdzv.view.history import fields_in, text_of
 from rdzv.view.sentences import sentence_of
 
 if TYPE_CHECKING:
@@ -416,7 +418,7 @@ class Event:
     run: str | None
     name: str
     text: str
-    fields: dict[str, Any] | None = None
+    fields: Annotated[dict[str, Any] | None, Coded(text_of, fields_in)] = None
 
 
 @struct(frozen=True)
@@ -426,6 +428,58 @@ class NodeEvent:
     rdzv_id: str
     unix_ms: int
     name: str
+    text: str
+
+
+# ------------------------------------------------------------------------------------ lists
+
+_STORE_AWAY = "Why the server cannot store changes, since when, and what waits; null: it can."
+StoreAway = Annotated[str | None, Meta(description=_STORE_AWAY)]
+
+
+@struct(frozen=True)
+class Jobs:
+    """All jobs, by name."""
+
+    jobs: tuple[JobSummary, ...]
+    store_away: StoreAway = None
+
+
+@struct(frozen=True)
+class Nodes:
+    """All nodes, by name, or those that were asked for."""
+
+    nodes: tuple[Node, ...]
+    store_away: StoreAway = None
+
+
+@struct(frozen=True)
+class Servers:
+    """The servers that share a store."""
+
+    servers: tuple[Server, ...]
+
+
+@struct(frozen=True)
+class Events:
+    """A job's newest events, oldest first."""
+
+    rdzv_id: Annotated[str, Unsent] = ""
+    events: tuple[Event, ...] = ()
+
+
+@struct(frozen=True)
+class Tokens:
+    """Tokens without their secrets."""
+
+    tokens: tuple[Token, ...]
+
+
+@struct(frozen=True)
+class NewToken:
+    """A token with its secret text, which no other answer contains."""
+
+    token: Token
     text: str
 
 

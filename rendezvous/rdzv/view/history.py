@@ -253,6 +253,11 @@ def fields_in(data: str) -> Fields | None:
         return None
 
 
+def text_of(fields: Fields | None) -> str:
+    """Return the text that `fields_in` reads."""
+    return "" if fields is None else msgspec.json.encode(fields).decode()
+
+
 def _fits(value: object) -> bool:
     """Return whether all integers are small enough to be calculated with and printed."""
     if isinstance(value, dict):

@@ -149,7 +149,7 @@ async def test_ended_jobs_are_not_read_one_by_one(caplog: pytest.LogCaptureFixtu
         assert store.reads == 1
         assert "leaving job spoilt alone: job spoilt in memory cannot be read" in caplog.text
         caplog.clear()
-        listed = await s.driver.views.list()
+        listed = await s.listed()
         assert store.reads == 1
         assert [view.rdzv_id for view in listed if view.state != "succeeded"] == ["open"]
         assert len(listed) == 301
@@ -165,15 +165,15 @@ async def test_what_joins_by_a_forgotten_name_is_a_new_job(
     async with server(store) as s:
         for run_number in (1, 2):
             await finished(s)
-            assert (await s.driver.views.status("job-7")).run_number == run_number
+            assert (await s.driver.operations.status("job-7")).run_number == run_number
         await s.driver.forgetting.forget("job-7")
         with pytest.raises(UnknownJobError):
-            await s.driver.views.status("job-7")
+            await s.driver.operations.status("job-7")
         assert (await store.list(), await store.history("job-7", 10)) == ((), ())
         assert not s.driver.jobs.in_memory
         assert not s.driver.jobs.ended
         assert (await finished(s)).round == 0
-        assert (await s.driver.views.status("job-7")).run_number == 1
+        assert (await s.driver.operations.status("job-7")).run_number == 1
     assert lines == ["INFO forgot job job-7: an operator requested it"]
 
 
@@ -206,7 +206,7 @@ async def test_a_job_that_has_not_ended_is_not_forgotten(store: DeletingStore) -
         await s.driver.commands.hear(stream, "job-8", join(stream, (2, 2)))
         with pytest.raises(InvalidRequestError, match="job job-8 is joining"):
             await s.driver.forgetting.forget("job-8")
-        assert (await s.driver.views.status("job-7")).state == "running"
+        assert (await s.driver.operations.status("job-7")).state == "running"
         leave = Leave(node_id, incarnation, line.run, LeaveCause.SIGNAL, "bye")
         await s.driver.engine.submit("job-7", leave)
         with pytest.raises(InvalidRequestError, match="job job-7 is stopping"):
@@ -231,7 +231,7 @@ async def test_a_store_that_refuses_keeps_the_job(store: DeletingStore) -> None:
         with pytest.raises(StoreRefusedError, match="full"):
             await s.driver.forgetting.forget("job-7")
         assert s.driver.trouble
-        assert (await s.driver.views.status("job-7")).state == "succeeded"
+        assert (await s.driver.operations.status("job-7")).state == "succeeded"
         store.before = None
         await s.driver.forgetting.forget("job-7")
         assert not s.driver.trouble
@@ -249,9 +249,7 @@ async def test_after_a_deletion_of_which_nobody_knows_the_store_tells(
         with pytest.raises(RendezvousConnectionError, match="no answer"):
             await s.driver.forgetting.forget("job-7")
         store.before = store.after = None
-        assert [view.rdzv_id for view in await s.driver.views.list()] == (
-            [] if happened else ["job-7"]
-        )
+        assert [view.rdzv_id for view in await s.listed()] == ([] if happened else ["job-7"])
         # Repeated, as by a client that got no answer.
         if happened:
             with pytest.raises(UnknownJobError):
@@ -351,7 +349,7 @@ async def test_at_a_start_what_is_too_old_goes(
     await stored(store, "open", None)
     async with server(store, clock) as s:
         await settle()
-        assert [view.rdzv_id for view in await s.driver.views.list()] == ["new", "open"]
+        assert [view.rdzv_id for view in await s.listed()] == ["new", "open"]
     assert store.deleted == ["older", "old"]
     assert await store.history("old", 10) == ()
     assert lines == [
@@ -426,8 +424,8 @@ async def test_a_job_that_has_begun_another_run_meanwhile_stays(
         store.gate.set()
         await settle()
         assert store.deleted == ["job-6", "job-9"]
-        assert (await s.driver.views.status("job-7")).state == "running"
-        assert (await s.driver.views.status("job-8")).run_number == 2
+        assert (await s.driver.operations.status("job-7")).state == "running"
+        assert (await s.driver.operations.status("job-8")).run_number == 2
 
 
 async def test_while_the_store_is_away_it_waits_for_the_next_hour(
@@ -494,10 +492,10 @@ async def test_a_clock_that_was_stepped_back_lets_ages_go_on(clock: FakeClock) -
     async with server(store, clock) as s:
         # Memory and store agree: a step makes the times count as of now.
         await clock.advance(0)
-        view = await s.driver.views.status("job-7")
+        view = await s.driver.operations.status("job-7")
         assert (view.run_age_ms, view.restarts) == (0, 1)
         clock.at_ms += 40_000
-        view = await s.driver.views.status("job-7")
+        view = await s.driver.operations.status("job-7")
         assert (view.run_age_ms, view.restarts) == (40_000, 0)
 
 

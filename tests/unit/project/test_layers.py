@@ -91,7 +91,7 @@ RULES = (
         never=of("rdzv.v1"),
         but=of(
             *("server/rpc/*_service.py", "server/rpc/grpc_listener.py", "server/wire.py"),
-            "server/rpc/node_messages.py",
+            *("server/rpc/node_messages.py", "server/operations/handlers.py"),
             "server/__main__.py",
             *("client.py", "transport/*.py"),
             # The agent's reports and node only pass on messages that its link has encoded.

@@ -32,10 +32,10 @@ from rdzv.core.model import (
 from rdzv.core.reason import Reason, ReasonItem
 from rdzv.errors import UnknownJobError
 from rdzv.server.diagnosis.worker_starts import Starts
-from rdzv.server.operations import answer_values
+from rdzv.server.operations.job_operations import summary_of, with_workers
 from rdzv.server.security.tokens import Token
 from rdzv.structs import replace
-from rdzv.transport.wire import read, write
+from rdzv.transport.wire import convert, read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import answers
 from rdzv.view.answers import LogLines
@@ -138,16 +138,16 @@ def into(kind: type[Message]) -> Callable[[object], Message]:
     ("value", "into", "kind"),
     [
         *(
-            (answer_values.with_workers(view, NOW_MS), into(pb.JobStatus), answers.JobStatus)
+            (with_workers(view, NOW_MS), into(pb.JobStatus), answers.JobStatus)
             for view in (VIEW, BARE, ZEROS, FULL)
         ),
         (
-            answer_values.with_workers(FULL, NOW_MS, PROGRESS, SLOW, STARTS),
+            with_workers(FULL, NOW_MS, PROGRESS, SLOW, STARTS),
             into(pb.JobStatus),
             answers.JobStatus,
         ),
         *(
-            (answer_values.job_summary(view, hangs), into(pb.JobSummary), answers.JobSummary)
+            (summary_of(view, hangs), into(pb.JobSummary), answers.JobSummary)
             for view, hangs in ((VIEW, ""), (BARE, "RANK 3"), (ZEROS, ""), (FULL, "RANK 3"))
         ),
         *(
@@ -162,14 +162,14 @@ def into(kind: type[Message]) -> Callable[[object], Message]:
             )
         ),
         *(
-            (answer_values.token(token, NOW_MS), into(pb.Token), answers.Token)
+            (token.shown(NOW_MS), into(pb.Token), answers.Token)
             for token in (
                 Token("id", "ada", ("read",), "x", 4_000),
                 Token("id", "ada", ("read", "operate"), "x", 4_000, 9_000, 10_001),
             )
         ),
         (
-            answer_values.stack_report(REPORT, NOW_MS),
+            convert(answers.StackReport, REPORT, age_ms=1_000),
             into(pb.StackReport),
             answers.StackReport,
         ),
@@ -202,10 +202,10 @@ async def test_whether_a_job_is_there_costs_no_view_of_it(monkeypatch: pytest.Mo
         def views(*arguments: object) -> object:
             raise AssertionError("all nodes were looked at")
 
-        monkeypatch.setattr("rdzv.server.operations.job_views.view", views)
+        monkeypatch.setattr("rdzv.server.operations.job_operations.view", views)
         with pytest.raises(AssertionError, match="all nodes"):
-            await s.driver.views.status("job-7")
-        assert (await s.driver.views.state("job-7")).membership.run
-        assert await s.driver.views.history("job-7", 10)
+            await s.driver.operations.status("job-7")
+        assert (await s.driver.operations.state("job-7")).membership.run
+        assert await s.driver.operations.history("job-7", 10)
         with pytest.raises(UnknownJobError):
-            await s.driver.views.history("nobody", 10)
+            await s.driver.operations.history("nobody", 10)

@@ -30,11 +30,12 @@ from rdzv.messages import Hung, LogPiece, Progress, ReadLog, Stacks, TakeStacks
 from rdzv.server.driver import Driver
 from rdzv.server.http import state_feeds as feeds_module
 from rdzv.server.http.listener import Serving, serving_http
-from rdzv.server.http.openapi import LOG_BYTES, PREFIX, document, operations
+from rdzv.server.http.openapi import document
 from rdzv.server.http.page_files import FOLDER, POLICY
 from rdzv.server.http.state_feeds import Reader
+from rdzv.server.operations import handlers
+from rdzv.server.operations.table import LOG_BYTES, OPERATIONS, PREFIX
 from rdzv.server.replication.replica import Replica
-from rdzv.server.rpc.queries import Queries
 from rdzv.server.security.role_gate import AUDIT
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.server_settings import Limits
@@ -215,12 +216,11 @@ async def test_the_documents_are_those_of_rdzvctl() -> None:
 
     async with asked() as s:
         await s.pair()
-        answers = Queries(s.replica, s.clock)
-        status = await answers.status("job-7")
+        server = handlers.Server(s.replica, s.clock)
+        status = await server.status("job-7")
         assert await s.get("/jobs/job-7") == json.loads(as_json.document(status))
-        assert as_json.document(status, indent=None) == as_json.one_line(as_json.document(status))
-        assert await s.get("/nodes") == json.loads(as_json.nodes(answers.nodes()))
-        found = json.loads(as_json.servers(await answers.servers()))
+        assert await s.get("/nodes") == json.loads(as_json.document(server.nodes()))
+        found = json.loads(as_json.document({"servers": await s.replica.servers()}))
         served = await s.get("/servers")
         # The machine's own clock advances between the two.
         before_ms, after_ms = (d["servers"][0].pop("unix_ms") for d in (found, served))
@@ -433,7 +433,7 @@ async def test_a_bug_is_an_error_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with asked() as s:
-        monkeypatch.setattr(Queries, "nodes", lambda self: 1 / 0)
+        monkeypatch.setattr(handlers.Server, "nodes", lambda *_: 1 / 0)
         error = await s.get("/nodes", 500)
     assert error["code"] == "RendezvousError" and "bug" in error["message"]
     assert "ZeroDivisionError" not in json.dumps(error)
@@ -899,7 +899,7 @@ async def test_the_openapi_document_is_served_and_names_every_route() -> None:
     async with asked() as s:
         served = await s.get("/openapi.json")
     assert served == json.loads(OPENAPI.read_text())
-    assert set(served["paths"]) == {one.path for one in operations()}
+    assert set(served["paths"]) == {one.http.path for one in OPERATIONS if one.http}
     for path in served["paths"].values():
         responses = path["get"]["responses"]
         assert {"200", "400", "429", "503"} <= responses.keys()

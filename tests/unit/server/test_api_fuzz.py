@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from served import served
 
 from rdzv.core.evidence.stacks import Report
-from rdzv.server.http.openapi import PREFIX, document, operations
+from rdzv.server.http.openapi import document
+from rdzv.server.operations.table import OPERATIONS, PREFIX
 
 if TYPE_CHECKING:
     from schemathesis import GenerationMode
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 # Collecting these tests does not import schemathesis, which takes half a second.
 
-NAMES = [one.path for one in operations() if one.path != "/stream"]
+NAMES = [one.http.path for one in OPERATIONS if one.http and one.http.path != "/stream"]
 KNOWN = {"rdzv_id": "job-7", "node_id": "n1"}
 SETTINGS = settings(
     max_examples=10,
@@ -39,7 +40,7 @@ def url() -> Iterator[str]:
     with served() as s:
         s.join("job-7", "n1", "n2")
         s.fail("job-7", "n1", "no", "Traceback")
-        run = s.do(s.driver.views.status("job-7")).run
+        run = s.do(s.driver.operations.status("job-7")).run
         s.do(s.driver.diagnosis.stack_archive.keep(Report("job-7", run, 0, 0, "it hung")))
         yield f"{s.url}{PREFIX}"
 

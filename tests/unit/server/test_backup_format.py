@@ -12,7 +12,7 @@ import pytest
 from rdzv.core.model import Membership, Settings
 from rdzv.ctl.new_files import new_file
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
-from rdzv.server.rpc.control_service import CHUNK_BYTES, in_chunks
+from rdzv.server.operations.handlers import CHUNK_BYTES, in_chunks
 from rdzv.stores import backup
 from rdzv.stores.base import DOCUMENT_BYTES, Record, Stored
 from rdzv.stores.memory import MemoryStore

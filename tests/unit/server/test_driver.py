@@ -7,7 +7,7 @@ import heapq
 import itertools
 import logging
 import typing
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -26,6 +26,7 @@ from rdzv.core.commands import (
     Succeed,
     Tick,
 )
+from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.fleet.node_resources import FailingCheck
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules
 from rdzv.core.life import runs
@@ -46,6 +47,7 @@ from rdzv.core.model import (
     Tuning,
 )
 from rdzv.core.reason import ReasonItem
+from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.errors import (
     InvalidRequestError,
     InvariantError,
@@ -79,6 +81,7 @@ from rdzv.messages import (
 )
 from rdzv.runtime import log_format
 from rdzv.runtime.clock import Timer
+from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.driver import Driver
 from rdzv.server.engine import decide_persist_publish as engine_module
 from rdzv.server.engine.jobs import RECONNECT_MS
@@ -89,7 +92,7 @@ from rdzv.server.telemetry import event_lines
 from rdzv.stores.base import Page, Record, RevisionConflictError, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
-from rdzv.view.answers import event_in
+from rdzv.view.answers import JobSummary, event_in
 from rdzv.view.history import kept
 from rdzv.view.sentences import sentence
 from tests.support.builders import report
@@ -239,7 +242,24 @@ class Server:
         return n1, n2
 
     async def states(self, rdzv_id: str = "job-7") -> dict[str, NodeState]:
-        return {n.node_id: n.state for n in (await self.driver.views.status(rdzv_id)).nodes}
+        return {n.node_id: n.state for n in (await self.driver.operations.status(rdzv_id)).nodes}
+
+    async def listed(self) -> list[JobSummary]:
+        return [job async for job in self.driver.operations.each()]
+
+    def state(self, rdzv_id: str) -> State:
+        return self.driver.jobs.peek(rdzv_id) or State(
+            Membership(rdzv_id, "", 0, Settings(1, 1), 0)
+        )
+
+    def progress(self, rdzv_id: str) -> tuple[RankProgress, ...]:
+        return self.driver.diagnosis.progress.shown(self.state(rdzv_id), self.clock.now_ms())
+
+    def starts(self, rdzv_id: str) -> Mapping[str, Starts]:
+        return self.driver.diagnosis.starts.shown(self.state(rdzv_id))
+
+    def snapshots(self, rdzv_id: str) -> SnapshotsKnown:
+        return self.driver.diagnosis.snapshots.shown(self.state(rdzv_id))
 
 
 @asynccontextmanager
@@ -344,7 +364,7 @@ async def test_a_refused_join_leaves_no_job_behind() -> None:
         await s.driver.commands.hear(n1, "job-8", Leave("n1", 1, "x", LeaveCause.SIGNAL, "bye"))
         assert "job-8" not in s.driver.jobs.in_memory
         with pytest.raises(UnknownJobError, match=r"no job job-8 .*`rdzvctl list`"):
-            await s.driver.views.status("job-8")
+            await s.driver.operations.status("job-8")
         assert s.driver.jobs.in_memory.keys() == {"job-7"}
 
 
@@ -360,8 +380,8 @@ async def test_a_job_that_has_ended_is_forgotten_but_not_lost() -> None:
             assert closed.ended.result is Result.SUCCEEDED
         assert not s.driver.jobs.in_memory
         assert not s.driver.node_jobs.node_ids
-        assert (await s.driver.views.status("job-7")).state == "succeeded"
-        assert [view.rdzv_id for view in await s.driver.views.list()] == ["job-7"]
+        assert (await s.driver.operations.status("job-7")).state == "succeeded"
+        assert [view.rdzv_id for view in await s.listed()] == ["job-7"]
 
 
 async def test_a_caller_that_is_cancelled_does_not_cut_a_commit_in_two() -> None:
@@ -437,7 +457,7 @@ async def test_all_that_shares_a_commit_in_doubt_is_announced_once_or_done_anew(
         await asyncio.gather(*said)
         lines = [m for stream in streams for m in read(stream) if isinstance(m, Assignment)]
         assert [(line.round, line.group_rank) for line in lines] == [(0, 0), (0, 1), (0, 2)]
-        names = [row.name for row in await s.driver.views.history("job-7", 100)]
+        names = [row.name for row in await s.driver.operations.history("job-7", 100)]
         assert (names.count("RoundCompleted"), names.count("NodeJoined")) == (1, 3)
 
 
@@ -580,7 +600,7 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
     async with server(store) as s:
         n1, n2 = await s.pair()
         n9 = await s.connect("n9")
-        views = s.driver.views.watch("job-7")
+        views = s.driver.operations.watch("job-7")
         await anext(views)
         store.away, store.reads = StoreRefusedError("disk full"), True
         failed = report(rank=2, message="boom", pid=99)
@@ -595,7 +615,7 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
             "the store has been away for 12 s (disk full); workers run on, nothing new is decided; "
         )
         trouble = ReasonItem(f"{away}not stored yet: workers of n2 have failed")
-        shown = [await s.driver.views.status("job-7"), *await s.driver.views.list()]
+        shown = [await s.driver.operations.status("job-7"), *await s.listed()]
         assert [view.reason.items for view in shown] == [(trouble,), (trouble,)]
         assert shown[0].reason.headline == "2 nodes and 4 workers run round 0"
         # Watchers are informed unasked.
@@ -605,7 +625,7 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
         with pytest.raises(
             RendezvousConnectionError, match=r"job job-9 is not stored yet: .* n9 joins$"
         ):
-            await s.driver.views.status("job-9")
+            await s.driver.operations.status("job-9")
         # The node that failed is informed, once.
         (told,) = read(n2)
         assert isinstance(told, Waiting)
@@ -615,8 +635,8 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
         await s.clock.advance(2_000)
         await asyncio.gather(said, joins)
         assert s.driver.trouble == ""
-        assert "the store" not in str((await s.driver.views.status("job-7")).reason)
-        assert (await s.driver.views.status("job-9")).state == "running"
+        assert "the store" not in str((await s.driver.operations.status("job-7")).reason)
+        assert (await s.driver.operations.status("job-9")).state == "running"
         await views.aclose()
 
 
@@ -682,7 +702,7 @@ async def test_a_commit_in_doubt_is_announced_once_it_is_known_to_have_happened(
         assert stored is not None
         assert stored.revision == store.writes
         assert s.driver.jobs.doubtful == ()
-        names = [row.name for row in await s.driver.views.history("job-7", 100)]
+        names = [row.name for row in await s.driver.operations.history("job-7", 100)]
         assert names.count("RoundCompleted") == 1
 
 
@@ -765,7 +785,7 @@ async def test_who_has_become_another_before_its_join_is_stored_is_lost() -> Non
         await joining
         await s.clock.advance(1_000)
         assert (await s.states()).get("n2") is not NodeState.SPARE
-        names = [row.name for row in await s.driver.views.history("job-7", 100)]
+        names = [row.name for row in await s.driver.operations.history("job-7", 100)]
         assert names[-2:] == ["NodeJoined", "NodeLost"]
 
 
@@ -847,7 +867,7 @@ async def test_history_that_waits_for_a_commit_is_shown_and_written_at_the_end()
         n1, _ = await s.pair()
         s.driver.connections.detach(n1)
         await settle()
-        names = [row.name for row in await s.driver.views.history("job-7", 100)]
+        names = [row.name for row in await s.driver.operations.history("job-7", 100)]
         assert names[-1] == "NodeWentAway"
         assert "NodeWentAway" not in [row.name for row in await store.history("job-7", 100)]
     assert "NodeWentAway" in [row.name for row in await store.history("job-7", 100)]
@@ -863,9 +883,9 @@ async def test_a_job_that_can_not_be_read_leaves_the_others_alone(
     async with server(store) as s:
         assert await s.states() == {"n1": NodeState.AWAY, "n2": NodeState.AWAY}
         assert "leaving job bad alone" in caplog.text
-        assert [view.rdzv_id for view in await s.driver.views.list()] == ["job-7"]
+        assert [view.rdzv_id for view in await s.listed()] == ["job-7"]
         with pytest.raises(RendezvousStateError, match="job bad"):
-            await s.driver.views.status("bad")
+            await s.driver.operations.status("bad")
     assert store.jobs["bad"] == (b"?", 1)
 
 
@@ -1112,10 +1132,10 @@ async def test_no_deadline_of_a_job_counts_before_input_is_read_after_a_pause() 
         for stream in (n1, n2):
             await s.driver.commands.hear(stream, "job-7", join(stream, run="run-1", left_round=0))
         await s.clock.advance(3_000)
-        status = await s.driver.views.status("job-7")
+        status = await s.driver.operations.status("job-7")
         assert status.state == "failed"
         assert (status.last_failure.root_cause.message, status.last_failure.others) == ("boom", ())
-        names = [row.name for row in await s.driver.views.history("job-7", 100)]
+        names = [row.name for row in await s.driver.operations.history("job-7", 100)]
         assert "NodeLost" not in names
 
 
@@ -1261,7 +1281,7 @@ async def given_up(s: Server, *, silent: bool = False, **more: object) -> None:
 
 async def why_gone(s: Server) -> str:
     """Return what `status` says about n1."""
-    return (await s.driver.views.status("job-7")).reason.by_node["n1"]
+    return (await s.driver.operations.status("job-7")).reason.by_node["n1"]
 
 
 @pytest.mark.slow
@@ -1315,11 +1335,11 @@ async def test_a_run_that_is_stopped_ends_when_the_successor_of_a_dead_agent_joi
     async with server() as s:
         await given_up(s)
         await s.driver.operations.obey("job-7", Stop("run-1", "an operator"))
-        assert (await s.driver.views.status("job-7")).state == "stopping"
+        assert (await s.driver.operations.status("job-7")).state == "stopping"
         n1 = s.attach("n1", "another")
         await s.driver.recovery.greet(n1, [asks_for("job-7", n1)])
         await settle()
-        shown = await s.driver.views.status("job-7")
+        shown = await s.driver.operations.status("job-7")
         assert (shown.state, shown.run_number) == ("joining", 2)
 
 
@@ -1329,7 +1349,7 @@ async def test_a_run_that_has_ended_hears_of_a_node_that_was_given_up() -> None:
         await given_up(s)
         await s.driver.operations.obey("job-7", Stop("run-1", "an operator"))
         await s.clock.advance(90_000)
-        assert (await s.driver.views.status("job-7")).state == "stopped"
+        assert (await s.driver.operations.status("job-7")).state == "stopped"
         assert MAY_RUN in await why_gone(s)
         await s.connect("n1", instance="another")
         assert MAY_RUN not in await why_gone(s)

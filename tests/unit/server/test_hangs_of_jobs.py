@@ -145,12 +145,12 @@ async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then
             hang(s, n1, 0, 1)
             await clock.advance(GATHER_MS - 1)
             assert was_asked(n1, n2) == [False, False]
-            assert s.driver.views.hangs("job-7") == "RANK 0-1: no progress reported"
+            assert s.driver.diagnosis.hangs.shown("job-7") == "RANK 0-1: no progress reported"
             await clock.advance(1)
             await say(s, n1, stack(0), stack(1))
             assert await live(s)
             await say(s, n2, stack(2, line=7), stack(3))
-        assert s.driver.views.hangs("job-7") == ""
+        assert s.driver.diagnosis.hangs.shown("job-7") == ""
         found = await failure(s)
         assert (found.node_id, found.rank, found.exit_code, found.signal) == ("n2", 2, None, None)
         assert found.at_ms == clock.now_ms()
@@ -165,7 +165,7 @@ async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then
         assert kept is not None
         assert kept.reason == "it hung: RANK 0-1: no progress reported"
         assert s.driver.diagnosis.hangs.episodes == 0
-        rows = [row.name for row in await s.driver.views.history("job-7", 100)]
+        rows = [row.name for row in await s.driver.operations.history("job-7", 100)]
         assert rows[-4:] == ["WorkersHang", "StacksTaken", "RoundEnded", "WorkerFailed"]
 
 
@@ -198,7 +198,7 @@ async def test_the_records_of_collectives_are_more_certain_than_the_stacks() -> 
         assert kept is not None and kept.cause is not None
         assert (kept.cause.kind, kept.cause.sentence) == ("absent", sentence)
         assert kept.stacks[3].collectives[0].entered == 8
-        rows = await s.driver.views.history("job-7", 100)
+        rows = await s.driver.operations.history("job-7", 100)
         (row,) = [row for row in rows if row.name == "StacksTaken"]
         fields = event_in(row).fields
         assert fields is not None
@@ -280,7 +280,7 @@ async def test_a_worker_that_exited_with_0_is_charged_if_the_others_wait_for_it(
             "hung: RANK 2 exited with 0, 1 min 4 s before; RANK 0-1,3 have waited in all_reduce #9 "
             "of the default group for 60 s; "
         )
-        rows = await s.driver.views.history("job-7", 100)
+        rows = await s.driver.operations.history("job-7", 100)
         assert "WorkerFailed" in [row.name for row in rows]
 
 
@@ -322,7 +322,7 @@ async def test_where_nobody_hangs_any_more_the_round_goes_on() -> None:
         await say(s, n2, stack(2), stack(3))
         assert await live(s)
         assert s.driver.diagnosis.hangs.episodes == 0
-        last = (await s.driver.views.history("job-7", 100))[-1]
+        last = (await s.driver.operations.history("job-7", 100))[-1]
         assert event_in(last).text == "no worker hangs any more in round 0, which goes on"
 
 
@@ -360,17 +360,17 @@ async def test_a_hang_that_is_still_looked_into_does_not_end_that_of_the_next_ro
         assert s.driver.diagnosis.hangs.episodes == 1
         await clock.advance(2_000)
         assert s.driver.diagnosis.hangs.episodes == 1
-        assert s.driver.views.hangs("job-7")
+        assert s.driver.diagnosis.hangs.shown("job-7")
 
 
 async def test_a_round_that_is_over_hangs_no_more_from_that_moment_on() -> None:
     async with server() as s:
         n1, _ = await s.pair()
         hang(s, n1, 0)
-        assert s.driver.views.hangs("job-7")
+        assert s.driver.diagnosis.hangs.shown("job-7")
         leave = Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "bye")
         await s.driver.engine.submit("job-7", leave)
-        assert s.driver.views.hangs("job-7") == ""
+        assert s.driver.diagnosis.hangs.shown("job-7") == ""
 
 
 async def test_what_is_said_of_another_round_or_by_another_changes_nothing() -> None:

@@ -160,7 +160,7 @@ async def history(s: Scraped) -> None:
     n9 = await s.connect("n9")
     await s.driver.commands.hear(n9, "waits", join(n9, (2, 4)))
     await s.driver.commands.hear(n9, "done", join(n9, (1, 1)))
-    run = (await s.driver.views.status("done")).run
+    run = (await s.driver.operations.status("done")).run
     await s.let_pass(2_000)
     await s.driver.commands.hear(n9, "done", Succeed("n9", n9.incarnation, run, 0))
 

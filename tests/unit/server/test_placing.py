@@ -84,7 +84,7 @@ async def take_up(
 
 
 async def reason(s: Server, rdzv_id: str) -> str:
-    return str((await s.driver.views.status(rdzv_id)).reason)
+    return str((await s.driver.operations.status(rdzv_id)).reason)
 
 
 @pytest.mark.quick
@@ -100,7 +100,7 @@ async def test_a_submitted_job_is_placed_joined_and_run() -> None:
             assert placed == Placed("job-7", "sub-1", SPEC)
             await take_up(s, stream, placed)
         assert all(isinstance(read(stream)[-1], Assignment) for stream in (n1, n2))
-        assert (await s.driver.views.status("job-7")).state == "running"
+        assert (await s.driver.operations.status("job-7")).state == "running"
 
 
 async def test_a_job_waits_for_its_nodes_and_says_so() -> None:
@@ -113,7 +113,7 @@ async def test_a_job_waits_for_its_nodes_and_says_so() -> None:
         )
         assert placements(n1) == []
         await daemons(s, "n2")
-        assert (await s.driver.views.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
+        assert (await s.driver.operations.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
 
 
 @pytest.mark.quick
@@ -121,7 +121,7 @@ async def test_what_is_submitted_again_is_submitted_once() -> None:
     async with server() as s:
         await s.driver.operations.submit_job("job-7", submission())
         await s.driver.operations.submit_job("job-7", submission())
-        assert (await s.driver.views.status("job-7")).run_number == 1
+        assert (await s.driver.operations.status("job-7")).run_number == 1
         with pytest.raises(JobExistsError, match=r"a job job-7 already exists, submitted by ada"):
             await s.driver.operations.submit_job("job-7", submission("sub-2"))
 
@@ -136,7 +136,7 @@ async def test_a_job_that_no_node_could_ever_take_is_refused() -> None:
             await s.driver.operations.submit_job("job-7", submission(labels=(("zone", "b"),)))
         with pytest.raises(InvalidRequestError, match="n1 has 1 GPU"):
             await s.driver.operations.submit_job("job-7", submission(gpus_per_node=2))
-        assert await s.driver.views.list() == ()
+        assert await s.listed() == []
         # The right one of a server that has just started may be on its way.
         s.driver.placer.settled_at_ms = s.clock.now_ms() + 1
         await s.driver.operations.submit_job("job-7", submission(gpus_per_node=2))
@@ -173,7 +173,7 @@ async def test_a_node_that_declines_is_replaced() -> None:
         await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", why))
         await s.clock.advance(QUIET_MS)
         assert isinstance(placements(n3)[0], Placed)
-        shown = (await s.driver.views.status("job-7")).submission
+        shown = (await s.driver.operations.status("job-7")).submission
         assert shown is not None
         assert shown.placed == ("n2", "n3")
         assert [(d.node_id, d.reason) for d in shown.declined] == [("n1", why)]
@@ -186,7 +186,7 @@ async def test_a_job_that_no_node_could_run_has_failed() -> None:
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", "no such folder"))
         await s.clock.advance(QUIET_MS)
-        shown = await s.driver.views.status("job-7")
+        shown = await s.driver.operations.status("job-7")
         assert (shown.state, shown.reason.headline) == (
             "failed",
             "no node could run it: n1: no such folder",
@@ -201,7 +201,7 @@ async def test_nodes_that_could_not_run_it_for_one_reason_are_told_together() ->
         for name, node in zip(("n1", "n2"), nodes, strict=True):
             await s.driver.commands.hear(node, "job-7", Decline(name, "sub-1", "no such folder"))
         await s.clock.advance(QUIET_MS)
-        shown = await s.driver.views.status("job-7")
+        shown = await s.driver.operations.status("job-7")
         assert shown.reason.headline == "no node could run it: n1, n2: no such folder"
 
 
@@ -211,7 +211,7 @@ async def test_a_node_that_is_lost_before_it_joined_is_replaced() -> None:
         await s.driver.operations.submit_job("job-7", submission())
         s.driver.connections.detach(n2)
         await live(s, DAEMON_RETURN_MS + 1_000, n1, n3)
-        assert (await s.driver.views.status("job-7")).submission.placed == ("n1", "n3")  # type: ignore[union-attr]
+        assert (await s.driver.operations.status("job-7")).submission.placed == ("n1", "n3")  # type: ignore[union-attr]
         assert isinstance(placements(n3)[0], Placed)
 
 
@@ -293,7 +293,7 @@ async def test_a_stopping_job_lets_go_of_who_never_comes_back() -> None:
         await take_up(s, n1, placed, (1, 2))
         await s.clock.advance(11_000)
         await s.driver.operations.obey("job-7", Stop("sub-1", "stopped by ada"))
-        assert (await s.driver.views.status("job-7")).state == "stopping"
+        assert (await s.driver.operations.status("job-7")).state == "stopping"
     async with server(store, clock) as s:
         n1 = s.attach("n1", incarnation=n1.incarnation, resources=HAS)
         resume = Resume("n1", n1.incarnation, "sub-1", 0)
@@ -301,11 +301,13 @@ async def test_a_stopping_job_lets_go_of_who_never_comes_back() -> None:
         await s.driver.recovery.greet(n1, [belief])
         await s.driver.operations.submit_job("job-8", submission("sub-2", (3, 3)))
         await live(s, 35_000, n1)
-        shown = await s.driver.views.status("job-7")
+        shown = await s.driver.operations.status("job-7")
         assert (shown.state, shown.submission and shown.submission.placed) == ("stopping", ("n1",))
-        assert (await s.driver.views.status("job-8")).reason.headline.startswith("needs 3 nodes")
+        assert (await s.driver.operations.status("job-8")).reason.headline.startswith(
+            "needs 3 nodes"
+        )
         await live(s, 60_000, n1)
-        assert (await s.driver.views.status("job-7")).state == "stopped"
+        assert (await s.driver.operations.status("job-7")).state == "stopped"
 
 
 async def test_a_cordoned_node_gets_nothing_more_and_stays_so() -> None:
@@ -320,10 +322,10 @@ async def test_a_cordoned_node_gets_nothing_more_and_stays_so() -> None:
             "n1 (cordoned): fan; `rdzvctl uncordon` lifts that"
         )
     async with server(store, clock) as s:
-        assert [(n.node_id, n.state) for n in s.driver.node_views.summaries()] == [("n1", "gone")]
+        assert [(n.node_id, n.state) for n in s.driver.nodes.summaries()] == [("n1", "gone")]
         # It need not be there to be cordoned or uncordoned.
         assert not (await s.driver.nodes.uncordon("n1")).cordoned
-        assert s.driver.node_views.summaries() == []
+        assert s.driver.nodes.summaries() == []
     await store.swap_document("nodes", b'{"cordons":{"n1":{"reason":"fan","at_ms":5}}}', 2)
     async with server(store, clock) as s:
         (n1,) = await daemons(s, "n1")
@@ -345,7 +347,7 @@ async def test_what_was_not_stored_is_not_cordoned() -> None:
         await daemons(s, "n1")
         with pytest.raises(RendezvousConnectionError, match="the disk is full"):
             await s.driver.nodes.cordon("n1", "fan")
-        assert not s.driver.node_views.summaries()[0].cordoned
+        assert not s.driver.nodes.summaries()[0].cordoned
 
 
 @pytest.mark.quick
@@ -394,7 +396,7 @@ async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -
         await s.clock.advance(QUIET_MS)
         (placed,) = placements(n3)
         await take_up(s, n3, placed)
-        view = await s.driver.views.status("job-7")
+        view = await s.driver.operations.status("job-7")
         assert str(view.reason) == (
             "2 nodes and 2 workers run round 0; n1 (drained): by ada: new kernel; it leaves in "
             "1 min 0 s"
@@ -411,8 +413,8 @@ async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -
         await s.driver.commands.hear(n2, "job-7", again)
         line = next(told for told in read(n3) if isinstance(told, Assignment))
         assert (line.round, line.group_rank, line.restarts) == (1, 0, 0)
-        assert s.driver.node_views.summaries(["n1"])[0].drain == "drained"
-        texts = [event_in(row).text for row in await s.driver.views.history("job-7", 99)]
+        assert s.driver.nodes.summaries(["n1"])[0].drain == "drained"
+        texts = [event_in(row).text for row in await s.driver.operations.history("job-7", 99)]
         assert "n1 leaves within 1 min 0 s: drained by ada: new kernel" in texts
 
 
@@ -505,7 +507,7 @@ async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() 
         await s.clock.advance(QUIET_MS)
         assert isinstance(placements(n3)[0], Placed)
         assert "n1 (about to leave): preempted; it leaves in 30 s" in await reason(s, "job-7")
-        shown = s.driver.node_views.summaries(["n1"])[0]
+        shown = s.driver.nodes.summaries(["n1"])[0]
         assert (shown.drain, shown.drained_by_operator, shown.cordoned) == (
             "draining",
             False,
@@ -516,11 +518,11 @@ async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() 
         assert age_ms is not None
         await s.clock.advance(5_000)
         s.driver.fleet.note_draining("n1", Draining(25_000, "preempted", 0, own=True))
-        assert s.driver.node_views.summaries(["n1"])[0].drain_age_ms == age_ms + 5_000
+        assert s.driver.nodes.summaries(["n1"])[0].drain_age_ms == age_ms + 5_000
         # Another instance of its agent does not wish to leave any more.
         s.driver.connections.detach(n1)
         await s.connect("n1", instance="two", resources=HAS)
-        assert s.driver.node_views.summaries(["n1"])[0].drain is None
+        assert s.driver.nodes.summaries(["n1"])[0].drain is None
 
 
 async def test_of_a_drain_and_the_nodes_own_wish_the_server_shows_the_earlier() -> None:
@@ -529,7 +531,7 @@ async def test_of_a_drain_and_the_nodes_own_wish_the_server_shows_the_earlier() 
         for node, left_ms in ((n1, 30_000), (n2, 90_000)):
             s.driver.reports.note_draining(node, Draining(left_ms, "preempted", 0, own=True))
             await s.driver.nodes.drain(node.node_id, 60_000, "fan", force=True)
-        shown = s.driver.node_views.summaries(["n1", "n2"])
+        shown = s.driver.nodes.summaries(["n1", "n2"])
         assert [(node.drain_reason, node.drain_left_ms) for node in shown] == [
             ("preempted", 30_000),
             ("fan", 60_000),
@@ -561,7 +563,7 @@ async def test_a_roll_waits_until_each_job_can_do_without_the_node() -> None:
             ),
         ):
             await s.driver.nodes.drain("n1", 1_000, "roll")
-        assert s.driver.node_views.summaries(["n1"])[0].drain is None
+        assert s.driver.nodes.summaries(["n1"])[0].drain is None
         await s.driver.nodes.undrain("n3")
         read(n3)
         # n3 would be placed for it.
@@ -637,7 +639,7 @@ async def test_what_was_stored_after_all_is_told() -> None:
         with pytest.raises(RendezvousConnectionError, match="no answer"):
             await s.driver.nodes.drain("n1", 1_000, "fan", force=True)
         assert [type(told) for told in drains(n1)] == [DrainNode]
-        assert s.driver.node_views.summaries(["n1"])[0].drain == "drained"
+        assert s.driver.nodes.summaries(["n1"])[0].drain == "drained"
 
 
 async def test_while_the_store_is_away_nothing_is_placed() -> None:
@@ -782,7 +784,7 @@ async def test_nodes_are_shown_with_their_jobs() -> None:
         await s.driver.operations.submit_job("job-7", submission())
         await take_up(s, n1, placements(n1)[0])
         await s.driver.reports.note_holdings(n3, (Holding("old", "r", 1),))
-        shown = {n.node_id: n for n in s.driver.node_views.summaries()}
+        shown = {n.node_id: n for n in s.driver.nodes.summaries()}
         assert [(j.rdzv_id, j.gpus, j.state) for j in shown["n1"].jobs] == [("job-7", 1, "waiting")]
         assert [(j.rdzv_id, j.gpus, j.state) for j in shown["n2"].jobs] == [("job-7", 1, "placed")]
         assert [(j.rdzv_id, j.gpus, j.state) for j in shown["n3"].jobs] == [("old", 1, "holding")]
@@ -808,13 +810,11 @@ async def test_nothing_is_placed_on_a_node_that_is_not_well_until_it_is() -> Non
             "1 node; n1 (unhealthy): disk /data has 1 % free; it counts once its checks pass"
         )
         await s.clock.advance(500)
-        shown = {
-            n.node_id: (n.unhealthy, n.unhealthy_age_ms) for n in s.driver.node_views.summaries()
-        }
+        shown = {n.node_id: (n.unhealthy, n.unhealthy_age_ms) for n in s.driver.nodes.summaries()}
         assert shown == {"n1": ("disk /data has 1 % free", 500), "n2": (None, None)}
         s.driver.reports.note_health(n1, ())
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.views.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
+        assert (await s.driver.operations.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
 
 
 async def test_what_is_wrong_is_heard_in_the_hello_too_and_since_when_is_kept() -> None:
@@ -824,11 +824,11 @@ async def test_what_is_wrong_is_heard_in_the_hello_too_and_since_when_is_kept() 
         assert "n1 (unhealthy): disk /data has 1 % free" in await reason(s, "job-7")
         s.driver.connections.detach(n1)
         await daemons(s, "n1", health=Health(FULL))
-        (shown,) = s.driver.node_views.summaries()
+        (shown,) = s.driver.nodes.summaries()
         assert shown.unhealthy_age_ms >= 2 * QUIET_MS
         await daemons(s, "n1")
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.views.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
+        assert (await s.driver.operations.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
 
 
 async def test_a_node_that_declines_for_now_is_chosen_again_when_it_is_well() -> None:
@@ -839,13 +839,13 @@ async def test_a_node_that_declines_for_now_is_chosen_again_when_it_is_well() ->
         s.driver.reports.note_health(n1, FULL)
         await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", "unhealthy", passing=True))
         await s.clock.advance(QUIET_MS)
-        status = (await s.driver.views.status("job-7")).submission
+        status = (await s.driver.operations.status("job-7")).submission
         assert status is not None
         assert (status.placed, status.declined) == (("n2",), ())
         await s.driver.commands.hear(n2, "job-7", Decline("n2", "sub-1", "no such folder"))
         s.driver.reports.note_health(n1, ())
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.views.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
+        assert (await s.driver.operations.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
         assert isinstance(placements(n1)[-1], Placed)
 
 
@@ -856,7 +856,7 @@ async def test_who_has_a_seat_declines_nothing_for_now() -> None:
         await take_up(s, n1, placements(n1)[0], (1, 1))
         await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", "unhealthy", passing=True))
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.views.status("job-7")).state == "running"
+        assert (await s.driver.operations.status("job-7")).state == "running"
 
 
 async def test_an_operator_has_a_node_look_again() -> None:
@@ -875,4 +875,4 @@ async def test_a_job_keeps_no_other_node_back_for_one_that_is_not_well() -> None
         await s.driver.operations.submit_job("large", submission(nodes=(3, 3)))
         await s.driver.operations.submit_job("small", submission("sub-2", nodes=(1, 1)))
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.views.status("small")).submission.placed  # type: ignore[union-attr]
+        assert (await s.driver.operations.status("small")).submission.placed  # type: ignore[union-attr]

@@ -84,7 +84,7 @@ def said(*steps: int, rank: int = 0, run: str = "run-1", round_: int = 0) -> Pro
 
 
 def steps(s: Server) -> dict[int, int]:
-    return {one.rank: one.step for one in s.driver.views.progress("job-7")}
+    return {one.rank: one.step for one in s.progress("job-7")}
 
 
 @pytest.mark.quick
@@ -95,12 +95,12 @@ async def test_the_last_word_of_each_worker_is_shown_with_its_age() -> None:
         s.driver.reports.note_progress(n1, said(5, 6))
         await s.clock.advance(1_000)
         s.driver.reports.note_progress(n1, said(8, 9))
-        assert s.driver.views.progress("job-7") == (
+        assert s.progress("job-7") == (
             RankProgress(0, 8, 100, 2.0),
             RankProgress(1, 9, 100, 2.0),
             RankProgress(2, 7, 1_100, 2.0),
         )
-        assert s.driver.views.progress("job-8") == ()
+        assert s.progress("job-8") == ()
 
 
 async def test_what_is_told_again_is_as_old_as_it_was() -> None:
@@ -111,17 +111,17 @@ async def test_what_is_told_again_is_as_old_as_it_was() -> None:
         n1, _ = await s.pair()
         s.driver.reports.note_progress(n1, said(6))
         await clock.advance(2_000)
-        assert s.driver.views.progress("job-7") == (RankProgress(0, 6, 2_100, 2.0),)
+        assert s.progress("job-7") == (RankProgress(0, 6, 2_100, 2.0),)
     async with server(store, clock) as s:
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
         again = replace(said(6), ranks=(RankProgress(0, 6, 4_321, 2.0),))
         s.driver.reports.note_progress(n1, again)
-        assert s.driver.views.progress("job-7") == (RankProgress(0, 6, 4_321, 2.0),)
+        assert s.progress("job-7") == (RankProgress(0, 6, 4_321, 2.0),)
         await clock.advance(679)
-        assert s.driver.views.progress("job-7") == (RankProgress(0, 6, 5_000, 2.0),)
+        assert s.progress("job-7") == (RankProgress(0, 6, 5_000, 2.0),)
         # If it is repeated, it is neither added up nor counted from the start.
         s.driver.reports.note_progress(n1, replace(again, ranks=(RankProgress(0, 6, 5_010, 2.0),)))
-        assert s.driver.views.progress("job-7") == (RankProgress(0, 6, 5_010, 2.0),)
+        assert s.progress("job-7") == (RankProgress(0, 6, 5_010, 2.0),)
 
 
 async def test_a_worker_of_another_node_is_refused() -> None:
@@ -228,7 +228,7 @@ async def test_watchers_are_woken_by_progress_once_a_second_at_most() -> None:
         seen: list[JobStatus] = []
 
         async def look() -> None:
-            async for view in s.driver.views.watch("job-7"):
+            async for view in s.driver.operations.watch("job-7"):
                 seen.append(view)
 
         watching = asyncio.ensure_future(look())
@@ -333,7 +333,7 @@ def test_programs_read_all_of_it() -> None:
     assert job.progress == (RankProgress(3, 7, 5, 0.5), RankProgress(4, 0, 0, None, 7))
     assert (
         '"progress": [{"rank": 3, "step": 7, "age_ms": 5, "rate": 0.5, "behind": 0}'
-        in as_json.one_line(as_json.document(job))
+        in as_json.document(job, indent=None)
     )
 
 

@@ -68,7 +68,7 @@ def offer(stream: Stream) -> Offer:
 
 
 async def join(s: Server, stream: Stream, left_round: int | None = None) -> None:
-    run = (await s.driver.views.status("job-7")).run
+    run = (await s.driver.operations.status("job-7")).run
     asked = Join(stream.node_id, stream.incarnation, run, SETTINGS, offer(stream), left_round)
     # While the store is away, its message waits.
     s.driver.tasks.start(s.driver.commands.hear(stream, "job-7", asked))
@@ -79,7 +79,7 @@ async def training(s: Server, streams: Sequence[Stream], run: str = "sub-1") -> 
     """Submit a job, and let the nodes that get it run its first round."""
     await s.driver.operations.submit_job("job-7", replace(submission(run), settings=SETTINGS))
     await s.clock.advance(QUIET_MS)
-    placed = (await s.driver.views.status("job-7")).submission
+    placed = (await s.driver.operations.status("job-7")).submission
     assert placed is not None
     for stream in streams:
         if stream.node_id in placed.placed:
@@ -98,7 +98,7 @@ async def fails(
     signal: int | None = 7,
 ) -> None:
     """A worker of one node fails; all stop and come back, that node first."""
-    status = await s.driver.views.status("job-7")
+    status = await s.driver.operations.status("job-7")
     number = status.round
     assert status.state == "running" and number is not None
     failed = report(rank=1, exit_code=None if signal else 1, message=message, pid=99, signal=signal)
@@ -110,11 +110,11 @@ async def fails(
 
 
 async def shown(s: Server, node_id: str) -> Node:
-    return next(node for node in s.driver.node_views.summaries() if node.node_id == node_id)
+    return next(node for node in s.driver.nodes.summaries() if node.node_id == node_id)
 
 
 async def quarantined(s: Server) -> list[str]:
-    return [node.node_id for node in s.driver.node_views.summaries() if node.quarantine]
+    return [node.node_id for node in s.driver.nodes.summaries() if node.quarantine]
 
 
 @pytest.mark.quick
@@ -141,13 +141,13 @@ async def test_who_fails_three_times_is_let_go_of_and_another_takes_the_seat(
         assert Withdrawn("job-7", "sub-1", f"quarantined: {why}") in told
         assert any(isinstance(message, Placed) for message in read(n3))
         await join(s, n3)
-        status = await s.driver.views.status("job-7")
+        status = await s.driver.operations.status("job-7")
         assert (status.state, [n.node_id for n in status.nodes][:2]) == ("running", ["n1", "n3"])
         # The third failure was charged like every other.
         assert status.restarts == 3
         assert (await shown(s, "n2")).quarantine == why
         assert (await shown(s, "n2")).quarantine_left_ms > 11 * HOUR_MS
-        names = [row.name for row in await s.driver.views.history("job-7", 100)]
+        names = [row.name for row in await s.driver.operations.history("job-7", 100)]
         assert "NodeQuarantined" in names
 
 
@@ -155,7 +155,7 @@ async def test_the_last_to_stop_is_let_go_of_in_the_same_step() -> None:
     async with server(failures=1) as s:
         n1, n2, n3 = await daemons(s, "n1", "n2", "n3")
         await training(s, (n1, n2))
-        status = await s.driver.views.status("job-7")
+        status = await s.driver.operations.status("job-7")
         failed = report(rank=1, exit_code=None, pid=99, signal=7)
         await s.driver.commands.hear(
             n2, "job-7", Fail("n2", n2.incarnation, status.run, 0, (failed,))
@@ -164,7 +164,7 @@ async def test_the_last_to_stop_is_let_go_of_in_the_same_step() -> None:
         read(n2)
         await join(s, n2, 0)
         assert not lines(n2)
-        assert (await s.driver.views.status("job-7")).state == "joining"
+        assert (await s.driver.operations.status("job-7")).state == "joining"
         await s.clock.advance(QUIET_MS)
         assert any(isinstance(message, Placed) for message in read(n3))
 
@@ -174,7 +174,7 @@ async def test_a_job_that_waits_says_that_its_node_is_quarantined() -> None:
         n1, n2 = await daemons(s, "n1", "n2")
         await training(s, (n1, n2))
         await fails(s, n2, [n1])
-        reason = str((await s.driver.views.status("job-7")).reason)
+        reason = str((await s.driver.operations.status("job-7")).reason)
         assert "; n2 (quarantined): at fault once, last in job-7: " in reason
 
 
@@ -185,10 +185,10 @@ async def test_a_job_that_loses_its_minimum_gives_back_the_rest_at_once() -> Non
         n1, n2 = await daemons(s, "n1", "n2")
         await training(s, (n1, n2))
         await fails(s, n2, [n1])
-        status = await s.driver.views.status("job-7")
+        status = await s.driver.operations.status("job-7")
         assert (status.state, status.submission.placed) == ("queued", ())  # type: ignore[union-attr]
         assert any(isinstance(told, Withdrawn) for told in read(n1))
-        names = [row.name for row in await s.driver.views.history("job-7", 100)]
+        names = [row.name for row in await s.driver.operations.history("job-7", 100)]
         assert names.count("JobQueued") == 1
         alone = replace(submission("sub-2"), settings=Settings(1, 1))
         await s.driver.operations.submit_job("job-8", alone)
@@ -244,7 +244,7 @@ async def test_an_operator_lifts_it() -> None:
         assert not summary.quarantine
         read(n2)
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.views.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
+        assert (await s.driver.operations.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
         await join(s, n1)
         await join(s, n2)
         assert lines(n2)
@@ -258,13 +258,13 @@ async def test_it_ends_with_its_time() -> None:
         await training(s, (n1, n2))
         await fails(s, n2, [n1])
         await live(s, 59_000, n1, n2)
-        assert (await s.driver.views.status("job-7")).submission.placed == ()  # type: ignore[union-attr]
+        assert (await s.driver.operations.status("job-7")).submission.placed == ()  # type: ignore[union-attr]
         changes: list[str | None] = []
         with s.driver.watchers.followed_by(changes.append):
             await live(s, 2_000, n1, n2)
         assert None in changes  # The list of nodes is shown anew.
         assert not await quarantined(s)
-        assert (await s.driver.views.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
+        assert (await s.driver.operations.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
 
 
 @pytest.mark.quick
@@ -281,7 +281,7 @@ async def test_it_outlives_the_server() -> None:
         assert (gone.state, gone.state_age_ms) == ("gone", None)
         n1, n2 = await daemons(s, "n1", "n2")
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.views.status("job-7")).submission.placed == ()  # type: ignore[union-attr]
+        assert (await s.driver.operations.status("job-7")).submission.placed == ()  # type: ignore[union-attr]
 
 
 async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_stopped() -> None:
@@ -295,11 +295,11 @@ async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_sto
         other = replace(submission("sub-2"), settings=SETTINGS)
         await s.driver.operations.submit_job("job-8", other)
         await s.clock.advance(QUIET_MS)
-        second = (await s.driver.views.status("job-8")).submission
+        second = (await s.driver.operations.status("job-8")).submission
         assert second is not None
         shared = next(n for n in (n1, n2, n3) if n.node_id in second.placed)
         mate = next(n for n in (n1, n2, n3) if n.node_id in second.placed and n is not shared)
-        first = (await s.driver.views.status("job-7")).submission
+        first = (await s.driver.operations.status("job-7")).submission
         assert first is not None and shared.node_id in first.placed
         for stream in (shared, mate):
             asked = Join(stream.node_id, stream.incarnation, "sub-2", SETTINGS, offer(stream))
@@ -309,7 +309,7 @@ async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_sto
         for _ in range(2):
             await fails(s, shared, [peer])
         assert await quarantined(s) == [shared.node_id]
-        status = await s.driver.views.status("job-8")
+        status = await s.driver.operations.status("job-8")
         assert status.state == "running"
         assert {n.node_id for n in status.nodes} == set(second.placed)
         failed = report(rank=1, exit_code=None, pid=99, signal=7)
@@ -319,7 +319,7 @@ async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_sto
             asked = Join(stream.node_id, stream.incarnation, "sub-2", SETTINGS, offer(stream), 0)
             await s.driver.commands.hear(stream, "job-8", asked)
         await s.clock.advance(QUIET_MS)
-        status = await s.driver.views.status("job-8")
+        status = await s.driver.operations.status("job-8")
         assert shared.node_id not in status.submission.placed  # type: ignore[union-attr]
         assert status.state == "joining"
 
@@ -342,9 +342,9 @@ async def test_a_bug_of_the_user_takes_no_node_out_of_service(
                 await fails(s, n2, [n1], "KeyError: 'lr'", None)
         assert not await quarantined(s)
         assert "only job-7 failed there" in caplog.text
-        rows = await s.driver.views.history("job-7", 100)
+        rows = await s.driver.operations.history("job-7", 100)
         assert {row.name for row in rows if "Quarantined" in row.name} == {"NodeNotQuarantined"}
-        assert (await s.driver.views.status("job-7")).state == "running"
+        assert (await s.driver.operations.status("job-7")).state == "running"
 
 
 async def test_a_job_that_crashes_everywhere_has_one_node_quarantined_and_then_is_told_so(
@@ -359,12 +359,12 @@ async def test_a_job_that_crashes_everywhere_has_one_node_quarantined_and_then_i
             await fails(s, n3, [n1])
         assert await quarantined(s) == ["n2"]
         assert "so the job itself is more likely at fault" in caplog.text
-        rows = await s.driver.views.history("job-7", 100)
+        rows = await s.driver.operations.history("job-7", 100)
         assert [row.name for row in rows if "Quarantined" in row.name] == [
             "NodeQuarantined",
             "NodeNotQuarantined",
         ]
-        assert (await s.driver.views.status("job-7")).state == "running"
+        assert (await s.driver.operations.status("job-7")).state == "running"
 
 
 async def test_the_failure_that_ends_the_run_counts_as_well() -> None:
@@ -384,7 +384,7 @@ async def test_the_failure_that_ends_the_run_counts_as_well() -> None:
             )
             await s.driver.commands.hear(stream, "job-7", ask)
         await settle()
-        assert (await s.driver.views.status("job-7")).state == "failed"
+        assert (await s.driver.operations.status("job-7")).state == "failed"
         assert await quarantined(s) == ["n2"]
 
 
@@ -396,11 +396,11 @@ async def test_processes_that_survive_sigkill_count_as_a_failure() -> None:
         await s.driver.commands.hear(n2, "job-7", stuck)
         await s.clock.advance(QUIET_MS)
         assert await quarantined(s) == ["n2"]
-        status = await s.driver.views.status("job-7")
+        status = await s.driver.operations.status("job-7")
         # It is removed once its processes are gone.
         assert ("n2", "stopping") in [(n.node_id, n.state) for n in status.nodes]
         await join(s, n2, 0)
-        status = await s.driver.views.status("job-7")
+        status = await s.driver.operations.status("job-7")
         assert ("n2", "left") in [(n.node_id, n.state) for n in status.nodes]
 
 
@@ -415,7 +415,7 @@ async def test_nodes_of_rdzvrun_are_not_judged() -> None:
         await settle()
         await fails(s, n2, [n1])
         assert not await quarantined(s)
-        assert (await s.driver.views.status("job-7")).state == "running"
+        assert (await s.driver.operations.status("job-7")).state == "running"
 
 
 async def test_a_node_that_runs_a_job_of_its_own_is_judged_and_not_stopped() -> None:
@@ -428,7 +428,7 @@ async def test_a_node_that_runs_a_job_of_its_own_is_judged_and_not_stopped() -> 
         await settle()
         await fails(s, n2, [n1])
         assert await quarantined(s) == ["n2"]
-        assert (await s.driver.views.status("job-7")).state == "running"
+        assert (await s.driver.operations.status("job-7")).state == "running"
         assert lines(n2)
 
 
@@ -442,13 +442,13 @@ async def test_nothing_follows_before_it_is_stored_and_nothing_counts_twice(how:
         await fails(s, n2, [n1])
         await live(s, 3_000, n1, n2, n3)
         # The round was settled once the strike was stored; it counts once.
-        assert (await s.driver.views.status("job-7")).state == "running"
+        assert (await s.driver.operations.status("job-7")).state == "running"
         assert not await quarantined(s)
         store.refuse = [how]
         await fails(s, n2, [n1])
         await live(s, 3_000, n1, n2, n3)
         assert await quarantined(s) == ["n2"]
-        status = await s.driver.views.status("job-7")
+        status = await s.driver.operations.status("job-7")
         assert status.restarts == 2
         assert status.submission.placed == ("n1", "n3")  # type: ignore[union-attr]
 
@@ -458,7 +458,7 @@ async def test_a_commit_of_the_job_that_fails_is_judged_again_to_the_same_end() 
     async with server(store, failures=1) as s:
         n1, n2, n3 = await daemons(s, "n1", "n2", "n3")
         await training(s, (n1, n2))
-        status = await s.driver.views.status("job-7")
+        status = await s.driver.operations.status("job-7")
         failed = report(rank=1, exit_code=None, pid=99, signal=7)
         await s.driver.commands.hear(
             n2, "job-7", Fail("n2", n2.incarnation, status.run, 0, (failed,))
@@ -469,8 +469,8 @@ async def test_a_commit_of_the_job_that_fails_is_judged_again_to_the_same_end() 
         assert await quarantined(s) == ["n2"]
         store.away = None
         await live(s, 3_000, n1, n2, n3)
-        status = await s.driver.views.status("job-7")
+        status = await s.driver.operations.status("job-7")
         assert status.restarts == 1
         assert status.submission.placed == ("n1", "n3")  # type: ignore[union-attr]
-        rows = await s.driver.views.history("job-7", 100)
+        rows = await s.driver.operations.history("job-7", 100)
         assert [row.name for row in rows].count("NodeQuarantined") == 1

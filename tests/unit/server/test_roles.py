@@ -20,11 +20,12 @@ from grpc_reflection.v1alpha import reflection
 from rdzv.core.commands import Tick
 from rdzv.errors import ERROR_CODE_METADATA_KEY, DeniedError, NotLeaderError, UnauthenticatedError
 from rdzv.server.driver import Driver
+from rdzv.server.http import listener
 from rdzv.server.http.listener import serving_http
 from rdzv.server.replication.replica import Replica
-from rdzv.server.rpc import gate_interceptor, grpc_listener
+from rdzv.server.rpc import calls, grpc_listener
 from rdzv.server.rpc.grpc_listener import serving
-from rdzv.server.security import role_gate, roles
+from rdzv.server.security import role_gate
 from rdzv.server.security.callers import Role
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.memory import MemoryStore
@@ -93,13 +94,13 @@ class Guarded:
 async def guarded(monkeypatch: pytest.MonkeyPatch, **config_as: Any) -> AsyncIterator[Guarded]:
     made: list[Any] = []
     methods: list[str] = []
-    seen = gate_interceptor.Interceptor.intercept_service
+    seen = calls.Interceptor.intercept_service
 
     async def noting(self: Any, continuation: Any, details: Any) -> Any:
         methods.append(details.method)
         return await seen(self, continuation, details)
 
-    monkeypatch.setattr(gate_interceptor.Interceptor, "intercept_service", noting)
+    monkeypatch.setattr(calls.Interceptor, "intercept_service", noting)
     application = aiohttp.web.Application
     monkeypatch.setattr(
         aiohttp.web,
@@ -161,7 +162,7 @@ def every_method() -> list[str]:
 
 @pytest.mark.quick
 def test_every_call_has_a_row_and_no_row_is_of_nothing() -> None:
-    assert set(roles.CALLS) == set(every_method())
+    assert set(calls.CALLS) == set(every_method())
 
 
 @pytest.mark.parametrize("method", every_method())
@@ -202,7 +203,7 @@ async def test_a_stream_is_refused_once_its_first_message_is_here(
 async def test_a_stream_that_says_nothing_is_refused_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gate_interceptor, "FIRST_MESSAGE_S", 0.001)
+    monkeypatch.setattr(calls, "FIRST_MESSAGE_S", 0.001)
     async with guarded(monkeypatch) as server, server.channel() as channel:
         call: Any = channel.stream_stream("/rdzv.v1.Rendezvous/Attach")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -246,8 +247,8 @@ async def test_every_path_with_every_role(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.quick
 async def test_a_path_without_a_row_is_open_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(roles.PATHS, "/healthz")
-    monkeypatch.delitem(roles.CALLS, "/rdzv.v1.Control/ListJobs")
+    monkeypatch.delitem(listener.PATHS, "GET /healthz")
+    monkeypatch.delitem(calls.CALLS, "/rdzv.v1.Control/ListJobs")
     async with guarded(monkeypatch) as server, aiohttp.ClientSession() as session:
         async with session.get(f"{server.url}/healthz") as answer:
             assert answer.status == 403
@@ -577,7 +578,7 @@ async def test_the_history_of_a_job_names_who_did_it(monkeypatch: pytest.MonkeyP
         await control(server, "ada", "SubmitJob", submission("job-7", "r1"))
         stop = pb.StopJobRequest(rdzv_id="job-7", run="r1", reason="enough")
         await control(server, "ada", "StopJob", stop)
-        rows = {row.name: row.data for row in await server.driver.views.history("job-7", 10)}
+        rows = {row.name: row.data for row in await server.driver.operations.history("job-7", 10)}
         id_ = server.tokens["ada"].split("_")[1]
         assert "submitted by root at head-1" in rows["RunBegan"]
         assert "[ada]" in rows["RunBegan"]

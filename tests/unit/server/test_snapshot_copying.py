@@ -42,7 +42,7 @@ class Pair:
 
     def missing(self) -> dict[str, str]:
         """Return why there are no copies, by the node that alone holds a part."""
-        loss = self.server.driver.views.snapshots("job-7").node_loss
+        loss = self.server.snapshots("job-7").node_loss
         assert loss is not None and loss.sole_holder_count == len(loss.sole_holders)
         return {one.node_id: one.reason for one in loss.sole_holders}
 

@@ -10,7 +10,7 @@ from rdzv.core.model import Ended, Offer, Participant, Result, Round, Snapshot, 
 from rdzv.core.snapshots import NodeHolding, NodeLoss, SnapshotsKnown, SoleHolder, WhyNotLoaded
 from rdzv.messages import Announcement, Assignment, SnapshotsHeld, SnapshotWatermark
 from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
-from rdzv.server.operations import answer_values
+from rdzv.server.operations.job_operations import with_workers
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.telemetry.job_metrics_page import JobPage
 from rdzv.stores.memory import MemoryStore
@@ -41,7 +41,7 @@ def heard(stream: Stream) -> list[Announcement]:
 
 
 def whole(s: Server) -> SnapshotMark | None:
-    return s.driver.views.snapshots("job-7").whole
+    return s.snapshots("job-7").whole
 
 
 def whole_at(step: int) -> list[SnapshotWatermark]:
@@ -56,7 +56,7 @@ async def test_all_participants_hear_of_a_step_that_is_whole() -> None:
         await s.clock.advance(3)
         s.driver.reports.note_snapshots(n2, holds(1, mark(40)))
         assert heard(n1) == heard(n2) == whole_at(40)
-        assert s.driver.views.snapshots("job-7") == SnapshotsKnown(
+        assert s.snapshots("job-7") == SnapshotsKnown(
             mark(40),
             s.clock.now_ms(),
             {"n1": NodeHolding(1, 1_000), "n2": NodeHolding(1, 1_000)},
@@ -67,7 +67,7 @@ async def test_all_participants_hear_of_a_step_that_is_whole() -> None:
         assert (heard(n1), heard(n2)) == ([], [])
         s.driver.reports.note_snapshots(n1, holds(0, mark(40), mark(50)))
         assert heard(n1) == heard(n2) == whole_at(50)
-        assert s.driver.views.snapshots("job-7").held["n1"] == NodeHolding(2, 2_000)
+        assert s.snapshots("job-7").held["n1"] == NodeHolding(2, 2_000)
 
 
 async def test_nothing_is_known_of_a_job_that_has_ended() -> None:
@@ -160,15 +160,15 @@ async def test_it_is_shown_with_what_a_failure_would_cost() -> None:
         s.driver.reports.note_snapshots(n1, holds(0, mark(40)))
         s.driver.reports.note_snapshots(n2, holds(1, mark(40), mark(50)))
         await s.clock.advance(3_000)
-        known = s.driver.views.snapshots("job-7")
+        known = s.snapshots("job-7")
         progress = tuple(RankProgress(rank, 50 + rank, 0, None) for rank in range(4))
-        view, now_ms = await s.driver.views.status("job-7"), s.clock.now_ms()
-        shown = answer_values.with_workers(view, now_ms, progress, snapshots=known)
+        view, now_ms = await s.driver.operations.status("job-7"), s.clock.now_ms()
+        shown = with_workers(view, now_ms, progress, snapshots=known)
         sole = tuple(answers.SoleHolder(name, SAME_MACHINE) for name in ("n1", "n2"))
         alone = answers.NodeLoss(None, None, sole, 2)
         assert shown.snapshot == answers.WholeSnapshot(0, 40, 2, 3_000, 13, alone)
         assert [(n.snapshots, n.snapshot_bytes) for n in shown.nodes] == [(1, 1_000), (2, 2_000)]
-        unknown = answer_values.with_workers(view, now_ms, snapshots=known)
+        unknown = with_workers(view, now_ms, snapshots=known)
         assert unknown.snapshot == answers.WholeSnapshot(0, 40, 2, 3_000, None, alone)
         page, state = JobPage(), s.driver.jobs.peek("job-7")
         assert state is not None
@@ -191,10 +191,10 @@ async def test_a_step_that_is_whole_without_any_one_node_is_shown_beside_the_new
             own = holds(shard, mark(40), mark(50)).snapshots
             said = SnapshotsHeld("job-7", "run-1", (*own, *copy))
             s.driver.reports.note_snapshots(stream, said)
-        known, now_ms = s.driver.views.snapshots("job-7"), s.clock.now_ms()
+        known, now_ms = s.snapshots("job-7"), s.clock.now_ms()
         progress = tuple(RankProgress(rank, 53, 0, None) for rank in range(4))
-        view = await s.driver.views.status("job-7")
-        shown = answer_values.with_workers(view, now_ms, progress, snapshots=known)
+        view = await s.driver.operations.status("job-7")
+        shown = with_workers(view, now_ms, progress, snapshots=known)
         assert shown.snapshot is not None and shown.snapshot.node_loss is not None
         loss = shown.snapshot.node_loss
         assert (shown.snapshot.step, shown.snapshot.lost_steps) == (50, 3)

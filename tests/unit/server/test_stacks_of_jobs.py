@@ -47,7 +47,9 @@ class Asking:
     """An operator requesting the stacks of job-7."""
 
     def __init__(self, s: Server, number: int | None = None, run: str = "") -> None:
-        self._task = asyncio.ensure_future(s.driver.workers.stacks("job-7", run, number, "asked"))
+        self._task = asyncio.ensure_future(
+            s.driver.operations.stacks("job-7", run, number, "asked")
+        )
 
     @property
     def done(self) -> bool:

@@ -49,13 +49,13 @@ from rdzv.messages import (
     Welcome,
 )
 from rdzv.server import wire
-from rdzv.server.operations import answer_values
+from rdzv.server.operations.job_operations import summary_of, with_workers
 from rdzv.stores.base import Record
 from rdzv.structs import field_names, replace
 from rdzv.transport.endpoints import Listen
 from rdzv.transport.wire import convert, read, write
 from rdzv.v1 import rdzv_pb2 as pb
-from rdzv.view.answers import Budgets, JobStatus, LastFailure, NodeStatus, WorkerFailure
+from rdzv.view.answers import Budgets, JobStatus, LastFailure, NodeStatus, WorkerFailure, event_in
 from tests.support.builders import report
 
 N1 = wire.Speaker("n1", 7)
@@ -511,7 +511,6 @@ def read_belief(**changes: object) -> Callable[[], object]:
         ),
         (lambda: wire.away_ms_of(pb.Away()), "deadline '0 s' is out of bounds"),
         (lambda: wire.away_ms_of(pb.Away(deadline_ms=2**40)), "deadline '"),
-        (lambda: wire.history_limit(10_001), "limit 10001"),
         (lambda: Listen.parse("host"), "'host' cannot be used: it has no port"),
         (lambda: Listen.parse("host:65536"), "'65536' is not a port; a port is a number from 0"),
         (lambda: Listen.parse("host:" + "9" * 5_000), "is not a port; a port is a number from 0"),
@@ -799,11 +798,11 @@ VIEW = JobStatus(
 
 
 def sent(view: JobStatus, now_ms: int = 0, progress: tuple[RankProgress, ...] = ()) -> pb.JobStatus:
-    return write(pb.JobStatus(), answer_values.with_workers(view, now_ms, progress))
+    return write(pb.JobStatus(), with_workers(view, now_ms, progress))
 
 
 def sent_line(view: JobStatus) -> pb.JobSummary:
-    return write(pb.JobSummary(), answer_values.job_summary(view, ""))
+    return write(pb.JobSummary(), summary_of(view))
 
 
 def test_status_carries_every_field_of_the_view() -> None:
@@ -896,17 +895,16 @@ def test_who_forms_the_group_is_told() -> None:
 
 
 def test_a_row_of_history() -> None:
-    record = Record(5, "job-7", "feed", "NodeJoined", "n1 joined")
-    assert wire.event_row(record) == pb.Event(
-        unix_ms=5, rdzv_id="job-7", run="feed", name="NodeJoined", text="n1 joined"
+    event = event_in(Record(5, "job-7", "feed", "NodeJoined", "n1 joined"))
+    assert write(pb.Event(), event) == pb.Event(
+        unix_ms=5, run="feed", name="NodeJoined", text="n1 joined"
     )
     fields = '{"node_id":"n1","round":3,"later":["x"]}'
-    record = Record(5, "job-7", "feed", "NodeStopped", fields)
-    assert wire.event_row(record) == pb.Event(
-        unix_ms=5, rdzv_id="job-7", run="feed", name="NodeStopped", fields=fields,
+    event = event_in(Record(5, "job-7", "feed", "NodeStopped", fields))
+    assert write(pb.Event(), event) == pb.Event(
+        unix_ms=5, run="feed", name="NodeStopped", fields=fields,
         text="n1 stopped its workers of round 3",
     )  # fmt: skip
-    assert wire.history_limit(0) == wire.HISTORY_DEFAULT
 
 
 @pytest.mark.parametrize(

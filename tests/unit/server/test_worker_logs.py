@@ -43,7 +43,7 @@ class Reading:
     """A caller that accepts pieces, unless it is told to wait."""
 
     def __init__(self, s: Server, wanted: LogsWanted) -> None:
-        self._lines = s.driver.workers.read_logs("job-7", wanted)
+        self._lines = s.driver.operations.read_logs("job-7", wanted)
         self.found: list[LogLines] = []
         self.error: RendezvousError | None = None
         self.ended = False
@@ -336,7 +336,7 @@ async def test_a_node_that_is_back_goes_on_in_the_round_that_was_being_read() ->
 async def test_that_a_round_is_not_there_yet_is_not_said_once_it_is() -> None:
     async with server() as s:
         n1, n2 = await pair(s)
-        state = await s.driver.views.state("job-7")
+        state = await s.driver.operations.state("job-7")
         reader = s.driver.diagnosis.logs.open(state, LogsWanted(follow=True, round=1))
         await end_round(s, n1, n2)
         taking = asyncio.create_task(reader.next())
@@ -506,7 +506,7 @@ async def test_why_a_node_sends_nothing_is_passed_on_and_ends_what_can_not_go_on
 async def test_a_slow_reader_is_sent_no_more_than_one_piece_of_each_node() -> None:
     async with server() as s:
         n1, n2 = await pair(s)
-        state = await s.driver.views.state("job-7")
+        state = await s.driver.operations.state("job-7")
         reader = s.driver.diagnosis.logs.open(state, LogsWanted(follow=True))
         await settle()
         for stream in (n1, n2):

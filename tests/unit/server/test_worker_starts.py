@@ -38,11 +38,11 @@ async def test_they_are_recorded_once_all_nodes_have_said_so() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
         s.driver.reports.note_started(n2, said("kept", "warm", why=LATE))
-        assert s.driver.views.starts("job-7") == {"n2": Starts(1, 1, 0)}
+        assert s.starts("job-7") == {"n2": Starts(1, 1, 0)}
         assert not await told(s)
         for _ in range(2):
             s.driver.reports.note_started(n1, said("kept", "cold"))
-        assert s.driver.views.starts("job-7") == {"n1": Starts(1, 0, 1), "n2": Starts(1, 1, 0)}
+        assert s.starts("job-7") == {"n1": Starts(1, 0, 1), "n2": Starts(1, 1, 0)}
         assert await told(s) == [
             f"workers of round 0: 2 kept, 1 warm, 1 cold: RANK 3 on n2 is warm ({LATE})"
         ]
@@ -90,9 +90,9 @@ async def test_a_server_that_takes_over_hears_it_again() -> None:
         n1, _ = await s.pair()
     async with server(store, clock) as s:
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
-        assert s.driver.views.starts("job-7") == {}
+        assert s.starts("job-7") == {}
         s.driver.reports.note_started(n1, said("warm", "warm"))
-        assert s.driver.views.starts("job-7") == {"n1": Starts(0, 2, 0)}
+        assert s.starts("job-7") == {"n1": Starts(0, 2, 0)}
 
 
 async def test_a_round_that_ends_takes_them_along() -> None:
@@ -102,7 +102,7 @@ async def test_a_round_that_ends_takes_them_along() -> None:
         leaving = Leave("n2", n2.incarnation, "run-1", LeaveCause.SIGNAL, "bye", None)
         await s.driver.commands.hear(n2, "job-7", leaving)
         s.driver.reports.note_started(n1, said("cold", "cold"))
-        assert s.driver.views.starts("job-7") == {}
+        assert s.starts("job-7") == {}
 
 
 @pytest.mark.quick
@@ -113,7 +113,7 @@ async def test_another_round_and_a_node_without_a_seat_are_passed_over() -> None
         await s.join(spare)
         s.driver.reports.note_started(spare, said("cold", "cold"))
         s.driver.reports.note_started(n1, said("cold", "cold", round_=1))
-        assert s.driver.views.starts("job-7") == {}
+        assert s.starts("job-7") == {}
 
 
 @pytest.mark.parametrize("how", [("cold",), ("cold",) * 3])
@@ -122,7 +122,7 @@ async def test_each_worker_of_the_node_is_named_once(how: tuple[str, ...]) -> No
         n1, _ = await s.pair()
         with pytest.raises(InvalidRequestError, match=r"n1 names \d, and has local_rank 0..1 in"):
             s.driver.reports.note_started(n1, said(*how))
-        assert s.driver.views.starts("job-7") == {}
+        assert s.starts("job-7") == {}
 
 
 @pytest.mark.quick

@@ -148,12 +148,6 @@ def test_the_first_failure_is_the_root_cause(control: FakeControl, client: Contr
     assert [(other.node_id, other.signal) for other in failure.others] == [("n1", 6)]
 
 
-def test_jobs_come_by_name(control: FakeControl, client: ControlClient) -> None:
-    for name in ("b", "c", "a"):
-        control.jobs[name] = pb.JobStatus(rdzv_id=name)
-    assert [job.rdzv_id for job in client.jobs()] == ["a", "b", "c"]
-
-
 @pytest.mark.slow
 def test_events_are_asked_for_by_number(control: FakeControl, client: ControlClient) -> None:
     control.jobs["a"] = pb.JobStatus(rdzv_id="a")

@@ -36,6 +36,7 @@ from rdzv.stores.base import Record
 from rdzv.structs import replace
 from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view.answers import event_in
 from tests.unit.agent import test_agent_encoding as agent
 from tests.unit.server import test_answer_values as answered
 from tests.unit.server import test_wire as server
@@ -175,7 +176,7 @@ def by_servers() -> Iterator[tuple[str, Message]]:
         yield f"answered:{type(value).__name__}", into(value)
     for data in ("n1 joined", '{"node_id":"n1","round":3,"later":["x"]}'):
         row = Record(5, "job-7", "r1", "NodeStopped", data)
-        yield "answered:Event", wire.event_row(row)
+        yield "answered:Event", write(pb.Event(), event_in(row))
 
 
 def cases(test: Callable[..., object]) -> Iterable[Any]:

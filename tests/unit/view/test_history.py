@@ -10,19 +10,27 @@ import msgspec
 import pytest
 from past_events import an_event
 
-from rdzv.client import event_of
 from rdzv.core import events
-from rdzv.server import wire
 from rdzv.stores.base import Record
+from rdzv.transport import wire
+from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import as_json
-from rdzv.view.answers import event_in
+from rdzv.view.answers import Event, event_in
 from rdzv.view.history import KINDS, fields_in, kept, read, written
 from rdzv.view.sentences import sentence
 from tests.unit.server.test_driver import every_event
 
 RECORDED = Path(__file__).parents[1] / "protocol" / "history.json"
 """Rows as they were once stored, with their sentences. Rows are added; fields never change."""
+
+
+def read_back(event: pb.Event) -> Event:
+    return wire.read(Event, pb.Event.FromString(event.SerializeToString()))
+
+
+def sent(row: Record) -> Event:
+    return read_back(write(pb.Event(), event_in(row)))
 
 
 def row(event: events.Event) -> Record:
@@ -36,7 +44,7 @@ def test_every_event_is_kept_under_its_own_name() -> None:
 @pytest.mark.parametrize("event", every_event(), ids=lambda event: type(event).__name__)
 def test_what_is_written_is_read_again(event: events.Event) -> None:
     assert read(type(event).__name__, fields_in(written(event))) == kept(event)
-    shown = event_of(pb.Event.FromString(wire.event_row(row(event)).SerializeToString()))
+    shown = sent(row(event))
     assert shown == event_in(row(event)) == an_event(kept(event), "run-1", 5)
     assert shown.text == sentence(kept(event))
 
@@ -56,16 +64,16 @@ def test_what_a_later_version_adds_is_passed_on() -> None:
         ("NodeStopped", "n1 stopped its workers of round 3"),
         ("NodeSang", "NodeSang: node_id n1, round 3, verses [1, {'a': None}]"),
     ):
-        event = event_of(wire.event_row(Record(5, "job-7", "run-1", name, fields)))
+        event = sent(Record(5, "job-7", "run-1", name, fields))
         assert event.text == text
-        (document,) = json.loads(as_json.events("job-7", [event]))["events"]
+        (document,) = json.loads(as_json.document({"events": [event]}))["events"]
         assert document["fields"] == json.loads(fields)
 
 
 def test_of_a_later_server_the_text_is_shown_where_its_fields_are_not_known() -> None:
     later = pb.Event(unix_ms=5, name="NodeSang", text="n1 sang: la la", fields='{"node_id":"n1"}')
-    assert event_of(later).text == "n1 sang: la la"
-    assert event_of(later).fields == {"node_id": "n1"}
+    assert read_back(later).text == "n1 sang: la la"
+    assert read_back(later).fields == {"node_id": "n1"}
 
 
 @pytest.mark.parametrize(
@@ -73,20 +81,20 @@ def test_of_a_later_server_the_text_is_shown_where_its_fields_are_not_known() ->
 )
 def test_what_an_older_server_sends_is_shown_as_it_is(fields: str) -> None:
     older = pb.Event(unix_ms=5, run="r", name="NodeLost", text="n1 was lost: x", fields=fields)
-    assert (event_of(older).text, event_of(older).fields) == ("n1 was lost: x", None)
+    assert (read_back(older).text, read_back(older).fields) == ("n1 was lost: x", None)
 
 
 def test_a_row_without_fields_is_shown_as_it_is() -> None:
     event = event_in(Record(5, "job-7", "run-1", "NodeLost", "n1 was lost: x"))
     assert (event.text, event.fields) == ("n1 was lost: x", None)
-    assert wire.event_row(Record(5, "j", "r", "NodeLost", "n1 was lost: x")).fields == ""
+    assert write(pb.Event(), event).fields == ""
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**400), [{"a": 1 << 64}]])
 def test_fields_with_a_number_that_is_too_large_are_not_read(number: object) -> None:
     fields = json.dumps({"node_id": "n1", "for_ms": number})
     message = pb.Event(name="NodeWentAway", text="as it is", fields=fields)
-    assert (event_of(message).text, event_of(message).fields) == ("as it is", None)
+    assert (read_back(message).text, read_back(message).fields) == ("as it is", None)
 
 
 def test_what_was_once_stored_is_read() -> None:

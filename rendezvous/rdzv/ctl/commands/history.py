@@ -58,7 +58,6 @@ def events_command(job: str, limit: int | None, followed: bool, output: str) -> 
     JOB is its rdzv_id. Times are in this machine's time zone.
     """
     from rdzv.ctl import as_text
-    from rdzv.view import as_json
 
     with opened_client() as client:
         found = client.events(job, limit or 0)
@@ -70,7 +69,7 @@ def events_command(job: str, limit: int | None, followed: bool, output: str) -> 
             return None
     return answer(
         output,
-        lambda: as_json.events(job, found),
+        {"rdzv_id": job, "events": found},
         lambda page: as_text.events(job, found, page),
     )
 
@@ -204,7 +203,6 @@ def servers_now_ms(status: JobStatus, past: Sequence[Event], own_ms: int) -> int
 
 def _shown(job: str, runs: list[Ledger], number: int | None, output: str, html: Path | None) -> str:
     from rdzv.ctl import as_text_report, report_page
-    from rdzv.view import as_json
     from rdzv.view.ledger import chosen, run_numbers
 
     run = chosen(job, runs, number)
@@ -214,7 +212,7 @@ def _shown(job: str, runs: list[Ledger], number: int | None, output: str, html: 
         return f"{html} has the ledger of {job}; open it in a browser"
     return answer(
         output,
-        lambda: as_json.ledger(job, run_numbers(runs), run),
+        {"rdzv_id": job, "run_numbers": run_numbers(runs), "ledger": run},
         lambda page: as_text_report.ledger(job, run, others, page),
     )
 
@@ -239,11 +237,8 @@ def _all(client: ControlClient, since_ms: int, now_ms: int) -> Report:
 
 def _shown_all(found: Report, output: str, html: Path | None) -> str:
     from rdzv.ctl import as_text_report, report_page
-    from rdzv.view import as_json
 
     if html is not None:
         write_text(html, report_page.report(found))
         return f"{html} has the report; open it in a browser"
-    return answer(
-        output, lambda: as_json.document(found), lambda page: as_text_report.report(found, page)
-    )
+    return answer(output, found, lambda page: as_text_report.report(found, page))

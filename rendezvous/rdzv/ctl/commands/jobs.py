@@ -45,7 +45,6 @@ def status_command(job: str, everything: bool, watched: bool, output: str) -> st
     abbreviated, and so are lists of more than 40 nodes; nodes that are not seated come first.
     """
     from rdzv.ctl import as_text
-    from rdzv.view import as_json
 
     with opened_client() as client:
         # A watch waits for a lost server, but a server that was never there is an immediate error.
@@ -58,7 +57,7 @@ def status_command(job: str, everything: bool, watched: bool, output: str) -> st
             return None
     return answer(
         output,
-        lambda: as_json.document(found),
+        found,
         lambda page: as_text.status(found, page, everything=everything),
     )
 
@@ -115,7 +114,6 @@ def list_command(
     """
     from rdzv.ctl import job_list
     from rdzv.runtime.log_format import harmless
-    from rdzv.view import as_json
 
     with opened_client() as client:
 
@@ -126,7 +124,7 @@ def list_command(
             where = str(client.server) if not (states or name) else f"{client.server} match that"
             return answer(
                 "text" if output == "wide" else output,
-                lambda: as_json.jobs(found, store_away=client.store_away),
+                {"jobs": found, "store_away": client.store_away},
                 lambda page: job_list.as_lines(
                     where,
                     found,

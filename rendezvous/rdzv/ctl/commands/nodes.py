@@ -40,7 +40,6 @@ def nodes_command(node: str | None, output: str) -> str:
     not used by any job, and the total.
     """
     from rdzv.ctl import as_text_nodes
-    from rdzv.view import as_json
 
     with opened_client() as client:
         found = client.nodes()
@@ -48,7 +47,7 @@ def nodes_command(node: str | None, output: str) -> str:
         server, away = str(client.server), client.store_away
         return answer(
             output,
-            lambda: as_json.nodes(found, store_away=away),
+            {"nodes": found, "store_away": away},
             lambda page: as_text_nodes.nodes(server, found, page, away),
         )
     one = next((one for one in found if one.node_id == node), None)
@@ -56,14 +55,12 @@ def nodes_command(node: str | None, output: str) -> str:
         raise UnknownNodeError(
             f"no node {short(node)} is known; `rdzvctl nodes` lists the known ones"
         )
-    return answer(output, lambda: as_json.document(one), lambda page: as_text_nodes.node(one, page))
+    return answer(output, one, lambda page: as_text_nodes.node(one, page))
 
 
 def _changed(output: str, node: Node, sentence: Callable[[Node], str]) -> str:
     """Report how a node has changed."""
-    from rdzv.view import as_json
-
-    return answer(output, lambda: as_json.document(node), lambda _: sentence(node))
+    return answer(output, node, lambda _: sentence(node))
 
 
 @click.command("cordon")

@@ -24,11 +24,14 @@ from rdzv.runtime.usage import Choice
 def servers_command(output: str) -> str:
     """Show the servers that share a store, and which of them leads."""
     from rdzv.ctl import as_text
-    from rdzv.view import as_json
 
     with opened_client() as client:
         found = client.servers()
-    return answer(output, lambda: as_json.servers(found), lambda page: as_text.servers(found, page))
+    return answer(
+        output,
+        {"servers": found},
+        lambda page: as_text.servers(found, page),
+    )
 
 
 @click.command("backup")
@@ -65,12 +68,13 @@ def audit_command(limit: int | None, output: str) -> str:
     For admins only. Times are in this machine's time zone.
     """
     from rdzv.ctl import as_text_access
-    from rdzv.view import as_json
 
     with opened_client() as client:
         found = client.audit(limit or 0)
     return answer(
-        output, lambda: as_json.audit(found), lambda page: as_text_access.audit(found, page)
+        output,
+        {"events": found},
+        lambda page: as_text_access.audit(found, page),
     )
 
 
@@ -106,14 +110,14 @@ def _create_token(name: str, roles: tuple[str, ...], expires: str | None, output
     tokens, so that a new one can be handed out before the old one is revoked.
     """
     from rdzv.ctl import as_text_access
-    from rdzv.view import as_json
+    from rdzv.structs import as_dict
 
     life_ms = 0 if expires is None else parse_duration("--expires", expires)
     with opened_client() as client:
         token, text = client.create_token(name, roles, life_ms)
     if output == "text":
         click.echo(as_text_access.made(token), err=True)
-    return answer(output, lambda: as_json.token_made(token, text), lambda _: text)
+    return answer(output, {**as_dict(token), "text": text}, lambda _: text)
 
 
 @tokens_command.command("list")
@@ -122,12 +126,13 @@ def _create_token(name: str, roles: tuple[str, ...], expires: str | None, output
 def _list_tokens(output: str) -> str:
     """List all tokens, without their text. Expired tokens remain listed for a while."""
     from rdzv.ctl import as_text_access
-    from rdzv.view import as_json
 
     with opened_client() as client:
         found = client.tokens()
     return answer(
-        output, lambda: as_json.tokens(found), lambda page: as_text_access.tokens(found, page)
+        output,
+        {"tokens": found},
+        lambda page: as_text_access.tokens(found, page),
     )
 
 
@@ -141,8 +146,7 @@ def _revoke_tokens(id_or_name: str, output: str) -> str:
     Nodes that use them are disconnected.
     """
     from rdzv.ctl import as_text_access
-    from rdzv.view import as_json
 
     with opened_client() as client:
         found = client.revoke_tokens(id_or_name)
-    return answer(output, lambda: as_json.tokens(found), lambda _: as_text_access.revoked(found))
+    return answer(output, {"tokens": found}, lambda _: as_text_access.revoked(found))

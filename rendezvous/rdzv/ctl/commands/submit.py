@@ -66,9 +66,7 @@ def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
         warn(note)
     if request.dry_run:
         job = (request.rdzv_id, request.settings, request.spec)
-        return answer(
-            request.output, lambda: as_json.to_submit(*job), lambda page: to_submit(*job, page)
-        )
+        return answer(request.output, as_json.to_submit(*job), lambda page: to_submit(*job, page))
     connection(context).update(request.connection)
     with opened_client() as client:
         found = client.submit(
@@ -77,7 +75,7 @@ def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
     if not request.follow:
         return answer(
             request.output,
-            lambda: as_json.document(found),
+            found,
             lambda page: submitted(found, request.connection.get("server"), page),
         )
     text = submitted(found, None, page_for(sys.stderr), followed=True)

@@ -124,12 +124,11 @@ def stacks_command(job: str, number: int | None, raw: bool, output: str) -> str:
     listed. If no workers are running, the stacks kept from the last hang are shown.
     """
     from rdzv.ctl import as_text_stacks
-    from rdzv.view import as_json
 
     with opened_client() as client:
         found = client.stacks(job, number)
     return answer(
         output,
-        lambda: as_json.document(found),
+        found,
         lambda page: as_text_stacks.text(found, page, raw=raw),
     )

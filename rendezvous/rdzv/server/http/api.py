@@ -1,7 +1,7 @@
 """The JSON API at /api/v1, which shows the same information as rdzvctl. It changes no job or node.
 
-`openapi` lists the operations. Each answer is a document as printed by `rdzvctl -o json`. An error
-is a document with the error's code and message, and has the matching HTTP status.
+`operations.table` lists the operations. Each answer is a document as printed by `rdzvctl -o json`.
+An error is a document with the error's code and message, and has the matching HTTP status.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import asyncio
 import io
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import unquote
 
 from aiohttp import web
@@ -23,11 +24,11 @@ from rdzv.errors import (
     NotLeaderError,
     RendezvousError,
 )
-from rdzv.messages import LogsWanted
-from rdzv.server.http.openapi import LOG_BYTES, PREFIX, Operation, document, operations
+from rdzv.server.http import openapi
 from rdzv.server.http.state_feeds import Feeds, frame
-from rdzv.server.rpc.queries import Queries
-from rdzv.server.settings.server_settings import RdzvdSettings
+from rdzv.server.operations.handlers import Server
+from rdzv.server.operations.table import LOG_BYTES, OPERATIONS, PREFIX, Http, Operation
+from rdzv.transport.wire import CONTROL
 from rdzv.view import as_json
 from rdzv.view.answers import LogLines
 from rdzv.view.log_lines import Printer, note_of
@@ -35,7 +36,6 @@ from rdzv.view.log_lines import Printer, note_of
 log = logging.getLogger("rdzv.api")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-T = TypeVar("T")
 
 STATUSES = {
     "INVALID_ARGUMENT": 400,
@@ -70,49 +70,36 @@ BEAT = b": still here\n" + frame("beat", json.dumps({"version": as_json.VERSION}
 
 
 class Api:
-    """The API's request handlers."""
+    """The API's request handlers: a loop over the table of operations."""
 
-    def __init__(self, answers: Queries, feeds: Feeds, config: RdzvdSettings) -> None:
-        self._answers = answers
+    def __init__(self, server: Server, feeds: Feeds) -> None:
+        self._server = server
         self._feeds = feeds
-        self._operations = operations()
         self._asked = 0
 
     def routes(self) -> list[web.RouteDef]:
-        handlers: Mapping[str, Callable[[web.Request, dict[str, Any]], Awaitable[Any]]] = {
-            "listJobs": self._jobs,
-            "getJob": self._job,
-            "listEvents": self._events,
-            "getLedger": self._ledger,
-            "getReport": self._report,
-            "readLogs": self._logs,
-            "readStacks": self._stacks,
-            "takeStacks": self._new_stacks,
-            "listNodeEvents": self._node_events,
-            "listNodes": self._nodes,
-            "getNode": self._node,
-            "listServers": self._servers,
-            "stream": self._stream,
-            "getOpenApi": self._openapi,
-        }
+        # In aiohttp's syntax, names may contain braces.
         return [
             web.route(
-                one.method, PREFIX + _pattern(one.path), self._handler(one, handlers[one.name])
+                http.method, PREFIX + http.path.replace("}", ":[^/]+}"), self._handler(one, http)
             )
-            for one in self._operations
+            for one in OPERATIONS
+            if (http := one.http) is not None
         ]
 
-    def _handler(
-        self, one: Operation, answer: Callable[[web.Request, dict[str, Any]], Awaitable[Any]]
-    ) -> Handler:
+    def _handler(self, one: Operation, http: Http) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            given = _parameters(one, request)
-            if one.schema is None:
-                response = await answer(request, given)
-                assert isinstance(response, web.StreamResponse)
-                return response
+            given = {**request.match_info, **_parameters(http, request)}
+            if http.media_type == "text/event-stream":
+                return await self._stream(request, given["job"])
+            if http.media_type == "text/plain":
+                return await self._logs(request, one, given)
             with self._one_more():
-                return _json(await answer(request, given))
+                if one.answer is None:
+                    return _json(json.dumps(openapi.document(), indent=2))
+                answer = await one.answer(self._server, _asked(one, given))
+                # Encode in a thread, because the answer may be large.
+                return _json(await asyncio.to_thread(as_json.document, answer))
 
         return handle
 
@@ -129,73 +116,21 @@ class Api:
         finally:
             self._asked -= 1
 
-    # ---------------------------------------------------------------- documents
-
-    async def _jobs(self, request: web.Request, given: dict[str, Any]) -> str:
-        jobs = await self._answers.jobs()
-        return as_json.jobs(jobs, store_away=self._answers.store_away)
-
-    async def _job(self, request: web.Request, given: dict[str, Any]) -> str:
-        return as_json.document(await self._answers.status(_named(request)))
-
-    async def _events(self, request: web.Request, given: dict[str, Any]) -> str:
-        rdzv_id = _named(request)
-        return as_json.events(rdzv_id, await self._answers.events(rdzv_id, given["limit"] or 0))
-
-    async def _ledger(self, request: web.Request, given: dict[str, Any]) -> str:
-        rdzv_id = _named(request)
-        numbers, found = await self._answers.ledger(rdzv_id, given["run"])
-        return await asyncio.to_thread(as_json.ledger, rdzv_id, numbers, found)
-
-    async def _report(self, request: web.Request, given: dict[str, Any]) -> str:
-        found = await self._answers.report(given["hours"] * 3_600_000)
-        return await asyncio.to_thread(as_json.document, found)
-
-    async def _stacks(self, request: web.Request, given: dict[str, Any]) -> str:
-        report = await self._answers.kept_stacks(_named(request), given["round"])
-        # Encode in a thread, because the report may be large.
-        return await asyncio.to_thread(as_json.document, report)
-
-    async def _new_stacks(self, request: web.Request, given: dict[str, Any]) -> str:
-        report = await self._answers.new_stacks(_named(request))
-        return await asyncio.to_thread(as_json.document, report)
-
-    async def _node_events(self, request: web.Request, given: dict[str, Any]) -> str:
-        node_id = _named(request)
-        found = await self._answers.node_events(node_id, given["limit"])
-        return as_json.node_events(node_id, found)
-
-    async def _nodes(self, request: web.Request, given: dict[str, Any]) -> str:
-        return as_json.nodes(self._answers.nodes(), store_away=self._answers.store_away)
-
-    async def _node(self, request: web.Request, given: dict[str, Any]) -> str:
-        return as_json.document(await self._answers.node(_named(request)))
-
-    async def _servers(self, request: web.Request, given: dict[str, Any]) -> str:
-        return as_json.servers(await self._answers.servers())
-
-    async def _openapi(self, request: web.Request, given: dict[str, Any]) -> str:
-        return json.dumps(document(), indent=2)
-
     # ---------------------------------------------------------------- logs
 
-    async def _logs(self, request: web.Request, given: dict[str, Any]) -> web.StreamResponse:
-        follow = given["follow"]
-        wanted = LogsWanted(
-            rank=given["rank"],
-            round=given["round"],
-            follow=follow,
-            tail_lines=given["tail"],
-            tail_bytes=LOG_BYTES,
-        )
-        pieces = self._answers.logs(_named(request), wanted)
+    async def _logs(
+        self, request: web.Request, one: Operation, given: dict[str, Any]
+    ) -> web.StreamResponse:
+        contains, tail_lines = given.pop("contains") or "", given.pop("tail")
+        asked = _asked(one, given | {"tail_lines": tail_lines, "tail_bytes": LOG_BYTES})
+        assert one.answer is not None, "the table has a function for it"
         async with (
-            aclosing(pieces) as found,
+            aclosing(one.answer(self._server, asked)) as pieces,
             aclosing(
-                _texts(found, one_rank=given["rank"] is not None, contains=given["contains"] or "")
+                _texts(pieces, one_rank=given["rank"] is not None, contains=contains)
             ) as texts,
         ):
-            if follow:
+            if given["follow"]:
                 return await self._log_stream(request, texts)
             return web.Response(text=await self._whole(texts))
 
@@ -260,8 +195,8 @@ class Api:
 
     # ---------------------------------------------------------------- the stream
 
-    async def _stream(self, request: web.Request, given: dict[str, Any]) -> web.StreamResponse:
-        async with self._feeds.followed(given["job"]) as reader:
+    async def _stream(self, request: web.Request, rdzv_id: str | None) -> web.StreamResponse:
+        async with self._feeds.followed(rdzv_id) as reader:
             response = web.StreamResponse(
                 headers={
                     "Content-Type": "text/event-stream; charset=utf-8",
@@ -286,19 +221,24 @@ class Api:
             return response
 
 
-def _pattern(path: str) -> str:
-    """Return an OpenAPI path in aiohttp's syntax, in which names may contain braces."""
-    return path.replace("}", ":[^/]+}")
+def _asked(one: Operation, given: dict[str, Any]) -> Any:
+    """Return the message of the same call over gRPC or, if there is none, the names and values.
+
+    Raises:
+        InvalidRequestError: a name is not UTF-8.
+
+    """
+    if not one.rpc:
+        return SimpleNamespace(**given)
+    try:
+        return CONTROL[one.rpc][0](**given)
+    except ValueError as error:
+        raise InvalidRequestError(f"the request cannot be read: {error}") from error
 
 
-def _named(request: web.Request) -> str:
-    (name,) = request.match_info.values()
-    return name
-
-
-def _parameters(one: Operation, request: web.Request) -> dict[str, Any]:
+def _parameters(http: Http, request: web.Request) -> dict[str, Any]:
     """Return the operation's query parameters by name, refusing unknown and repeated ones."""
-    known = {parameter.name: parameter for parameter in one.query}
+    known = {parameter.name: parameter for parameter in http.query}
     for name in request.query:
         if name not in known:
             shown = ", ".join(known) or "none"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from rdzv.errors import DeniedError, LimitExceededError, UnauthenticatedError
+from rdzv.errors import LimitExceededError
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.exposition import CONTENT_TYPE, http_log
 from rdzv.server.driver import STOP_GRACE_MS
@@ -24,11 +24,13 @@ from rdzv.server.http.api import Api, answering_errors
 from rdzv.server.http.connection_limits import GuardedSite
 from rdzv.server.http.page_files import harmless_headers, page_routes, refusing_strangers
 from rdzv.server.http.state_feeds import Feeds
+from rdzv.server.operations.handlers import Server
+from rdzv.server.operations.table import OPERATIONS, PREFIX
 from rdzv.server.replication.replica import Replica
-from rdzv.server.rpc.queries import Queries
-from rdzv.server.security import callers, roles
+from rdzv.server.security import callers
 from rdzv.server.security.callers import Caller
-from rdzv.server.security.role_gate import Gate
+from rdzv.server.security.role_gate import Call, Gate
+from rdzv.server.security.roles import OPEN, READ, Row
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.structs import struct
@@ -40,6 +42,22 @@ if TYPE_CHECKING:
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+
+PATHS: dict[str, Row] = {
+    "GET /healthz": OPEN,
+    "GET /readyz": OPEN,
+    "GET /metrics": READ,
+    "GET /sd": READ,
+    # The page's files are the same for every caller; its data comes from the API.
+    "GET /": OPEN,
+    "GET /web/": OPEN,
+    **{
+        f"{one.http.method} {PREFIX}{one.http.path}": one.row
+        for one in OPERATIONS
+        if one.http is not None
+    },
+}
+"""The rows of the table of roles for HTTP, by method and the route's path."""
 
 request_log = http_log("rdzv.http", "rdzvctl and nodes connect to --listen, not to --http")
 
@@ -84,9 +102,9 @@ async def serving_http(
         ]
     )
     app.on_response_prepare.append(harmless_headers)
-    answers = Queries(replica, clock, facade)
-    async with Feeds.running(answers, config.limits) as feeds:
-        app.add_routes(Api(answers, feeds, config).routes())
+    server = Server(replica, clock, facade)
+    async with Feeds.running(server, config.limits) as feeds:
+        app.add_routes(Api(server, feeds).routes())
         app.add_routes(page_routes(config.grafana))
         # Cancel a handler whose client is gone, because a waiting handler would not notice.
         runner = web.AppRunner(
@@ -121,29 +139,20 @@ def _checking_roles(gate: Gate) -> Middleware:
             return await handler(request)
         path = resource.canonical
         what = f"{request.method} {path}"
+        # A HEAD asks for less than a GET. `/web/` stands for all files below it.
+        method = "GET" if request.method == "HEAD" else request.method
         row_path = "/web/" if path.startswith("/web/") else path
-        if request.method == "POST":
-            row_path = what
-        if row_path not in roles.PATHS:
-            raise DeniedError(f"{path} is not open to anyone: no row of the table of roles has it")
-        if (row := roles.PATHS[row_path]) is None:
+        call = Call(
+            what=what,
+            row=PATHS.get(f"{method} {row_path}"),
+            request=SimpleNamespace(**request.match_info),
+            peer=str(request.remote),
+            header=request.headers.get("Authorization"),
+            certified=lambda: _certified_by_tls(request),
+            verb=f"take {path.rpartition('/')[2]}",
+        )
+        async with gate.admitted(call):
             return await handler(request)
-        caller = callers.NOBODY
-        try:
-            header = request.headers.get("Authorization")
-            caller = await gate.caller(header, lambda: _certified_by_tls(request))
-            await gate.admit(caller, row, what, request.match_info.get("rdzv_id"))
-        except (UnauthenticatedError, DeniedError) as error:
-            gate.note_refusal(f"{caller} at {request.remote}", error.code, f"{what}: {error}")
-            raise
-        callers.present.set(caller)
-        if not row.changes:
-            return await handler(request)
-        response = await handler(request)
-        named = SimpleNamespace(**request.match_info)
-        verb = f"take {path.rpartition('/')[2]}"
-        await gate.audit(caller, verb, named, str(request.remote), "", "")
-        return response
 
     return check
 

@@ -15,12 +15,10 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import TypeVar
 
 from rdzv.errors import (
-    InvalidRequestError,
     LimitExceededError,
     RendezvousConnectionError,
     RendezvousError,
@@ -30,15 +28,13 @@ from rdzv.errors import (
 from rdzv.runtime.clock import sleep_ms
 from rdzv.runtime.tasks import single_error
 from rdzv.server.driver import Driver
-from rdzv.server.rpc.queries import SLICE, Queries
+from rdzv.server.operations.handlers import SLICE, Server
 from rdzv.server.settings.server_settings import Limits
 from rdzv.structs import replace
 from rdzv.view import answers, as_json
 from rdzv.view.answers import JobStatus
 
 log = logging.getLogger("rdzv.feeds")
-
-T = TypeVar("T")
 
 ROWS = 200
 """The maximum number of jobs or nodes in one event; encoding them takes a few milliseconds."""
@@ -125,8 +121,8 @@ class Reader:
 class Feed:
     """The updates about one subject for all its readers. Created by `Feeds`."""
 
-    def __init__(self, answers: Queries) -> None:
-        self._answers = answers
+    def __init__(self, server: Server) -> None:
+        self._server = server
         self.readers: set[Reader] = set()
         """Readers that have been sent the whole state."""
         self._fresh: set[Reader] = set()
@@ -152,16 +148,16 @@ class Feed:
     async def run(self) -> None:
         """Send updates to all readers until cancelled, or until an error ends them all."""
         try:
-            driver = self._answers.replica.driver
+            driver = self._server.driver
             with driver.watchers.followed_by(lambda rdzv_id: self._heard(driver, rdzv_id)):
                 while True:
                     self._check(driver)
                     self._woken.clear()
-                    began_ms = self._answers.clock.now_ms()
+                    began_ms = self._server.clock.now_ms()
                     fresh, self._fresh = self._fresh, set()
                     self.readers |= fresh
                     await self._look(fresh)
-                    await self._rest(self._answers.clock.now_ms() - began_ms)
+                    await self._rest(self._server.clock.now_ms() - began_ms)
         except RendezvousError as error:
             self.fail(error)
         except Exception:
@@ -170,7 +166,7 @@ class Feed:
             self.fail(RendezvousConnectionError("a bug in rdzvd, see its log; connect again"))
 
     def _check(self, driver: Driver) -> None:
-        if self._answers.replica.driver is not driver:
+        if self._server.driver is not driver:
             raise RendezvousConnectionError("this server no longer leads; ask again")
 
     def _heard(self, driver: Driver, rdzv_id: str | None) -> None:
@@ -184,9 +180,9 @@ class Feed:
     async def _rest(self, worked_ms: int) -> None:
         """Rest in proportion to the time worked, and then wait for the next change."""
         rest_ms = max(REST_MS, REST * worked_ms)
-        await sleep_ms(self._answers.clock, rest_ms)
+        await sleep_ms(self._server.clock, rest_ms)
         waits = asyncio.ensure_future(self._woken.wait())
-        looks_again = asyncio.ensure_future(sleep_ms(self._answers.clock, WATCHED_EVERY_MS))
+        looks_again = asyncio.ensure_future(sleep_ms(self._server.clock, WATCHED_EVERY_MS))
         try:
             waiting = {waits} if not self._looks_again() else {waits, looks_again}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -196,7 +192,7 @@ class Feed:
 
     def _looks_again(self) -> bool:
         """Return whether this feed must poll because some changes are not announced."""
-        return self._answers.watches
+        return self._server.facade is not None
 
     def _note(self, rdzv_id: str | None) -> None:
         raise NotImplementedError
@@ -209,8 +205,8 @@ class Feed:
 class FleetFeed(Feed):
     """The feed for all jobs and all nodes, with one line for each."""
 
-    def __init__(self, answers: Queries) -> None:
-        super().__init__(answers)
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
         self._jobs: dict[str, object] = {}
         """Each job as last sent, without its ages, by rdzv_id."""
         self._nodes: dict[str, object] = {}
@@ -241,28 +237,29 @@ class FleetFeed(Feed):
             reader.put([READY])
 
     async def _tell_all_jobs(self, fresh: Collection[Reader], old: Collection[Reader]) -> None:
-        self._watched = {view.rdzv_id for view in self._answers.all_watched()}
+        self._watched = {row.rdzv_id for row in self._server.all_watched()}
         rows, seen = list[answers.JobSummary](), set[str]()
-        async for view in self._answers.views():
-            if view.rdzv_id not in seen:
-                seen.add(view.rdzv_id)
-                rows.append(self._answers.summary_of(view))
+        async for row in self._server.summaries():
+            if row.rdzv_id not in seen:
+                seen.add(row.rdzv_id)
+                rows.append(row)
         news = [row for row in rows if self._is_news(row)]
-        await self._put(fresh, "jobs", as_json.jobs, rows)
-        await self._put(old, "jobs", as_json.jobs, news)
+        await self._put(fresh, "jobs", rows)
+        await self._put(old, "jobs", news)
         self._tell_gone(old, "jobs", self._jobs, seen)
 
     async def _tell_jobs(self, changed: set[str], old: Collection[Reader]) -> None:
-        watched = {view.rdzv_id: view for view in self._answers.all_watched()}
+        watched = {row.rdzv_id: row for row in self._server.all_watched()}
         changed |= self._watched - watched.keys()
         self._watched = set(watched)
-        rows = [self._answers.summary_of(view) for view in watched.values()]
+        rows = list(watched.values())
         gone = set[str]()
         for number, rdzv_id in enumerate(changed, 1):
             try:
-                rows.append(self._answers.summary_of(await self._answers.view(rdzv_id)))
-            except (UnknownJobError, InvalidRequestError):
-                gone.add(rdzv_id)
+                rows.append(await self._server.summary(rdzv_id))
+            except UnknownJobError:
+                if rdzv_id not in watched:
+                    gone.add(rdzv_id)
             except RendezvousStateError as error:
                 log.error("not showing job %s: %s", rdzv_id, error)
             except RendezvousConnectionError:
@@ -271,7 +268,7 @@ class FleetFeed(Feed):
                 self._changed.add(rdzv_id)
             if number % SLICE == 0:
                 await asyncio.sleep(0)
-        await self._put(old, "jobs", as_json.jobs, [row for row in rows if self._is_news(row)])
+        await self._put(old, "jobs", [row for row in rows if self._is_news(row)])
         self._tell_gone(old, "jobs", self._jobs, self._jobs.keys() - gone)
 
     def _is_news(self, row: answers.JobSummary) -> bool:
@@ -282,11 +279,11 @@ class FleetFeed(Feed):
         return True
 
     async def _tell_nodes(self, fresh: Collection[Reader], old: Collection[Reader]) -> None:
-        now_ms, nodes = self._answers.clock.now_ms(), self._answers.nodes()
+        now_ms, nodes = self._server.clock.now_ms(), self._server.nodes().nodes
         contents = {node.node_id: _content(node, now_ms) for node in nodes}
         news = [node for node in nodes if self._nodes.get(node.node_id) != contents[node.node_id]]
-        await self._put(fresh, "nodes", as_json.nodes, nodes)
-        await self._put(old, "nodes", as_json.nodes, news)
+        await self._put(fresh, "nodes", nodes)
+        await self._put(old, "nodes", news)
         self._tell_gone(old, "nodes", self._nodes, contents.keys())
         self._nodes = contents
 
@@ -307,16 +304,15 @@ class FleetFeed(Feed):
     async def _put(
         self,
         readers: Collection[Reader],
-        event: str,
-        write: Callable[..., str],
-        rows: Sequence[T],
+        kind: str,
+        rows: Sequence[answers.JobSummary] | Sequence[answers.Node],
     ) -> None:
         if not readers:
             return
         for first in range(0, len(rows), ROWS):
             part = rows[first : first + ROWS]
-            document = write(part, indent=None, store_away=self._answers.store_away)
-            _put_all(readers, [frame(event, document)])
+            shown = {kind: part, "store_away": self._server.driver.trouble or None}
+            _put_all(readers, [frame(kind, as_json.document(shown, indent=None))])
             await asyncio.sleep(0)
 
 
@@ -337,15 +333,15 @@ def _content(node: answers.Node, now_ms: int) -> object:
 class JobFeed(Feed):
     """The feed for one job: everything that `rdzvctl status` shows, and the job's history."""
 
-    def __init__(self, answers: Queries, rdzv_id: str) -> None:
-        super().__init__(answers)
+    def __init__(self, server: Server, rdzv_id: str) -> None:
+        super().__init__(server)
         self._rdzv_id = rdzv_id
         self._turn: object = None
         self._events = b""
         self._last = b""
 
     def _looks_again(self) -> bool:
-        return self._answers.watched(self._rdzv_id) is not None
+        return self._server.watched(self._rdzv_id) is not None
 
     def _note(self, rdzv_id: str | None) -> None:
         # If a change to a node affects the job, the job's own rdzv_id is reported.
@@ -354,16 +350,16 @@ class JobFeed(Feed):
 
     async def _look(self, fresh: Collection[Reader]) -> None:
         old = self.readers.difference(fresh)
-        view = await self._answers.view(self._rdzv_id)
-        status = self._answers.status_of(view)
+        status = await self._server.status(self._rdzv_id)
         told = frame("job", as_json.document(status, indent=None))
         if told != self._last:
             _put_all(old, [told])
             self._last = told
-        turn = (self._answers.replica.driver.views.noted(self._rdzv_id), _turn_of(view))
+        turn = (self._server.driver.history.noted(self._rdzv_id), _turn_of(status))
         if turn != self._turn or not self._events:
-            events = await self._answers.events(self._rdzv_id, EVENTS)
-            written = frame("events", as_json.events(self._rdzv_id, events, indent=None))
+            rows = await self._server.history(self._rdzv_id, EVENTS)
+            events = answers.Events(self._rdzv_id, tuple(map(answers.event_in, rows)))
+            written = frame("events", as_json.document(events, indent=None))
             self._turn = turn
             if written != self._events:
                 _put_all(old, [written])
@@ -371,13 +367,13 @@ class JobFeed(Feed):
         _put_all(fresh, [BEGIN, told, self._events, READY])
 
 
-def _turn_of(view: JobStatus) -> object:
+def _turn_of(status: JobStatus) -> object:
     """Return a value that changes with every step recorded in the history."""
-    nodes = tuple((node.node_id, node.state) for node in view.nodes)
-    submission = view.submission
+    nodes = tuple((node.node_id, node.state) for node in status.nodes)
+    submission = status.submission
     placed = submission.placed if submission is not None else ()
-    turn = (view.run, view.round, view.state, view.min_nodes, view.max_nodes)
-    return (*turn, view.restarts, placed, nodes)
+    turn = (status.run, status.round, status.state, status.min_nodes, status.max_nodes)
+    return (*turn, status.restarts, placed, nodes)
 
 
 def _put_all(readers: Iterable[Reader], frames: Sequence[bytes]) -> None:
@@ -388,8 +384,8 @@ def _put_all(readers: Iterable[Reader], frames: Sequence[bytes]) -> None:
 class Feeds:
     """All feeds of one server. Created by `running`."""
 
-    def __init__(self, answers: Queries, limits: Limits, tasks: asyncio.TaskGroup) -> None:
-        self._answers = answers
+    def __init__(self, server: Server, limits: Limits, tasks: asyncio.TaskGroup) -> None:
+        self._server = server
         self._tasks = tasks
         self._limits = limits
         self.by_rdzv_id: dict[str | None, Feed] = {}
@@ -400,10 +396,10 @@ class Feeds:
 
     @classmethod
     @asynccontextmanager
-    async def running(cls, answers: Queries, limits: Limits) -> AsyncIterator[Feeds]:
+    async def running(cls, server: Server, limits: Limits) -> AsyncIterator[Feeds]:
         with single_error():
             async with asyncio.TaskGroup() as tasks:
-                feeds = cls(answers, limits, tasks)
+                feeds = cls(server, limits, tasks)
                 try:
                     yield feeds
                 finally:
@@ -434,9 +430,9 @@ class Feeds:
         self.readers += 1
         try:
             if rdzv_id is not None:
-                await self._answers.check_known(rdzv_id)
+                await self._server.check_known(rdzv_id)
             else:
-                _ = self._answers.replica.driver
+                _ = self._server.driver
             with self._joined(rdzv_id) as reader:
                 yield reader
         finally:
@@ -446,7 +442,7 @@ class Feeds:
     def _joined(self, rdzv_id: str | None) -> Iterator[Reader]:
         feed = self.by_rdzv_id.get(rdzv_id)
         if feed is None or feed.task is None or feed.task.done():
-            new = FleetFeed(self._answers) if rdzv_id is None else JobFeed(self._answers, rdzv_id)
+            new = FleetFeed(self._server) if rdzv_id is None else JobFeed(self._server, rdzv_id)
             feed = self.by_rdzv_id[rdzv_id] = new
             feed.task = self._tasks.create_task(feed.run())
         reader = Reader()

@@ -1,34 +1,234 @@
-"""Changes to jobs that operators can request: submit, stop, restart, scale and forget."""
+"""Jobs and their workers at one leading server: what operators are shown, and what they change."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from rdzv.core.commands import Command, Submit
-from rdzv.core.model import State
-from rdzv.errors import RendezvousError
+from rdzv.core.evidence.progress_lag import RankProgress, lags
+from rdzv.core.evidence.stacks import Report
+from rdzv.core.evidence.stragglers import Straggler
+from rdzv.core.model import NodeState, State
+from rdzv.core.reason import ReasonItem
+from rdzv.core.snapshots import SnapshotsKnown
+from rdzv.core.words import listed
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    UnknownJobError,
+)
+from rdzv.messages import LogsWanted
+from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.security import roles
 from rdzv.server.security.callers import ANYBODY, Caller
+from rdzv.stores.base import Record
 from rdzv.structs import replace
-from rdzv.view.answers import JobStatus
+from rdzv.transport.wire import convert
+from rdzv.view import answers
+from rdzv.view.answers import JobStatus, LogLines
+from rdzv.view.explain import view
 
 if TYPE_CHECKING:
     from rdzv.server.driver import Driver
+
+WATCHERS = 1_000
+"""The number of callers that watch jobs at once. Each costs a message for every change."""
+
+SUMMARY_ITEMS = 4
+"""How many items of its reason a job has in a list."""
+
+NO_SNAPSHOTS = SnapshotsKnown()
+_HERE = (NodeState.SEATED, NodeState.SUCCEEDED, NodeState.AWAY, NodeState.STOPPING)
 
 log = logging.getLogger("rdzv.driver")
 
 
 class JobOperations:
-    """Makes changes to one server's jobs."""
+    """The jobs of one server. Methods that take an rdzv_id raise `UnknownJobError` for no job."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
+        self.watching = 0
+        """The number of callers that are watching a job."""
+
+    # ---------------------------------------------------------------- shown
+
+    async def status(self, rdzv_id: str) -> JobStatus:
+        """Return the status of a job; raises the same errors as `state`."""
+        return self.of(await self.state(rdzv_id))
+
+    async def state(self, rdzv_id: str) -> State:
+        """Return the state of a known job.
+
+        Raises:
+            UnknownJobError: no such job is known.
+            RendezvousConnectionError: the job is not stored yet, or the store is unavailable.
+
+        """
+        state = await self._driver.jobs.look(rdzv_id)
+        if not state.membership.run:
+            store = self._driver.store
+            if store.waiting(rdzv_id):
+                trouble = store.trouble_of(rdzv_id)
+                raise RendezvousConnectionError(f"job {rdzv_id} is not stored yet: {trouble}")
+            raise UnknownJobError(
+                f"no job {rdzv_id} is known here; `rdzvctl list` shows those that are"
+            )
+        return state
+
+    def of(self, state: State) -> JobStatus:
+        """Return a job's status with all that is known about its workers and snapshots."""
+        diagnosis, now_ms = self._driver.diagnosis, self._driver.clock.now_ms()
+        return with_workers(
+            self._without_workers(state),
+            now_ms,
+            diagnosis.progress.shown(state, now_ms),
+            diagnosis.stragglers.shown(state.membership.rdzv_id),
+            diagnosis.starts.shown(state),
+            diagnosis.snapshots.shown(state),
+        )
+
+    def _without_workers(self, state: State) -> JobStatus:
+        driver, rdzv_id = self._driver, state.membership.rdzv_id
+        store, wait = driver.store, driver.placer.queue_wait_of(rdzv_id)
+        shown = view(state, driver.clock.now_ms(), wait, driver.fleet.drains())
+        # The view shows the stored state; the reason names commands that are waiting to be stored.
+        if state.membership.ended is not None and not store.waiting(rdzv_id):
+            return shown
+        if not (trouble := store.trouble_of(rdzv_id)):
+            return shown
+        items = (ReasonItem(trouble), *shown.reason.items)
+        return replace(shown, reason=replace(shown.reason, items=items))
+
+    def summary(self, state: State) -> answers.JobSummary:
+        hangs = self._driver.diagnosis.hangs.shown(state.membership.rdzv_id)
+        return summary_of(self._without_workers(state), hangs)
+
+    async def watch(self, rdzv_id: str) -> AsyncGenerator[JobStatus, None]:
+        """Yield a job's status now and after each change; a slow reader misses some of them.
+
+        Raises:
+            LimitExceededError: there are too many watchers.
+            RendezvousConnectionError: this server no longer serves.
+
+        """
+        if self.watching >= WATCHERS:
+            raise LimitExceededError(
+                f"{self.watching} callers watch jobs here, which is the limit; try again later"
+            )
+        watchers = self._driver.watchers
+        self.watching += 1
+        try:
+            while not watchers.closed:
+                changed = watchers.next_change(rdzv_id)
+                yield await self.status(rdzv_id)
+                await changed.wait()
+            raise RendezvousConnectionError("this server no longer serves; ask again")
+        finally:
+            self.watching -= 1
+
+    async def each(self) -> AsyncGenerator[answers.JobSummary, None]:
+        """Yield each job's line for lists."""
+        async with aclosing(self._driver.jobs.each()) as states:
+            async for state in states:
+                # A job that was forgotten in the meantime is left out.
+                if state.membership.run:
+                    yield self.summary(state)
+
+    async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
+        """Return a job's newest events, oldest first."""
+        await self.state(rdzv_id)
+        return await self._driver.history.of(rdzv_id, limit)
+
+    # ---------------------------------------------------------------- workers
+
+    async def read_logs(self, rdzv_id: str, wanted: LogsWanted) -> AsyncGenerator[LogLines, None]:
+        """Yield the output of a job's workers as their nodes send it.
+
+        Raises:
+            InvalidRequestError: the job has had no such round or no such RANK.
+            RendezvousClosedError: the given run is not the last.
+            LimitExceededError: there are too many readers.
+            RendezvousConnectionError: this server no longer serves.
+
+        """
+        state = await self.state(rdzv_id)
+        if self._driver.watchers.closed:
+            raise RendezvousConnectionError("this server no longer serves; ask again")
+        reader = self._driver.diagnosis.logs.open(state, wanted)
+        try:
+            while (lines := await reader.next()) is not None:
+                yield lines
+        finally:
+            reader.close()
+
+    async def stacks(self, rdzv_id: str, run: str, number: int | None, why: str) -> Report:
+        """Return a round's stacks, captured now or when the round hung; see `Control.TakeStacks`.
+
+        Raises:
+            RendezvousClosedError: the given run is not the last.
+            InvalidRequestError: no round is live, and no stacks of that round were kept.
+            LimitExceededError: too many collections are running.
+            RendezvousConnectionError: the store is unavailable, or this server no longer serves.
+
+        """
+        state = await self.state(rdzv_id)
+        membership = state.membership
+        if run and run != membership.run:
+            raise RendezvousClosedError(
+                f"run {run} of {rdzv_id} has ended, and another has begun: run {membership.run}"
+            )
+        live = _live_round(state)
+        if live is not None and number in (None, live):
+            return await self._driver.diagnosis.stacks.take(state, why)
+        found, kept = await self._kept_stacks(state, number)
+        if found is None:
+            raise _no_stacks(rdzv_id, number, live, kept)
+        return found
+
+    async def kept_stacks(self, rdzv_id: str, number: int | None) -> Report:
+        """Return the archived stacks of a round that hung, without asking any node.
+
+        Raises:
+            InvalidRequestError: no stacks are kept, or none from this round.
+            RendezvousConnectionError: the store is unavailable, or this server no longer serves.
+
+        """
+        state = await self.state(rdzv_id)
+        found, kept = await self._kept_stacks(state, number)
+        if found is not None:
+            return found
+        if number is None:
+            raise InvalidRequestError(
+                f"no stacks of {rdzv_id} are kept: no round of this run has hung; "
+                f"`rdzvctl stacks {rdzv_id}` takes those of its workers now"
+            )
+        raise _no_stacks(rdzv_id, number, _live_round(state), kept)
+
+    async def _kept_stacks(
+        self, state: State, number: int | None
+    ) -> tuple[Report | None, Collection[int]]:
+        """Return a round's stacks or the latest ones, and the numbers of rounds that have any."""
+        rdzv_id, run = state.membership.rdzv_id, state.membership.run
+        archive = self._driver.diagnosis.stack_archive
+        kept = await archive.rounds(rdzv_id, run)
+        wanted = number if number is not None else max(kept, default=None)
+        if wanted is None or wanted not in kept:
+            return None, kept
+        return await archive.find(rdzv_id, run, wanted), kept
+
+    # ---------------------------------------------------------------- changed
 
     async def submit_job(
         self, rdzv_id: str, command: Submit, caller: Caller = ANYBODY
     ) -> JobStatus:
-        """Begin a run whose nodes the server chooses, and return the job's new view.
+        """Begin a run whose nodes the server chooses, and return the job's new status.
 
         Raises:
             DeniedError: the job does not belong to the caller.
@@ -46,18 +246,17 @@ class JobOperations:
         command = replace(command, spec=replace(command.spec, submitter=caller.name))
         await self._driver.engine.submit(rdzv_id, command, guard)
         await self._driver.placer.place()
-        return await self._driver.views.status(rdzv_id)
+        return await self.status(rdzv_id)
 
     async def obey(self, rdzv_id: str, command: Command) -> JobStatus:
-        """Stop, restart or scale a job as an operator requested, and return its new view.
+        """Stop, restart or scale a job as an operator requested, and return its new status.
 
         Raises:
-            UnknownJobError: no such job is known.
             RendezvousClosedError: the given run has ended.
 
         """
-        await self._driver.views.state(rdzv_id)
-        return self._driver.views.of(await self._driver.engine.submit(rdzv_id, command))
+        await self.state(rdzv_id)
+        return self.of(await self._driver.engine.submit(rdzv_id, command))
 
     async def forget(self, rdzv_id: str) -> None:
         """Delete a job that has ended together with its history; see `Forgetting.forget`."""
@@ -72,3 +271,94 @@ class JobOperations:
                 error,
             )
         self._driver.watchers.job_changed(rdzv_id)
+
+
+def summary_of(status: JobStatus, hangs: str = "") -> answers.JobSummary:
+    """Return a job's line for lists; `hangs` names the hanging workers, if any."""
+    return convert(
+        answers.JobSummary,
+        status,
+        reason=replace(status.reason, items=status.reason.items[:SUMMARY_ITEMS]),
+        nodes=sum(1 for n in status.nodes if n.group_rank is not None and n.state in _HERE),
+        hangs=hangs or None,
+    )
+
+
+def with_workers(
+    status: JobStatus,
+    now_ms: int,
+    progress: Sequence[RankProgress] = (),
+    stragglers: Iterable[Straggler] = (),
+    starts: Mapping[str, Starts] | None = None,
+    snapshots: SnapshotsKnown = NO_SNAPSHOTS,
+) -> JobStatus:
+    """Add to a job's status what is known about its workers and snapshots."""
+    starts = starts or {}
+    started = sum(one.kept + one.warm + one.cold for one in starts.values())
+    known = list(starts.values()) if started == (status.world_size or 0) else []
+    return replace(
+        status,
+        nodes=tuple(_node_with_workers(node, starts, snapshots) for node in status.nodes),
+        progress=tuple(
+            replace(one, behind=steps) for one, steps in zip(progress, lags(progress), strict=True)
+        ),
+        stragglers=tuple(
+            convert(answers.Straggler, one, age_ms=max(now_ms - one.since_ms, 0))
+            for one in stragglers
+        ),
+        warm=sum(one.warm for one in known) if known else None,
+        cold=sum(one.cold for one in known) if known else None,
+        snapshot=_whole_snapshot(snapshots, progress, now_ms),
+    )
+
+
+def _node_with_workers(
+    node: answers.NodeStatus, starts: Mapping[str, Starts], snapshots: SnapshotsKnown
+) -> answers.NodeStatus:
+    if (started := starts.get(node.node_id)) is not None:
+        node = replace(node, kept=started.kept, warm=started.warm, cold=started.cold)
+    if (held := snapshots.held.get(node.node_id)) is not None:
+        node = replace(node, snapshots=held.snapshots, snapshot_bytes=held.bytes)
+    return node
+
+
+def _whole_snapshot(
+    snapshots: SnapshotsKnown, progress: Collection[RankProgress], now_ms: int
+) -> answers.WholeSnapshot | None:
+    if (mark := snapshots.whole) is None:
+        return None
+    steps = [one.step for one in progress]
+    node_loss = None
+    if (found := snapshots.node_loss) is not None:
+        node_loss = convert(
+            answers.NodeLoss,
+            found,
+            step=None if found.whole is None else found.whole.step,
+            lost_steps=snapshots.lost_steps_with_node(steps),
+        )
+    age_ms = max(now_ms - snapshots.whole_ms, 0)
+    lost_steps = snapshots.lost_steps(steps)
+    return answers.WholeSnapshot(
+        mark.lineage, mark.step, mark.shards, age_ms, lost_steps, node_loss
+    )
+
+
+def _live_round(state: State) -> int | None:
+    last = state.membership.round
+    live = last is not None and last.live and not state.membership.ended
+    return last.number if last is not None and live else None
+
+
+def _no_stacks(
+    rdzv_id: str, number: int | None, live: int | None, kept: Collection[int]
+) -> InvalidRequestError:
+    rounds = f"those of round {listed(kept)} are" if kept else "no round of this run has hung"
+    if number is None:
+        return InvalidRequestError(
+            f"{rdzv_id} has no workers now, so there are no stacks to take, and none are kept: "
+            f"{rounds}"
+        )
+    present = f"; its workers are in round {live} now" if live is not None else ""
+    return InvalidRequestError(
+        f"no stacks of round {number} of {rdzv_id} are kept, {rounds}{present}"
+    )

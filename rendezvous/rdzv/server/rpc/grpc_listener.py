@@ -8,7 +8,7 @@ import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -18,9 +18,9 @@ from rdzv.errors import InvalidRequestError, RendezvousConnectionError, Rendezvo
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import beside
 from rdzv.server.driver import STOP_GRACE_MS
+from rdzv.server.operations.handlers import Server
 from rdzv.server.replication.replica import Replica
-from rdzv.server.rpc.control_service import ControlService
-from rdzv.server.rpc.gate_interceptor import Interceptor
+from rdzv.server.rpc.calls import Interceptor, control_service
 from rdzv.server.rpc.grpc_server import grpc_server
 from rdzv.server.rpc.rendezvous_service import RendezvousService
 from rdzv.server.security.role_gate import Gate
@@ -87,7 +87,7 @@ async def serving(
     gate = gate or Gate(replica, clock, config)
     server = grpc_server([Interceptor(gate)], _options(config.limits, config.timings))
     pb_grpc.add_RendezvousServicer_to_server(RendezvousService(replica, clock), server)
-    control = ControlService(replica, clock, facade)
+    control: Any = control_service(Server(replica, clock, facade))
     pb_grpc.add_ControlServicer_to_server(control, server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -1,7 +1,7 @@
 """The Rendezvous service: one stream per node for all its jobs.
 
 An error about one job is sent to the node on its stream, which stays open. An error that ends the
-stream is raised and becomes the status of the call (see `gate_interceptor`).
+stream is raised and becomes the status of the call (see `calls`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rdzv.runtime.clock import Clock
 from rdzv.server import wire
 from rdzv.server.driver import Driver
 from rdzv.server.replication.replica import Replica
-from rdzv.server.rpc.gate_interceptor import end_stream_unheard
+from rdzv.server.rpc.calls import end_stream_unheard
 from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.server.security import callers
 from rdzv.server.security.callers import Caller

@@ -1,6 +1,7 @@
-"""The table of roles: one row for every gRPC method and one for every HTTP path.
+"""What each role may do: the rows that calls have, and the rules on whose jobs and nodes.
 
-`gate.Gate` enforces the table for both. A call without a row is refused.
+Operators' calls have theirs in the table of operations, others beside their handlers. `Gate`
+enforces them for gRPC and HTTP; a call without a row is refused.
 """
 
 from __future__ import annotations
@@ -38,72 +39,14 @@ class Row:
         return " or ".join(role for role in Role if role in self.roles)
 
 
-OPEN = None
+OPEN = Row(frozenset())
 """The row for a call that needs neither a role nor a proof."""
-
-_READ = Row(frozenset({Role.READ}))
-_LOOK_INSIDE = Row(frozenset({Role.SUBMIT}), Whose.OWN_JOB)
-_CHANGE_JOB = Row(frozenset({Role.SUBMIT}), Whose.OWN_JOB, changes=True)
-_ADMIN = Row(frozenset({Role.ADMIN}))
-_ADMIN_CHANGES = Row(frozenset({Role.ADMIN}), changes=True)
-
-CALLS: dict[str, Row | None] = {
-    "/rdzv.v1.Rendezvous/Attach": Row(frozenset({Role.NODE, Role.SUBMIT}), Whose.OWN_NODE),
-    "/rdzv.v1.Control/GetStatus": _READ,
-    "/rdzv.v1.Control/WatchJob": _READ,
-    "/rdzv.v1.Control/ListJobs": _READ,
-    "/rdzv.v1.Control/ListEvents": _READ,
-    "/rdzv.v1.Control/ForgetJob": _CHANGE_JOB,
-    # Workers' output and stacks belong to their user: they may contain data, paths and passwords.
-    "/rdzv.v1.Control/ReadLogs": _LOOK_INSIDE,
-    "/rdzv.v1.Control/TakeStacks": _CHANGE_JOB,
-    "/rdzv.v1.Control/ListServers": _READ,
-    "/rdzv.v1.Control/StopJob": _CHANGE_JOB,
-    "/rdzv.v1.Control/RestartJob": _CHANGE_JOB,
-    "/rdzv.v1.Control/ScaleJob": _CHANGE_JOB,
-    "/rdzv.v1.Control/SubmitJob": _CHANGE_JOB,
-    "/rdzv.v1.Control/ListNodes": _READ,
-    "/rdzv.v1.Control/CordonNode": _ADMIN_CHANGES,
-    "/rdzv.v1.Control/UncordonNode": _ADMIN_CHANGES,
-    "/rdzv.v1.Control/DrainNode": _ADMIN_CHANGES,
-    "/rdzv.v1.Control/UndrainNode": _ADMIN_CHANGES,
-    "/rdzv.v1.Control/Backup": _ADMIN,
-    "/rdzv.v1.Control/CreateToken": _ADMIN_CHANGES,
-    "/rdzv.v1.Control/ListTokens": _ADMIN,
-    "/rdzv.v1.Control/RevokeTokens": _ADMIN_CHANGES,
-    "/rdzv.v1.Control/ListAudit": _ADMIN,
-    # Probes by kubelets and load balancers cannot authenticate.
-    "/grpc.health.v1.Health/Check": OPEN,
-    "/grpc.health.v1.Health/Watch": OPEN,
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _READ,
-}
-"""The rows for gRPC methods, by full method name."""
-
-PATHS: dict[str, Row | None] = {
-    "/healthz": OPEN,
-    "/readyz": OPEN,
-    "/metrics": _READ,
-    "/sd": _READ,
-    # The page's files are the same for every caller; its data comes from /api.
-    "/": OPEN,
-    "/web/": OPEN,
-    "/api/v1/jobs": _READ,
-    "/api/v1/jobs/{rdzv_id}": _READ,
-    "/api/v1/jobs/{rdzv_id}/events": _READ,
-    "/api/v1/jobs/{rdzv_id}/ledger": _READ,
-    "/api/v1/jobs/{rdzv_id}/logs": _LOOK_INSIDE,
-    "/api/v1/jobs/{rdzv_id}/stacks": _LOOK_INSIDE,
-    "/api/v1/report": _READ,
-    "POST /api/v1/jobs/{rdzv_id}/stacks": CALLS["/rdzv.v1.Control/TakeStacks"],
-    "/api/v1/nodes": _READ,
-    "/api/v1/nodes/{node_id}": _READ,
-    "/api/v1/nodes/{node_id}/events": _READ,
-    "/api/v1/servers": _READ,
-    "/api/v1/stream": _READ,
-    "/api/v1/openapi.json": _READ,
-}
-"""The rows for HTTP, by the route's path, preceded by the method if it does more than read. `/web/`
-stands for all files below it."""
+READ = Row(frozenset({Role.READ}))
+LOOK_INSIDE = Row(frozenset({Role.SUBMIT}), Whose.OWN_JOB)
+CHANGE_JOB = Row(frozenset({Role.SUBMIT}), Whose.OWN_JOB, changes=True)
+ADMIN = Row(frozenset({Role.ADMIN}))
+ADMIN_CHANGES = Row(frozenset({Role.ADMIN}), changes=True)
+ATTACH = Row(frozenset({Role.NODE, Role.SUBMIT}), Whose.OWN_NODE)
 
 
 def refuse_without_role(caller: Caller, row: Row, what: str) -> None:

@@ -32,6 +32,7 @@ from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.store_access import KeyValueRecord, StoreAccess, unreadable
 from rdzv.server.security.callers import Caller, Role, implied
 from rdzv.structs import replace, struct
+from rdzv.view import answers
 
 log = logging.getLogger("rdzv.tokens")
 
@@ -61,6 +62,17 @@ class Token:
 
     def valid(self, now_ms: int) -> bool:
         return self.expires_ms is None or now_ms < self.expires_ms
+
+    def shown(self, now_ms: int) -> answers.Token:
+        expires_ms, used_ms = self.expires_ms, self.used_ms
+        return answers.Token(
+            id=self.id,
+            name=self.name,
+            roles=tuple(self.roles),
+            age_ms=max(now_ms - self.created_ms, 0),
+            expires_in_ms=None if expires_ms is None else max(expires_ms - now_ms, 0),
+            used_age_ms=None if used_ms is None else max(now_ms - used_ms, 0),
+        )
 
 
 @struct(frozen=True)

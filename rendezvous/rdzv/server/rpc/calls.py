@@ -1,11 +1,12 @@
-"""Applies the gate to every gRPC call, and maps errors to statuses."""
+"""gRPC's calls: the Control service, and the gate before each call, which answers errors."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -15,31 +16,56 @@ from google.protobuf.message import DecodeError
 from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
     LEADER_METADATA_KEY,
-    DeniedError,
     InvalidRequestError,
     NotLeaderError,
     RendezvousError,
-    UnauthenticatedError,
 )
-from rdzv.server.security import callers, roles
+from rdzv.server.operations.handlers import Server
+from rdzv.server.operations.table import OPERATIONS, Operation
+from rdzv.server.security import callers
 from rdzv.server.security.callers import Caller
-from rdzv.server.security.role_gate import Gate, begin_change, verb_of
+from rdzv.server.security.role_gate import Call, Gate, verb_of
+from rdzv.server.security.roles import ATTACH, OPEN, READ, Row
 from rdzv.structs import struct
+from rdzv.transport.wire import CONTROL, write
 
 if TYPE_CHECKING:
     AnyHandler = grpc.RpcMethodHandler[Any, Any]
 
-_REFUSED = {
-    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError.code,
-    grpc.StatusCode.PERMISSION_DENIED: DeniedError.code,
+CALLS: dict[str, Row | None] = {
+    "/rdzv.v1.Rendezvous/Attach": ATTACH,
+    **{f"/rdzv.v1.Control/{one.rpc}": one.row for one in OPERATIONS if one.rpc},
+    # Probes by kubelets and load balancers cannot authenticate.
+    "/grpc.health.v1.Health/Check": OPEN,
+    "/grpc.health.v1.Health/Watch": OPEN,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": READ,
 }
+"""The rows of the table of roles for gRPC methods, by full method name."""
 
 FIRST_MESSAGE_S = 1.0
 """How long a refused stream may take to send its first message."""
 
-_IN_DOUBT = (None, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""The statuses of calls whose outcome is unknown; None means that the call was cancelled or hit a
-bug."""
+
+def control_service(server: Server) -> SimpleNamespace:
+    """Return the servicer of Control, which answers each call by its row of the table."""
+    rows = {one.rpc: one for one in OPERATIONS if one.rpc}
+    return SimpleNamespace(**{name: _method(row, server) for name, row in rows.items()})
+
+
+def _method(row: Operation, server: Server) -> Callable[..., Any]:
+    answer, (_, message, streams) = row.answer, CONTROL[row.rpc]
+    assert answer is not None, f"{row.rpc} has a function that answers it"
+
+    async def one(request: Any, context: Any) -> Any:
+        found = await answer(server, request)
+        return message() if found is None else write(message(), found)
+
+    async def each(request: Any, context: Any) -> AsyncIterator[Any]:
+        async with aclosing(answer(server, request)) as values:
+            async for value in values:
+                yield write(message(), value)
+
+    return each if streams else one
 
 
 class Interceptor(grpc.aio.ServerInterceptor):
@@ -59,94 +85,62 @@ class Interceptor(grpc.aio.ServerInterceptor):
             return handler
         method = handler_call_details.method
         if handler.request_streaming:
-            kind = grpc.stream_stream_rpc_method_handler
-            inner, guarded = handler.stream_stream, self._guarded_stream
+            kind, inner = grpc.stream_stream_rpc_method_handler, handler.stream_stream
         elif handler.response_streaming:
-            kind = grpc.unary_stream_rpc_method_handler
-            inner, guarded = handler.unary_stream, self._guarded_stream
+            kind, inner = grpc.unary_stream_rpc_method_handler, handler.unary_stream
         else:
-            kind = grpc.unary_unary_rpc_method_handler
-            inner, guarded = handler.unary_unary, self._guarded
+            kind, inner = grpc.unary_unary_rpc_method_handler, handler.unary_unary
         assert inner is not None, f"{method} streams only what is asked, which nothing here does"
         deserializer = handler.request_deserializer
         if deserializer is not None and not handler.request_streaming:
             deserializer = _reading(deserializer)
         made: AnyHandler = kind(
-            guarded(method, inner),
+            self._guarded(method, inner),
             request_deserializer=deserializer,
             response_serializer=handler.response_serializer,
         )
         return made
 
-    def _guarded_stream(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        if not inspect.isasyncgenfunction(inner):
-            return self._guarded(method, inner)
-
-        async def serve(request: Any, context: Any) -> AsyncIterator[Any]:
-            await self._enter(method, request, context)
-            async with aclosing(inner(request, context)) as replies:
-                try:
-                    async for reply in replies:
-                        yield reply
-                except RendezvousError as error:
-                    await _end_call(context, error)
-                except DecodeError as error:
-                    # Only gRPC's own reflection service raises this error.
-                    await _end_call(context, _unreadable(method, str(error)))
-
-        return serve
-
     def _guarded(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        row = roles.CALLS.get(method)
-        verb = verb_of(method)
-
         async def serve(request: Any, context: Any) -> Any:
-            caller = await self._enter(method, request, context)
-            end, change = "", begin_change()
-            try:
-                return await self._answer(inner, request, context)
-            except BaseException:
-                code = context.code()
-                if code in _REFUSED:
-                    self._gate.note_refusal(str(caller), _REFUSED[code], context.details())
-                end = "; the outcome is unknown" if code in _IN_DOUBT else "refused"
-                raise
-            finally:
-                if row is not None and row.changes and end != "refused":
-                    peer = _host_of(context.peer())
-                    await self._gate.audit(caller, verb, request, peer, change.text, end)
+            async with self._admitted(method, request, context):
+                return await inner(request, context)
 
-        return serve
+        async def serve_each(request: Any, context: Any) -> AsyncIterator[Any]:
+            async with (
+                self._admitted(method, request, context),
+                aclosing(inner(request, context)) as replies,
+            ):
+                async for reply in replies:
+                    yield reply
 
-    async def _answer(self, inner: Callable[..., Any], request: Any, context: Any) -> Any:
+        return serve_each if inspect.isasyncgenfunction(inner) else serve
+
+    @asynccontextmanager
+    async def _admitted(self, method: str, request: Any, context: Any) -> AsyncIterator[None]:
+        """Serve a call in the body if the gate admits it, and end it with the status of errors."""
+        admitted = False
+        call = Call(
+            what=verb_of(method),
+            row=CALLS.get(method),
+            request=request,
+            peer=_host_of(context.peer()),
+            header=_authorization_header(context),
+            certified=lambda: _certified_caller(context),
+        )
         try:
-            return await inner(request, context)
+            async with self._gate.admitted(call):
+                if isinstance(request, _Unreadable):
+                    raise _unreadable(method, request.why)
+                admitted = True
+                yield
         except RendezvousError as error:
-            await _end_call(context, error)
-
-    async def _enter(self, method: str, request: Any, context: Any) -> Caller:
-        caller, verb = callers.NOBODY, verb_of(method)
-        try:
-            if method not in roles.CALLS:
-                raise DeniedError(
-                    f"{method} is not open to anyone: no row of the table of roles has it"
-                )
-            if (row := roles.CALLS[method]) is not None:
-                caller = await self._gate.caller(
-                    _authorization_header(context), lambda: _certified_caller(context)
-                )
-                await self._gate.admit(caller, row, verb, getattr(request, "rdzv_id", None))
-            if isinstance(request, _Unreadable):
-                raise _unreadable(method, request.why)
-        except RendezvousError as error:
-            if isinstance(error, UnauthenticatedError | DeniedError):
-                who = f"{caller} at {_host_of(context.peer())}"
-                self._gate.note_refusal(who, error.code, f"{verb}: {error}")
-            if isinstance(request, AsyncIterator):
+            if not admitted and isinstance(request, AsyncIterator):
                 await end_stream_unheard(context, error)
             await _end_call(context, error)
-        callers.present.set(caller)
-        return caller
+        except DecodeError as error:
+            # Only gRPC's own reflection service raises this error.
+            await _end_call(context, _unreadable(method, str(error)))
 
 
 @struct(frozen=True)
