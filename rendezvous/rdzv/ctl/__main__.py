@@ -16,7 +16,7 @@ from rdzv.ctl.command_line import (
     REFUSED,
     UNREACHABLE,
     complain,
-    connection_options,
+    connection_params,
     list_commands,
 )
 from rdzv.errors import (
@@ -144,9 +144,9 @@ class _Rdzvctl(Group):
     cls=_Rdzvctl,
     invoke_without_command=True,
     epilog=_EPILOG,
+    params=connection_params(),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@connection_options
 @click.version_option(VERSION, message=f"{PROGRAM} %(version)s")
 @click.pass_context
 def rdzvctl(context: click.Context) -> None:

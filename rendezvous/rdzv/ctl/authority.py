@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -78,14 +78,9 @@ class Authority:
             raise InvalidRequestError(
                 f"{folder} cannot be created: {error.strerror}; give another --dir"
             ) from error
-        files = _files(folder, "ca")
-        _refuse_present(files, replace=replace)
-        key = _new_key()
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"rdzv CA of {_today()}")])
-        builder = _begun(name, name, key, days)
-        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
-        builder = builder.add_extension(_usage(signs_certificates=True), True)
-        certificate = builder.sign(key, hashes.SHA256())
+        name = _subject(f"rdzv CA of {datetime.now(UTC):%Y-%m-%d %H:%M:%S}")
+        files, key = _files(folder, "ca", replace=replace), _new_key()
+        certificate = _signed(name, name, key, key, days)
         _write(files, key, certificate, replace=replace)
         return cls(folder, key, certificate)
 
@@ -96,7 +91,7 @@ class Authority:
         Raises:
             InvalidRequestError: there is no CA, or it cannot be used.
         """
-        files = _files(folder, "ca")
+        files = _files(folder, "ca", replace=True)
         try:
             key = serialization.load_pem_private_key(files.key.read_bytes(), None)
             certificate = x509.load_pem_x509_certificate(files.cert.read_bytes())
@@ -118,15 +113,11 @@ class Authority:
 
     def server(self, hosts: Sequence[str], days: int, *, replace: bool) -> Made:
         """Create the files for a server that is reached at `hosts`, and return their paths."""
-        names = tuple(dict.fromkeys((*hosts, *OF_THIS_MACHINE)))
-        return self._make(
-            "server",
-            _subject(hosts[0][:64], ()),
-            (x509.SubjectAlternativeName([_host(name) for name in names]),),
-            ExtendedKeyUsageOID.SERVER_AUTH,
-            days,
-            replace=replace,
-        )
+        names = map(_host, dict.fromkeys((*hosts, *OF_THIS_MACHINE)))
+        purpose = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+        subject = _subject(hosts[0][:64])
+        more = (purpose, x509.SubjectAlternativeName(names))
+        return self._make("server", subject, more, days, replace=replace)
 
     def caller(
         self, file: str, name: str, roles: Sequence[str], days: int, *, replace: bool
@@ -137,41 +128,57 @@ class Authority:
                 f"name {name!r} cannot be used: give up to 64 letters, digits and . _ @ -, the "
                 "first a letter, a digit or _"
             )
-        return self._make(
-            f"{file}-{name}",
-            _subject(name, roles),
-            (),
-            ExtendedKeyUsageOID.CLIENT_AUTH,
-            days,
-            replace=replace,
-        )
+        purpose = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])
+        subject = _subject(name, roles)
+        return self._make(f"{file}-{name}", subject, (purpose,), days, replace=replace)
 
     def _make(
         self,
-        file: str,
+        name: str,
         subject: x509.Name,
-        extensions: Sequence[x509.ExtensionType],
-        purpose: x509.ObjectIdentifier,
+        extensions: Iterable[x509.ExtensionType],
         days: int,
         *,
         replace: bool,
     ) -> Made:
-        files = _files(self._folder, file)
-        _refuse_present(files, replace=replace)
-        key = _new_key()
-        builder = _begun(subject, self._certificate.subject, key, days)
+        files, key = _files(self._folder, name, replace=replace), _new_key()
         until = self._certificate.not_valid_after_utc
         if datetime.now(UTC) + timedelta(days=days) > until:
             raise InvalidRequestError(
                 f"--days {days} is longer than the CA is valid, until {until:%Y-%m-%d}; give fewer"
             )
-        authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
-        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
-        builder = builder.add_extension(_usage(signs_certificates=False), True)
-        for extension in (x509.ExtendedKeyUsage([purpose]), authority, *extensions):
-            builder = builder.add_extension(extension, False)
-        _write(files, key, builder.sign(self._key, hashes.SHA256()), replace=replace)
+        made = _signed(subject, self._certificate.subject, key, self._key, days, extensions)
+        _write(files, key, made, replace=replace)
         return files
+
+
+def _signed(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: _Key,
+    by: _Key,
+    days: int,
+    extensions: Iterable[x509.ExtensionType] = (),
+) -> x509.Certificate:
+    """Return a certificate for `key`; one that is signed by itself is a CA's."""
+    now, is_ca = datetime.now(UTC), by is key
+    builder = x509.CertificateBuilder(
+        issuer,
+        subject,
+        key.public_key(),
+        x509.random_serial_number(),
+        now - CLOCKS_APART,
+        now + timedelta(days=days),
+    )
+    usage = x509.KeyUsage(not is_ca, False, False, False, False, is_ca, is_ca, False, False)
+    critical = (x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), usage)
+    for extension in critical:
+        builder = builder.add_extension(extension, critical=True)
+    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(by.public_key())
+    for extension in (own, *((signer,) if not is_ca else ()), *extensions):
+        builder = builder.add_extension(extension, critical=False)
+    return builder.sign(by, hashes.SHA256())
 
 
 def show(files: Sequence[Path]) -> list[Shown]:
@@ -247,53 +254,25 @@ def _host(name: str) -> x509.GeneralName:
         return x509.DNSName(name)
 
 
-def _subject(name: str, roles: Sequence[str]) -> x509.Name:
+def _subject(name: str, roles: Iterable[str] = ()) -> x509.Name:
     organizations = [x509.NameAttribute(NameOID.ORGANIZATION_NAME, role) for role in roles]
     return x509.Name([*organizations, x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
-def _begun(subject: x509.Name, issuer: x509.Name, key: _Key, days: int) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
-    builder = x509.CertificateBuilder()
-    builder = builder.subject_name(subject).issuer_name(issuer).public_key(key.public_key())
-    builder = builder.serial_number(x509.random_serial_number())
-    builder = builder.not_valid_before(now - CLOCKS_APART).not_valid_after(
-        now + timedelta(days=days)
-    )
-    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
-
-
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        encipher_only=False,
-        decipher_only=False,
-    )
 
 
 def _new_key() -> _Key:
     return ec.generate_private_key(ec.SECP256R1())
 
 
-def _today() -> str:
-    return f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
+def _files(folder: Path, name: str, *, replace: bool) -> Made:
+    """Return a holder's files, which may exist already if they `replace` others.
 
-
-def _files(folder: Path, name: str) -> Made:
-    return Made(folder / f"{name}.crt", folder / f"{name}.key")
-
-
-def _refuse_present(files: Made, *, replace: bool) -> None:
-    """Refuse existing files before writing any, as a new key does not match an old certificate."""
-    for path in (files.cert, files.key):
-        if not replace and path.exists():
+    They are refused before any is written, as a new key does not match an old certificate.
+    """
+    files = Made(folder / f"{name}.crt", folder / f"{name}.key")
+    for path in () if replace else (files.cert, files.key):
+        if path.exists():
             raise InvalidRequestError(f"{path} already exists; --force replaces it")
+    return files
 
 
 def _write(files: Made, key: _Key, certificate: x509.Certificate, *, replace: bool) -> None:

@@ -7,8 +7,9 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
@@ -53,8 +54,7 @@ def complain(message: str, exit_code: int) -> int:
     return exit_code
 
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _FILE = click.Path(path_type=Path)
 
@@ -120,8 +120,8 @@ CONNECTION = {
 """The connection options, by the name in `connection`."""
 
 
-def connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Add the connection options, which are accepted both before and after a command's name.
+def connection_params() -> list[click.Parameter]:
+    """Return the connection options, which are accepted both before and after a command's name.
 
     Their values go to `connection` instead of the command. An option after a command's name
     overrides one before it.
@@ -131,19 +131,35 @@ def connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
         if value is not None:
             connection(context)[option.name or ""] = value
 
-    for name, (flag, unit, kind, text) in reversed(CONNECTION.items()):
-        option = click.option(
-            flag,
-            name,
-            cls=_ConnectionOption,
-            type=kind,
-            metavar=unit,
-            expose_value=False,
-            callback=keep,
-            help=text,
+    return [
+        _ConnectionOption(
+            [flag, name], type=kind, metavar=unit, expose_value=False, callback=keep, help=text
         )
-        command = option(command)
-    return command
+        for name, (flag, unit, kind, text) in CONNECTION.items()
+    ]
+
+
+def command(
+    name: str, *, output: bool = False, of: click.Group | None = None
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Declare a command that asks a server; with `output`, -o chooses the form of its answer."""
+
+    def declare(function: Callable[..., Any]) -> click.Command:
+        made: click.Command = (of or click).command(name)(function)
+        if output:
+            made.params.append(
+                click.Option(
+                    ["-o", "--output"],
+                    type=Choice(["text", "json", "yaml"]),
+                    default="text",
+                    show_default=True,
+                    help="text for people, json or yaml for programs.",
+                )
+            )
+        made.params += connection_params()
+        return made
+
+    return declare
 
 
 def connection(context: click.Context) -> dict[str, Any]:
@@ -188,16 +204,6 @@ class Subcommands(Group):
         list_commands(formatter, "Commands", self.commands.values())
 
 
-output_option = click.option(
-    "-o",
-    "--output",
-    type=Choice(["text", "json", "yaml"]),
-    default="text",
-    show_default=True,
-    help="text for people, json or yaml for programs.",
-)
-
-
 reason_option = click.option(
     "--reason",
     metavar="TEXT",
@@ -205,14 +211,14 @@ reason_option = click.option(
 )
 
 
-job_argument = click.argument(
-    "job", shell_complete=lambda *asked: complete_names(*asked, kind="jobs")
-)
+def job_argument(*, required: bool = True) -> Callable[[_F], _F]:
+    return click.argument("job", required=required, shell_complete=partial(complete_names, "jobs"))
 
 
-node_argument = click.argument(
-    "node", shell_complete=lambda *asked: complete_names(*asked, kind="nodes")
-)
+def node_argument(*, required: bool = True) -> Callable[[_F], _F]:
+    return click.argument(
+        "node", required=required, shell_complete=partial(complete_names, "nodes")
+    )
 
 
 COMPLETION_TIMEOUT_S = 1.0
@@ -220,7 +226,7 @@ COMPLETION_TIMEOUT_S = 1.0
 
 
 def complete_names(
-    context: click.Context, _: click.Parameter, incomplete: str, *, kind: str
+    kind: str, context: click.Context, _: click.Parameter, incomplete: str
 ) -> list[str]:
     """Complete a name by asking the server; if it does not respond, return no completions."""
     from rdzv.client import ControlClient, parse_endpoints

@@ -65,13 +65,9 @@ def certs_command() -> None:
 @_dir
 @_server_names
 @_days(365, "the server's certificate is valid")
-@click.option(
-    "--ca-days",
-    type=click.IntRange(1, MOST_DAYS),
-    default=3650,
-    show_default=True,
-    help="How long the CA is valid.",
-)
+@click.option("--ca-days", type=click.IntRange(1, MOST_DAYS), default=3650, show_default=True,
+    help="""
+    How long the CA is valid.""")  # fmt: skip
 @_force
 def _init(folder: Path, hosts: tuple[str, ...], days: int, ca_days: int, force: bool) -> str:
     """Create a CA, and a certificate for rdzvd.
@@ -126,14 +122,8 @@ def _node(name: str, folder: Path, days: int, force: bool) -> str:
 
 @certs_command.command("client")
 @click.argument("name")
-@click.option(
-    "--role",
-    "roles",
-    multiple=True,
-    required=True,
-    type=Choice(ROLES),
-    help="What it may do; may be given several times.",
-)
+@click.option("--role", "roles", multiple=True, required=True, type=Choice(ROLES), help="""
+    What it may do; may be given several times.""")  # fmt: skip
 @_dir
 @_days(90)
 @_force

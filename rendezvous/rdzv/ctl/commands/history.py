@@ -11,11 +11,9 @@ import click
 
 from rdzv.ctl.command_line import (
     answer,
-    complete_names,
-    connection_options,
+    command,
     job_argument,
     opened_client,
-    output_option,
     parse_duration,
 )
 from rdzv.errors import InvalidRequestError, LimitExceededError, UnknownJobError
@@ -33,25 +31,13 @@ _HISTORY_ROWS = 10_000
 """The number of history rows per job that a server keeps by default."""
 
 
-@click.command("events")
-@job_argument
-@click.option(
-    "-n",
-    "--limit",
-    type=click.IntRange(min=1, max=2**32 - 1),
-    metavar="N",
-    help="Only the newest N events.",
-)
-@click.option(
-    "-f",
-    "--follow",
-    "followed",
-    is_flag=True,
-    help="Continue with new events until JOB has ended or Ctrl-C; with -o json one document "
-    "per line.",
-)
-@output_option
-@connection_options
+@command("events", output=True)
+@job_argument()
+@click.option("-n", "--limit", type=click.IntRange(min=1, max=2**32 - 1), metavar="N", help="""
+    Only the newest N events.""")  # fmt: skip
+@click.option("-f", "--follow", "followed", is_flag=True, help="""
+    Continue with new events until JOB has ended or Ctrl-C; with -o json one
+    document per line.""")  # fmt: skip
 def events_command(job: str, limit: int | None, followed: bool, output: str) -> str | None:
     """Show the events of JOB, oldest first.
 
@@ -74,9 +60,8 @@ def events_command(job: str, limit: int | None, followed: bool, output: str) -> 
     )
 
 
-@click.command("explain")
-@job_argument
-@connection_options
+@command("explain")
+@job_argument()
 def explain_command(job: str) -> str:
     """Explain in sentences what has happened to JOB, and what it is waiting for now.
 
@@ -92,18 +77,11 @@ def explain_command(job: str) -> str:
     return as_text_story.explain(status, history, page_for(sys.stdout))
 
 
-@click.command("trace")
-@job_argument
-@click.option(
-    "-o",
-    "--output",
-    "path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    required=True,
-    metavar="FILE",
-    help="Where to write it; - is standard output. An existing file is replaced.",
-)
-@connection_options
+@command("trace")
+@job_argument()
+@click.option("-o", "--output", "path", type=click.Path(path_type=Path, dir_okay=False),
+    required=True, metavar="FILE", help="""
+    Where to write it; - is standard output. An existing file is replaced.""")  # fmt: skip
 def trace_command(job: str, path: Path) -> str:
     """Write the history of JOB as a trace for ui.perfetto.dev.
 
@@ -138,30 +116,17 @@ def whole_history(client: ControlClient, job: str) -> tuple[Event, ...]:
         return client.events(job)
 
 
-@click.command("report")
-@click.argument(
-    "job", required=False, shell_complete=lambda *asked: complete_names(*asked, kind="jobs")
-)
-@click.option(
-    "--run",
-    "number",
-    type=click.IntRange(min=1, max=2**32 - 1),
-    metavar="N",
-    help="Run N of JOB; default: its last one.",
-)
+@command("report", output=True)
+@job_argument(required=False)
+@click.option("--run", "number", type=click.IntRange(min=1, max=2**32 - 1), metavar="N", help="""
+    Run N of JOB; default: its last one.""")  # fmt: skip
 @click.option(
     "--since",
     metavar="TIME",
     help=f"Without JOB: how far back to look, such as 12h; default: {_SINCE}.",
 )
-@click.option(
-    "--html",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Write an HTML page with plots instead.",
-)
-@output_option
-@connection_options
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="""
+    Write an HTML page with plots instead.""")  # fmt: skip
 def report_command(
     job: str | None, number: int | None, since: str | None, html: Path | None, output: str
 ) -> str:

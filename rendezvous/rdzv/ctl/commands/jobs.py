@@ -7,10 +7,9 @@ import click
 from rdzv.ctl.command_line import (
     answer,
     by_whom,
-    connection_options,
+    command,
     job_argument,
     opened_client,
-    output_option,
     reason_option,
 )
 from rdzv.errors import InvalidRequestError, did_you_mean
@@ -25,19 +24,12 @@ MOST_ENDED = 10
 """How many ended jobs a list shows without --all."""
 
 
-@click.command("status")
-@job_argument
+@command("status", output=True)
+@job_argument()
 @click.option("--all", "everything", is_flag=True, help="Abbreviate nothing.")
-@click.option(
-    "-w",
-    "--watch",
-    "watched",
-    is_flag=True,
-    help="Show it again whenever it changes, until it has ended or Ctrl-C; with -o json one "
-    "document per line, with -o yaml one after each ---.",
-)
-@output_option
-@connection_options
+@click.option("-w", "--watch", "watched", is_flag=True, help="""
+    Show it again whenever it changes, until it has ended or Ctrl-C; with -o json one document per
+    line, with -o yaml one after each ---.""")  # fmt: skip
 def status_command(job: str, everything: bool, watched: bool, output: str) -> str | None:
     """Show the state of JOB, and the reason for it.
 
@@ -62,23 +54,14 @@ def status_command(job: str, everything: bool, watched: bool, output: str) -> st
     )
 
 
-@click.command("list")
+@command("list")
 @click.argument("name", metavar="[NAME]", required=False)
-@click.option(
-    "-s",
-    "--state",
-    "states",
-    multiple=True,
-    type=Choice(_STATES),
-    help="Only jobs in this state; may be repeated.",
-)
-@click.option(
-    "--sort",
-    "order",
-    type=Choice(["name", "state", "age", "nodes", "restarts"]),
-    help="Sort by name or state, or with the latest change, most nodes or most restarts "
-    "first. Default: by name, and ended jobs by when they ended.",
-)
+@click.option("-s", "--state", "states", multiple=True, type=Choice(_STATES), help="""
+    Only jobs in this state; may be repeated.""")  # fmt: skip
+@click.option("--sort", "order", type=Choice(["name", "state", "age", "nodes", "restarts"]),
+    help="""
+    Sort by name or state, or with the latest change, most nodes or most restarts first. Default: by
+    name, and ended jobs by when they ended.""")  # fmt: skip
 @click.option(
     "--all",
     "everything",
@@ -86,16 +69,10 @@ def status_command(job: str, everything: bool, watched: bool, output: str) -> st
     help=f"List all ended jobs, not only the latest {MOST_ENDED}.",
 )
 @click.option("-w", "--watch", "watched", is_flag=True, help="Repeat every 2 s until Ctrl-C.")
-@click.option(
-    "-o",
-    "--output",
-    type=Choice(["text", "wide", "name", "json", "yaml"]),
-    default="text",
-    show_default=True,
-    help="text for people; wide: all columns and full reasons; name: only names; json or yaml "
-    "for programs, with all ended jobs.",
-)
-@connection_options
+@click.option("-o", "--output", type=Choice(["text", "wide", "name", "json", "yaml"]),
+    default="text", show_default=True, help="""
+    text for people; wide: all columns and full reasons; name: only names; json or yaml for
+    programs, with all ended jobs.""")  # fmt: skip
 def list_command(
     name: str | None,
     states: tuple[str, ...],
@@ -143,24 +120,14 @@ def list_command(
         return None
 
 
-@click.command("wait")
-@job_argument
-@click.option(
-    "--for",
-    "waits",
-    multiple=True,
-    metavar="running|SECONDS",
-    help="running: wait until JOB is running, instead of until it has ended. SECONDS: give up "
-    "after that time; default: never. Both may be given: --for=running --for=600.",
-)
-@click.option(
-    "--exit-code",
-    "failed_code",
-    type=Choice(["1", "root-cause"]),
-    default="1",
-    help="The exit code if JOB has failed: 1, or that of the worker whose failure ended it.",
-)
-@connection_options
+@command("wait")
+@job_argument()
+@click.option("--for", "waits", multiple=True, metavar="running|SECONDS", help="""
+    running: wait until JOB is running, instead of until it has ended. SECONDS: give up after that
+    time; default: never. Both may be given: --for=running --for=600.""")  # fmt: skip
+@click.option("--exit-code", "failed_code", type=Choice(["1", "root-cause"]), default="1", help="""
+    The exit code if JOB has failed: 1, or that of the worker whose failure ended
+    it.""")  # fmt: skip
 @click.pass_context
 def wait_command(
     context: click.Context, job: str, waits: tuple[str, ...], failed_code: str
@@ -201,10 +168,9 @@ def _wait_s(text: str, context: click.Context) -> float:
     return seconds
 
 
-@click.command("stop")
-@job_argument
+@command("stop")
+@job_argument()
 @reason_option
-@connection_options
 def stop_command(job: str, reason: str | None) -> str:
     """Stop JOB: its workers receive SIGTERM and time to save, and all its nodes leave."""
     with opened_client() as client:
@@ -213,10 +179,9 @@ def stop_command(job: str, reason: str | None) -> str:
     return f"{job} is {found.state}"
 
 
-@click.command("restart")
-@job_argument
+@command("restart")
+@job_argument()
 @reason_option
-@connection_options
 def restart_command(job: str, reason: str | None) -> str:
     """Stop JOB's workers, giving them time to save, and form a new round.
 
@@ -235,11 +200,10 @@ def restart_command(job: str, reason: str | None) -> str:
     return f"{job}: round {before.round} ends, and another forms"
 
 
-@click.command("scale")
-@job_argument
+@command("scale")
+@job_argument()
 @click.argument("bounds", metavar="MIN:MAX")
 @reason_option
-@connection_options
 def scale_command(job: str, bounds: str, reason: str | None) -> str:
     """Allow JOB to have MIN to MAX nodes, overriding its launch options; N alone means N:N.
 
@@ -259,9 +223,8 @@ def scale_command(job: str, bounds: str, reason: str | None) -> str:
     return scaled(before, found)
 
 
-@click.command("forget")
-@job_argument
-@connection_options
+@command("forget")
+@job_argument()
 def forget_command(job: str) -> str:
     """Delete JOB and its history. The job must have ended; `rdzvctl stop` ends it."""
     with opened_client() as client:

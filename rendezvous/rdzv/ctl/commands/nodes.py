@@ -9,12 +9,10 @@ import click
 from rdzv.ctl.command_line import (
     answer,
     by_whom,
+    command,
     complain,
-    complete_names,
-    connection_options,
     node_argument,
     opened_client,
-    output_option,
     reason_option,
 )
 from rdzv.errors import InvalidRequestError, TooFewNodesError, UnknownNodeError, short
@@ -27,12 +25,8 @@ if TYPE_CHECKING:
     from rdzv.view.answers import Node
 
 
-@click.command("nodes")
-@click.argument(
-    "node", required=False, shell_complete=lambda *asked: complete_names(*asked, kind="nodes")
-)
-@output_option
-@connection_options
+@command("nodes", output=True)
+@node_argument(required=False)
 def nodes_command(node: str | None, output: str) -> str:
     """Show every node, one line each; or everything known about NODE.
 
@@ -63,11 +57,9 @@ def _changed(output: str, node: Node, sentence: Callable[[Node], str]) -> str:
     return answer(output, node, lambda _: sentence(node))
 
 
-@click.command("cordon")
-@node_argument
+@command("cordon", output=True)
+@node_argument()
 @reason_option
-@output_option
-@connection_options
 def cordon_command(node: str, reason: str | None, output: str) -> str:
     """Stop scheduling submitted jobs onto NODE; jobs already there continue.
 
@@ -79,10 +71,8 @@ def cordon_command(node: str, reason: str | None, output: str) -> str:
         return _changed(output, client.cordon(node, by_whom(reason)), cordoned)
 
 
-@click.command("uncordon")
-@node_argument
-@output_option
-@connection_options
+@command("uncordon", output=True)
+@node_argument()
 def uncordon_command(node: str, output: str) -> str:
     """Allow submitted jobs on NODE again. This also lifts a quarantine."""
     from rdzv.ctl.as_text_nodes import uncordoned
@@ -91,17 +81,11 @@ def uncordon_command(node: str, output: str) -> str:
         return _changed(output, client.uncordon(node, by_whom(None)), uncordoned)
 
 
-@click.command("drain")
-@click.argument(
-    "node", required=False, shell_complete=lambda *asked: complete_names(*asked, kind="nodes")
-)
-@click.option(
-    "--deadline",
-    default="5m",
-    show_default=True,
-    metavar="TIME",
-    help="How long the workers have to save and exit, such as 90s or 5m; then they are killed.",
-)
+@command("drain", output=True)
+@node_argument(required=False)
+@click.option("--deadline", default="5m", show_default=True, metavar="TIME", help="""
+    How long the workers have to save and exit, such as 90s or 5m; then they are
+    killed.""")  # fmt: skip
 @reason_option
 @click.option(
     "--wait", "waits", is_flag=True, help="Return when nothing of a job is left on the node."
@@ -109,21 +93,12 @@ def uncordon_command(node: str, output: str) -> str:
 @click.option(
     "--force", is_flag=True, help="Drain it even if a job is left with too few nodes, and stops."
 )
-@click.option(
-    "--all-of",
-    metavar="LABEL=VALUE",
-    help="Instead of NODE: all nodes with this label, one after another: each only if its "
-    "jobs keep their min_nodes without it, and the next only when they run again.",
-)
-@click.option(
-    "--undrain-after",
-    "command",
-    metavar="COMMAND",
-    help="With --all-of: run this for each empty node, with RDZV_NODE in its environment; if "
-    "it succeeds, the drain of the node is lifted.",
-)
-@output_option
-@connection_options
+@click.option("--all-of", metavar="LABEL=VALUE", help="""
+    Instead of NODE: all nodes with this label, one after another: each only if its jobs keep their
+    min_nodes without it, and the next only when they run again.""")  # fmt: skip
+@click.option("--undrain-after", "command", metavar="COMMAND", help="""
+    With --all-of: run this for each empty node, with RDZV_NODE in its environment; if it succeeds,
+    the drain of the node is lifted.""")  # fmt: skip
 @click.pass_context
 def drain_command(
     context: click.Context,
@@ -199,10 +174,8 @@ def _drain_one(
     return _changed(output, found, drained)
 
 
-@click.command("undrain")
-@node_argument
-@output_option
-@connection_options
+@command("undrain", output=True)
+@node_argument()
 def undrain_command(node: str, output: str) -> str:
     """Lift the drain of NODE, and allow submitted jobs there again unless it is cordoned.
 

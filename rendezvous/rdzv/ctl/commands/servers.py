@@ -10,34 +10,27 @@ import click
 from rdzv.ctl.command_line import (
     Subcommands,
     answer,
-    connection_options,
+    command,
     opened_client,
-    output_option,
     parse_duration,
 )
 from rdzv.runtime.usage import Choice
+from rdzv.structs import as_dict
 
 
-@click.command("servers")
-@output_option
-@connection_options
+@command("servers", output=True)
 def servers_command(output: str) -> str:
     """Show the servers that share a store, and which of them leads."""
     from rdzv.ctl import as_text
 
     with opened_client() as client:
         found = client.servers()
-    return answer(
-        output,
-        {"servers": found},
-        lambda page: as_text.servers(found, page),
-    )
+    return answer(output, {"servers": found}, lambda page: as_text.servers(found, page))
 
 
-@click.command("backup")
+@command("backup")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@connection_options
 def backup_command(file: Path, force: bool) -> str:
     """Write a backup of the server's store to FILE while the server is running.
 
@@ -52,16 +45,9 @@ def backup_command(file: Path, force: bool) -> str:
     return f"{file}: {found.jobs} jobs, {found.events} events, {size} bytes"
 
 
-@click.command("audit")
-@click.option(
-    "-n",
-    "--limit",
-    type=click.IntRange(min=1, max=2**32 - 1),
-    metavar="N",
-    help="Only the newest N changes.",
-)
-@output_option
-@connection_options
+@command("audit", output=True)
+@click.option("-n", "--limit", type=click.IntRange(min=1, max=2**32 - 1), metavar="N", help="""
+    Only the newest N changes.""")  # fmt: skip
 def audit_command(limit: int | None, output: str) -> str:
     """Show who changed which jobs, nodes and tokens, oldest first.
 
@@ -71,11 +57,7 @@ def audit_command(limit: int | None, output: str) -> str:
 
     with opened_client() as client:
         found = client.audit(limit or 0)
-    return answer(
-        output,
-        {"events": found},
-        lambda page: as_text_access.audit(found, page),
-    )
+    return answer(output, {"events": found}, lambda page: as_text_access.audit(found, page))
 
 
 _ROLES = ("read", "submit", "node", "admin")
@@ -86,23 +68,12 @@ def tokens_command() -> None:
     """Create, list and revoke tokens, which identify callers without a certificate."""
 
 
-@tokens_command.command("create")
+@command("create", output=True, of=tokens_command)
 @click.argument("name")
-@click.option(
-    "--role",
-    "roles",
-    multiple=True,
-    required=True,
-    type=Choice(_ROLES),
-    help="What its owner may do; may be given more than once.",
-)
-@click.option(
-    "--expires",
-    metavar="TIME",
-    help="How long it is valid, such as 12h or 30d; without this option, forever.",
-)
-@output_option
-@connection_options
+@click.option("--role", "roles", multiple=True, required=True, type=Choice(_ROLES), help="""
+    What its owner may do; may be given more than once.""")  # fmt: skip
+@click.option("--expires", metavar="TIME", help="""
+    How long it is valid, such as 12h or 30d; without this option, forever.""")  # fmt: skip
 def _create_token(name: str, roles: tuple[str, ...], expires: str | None, output: str) -> str:
     """Create a token for the caller NAME, and write its text to stdout.
 
@@ -110,7 +81,6 @@ def _create_token(name: str, roles: tuple[str, ...], expires: str | None, output
     tokens, so that a new one can be handed out before the old one is revoked.
     """
     from rdzv.ctl import as_text_access
-    from rdzv.structs import as_dict
 
     life_ms = 0 if expires is None else parse_duration("--expires", expires)
     with opened_client() as client:
@@ -120,26 +90,18 @@ def _create_token(name: str, roles: tuple[str, ...], expires: str | None, output
     return answer(output, {**as_dict(token), "text": text}, lambda _: text)
 
 
-@tokens_command.command("list")
-@output_option
-@connection_options
+@command("list", output=True, of=tokens_command)
 def _list_tokens(output: str) -> str:
     """List all tokens, without their text. Expired tokens remain listed for a while."""
     from rdzv.ctl import as_text_access
 
     with opened_client() as client:
         found = client.tokens()
-    return answer(
-        output,
-        {"tokens": found},
-        lambda page: as_text_access.tokens(found, page),
-    )
+    return answer(output, {"tokens": found}, lambda page: as_text_access.tokens(found, page))
 
 
-@tokens_command.command("revoke")
+@command("revoke", output=True, of=tokens_command)
 @click.argument("id_or_name", metavar="ID|NAME")
-@output_option
-@connection_options
 def _revoke_tokens(id_or_name: str, output: str) -> str:
     """Revoke the token ID, or all tokens of the caller NAME.
 

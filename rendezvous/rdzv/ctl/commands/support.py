@@ -17,8 +17,8 @@ import click
 from rdzv.ctl.command_line import (
     OK,
     REFUSED,
+    command,
     connection,
-    connection_options,
     credentials_of,
     job_argument,
     opened_client,
@@ -40,28 +40,17 @@ WAIT_S = 300.0
 """How long --listen waits for the other machine, unless --timeout is given."""
 
 
-@click.command("doctor")
+@command("doctor")
 @click.option(
     "--nodes", "with_nodes", is_flag=True, help="Also check the nodes that the server knows."
 )
-@click.option(
-    "--python",
-    metavar="PATH",
-    help="The interpreter of the workers; default: PYTHON_EXEC, else rdzvctl's own.",
-)
-@click.option(
-    "--listen",
-    "listen_port",
-    type=click.IntRange(min=0, max=65_535),
-    metavar="PORT",
-    help="Only wait for --reach from another machine, and connect back; 0: a free port.",
-)
-@click.option(
-    "--reach",
-    metavar="HOST:PORT",
-    help="Only test the connection to and from a machine that runs --listen.",
-)
-@connection_options
+@click.option("--python", metavar="PATH", help="""
+    The interpreter of the workers; default: PYTHON_EXEC, else rdzvctl's own.""")  # fmt: skip
+@click.option("--listen", "listen_port", type=click.IntRange(min=0, max=65_535), metavar="PORT",
+    help="""
+    Only wait for --reach from another machine, and connect back; 0: a free port.""")  # fmt: skip
+@click.option("--reach", metavar="HOST:PORT", help="""
+    Only test the connection to and from a machine that runs --listen.""")  # fmt: skip
 @click.pass_context
 def doctor_command(
     context: click.Context,
@@ -116,22 +105,16 @@ def _show(findings: Iterable[Finding]) -> int:
     return exit_code
 
 
-@click.command("support-bundle")
-@job_argument
-@click.option(
-    "-o",
-    "--output",
-    "path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Where to write it; default: JOB-support.tar.gz.",
-)
+@command("support-bundle")
+@job_argument()
+@click.option("-o", "--output", "path", type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE", help="""
+    Where to write it; default: JOB-support.tar.gz.""")  # fmt: skip
 @click.option(
     "--logs", "with_logs", is_flag=True, help="Also include the end of its workers' output."
 )
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("--yes", is_flag=True, help="Write it without asking.")
-@connection_options
 def support_bundle_command(
     job: str, path: Path | None, with_logs: bool, force: bool, yes: bool
 ) -> str:
@@ -158,16 +141,11 @@ def support_bundle_command(
 
 
 @click.command("demo")
-@click.option(
-    "--python",
-    metavar="PATH",
-    help="The interpreter with torch that trains; default: PYTHON_EXEC, else rdzvctl's own.",
-)
-@click.option(
-    "--keep",
-    is_flag=True,
-    help="Keep the files, and keep the server and its page running until Ctrl-C.",
-)
+@click.option("--python", metavar="PATH", help="""
+    The interpreter with torch that trains; default: PYTHON_EXEC, else rdzvctl's
+    own.""")  # fmt: skip
+@click.option("--keep", is_flag=True, help="""
+    Keep the files, and keep the server and its page running until Ctrl-C.""")  # fmt: skip
 def demo_command(python: str | None, keep: bool) -> int:
     """Run a real training job on this machine that loses a worker, then a node, and continues.
 

@@ -10,10 +10,9 @@ from rdzv.ctl.command_line import (
     OK,
     REFUSED,
     answer,
-    connection_options,
+    command,
     job_argument,
     opened_client,
-    output_option,
 )
 from rdzv.errors import InvalidRequestError
 
@@ -22,30 +21,18 @@ _UNITS = {"k": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _MOST_LINES = 2**32 - 1
 
 
-@click.command("logs")
-@job_argument
+@command("logs")
+@job_argument()
 @click.option("-f", "--follow", is_flag=True, help="Continue with new output until the job ends.")
-@click.option(
-    "--rank",
-    type=click.IntRange(0, 2**32 - 1),
-    metavar="R",
-    help="Only the worker with this RANK, without a prefix.",
-)
-@click.option(
-    "--round",
-    "number",
-    type=click.IntRange(0, 2**32 - 1),
-    metavar="N",
-    help="This round; default: the last.",
-)
+@click.option("--rank", type=click.IntRange(0, 2**32 - 1), metavar="R", help="""
+    Only the worker with this RANK, without a prefix.""")  # fmt: skip
+@click.option("--round", "number", type=click.IntRange(0, 2**32 - 1), metavar="N", help="""
+    This round; default: the last.""")  # fmt: skip
 @click.option("--stdout", is_flag=True, help="Only standard output.")
 @click.option("--stderr", is_flag=True, help="Only standard error.")
-@click.option(
-    "--tail",
-    metavar="N",
-    help="Only the last N lines of each file or, with a suffix k, M or G, that many bytes.",
-)
-@connection_options
+@click.option("--tail", metavar="N", help="""
+    Only the last N lines of each file or, with a suffix k, M or G, that many
+    bytes.""")  # fmt: skip
 @click.pass_context
 def logs_command(
     context: click.Context,
@@ -102,20 +89,13 @@ def _parsed_tail(text: str) -> tuple[int, int]:
     return (0, count * _UNITS[found[2]]) if found[2] else (count, 0)
 
 
-@click.command("stacks")
-@job_argument
-@click.option(
-    "--round",
-    "number",
-    type=click.IntRange(0, 2**32 - 1),
-    metavar="N",
-    help="The round whose stacks were kept when it hung; default: the present one.",
-)
+@command("stacks", output=True)
+@job_argument()
+@click.option("--round", "number", type=click.IntRange(0, 2**32 - 1), metavar="N", help="""
+    The round whose stacks were kept when it hung; default: the present one.""")  # fmt: skip
 @click.option(
     "--raw", is_flag=True, help="All threads of all workers, not just one worker of each group."
 )
-@output_option
-@connection_options
 def stacks_command(job: str, number: int | None, raw: bool, output: str) -> str:
     """Show where in their code JOB's workers are.
 
