@@ -5,7 +5,7 @@ values, `as_text` (`as_text_nodes`) or `as_json` formats them as lines, and `__m
 lines and chooses the exit code. `layout` handles widths and colors, and sanitizes external text.
 All terminal output passes through it, or is JSON or YAML (`as_yaml`).
 
-`job_request` and `job_file` parse jobs to submit, and `follow` follows them. `watch` receives the
+`job_request` parses jobs to submit, and `watch` follows them. It receives the
 server's updates, and `live` renders them as a screen.
 
 Each command's module is imported when the command is used, and by `--help`; it imports what the

@@ -12,18 +12,19 @@ import re
 import secrets
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rdzv import bounds
 from rdzv.core.model import PRIORITY, JobSpec, Settings
 from rdzv.core.words import listed
-from rdzv.ctl import job_file
 from rdzv.ctl.command_line import CONNECTION, MAX_TIMEOUT_S
-from rdzv.errors import InvalidRequestError
+from rdzv.errors import InvalidRequestError, did_you_mean
 from rdzv.launch_options import declared_flags, flags, kinds
 from rdzv.launch_options.declared_flags import switch, value
 from rdzv.launch_options.flags import Given
+from rdzv.settings.toml_files import read_document
 from rdzv.structs import struct
 
 REFUSED = {
@@ -84,6 +85,18 @@ class Request:
     """Notes on options and variables that have no effect."""
 
 
+@struct(frozen=True)
+class JobFile:
+    """A job file's contents."""
+
+    given: tuple[Given, ...] = ()
+    rest: tuple[str, ...] = ()
+    """The script and its arguments."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    env_from: tuple[str, ...] = ()
+    """Variables that take the caller's values."""
+
+
 def wants_help(words: Sequence[str]) -> bool:
     """Return whether --help is among the flags; words after the flags belong to the script."""
     given, _ = make_parser().split(words)
@@ -114,11 +127,10 @@ def read(words: Sequence[str], caller: Caller) -> Request:
     given, rest = parser.split(words)
     for one in given:
         _check_given(one)
-    file = job_file.NOTHING
+    file = JobFile()
     paths = [one.value for one in given if one.actions[-1].dest == "file"]
     if paths and paths[-1]:
-        known = {flag.key: parser.options[flag.names[-1]] for flag in (*_RDZVRUNS, *_OF_JOB)}
-        file = job_file.read(Path(caller.directory, paths[-1]), known, _REFUSED_IN_FILES)
+        file = _File(Path(caller.directory, paths[-1])).read()
         on_line = {action.dest for one in given for action in one.actions}
         given = [*(one for one in file.given if one.actions[0].dest not in on_line), *given]
     rest = rest or list(file.rest)
@@ -280,7 +292,7 @@ def _job_args(given: Sequence[Given], rest: Sequence[str], chdir: str) -> tuple[
 
 
 def _environment(
-    given: Iterable[str], file: job_file.JobFile, environ: Mapping[str, str]
+    given: Iterable[str], file: JobFile, environ: Mapping[str, str]
 ) -> tuple[tuple[str, str], ...]:
     """Return the job's variables; the command line overrides the file."""
     env = dict(file.env)
@@ -366,3 +378,104 @@ def _notes(conf: Iterable[str], environ: Mapping[str, str]) -> tuple[str, ...]:
     if defaults := sorted(name for name in environ if name.startswith("PET_")):
         notes.append(f"{listed(defaults)} in this environment have no effect here; give flags")
     return tuple(notes)
+
+
+# ------------------------------------------------------------------------------------ its file
+
+
+class _File:
+    """A job as TOML: flags by their long names, with underscores or dashes, and what they apply to.
+
+    The other keys are `script`, `args`, `env` and `env_from`. `env` is a table; `labels` and
+    `rdzv_conf` may be tables. Unknown keys are refused.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        options = make_parser().options
+        self._flags = {flag.key: options[flag.names[-1]] for flag in (*_RDZVRUNS, *_OF_JOB)}
+
+    def read(self) -> JobFile:
+        """Return the file's contents; a relative `chdir` is relative to its folder."""
+        document = read_document(self._path, f"--file={self._path}")
+        found: dict[str, tuple[str, Any]] = {}
+        for key, given in document.items():
+            dest = key.replace("-", "_")
+            if dest in found:
+                raise self._bad(key, f"is given twice, also as `{found[dest][0]}`", "keep one")
+            found[dest] = (key, given)
+        script = self._script(*found.pop("script", ("script", None)))
+        args = self._strings(*found.pop("args", ("args", [])))
+        if args and not script:
+            raise self._bad("args", "need a script", "add `script`, or leave them out")
+        return JobFile(
+            env=self._env(*found.pop("env", ("env", {}))),
+            env_from=self._strings(*found.pop("env_from", ("env_from", []))),
+            rest=(*script, *args),
+            given=tuple(
+                one for dest, (key, raw) in found.items() for one in self._given(dest, key, raw)
+            ),
+        )
+
+    def _given(self, dest: str, key: str, value: Any) -> list[Given]:
+        if dest in _REFUSED_IN_FILES:
+            raise self._bad(key, "is not for submitted jobs", _REFUSED_IN_FILES[dest])
+        action = self._flags.get(dest)
+        if action is None:
+            raise self._unknown(key)
+        name = next(name for name in action.option_strings if name.startswith("--"))
+        if action.nargs == 0:
+            if not isinstance(value, bool):
+                raise self._bad(key, f"{value!r} is neither true nor false", "give one of them")
+            return [Given((action,), (name,))] if value else []
+        return [Given((action,), (f"{name}={self._text(dest, key, value)}",))]
+
+    def _text(self, dest: str, key: str, value: Any) -> str:
+        if dest in ("labels", "rdzv_conf") and isinstance(value, dict):
+            return ",".join(f"{name}={self._item(key, name, one)}" for name, one in value.items())
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise self._bad(key, f"{value!r} is neither text nor a number", "write it as one")
+        if dest == "chdir":
+            return str(Path(self._path.parent, str(value)))
+        return str(value)
+
+    def _item(self, key: str, name: str, value: Any) -> str:
+        """Format one value of a table as it appears in a comma-separated list."""
+        if isinstance(value, bool):
+            return str(value).lower()
+        if not isinstance(value, str | int | float) or "," in f"{name}{value}":
+            raise self._bad(
+                f"{key}.{name}", f"{value!r} cannot be used", "give text without commas"
+            )
+        return str(value)
+
+    def _script(self, key: str, value: Any) -> tuple[str, ...]:
+        if value is None:
+            return ()
+        if not isinstance(value, str) or not value:
+            raise self._bad(key, f"{value!r} is not a script", "give its path, as text")
+        return ("--", value) if value.startswith("-") else (value,)
+
+    def _strings(self, key: str, value: Any) -> tuple[str, ...]:
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self._bad(key, "is not a list of strings", f'write {key} = ["...", "..."]')
+        return tuple(value)
+
+    def _env(self, key: str, value: Any) -> dict[str, str]:
+        """Return the checked variables. Errors never show a variable's value."""
+        if not isinstance(value, dict):
+            raise self._bad(key, "is not a table", 'write NAME = "VALUE" lines below [env]')
+        for name, one in value.items():
+            if not isinstance(one, str):
+                raise self._bad(f"{key}.{name}", "is not a string", "put its value in quotes")
+        return value
+
+    def _unknown(self, key: str) -> InvalidRequestError:
+        known = sorted(
+            {*self._flags.keys() - _REFUSED_IN_FILES.keys(), "script", "args", "env", "env_from"}
+        )
+        remedy = did_you_mean(key.replace("-", "_"), known, f"known: {', '.join(known)}")
+        return self._bad(key, "is unknown", remedy)
+
+    def _bad(self, key: str, why: str, remedy: str) -> InvalidRequestError:
+        return InvalidRequestError(f"--file={self._path}: `{key}` {why}; {remedy}")
