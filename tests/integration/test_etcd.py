@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,8 @@ from rdzv.stores.base import DeposedError, Record, RevisionConflictError
 from rdzv.stores.election import Election
 from rdzv.stores.election_session import LOOP_TTLS, Leader
 from rdzv.stores.etcd import EtcdStore
-from rdzv.stores.etcd_client import EtcdClient, LeaseCalls
+from rdzv.stores.etcd_client import EtcdClient, created, delete, found_by, get, modified, put
 from rdzv.stores.etcd_config import EtcdConfig
-from rdzv.stores.etcd_errors import CompactedError
-from rdzv.stores.etcd_wire import created, delete, found_by, get, modified, put
 from rdzv.structs import replace
 
 DEADLINE_S = 100.0
@@ -86,22 +84,22 @@ async def leading(
 async def test_pages_hold_everything_once_in_both_directions(client: EtcdClient) -> None:
     prefix = client.config.prefix.encode()
     keys = [prefix + b"/%02d" % number for number in range(25)]
-    await client.txn((), [put(key, b"x") for key in keys])
+    client.txn((), [put(key, b"x") for key in keys])
     start, end = prefix + b"/", prefix + b"0"
     for page in (1, 10, 25, 100):
-        pages = [found async for found in client.scan(start, end, page=page)]
+        pages = list(client.scan(start, end, page=page))
         assert max(map(len, pages)) <= page
         assert [kv.key for found in pages for kv in found] == keys
-        pages = [found async for found in client.scan(start, end, page=page, newest_first=True)]
+        pages = list(client.scan(start, end, page=page, newest_first=True))
         assert [kv.key for found in pages for kv in found] == keys[::-1]
 
 
 async def test_a_transaction_does_all_or_nothing(client: EtcdClient) -> None:
     one, two = (client.config.prefix.encode() + name for name in (b"/one", b"/two"))
-    done = await client.txn((created(one, 0),), (put(one, b"1"), put(two, b"2"), get(two)))
+    done = client.txn((created(one, 0),), (put(one, b"1"), put(two, b"2"), get(two)))
     assert done.succeeded
     assert [kv.value if kv else None for kv in found_by(done)] == [b"2"]
-    refused = await client.txn(
+    refused = client.txn(
         (created(one, done.header.revision), modified(two, done.header.revision + 1)),
         (put(one, b"lost"), delete(two)),
         (get(one), get(two), get(one + b"x")),
@@ -113,60 +111,18 @@ async def test_a_transaction_does_all_or_nothing(client: EtcdClient) -> None:
 async def test_a_write_that_is_too_large_is_refused_before_it_is_sent(client: EtcdClient) -> None:
     key = client.config.prefix.encode() + b"/large"
     with pytest.raises(StoreRefusedError, match="above the 1500000 that etcd takes"):
-        await client.txn((), (put(key, b"x" * 1_500_000),))
-    assert (await client.get(key))[0] is None
+        client.txn((), (put(key, b"x" * 1_500_000),))
+    assert client.get(key)[0] is None
 
 
 async def test_what_etcd_refuses_is_definite(client: EtcdClient) -> None:
     key = client.config.prefix.encode() + b"/key"
     with pytest.raises(StoreRefusedError, match="requested lease not found; nothing was written"):
-        await client.txn((), (put(key, b"x", lease=4711),))
+        client.txn((), (put(key, b"x", lease=4711),))
     with pytest.raises(StoreRefusedError, match="duplicate key"):
-        await client.txn((), (put(key, b"x"), put(key, b"y")))
-    await client.revoke(4711)
-    with closing(LeaseCalls(client.config)) as calls:
-        assert await asyncio.to_thread(calls.keep_alive, 4711, 5.0) == 0
-
-
-async def test_a_watch_tells_of_every_change_from_its_revision_on(client: EtcdClient) -> None:
-    key = client.config.prefix.encode() + b"/key"
-    first = (await client.txn((), (put(key, b"1"),))).header.revision
-    await client.txn((), (put(key, b"2"),))
-    seen: list[bytes | None] = []
-    async for changes in client.watch(key, first):
-        seen += (None if one.type == one.DELETE else one.kv.value for one in changes)
-        if seen == [b"1", b"2"]:
-            # Longer than a member without answers is considered alive.
-            await asyncio.sleep(2.5)
-            await client.txn((), (delete(key),))
-        if seen == [b"1", b"2", None]:
-            break
-
-
-async def test_a_watch_behind_a_compaction_says_so(etcd: EtcdCluster, client: EtcdClient) -> None:
-    key = client.config.prefix.encode() + b"/key"
-    first = (await client.txn((), (put(key, b"1"),))).header.revision
-    last = (await client.txn((), (put(key, b"2"),))).header.revision
-    etcd.etcdctl("compact", str(last))
-    with pytest.raises(CompactedError, match=f"revisions below {last} are gone"):
-        async for changes in client.watch(key, first):
-            assert changes == ()
-
-
-async def test_a_watch_on_a_member_that_falls_silent_ends(
-    etcd: EtcdCluster, config: EtcdConfig
-) -> None:
-    async with (
-        Proxy.running(etcd.members[0].endpoint) as proxy,
-        EtcdClient.connected(replace(config, endpoints=(proxy.endpoint,))) as client,
-    ):
-        # From now on: earlier revisions may be gone after a compaction by another test.
-        _, revision = await client.get(b"/key")
-        watch = client.watch(b"/key", revision + 1)
-        assert await anext(watch) == ()
-        proxy.replies_pass = False
-        with pytest.raises(RendezvousConnectionError, match="has not answered for 2 s"):
-            await anext(watch)
+        client.txn((), (put(key, b"x"), put(key, b"y")))
+    client.revoke(4711)
+    assert client.keep_alive(4711, 5.0) == 0
 
 
 # ---------------------------------------------------------------- broken connections
@@ -364,7 +320,7 @@ async def test_what_can_not_be_read_is_named_and_left_untouched(
         with pytest.raises(RendezvousStateError, match=f"job bad in etcd at .*{config.prefix}"):
             await store.load("bad")
         assert await store.list() == ("bad",)
-        kv, _ = await client.get(f"{config.prefix}/jobs/bad".encode())
+        kv, _ = client.get(f"{config.prefix}/jobs/bad".encode())
         assert kv is not None
         assert kv.value == damaged.encode()
         for key, read in (
@@ -405,7 +361,7 @@ async def test_history_over_its_bound_is_deleted_also_after_a_change_of_leader(
         store = EtcdStore(client, await election.campaign(), history_rows=20)
         await store.append([record("last")])
         start = f"{config.prefix}/history/job/".encode()
-        pages = [page async for page in client.scan(start, start[:-1] + b"0", keys_only=True)]
+        pages = list(client.scan(start, start[:-1] + b"0", keys_only=True))
         assert sum(map(len, pages)) == 11
         texts = [row.data for row in await store.history("job", 100)]
         assert texts == ["20.2", *(f"{n}.{i}" for n in range(21, 30) for i in (1, 2)), "last"]

@@ -552,10 +552,10 @@ async def test_the_next_leader_reads_what_single_nodes_have_succeeded_in(
     ):
         old = EtcdStore(client, await election.campaign())
         revision = await old.compare_and_swap("job-7", of_many_nodes(1), 0)
-        whole, _ = await client.get(f"/{tmp_path.name}/jobs/job-7".encode())
+        whole, _ = client.get(f"/{tmp_path.name}/jobs/job-7".encode())
         for count in range(2, 6):
             revision = await old.compare_and_swap("job-7", of_many_nodes(count), revision)
-        assert (await client.get(f"/{tmp_path.name}/jobs/job-7".encode()))[0] == whole
+        assert client.get(f"/{tmp_path.name}/jobs/job-7".encode())[0] == whole
         await election.resign()
 
         new = EtcdStore(client, await other.campaign())
@@ -564,7 +564,7 @@ async def test_the_next_leader_reads_what_single_nodes_have_succeeded_in(
         for count in range(6, 9):
             revision = await new.compare_and_swap("job-7", of_many_nodes(count), revision)
             assert await EtcdStore(client).load("job-7") == Stored(of_many_nodes(count), revision)
-        assert (await client.get(f"/{tmp_path.name}/jobs/job-7".encode()))[0] != whole
+        assert client.get(f"/{tmp_path.name}/jobs/job-7".encode())[0] != whole
 
 
 @pytest.mark.slow

@@ -18,12 +18,15 @@ from etcd_cluster import openssl
 from rdzv.core.model import Membership, Offer, Participant, Round, Settings
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
 from rdzv.etcd import etcd_pb2 as pb
-from rdzv.stores import codec, etcd, etcd_errors, etcd_wire
+from rdzv.stores import codec, etcd, etcd_client
 from rdzv.stores.base import Record
-from rdzv.stores.etcd_client import MAX_REQUEST_BYTES, EtcdClient
+from rdzv.stores.etcd_client import (
+    CHANNEL_OPTIONS,
+    MAX_REQUEST_BYTES,
+    EtcdClient,
+    RefusedError,
+)
 from rdzv.stores.etcd_config import EtcdConfig
-from rdzv.stores.etcd_errors import RefusedError
-from rdzv.stores.etcd_wire import CHANNEL_OPTIONS, Members
 from rdzv.structs import replace
 
 GOOD = EtcdConfig.parse("a:1")
@@ -70,7 +73,7 @@ def test_endpoints_that_can_not_be_used_are_named(endpoints: str, says: str) -> 
 )
 def test_a_refusal_says_what_to_change(status: str, said: str, says: str) -> None:
     config = replace(GOOD, user="ada", password="x")
-    mistake = etcd_errors.mistake(config, RefusedError("", grpc.StatusCode[status], said))
+    mistake = etcd_client.mistake(config, RefusedError("", grpc.StatusCode[status], said))
     assert mistake.startswith(f"{config.place}: ")
     assert says in mistake
 
@@ -112,32 +115,12 @@ def test_the_bounds_themselves_are_taken(given: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("endpoints", "within_s"), [("a:1", 5.0), ("a:1,b:1", 2.5), ("a:1,b:1,c:1", 2.5)]
 )
-async def test_where_there_are_several_one_may_take_half_of_the_time(
+def test_where_there_are_several_one_may_take_half_of_the_time(
     endpoints: str, within_s: float
 ) -> None:
     client = EtcdClient(replace(EtcdConfig.parse(endpoints), timeout_ms=5_000))
     assert client.attempt_s == within_s
-    await client.close()
-
-
-def test_a_refused_token_is_replaced_unless_another_call_has_done_so() -> None:
-    members = Members(replace(GOOD, user="ada", password="secret"), grpc)
-    assert members.needs_token
-    members.token = "old"
-    sent = members.metadata
-    assert not members.needs_token
-    assert not members.refuses_token(sent, "connection reset")
-    assert members.refuses_token(sent, "etcdserver: invalid auth token")
-    assert members.needs_token
-    members.token = "new"
-    assert members.refuses_token(sent, "etcdserver: invalid auth token"), "the call is sent again"
-    assert members.metadata == (("token", "new"),)
-
-
-def test_without_a_user_there_is_no_token() -> None:
-    members = Members(GOOD, grpc)
-    assert not members.needs_token
-    assert not members.refuses_token(members.metadata, "etcdserver: invalid auth token")
+    client.close()
 
 
 @pytest.mark.slow
@@ -156,7 +139,7 @@ async def test_trouble_with_tls_is_an_operators_mistake_where_there_is_tls(
     says: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def fail(self: EtcdClient, key: bytes) -> None:
+    def fail(self: EtcdClient, key: bytes) -> None:
         raise RendezvousConnectionError(trouble)
 
     monkeypatch.setattr(EtcdClient, "get", fail)
@@ -210,9 +193,9 @@ async def member(*, stopped: bool = False) -> AsyncIterator[str]:
         )
 
     answers: dict[Any, Any] = {
-        etcd_wire.AUTHENTICATE: pb.AuthenticateResponse(token="token"),
-        etcd_wire.RANGE: pb.RangeResponse(header=pb.ResponseHeader(revision=7)),
-        etcd_wire.TXN: pb.TxnResponse(succeeded=True),
+        etcd_client.AUTHENTICATE: pb.AuthenticateResponse(token="token"),
+        etcd_client.RANGE: pb.RangeResponse(header=pb.ResponseHeader(revision=7)),
+        etcd_client.TXN: pb.TxnResponse(succeeded=True),
     }
     server = grpc.aio.server()
     for method, response in answers.items():
@@ -232,8 +215,8 @@ async def test_a_write_goes_to_a_member_that_is_connected() -> None:
         dead = f"127.0.0.1:{unused.getsockname()[1]}"
         async with member() as alive:
             client = EtcdClient(EtcdConfig.parse(f"{dead},{alive}"))
-            assert (await client.txn((), ())).succeeded
-            await client.close()
+            assert (await client.run(client.txn, (), ())).succeeded
+            client.close()
 
 
 @pytest.mark.slow
@@ -241,8 +224,8 @@ async def test_a_member_that_is_stopped_leaves_time_to_log_in_at_another() -> No
     async with member(stopped=True) as silent, member() as alive:
         config = EtcdConfig.parse(f"{silent},{alive}")
         client = EtcdClient(replace(config, user="ada", password="x", timeout_ms=2_000))
-        assert await client.get(b"key", timeout_s=60) == (None, 7)
-        await client.close()
+        assert await client.run(client.get, b"key", timeout_s=60) == (None, 7)
+        client.close()
 
 
 # ---------------------------------------------------------------- sizes

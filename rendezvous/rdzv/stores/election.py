@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import msgspec
 
@@ -33,8 +34,17 @@ from rdzv.stores.election_session import (
     now_s,
     read_leader,
 )
-from rdzv.stores.etcd_client import EtcdClient, LeaseCalls
-from rdzv.stores.etcd_wire import KeyValue, created, delete, found_by, get, modified, put
+from rdzv.stores.etcd_client import (
+    EtcdClient,
+    KeyValue,
+    below,
+    created,
+    delete,
+    found_by,
+    get,
+    modified,
+    put,
+)
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.election")
@@ -42,7 +52,8 @@ log = logging.getLogger("rdzv.election")
 RESIGN_S = 1.0
 """The time for which to try to revoke the lease before leaving it to expire."""
 
-REPLICAS_PER_PAGE = 100
+READ_EVERY_S = 0.05
+"""How often each server reads the leader key, whether it leads or not."""
 
 
 @struct(frozen=True)
@@ -60,11 +71,12 @@ class Election:
     """One server's part in the election. Created by `Election.running`."""
 
     def __init__(
-        self, client: EtcdClient, calls: LeaseCalls, address: str, version: str, page: str = ""
+        self, client: EtcdClient, own: EtcdClient, address: str, version: str, page: str = ""
     ) -> None:
+        """Use `own` for the calls of threads, which nothing else that is sent may delay."""
         self._client = client
-        self._calls = calls
-        self._address = address
+        self._own = own
+        self.address = address
         self._replica = Replica(address, version, _unix_ms(), page)
         self._prefix = client.config.prefix
         self._key = f"{self._prefix}/leader".encode()
@@ -76,7 +88,10 @@ class Election:
         self._news = _News()
         """An object that is notified whenever any of the above changes."""
         self._last_loss = "this server has not led yet"
-        self._outage = _Outage()
+        self._away = False
+        """Whether etcd was unreachable at the last call."""
+        self._loop = asyncio.get_running_loop()
+        self._stopped = threading.Event()
 
     @classmethod
     @asynccontextmanager
@@ -89,28 +104,27 @@ class Election:
         survives every temporary failure of etcd, and logs when etcd becomes unreachable and when it
         is back.
         """
-        calls = LeaseCalls(client.config)
-        election = cls(client, calls, address, version, page)
+        own = EtcdClient(client.config)
+        election = cls(client, own, address, version, page)
+        reader = threading.Thread(target=election._read_until_stopped, name="word", daemon=True)
         try:
             with single_error():
                 async with asyncio.TaskGroup() as group:
                     tasks = (
                         group.create_task(election._hold_sessions()),
-                        group.create_task(election._follow()),
                         group.create_task(election._lift_deposals()),
                     )
+                    reader.start()
                     try:
                         yield election
                     finally:
                         for task in tasks:
                             task.cancel()
         finally:
+            election._stopped.set()
             await election._end_session("this server is stopping")
-            calls.close()
-
-    @property
-    def address(self) -> str:
-        return self._address
+            await asyncio.to_thread(own.close)
+            await asyncio.to_thread(reader.join)
 
     @property
     def leader(self) -> Leader | None:
@@ -139,7 +153,7 @@ class Election:
     async def regain_word(self) -> bool:
         """Wait until this process may speak or no longer leads, and return whether it may speak."""
         if not self.may_speak:
-            await self._until(lambda: self.may_speak or not self.proven)
+            await self._news.until(lambda: self.may_speak or not self.proven)
         return self.may_speak
 
     async def depose(self, leader: Leader) -> bool:
@@ -158,7 +172,8 @@ class Election:
         if session is not None and held.lease == session.lease:
             return False
         value = msgspec.json.encode(replace(leader, deposed=True))
-        done = await self._client.txn(
+        done = await self._client.run(
+            self._client.txn,
             (modified(self._key, held.mod_revision),),
             (put(self._key, value), get(self._key)),
             (get(self._key),),
@@ -174,7 +189,7 @@ class Election:
         that term's fence immediately.
         """
         while True:
-            await self._until(self._may_lead)
+            await self._news.until(self._may_lead)
             if self._held is None and (head_start := head_start_s()) > 0:
                 await asyncio.sleep(head_start)
                 if not self._may_lead():
@@ -187,15 +202,13 @@ class Election:
             try:
                 fence = await self._create(session)
             except RendezvousConnectionError as error:
-                self._outage.note(error)
+                self._note_outage(error)
                 await asyncio.sleep(RETRY_S)
                 continue
             if fence is not None and session.lost is None:
                 session.lead(fence, sent_s)
                 self._news.tell()
-                log.info(
-                    "%s became the leader at revision %d", self._address, fence.create_revision
-                )
+                log.info("%s became the leader at revision %d", self.address, fence.create_revision)
                 return fence
 
     def _may_lead(self) -> bool:
@@ -207,9 +220,10 @@ class Election:
     async def _create(self, session: Session) -> Fence | None:
         """Create the leader key if it does not exist; return its fence if it is this session's."""
         value = msgspec.json.encode(
-            Leader(self._address, _unix_ms(), 0, round(1000 * session.word_s))
+            Leader(self.address, _unix_ms(), 0, round(1000 * session.word_s))
         )
-        done = await self._client.txn(
+        done = await self._client.run(
+            self._client.txn,
             (created(self._key, 0),),
             (put(self._key, value, session.lease), get(self._key)),
             (get(self._key),),
@@ -237,7 +251,7 @@ class Election:
 
     async def changed(self, seen: Leader | None) -> Leader | None:
         """Wait until the leader differs from `seen`, and return the new one."""
-        await self._until(lambda: self.leader != seen)
+        await self._news.until(lambda: self.leader != seen)
         return self.leader
 
     async def resign(self) -> None:
@@ -250,7 +264,7 @@ class Election:
             return
         session.lose("this server has resigned")
         self._news.tell()
-        await self._until(lambda: self._session is not session)
+        await self._news.until(lambda: self._session is not session)
 
     async def replicas(self) -> tuple[Replica, ...]:
         """Return all participating servers, sorted by address.
@@ -259,14 +273,9 @@ class Election:
             RendezvousConnectionError: etcd is unreachable.
 
         """
-        folder = f"{self._prefix}/replicas/"
-        found: list[Replica] = []
-        pages = self._client.scan(
-            folder.encode(), folder[:-1].encode() + b"0", page=REPLICAS_PER_PAGE
-        )
-        async with aclosing(pages):
-            async for page in pages:
-                found += (replica for kv in page if (replica := _read_replica(kv)))
+        folder = below(f"{self._prefix}/replicas/")
+        pages = await self._client.run(lambda: list(self._client.scan(*folder)))
+        found = (replica for page in pages for kv in page if (replica := _read_replica(kv)))
         return tuple(sorted(found, key=lambda replica: replica.address))
 
     # ---------------------------------------------------------------- the session
@@ -277,7 +286,7 @@ class Election:
             try:
                 session = await self._begin_session()
             except RendezvousConnectionError as error:
-                self._outage.note(error)
+                self._note_outage(error)
                 await asyncio.sleep(RETRY_S)
                 continue
             self._session = session
@@ -289,11 +298,12 @@ class Election:
 
     async def _begin_session(self) -> Session:
         sent_s = now_s()
-        lease, ttl_s = await self._client.grant(self._client.config.ttl_s)
+        lease, ttl_s = await self._client.run(self._client.grant, self._client.config.ttl_s)
         key = f"{self._prefix}/replicas/{lease:016x}".encode()
-        await self._client.txn((), (put(key, msgspec.json.encode(self._replica), lease),))
-        self._outage.end()
-        return Session(self._calls, self._key, lease, ttl_s, sent_s, self._note_read)
+        record = put(key, msgspec.json.encode(self._replica), lease)
+        await self._client.run(self._client.txn, (), (record,))
+        self._note_outage(None)
+        return Session(self._own, lease, ttl_s, sent_s)
 
     async def _end_session(self, reason: str) -> None:
         """End the current session by revoking its lease, which deletes all its keys."""
@@ -303,10 +313,10 @@ class Election:
         self._news.tell()
         if session.fence is not None:
             self._last_loss = session.lost or reason
-            log.info("%s is no longer the leader: %s", self._address, self._last_loss)
+            log.info("%s is no longer the leader: %s", self.address, self._last_loss)
         try:
             async with asyncio.timeout(RESIGN_S):
-                await self._client.revoke(session.lease)
+                await self._client.run(self._client.revoke, session.lease)
         except (RendezvousConnectionError, TimeoutError) as error:
             log.info("cannot revoke lease %x, so it will expire: %s", session.lease, error)
         await session.ended()
@@ -315,32 +325,35 @@ class Election:
 
     # ---------------------------------------------------------------- the leader key
 
-    async def _follow(self) -> None:
-        """Watch the leader key, starting again after every etcd failure."""
-        every_s = min(1.0, self._client.config.ttl_s / 3)
-        while True:
+    def _read_until_stopped(self) -> None:
+        """Read the leader key again and again, in a thread.
+
+        A thread, so that a leader keeps its word while its event loop is late. Reads, and no watch:
+        a leader must read its key anyway, and what a member no longer sends is noticed at once.
+        """
+        while not self._stopped.is_set():
+            sent_s, session = now_s(), self._session
             try:
-                self.note_leader_key(*await self._client.get(self._key))
-                self._outage.end()
-                changes = self._client.watch(self._key, self._seen_revision + 1, every_s)
-                async with aclosing(changes):
-                    async for some in changes:
-                        for change in some:
-                            held = None if change.type == pb.Event.DELETE else change.kv
-                            self.note_leader_key(held, change.kv.mod_revision)
+                word_s = session.word_s if session is not None else None
+                held, revision = self._own.get(self._key, word_s)
             except RendezvousConnectionError as error:
-                # Compaction is not a failure, but the pause that follows a failure does no harm
-                # here.
-                self._outage.note(error)
-                await asyncio.sleep(RETRY_S)
+                self._in_loop(self._note_outage, error)
+            else:
+                if session is not None:
+                    session.note_read(held, sent_s)
+                self._in_loop(self._note_read, held, revision)
+            self._stopped.wait(READ_EVERY_S)
+
+    def _in_loop(self, call: Callable[..., None], *given: object) -> None:
+        if not self._stopped.is_set():
+            self._loop.call_soon_threadsafe(call, *given)
 
     def note_leader_key(self, held: KeyValue | None, revision: int) -> None:
         """Record the leader key as of a revision, unless a newer revision has been seen."""
         if revision <= self._seen_revision:
             return
         self._seen_revision = revision
-        if held != self._held:
-            self._held = held
+        self._held = held
         session = self._session
         if session is not None and session.fence is not None and not session.fence.matches(held):
             deposed = held is not None and read_leader(held).deposed
@@ -355,33 +368,40 @@ class Election:
 
     def _note_read(self, held: KeyValue | None, revision: int) -> None:
         """Record a read of the leader key, which may have extended this leader's word."""
+        self._note_outage(None)
         self.note_leader_key(held, revision)
         self._news.tell()
+
+    def _note_outage(self, error: RendezvousConnectionError | None) -> None:
+        """Log once when etcd becomes unreachable, and once when it is back."""
+        if error is not None and not self._away:
+            log.warning("the election is paused: %s", error)
+        elif error is None and self._away:
+            log.warning("the election has resumed: etcd is responding again")
+        self._away = error is not None
 
     async def _lift_deposals(self) -> None:
         """Delete a deposed leader's key once its word must have expired by this machine's clock."""
         while True:
-            await self._until(lambda: self._deposed() is not None)
+            await self._news.until(lambda: self._deposed() is not None)
             held = self._deposed()
             assert held is not None, "nothing was awaited since"
             await asyncio.sleep(read_leader(held).word_ms / 1000 * (1 + MARGIN))
             if self._deposed() != held:
                 continue
             try:
-                done = await self._client.txn(
+                done = await self._client.run(
+                    self._client.txn,
                     (modified(self._key, held.mod_revision),),
                     (delete(self._key), get(self._key)),
                     (get(self._key),),
                 )
                 self._note_answer(done)
             except RendezvousConnectionError as error:
-                self._outage.note(error)
+                self._note_outage(error)
 
     def _deposed(self) -> KeyValue | None:
         return self._held if self._held and read_leader(self._held).deposed else None
-
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        await self._news.until(holds)
 
 
 class _News:
@@ -397,23 +417,6 @@ class _News:
     async def until(self, holds: Callable[[], bool]) -> None:
         while not holds():
             await self._changed.wait()
-
-
-class _Outage:
-    """Logs once when etcd becomes unreachable, and once when it is back."""
-
-    def __init__(self) -> None:
-        self._away = False
-
-    def note(self, error: RendezvousConnectionError) -> None:
-        if not self._away:
-            self._away = True
-            log.warning("the election is paused: %s", error)
-
-    def end(self) -> None:
-        if self._away:
-            self._away = False
-            log.warning("the election has resumed: etcd is responding again")
 
 
 # ------------------------------------------------------------------------------------ values

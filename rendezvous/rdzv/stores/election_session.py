@@ -1,4 +1,4 @@
-"""The leader key in etcd, and a server's lease and word, which separate threads maintain.
+"""The leader key in etcd, and a server's lease, which a thread of its own renews.
 
 A leader's claim rests on two things. Its *lease* holds as long as the leader renews it, and
 otherwise expires. Its *word* holds for `word_ms` after each read that showed the key to be its own;
@@ -8,7 +8,8 @@ alive, and no server has to wait for the lease to expire.
 
 A server that takes over must respond to thousands of nodes, so its event loop falls behind. A
 renewal waiting its turn there would come too late: the next server would take over, have to respond
-to the same nodes, and so on. Renewals therefore do not wait for any other work of this process.
+to the same nodes, and so on. Renewals, and reads of the key, therefore do not wait for any other
+work of this process.
 However, the loop must turn from time to time, or a server that hangs would lead forever.
 """
 
@@ -17,14 +18,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
 
 import msgspec
 
 from rdzv.errors import RendezvousConnectionError
 from rdzv.etcd import etcd_pb2 as pb
-from rdzv.stores.etcd_client import LeaseCalls
-from rdzv.stores.etcd_wire import KeyValue, created, leased
+from rdzv.stores.etcd_client import EtcdClient, KeyValue, created, leased
 from rdzv.structs import replace, struct
 
 RENEWALS_PER_TTL = 6
@@ -40,9 +39,6 @@ RETRY_S = 0.1
 WORDS_PER_TTL = 5
 """A word lasts for this fraction of the TTL: long enough for etcd to respond late to a read, but
 short enough that another server need not wait long for its end."""
-
-READS_PER_WORD = 4
-"""The number of times a leader reads its key within the period for which its word holds."""
 
 LOOP_TTLS = 2
 """An event loop that has not turned for this many TTLs is hanging, and its lease is not renewed."""
@@ -103,20 +99,11 @@ def with_leadership(kv: KeyValue, number: int) -> bytes:
 class Session:
     """One lease of this process, and at most one term under it. Losing the term ends the session.
 
-    The event loop calls `start` once, and `turned` from then on. The threads end after `lose`;
+    The event loop calls `start` once, and `turned` from then on. The thread ends after `lose`;
     `ended` waits for that.
     """
 
-    def __init__(
-        self,
-        calls: LeaseCalls,
-        key: bytes,
-        lease: int,
-        ttl_s: int,
-        sent_s: float,
-        on_read: Callable[[KeyValue | None, int], None] = lambda held, revision: None,
-    ) -> None:
-        """`on_read` is called in the event loop with the leader key each time it has been read."""
+    def __init__(self, client: EtcdClient, lease: int, ttl_s: int, sent_s: float) -> None:
         self.lease = lease
         self.ttl_s = ttl_s
         self.fence: Fence | None = None
@@ -128,41 +115,32 @@ class Session:
         self.word_s = ttl_s / WORDS_PER_TTL
         self.every_s = ttl_s / RENEWALS_PER_TTL
         """The time from one renewal to the next."""
-        self._calls = calls
-        self._key = key
-        self._on_read = on_read
+        self._client = client
         self._loop = asyncio.get_running_loop()
         self._turned_s = now_s()
         """The time when the event loop last turned."""
         self.stopped = threading.Event()
-        """Set when the session has ended; its threads wait for it."""
-        self._leading = threading.Event()
-        self._threads = [
-            threading.Thread(target=self.renew_until_lost, name="lease", daemon=True),
-            threading.Thread(target=self._keep_word, name="word", daemon=True),
-        ]
+        """Set when the session has ended; its thread waits for it."""
+        self._thread = threading.Thread(target=self.renew_until_lost, name="lease", daemon=True)
         self._renewed(sent_s)
 
     def start(self) -> None:
-        """Maintain the lease and, once `lead` is called, the word, until the session is lost."""
-        for thread in self._threads:
-            thread.start()
+        """Maintain the lease until the session is lost."""
+        self._thread.start()
 
     def turned(self) -> None:
         """Record that the event loop has turned."""
         self._turned_s = now_s()
 
     async def ended(self) -> None:
-        """Wait until the threads have ended, which takes at most as long as one call to etcd."""
-        for thread in self._threads:
-            if thread.is_alive():
-                await asyncio.to_thread(thread.join)
+        """Wait until the thread has ended, which takes at most as long as one call to etcd."""
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
 
     def lead(self, fence: Fence, sent_s: float) -> None:
         """Begin the term created by a transaction that was sent at the given time."""
         self.fence = fence
-        self._read(sent_s)
-        self._leading.set()
+        self.word_until_s = sent_s + self.word_s
 
     @property
     def leads(self) -> bool:
@@ -180,18 +158,18 @@ class Session:
             self.lost = reason
             self.over.set()
             self.stopped.set()
-            self._leading.set()
 
-    # ---------------------------------------------------------------- in the threads
+    # ---------------------------------------------------------------- in threads
+
+    def note_read(self, held: KeyValue | None, sent_s: float) -> None:
+        """Extend the leader's word if a read sent at this time showed the key to be its own."""
+        if self.fence is not None and self.fence.matches(held):
+            self.word_until_s = sent_s + self.word_s
 
     def _renewed(self, sent_s: float) -> None:
         """Count from the time when the renewal was sent; etcd counts from a later time."""
         self.sent_s = sent_s
         self.proven_until_s = sent_s + self.ttl_s * (1 - MARGIN)
-
-    def _read(self, sent_s: float) -> None:
-        """Extend the leader's word after a read sent at this time showed the key to be its own."""
-        self.word_until_s = sent_s + self.word_s
 
     def renew_until_lost(self) -> None:
         """Renew the lease until it is lost, and report the reason.
@@ -210,42 +188,28 @@ class Session:
             if left_s <= 0:
                 age_s = sent_s - self.sent_s
                 why = f": {trouble}" if trouble else ""
-                self._tell(self.lose, f"the last renewal is {age_s:.1f} s old{why}")
+                self._end(f"the last renewal is {age_s:.1f} s old{why}")
                 return
             still_s = sent_s - self._turned_s
             if still_s > LOOP_TTLS * self.ttl_s:
                 trouble = f"its event loop has stood still for {still_s:.1f} s"
                 continue
             try:
-                ttl_s = self._calls.keep_alive(self.lease, min(max(self.every_s, ANSWER_S), left_s))
+                ttl_s = self._client.keep_alive(
+                    self.lease, min(max(self.every_s, ANSWER_S), left_s)
+                )
             except RendezvousConnectionError as error:
                 trouble = str(error)
                 continue
             trouble = ""
             if ttl_s <= 0:
-                self._tell(self.lose, "its lease has expired")
+                self._end("its lease has expired")
                 return
             self._renewed(sent_s)
 
-    def _keep_word(self) -> None:
-        """While this process leads, read its key often enough for its word to hold continuously."""
-        self._leading.wait()
-        while not self.stopped.is_set():
-            sent_s = now_s()
-            try:
-                held, revision = self._calls.get(self._key, self.word_s)
-            except RendezvousConnectionError:
-                # The lease has the same problem, and reports it.
-                pass
-            else:
-                if self.fence is not None and self.fence.matches(held):
-                    self._read(sent_s)
-                self._tell(self._on_read, held, revision)
-            self.stopped.wait(max(sent_s + self.word_s / READS_PER_WORD - now_s(), 0))
-
-    def _tell(self, call: Callable[..., None], *given: object) -> None:
+    def _end(self, reason: str) -> None:
         if not self.stopped.is_set():
-            self._loop.call_soon_threadsafe(call, *given)
+            self._loop.call_soon_threadsafe(self.lose, reason)
 
 
 def now_s() -> float:

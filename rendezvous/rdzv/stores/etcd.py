@@ -9,11 +9,11 @@ another server leads, nothing that this one sends is written, however late it ar
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from functools import update_wrapper
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -31,11 +31,19 @@ from rdzv.stores.base import (
     RevisionConflictError,
     Stored,
     check_document,
-    read,
 )
 from rdzv.stores.election_session import Fence, read_leader, with_leadership
-from rdzv.stores.etcd_client import MAX_OPERATIONS, EtcdClient
-from rdzv.stores.etcd_wire import KeyValue, delete, found_by, get, modified, put
+from rdzv.stores.etcd_client import (
+    MAX_OPERATIONS,
+    EtcdClient,
+    KeyValue,
+    below,
+    delete,
+    found_by,
+    get,
+    modified,
+    put,
+)
 from rdzv.structs import struct
 
 KEYS_PER_PAGE = 1_000
@@ -54,12 +62,6 @@ BATCH_BYTES = 24 * 1024
 
 _HISTORY_BYTES = 256 * 1024
 """The maximum size of compressed history in one transaction; the membership needs the rest."""
-
-_SLOW_BYTES = 64 * 1024
-"""Larger stored values are inflated in a thread, ..."""
-
-_SLOW_PARTICIPANTS = 256
-"""... and memberships with more participants are deflated in one."""
 
 _Rows = list[tuple[int, str, str, str]]
 """Rows of unix_ms, run, name and data; the job is part of the key."""
@@ -86,13 +88,30 @@ class _Held:
 _rows_decoder: msgspec.json.Decoder[_Rows] = msgspec.json.Decoder(_Rows)
 _number_decoder = msgspec.json.Decoder(int)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_thread(
+    call: Callable[Concatenate[EtcdStore, P], T],
+) -> Callable[Concatenate[EtcdStore, P], Coroutine[Any, Any, T]]:
+    """Return a method for the event loop that makes a blocking call in a thread of the client."""
+
+    async def calling(self: EtcdStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        self._check_open()
+        return await self._client.run(call, self, *args, **kwargs)
+
+    update_wrapper(calling, call)
+    return calling
+
 
 class EtcdStore:
     """Memberships, history, documents and leadership in etcd, for one term of one server.
 
     `fence` is the result of `Election.campaign`; without a fence, the store is read-only. The
-    client belongs to the caller. A revision is the mod_revision of a key: it only increases, in
-    steps of any size, and is never reused, even if the key is deleted in between.
+    client belongs to the caller; its calls, and all that is encoded, are made in its threads. A
+    revision is the mod_revision of a key: it only increases, in steps of any size, and is never
+    reused, even if the key is deleted in between.
     """
 
     def __init__(
@@ -103,9 +122,8 @@ class EtcdStore:
         self._prefix = client.config.prefix
         self._history_rows = history_rows
         self._closed = False
-        self._batches = 0
-        """The number of history keys written in this term. Together with the term, it orders them.
-        """
+        self._batches = itertools.count(1)
+        """The numbers of the history keys of this term. Together with the term, they order them."""
         self._unpruned: dict[str, int] = {}
         """The number of rows written for each job since its history was last pruned."""
         self._held: dict[str, _Held] = {}
@@ -115,9 +133,9 @@ class EtcdStore:
     def place(self) -> str:
         return self._client.config.place
 
-    async def load(self, rdzv_id: str) -> Stored | None:
-        self._check_open()
-        if (found := await self._read(rdzv_id)) is None:
+    @_in_thread
+    def load(self, rdzv_id: str) -> Stored | None:
+        if (found := self._read(rdzv_id)) is None:
             return None
         stored, held = found
         known = self._held.get(rdzv_id)
@@ -125,27 +143,23 @@ class EtcdStore:
             self._held[rdzv_id] = held
         return stored
 
-    async def _read(self, rdzv_id: str) -> tuple[Stored, _Held] | None:
-        kv, revision = await self._client.get(self._job_key(rdzv_id))
+    def _read(self, rdzv_id: str) -> tuple[Stored, _Held] | None:
+        kv, revision = self._client.get(self._job_key(rdzv_id))
         if kv is None:
             return None
         where = f"job {rdzv_id} in {self.place}"
-        if len(kv.value) < _SLOW_BYTES:
-            membership = _decode(kv.value, where)
-        else:
-            membership = await asyncio.to_thread(_decode, kv.value, where)
+        membership = codec.decode(codec.unpack(kv.value, where), where)
         later: list[KeyValue] = []
         if codec.may_have_more(membership):
-            folder = _below(self._successes_folder(rdzv_id))
+            folder = below(self._successes_folder(rdzv_id))
             pages = self._client.scan(*folder, page=KEYS_PER_PAGE, revision=revision)
-            async with aclosing(pages):
-                async for page in pages:
-                    later += page
+            later = list(itertools.chain.from_iterable(pages))
             membership = codec.with_successes(membership, [kv.value for kv in later], where)
         held = _Held(kv.mod_revision, len(later), later[-1].mod_revision if later else 0)
         return Stored(membership, held.revision), held
 
-    async def compare_and_swap(
+    @_in_thread
+    def compare_and_swap(
         self,
         rdzv_id: str,
         membership: Membership,
@@ -169,113 +183,114 @@ class EtcdStore:
         if later:
             job = (put(self._success_key(rdzv_id, held.later), codec.encode_nodes(later)),)
         else:
-            job = (put(self._job_key(rdzv_id), await self._encoded(membership)),)
+            job = (put(self._job_key(rdzv_id), codec.pack(codec.encode(membership))),)
             if held.later:
-                job += (delete(*_below(self._successes_folder(rdzv_id))),)
-        plan = await self._plan(fence, records)
+                job += (delete(*below(self._successes_folder(rdzv_id))),)
+        plan = self._plan(fence, records)
         # History that exceeds the transaction is written before it, because no guarantee depends on
         # history.
         *before, history = plan.transactions(MAX_OPERATIONS - len(job))
         for operations in before:
-            await self._write(fence, operations)
-        written = await self._swap_job(fence, rdzv_id, held, (*job, *history))
+            self._write(fence, operations)
+        written = self._swap_job(fence, rdzv_id, held, (*job, *history))
         self._held.pop(rdzv_id, None)
         if later:
             self._held[rdzv_id] = _Held(held.base, held.later + 1, written, membership)
         elif codec.may_have_more(membership):
             self._held[rdzv_id] = _Held(written, written=membership)
-        self._account(plan)
+        self._unpruned |= plan.unpruned
         return written
 
-    async def delete(self, rdzv_id: str, revision: int) -> None:
+    @_in_thread
+    def delete(self, rdzv_id: str, revision: int) -> None:
         """Delete a job and its history in one commit. Raises the errors of `compare_and_swap`."""
         fence = self._check_fence()
         held = self._held_at(rdzv_id, revision)
         operations = (
             delete(self._job_key(rdzv_id)),
-            delete(*_below(self._successes_folder(rdzv_id))),
-            delete(*_below(self._history_folder(rdzv_id))),
+            delete(*below(self._successes_folder(rdzv_id))),
+            delete(*below(self._history_folder(rdzv_id))),
         )
-        await self._swap_job(fence, rdzv_id, held, operations if revision else ())
+        self._swap_job(fence, rdzv_id, held, operations if revision else ())
         self._held.pop(rdzv_id, None)
         self._unpruned.pop(rdzv_id, None)
 
-    async def list(self) -> tuple[str, ...]:
-        return await self._names(f"{self._prefix}/jobs/")
+    @_in_thread
+    def list(self) -> tuple[str, ...]:
+        return self._names(f"{self._prefix}/jobs/")
 
     async def pages(self) -> AsyncGenerator[Page, None]:
         self._check_open()
-        folder = f"{self._prefix}/jobs/"
-        async with aclosing(self._client.scan(*_below(folder), page=JOBS_PER_PAGE)) as pages:
-            async for page in pages:
-                if sum(len(kv.value) for kv in page) < _SLOW_BYTES:
-                    jobs = self._page(folder, page)
-                else:
-                    jobs = await asyncio.to_thread(self._page, folder, page)
-                yield [job for name, found in jobs if (job := await self._whole(name, found))]
+        keys = self._client.scan(*below(f"{self._prefix}/jobs/"), page=JOBS_PER_PAGE)
+        while (page := await self._client.run(self._page, keys)) is not None:
+            yield page
 
-    def _page(self, folder: str, page: Iterable[KeyValue]) -> Page:
-        named = ((unquote(kv.key.decode().removeprefix(folder)), kv) for kv in page)
-        return [(name, read(partial(self._decoded, name, kv))) for name, kv in named]
+    def _page(self, keys: Iterator[tuple[KeyValue, ...]]) -> Page | None:
+        """Return the next page of jobs, or None after the last."""
+        if (page := next(keys, None)) is None:
+            return None
+        jobs: list[tuple[str, Read]] = []
+        for kv in page:
+            rdzv_id = unquote(kv.key.decode().removeprefix(f"{self._prefix}/jobs/"))
+            where = f"job {rdzv_id} in {self.place}"
+            try:
+                membership = codec.decode(codec.unpack(kv.value, where), where)
+                if not codec.may_have_more(membership):
+                    jobs.append((rdzv_id, Stored(membership, kv.mod_revision)))
+                elif again := self._read(rdzv_id):
+                    jobs.append((rdzv_id, again[0]))
+            except RendezvousStateError as error:
+                jobs.append((rdzv_id, error))
+        return jobs
 
-    def _decoded(self, rdzv_id: str, kv: KeyValue) -> Stored:
-        return Stored(_decode(kv.value, f"job {rdzv_id} in {self.place}"), kv.mod_revision)
-
-    async def _whole(self, rdzv_id: str, found: Read) -> tuple[str, Read] | None:
-        """Return a job of a page, read once more if it may have later successes."""
-        if isinstance(found, RendezvousStateError) or not codec.may_have_more(found.membership):
-            return rdzv_id, found
-        try:
-            again = await self._read(rdzv_id)
-        except RendezvousStateError as error:
-            return rdzv_id, error
-        return (rdzv_id, again[0]) if again else None
-
-    async def append(self, records: Sequence[Record]) -> None:
+    @_in_thread
+    def append(self, records: Sequence[Record]) -> None:
         """Write records on their own, without a membership.
 
         A large number takes several commits.
         """
         fence = self._check_fence()
-        plan = await self._plan(fence, records)
+        plan = self._plan(fence, records)
         for operations in plan.transactions(MAX_OPERATIONS):
             if operations:
-                await self._write(fence, operations)
-        self._account(plan)
+                self._write(fence, operations)
+        self._unpruned |= plan.unpruned
 
-    async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
-        self._check_open()
+    @_in_thread
+    def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         wanted = min(limit, self._history_rows)
         newest_first: list[Record] = []
         pages = self._client.scan(
-            *_below(self._history_folder(rdzv_id)),
+            *below(self._history_folder(rdzv_id)),
             newest_first=True,
             page=max(min(BATCHES_PER_PAGE, wanted), 1),
         )
-        async with aclosing(pages):
-            async for page in pages:
-                for kv in page:
-                    newest_first += reversed(self._records(rdzv_id, kv))
-                if len(newest_first) >= wanted:
-                    break
+        for page in pages:
+            for kv in page:
+                newest_first += reversed(self._records(rdzv_id, kv))
+            if len(newest_first) >= wanted:
+                break
         return tuple(reversed(newest_first[: max(wanted, 0)]))
 
-    async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        self._check_open()
-        kv, _ = await self._client.get(self._document_key(name))
+    @_in_thread
+    def load_document(self, name: str) -> tuple[bytes, int] | None:
+        kv, _ = self._client.get(self._document_key(name))
         return (kv.value, kv.mod_revision) if kv else None
 
-    async def swap_document(self, name: str, data: bytes, revision: int) -> int:
+    @_in_thread
+    def swap_document(self, name: str, data: bytes, revision: int) -> int:
         check_document(name, data)
         fence = self._check_fence()
         key = self._document_key(name)
         unchanged = (modified(key, revision),)
-        return await self._swap(fence, f"document {name}", key, unchanged, (put(key, data),))
+        return self._swap(fence, f"document {name}", key, unchanged, (put(key, data),))
 
-    async def list_documents(self) -> tuple[str, ...]:
-        return await self._names(f"{self._prefix}/documents/")
+    @_in_thread
+    def list_documents(self) -> tuple[str, ...]:
+        return self._names(f"{self._prefix}/documents/")
 
-    async def take_over(self, at_least: int = 0) -> int:
+    @_in_thread
+    def take_over(self, at_least: int = 0) -> int:
         """Return a leadership number above all that this store has issued, and at least `at_least`.
 
         The number is written in one commit with the leader key, so that all servers see both.
@@ -287,12 +302,12 @@ class EtcdStore:
         fence = self._check_fence()
         key = f"{self._prefix}/leadership".encode()
         while True:
-            held, _ = await self._client.get(key)
-            leader, _ = await self._client.get(fence.key)
+            held, _ = self._client.get(key)
+            leader, _ = self._client.get(fence.key)
             if leader is None or not fence.matches(leader):
                 raise self._deposed(leader)
             number = max(self._number(held) + 1, at_least)
-            done = await self._client.txn(
+            done = self._client.txn(
                 (*fence.conditions, modified(key, held.mod_revision if held else 0)),
                 (
                     put(key, str(number).encode()),
@@ -308,14 +323,10 @@ class EtcdStore:
         """Refuse all later calls. The client stays open because it belongs to the caller."""
         self._closed = True
 
-    async def _names(self, folder: str) -> tuple[str, ...]:
-        self._check_open()
-        names: list[str] = []
-        pages = self._client.scan(*_below(folder), keys_only=True, page=KEYS_PER_PAGE)
-        async with aclosing(pages):
-            async for page in pages:
-                names += (unquote(kv.key.decode().removeprefix(folder)) for kv in page)
-        return tuple(sorted(names))
+    def _names(self, folder: str) -> tuple[str, ...]:
+        pages = self._client.scan(*below(folder), keys_only=True, page=KEYS_PER_PAGE)
+        keys = itertools.chain.from_iterable(pages)
+        return tuple(sorted(unquote(kv.key.decode().removeprefix(folder)) for kv in keys))
 
     # ---------------------------------------------------------------- writing
 
@@ -323,14 +334,14 @@ class EtcdStore:
         held = self._held.get(rdzv_id)
         return held if held and held.revision == revision else _Held(revision)
 
-    async def _swap_job(
+    def _swap_job(
         self, fence: Fence, rdzv_id: str, held: _Held, operations: Sequence[pb.RequestOp]
     ) -> int:
         key = self._job_key(rdzv_id)
         unchanged = (modified(key, held.base), modified(self._success_key(rdzv_id, held.later), 0))
-        return await self._swap(fence, f"job {rdzv_id}", key, unchanged, operations)
+        return self._swap(fence, f"job {rdzv_id}", key, unchanged, operations)
 
-    async def _swap(
+    def _swap(
         self,
         fence: Fence,
         what: str,
@@ -339,7 +350,7 @@ class EtcdStore:
         operations: Sequence[pb.RequestOp],
     ) -> int:
         """Apply operations if this server leads and nothing has changed; return the revision."""
-        done = await self._client.txn(
+        done = self._client.txn(
             (*fence.conditions, *unchanged), operations, (get(fence.key), get(key))
         )
         if not done.succeeded:
@@ -351,14 +362,8 @@ class EtcdStore:
             )
         return done.header.revision
 
-    async def _encoded(self, membership: Membership) -> bytes:
-        if membership.round is None or len(membership.round.participants) < _SLOW_PARTICIPANTS:
-            return _encode(membership)
-        # Deflating a large job takes longer than the event loop may be blocked.
-        return await asyncio.to_thread(_encode, membership)
-
-    async def _write(self, fence: Fence, operations: Sequence[pb.RequestOp]) -> None:
-        done = await self._client.txn(fence.conditions, operations, (get(fence.key),))
+    def _write(self, fence: Fence, operations: Sequence[pb.RequestOp]) -> None:
+        done = self._client.txn(fence.conditions, operations, (get(fence.key),))
         if not done.succeeded:
             raise self._deposed(*found_by(done))
 
@@ -377,7 +382,6 @@ class EtcdStore:
         )
 
     def _check_fence(self) -> Fence:
-        self._check_open()
         if self._fence is None:
             raise DeposedError(f"{self.place}: this server does not lead, and only reads")
         return self._fence
@@ -388,7 +392,7 @@ class EtcdStore:
 
     # ---------------------------------------------------------------- history
 
-    async def _plan(self, fence: Fence, records: Sequence[Record]) -> _Plan:
+    def _plan(self, fence: Fence, records: Sequence[Record]) -> _Plan:
         """Plan how records are written, and which rows are deleted to make room for them."""
         by_job: defaultdict[str, list[Record]] = defaultdict(list)
         for record in records:
@@ -399,30 +403,24 @@ class EtcdStore:
             # A job not yet written to in this term may already exceed its limit.
             unpruned = self._unpruned.get(rdzv_id, self._history_rows) + len(rows)
             if unpruned > self._history_rows // 10:
-                plan.operations += await self._pruning(folder, len(rows))
+                plan.operations += self._pruning(folder, len(rows))
                 unpruned = len(rows)
             plan.unpruned[rdzv_id] = unpruned
             for batch in in_batches(rows):
-                self._batches += 1
-                name = f"{folder}{fence.create_revision:016x}{self._batches:012x}-{len(batch)}"
+                number = next(self._batches)
+                name = f"{folder}{fence.create_revision:016x}{number:012x}-{len(batch)}"
                 text = msgspec.json.encode([(r.unix_ms, r.run, r.name, r.data) for r in batch])
                 plan.operations.append(put(name.encode(), codec.pack(text)))
         return plan
 
-    def _account(self, plan: _Plan) -> None:
-        """Record the row counts of a plan once it has been written."""
-        self._unpruned |= plan.unpruned
-
-    async def _pruning(self, folder: str, rows: int) -> tuple[pb.RequestOp, ...]:
+    def _pruning(self, folder: str, rows: int) -> tuple[pb.RequestOp, ...]:
         """Return the deletions needed to make room for `rows` new rows."""
-        start, end = _below(folder)
+        start, end = below(folder)
         pages = self._client.scan(start, end, keys_only=True, newest_first=True, page=KEYS_PER_PAGE)
-        async with aclosing(pages):
-            async for page in pages:
-                for kv in page:
-                    if rows >= self._history_rows:
-                        return (delete(start, kv.key + b"\0"),)
-                    rows += _rows_in(kv.key)
+        for kv in itertools.chain.from_iterable(pages):
+            if rows >= self._history_rows:
+                return (delete(start, kv.key + b"\0"),)
+            rows += _rows_in(kv.key)
         return ()
 
     def _records(self, rdzv_id: str, kv: KeyValue) -> tuple[Record, ...]:
@@ -489,11 +487,6 @@ def _quoted(rdzv_id: str) -> str:
     return quote(rdzv_id, safe=":@")
 
 
-def _below(folder: str) -> tuple[bytes, bytes]:
-    """Return the range of all keys below a folder whose name ends in a slash."""
-    return folder.encode(), folder[:-1].encode() + b"0"
-
-
 def _rows_in(key: bytes) -> int:
     """Return the number of rows in a history key, which is at the end of its name."""
     rows = key.rpartition(b"-")[2]
@@ -513,11 +506,3 @@ def in_batches(records: Iterable[Record]) -> Iterator[list[Record]]:
         size += weight
     if batch:
         yield batch
-
-
-def _encode(membership: Membership) -> bytes:
-    return codec.pack(codec.encode(membership))
-
-
-def _decode(data: bytes, where: str) -> Membership:
-    return codec.decode(codec.unpack(data, where), where)

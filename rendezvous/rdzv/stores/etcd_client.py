@@ -1,6 +1,7 @@
 """A client for etcd's public gRPC API that returns etcd's messages and raises our own exceptions.
 
-`EtcdClient` is for the event loop, `LeaseCalls` for the threads that maintain a lease. Each
+Its calls block: the event loop makes them in threads (`run`), and threads of their own keep an
+election's lease, which the loop would renew too late while it responds to thousands of nodes. Each
 endpoint has its own channel, so the client knows where a call was sent. After a failure, a
 repeatable call goes to the next endpoint, whereas a transaction does so only if it was certainly
 not sent.
@@ -12,46 +13,45 @@ Other clients lack TLS, or are refused permanently once a token has expired.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
+import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import grpc
-import grpc.aio
+from google.protobuf.message import Message
 
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, StoreRefusedError
 from rdzv.etcd import etcd_pb2 as pb
 from rdzv.stores.etcd_config import EtcdConfig
-from rdzv.stores.etcd_errors import (
-    CompactedError,
-    RefusedError,
-    is_silence,
-    judged,
-    mistake,
-    reason_of,
-    tried,
-    unanswered,
-)
-from rdzv.stores.etcd_wire import (
-    AUTHENTICATE,
-    GRANT,
-    KEEP_ALIVE,
-    RANGE,
-    REVOKE,
-    TXN,
-    WATCH,
-    KeyValue,
-    Members,
-    Metadata,
-    Method,
-    Request,
-    Response,
-    first_of,
-)
 
-log = logging.getLogger("rdzv.etcd")
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    # etcd is inside the cluster; an Internet proxy would respond instead.
+    ("grpc.enable_http_proxy", 0),
+    # One value is at most as large as one request; pages contain few values, or only keys.
+    ("grpc.max_receive_message_length", 16 << 20),
+    # Unanswered pings reveal a stopped member; the keepalive timeout alone does not. etcd closes
+    # connections that ping more often than every 5 s, or without a call.
+    ("grpc.keepalive_time_ms", 6_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_permit_without_calls", 0),
+    # A restarted member is soon used again.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Each client manages its own connections and repeats calls itself.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
+"""The options for every channel to etcd."""
 
 MAX_OPERATIONS = 128
 """The maximum number of operations in one transaction, which is etcd's own limit (`--max-txn-ops`).
@@ -63,9 +63,118 @@ MAX_REQUEST_BYTES = 1_500_000
 RETRY_S = 0.1
 """The pause after all endpoints have failed."""
 
+CALLS_AT_ONCE = 64
+"""The maximum number of calls of the event loop in progress; more wait for one of these to end."""
+
+KeyValue = pb.KeyValue
+
+T = TypeVar("T")
+P = ParamSpec("P")
+Metadata = tuple[tuple[str, str], ...]
+Request = TypeVar("Request", bound=Message)
+Response = TypeVar("Response", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[Request, Response]):
+    """One method of etcd's API."""
+
+    path: str
+    request: type[Request]
+    response: type[Response]
+    streams: bool = False
+
+
+RANGE = Method("/etcdserverpb.KV/Range", pb.RangeRequest, pb.RangeResponse)
+TXN = Method("/etcdserverpb.KV/Txn", pb.TxnRequest, pb.TxnResponse)
+GRANT = Method("/etcdserverpb.Lease/LeaseGrant", pb.LeaseGrantRequest, pb.LeaseGrantResponse)
+REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", pb.LeaseRevokeRequest, pb.LeaseRevokeResponse)
+KEEP_ALIVE = Method(
+    "/etcdserverpb.Lease/LeaseKeepAlive",
+    pb.LeaseKeepAliveRequest,
+    pb.LeaseKeepAliveResponse,
+    streams=True,
+)
+AUTHENTICATE = Method(
+    "/etcdserverpb.Auth/Authenticate", pb.AuthenticateRequest, pb.AuthenticateResponse
+)
+
+# ------------------------------------------------------------------------------------ errors
+
+_DEFINITE = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+"""Statuses that prove that etcd has done nothing. With any other status, the outcome is unknown."""
+
+_CUT_OFF = re.compile(r"socket closed|connection reset", re.IGNORECASE)
+
+_TLS_TROUBLE = re.compile(r"ssl|tls|certificate|handshake|hostname", re.IGNORECASE)
+
+_TOKEN_REFUSED = re.compile("invalid auth token|revision of auth store is old")
+
+
+class RefusedError(StoreRefusedError):
+    """etcd responded and refused the call."""
+
+    def __init__(self, text: str, status: grpc.StatusCode, said: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.said = said
+
+
+class _FailedError(Exception):
+    """A member did not respond, or not in time; the outcome is unknown."""
+
+    def __init__(self, error: grpc.RpcError | None) -> None:
+        reason = "the stream has ended without an answer"
+        if isinstance(error, grpc.Call):
+            reason = " ".join((error.details() or error.code().name).split())
+        self.is_silence = (
+            isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        )
+        super().__init__("no answer in time" if self.is_silence else reason)
+
+
+def mistake(config: EtcdConfig, error: RefusedError) -> str:
+    """Describe which part of the configuration etcd refused."""
+    said = error.said
+    if "authentication failed" in said:
+        return (
+            f"{config.place}: user {config.user!r} or its password is refused; give those of "
+            "an etcd user (etcdctl user list)"
+        )
+    if "authentication is not enabled" in said:
+        return (
+            f"{config.place}: user {config.user!r} cannot be checked: authentication is not "
+            "enabled there; leave out user and password, or enable it (etcdctl auth enable)"
+        )
+    # If the client has a certificate, etcd reports that a user without a name has no access.
+    if "user name is empty" in said or ("permission denied" in said and not config.user):
+        return f"{config.place}: a user is asked for and none is given; give user and password"
+    if "permission denied" in said:
+        return (
+            f"{config.place}: user {config.user!r} may not read it; give its role "
+            f"`readwrite --prefix {config.prefix}/` (etcdctl role grant-permission)"
+        )
+    if error.status is grpc.StatusCode.UNIMPLEMENTED:
+        return f"{config.place}: what listens there is no etcd v3; check the endpoints"
+    return f"{config.place}: {said}"
+
+
+# ------------------------------------------------------------------------------------ the client
+
 
 class EtcdClient:
-    """One process's connections to etcd. Created by `EtcdClient.connected`.
+    """One process's connections to etcd. The event loop creates one by `EtcdClient.connected`.
 
     Every call ends within `timeout_ms`. Repeatable calls are repeated within that time, each at the
     next endpoint. A call raises
@@ -76,12 +185,21 @@ class EtcdClient:
 
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config
-        self.members = Members(config, grpc.aio)
         self._timeout_s = config.timeout_ms / 1000
         self.attempt_s = self._timeout_s / (2 if len(config.endpoints) > 1 else 1)
         """The maximum time to wait for one endpoint. If it is stopped, another still has time to
         respond."""
-        self._authenticating = asyncio.Lock()
+        self._channels = tuple(_channels(config))
+        self._current = 0
+        """The index of the member that is asked first."""
+        self._answered = [False] * len(self._channels)
+        """Whether each member has answered on its present connection."""
+        self._followed = False
+        """Whether the states of connections are followed."""
+        self.token = ""
+        """The token that etcd has issued to the user, or empty if there is none."""
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="etcd")
 
     @classmethod
     @asynccontextmanager
@@ -96,24 +214,30 @@ class EtcdClient:
         config.check()
         client = cls(config)
         try:
-            await client._open()
+            await client.run(client._open)
             yield client
         finally:
-            await client.close()
+            await asyncio.to_thread(client.close)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Close all connections. Calls in progress fail."""
-        for channel in self.members.channels:
-            await channel.close()
+        for channel in self._channels:
+            channel.close()
+        self._threads.shutdown()
+
+    async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Make calls in a thread. They are not cancelled with the caller."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(call, *args, **kwargs))
 
     # ---------------------------------------------------------------- calls
 
-    async def get(self, key: bytes, timeout_s: float | None = None) -> tuple[KeyValue | None, int]:
-        request = pb.RangeRequest(key=key)
-        response = await self._repeated(RANGE, request, timeout_s)
+    def get(self, key: bytes, timeout_s: float | None = None) -> tuple[KeyValue | None, int]:
+        """Return a key, or None if it does not exist, and the revision at which it was read."""
+        response = self._repeated(RANGE, pb.RangeRequest(key=key), timeout_s)
         return first_of(response), response.header.revision
 
-    async def scan(
+    def scan(
         self,
         start: bytes,
         end: bytes,
@@ -122,7 +246,7 @@ class EtcdClient:
         newest_first: bool = False,
         page: int = 500,
         revision: int = 0,
-    ) -> AsyncGenerator[tuple[KeyValue, ...]]:
+    ) -> Iterator[tuple[KeyValue, ...]]:
         """Yield all keys from `start` up to but not including `end`, at most `page` keys at a time.
 
         Without `revision`, writes made in the meantime may or may not appear. With `newest_first`,
@@ -138,7 +262,7 @@ class EtcdClient:
                 sort_order=order,
                 keys_only=keys_only,
             )
-            response = await self._repeated(RANGE, request)
+            response = self._repeated(RANGE, request)
             found = tuple(response.kvs)
             if found:
                 yield found
@@ -149,7 +273,7 @@ class EtcdClient:
             else:
                 start = found[-1].key + b"\0"
 
-    async def txn(
+    def txn(
         self,
         compare: Sequence[pb.Compare],
         then: Sequence[pb.RequestOp],
@@ -170,71 +294,36 @@ class EtcdClient:
                 f"{self.config.place}: a write of {size} bytes is above the {MAX_REQUEST_BYTES} "
                 "that etcd takes at once; nothing was written"
             )
-        return await self._once(TXN, request)
+        index = self._answering()
+        try:
+            return self._attempt(index, TXN, request, self._timeout_s)
+        except _FailedError as error:
+            self._leave(index)
+            raise RendezvousConnectionError(
+                f"{self._silent(index)}: {error}; the outcome is unknown"
+            ) from error
 
-    async def grant(self, ttl_s: int) -> tuple[int, int]:
+    def grant(self, ttl_s: int) -> tuple[int, int]:
         """Create a lease, and return its id and the TTL in seconds that etcd granted."""
         # A duplicate lease expires on its own.
-        response = await self._repeated(GRANT, pb.LeaseGrantRequest(TTL=ttl_s))
+        response = self._repeated(GRANT, pb.LeaseGrantRequest(TTL=ttl_s))
         return response.ID, response.TTL
 
-    async def revoke(self, lease: int) -> None:
+    def keep_alive(self, lease: int, timeout_s: float) -> int:
+        """Renew a lease, and return its TTL in seconds, or 0 if it is gone."""
+        return self._repeated(KEEP_ALIVE, pb.LeaseKeepAliveRequest(ID=lease), timeout_s).TTL
+
+    def revoke(self, lease: int) -> None:
         """End a lease and delete its keys. An unknown lease is not an error."""
         try:
-            await self._repeated(REVOKE, pb.LeaseRevokeRequest(ID=lease))
+            self._repeated(REVOKE, pb.LeaseRevokeRequest(ID=lease))
         except RefusedError as error:
             if error.status is not grpc.StatusCode.NOT_FOUND:
                 raise
 
-    async def watch(
-        self, key: bytes, revision: int, every_s: float = 1.0
-    ) -> AsyncGenerator[tuple[pb.Event, ...]]:
-        """Yield () once the watch is active, and then the changes of one key from `revision` on.
-
-        The member is pinged every `every_s`, so if it is stopped or cut off, this is noticed after
-        about twice that time. Nothing is queued here, so a slow reader delays the stream.
-
-        Raises:
-            CompactedError: those revisions are gone.
-            RendezvousConnectionError: the watch broke; read the key again and watch from there.
-
-        """
-        index = self.members.current
-        metadata = await self._credentials()
-        fresh = False
-        while True:
-            over = asyncio.Event()
-            requests = _watch_requests(key, revision, every_s, over)
-            ask = self.members.method(index, WATCH)
-            call = ask(requests, metadata=(*metadata, _REQUIRE_LEADER))
-            try:
-                while True:
-                    async with asyncio.timeout(2 * every_s):
-                        response = await call.read()
-                    if not isinstance(response, pb.WatchResponse):
-                        reason = "it has ended the watch"
-                        break
-                    if response.canceled:
-                        reason = self._canceled(response)
-                        break
-                    if response.created or response.events:
-                        yield tuple(response.events)
-            except grpc.RpcError as error:
-                reason = reason_of(error)
-            except TimeoutError:
-                reason = f"it has not answered for {2 * every_s:g} s"
-            finally:
-                over.set()
-                call.cancel()
-            if fresh or not self.members.refuses_token(metadata, reason):
-                break
-            metadata, fresh = await self._credentials(), True
-        self.members.leave(index)
-        raise RendezvousConnectionError(f"{tried(self.config, index)}: {reason}")
-
     # ---------------------------------------------------------------- repeating
 
-    async def _repeated(
+    def _repeated(
         self,
         method: Method[Request, Response],
         request: Request,
@@ -242,145 +331,150 @@ class EtcdClient:
     ) -> Response:
         """Call until an endpoint responds or time runs out. Only for calls that may run twice."""
         timeout_s = timeout_s or self._timeout_s
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         attempt_s = min(self.attempt_s, timeout_s)
-        tried = 0
-        reason = ""
+        tried, reason = 0, ""
         while True:
-            index = self.members.current
-            left = deadline - loop.time()
+            index, left_s = self._current, deadline_s - time.monotonic()
             try:
-                return await self._attempt(index, method, request, min(attempt_s, left))
-            except grpc.RpcError as error:
+                return self._attempt(index, method, request, min(attempt_s, left_s))
+            except _FailedError as error:
                 failure = error
             # An earlier error is more informative than a timeout.
-            reason = reason_of(failure) if not (reason and is_silence(failure)) else reason
-            self.members.leave(index)
+            reason = reason if reason and failure.is_silence else str(failure)
+            self._leave(index)
             tried += 1
-            if loop.time() + RETRY_S >= deadline:
-                raise unanswered(self.config, index, reason) from failure
-            if tried % len(self.members.channels) == 0:
-                await asyncio.sleep(RETRY_S)
+            if time.monotonic() + RETRY_S >= deadline_s:
+                raise StoreRefusedError(
+                    f"{self._silent(index)}: {reason}; nothing was written. See that etcd runs "
+                    "there and has a majority of its members"
+                ) from failure
+            if tried % len(self._channels) == 0:
+                time.sleep(RETRY_S)
 
-    async def _once(self, method: Method[Request, Response], request: Request) -> Response:
-        """Call a connected endpoint. The call is repeated only if etcd has refused its token."""
-        index = await self._connection()
-        try:
-            return await self._attempt(index, method, request, self._timeout_s)
-        except grpc.RpcError as error:
-            self.members.leave(index)
-            raise self._unsure(index, reason_of(error)) from error
+    def _answering(self) -> int:
+        """Return the index of a member that has answered on its present connection.
 
-    async def _attempt(
+        Raises:
+            StoreRefusedError: no member answers.
+
+        """
+        with self._lock:
+            if not self._followed:
+                self._followed = True
+                for index, channel in enumerate(self._channels):
+                    channel.subscribe(partial(self._note_state, index))
+        index = self._current
+        while not self._answered[index]:
+            self._repeated(RANGE, pb.RangeRequest(key=self._probe_key))
+            index = self._current
+        return index
+
+    def _note_state(self, index: int, state: grpc.ChannelConnectivity) -> None:
+        if state is not grpc.ChannelConnectivity.READY:
+            self._answered[index] = False
+
+    def _leave(self, index: int) -> None:
+        """Make the next call start with another member, unless another call has done so."""
+        self._answered[index] = False
+        if self._current == index:
+            self._current = (index + 1) % len(self._channels)
+
+    def _attempt(
         self, index: int, method: Method[Request, Response], request: Request, timeout_s: float
     ) -> Response:
         """Call one endpoint, with a new token if the old one is no longer accepted.
 
         Raises:
             StoreRefusedError: etcd refused the call and did nothing.
-            grpc.RpcError: the outcome is unknown; another endpoint may succeed.
+            _FailedError: the outcome is unknown; another endpoint may succeed.
 
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        metadata = await self._credentials()
+        until_s = time.monotonic() + timeout_s
+        token = self._authenticated(index, until_s)
         try:
-            return await self._send(index, method, request, timeout_s, metadata)
-        except grpc.aio.AioRpcError as error:
-            if not self.members.refuses_token(metadata, error.details() or ""):
-                raise judged(self.config, error) from error
-        left = max(deadline - loop.time(), 0)
-        try:
-            return await self._send(index, method, request, left, await self._credentials())
-        except grpc.aio.AioRpcError as error:
-            raise judged(self.config, error) from error
+            answer = self._send(index, method, request, until_s, token)
+        except RefusedError as error:
+            if not token or not _TOKEN_REFUSED.search(error.said):
+                raise
+            # A newer token, obtained by another call in the meantime, is kept.
+            if token == self.token:
+                self.token = ""
+            token = self._authenticated(index, until_s)
+            answer = self._send(index, method, request, until_s, token)
+        self._answered[index] = True
+        return answer
 
-    async def _send(
+    def _authenticated(self, index: int, until_s: float) -> str:
+        """Return the user's token, or empty without a user; get one, unless another call has."""
+        if not self.config.user:
+            return ""
+        with self._lock:
+            if not self.token:
+                request = pb.AuthenticateRequest(
+                    name=self.config.user, password=self.config.password
+                )
+                self.token = self._send(index, AUTHENTICATE, request, until_s, "").token
+            return self.token
+
+    def _send(
         self,
         index: int,
         method: Method[Request, Response],
         request: Request,
-        timeout_s: float,
-        metadata: Metadata,
+        until_s: float,
+        token: str,
     ) -> Response:
-        ask = self.members.method(index, method)
-        answer: Response = await ask(request, timeout=timeout_s, metadata=metadata)
-        return answer
+        channel: Any = self._channels[index]
+        make = channel.stream_stream if method.streams else channel.unary_unary
+        left_s = max(until_s - time.monotonic(), 0)
+        metadata: Metadata = (("token", token),) if token else ()
+        try:
+            ask = make(
+                method.path,
+                request_serializer=method.request.SerializeToString,
+                response_deserializer=method.response.FromString,
+            )
+            if not method.streams:
+                answer: Response = ask(request, timeout=left_s, metadata=metadata)
+                return answer
+            stream = ask(iter((request,)), timeout=left_s, metadata=metadata)
+            try:
+                first: Response | None = next(stream, None)
+            finally:
+                stream.cancel()
+        except grpc.RpcError as error:
+            raise self._judged(error) from error
+        except ValueError as error:
+            raise StoreRefusedError("the connection to etcd is closed") from error
+        if first is None:
+            raise _FailedError(None)
+        return first
 
-    async def _connection(self) -> int:
-        """Return the index of a connected endpoint, trying the current one first.
+    def _judged(self, error: grpc.RpcError) -> Exception:
+        """Return the error of a call that etcd refused, or that failed."""
+        assert isinstance(error, grpc.Call)
+        said, status = error.details() or "", error.code()
+        by_etcd = said.startswith("etcdserver: ") or status is grpc.StatusCode.UNIMPLEMENTED
+        if by_etcd and status in _DEFINITE:
+            text = f"{self.config.place}: {said}; nothing was written"
+            return RefusedError(text, status, said)
+        return _FailedError(error)
 
-        Raises:
-            StoreRefusedError: no endpoint connected in time.
+    def _silent(self, index: int) -> str:
+        """Describe that the last endpoint tried does not answer, and how many others exist."""
+        others = len(self.config.endpoints) - 1
+        more = f" (and {others} more)" if others else ""
+        return f"etcd at {self.config.endpoints[index]}{more} does not answer"
 
-        """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout_s
-        tried = 0
-        while True:
-            index = self.members.current
-            left = min(self.attempt_s, deadline - loop.time())
-            if await _within(left, self._until_ready(index)):
-                return index
-            self.members.leave(index)
-            tried += 1
-            if loop.time() + RETRY_S >= deadline:
-                raise unanswered(self.config, index, "no connection")
-            if tried % len(self.members.channels) == 0:
-                await asyncio.sleep(RETRY_S)
+    @property
+    def _probe_key(self) -> bytes:
+        return f"{self.config.prefix}/leader".encode()
 
-    async def _until_ready(self, index: int) -> bool:
-        channel = self.members.channels[index]
-        while True:
-            state = channel.get_state(try_to_connect=True)
-            if state is grpc.ChannelConnectivity.READY:
-                return True
-            if state in (
-                grpc.ChannelConnectivity.TRANSIENT_FAILURE,
-                grpc.ChannelConnectivity.SHUTDOWN,
-            ):
-                return False
-            await channel.wait_for_state_change(state)
-
-    # ---------------------------------------------------------------- users
-
-    async def _credentials(self) -> Metadata:
-        if self.members.needs_token:
-            await self._authenticate()
-        return self.members.metadata
-
-    async def _authenticate(self) -> None:
-        """Get a token, unless another call has got one in the meantime."""
-        async with self._authenticating:
-            if not self.members.needs_token:
-                return
-            request = self.members.authentication()
-            loop = asyncio.get_running_loop()
-            deadline = loop.time() + self._timeout_s
-            while True:
-                index = self.members.current
-                left = min(self.attempt_s, deadline - loop.time())
-                try:
-                    response = await self._send(index, AUTHENTICATE, request, left, ())
-                except grpc.aio.AioRpcError as error:
-                    failure = judged(self.config, error)
-                    if isinstance(failure, StoreRefusedError):
-                        raise failure from error
-                    self.members.leave(index)
-                    if loop.time() + RETRY_S >= deadline:
-                        raise unanswered(self.config, index, reason_of(error)) from error
-                    await asyncio.sleep(RETRY_S)
-                else:
-                    self.members.token = response.token
-                    return
-
-    # ---------------------------------------------------------------- errors
-
-    async def _open(self) -> None:
+    def _open(self) -> None:
         """Read a key to distinguish a configuration error from an unreachable etcd."""
         try:
-            await self.get(f"{self.config.prefix}/leader".encode())
+            self.get(self._probe_key)
         except RefusedError as error:
             if error.status is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
@@ -398,115 +492,71 @@ class EtcdClient:
                 ) from error
             raise
 
-    def _canceled(self, response: pb.WatchResponse) -> str:
-        if response.compact_revision:
-            raise CompactedError(
-                f"{self.config.place}: revisions below {response.compact_revision} are gone"
-            )
-        return f"it refuses the watch: {response.cancel_reason}"
 
-    def _unsure(self, index: int, reason: str) -> RendezvousConnectionError:
-        why = f"{tried(self.config, index)}: {reason}; the outcome is unknown"
-        return RendezvousConnectionError(why)
+def _channels(config: EtcdConfig) -> Iterator[grpc.Channel]:
+    """Yield a channel to each endpoint; TLS files are read anew."""
 
+    def read(path: Path | None) -> bytes | None:
+        return path.read_bytes() if path else None
 
-class LeaseCalls:
-    """Separate connections to etcd for the threads that maintain a lease. Its calls block.
-
-    They do not use the event loop, which would send them too late while it responds to thousands of
-    nodes. Each call goes to one member, and raises `StoreRefusedError` if it does not respond in
-    time. The following call then goes to the next member.
-    """
-
-    def __init__(self, config: EtcdConfig) -> None:
-        self._config = config
-        self._members = Members(config, grpc)
-
-    def close(self) -> None:
-        """Close all connections. Calls in progress fail, and no further calls are allowed."""
-        for channel in self._members.channels:
-            channel.close()
-
-    def keep_alive(self, lease: int, timeout_s: float) -> int:
-        """Renew a lease, and return its TTL in seconds, or 0 if it is gone."""
-        return self._ask(KEEP_ALIVE, pb.LeaseKeepAliveRequest(ID=lease), timeout_s).TTL
-
-    def get(self, key: bytes, timeout_s: float) -> tuple[KeyValue | None, int]:
-        response = self._ask(RANGE, pb.RangeRequest(key=key), timeout_s)
-        return first_of(response), response.header.revision
-
-    def _ask(
-        self, method: Method[Request, Response], request: Request, timeout_s: float
-    ) -> Response:
-        index, until_s = self._members.current, time.monotonic() + timeout_s
-        try:
-            metadata = self._credentials(until_s)
-            try:
-                return self._send(index, method, request, until_s, metadata)
-            except grpc.RpcError as error:
-                if not self._members.refuses_token(metadata, reason_of(error)):
-                    raise
-            return self._send(index, method, request, until_s, self._credentials(until_s))
-        except (grpc.RpcError, StopIteration) as error:
-            self._members.leave(index)
-            ended = "the stream has ended without an answer"
-            reason = reason_of(error) if isinstance(error, grpc.RpcError) else ended
-            raise unanswered(self._config, index, reason) from error
-
-    def _credentials(self, until_s: float) -> Metadata:
-        members = self._members
-        if members.needs_token:
-            request = members.authentication()
-            members.token = self._send(members.current, AUTHENTICATE, request, until_s, ()).token
-        return members.metadata
-
-    def _send(
-        self,
-        index: int,
-        method: Method[Request, Response],
-        request: Request,
-        until_s: float,
-        metadata: Metadata,
-    ) -> Response:
-        ask = self._members.method(index, method)
-        left_s = max(until_s - time.monotonic(), 0)
-        if not method.streams:
-            answer: Response = ask(request, timeout=left_s, metadata=metadata)
-            return answer
-        stream = ask(iter((request,)), timeout=left_s, metadata=metadata)
-        try:
-            first: Response = next(stream)
-            return first
-        finally:
-            stream.cancel()
+    for endpoint in config.endpoints:
+        if not config.secure:
+            yield grpc.insecure_channel(endpoint.target, options=CHANNEL_OPTIONS)
+            continue
+        pem = read(config.ca), read(config.key), read(config.cert)
+        credentials = grpc.ssl_channel_credentials(*pem)
+        yield grpc.secure_channel(endpoint.target, credentials, options=CHANNEL_OPTIONS)
 
 
-# ------------------------------------------------------------------------------------ the watch
+# ------------------------------------------------------------------------------ transactions
 
 
-_REQUIRE_LEADER = ("hasleader", "true")
-"""Makes a member that is cut off from the others end the stream rather than stop sending silently.
-"""
-
-_CUT_OFF = re.compile(r"socket closed|connection reset", re.IGNORECASE)
-
-_TLS_TROUBLE = re.compile(r"ssl|tls|certificate|handshake|hostname", re.IGNORECASE)
+def created(key: bytes, revision: int) -> pb.Compare:
+    """Hold if the key was created at this revision or, with 0, if it does not exist."""
+    return pb.Compare(key=key, target=pb.Compare.CREATE, create_revision=revision)
 
 
-async def _within(seconds: float, work: Awaitable[bool]) -> bool:
-    """Return the result of `work`, or False if it takes longer than the given time."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await work
-    except TimeoutError:
-        return False
+def modified(key: bytes, revision: int) -> pb.Compare:
+    """Hold if the key was last written at this revision or, with 0, if it does not exist."""
+    return pb.Compare(key=key, target=pb.Compare.MOD, mod_revision=revision)
 
 
-async def _watch_requests(
-    key: bytes, revision: int, every_s: float, over: asyncio.Event
-) -> AsyncIterator[pb.WatchRequest]:
-    """Yield the request for a watch, followed by regular progress requests until the watch ends."""
-    create = pb.WatchCreateRequest(key=key, start_revision=revision)
-    yield pb.WatchRequest(create_request=create)
-    while not await _within(every_s, over.wait()):
-        yield pb.WatchRequest(progress_request=pb.WatchProgressRequest())
+def leased(key: bytes, lease: int) -> pb.Compare:
+    """Hold if the key is attached to this lease."""
+    return pb.Compare(key=key, target=pb.Compare.LEASE, lease=lease)
+
+
+def get(key: bytes) -> pb.RequestOp:
+    """Read one key."""
+    return pb.RequestOp(request_range=pb.RangeRequest(key=key))
+
+
+def put(key: bytes, value: bytes, lease: int | None = 0) -> pb.RequestOp:
+    """Write one key and attach it to `lease`; 0 means no lease, and None keeps the current one."""
+    kept = lease is None
+    request = pb.PutRequest(key=key, value=value, lease=lease or 0, ignore_lease=kept)
+    return pb.RequestOp(request_put=request)
+
+
+def delete(key: bytes, end: bytes = b"") -> pb.RequestOp:
+    """Delete one key, or all keys from it up to but not including `end`."""
+    return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key, range_end=end))
+
+
+def first_of(response: pb.RangeResponse) -> KeyValue | None:
+    """Return the first key that was read, or None if there is none."""
+    return response.kvs[0] if response.kvs else None
+
+
+def found_by(response: pb.TxnResponse) -> tuple[KeyValue | None, ...]:
+    """Return what a transaction has read: one entry for each `get` that was executed."""
+    return tuple(
+        first_of(done.response_range)
+        for done in response.responses
+        if done.WhichOneof("response") == "response_range"
+    )
+
+
+def below(folder: str) -> tuple[bytes, bytes]:
+    """Return the range of all keys below a folder whose name ends in a slash."""
+    return folder.encode(), folder[:-1].encode() + b"0"

@@ -48,9 +48,6 @@ def of(*names: str) -> frozenset[str]:
 FRAMEWORKS = ("accelerate", "lightning", "transformers")
 """Each has a module of its name in the worker's library, the only one to import it."""
 
-CALL_ETCD = ("etcd_client", "etcd_wire", "etcd_errors")
-"""The modules of stores/ that use gRPC."""
-
 RULES = (
     Rule(
         "the thing that decides does no I/O and reads no clock",
@@ -77,7 +74,7 @@ RULES = (
         "stores keep memberships; they know neither the server nor the wire",
         "stores/**/*.py",
         never=of("rdzv.server", "rdzv.agent", "rdzv.ctl", "rdzv.v1", "grpc"),
-        but=of(*(f"stores/{name}.py" for name in CALL_ETCD)),
+        but=of("stores/etcd_client.py"),
     ),
     Rule(
         "the server runs without the agent, on machines that have none",
@@ -375,7 +372,7 @@ def test_every_channel_to_rdzvd_is_made_in_one_place() -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("insecure_channel", "secure_channel")
     }
     # etcd has its own credentials.
-    assert makers == {"transport/channels.py", "stores/etcd_wire.py"}
+    assert makers == {"transport/channels.py", "stores/etcd_client.py"}
 
 
 _MAPPED = re.compile(r"^( *)([a-z0-9_/]+/|[a-z0-9_]+\.py) ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+import threading
 from typing import Any
 
 import pytest
@@ -14,8 +14,8 @@ from rdzv.etcd import etcd_pb2 as pb
 from rdzv.stores import election, election_session
 from rdzv.stores.election import Election
 from rdzv.stores.election_session import LOOP_TTLS, Fence, Session
+from rdzv.stores.etcd_client import KeyValue
 from rdzv.stores.etcd_config import EtcdConfig
-from rdzv.stores.etcd_wire import KeyValue
 
 TTL_S = 10
 
@@ -38,9 +38,6 @@ class Etcd:
         self.now_s += self.answers_after_s.pop(0)
         return TTL_S
 
-    def get(self, key: bytes, timeout_s: float) -> Any:
-        raise AssertionError("the word is not kept here")
-
     def wait(self, timeout_s: float) -> bool:
         """Let time pass, as waiting for the end of the session does."""
         self.now_s += timeout_s
@@ -59,7 +56,8 @@ def etcd(monkeypatch: pytest.MonkeyPatch) -> Etcd:
 
 
 def leading(etcd: Etcd, monkeypatch: pytest.MonkeyPatch, *, sent_s: float) -> Session:
-    session = Session(etcd, b"/rdzv/leader", 1, TTL_S, sent_s)
+    client: Any = etcd
+    session = Session(client, 1, TTL_S, sent_s)
     monkeypatch.setattr(session.stopped, "wait", etcd.wait)
     session.lead(Fence(b"/rdzv/leader", 1, 1), etcd.now_s)
     assert session.leads
@@ -101,18 +99,20 @@ async def test_a_lease_is_renewed_while_the_loop_is_late_and_not_while_it_stands
 class Member:
     """An etcd in which one server takes part."""
 
-    config = EtcdConfig.parse("a:1")
-
-    def __init__(self) -> None:
+    def __init__(self, config: EtcdConfig) -> None:
+        self.config = config
         self.is_revoked = False
         self.revisions = itertools.count(1)
         self.leases = itertools.count(1)
-        self.may_revoke = asyncio.Event()
+        self.may_revoke = threading.Event()
 
-    async def grant(self, ttl_s: int) -> tuple[int, int]:
+    async def run(self, call: Any, *args: Any) -> Any:
+        return await asyncio.to_thread(call, *args)
+
+    def grant(self, ttl_s: int) -> tuple[int, int]:
         return next(self.leases), ttl_s
 
-    async def txn(self, compare: Any, then: Any, otherwise: Any = ()) -> pb.TxnResponse:
+    def txn(self, compare: Any, then: Any, otherwise: Any = ()) -> pb.TxnResponse:
         revision = next(self.revisions)
         put = then[0].request_put
         held = KeyValue(
@@ -126,42 +126,34 @@ class Member:
         header = pb.ResponseHeader(revision=revision)
         return pb.TxnResponse(header=header, succeeded=True, responses=[read])
 
-    async def get(self, key: bytes) -> tuple[None, int]:
+    def get(self, key: bytes, timeout_s: float | None = None) -> tuple[None, int]:
         return None, 0
-
-    async def watch(self, *_: Any) -> AsyncIterator[tuple[()]]:
-        await asyncio.Event().wait()
-        yield ()
-
-    async def revoke(self, lease: int) -> None:
-        await self.may_revoke.wait()
-        self.is_revoked = True
-
-
-class Threads:
-    """The calls of the threads that renew it."""
 
     def keep_alive(self, lease: int, timeout_s: float) -> int:
         return TTL_S
 
-    def get(self, key: bytes, timeout_s: float) -> Any:
-        raise RendezvousConnectionError("no answer")
+    def revoke(self, lease: int) -> None:
+        self.may_revoke.wait()
+        self.is_revoked = True
 
     def close(self) -> None:
         pass
 
 
+CONFIG = EtcdConfig.parse("a:1")
+
+
 async def test_a_server_that_has_no_session_resigns_at_once() -> None:
-    etcd: Any = Member()
+    etcd: Any = Member(CONFIG)
     async with asyncio.timeout(60):
-        await Election(etcd, Threads(), "n0:29400", "1").resign()
+        await Election(etcd, etcd, "n0:29400", "1").resign()
 
 
 @pytest.mark.slow
 async def test_a_term_is_over_once_it_was_resigned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever campaigns next would otherwise find the key that is about to be deleted."""
-    etcd: Any = Member()
-    monkeypatch.setattr(election, "LeaseCalls", lambda _: Threads())
+    etcd: Any = Member(CONFIG)
+    monkeypatch.setattr(election, "EtcdClient", Member)
     async with asyncio.timeout(60), Election.running(etcd, "n0:29400") as one:
         await one.campaign()
         resigning = asyncio.create_task(one.resign())
