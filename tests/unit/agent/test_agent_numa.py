@@ -1,6 +1,5 @@
 """The CPUs that each worker is bound to, on various machines, and the GPUs that a job sees."""
 
-import ctypes
 import os
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from rdzv.agent.launch import numa
-from rdzv.agent.launch.cuda import cuda_gpus
 from rdzv.agent.launch.numa import (
     NumaBinding,
     bound_cpus,
@@ -30,7 +28,6 @@ from tests.support.numa_trees.machines import (
     ZEN,
     Machine,
     write_files,
-    write_recorded,
 )
 
 Write = Callable[[Machine], Path]
@@ -70,55 +67,66 @@ def refusal(sysfs: Path, machine: Machine, binding: str, **options: Any) -> str:
 
 # ------------------------------------------------------------------ the modes
 
-
-@pytest.mark.slow
-def test_a_gpu_of_an_unknown_node_is_on_node_0(write: Write) -> None:
-    assert bound(write(WORKSTATION), WORKSTATION, "node") == ["0-5", "0-5"]
+WITHOUT_GPUS = replace(EIGHT_GPUS, gpu_nodes=())
 
 
 @pytest.mark.slow
-def test_node_is_all_cpus_of_the_gpus_node(write: Write) -> None:
-    nodes = ["0-6,28-34", "7-13,35-41", "14-20,42-48", "21-27,49-55"]
-    found = bound(write(EIGHT_GPUS), EIGHT_GPUS, "node")
-    assert found == [nodes[n] for n in (1, 1, 0, 0, 3, 3, 3, 2)]
-
-
-def test_socket_is_all_nodes_of_the_gpus_socket(write: Write) -> None:
-    sockets = ["0-13,28-41", "14-27,42-55"]
-    assert bound(write(EIGHT_GPUS), EIGHT_GPUS, "socket") == [sockets[0]] * 4 + [sockets[1]] * 4
-
-
-@pytest.mark.slow
-def test_exclusive_divides_cores_and_gives_what_is_left_over_to_the_first(write: Write) -> None:
-    assert bound(write(EIGHT_GPUS), EIGHT_GPUS, "exclusive") == [
-        *("7-10,35-38", "11-13,39-41"),  # 7 cores for GPUs 0 and 1
-        *("0-3,28-31", "4-6,32-34"),
-        *("21-23,49-51", "24-25,52-53", "26-27,54-55"),  # for GPUs 4, 5 and 6
-        "14-20,42-48",
-    ]
-
-
-def test_exclusive_counts_gpus_that_have_no_worker(write: Write) -> None:
-    assert bound(write(WORKSTATION), WORKSTATION, "exclusive", workers=1) == ["0-2"]
-
-
-def test_exclusive_keeps_what_is_allowed_of_a_core_together(write: Write) -> None:
-    allowed = "7-9,36-37,40"  # The cores of CPUs 7, 8, 9 and 12, two of them in full.
-    found = bound(write(EIGHT_GPUS), EIGHT_GPUS, "exclusive", workers=2, allowed=allowed)
-    assert found == ["7-8,36", "9,37,40"]
-
-
-@pytest.mark.slow
-def test_workers_take_turns_at_the_core_complexes(write: Write) -> None:
-    node_0 = ["0-1,12-13", "2-3,14-15", "4-5,16-17", "0-1,12-13"]
-    node_1 = ["6-7,18-19", "8-9,20-21"]
-    assert bound(write(ZEN), ZEN, "core-complex") == node_0 + node_1
-
-
-@pytest.mark.slow
-def test_the_core_complex_with_most_usable_cpus_comes_first(write: Write) -> None:
-    found = bound(write(ZEN), ZEN, "core-complex", workers=4, allowed="0,2-3,4-5,16")
-    assert found == ["4-5,16", "2-3", "0", "4-5,16"]
+@pytest.mark.parametrize(
+    ("machine", "binding", "workers", "allowed", "expected"),
+    [
+        # The node of its GPUs is unknown.
+        (WORKSTATION, "node", 0, "", ["0-5", "0-5"]),
+        (WORKSTATION, "exclusive", 1, "", ["0-2"]),
+        (EIGHT_GPUS, "socket", 0, "", ["0-13,28-41"] * 4 + ["14-27,42-55"] * 4),
+        (EIGHT_GPUS, "node", 2, "", ["7-13,35-41"] * 2),
+        (
+            EIGHT_GPUS,
+            "exclusive",
+            0,
+            "",
+            [
+                *("7-10,35-38", "11-13,39-41"),  # 7 cores for GPUs 0 and 1
+                *("0-3,28-31", "4-6,32-34"),
+                *("21-23,49-51", "24-25,52-53", "26-27,54-55"),  # for GPUs 4, 5 and 6
+                "14-20,42-48",
+            ],
+        ),
+        # The cores of CPUs 7, 8, 9 and 12, two of them in full.
+        (EIGHT_GPUS, "exclusive", 2, "7-9,36-37,40", ["7-8,36", "9,37,40"]),
+        (
+            ZEN,
+            "core-complex",
+            0,
+            "",
+            ["0-1,12-13", "2-3,14-15", "4-5,16-17", "0-1,12-13", "6-7,18-19", "8-9,20-21"],
+        ),
+        # That with most usable CPUs comes first.
+        (ZEN, "core-complex", 4, "0,2-3,4-5,16", ["4-5,16", "2-3", "0", "4-5,16"]),
+        # Nodes without CPUs are on no socket.
+        (WITH_EMPTY_NODES, "socket", 0, "", ["0-3,8-11", "4-7,12-15"]),
+        # Without GPUs, workers are spread in blocks: two get a socket each.
+        (WITHOUT_GPUS, "node", 2, "", ["0-6,28-34", "14-20,42-48"]),
+        (WITHOUT_GPUS, "socket", 5, "", ["0-13,28-41"] * 3 + ["14-27,42-55"] * 2),
+        (
+            WITHOUT_GPUS,
+            "exclusive",
+            5,
+            "",
+            ["0-3,28-31", "4-6,32-34", "7-13,35-41", "14-20,42-48", "21-27,49-55"],
+        ),
+        (
+            replace(WITH_EMPTY_NODES, gpu_nodes=()),
+            "exclusive",
+            2,
+            "4-7,12-15",
+            ["4-5,12-13", "6-7,14-15"],
+        ),
+    ],
+)
+def test_where_workers_are_bound(
+    write: Write, machine: Machine, binding: str, workers: int, allowed: str, expected: list[str]
+) -> None:
+    assert bound(write(machine), machine, binding, workers=workers, allowed=allowed) == expected
 
 
 @pytest.mark.slow
@@ -128,20 +136,6 @@ def test_without_an_l3_the_last_level_counts(tmp_path: Path) -> None:
     for index in tmp_path.glob("devices/system/cpu/cpu*/cache/index3"):
         shutil.rmtree(index)
     assert bound(tmp_path, machine, "core-complex") == ["0", "1"]
-
-
-@pytest.mark.slow
-def test_nodes_without_cpus_are_on_no_socket(write: Write) -> None:
-    sysfs = write(WITH_EMPTY_NODES)
-    assert bound(sysfs, WITH_EMPTY_NODES, "socket") == ["0-3,8-11", "4-7,12-15"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("binding", NumaBinding)
-def test_nobody_is_bound_to_what_is_not_allowed(write: Write, binding: str) -> None:
-    allowed = parse_cpu_list("2-3,7-8,15,22,30,50")
-    for cpus in bound(write(EIGHT_GPUS), EIGHT_GPUS, "node", allowed=format_cpu_list(allowed)):
-        assert cpus and parse_cpu_list(cpus) <= allowed
 
 
 @pytest.mark.slow
@@ -166,52 +160,6 @@ def test_two_mig_devices_of_one_gpu_share_its_node(write: Write) -> None:
         bound_cpus(mode, rank, 3, [address] * 3, allowed=allowed, sysfs=sysfs) for rank in range(3)
     ]
     assert found == [{0, 1}, {2, 3}, {4, 5}]
-
-
-# ------------------------------------------------------------------ without GPUs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("binding", "expected"),
-    [
-        ("node", ["0-6,28-34", "0-6,28-34", "7-13,35-41", "14-20,42-48", "21-27,49-55"]),
-        ("socket", ["0-13,28-41"] * 3 + ["14-27,42-55"] * 2),
-        ("exclusive", ["0-3,28-31", "4-6,32-34", "7-13,35-41", "14-20,42-48", "21-27,49-55"]),
-    ],
-)
-def test_without_gpus_workers_are_spread_in_blocks(
-    write: Write, binding: str, expected: list[str]
-) -> None:
-    machine = replace(EIGHT_GPUS, gpu_nodes=())
-    assert bound(write(EIGHT_GPUS), machine, binding, workers=5) == expected
-
-
-def test_two_workers_without_gpus_get_a_socket_each(write: Write) -> None:
-    machine = replace(EIGHT_GPUS, gpu_nodes=())
-    assert bound(write(EIGHT_GPUS), machine, "node", workers=2) == ["0-6,28-34", "14-20,42-48"]
-
-
-@pytest.mark.slow
-def test_without_gpus_nodes_without_usable_cpus_are_passed_over(write: Write) -> None:
-    machine = replace(WITH_EMPTY_NODES, gpu_nodes=())
-    found = bound(write(machine), machine, "exclusive", workers=2, allowed="4-7,12-15")
-    assert found == ["4-5,12-13", "6-7,14-15"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("binding", "expected"),
-    [
-        ("node", ["0-1", "0-1"]),
-        ("socket", ["0-1", "0-1"]),
-        ("exclusive", ["0", "1"]),
-        ("core-complex", ["0-1", "0-1"]),
-    ],
-)
-def test_a_recorded_virtual_machine(tmp_path: Path, binding: str, expected: list[str]) -> None:
-    sysfs = write_recorded(tmp_path, "kvm_2_cpus")
-    assert bound(sysfs, Machine(), binding, workers=2, allowed="0-1") == expected
 
 
 # ------------------------------------------------------------------ refusals
@@ -271,18 +219,11 @@ def test_nonsense_as_address_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "cpus"),
-    [
-        ("", set()),
-        ("\n", set()),
-        ("0", {0}),
-        ("0-3\n", {0, 1, 2, 3}),
-        ("0-1,64-65", {0, 1, 64, 65}),
-        (" 5, 7-8 ,", {5, 7, 8}),
-    ],
+    ("text", "written"),
+    [("", ""), ("\n", ""), ("0-3\n", "0-3"), ("0-1,64-65", "0-1,64-65"), (" 5, 7-8 ,", "5,7-8")],
 )
-def test_lists_are_read_as_the_kernel_writes_them(text: str, cpus: set[int]) -> None:
-    assert parse_cpu_list(text) == cpus
+def test_lists_are_read_and_written_as_the_kernel_does(text: str, written: str) -> None:
+    assert format_cpu_list(parse_cpu_list(text)) == written
 
 
 @pytest.mark.parametrize("text", ["a", "1-", "-1", "1-2-3", "0x3"])
@@ -291,57 +232,7 @@ def test_what_is_no_list_is_an_error(text: str) -> None:
         parse_cpu_list(text)
 
 
-@pytest.mark.parametrize("text", ["", "0", "0-3", "0-1,64-65", "1,3,5"])
-def test_lists_are_written_as_they_are_read(text: str) -> None:
-    assert format_cpu_list(parse_cpu_list(text)) == text
-
-
 # ------------------------------------------------------------------ what CUDA shows
-
-
-class FakeDriver:
-    """The part of the CUDA driver API that is used."""
-
-    def __init__(self, addresses: tuple[str, ...], error: int = 0) -> None:
-        self._addresses = addresses
-        self._error = error
-
-    def cuInit(self, flags: int) -> int:  # noqa: N802
-        assert flags == 0
-        return self._error
-
-    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
-        count._obj.value = len(self._addresses)
-        return 0
-
-    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
-        device._obj.value = index + 40  # A handle need not be the index.
-        return 0
-
-    def cuDeviceGetPCIBusId(self, text: Any, size: int, device: ctypes.c_int) -> int:  # noqa: N802
-        assert size == len(text)
-        text.value = self._addresses[device.value - 40].encode()
-        return 0
-
-    def cuGetErrorString(self, code: int, text: Any) -> int:  # noqa: N802
-        text._obj.value = b"system not yet initialized"
-        return 0
-
-
-def test_gpus_are_listed_in_the_order_of_cuda() -> None:
-    assert cuda_gpus(FakeDriver(("0000:DC:00.0", "0000:19:00.0"))) == [
-        "0000:DC:00.0",
-        "0000:19:00.0",
-    ]
-
-
-def test_no_device_is_no_error() -> None:
-    assert cuda_gpus(FakeDriver((), error=100)) == []
-
-
-def test_an_error_of_the_driver_is_told_in_its_words() -> None:
-    with pytest.raises(Exception, match=r"cuInit: system not yet initialized \(error 802\)"):
-        cuda_gpus(FakeDriver((), error=802))
 
 
 STUB = r"""
@@ -369,10 +260,11 @@ int cuDeviceGetCount(int *count) {
     for (const char *c = shown(); *c; c++) *count += *c == ',';
     return 0;
 }
-int cuDeviceGet(int *device, int index) { *device = index; return 0; }
+/* A handle need not be the index. */
+int cuDeviceGet(int *device, int index) { *device = index + 40; return 0; }
 int cuDeviceGetPCIBusId(char *text, int size, int device) {
     const char *from = shown();
-    while (device--) from = strchr(from, ',') + 1;
+    for (device -= 40; device--;) from = strchr(from, ',') + 1;
     snprintf(text, size, "%.*s", (int)strcspn(from, ","), from);
     return 0;
 }
@@ -400,46 +292,27 @@ async def seen(stub: str, visible: str, sysfs: Path, timeout_s: float = 10) -> t
 
 @pytest.mark.slow
 async def test_the_driver_sees_the_environment_of_the_workers(stub: str, tmp_path: Path) -> None:
-    assert await seen(stub, "0000:DC:00.0,0000:19:00.0", tmp_path) == (
-        "0000:DC:00.0",
-        "0000:19:00.0",
-    )
-
-
-@pytest.mark.slow
-async def test_a_machine_without_gpus_has_none(stub: str, tmp_path: Path) -> None:
+    gpus = ("0000:DC:00.0", "0000:19:00.0")
+    assert await seen(stub, ",".join(gpus), tmp_path) == gpus
     assert await seen(stub, "none", tmp_path) == ()
-
-
-@pytest.mark.slow
-async def test_a_driver_that_fails_is_refused(stub: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"cuInit: unknown error \(error 999\)"):
-        await seen(stub, "fail", tmp_path)
-
-
-@pytest.mark.slow
-async def test_a_driver_that_crashes_takes_nobody_along(stub: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        InvalidRequestError, match=r"signal 9 \(SIGKILL\); check whether nvidia-smi"
-    ):
-        await seen(stub, "crash", tmp_path)
-
-
-@pytest.mark.slow
-async def test_a_driver_that_ends_the_process_is_refused(stub: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"the CUDA driver fails: exit code 0; check"):
-        await seen(stub, "exit", tmp_path)
-
-
-@pytest.mark.slow
-async def test_a_driver_that_hangs_is_given_up(stub: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"not list its GPUs within 0\.05 s"):
-        await seen(stub, "hang", tmp_path, timeout_s=0.05)
-
-
-@pytest.mark.slow
-async def test_without_a_driver_there_are_no_gpus(tmp_path: Path) -> None:
     assert await seen("libno-such-cuda.so.1", "0", tmp_path) == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        ("fail", r"cuInit: unknown error \(error 999\)"),
+        ("crash", r"signal 9 \(SIGKILL\); check whether nvidia-smi"),
+        ("exit", r"the CUDA driver fails: exit code 0; check"),
+        ("hang", r"not list its GPUs within 0\.05 s"),
+    ],
+)
+async def test_a_driver_that_does_not_answer_is_refused(
+    stub: str, tmp_path: Path, does: str, why: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        await seen(stub, does, tmp_path, timeout_s=0.05 if does == "hang" else 10)
 
 
 @pytest.mark.slow
