@@ -17,6 +17,7 @@ from rdzv.agent.observers.arrival_watch import (
 from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import GroupTimes
 from rdzv.agent.observers.server_clock import KEPT, Reading, ServerClock
+from rdzv.agent.observers.stack_sampling import Target
 from tests.unit.agent.test_agent_adoption import LINE
 
 MS = 1_000_000
@@ -89,10 +90,11 @@ async def test_a_worker_without_a_record_does_not_keep_others_from_being_told(
 ) -> None:
     monkeypatch.setattr(arrival_watch, "LEAST_S", 0.01)
     told: asyncio.Queue[ArrivalReport] = asyncio.Queue()
-    watch = ArrivalWatch("job", Reader("job", on=True), told.put_nowait, lambda: Reading(0, 1))
+    first = LINE.rank_first
+    running = {n: Target(first + n, n, n + 1, f"/{n}/progress") for n in range(2)}
+    reader = Reader("job", on=True)
+    watch = ArrivalWatch("job", reader, running, told.put_nowait, lambda: Reading(0, 1))
     watch.open_round(LINE)
-    watch.worker_started(0, 1, "/a/progress")
-    watch.worker_started(1, 2, "/b/progress")
     report = await told.get()
     assert (report.run, report.round) == (LINE.run, LINE.round)
     assert [one.rank for one in report.groups[0].ranks] == [LINE.rank_first]
@@ -100,9 +102,8 @@ async def test_a_worker_without_a_record_does_not_keep_others_from_being_told(
 
 
 async def test_a_round_of_one_worker_is_not_watched_nor_any_without_records() -> None:
-    off = ArrivalWatch("job", Reader("job", on=False), lambda _: None, lambda: None)
+    off = ArrivalWatch("job", Reader("job", on=False), {}, lambda _: None, lambda: None)
     off.open_round(LINE)
     before = len(asyncio.all_tasks())
-    off.worker_started(0, 1, "/a/progress")
     await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == before == 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rdzv.agent.core.model import AgentState, Assignment, JobTerms
 from rdzv.agent.observers import stack_sampling
 from rdzv.agent.observers.collective_records import RecordReader
 from rdzv.agent.observers.stack_sampling import (
@@ -24,12 +25,20 @@ from rdzv.agent.observers.stack_sampling import (
     take_all,
 )
 from rdzv.core.evidence.stacks import WorkerStack
+from rdzv.core.model import Settings
 from rdzv.messages import TakeStacks
+from rdzv.structs import replace
 from tests.support.accounts import ADA, needs_root, passable_folder
 
 pytestmark = pytest.mark.slow
 
 ASKED = TakeStacks(5, "job-7", "run-1", 2, 10_000)
+RUNS = AgentState(
+    JobTerms("job-7", "n1", Settings(1, 1), local_world_size=2),
+    assignment=Assignment("run-1", 2, 0, 1, 0, 2, 0, 2, "h", 1, True, 0, 3),
+    alive=frozenset({0}),
+    workers_gone=False,
+)
 FRAME = {"name": "f", "filename": "/home/ada/train.py", "line": 3}
 
 
@@ -277,11 +286,11 @@ async def test_an_answer_ends_with_its_last_word_whatever_happens(
         said.append((number, len(workers), last, error))
 
     answers = StackAnswers(say, RecordReader("j1", on=False))
-    answers.answer(ASKED, (), "its workers have all exited")
-    answers.answer(ASKED, [Target(0, 0, sleeper.pid)], "")
+    answers.answer(ASKED, replace(RUNS, alive=frozenset()), {})
+    answers.answer(ASKED, RUNS, {0: Target(0, 0, sleeper.pid)})
     await _until(lambda: len(said) == 3)
     assert said == [
-        (5, 0, True, "its workers have all exited"),
+        (5, 0, True, "its workers of round 2 have all exited"),
         (5, 1, False, ""),
         (5, 0, True, ""),
     ]
@@ -291,7 +300,7 @@ async def test_an_answer_ends_with_its_last_word_whatever_happens(
         raise RuntimeError("boom")
 
     monkeypatch.setattr(stack_sampling, "process_state", fail)
-    answers.answer(ASKED, [Target(0, 0, sleeper.pid)], "")
+    answers.answer(ASKED, RUNS, {0: Target(0, 0, sleeper.pid)})
     await _until(lambda: bool(said))
     assert said == [(5, 0, True, "a bug in its agent: RuntimeError('boom')")]
     await answers.close()
@@ -308,7 +317,7 @@ async def test_those_who_ask_too_often_hear_so(
 
     answers = StackAnswers(say, RecordReader("j1", on=False))
     for _ in range(stack_sampling.MAX_ASKED + 1):
-        answers.answer(ASKED, [Target(0, 0, sleeper.pid)], "")
+        answers.answer(ASKED, RUNS, {0: Target(0, 0, sleeper.pid)})
     await _until(lambda: bool(said))
     assert said == ["this node already answers 8 requests for stacks"]
     await answers.close()
@@ -332,7 +341,7 @@ async def test_a_stopped_worker_is_not_asked_for_its_record(
     sleeper.send_signal(signal.SIGSTOP)
     await _until(lambda: process_state(sleeper.pid) == "T")
     answers = StackAnswers(say, NeverAnswered("j1", on=True))
-    answers.answer(ASKED, [Target(0, 0, sleeper.pid)], "")
+    answers.answer(ASKED, RUNS, {0: Target(0, 0, sleeper.pid)})
     await _until(lambda: bool(said))
     assert said[0].no_record == "it is stopped by a signal, so it does not answer"
     await answers.close()

@@ -91,8 +91,8 @@ RULES = (
             *("server/rpc/node_messages.py", "server/operations/handlers.py"),
             "server/__main__.py",
             *("client.py", "transport/*.py"),
-            # The agent's reports and node only pass on messages that its link has encoded.
-            *("agent/server_link/*.py", "agent/job/reports_to_server.py", "agent/node/node.py"),
+            # The agent's jobs and node only pass on messages that its link has encoded.
+            *("agent/server_link/*.py", "agent/job/job_driver.py", "agent/node/node.py"),
             *("torchrun/*.py", "torchrun.py"),
             "v1/*.py",
         ),

@@ -2,19 +2,20 @@
 
 Everything here runs in one event loop and never blocks it: the core decides at once, and the runner
 and the server respond with events. A `LocalRound`, which is a single task, owns the workers of a
-round. `ReportsToServer` sends messages to the server.
+round.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from rdzv.agent import runner_link
 from rdzv.agent.agent_metrics_interface import JobMeter
 from rdzv.agent.core import Decision, begin, commands, events
-from rdzv.agent.core.model import AgentState, Phase
+from rdzv.agent.core.model import EXIT_FAILED, AgentState, Leaving, Phase
 from rdzv.agent.core.server_contact import server_due_ms
 from rdzv.agent.core.stopping import rejoin
 from rdzv.agent.handover import leaked_processes
@@ -27,34 +28,31 @@ from rdzv.agent.handover.handover_state import (
 from rdzv.agent.job.copies_of_snapshots import CopiesOfSnapshots
 from rdzv.agent.job.decisions import Decisions, log_event
 from rdzv.agent.job.from_runner import RunnerEvents
-from rdzv.agent.job.reports_to_server import (
-    Belief,
-    ReportsToServer,
-    make_offer,
-    on_loopback_only,
-)
+from rdzv.agent.job.reports_to_server import SnapshotReports, make_offer, on_loopback_only
 from rdzv.agent.job.round import LocalRound
 from rdzv.agent.job.snapshots_on_disk import SnapshotsOnDisk
 from rdzv.agent.job.worker_observers import WorkerObservers
 from rdzv.agent.job.worker_starts import LocalStarts
 from rdzv.agent.launch.launch import Launch
-from rdzv.agent.observers.stack_sampling import Target
+from rdzv.agent.observers.server_clock import Reading
+from rdzv.agent.observers.stack_sampling import StackAnswers
 from rdzv.agent.output.run_files import Written
 from rdzv.agent.runner.spawn import reason_of
+from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.agent.system.owned_tasks import OwnedTasks
 from rdzv.agent.system.side_thread import Aside
 from rdzv.agent.workers.event_log import EventLog
 from rdzv.agent.workers.fates import FateRecorder, NodeOutcome
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
-from rdzv.core.evidence.collectives import FINISHED
 from rdzv.core.evidence.stacks import WorkerStack
-from rdzv.core.model import Offer
+from rdzv.core.model import LeaveCause, Offer
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import TakeStacks
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 from rdzv.transport.addresses import StoreSocket
+from rdzv.v1 import rdzv_pb2 as pb
 
 log = logging.getLogger("rdzv.agent")
 
@@ -79,6 +77,10 @@ class JobDriver:
     """Set once it is known whether workers can be started on this node."""
     unready = ""
     """Why workers cannot be started on this node; empty if they can."""
+    joined = False
+    """Whether the server has admitted this node to the job."""
+    handed_over = False
+    """Whether the job was left to the next agent, so this one must not end its processes."""
     ended: asyncio.Future[NodeOutcome]
     """The job's outcome on this node, or the unexpected error that ended it."""
 
@@ -122,9 +124,11 @@ class JobDriver:
         self._started = started
         self._linked: runner_link.RunnerLink | None = None
         self._last_round: LocalRound | None = None
-        self._joined = self._handed_over = self._zygote_begun = False
-        self._reports = ReportsToServer(launch, link)
-        self.observers = WorkerObservers(launch, self._reports)
+        self._zygote_begun = False
+        self._preparing = False
+        self._snapshot_reports = SnapshotReports(self.report)
+        self.observers = WorkerObservers(launch, self.report, self._read_clock)
+        self._stacks = StackAnswers(self._say_stacks, self.observers.records)
         self.workers = LocalWorkerGroup(
             launch, self.observers.progress.file, self.observers.notice.path
         )
@@ -132,7 +136,7 @@ class JobDriver:
             self.rdzv_id,
             self.local_world_size,
             monotonic_ms,
-            self._reports.report,
+            self.report,
             watched=not launch.warm,
         )
         self.event_log = EventLog(launch, monotonic_ms(), lambda n: self.round.outputs[n].error)
@@ -161,7 +165,7 @@ class JobDriver:
         if self.workers.zygote is not None:
             # The zygote is started now, so it can import while this node waits for the others.
             runner.keep_zygote(self.workers.zygote)
-            self._reports.preparing = True
+            self._preparing = True
             self._zygote_begun = not self.workers.zygote.after_import
         self._serve_server()
         self.post(events.Ticked())
@@ -178,7 +182,7 @@ class JobDriver:
         state = kept.state
         if state.disconnected_since_ms is None:
             state = replace(state, disconnected_since_ms=monotonic_ms())
-        self.decisions.state, self._joined = state, kept.joined
+        self.decisions.state, self.joined = state, kept.joined
         self._set_offer(kept.offer)
         assignment = state.assignment
         self.observers.resume_round(
@@ -274,7 +278,7 @@ class JobDriver:
         self._keeper.outlive(within_ms)
         # From here on the next agent decides.
         self.decisions.stop()
-        self._handed_over = True
+        self.handed_over = True
         if self._last_round is not None:
             self._last_round.cancel()
         await self.runner.let_go(LET_GO_TIMEOUT_S)
@@ -294,7 +298,8 @@ class JobDriver:
             self._last_round.cancel()
         self.store_socket.release()
         self.observers.stop_watching()
-        await self._reports.close()
+        self._snapshot_reports.close()
+        await self._stacks.close()
         if self._linked is not None:
             state = self.decisions.state
             if state.workers_gone:
@@ -331,16 +336,6 @@ class JobDriver:
         """Whether this node is leaving the job for good, or has already left it."""
         return self.decisions.state.leaving is not None or self.ended.done()
 
-    @property
-    def joined(self) -> bool:
-        """Whether the server has admitted this node to the job."""
-        return self._joined
-
-    @property
-    def handed_over(self) -> bool:
-        """Whether the job was left to the next agent, so this one must not end its processes."""
-        return self._handed_over
-
     def describe(self) -> str:
         """Return a description of the job's state on this node."""
         state = self.decisions.state
@@ -360,20 +355,35 @@ class JobDriver:
 
     # ------------------------------------------------------------------ the server's side
 
-    def belief(self) -> Belief | None:
+    def belief(self) -> pb.Belief | None:
         """Return everything that this node believes about the job, or None once it has ended."""
         try:
             if self.decisions.stopped or self.decisions.state.phase is Phase.ENDED:
                 return None
-            offer = self._current_offer()
-            return None if offer is None else self._reports.belief(self.decisions.state, offer)
+            if (offer := self._current_offer()) is None:
+                return None
+            return encoding.belief(
+                self.decisions.state,
+                offer,
+                monotonic_ms(),
+                refuse_reuse=self.launch.refuse_reuse,
+                secret=self.launch.secret,
+                preparing=self._preparing,
+            )
         except Exception as error:
             self._fail(error)
             return None
 
     def say_failed(self, reason: str) -> None:
         """Tell the server that this node, which has no workers, cannot continue and is leaving."""
-        self._reports.start_failed(self.decisions.state, reason)
+        state = self.decisions.state
+        left_round = None if state.assignment is None else state.assignment.round
+        leaving = Leaving(LeaveCause.START_FAILED, reason, EXIT_FAILED)
+        self.report(commands.SayLeave(state.run, leaving, left_round))
+
+    def report(self, said: encoding.Statement) -> None:
+        """Send what the core or a watch reports about the workers."""
+        self._link.say(encoding.report(said, self.rdzv_id, monotonic_ms()))
 
     def renew_fence(self, heard_at_ms: int) -> None:
         """Renew the fence, as the server received a message from this node at `heard_at_ms`."""
@@ -390,30 +400,20 @@ class JobDriver:
         log.info("%s: %s", self.rdzv_id, reason)
 
     def take_stacks(self, asked: TakeStacks) -> None:
-        state, assignment = self.decisions.state, self.decisions.state.assignment
-        targets: tuple[Target, ...] = ()
-        finished: tuple[WorkerStack, ...] = ()
-        why_none = f"it has no workers of round {asked.round}"
-        asked_round = (asked.run, asked.round)
-        if assignment is not None and (assignment.run, assignment.round) == asked_round:
-            why_none = f"its workers of round {asked.round} have all exited"
-            finished = tuple(
-                WorkerStack(
-                    one.rank,
-                    one.local_rank,
-                    one.pid,
-                    FINISHED,
-                    exited_ms=max(monotonic_ms() - one.at_ms, 0),
-                )
-                for one in state.finished
-            )
-            if len(finished) == state.job.local_world_size:
-                why_none = ""
-            if not state.workers_gone and state.alive and self._last_round is not None:
-                targets = self._last_round.stack_targets(state.alive)
-                why_none = "" if targets else "its workers are about to be started"
-        world_size = assignment.world_size if assignment is not None else 1
-        self.decisions.guard(self._reports.stacks, asked, targets, why_none, world_size, finished)
+        state = self.decisions.state
+        if state.assignment is not None and state.assignment.round == asked.round:
+            self.observers.held_exits.note_asked()
+        self.decisions.guard(self._stacks.answer, asked, state, self.observers.running)
+
+    async def _say_stacks(
+        self, request: int, workers: tuple[WorkerStack, ...], last: bool, error: str
+    ) -> None:
+        await self._link.say_after_all(encoding.stacks(request, workers, last=last, error=error))
+
+    def _read_clock(self) -> Reading | None:
+        """Return the current estimate of the server's clock, and request another reading."""
+        self._link.ask_clock()
+        return self._link.server_clock.read(time.monotonic_ns())
 
     def _set_offer(self, offer: Offer) -> None:
         self.offer = offer
@@ -441,11 +441,20 @@ class JobDriver:
 
     def _join(self, say: commands.SayJoin) -> None:
         if (offer := self._current_offer()) is not None:
-            self._reports.join(say, self.decisions.state, offer)
+            join = encoding.join(
+                say,
+                self.decisions.state,
+                offer,
+                monotonic_ms(),
+                refuse_reuse=self.launch.refuse_reuse,
+                secret=self.launch.secret,
+                preparing=self._preparing,
+            )
+            self._link.say(pb.NodeMessage(join=join))
 
     def _prepare(self, forks: bool | None) -> None:
         """Start the zygote before the first round if those of other nodes serve the script."""
-        if forks is None or self._zygote_begun or not self._reports.preparing:
+        if forks is None or self._zygote_begun or not self._preparing:
             return
         if forks:
             self._zygote_begun = True
@@ -455,7 +464,7 @@ class JobDriver:
 
     def prepared(self) -> None:
         """Tell the server that no zygote is importing any more, as a running round may wait."""
-        was, self._reports.preparing = self._reports.preparing, False
+        was, self._preparing = self._preparing, False
         state = self.decisions.state
         if was and state.phase is Phase.JOINING and state.left_round is None:
             self._join(rejoin(state))
@@ -476,9 +485,9 @@ class JobDriver:
 
     def _act(self, event: events.Event, before: AgentState, decided: Decision) -> None:
         """Store the decision in the runner for the next agent, and then carry it out."""
-        log_event(event, before, joined=self._joined)
+        log_event(event, before, joined=self.joined)
         if isinstance(event, events.Joined):
-            self._joined = True
+            self.joined = True
             self._prepare(event.forks)
         for command in decided.commands:
             if isinstance(command, commands.StopWorkers):
@@ -504,7 +513,7 @@ class JobDriver:
             KeptState(
                 state=self.decisions.state,
                 offer=self.offer,
-                joined=self._joined,
+                joined=self.joined,
                 stop=None if round_ is None else round_.kept_stop,
                 outputs=()
                 if round_ is None
@@ -529,7 +538,7 @@ class JobDriver:
             case commands.SaySnapshots():
                 assignment = self.decisions.state.assignment
                 nodes = 1 if assignment is None else assignment.group_world_size
-                self._reports.snapshots(command, nodes)
+                self._snapshot_reports.report(command, nodes)
             case commands.AnnounceWatermark():
                 runner, assignment = self.runner, self.decisions.state.assignment
                 runner.announce_watermark(command.mark, command.given_up)
@@ -551,4 +560,4 @@ class JobDriver:
                 if not self.ended.done():
                     self.ended.set_result(self.fates.outcome(command.outcome))
             case _:
-                self._reports.report(command)
+                self.report(command)

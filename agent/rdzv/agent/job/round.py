@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Collection, Coroutine
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING
 
 from rdzv.agent import runner_link
@@ -22,7 +22,6 @@ from rdzv.agent.core.machine import rejoins_after_failure
 from rdzv.agent.core.model import Assignment, ParkedWorker, Phase
 from rdzv.agent.exit_causes import ExitedWorker, count_memory_kills, explain_exit
 from rdzv.agent.handover.handover_state import KeptState, KeptStop
-from rdzv.agent.observers.stack_sampling import Target
 from rdzv.agent.output.run_files import WorkerOutput
 from rdzv.agent.runner.requests import KeepSpec, WorkerSpec
 from rdzv.agent.system.error_files import unread
@@ -51,8 +50,6 @@ class LocalRound:
         self.outputs: tuple[WorkerOutput, ...] = ()
         """Each worker's output paths, by LOCAL_RANK; empty until the files are created."""
         self._job = job
-        self._pids: dict[int, int] = {}
-        """The pids of the workers that have been started, by LOCAL_RANK."""
         self._notified_by: int | None = None
         """The signal that notified the workers that the node is leaving, if one was sent."""
         self._task: asyncio.Task[None] | None = None
@@ -78,10 +75,11 @@ class LocalRound:
         if kept.outputs:
             self.outputs = kept.outputs
             job.workers.resume_round(self.assignment, self.outputs)
-            self._pids.update(hello.workers)
         if state.phase is Phase.RUNNING:
-            alive = {n: pid for n, pid in hello.workers.items() if n in state.alive}
-            job.observers.watch(self.assignment, alive)
+            job.observers.watch(self.assignment)
+        for local_rank in hello.workers.keys() & state.alive:
+            pid = hello.workers[local_rank]
+            job.observers.worker_started(self.assignment, local_rank, pid)
         if not state.workers_gone:
             self._begin_task(self._await_end())
 
@@ -236,9 +234,8 @@ class LocalRound:
         match event:
             case events.WorkerStarted():
                 log.debug("started local_rank %d as pid %d", event.local_rank, event.pid)
-                self._pids[event.local_rank] = event.pid
                 job.fates.worker_started(event.local_rank, event.pid)
-                job.observers.worker_started(event.local_rank, event.pid)
+                job.observers.worker_started(self.assignment, event.local_rank, event.pid)
             case events.WorkerExited():
                 job.observers.worker_exited(event.local_rank)
                 job.post(event)
@@ -284,20 +281,4 @@ class LocalRound:
             message=error.message,
             traceback=error.traceback,
             age_ms=max(age_ms, error.age_ms),
-        )
-
-    # ------------------------------------------------------------------ queries
-
-    def stack_targets(self, alive: Collection[int]) -> tuple[Target, ...]:
-        """Return the started workers whose exits have not been processed yet."""
-        self._job.observers.held_exits.note_asked()
-        return tuple(
-            Target(
-                self.assignment.rank_first + local_rank,
-                local_rank,
-                pid,
-                self._job.observers.progress.file(local_rank),
-            )
-            for local_rank, pid in sorted(self._pids.items())
-            if local_rank in alive
         )

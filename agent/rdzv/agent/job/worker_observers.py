@@ -11,17 +11,19 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from rdzv.agent.core.model import Assignment
-from rdzv.agent.job.reports_to_server import ReportsToServer
 from rdzv.agent.launch.launch import Launch
-from rdzv.agent.observers.arrival_watch import ArrivalWatch
-from rdzv.agent.observers.hang_watch import HangWatch
+from rdzv.agent.observers.arrival_watch import ArrivalReport, ArrivalWatch
+from rdzv.agent.observers.collective_records import RecordReader
+from rdzv.agent.observers.hang_watch import HangWatch, HungReport
 from rdzv.agent.observers.held_exits import HeldExits
-from rdzv.agent.observers.progress_files import ProgressFiles
+from rdzv.agent.observers.progress_files import ProgressFiles, Report
+from rdzv.agent.observers.server_clock import Reading
 from rdzv.agent.observers.snapshot_file_watch import SnapshotFileWatch
+from rdzv.agent.observers.stack_sampling import Target
 from rdzv.agent.system.accounts import Identity, acting_as, write_anew
 
 
@@ -32,23 +34,24 @@ class WorkerObservers:
     when they are being ended, and `close_round` when they are gone.
     """
 
-    def __init__(self, launch: Launch, reports: ReportsToServer) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        report: Callable[[Report | HungReport | ArrivalReport], None],
+        read_clock: Callable[[], Reading | None],
+    ) -> None:
+        """Send what they see with `report`; `read_clock` estimates the server's clock."""
+        rdzv_id, identity = launch.job.rdzv_id, launch.identity
         self._local_world_size = launch.job.local_world_size
-        self.progress = ProgressFiles(reports.report, launch.progress_dir, launch.identity)
-        self.notice = NoticeFile(lambda: self.progress.folder, launch.identity)
-        self.snapshot_file = SnapshotFileWatch(launch.snapshot, identity=launch.identity)
-        self._hangs = HangWatch(
-            launch.job.rdzv_id,
-            launch.hang_timeout,
-            reports.report,
-            reports.records,
-            launch.identity,
-        )
-        self._records = reports.records
-        self.held_exits = HeldExits(launch.job.rdzv_id, reports.records, reports.report)
-        self._arrivals = ArrivalWatch(
-            launch.job.rdzv_id, reports.records, reports.report, reports.read_clock
-        )
+        self.running: dict[int, Target] = {}
+        """The workers that have started and whose exits have not been processed, by LOCAL_RANK."""
+        self.records = RecordReader(rdzv_id, on=launch.collective_trace, identity=identity)
+        self.progress = ProgressFiles(report, launch.progress_dir, identity)
+        self.notice = NoticeFile(lambda: self.progress.folder, identity)
+        self.snapshot_file = SnapshotFileWatch(launch.snapshot, identity=identity)
+        self._hangs = HangWatch(rdzv_id, launch.hang_timeout, report, self.records, identity)
+        self.held_exits = HeldExits(rdzv_id, self.records, report)
+        self._arrivals = ArrivalWatch(rdzv_id, self.records, self.running, report, read_clock)
 
     def open_round(self, assignment: Assignment) -> None:
         """Prepare the files through which the workers and the agent communicate in a round."""
@@ -59,26 +62,24 @@ class WorkerObservers:
         """Continue with the previous agent's files. `assignment` is None if no round is open."""
         self.progress.resume(folder, assignment, self._local_world_size)
 
-    def watch(self, assignment: Assignment, running: Mapping[int, int] | None = None) -> None:
-        """Watch a round's workers as they start; `running` has the pids of running ones."""
+    def watch(self, assignment: Assignment) -> None:
+        """Watch a round's workers as they start."""
         self._hangs.open_round(assignment)
         self._arrivals.open_round(assignment)
         self.held_exits.open_round(assignment)
-        for local_rank, pid in (running or {}).items():
-            self.worker_started(local_rank, pid)
 
-    def worker_started(self, local_rank: int, pid: int) -> None:
-        file = self.progress.file(local_rank)
+    def worker_started(self, assignment: Assignment, local_rank: int, pid: int) -> None:
+        rank, file = assignment.rank_first + local_rank, self.progress.file(local_rank)
+        self.running[local_rank] = Target(rank, local_rank, pid, file)
         self._hangs.worker_started(local_rank, pid, file)
-        self._arrivals.worker_started(local_rank, pid, file)
 
     def watch_for_hangs(self) -> None:
         """Watch for hangs from now on, as with `--hang-timeout=auto`, unless already watching."""
         self._hangs.watch_anyway()
 
     def worker_exited(self, local_rank: int) -> None:
+        self.running.pop(local_rank, None)
         self._hangs.worker_exited(local_rank)
-        self._arrivals.worker_exited(local_rank)
 
     def stop_watching(self) -> None:
         """Stop watching all workers, because they are being ended."""
@@ -89,7 +90,8 @@ class WorkerObservers:
     def close_round(self) -> int | None:
         """Close a round whose workers are gone. Returns the highest step reached by any of them."""
         self.stop_watching()
-        self._records.forget()
+        self.records.forget()
+        self.running.clear()
         step = self.progress.furthest()
         self.progress.close_round()
         return step

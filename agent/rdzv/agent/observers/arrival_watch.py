@@ -18,6 +18,7 @@ from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import GroupTimes
 from rdzv.agent.observers.server_clock import Reading
+from rdzv.agent.observers.stack_sampling import Target
 from rdzv.core.evidence.lateness import chosen
 from rdzv.structs import struct
 
@@ -71,15 +72,19 @@ class ArrivalWatch:
         self,
         rdzv_id: str,
         records: RecordReader,
+        running: Mapping[int, Target],
         say: Callable[[ArrivalReport], None],
         read_clock: Callable[[], Reading | None],
     ) -> None:
-        """Report with `say`; `read_clock` returns the current estimate of the server's clock."""
+        """Report with `say`; `read_clock` returns the current estimate of the server's clock.
+
+        `running` are the workers at any time, by LOCAL_RANK.
+        """
         self._rdzv_id = rdzv_id
         self._records = records
         self._say = say
         self._read_clock = read_clock
-        self._workers: dict[int, tuple[int, str]] = {}
+        self._running = running
         self._reported: dict[str, int] = {}
         self._watching: asyncio.Task[None] | None = None
 
@@ -89,19 +94,11 @@ class ArrivalWatch:
         if self._records.on and assignment.world_size > 1:
             self._watching = asyncio.get_running_loop().create_task(self._watch(assignment))
 
-    def worker_started(self, local_rank: int, pid: int, file: str) -> None:
-        """Watch a worker with this progress file, which is empty if there is none."""
-        if self._watching is not None and file:
-            self._workers[local_rank] = pid, file
-
-    def worker_exited(self, local_rank: int) -> None:
-        self._workers.pop(local_rank, None)
-
     def close_round(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
-        self._workers, self._reported = {}, {}
+        self._reported = {}
 
     async def _watch(self, assignment: Assignment) -> None:
         pause_s = LEAST_S
@@ -118,20 +115,17 @@ class ArrivalWatch:
     async def _look(self, assignment: Assignment) -> None:
         # The response improves the estimate for the next read.
         clock = self._read_clock() if assignment.group_world_size > 1 else None
-        local_ranks = sorted(self._workers)
-        times = await asyncio.gather(*(self._times(*self._workers[n]) for n in local_ranks))
-        by_rank = {
-            assignment.rank_first + local_rank: groups
-            for local_rank, groups in zip(local_ranks, times, strict=True)
-        }
+        workers = [worker for worker in self._running.values() if worker.file]
+        times = await asyncio.gather(*(self._times(worker) for worker in workers))
+        by_rank = {worker.rank: groups for worker, groups in zip(workers, times, strict=True)}
         most = min(max(MOST_OF_ALL_RANKS // assignment.world_size, LEAST), MOST)
         found = arrivals(by_rank, self._reported, most, clock)
         if found:
             self._say(ArrivalReport(assignment.run, assignment.round, tuple(found)))
 
-    async def _times(self, pid: int, file: str) -> Mapping[str, GroupTimes]:
+    async def _times(self, worker: Target) -> Mapping[str, GroupTimes]:
         with contextlib.suppress(NoRecordError):
-            return await self._records.times(file, pid, ASK_TIMEOUT_S)
+            return await self._records.times(worker.file, worker.pid, ASK_TIMEOUT_S)
         return {}
 
 

@@ -21,10 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rdzv.agent.core.model import AgentState
 from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import FlightRecord, entries_for
 from rdzv.agent.runner_link import ask_spared
 from rdzv.agent.system.accounts import Identity
+from rdzv.core.evidence.collectives import FINISHED
 from rdzv.core.evidence.stacks import (
     EXITED,
     STOPPED,
@@ -35,6 +37,7 @@ from rdzv.core.evidence.stacks import (
     WorkerStack,
 )
 from rdzv.messages import TakeStacks
+from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.agent")
@@ -101,24 +104,30 @@ class StackAnswers:
         self._records = records
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def answer(
-        self,
-        asked: TakeStacks,
-        targets: Sequence[Target],
-        why_none: str,
-        world_size: int = 1,
-        finished: tuple[WorkerStack, ...] = (),
-    ) -> None:
-        """Start handling a request; `why_none` says why there is no worker to sample.
+    def answer(self, asked: TakeStacks, state: AgentState, running: Mapping[int, Target]) -> None:
+        """Start handling a request. `running` are the workers that have started, by LOCAL_RANK.
 
-        `finished` are the workers that have exited with 0. The more workers the round has in total,
-        the less of each worker's record is sent.
+        The more workers the round has in total, the less of each worker's record is sent.
         """
+        assignment, error = state.assignment, f"it has no workers of round {asked.round}"
+        targets: list[Target] = []
+        finished: list[WorkerStack] = []
+        if assignment and (assignment.run, assignment.round) == (asked.run, asked.round):
+            error = f"its workers of round {asked.round} have all exited"
+            for one in state.finished:
+                exited_ms = max(monotonic_ms() - one.at_ms, 0)
+                who = (one.rank, one.local_rank, one.pid)
+                finished.append(WorkerStack(*who, FINISHED, exited_ms=exited_ms))
+            if not state.workers_gone and state.alive:
+                targets = [running[n] for n in sorted(state.alive & running.keys())]
+                error = "its workers are about to be started"
+            if targets or len(finished) == state.job.local_world_size:
+                error = ""
         if len(self._tasks) >= MAX_ASKED:
-            targets, why_none = (), f"this node already answers {MAX_ASKED} requests for stacks"
-        task = asyncio.get_running_loop().create_task(
-            self._answer(asked, targets, why_none, world_size, finished)
-        )
+            targets, error = [], f"this node already answers {MAX_ASKED} requests for stacks"
+        entries = entries_for(assignment.world_size if assignment else 1)
+        answering = self._answer(asked, targets, error, entries, finished)
+        task = asyncio.get_running_loop().create_task(answering)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -133,11 +142,12 @@ class StackAnswers:
         asked: TakeStacks,
         targets: Sequence[Target],
         error: str,
-        world_size: int,
-        finished: tuple[WorkerStack, ...],
+        entries: int,
+        finished: Sequence[WorkerStack],
     ) -> None:
-        look = partial(self._with_record, entries=entries_for(world_size))
-        timeout_s = self._timeout_s(asked)
+        look = partial(self._with_record, entries=entries)
+        # Some of the time is reserved for sending the stacks.
+        timeout_s = max(asked.timeout_ms / 1000 - ON_THE_WAY_S, ON_THE_WAY_S)
         try:
             for worker in finished:
                 await self._say(asked.request, (worker,), False, "")
@@ -181,10 +191,6 @@ class StackAnswers:
         if left is not None:
             return left.record
         return await self._records.read(target.file, target.pid, entries, RECORD_TIMEOUT_S)
-
-    def _timeout_s(self, asked: TakeStacks) -> float:
-        """Return the time left for sampling, with a reserve for sending the stacks."""
-        return max(asked.timeout_ms / 1000 - ON_THE_WAY_S, ON_THE_WAY_S)
 
 
 With = Callable[[Target, Awaitable[WorkerStack | None]], Awaitable[WorkerStack | None]]
