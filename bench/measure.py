@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TextIO, TypeAlias
 
-from rdzv.stores.sqlite_directory import filesystem_of
+from rdzv.stores.sqlite_file import filesystem_of
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / room) for room in ("integration", "support"))]

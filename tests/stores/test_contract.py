@@ -43,7 +43,7 @@ from rdzv.errors import (
     RendezvousStateError,
     StoreRefusedError,
 )
-from rdzv.stores import codec, sqlite_directory
+from rdzv.stores import codec, sqlite_file
 from rdzv.stores.base import (
     DOCUMENT_BYTES,
     DeposedError,
@@ -675,12 +675,12 @@ async def test_a_second_server_on_the_directory_is_refused(tmp_path: Path) -> No
 def test_a_killed_server_leaves_no_lock_behind(tmp_path: Path) -> None:
     script = (
         "import os, sys, signal; from pathlib import Path;"
-        "from rdzv.stores import sqlite_directory;"
-        "sqlite_directory.claim_directory(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+        "from rdzv.stores import sqlite_file;"
+        "sqlite_file.claim_directory(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
     assert killed.returncode == -9
-    os.close(sqlite_directory.claim_directory(tmp_path))
+    os.close(sqlite_file.claim_directory(tmp_path))
 
 
 async def test_a_directory_that_can_not_be_used_is_refused(tmp_path: Path) -> None:
@@ -744,11 +744,11 @@ def test_the_file_system_is_that_of_the_innermost_latest_mount(tmp_path: Path) -
     mountinfo = tmp_path / "mountinfo"
     mountinfo.write_text(NFS + "40 31 0:9 / /mnt rw - tmpfs a rw\n41 31 0:9 / /mnt rw - xfs b rw\n")
     kinds = {
-        path: sqlite_directory.filesystem_of(Path(path), mountinfo)
+        path: sqlite_file.filesystem_of(Path(path), mountinfo)
         for path in ("/var/lib/rdzv", "/mnt/my home/x", "/mnt/other", "/mnt")
     }
     assert list(kinds.values()) == ["ext4", "nfs4", "xfs", "xfs"]
-    assert sqlite_directory.filesystem_of(Path("/"), tmp_path / "missing") == ""
+    assert sqlite_file.filesystem_of(Path("/"), tmp_path / "missing") == ""
 
 
 # ---------------------------------------------------------------- codec

@@ -27,10 +27,10 @@ from rdzv.errors import (
     StoreRefusedError,
 )
 from rdzv.server.replication import offline
-from rdzv.stores import sqlite_directory, sqlite_file, sqlite_mark
+from rdzv.stores import sqlite_file
 from rdzv.stores.base import RevisionConflictError
 from rdzv.stores.sqlite import SqliteStore
-from rdzv.stores.sqlite_mark import Mark
+from rdzv.stores.sqlite_file import Mark
 from tests.support.settings import rdzvd_settings
 
 pytestmark = pytest.mark.slow
@@ -391,12 +391,12 @@ async def test_a_store_that_has_lost_nothing_is_not_refused(
     await store.close()
     assert await problem_seen(path.parent) == ""
     inside = Mark(counted_in(path).store, 7)
-    assert sqlite_mark.read(path) == inside == counted_in(path)
+    assert sqlite_file.read_mark(path) == inside == counted_in(path)
 
 
 def counted_in(path: Path) -> Mark:
     with closing(sqlite3.connect(path)) as db:
-        return sqlite_mark.counted(db)
+        return sqlite_file.counted(db)
 
 
 async def test_a_store_without_a_mark_is_accepted_once_and_given_one(tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ async def test_what_writes_nothing_is_no_commit(tmp_path: Path) -> None:
     await store.append([])
     with pytest.raises(RevisionConflictError):
         await store.swap_document("cordoned", b"n1", 7)
-    assert sqlite_mark.read(tmp_path / "rdzv.db") == store.connection.mark
+    assert sqlite_file.read_mark(tmp_path / "rdzv.db") == store.connection.mark
     assert store.connection.mark.number == 0
     async with store.all_or_nothing():
         await commit(store, "a")
@@ -434,7 +434,7 @@ async def test_a_mark_that_can_not_be_written_costs_no_commit(
 
     store = await SqliteStore.open(tmp_path)
     with monkeypatch.context() as broken:
-        broken.setattr(sqlite_mark.os, "pwrite", refuse)
+        broken.setattr(sqlite_file.os, "pwrite", refuse)
         await commit(store, "a")
     assert "cannot write the commit count" in caplog.text
     await store.close()
@@ -537,7 +537,7 @@ async def test_what_is_mounted_at_the_first_access_is_refused_too(
         mountinfo.write_text(MOUNTINFO.format(place=tmp_path, kind="nfs"))
         return really_open(*words)
 
-    monkeypatch.setattr(sqlite_directory.os, "open", mounting)
+    monkeypatch.setattr(sqlite_file.os, "open", mounting)
     with pytest.raises(InvalidRequestError, match=rf"{tmp_path / 'data'} is on nfs, "):
         await SqliteStore.open(tmp_path / "data", mountinfo=mountinfo)
 
@@ -650,11 +650,11 @@ def test_a_read_only_file_system_is_refused(
     def refuse(*_: object, **__: object) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(sqlite_directory.os, "open", refuse)
+    monkeypatch.setattr(sqlite_file.os, "open", refuse)
     with pytest.raises(
         InvalidRequestError, match=r"used: Read-only file system; give .*--data-dir"
     ):
-        sqlite_directory.claim_directory(tmp_path)
+        sqlite_file.claim_directory(tmp_path)
 
 
 @pytest.mark.parametrize("data_there", [True, False])
@@ -694,7 +694,7 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:
-        full.setattr(sqlite_directory.os, "pwrite", refuse)
+        full.setattr(sqlite_file.os, "pwrite", refuse)
         with pytest.raises(InvalidRequestError, match=r"used: No space left on device; give"):
-            sqlite_directory.claim_directory(tmp_path)
-    os.close(sqlite_directory.claim_directory(tmp_path))
+            sqlite_file.claim_directory(tmp_path)
+    os.close(sqlite_file.claim_directory(tmp_path))

@@ -2,7 +2,7 @@
 
 The event loop never waits for a disk, and SQLite is never used from two threads. Writes that arrive
 during a commit wait, and are then written together in one commit. Each commit is counted in the
-file and in a separate file next to it (`sqlite_mark`).
+file and in a separate file next to it (`sqlite_file`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ from rdzv.errors import (
     RendezvousError,
     StoreRefusedError,
 )
-from rdzv.stores import sqlite_mark
 from rdzv.stores.base import RevisionConflictError
 from rdzv.stores.sqlite_file import (
+    Mark,
+    MarkFile,
     connect,
+    count_commit,
+    counted,
     foreign,
     has_data,
     identify,
     looking,
+    lost_commits,
     mapped,
     prepare,
+    read_mark,
 )
-from rdzv.stores.sqlite_mark import Mark, MarkFile
 
 log = logging.getLogger("rdzv.stores")
 
@@ -77,13 +81,13 @@ class Connection:
     mark: Mark
     """The number of commits in the file. Set when the file is opened for writing."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, on_rollback: Callable[[], None] = lambda: None) -> None:
+        """Call `on_rollback` in the thread after a transaction has been rolled back."""
         self.path = path
         self.lost = ""
         """A description of the commits that the file has lost. Set only if it is opened read-only.
         """
-        self.on_rollback: Callable[[], None] = lambda: None
-        """A function that is called in the thread after a transaction has been rolled back."""
+        self._on_rollback = on_rollback
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sqlite")
         self._opened = ExitStack()
         """The connection and its files, used by the thread."""
@@ -94,11 +98,15 @@ class Connection:
         self._changes = 0
         """The connection's change counter when the transaction began."""
 
-    async def call(self, function: Callable[..., T], *arguments: object) -> T:
-        """Run a function in the thread, without a transaction of its own."""
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function that writes nothing in the thread, without a transaction of its own."""
         self._check_open()
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, function, *arguments)
+
+        def call() -> T:
+            with self.reading():
+                return function()
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     async def write(self, apply: Callable[[], T]) -> T:
         """Run a function in the thread within a transaction, and return once it is committed.
@@ -158,7 +166,7 @@ class Connection:
                 "on a local disk with --data-dir"
             )
         with mapped(self.path):
-            self.mark = sqlite_mark.counted(self.db)
+            self.mark = counted(self.db)
             self._mark_file = MarkFile(self.path, self._opened)
             self._mark_file.write(self.mark)
 
@@ -167,14 +175,14 @@ class Connection:
         if not has_data(self.path):
             raise InvalidRequestError(f"{self.path} holds no data yet; rdzvd will create it")
         # The mark is read before the file because a server may be writing to both.
-        mark = sqlite_mark.read(self.path)
+        mark = read_mark(self.path)
         # While a server is using the file, SQLite must use the server's own files; otherwise it
         # must create none.
         opened = closing(connect(self.path, "ro")) if beside_server else looking(self.path)
         with self.reading():
             self.db = self._opened.enter_context(opened)
             identify(self.db, self.path)
-            self.lost = sqlite_mark.lost(mark, sqlite_mark.counted(self.db))
+            self.lost = lost_commits(mark, counted(self.db))
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -255,7 +263,7 @@ class Connection:
         number = self.mark.number
         try:
             if self.db.total_changes != self._changes:
-                number = sqlite_mark.count(self.db)
+                number = count_commit(self.db)
         except sqlite3.Error as error:
             self._rollback()
             raise foreign(self.path, error) from error
@@ -283,7 +291,7 @@ class Connection:
 
     def _rollback(self) -> None:
         """Roll back. If that fails, retry before the next transaction."""
-        self.on_rollback()
+        self._on_rollback()
         if self.db.in_transaction:
             try:
                 self.db.rollback()

@@ -1,16 +1,31 @@
-"""Creates the SQLite file, and inspects it without changing it.
+"""The data directory, its SQLite file, and the count of commits beside it.
 
-If a file is refused, not a single byte of it or of its write-ahead log is changed. A file is
-therefore first inspected through separate links. A new one is created next to its place.
+The directory is locked, and refused on network file systems. If a file is refused, not a single
+byte of it or of its write-ahead log is changed. A file is therefore first inspected through
+separate links. A new one is created next to its place.
+
+SQLite treats a write-ahead log that is missing, truncated or damaged as one that ends earlier,
+without an error. Every commit is therefore counted in the file (table `mark`), and the number is
+also written to `rdzv.db-mark`, after the commit and before any caller learns of it. A file with
+fewer commits than that number has lost some.
+
+The number is never flushed, so it costs no fsync. It outlives the process. After a power failure it
+is never higher than what SQLite had flushed, so a power failure alone never causes a refusal.
+Commits lost together with the number, as on a disk that was disconnected or rolled back as a whole,
+are not detected; nor is damage inside an existing page.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import re
+import secrets
 import shutil
 import sqlite3
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -22,7 +37,7 @@ from rdzv.errors import (
     RendezvousStateError,
     StoreRefusedError,
 )
-from rdzv.stores import sqlite_mark
+from rdzv.structs import struct
 
 SCHEMA_VERSION = 5
 """The schema version, stored in `PRAGMA user_version`. Files of any other version are refused."""
@@ -65,7 +80,11 @@ CREATE TABLE document (
     revision INTEGER NOT NULL,
     data BLOB NOT NULL
 );
-{sqlite_mark.TABLE};
+CREATE TABLE mark (
+    only INTEGER PRIMARY KEY CHECK (only = 1),
+    store TEXT NOT NULL,
+    number INTEGER NOT NULL
+);
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
@@ -73,7 +92,8 @@ COMMIT;
 _TABLES = frozenset(("job", "success", "history", "leadership", "document", "mark"))
 
 _WAL = "-wal"
-_BESIDE = (_WAL, "-shm", sqlite_mark.SUFFIX)
+_MARK = "-mark"
+_BESIDE = (_WAL, "-shm", _MARK)
 _LOOKING = ".look-"
 
 _OWNER_ALONE = 0o600
@@ -82,6 +102,20 @@ _ROOM_BYTES = 64 * 1024
 """The number of bytes written at start to test for free space; with less, nothing can be stored."""
 
 _MOST_PROBLEMS = 20
+
+_HEAD = "rdzv-mark-1"
+_LENGTH = len(f"{_HEAD} {'':16} {'':20} {'':8}\n")
+
+MOUNTINFO = Path("/proc/self/mountinfo")
+
+_NETWORK_FILESYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "coda", "lustre", "gpfs"}
+    | {"beegfs", "ocfs2", "gfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.cephfs", "fuse.s3fs"}
+)
+"""File systems whose files may be in use by another machine at the same time. flock, the
+write-ahead log's shared memory and fsync do not work there as on a local disk. 9p is one of them,
+because it keeps locks within its guest. virtiofs is not, because it is the local disk of many
+containers."""
 
 
 def prepare(path: Path) -> None:
@@ -119,18 +153,18 @@ def inspect(path: Path) -> None:
         RendezvousStateError: it is damaged, or its data is not from this rdzvd.
 
     """
-    mark = sqlite_mark.read(path)
+    mark = read_mark(path)
     with mapped(path), looking(path) as db:
         identify(db, path)
         if problems := problems_in(db):
             raise _damaged(path, "; ".join(problems))
-        if lost := sqlite_mark.lost(mark, sqlite_mark.counted(db)):
+        if lost := lost_commits(mark, counted(db)):
             raise RendezvousStateError(f"{path} {why_incomplete(path, lost)}")
 
 
 def why_incomplete(path: Path, lost: str) -> str:
     """Explain that a file has lost commits, naming the files to inspect and the remedies."""
-    wal, mark = beside(path, _WAL), beside(path, sqlite_mark.SUFFIX)
+    wal, mark = beside(path, _WAL), beside(path, _MARK)
     log = "damaged, or of another time" if wal.exists() else "missing"
     return (
         f"has lost commits: {lost}. Its write-ahead log {wal.name} is {log}, or the file was "
@@ -225,7 +259,7 @@ def has_data(path: Path) -> bool:
     path = path.resolve()
     if path.exists() and path.stat().st_size:
         return True
-    for rest in (beside(path, _WAL), beside(path, sqlite_mark.SUFFIX)):
+    for rest in (beside(path, _WAL), beside(path, _MARK)):
         if rest.exists() and rest.stat().st_size:
             raise RendezvousStateError(
                 f"{path} is {'empty' if path.exists() else 'missing'}, and {rest.name} is there: "
@@ -269,7 +303,7 @@ def _create(path: Path) -> None:
         os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, _OWNER_ALONE))
         with closing(sqlite3.connect(new, isolation_level=None)) as db:
             db.executescript(_SCHEMA)
-            sqlite_mark.begin(db)
+            db.execute("INSERT INTO mark VALUES (1, ?, 0)", (secrets.token_hex(8),))
             db.execute("PRAGMA journal_mode = WAL")
         # The existing file is empty, or it would have data.
         for suffix in _BESIDE:
@@ -282,6 +316,196 @@ def _create(path: Path) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+# ------------------------------------------------------------------------------------ the mark
+
+
+@struct(frozen=True)
+class Mark:
+    """A store's random name and its number of commits."""
+
+    store: str
+    number: int
+
+
+def counted(db: sqlite3.Connection) -> Mark:
+    """Return the mark inside a file."""
+    return Mark(*db.execute("SELECT store, number FROM mark").fetchone())
+
+
+def count_commit(db: sqlite3.Connection) -> int:
+    """Count one more commit, inside its transaction, and return its number."""
+    # Fetch all rows, because an unfinished statement would block the commit.
+    ((number,),) = db.execute("UPDATE mark SET number = number + 1 RETURNING number").fetchall()
+    return int(number)
+
+
+def read_mark(path: Path) -> Mark | None:
+    """Return the mark next to a file, or None if it is missing or unreadable.
+
+    A mark may be unreadable after a power failure.
+    """
+    try:
+        head, store, number, check = beside(path.resolve(), _MARK).read_text("ascii").split()
+    except (FileNotFoundError, PermissionError, ValueError):
+        return None
+    if head != _HEAD or check != _check(store, number):
+        return None
+    return Mark(store, int(number))
+
+
+class MarkFile:
+    """The mark next to a file, kept open for repeated writing."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        """Open the mark file, creating it if needed, and keep it open until the stack is closed.
+
+        Raises:
+            OSError: it cannot be opened.
+
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        self._fd = os.open(beside(path.resolve(), _MARK), flags, 0o600)
+        stack.callback(os.close, self._fd)
+        # After a power failure the file may be longer.
+        os.ftruncate(self._fd, _LENGTH)
+
+    def write(self, mark: Mark) -> None:
+        """Overwrite the previous mark. All marks have the same length.
+
+        Raises:
+            OSError: the mark is still the previous one, or is unreadable.
+
+        """
+        number = f"{mark.number:020}"
+        text = f"{_HEAD} {mark.store} {number} {_check(mark.store, number)}\n"
+        os.pwrite(self._fd, text.encode("ascii"), 0)
+
+
+def lost_commits(outside: Mark | None, inside: Mark) -> str:
+    """Explain which commits a file has lost; return "" if none are known to be lost.
+
+    `outside` must be read before the file, because a server may be writing to both.
+
+    >>> lost_commits(Mark("a", 7), Mark("a", 8)), lost_commits(None, Mark("a", 8))
+    ('', '')
+    >>> lost_commits(Mark("a", 7), Mark("a", 3))
+    'it has 3 commits, and 7 were stored'
+    """
+    if outside is None:
+        return ""
+    if inside.store != outside.store:
+        return "it belongs to another store than the number of commits beside it"
+    if inside.number < outside.number:
+        return f"it has {inside.number} commits, and {outside.number} were stored"
+    return ""
+
+
+def _check(store: str, number: str) -> str:
+    return f"{zlib.crc32(f'{store} {number}'.encode()):08x}"
+
+
+# ------------------------------------------------------------------------------ the directory
+
+
+def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
+    """Create the data directory, lock it, and return the descriptor that holds the lock.
+
+    Raises:
+        InvalidRequestError: it cannot be used, is in use, or is on a network file system.
+
+    """
+    # Check this before anything is created there.
+    _refuse_network_filesystem(directory, mountinfo)
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    try:
+        # Check this again, because an automounter mounts at the first access and the file may be a
+        # link.
+        _refuse_network_filesystem(directory, mountinfo)
+        _refuse_network_filesystem(directory / "rdzv.db", mountinfo)
+        _lock(lock, directory)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _unusable(directory: Path, error: OSError) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"data directory {directory} cannot be used: {error.strerror or error}; give a "
+        "directory that this user may write to with --data-dir, or use --store memory"
+    )
+
+
+def _lock(lock: int, directory: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InvalidRequestError(
+            f"data directory {directory} is in use by {_holder(lock)}; stop that one first, or "
+            "give this one another directory with --data-dir"
+        ) from error
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:
+        raise _unusable(directory, error) from error
+
+
+def share_directory(directory: Path) -> tuple[int | None, str]:
+    """Prevent servers from using a directory; return the open lock file and any lock holder."""
+    try:
+        lock = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None, ""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return lock, _holder(lock)
+    return lock, ""
+
+
+def _holder(lock: int) -> str:
+    """Return the lock's holder. Servers write their pid into the file and leave it there."""
+    pid = os.pread(lock, 32, 0).decode(errors="replace").strip()
+    if pid.isdigit() and Path("/proc", pid).exists():
+        return f"rdzvd pid {pid}"
+    return "another process (perhaps rdzvd --check, or an rdzvd in another container)"
+
+
+def _refuse_network_filesystem(path: Path, mountinfo: Path) -> None:
+    kind = filesystem_of(path.resolve(), mountinfo)
+    if kind in _NETWORK_FILESYSTEMS:
+        raise InvalidRequestError(
+            f"data directory {path} is on {kind}, a network file system, where SQLite may lose "
+            "commits; give a directory on a local disk with --data-dir"
+        )
+
+
+def filesystem_of(path: Path, mountinfo: Path = MOUNTINFO) -> str:
+    """Return the type of file system that an absolute path is on, or empty if unknown."""
+    try:
+        lines = mountinfo.read_text().splitlines()
+    except OSError:
+        return ""
+    depth, kind = -1, ""
+    for line in lines:
+        # "36 35 98:0 /root /mount/point options [tags...] - type source options"
+        before, _, after = line.partition(" - ")
+        mount = Path(_unescape(before.split(" ")[4]))
+        # Of two mounts on the same path, the later one hides the earlier one.
+        if path.is_relative_to(mount) and len(mount.parts) >= depth:
+            depth, kind = len(mount.parts), after.split(" ")[0]
+    return kind
+
+
+def _unescape(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
 
 
 # ------------------------------------------------------------------------------------ errors

@@ -23,9 +23,8 @@ from rdzv.stores.election_session import Fence
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient
 from rdzv.stores.etcd_config import EtcdConfig
-from rdzv.stores.sqlite import SqliteStore
+from rdzv.stores.sqlite import SqliteStore, Survey
 from rdzv.stores.sqlite_file import SCHEMA_VERSION, has_data, try_room
-from rdzv.stores.sqlite_statements import Survey
 from rdzv.structs import struct
 
 ELECTION_TIMEOUT_S = 15.0
