@@ -108,7 +108,6 @@ _STATES = (
 
 def _answer(dice: random.Random) -> bytes:
     said = {
-        "ready": dice.choice((True, False, 1, None)),
         "states": dice.choice(
             ({surface.text(dice): dice.choice(_STATES)}, {"j": None}, [], {1: 2})
         ),
@@ -164,16 +163,17 @@ def _take(steps: Input) -> None:
                 continue
         else:
             values[PREFIX + kind.partition(":")[2]] = data
-    said = json.dumps(Looks(_Store(values)).answer([])).encode()
+    said = json.dumps(Looks(_Store(values)).answer()).encode()
     _look(msgspec.json.decode(said, type=Answer))
 
 
 def _look(answer: Answer) -> None:
     """Pass an answer to the facade, and show the result."""
+    states, unreadable = answer.read()
     for why in answer.unreadable.values():
         check_text("why a state is not shown", why)
     watch = Watch()
-    watch.take(answer.states, (*answer.gone, *answer.unreadable), 1_000)
+    watch.take(states, (*answer.gone, *unreadable), 1_000)
     for view in watch.views(2_000):
         message = write(pb.JobStatus(), with_workers(view, 2_000))
         message = pb.JobStatus.FromString(message.SerializeToString())

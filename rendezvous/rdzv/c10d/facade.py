@@ -56,14 +56,24 @@ LAST_WORDS = 4_096
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A message from the child process; see `store_server` for its fields."""
+    """An answer of the child process; see `store_server` for its fields."""
 
-    ready: bool = False
-    states: dict[str, State | None] = {}
+    states: dict[str, msgspec.Raw] = {}
     unreadable: dict[str, str] = {}
     gone: list[str] = []
     left_out: int = 0
     error: str = ""
+
+    def read(self) -> tuple[dict[str, State | None], dict[str, str]]:
+        """Return the states of jobs, and why those of others cannot be read."""
+        states: dict[str, State | None] = {}
+        unreadable = dict(self.unreadable)
+        for rdzv_id, raw in self.states.items():
+            try:
+                states[rdzv_id] = msgspec.json.decode(raw, type=State | None)
+            except msgspec.ValidationError as error:
+                unreadable[rdzv_id] = str(error)
+        return states, unreadable
 
 
 class _EndedError(Exception):
@@ -130,30 +140,28 @@ class Facade:
     # ---------------------------------------------------------------- looking
 
     async def _look_until_it_ends(self, server: _StoreServer) -> None:
-        closed: tuple[str, ...] = ()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            answer = await self._ask(server, closed)
-            closed = ()
+            answer = await self._ask(server)
             if answer.error:
                 self._complain(f"the jobs in torch's store cannot be listed: {answer.error}")
                 continue
             try:
-                closed = self._take(answer)
+                self._take(answer)
             except Exception:
                 # The store is still being served, and other jobs are still being watched.
                 log.exception("c10d: a bug in rdzvd, please report it: lost one check")
 
-    def _take(self, answer: Answer) -> tuple[str, ...]:
-        for rdzv_id, why in answer.unreadable.items():
+    def _take(self, answer: Answer) -> None:
+        states, unreadable = answer.read()
+        for rdzv_id, why in unreadable.items():
             self._warn_of(rdzv_id, why)
         beyond = f"{answer.left_out} jobs in torch's store exceed the limit, and are not observed"
         self._complain(beyond if answer.left_out else "")
-        gone = (*answer.gone, *answer.unreadable)
-        return self._watch.take(answer.states, gone, self._clock.now_ms())
+        self._watch.take(states, (*answer.gone, *unreadable), self._clock.now_ms())
 
-    async def _ask(self, server: _StoreServer, closed: tuple[str, ...]) -> Answer:
-        asking = asyncio.ensure_future(server.ask(closed))
+    async def _ask(self, server: _StoreServer) -> Answer:
+        asking = asyncio.ensure_future(server.ask())
         try:
             done, _ = await asyncio.wait([asking], timeout=SLOW_AFTER_S)
             if not done:
@@ -178,17 +186,10 @@ class Facade:
 
 
 class _StoreServer:
-    """The process that serves the store, and the socket to it."""
+    """The process that serves the store."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self._reader = reader
-        self._writer = writer
         self._said: deque[int] = deque(maxlen=LAST_WORDS)
         self._listening = asyncio.ensure_future(self._listen())
 
@@ -206,18 +207,23 @@ class _StoreServer:
 
         """
         with listening:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                try:
-                    process = await _spawn(python, listening, theirs)
-                except OSError as error:
-                    ours.close()
-                    raise InvalidRequestError(
-                        f"{python} cannot be run to serve torch's store: {error.strerror}; name "
-                        "an interpreter that has torch with --c10d-python"
-                    ) from error
-        reader, writer = await asyncio.open_connection(sock=ours)
-        server = cls(process, reader, writer)
+            try:
+                # Start it from the main thread, because the kernel kills it when the thread that
+                # started it ends.
+                process = await asyncio.create_subprocess_exec(
+                    *(python, str(SCRIPT), str(listening.fileno())),
+                    pass_fds=(listening.fileno(),),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    limit=MOST_ANSWER_BYTES,
+                )
+            except OSError as error:
+                raise InvalidRequestError(
+                    f"{python} cannot be run to serve torch's store: {error.strerror}; name "
+                    "an interpreter that has torch with --c10d-python"
+                ) from error
+        server = cls(process)
         try:
             await server._wait_until_ready(python)
         except BaseException:
@@ -228,7 +234,7 @@ class _StoreServer:
     async def _wait_until_ready(self, python: str) -> None:
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                answer = await self._hear()
+                said = await self._hear()
         except TimeoutError:
             raise RendezvousError(
                 f"torch's store was not ready within {READY_TIMEOUT_S:g} s; is {python} stuck?"
@@ -241,35 +247,34 @@ class _StoreServer:
                     "--c10d-python"
                 ) from None
             raise RendezvousError(f"torch's store cannot be served: its process {error}") from None
-        if not answer.ready:
-            raise RendezvousError(f"{python} did not serve torch's store: {answer}")
+        if said != b"ready\n":
+            raise RendezvousError(f"{python} did not serve torch's store: {said!r}")
 
-    async def ask(self, closed: tuple[str, ...]) -> Answer:
-        """Ask for changes; jobs in `closed` are not read again.
+    async def ask(self) -> Answer:
+        """Ask for changes.
 
         Raises:
             _EndedError: the process has ended or sent an invalid message.
 
         """
-        question = msgspec.json.encode({"closed": closed})
-        self._writer.write(len(question).to_bytes(4, "big") + question)
-        with contextlib.suppress(ConnectionError):
-            await self._writer.drain()
-        return await self._hear()
-
-    async def _hear(self) -> Answer:
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
         try:
-            length = int.from_bytes(await self._reader.readexactly(4), "big")
-            if length > MOST_ANSWER_BYTES:
-                raise _EndedError(f"answered with {length} bytes")
-            body = await self._reader.readexactly(length)
-            return msgspec.json.decode(body, type=Answer)
+            return msgspec.json.decode(await self._hear(), type=Answer)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _EndedError(f"sent an invalid answer: {error}") from error
-        except (asyncio.IncompleteReadError, ConnectionError):
+
+    async def _hear(self) -> bytes:
+        assert self._process.stdout is not None
+        try:
+            line = await self._process.stdout.readline()
+        except ValueError as error:
+            raise _EndedError(f"sent an invalid answer: {error}") from error
+        if not line.endswith(b"\n"):
             await self._end()
             words = self.last_words()
-            raise _EndedError(self._how_it_ended() + (f": {words}" if words else "")) from None
+            raise _EndedError(self._how_it_ended() + (f": {words}" if words else ""))
+        return line
 
     async def _end(self) -> None:
         """Wait for the process to exit, which is normally immediate, and kill it if it does not."""
@@ -302,26 +307,8 @@ class _StoreServer:
         """Kill the process if it is still running, and release its resources."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        self._writer.close()
         await self._process.wait()
         await self._listening
-
-
-async def _spawn(
-    python: str, listening: socket.socket, control: socket.socket
-) -> asyncio.subprocess.Process:
-    # Start it from the main thread, because the kernel kills it when the thread that started it
-    # ends.
-    return await asyncio.create_subprocess_exec(
-        python,
-        str(SCRIPT),
-        f"--fd={listening.fileno()}",
-        f"--control-fd={control.fileno()}",
-        pass_fds=(listening.fileno(), control.fileno()),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
 
 
 def listening_socket(listen: Listen) -> socket.socket:

@@ -94,26 +94,17 @@ class Watch:
         self._jobs: dict[str, _Job] = {}
         self._looked_ms = 0
 
-    def take(
-        self, states: Mapping[str, State | None], gone: Iterable[str], now_ms: int
-    ) -> tuple[str, ...]:
-        """Record the result of one poll: the states that have changed and the jobs that are gone.
-
-        Returns the jobs that are now closed and will never change again.
-        """
+    def take(self, states: Mapping[str, State | None], gone: Iterable[str], now_ms: int) -> None:
+        """Record the result of one poll: the changed states, and the jobs that are gone."""
         self._looked_ms = now_ms
         for rdzv_id in gone:
             self._jobs.pop(rdzv_id, None)
-        closed = []
         for rdzv_id, state in states.items():
             job = self._jobs.get(rdzv_id)
             if job is None:
                 job = self._jobs[rdzv_id] = _Job(rdzv_id, now_ms, since_ms=now_ms, heard_ms=now_ms)
             _see(job, state, now_ms)
-            if state is not None and state.closed:
-                closed.append(rdzv_id)
         self._forget_oldest()
-        return tuple(closed)
 
     def _forget_oldest(self) -> None:
         closed = [job for job in self._jobs.values() if job.state and job.state.closed]

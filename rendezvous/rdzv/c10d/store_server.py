@@ -1,34 +1,30 @@
 """The process that serves torch's store for the c10d facade and reports its contents.
 
-    python store_server.py --fd N --control-fd M
+    python store_server.py FD
 
 It is run by path, and needs torch but no other part of rdzv. It serves a TCPStore on the listening
-socket N and sends `{"ready": true}` on the socket M. Then, each time it is asked, it reports which
-jobs' states have changed.
-
-Messages are JSON, preceded by their length in four bytes (big-endian). A request names the jobs
-that should not be read again: `{"closed": [...]}`. The answer contains
+socket FD and writes a line on stdout. Then, for each line that it reads from stdin, it reports
+which jobs' states have changed, as one line of JSON with
 
         states      {rdzv_id: the state, see `as_json`}, or null before any node has written one
         unreadable  {rdzv_id: why its state cannot be read}
         gone        jobs whose key was removed
         left_out    the number of jobs above the limit
 
-or `error`, if the store cannot be listed. An answer is at most a few megabytes long; the rest
-follows in the next one.
+or `error`, if the store cannot be listed. A line is at most a few megabytes long; the rest follows
+in the next one. rdzvd checks the types in a state.
 
 A state is base64 of a pickle, which anyone who can reach the store may have written. It is read
 here, where it can harm nothing but this process, which its author can end anyway by filling the
 store's memory: with five admitted names, a limited address space, and a limit on CPU time.
 
-The process lives as long as its parent: it ends when the socket closes, and is killed when the
-parent dies. It ignores the signals that a terminal or systemd sends to all processes of a service,
+The process lives as long as its parent: it ends when stdin closes, and is killed when the parent
+dies. It ignores the signals that a terminal or systemd sends to all processes of a service,
 because the parent decides. Exit code 3 means that torch is missing.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import contextlib
 import ctypes
@@ -60,15 +56,12 @@ MOST_JOBS = 10_000
 MOST_ID_CHARS = 1_024
 MOST_STATE_BYTES = 2 * 1024 * 1024
 """The size of the largest state, as stored and as JSON. That of 4,096 nodes takes 508 KB."""
-MOST_NODES = 10_000
-"""The maximum number of nodes in each part of a state."""
 MOST_READING_BYTES = 256 * 1024 * 1024
 """How much the process's address space may grow while it reads one state."""
 MOST_READING_S = 5.0
 """The CPU time for reading one state. That of 4,096 nodes takes 0.03 s. SIGPROF ends the process
 that takes longer, because nothing else interrupts the C code that unpickles."""
 MOST_ANSWER_BYTES = 4 * 1024 * 1024
-MOST_QUESTION_BYTES = 32 * 1024 * 1024
 BATCH = 100
 LIST_ANYWAY_AFTER = 30
 """Keys are listed when their number has changed, and at least once in this many polls."""
@@ -80,30 +73,24 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    options = parse_options()
-    control = socket.socket(fileno=options.control_fd)
+    # Whatever torch prints is no answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     try:
-        looks = Looks(serve(options.fd))
+        looks = Looks(serve(int(sys.argv[1])))
     except ImportError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(NO_TORCH)
     except Exception as error:
         sys.exit(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
     try:
-        say(control, {"ready": True})
-        while (question := hear(control)) is not None:
-            say(control, looks.answer(question["closed"]))
-    except (BrokenPipeError, ConnectionResetError):
+        print("ready", file=answers, flush=True)
+        while sys.stdin.readline():
+            print(json.dumps(looks.answer()), file=answers, flush=True)
+    except BrokenPipeError:
         pass
     # Skip torch's destructors, which wait for clients.
     os._exit(0)
-
-
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Serve a c10d TCPStore, and report its contents.")
-    parser.add_argument("--fd", type=int, required=True, help="the listening socket")
-    parser.add_argument("--control-fd", type=int, required=True, help="the socket for requests")
-    return parser.parse_args()
 
 
 def serve(fd: int) -> Any:
@@ -119,10 +106,12 @@ def serve(fd: int) -> Any:
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
 
     prepare_for_many()
-    host, port = reachable_at(fd)
+    with socket.socket(fileno=os.dup(fd)) as listening:
+        host, port = listening.getsockname()[:2]
     make = functools.partial(
         importlib.import_module("torch.distributed").TCPStore,
-        host,  # The store's own client connects here; the socket decides where the store listens.
+        # The store's own client connects here; the socket decides where the store listens.
+        "127.0.0.1" if host in ("0.0.0.0", "::") else host,
         port,
         is_master=True,
         wait_for_workers=False,
@@ -149,16 +138,6 @@ def prepare_for_many() -> None:
         configure(b"hosts", b"files")
 
 
-def reachable_at(fd: int) -> tuple[str, int]:
-    """Return an address and the port at which this machine can reach a listening socket."""
-    sock = socket.socket(fileno=fd)
-    try:
-        host, port = sock.getsockname()[:2]
-    finally:
-        sock.detach()
-    return "127.0.0.1" if host in ("0.0.0.0", "::") else host, port
-
-
 class Looks:
     """Reads the jobs' states, and remembers those already sent, so that only changes are sent."""
 
@@ -167,14 +146,14 @@ class Looks:
         self.told: dict[str, bytes] = {}
         """A digest of each job's last reported state."""
         self.closed: set[str] = set()
+        """The jobs whose state is not read again."""
         self.jobs: list[str] = []
         self.left_out = 0
         self.keys = -1
         self.since_listed = 0
 
-    def answer(self, closed: list[str]) -> dict[str, Any]:
-        """Read the states and return the changes; jobs in `closed` are not read again."""
-        self.closed.update(closed)
+    def answer(self) -> dict[str, Any]:
+        """Read the states and return the changes. A closed job's never changes again."""
         try:
             gone = self.list_jobs()
             states, unreadable = self.look()
@@ -239,6 +218,8 @@ class Looks:
                     return states, unreadable
                 states[name] = state
                 self.told[name] = digest
+                if state and state["closed"]:
+                    self.closed.add(name)
                 room -= size
         return states, unreadable
 
@@ -269,31 +250,27 @@ class _Attributes:
     by content that a pickle has chosen.
     """
 
-    names: frozenset[str]
-
     def __setstate__(self, attributes: Any) -> None:
-        if type(attributes) is not dict or attributes.keys() != self.names:
+        if type(attributes) is not dict or attributes.keys() != self.__annotations__.keys():
             raise UnreadableError("an object does not have the attributes that torch gives it")
         self.__dict__.update(attributes)
 
 
 class _Node(_Attributes):
-    names = frozenset(("addr", "pid", "local_id"))
+    addr: Any
+    pid: Any
+    local_id: Any
 
 
 class _State(_Attributes):
-    names = frozenset(
-        [
-            "round",
-            "complete",
-            "deadline",
-            "closed",
-            "participants",
-            "wait_list",
-            "redundancy_list",
-            "last_heartbeats",
-        ]
-    )
+    round: Any
+    complete: Any
+    deadline: Any
+    closed: Any
+    participants: Any
+    wait_list: Any
+    redundancy_list: Any
+    last_heartbeats: Any
 
 
 _DYNAMIC = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
@@ -370,95 +347,29 @@ def _one_line(text: str) -> str:
 
 
 def as_json(state: Any) -> dict[str, Any]:
-    """Return a state's attributes as JSON, nodes as ADDR_PID_ID; heartbeats are kept as text.
-
-    Each check descends one level, so a value that contains itself does no harm.
-    """
-    _check(type(state) is _State, "_RendezvousState is expected")
-    deadline = state.deadline
-    _check(deadline is None or type(deadline) is datetime.datetime, "a deadline is not a time")
+    """Return a state's attributes as JSON, nodes as ADDR_PID_ID; heartbeats are kept as text."""
+    if type(state) is not _State:
+        raise UnreadableError("_RendezvousState is expected")
     return {
-        "round": _integer(state.round),
-        "complete": _boolean(state.complete),
-        "closed": _boolean(state.closed),
-        "last_call": deadline is not None,
-        "participants": {
-            _node(node): _integer(rank) for node, rank in _nodes(state.participants, dict).items()
-        },
-        "waiting": sorted(map(_node, _nodes(state.wait_list, set))),
-        "spare": sorted(map(_node, _nodes(state.redundancy_list, set))),
-        "heartbeats": {
-            _node(node): _time(at) for node, at in _nodes(state.last_heartbeats, dict).items()
-        },
+        "round": state.round,
+        "complete": state.complete,
+        "closed": state.closed,
+        "last_call": state.deadline is not None,
+        "participants": {_node(node): rank for node, rank in state.participants.items()},
+        "waiting": sorted(map(_node, state.wait_list)),
+        "spare": sorted(map(_node, state.redundancy_list)),
+        "heartbeats": {_node(node): str(at) for node, at in state.last_heartbeats.items()},
     }
 
 
-def _check(holds: bool, why: str) -> None:
-    if not holds:
-        raise UnreadableError(why)
-
-
-def _nodes(value: Any, kind: type[Any]) -> Any:
-    right = type(value) is kind and len(value) <= MOST_NODES
-    _check(right, f"a {kind.__name__} of at most {MOST_NODES} nodes is expected")
-    return value
-
-
 def _node(value: Any) -> str:
-    _check(type(value) is _Node, "_NodeDesc is expected")
-    addr = value.addr
-    right = type(addr) is str and 0 < len(addr) <= MOST_ID_CHARS
-    _check(right, "a node's address is not a text, or too long")
+    if type(value) is not _Node:
+        raise UnreadableError("_NodeDesc is expected")
     # Lone surrogates cannot be sent.
-    return (
-        f"{addr.encode(errors='replace').decode()}_{_integer(value.pid)}_{_integer(value.local_id)}"
-    )
-
-
-def _integer(value: Any) -> int:
-    # A bool is also an int, but torch never writes one where the other is expected.
-    right = type(value) is int and 0 <= value < 2**32
-    _check(right, "a number from 0 to 4294967295 is expected")
-    return int(value)
-
-
-def _boolean(value: Any) -> bool:
-    _check(type(value) is bool, "True or False is expected")
-    return bool(value)
-
-
-def _time(value: Any) -> str:
-    _check(type(value) is datetime.datetime, "a point in time is expected")
-    return str(value)
-
-
-# ------------------------------------------------------------------------------------ messages
-
-
-def say(control: socket.socket, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
-    control.sendall(len(body).to_bytes(4, "big") + body)
-
-
-def hear(control: socket.socket) -> dict[str, Any] | None:
-    """Receive one message, or return None if the parent is gone or its message is invalid."""
-    header = receive(control, 4)
-    if header is None or int.from_bytes(header, "big") > MOST_QUESTION_BYTES:
-        return None
-    body = receive(control, int.from_bytes(header, "big"))
-    return None if body is None else json.loads(body)
-
-
-def receive(control: socket.socket, count: int) -> bytes | None:
-    """Receive `count` bytes, or return None if the stream ends earlier."""
-    parts = []
-    while count:
-        part = control.recv(min(count, 65_536))
-        if not part:
-            return None
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+    name = f"{value.addr}_{value.pid}_{value.local_id}".encode(errors="replace").decode()
+    if len(name) > MOST_ID_CHARS:
+        raise UnreadableError("a node's name is too long")
+    return name
 
 
 def die_with_parent() -> None:
