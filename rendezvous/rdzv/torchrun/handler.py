@@ -36,8 +36,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from rdzv import errors
 from rdzv.client import ControlClient
 from rdzv.torchrun import BACKEND
-from rdzv.torchrun.conversation import Talk
-from rdzv.torchrun.participation import Part, Phase
+from rdzv.torchrun.conversation import Part, Phase, Talk
 from rdzv.torchrun.plugin_options import Options, agent_has_run
 from rdzv.torchrun.round_store import AgentStore, in_thread, meet, shares_store
 from rdzv.torchrun.sync_stream import NodeStream

@@ -7,8 +7,7 @@ import signal
 import pytest
 
 from rdzv.core.model import Settings
-from rdzv.torchrun.conversation import Talk
-from rdzv.torchrun.participation import Part, Phase
+from rdzv.torchrun.conversation import Part, Phase, Talk
 from rdzv.v1 import rdzv_pb2 as pb
 
 
