@@ -39,13 +39,11 @@ from rdzv.worker import (
     session,
 )
 from rdzv.worker.contents import Contents
-from rdzv.worker.cutting import Cut, NcclCut
-from rdzv.worker.digest import digest
-from rdzv.worker.gloo_addresses import recording_store
+from rdzv.worker.cutting import Cut, NcclCut, recording_store
 from rdzv.worker.groups import Options, RoundGroups
-from rdzv.worker.rounds import round_of
+from rdzv.worker.rounds import follows_from_cut, is_suspect, round_of
 from rdzv.worker.sealing import Sealing
-from rdzv.worker.suspicion import follows_from_cut, is_suspect
+from rdzv.worker.staging import digest
 
 
 def test_the_example_holds() -> None:
@@ -469,11 +467,11 @@ def test_a_loader_that_outlives_a_round_yields_none_of_its_prefetched_batches() 
 
 def test_what_is_published_several_at_a_time_is_noted_before_it_is_sent() -> None:
     done: list[object] = []
-    published = SimpleNamespace(note=lambda value, own: done.append((value, own)))
+    gloo = SimpleNamespace(note=lambda value, own: done.append((value, own)))
     inner = SimpleNamespace(multi_set=lambda keys, values: done.append((keys, values)))
-    store = recording_store(inner, published, lambda: done.append("asked"))  # type: ignore[arg-type]
+    store = recording_store(inner, gloo, lambda: done.append("asked"))  # type: ignore[arg-type]
     store.multi_set(["a", "b"], ["text", b"octets"])
-    noted = [(b"text", True), (b"octets", True)]
+    noted = [("text", True), (b"octets", True)]
     assert done == ["asked", *noted, (["a", "b"], ["text", b"octets"])]
 
 

@@ -93,7 +93,7 @@ class Worker:
         return self.process.pid
 
     def send(self, message: dict[str, Any], *fds: int) -> None:
-        payload = json.dumps(message).encode()
+        payload = json.dumps({**message, "fds": len(fds)}).encode()
         socket.send_fds(self.link, [struct.pack(">I", len(payload)) + payload], fds)
 
     def give_queue(self) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.worker.integrations import Notice, report_step
-from rdzv.worker.integrations.checkpoints import newest_checkpoint
+from rdzv.worker.integrations import Notice, newest_checkpoint, report_step
 
 
 @pytest.fixture(autouse=True)

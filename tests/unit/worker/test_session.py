@@ -20,7 +20,6 @@ CUT = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by
 class Link:
     """The link of a worker whose runner always says that the round is over."""
 
-    watermark = pinned = None
     is_closed = False
 
     def __init__(self) -> None:

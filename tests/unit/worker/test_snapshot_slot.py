@@ -12,8 +12,8 @@ import torch
 
 from rdzv.worker import CannotBroadcastError
 from rdzv.worker.contents import Image
-from rdzv.worker.digest import digest, sums_at_once, sums_of_columns
 from rdzv.worker.snapshot_slot import TENSORS_AT, Content, Header, Slot, SlotError, bytes_needed
+from rdzv.worker.staging import digest, sums_at_once, sums_of_columns
 
 pytestmark = pytest.mark.slow
 

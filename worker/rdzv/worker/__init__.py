@@ -21,8 +21,8 @@ in the round any more. `session` leads from round to round. `cutting` interrupts
 `groups` creates and destroys process groups, `healing` brings all ranks to the state of the
 furthest one, and `sealing` tracks which step a state is at. `shards` holds the parts of sharded
 models between rounds, and restores them. `snapshots` saves the state in the
-runner's memory, and `resuming` loads it in new processes. `suspicion` distinguishes exceptions that
-a lost peer may have caused from the script's own.
+runner's memory, and `resuming` loads it in new processes. `rounds` distinguishes exceptions that a
+lost peer may have caused from the script's own.
 
 Without that socket (under torchrun or plain Python) there is a single round, and the same script
 runs unchanged.

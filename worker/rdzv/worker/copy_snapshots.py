@@ -32,7 +32,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import hmac
-import json
 import mmap
 import os
 import socket
@@ -50,9 +49,10 @@ from .snapshot_slot import SEAL_BYTES, digest_of_seal
 
 GREETING = struct.Struct(">8s32s")
 PROTOCOL = b"rdzvcpy1"
+REQUEST = struct.Struct(">64sQ")
+"""The digest of a snapshot's seal, in hexadecimal, and its size."""
 LENGTH = struct.Struct(">Q")
 PIECE_BYTES = 1 << 20
-MAX_REQUEST_BYTES = 64 << 10
 MAX_CONNECTIONS = 32
 STALL_TIMEOUT_S = 15.0
 """How long a connection may transfer no bytes before it is closed."""
@@ -186,18 +186,14 @@ class Sender:
         key = proof(token, "key", nonce, theirs)
         while True:
             until = time.monotonic() + STALL_TIMEOUT_S
-            (length,) = LENGTH.unpack(received(sock, LENGTH.size, until))
-            if length > MAX_REQUEST_BYTES:
-                raise CopyError("a request is too long")
-            self._send(sock, json.loads(received(sock, length, until)), key)
+            digest, size = REQUEST.unpack(received(sock, REQUEST.size, until))
+            slot = self._find(digest, size)
+            sock.sendall(LENGTH.pack(0 if slot is None else size))
+            if slot is not None:
+                self._send(sock, slot, size, key)
 
-    def _send(self, sock: socket.socket, asked: dict[str, Any], key: bytes) -> None:
-        slot = self._find(asked)
-        if slot is None:
-            sock.sendall(LENGTH.pack(0))
-            return
-        seal, size = bytes(slot[:SEAL_BYTES]), asked["bytes"]
-        sock.sendall(LENGTH.pack(size))
+    def _send(self, sock: socket.socket, slot: memoryview, size: int, key: bytes) -> None:
+        seal = bytes(slot[:SEAL_BYTES])
         digest = keyed(key)
         for begin in range(SEAL_BYTES, size, PIECE_BYTES):
             piece = slot[begin : min(begin + PIECE_BYTES, size)]
@@ -209,11 +205,10 @@ class Sender:
         digest.update(seal)
         sock.sendall(seal + digest.digest())
 
-    def _find(self, asked: dict[str, Any]) -> memoryview | None:
+    def _find(self, digest: bytes, size: int) -> memoryview | None:
         for slots in tuple(self.slots.values()):
             for slot in slots:
-                is_asked = digest_of_seal(slot[:SEAL_BYTES]) == asked["digest"]
-                if is_asked and asked["bytes"] <= len(slot):
+                if digest_of_seal(slot[:SEAL_BYTES]).encode() == digest and size <= len(slot):
                     return slot
         return None
 
@@ -221,44 +216,43 @@ class Sender:
 # ---------------------------------------------------------------- the fetching side
 
 
-class Fetch:
+class Fetch(threading.Thread):
     """A fetch from several nodes in parallel, requesting one snapshot at a time from each node."""
 
     def __init__(
         self,
-        sources: Sequence[dict[str, Any]],
+        asked: Mapping[str, Any],
         fds: list[int],
-        report: Callable[[int], object],
+        say: Callable[[dict[str, Any]], object],
         rate: int,
         *,
         encrypted: bool,
     ) -> None:
-        """Fetch into `fds`, and call `report` with the index of each completed copy.
+        """Fetch what the runner has `asked` into `fds`.
 
         With `encrypted`, nothing is fetched from nodes that do not encrypt.
         """
-        self._report = report
+        super().__init__(daemon=True)
+        self._id, self._say = asked["id"], say
         self._rate = rate
         self._encrypted = encrypted
         self._sockets: list[socket.socket] = []
         self._ended = False
-        self.reasons: list[str] = []
+        self._reasons: list[str] = []
         self._threads = []
-        count = 0
-        for source in sources:
-            numbers = range(count, count + len(source["snapshots"]))
-            count = numbers.stop
-            todo = [(number, fds[number]) for number in numbers]
-            thread = threading.Thread(target=self._run, args=(source, todo), daemon=True)
+        numbered = enumerate(fds)
+        for source in asked["sources"]:
+            todo = [(one, *next(numbered)) for one in source["snapshots"]]
+            thread = threading.Thread(target=self._fetch_from, args=(source, todo), daemon=True)
             self._threads.append(thread)
 
-    def run(self) -> str:
-        """Fetch all copies. Returns the reasons for any failures, or an empty string."""
+    def run(self) -> None:
+        """Fetch all copies."""
         for thread in self._threads:
             thread.start()
         for thread in self._threads:
             thread.join()
-        return "; ".join(self.reasons)[:500]
+        self._say({"type": "done", "id": self._id, "reason": "; ".join(self._reasons)[:500]})
 
     def end(self) -> None:
         """Abort the fetch, which makes `run` return soon."""
@@ -267,41 +261,43 @@ class Fetch:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _run(self, source: dict[str, Any], todo: list[tuple[int, int]]) -> None:
+    def _fetch_from(
+        self, source: dict[str, Any], todo: list[tuple[dict[str, Any], int, int]]
+    ) -> None:
         try:
-            self._fetch(source, todo)
+            if self._encrypted and not source["fingerprint"]:
+                raise CopyError("it does not encrypt, and this node does")
+            address = (source["address"], source["port"])
+            with socket.create_connection(address, timeout=STALL_TIMEOUT_S) as sock:
+                self._fetch(sock, source, todo)
         except (OSError, ValueError, CopyError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            self.reasons.append(f"{source['node_id']}: {reason}")
+            self._reasons.append(f"{source['node_id']}: {reason}")
         finally:
-            for _, fd in todo:
+            for _, _, fd in todo:
                 os.close(fd)
 
-    def _fetch(self, source: dict[str, Any], todo: list[tuple[int, int]]) -> None:
-        address = (source["address"], source["port"])
-        if self._encrypted and not source["fingerprint"]:
-            raise CopyError("it does not encrypt, and this node does")
-        sock = socket.create_connection(address, timeout=STALL_TIMEOUT_S)
-        try:
-            if source["fingerprint"]:
-                sock = encrypt(sock, source["fingerprint"])
-            self._sockets.append(sock)
+    def _fetch(
+        self,
+        sock: socket.socket,
+        source: dict[str, Any],
+        todo: list[tuple[dict[str, Any], int, int]],
+    ) -> None:
+        if source["fingerprint"]:
+            sock = encrypt(sock, source["fingerprint"])
+        self._sockets.append(sock)
+        with sock:
             key = greet_sender(sock, source["token"])
-            for asked in source["snapshots"]:
+            for asked, number, fd in todo:
                 if self._ended:
                     raise CopyError("a newer fetch has replaced this one")
-                number, fd = todo[0]
                 memory = mapped(os.dup(fd), os.fstat(fd).st_size, writable=True)
                 seconds = 60 + asked["bytes"] / LEAST_RATE
                 if self._rate:
                     # The other side may have the same limit while sending to several nodes.
                     seconds += 8 * asked["bytes"] / self._rate
                 fetch(sock, asked, memory, key, time.monotonic() + seconds)
-                os.close(fd)
-                del todo[0]
-                self._report(number)
-        finally:
-            sock.close()
+                self._say({"type": "fetched", "id": self._id, "number": number})
 
 
 def encrypt(sock: socket.socket, fingerprint: str) -> ssl.SSLSocket:
@@ -337,8 +333,7 @@ def fetch(
     """Fetch one snapshot, writing its seal to memory only after everything has been verified."""
     what = f"part {asked['shard']} of step {asked['mark']['step']}"
     memory[:SEAL_BYTES] = bytes(SEAL_BYTES)
-    request = json.dumps(asked).encode()
-    sock.sendall(LENGTH.pack(len(request)) + request)
+    sock.sendall(REQUEST.pack(asked["digest"].encode(), asked["bytes"]))
     (size,) = LENGTH.unpack(received(sock, LENGTH.size, until))
     if size == 0:
         raise CopyError(f"it does not hold {what} any more")
@@ -369,8 +364,7 @@ class Carrier:
     def __init__(self, control: socket.socket, rate: int) -> None:
         self._control = control
         self._rate = rate
-        self._fetching: Fetch | None = None
-        self._fetcher: threading.Thread | None = None
+        self._fetch: Fetch | None = None
         self._sender = Sender(TokenBucket(rate))
         self._listening = listen()
         self._accepting = threading.Thread(
@@ -402,34 +396,12 @@ class Carrier:
             slots = [mapped(fd, message["bytes"]) for fd in fds]
             self._sender.slots[message["local_rank"]] = slots
         elif kind == "fetch":
-            self._end_last()
-            self._begin(message, fds)
-
-    def _end_last(self) -> None:
-        if self._fetching is not None and self._fetcher is not None:
-            self._fetching.end()
-            # Two fetches must never write to the same memory.
-            self._fetcher.join()
-
-    def _begin(self, message: Mapping[str, Any], fds: list[int]) -> None:
-        number = message["id"]
-
-        def report(place: int) -> None:
-            self._say({"type": "fetched", "id": number, "number": place})
-
-        self._fetching = fetching = Fetch(
-            message["sources"],
-            fds,
-            report,
-            self._rate,
-            encrypted=self._sender.context is not None,
-        )
-
-        def run() -> None:
-            self._say({"type": "done", "id": number, "reason": fetching.run()})
-
-        self._fetcher = threading.Thread(target=run, daemon=True)
-        self._fetcher.start()
+            if self._fetch is not None:
+                self._fetch.end()
+                self._fetch.join()  # Two fetches must never write to the same memory.
+            encrypted = self._sender.context is not None
+            self._fetch = Fetch(message, fds, self._say, self._rate, encrypted=encrypted)
+            self._fetch.start()
 
     def _say(self, message: dict[str, Any]) -> None:
         with self._sending:

@@ -1,20 +1,24 @@
-"""Interrupts a round's collectives, for each of torch's backends; detects those that gloo lost."""
+"""Interrupts a round's collectives, for each of torch's backends; detects those that gloo lost.
+
+The addresses of gloo's ranks are recorded as they pass through the round's store.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
 import socket
+import struct
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from .gloo_addresses import Published
 from .rounds import RoundOver
 from .tcp import (
     Address,
@@ -24,22 +28,12 @@ from .tcp import (
     inodes,
     knock,
     let_go,
+    plain,
     stop_reading,
 )
 
-
-class Backend(Protocol):
-    """A backend whose collectives can be interrupted from another thread."""
-
-    def cut(self) -> None:
-        """Make every collective in progress fail. May be called repeatedly."""
-
-    def release(self, *, over: bool) -> None:
-        """Release everything that `cut` has kept, because this rank has left its collectives.
-
-        `over` means that the round has ended, so all ranks are cut. Otherwise peers must be able to
-        see their connections close.
-        """
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 class Cut:
@@ -49,8 +43,8 @@ class Cut:
     called repeatedly to catch late connections.
     """
 
-    def __init__(self, backends: list[Backend]) -> None:
-        self._backends = backends
+    def __init__(self) -> None:
+        self._backends: list[GlooCut | NcclCut] = []
         self._lock = threading.Lock()
         self._is_cut = False
 
@@ -59,7 +53,7 @@ class Cut:
         """Whether `cut` has been called."""
         return self._is_cut
 
-    def add(self, backend: Backend) -> None:
+    def add(self, backend: GlooCut | NcclCut) -> None:
         """Add a backend to cut; if the others are already cut, cut it at once."""
         with self._lock:
             self._backends.append(backend)
@@ -79,10 +73,15 @@ class Cut:
                 backend.cut()
 
     def release(self, *, over: bool) -> None:
-        """End the cut, now that the round's groups are destroyed."""
+        """End the cut, now that the round's groups are destroyed.
+
+        If the round has ended (`over`), all ranks are cut. Otherwise peers must be able to see
+        their connections close.
+        """
         with self._lock:
             for backend in self._backends:
-                backend.release(over=over)
+                if isinstance(backend, GlooCut):
+                    backend.release(over=over)
             self._backends = []
 
     def refuse(self) -> None:
@@ -106,9 +105,12 @@ class GlooCut:
     collectives.
     """
 
-    def __init__(self, published: Published, store: set[Address]) -> None:
-        self._published = published
+    def __init__(self, store: set[Address]) -> None:
         self._store = store
+        self.published: set[Address] = set()
+        """The addresses of all ranks in the round's gloo groups."""
+        self.own: list[tuple[Address, list[bytes]]] = []
+        """The addresses at which this rank listens, each with the ids that its peers send."""
         self._held: dict[int, socket.socket] = {}
         self._knocked = 0
         self._handed_over: set[int] = set()
@@ -127,7 +129,15 @@ class GlooCut:
     @property
     def addresses(self) -> set[Address]:
         """All addresses in the round: those of its ranks and of its store."""
-        return self._store | set(self._published.addresses)
+        return self._store | set(self.published)
+
+    def note(self, value: Any, *, own: bool = False) -> None:
+        """Record a value that has passed through the store, if it is one of gloo's."""
+        found = parse(value.encode() if isinstance(value, str) else bytes(value))
+        if found is not None:
+            self.published.add(found[0])
+            if own:
+                self.own.append(found)
 
     def cut(self) -> None:
         """Shut down those of the round's connections that are open now."""
@@ -139,7 +149,7 @@ class GlooCut:
         # A rank may also be waiting for a peer to connect, when there is nothing to shut down yet.
         # It is sent a connection that is reset at once. Ids that it is not waiting for have no
         # effect.
-        own = list(self._published.own)
+        own = list(self.own)
         for address, ids in own[self._knocked :]:
             for peer in ids:
                 knock(address, peer)
@@ -154,7 +164,7 @@ class GlooCut:
         if groups != self._groups:
             # A destroyed group has closed its connections itself.
             self._groups = groups
-            self._connections = inodes(set(self._published.addresses))
+            self._connections = inodes(set(self.published))
         return self._is_cut or any_ended(self._connections)
 
     def note_success(self) -> None:
@@ -178,13 +188,13 @@ class GlooCut:
 
         A rank has about as many connections as there are published addresses.
         """
-        known = len(self._published.addresses)
+        known = len(self.published)
         if known == self._known:
             return
         self._known = known
         if known > most_held():
             return
-        found = duplicates(set(self._published.addresses), self._handed_over)
+        found = duplicates(set(self.published), self._handed_over)
         if hold_open([connection.fileno() for connection in found.values()]):
             self._handed_over |= found.keys()
         for connection in found.values():
@@ -244,8 +254,103 @@ class NcclCut:
             self.aborted = [weakref.ref(group) for group in list(c10d._world.pg_map)]
             c10d._abort_process_group()
 
-    def release(self, *, over: bool) -> None:
-        """Do nothing, because there is nothing to release."""
+
+_SOCKADDR_BYTES = 128
+"""Size of `struct sockaddr_storage`, with which an address begins."""
+
+
+def parse(value: bytes) -> tuple[Address, list[bytes]] | None:
+    """Parse a value that a rank has published: its address, and an 8-byte id for each peer.
+
+    The format is the host name and a `sockaddr_storage` followed by a number, each preceded by its
+    8-byte length, and then the ids. Returns None for any other value.
+    """
+    try:
+        (name_bytes,) = struct.unpack_from("<Q", value)
+        (address_bytes,) = struct.unpack_from("<Q", value, 8 + name_bytes)
+        if address_bytes != _SOCKADDR_BYTES + 8:
+            return None
+        start = 16 + name_bytes
+        (family,) = struct.unpack_from("<H", value, start)
+        (port,) = struct.unpack_from(">H", value, start + 2)
+    except (struct.error, OverflowError):
+        return None
+    rest = value[start + address_bytes :]
+    if port == 0 or len(rest) % 8:
+        return None
+    if family == socket.AF_INET:
+        host = socket.inet_ntop(family, value[start + 4 : start + 8])
+    elif family == socket.AF_INET6:
+        host = socket.inet_ntop(family, value[start + 8 : start + 24])
+    else:
+        return None
+    return plain((host, port)), [rest[i : i + 8] for i in range(0, len(rest), 8)]
+
+
+def recording_store(inner: Store, gloo: GlooCut, refuse: Callable[[], None]) -> Store:
+    """Return a store that forwards every call to `inner`, and shows values to `gloo`.
+
+    `refuse` is called before each operation, and raises once the round is cut, so that no new group
+    can be created. The store must live as long as the groups that use it, because torch calls into
+    it.
+    """
+    store: Store = _store_class()(inner, gloo, refuse)
+    return store
+
+
+@functools.cache
+def _store_class() -> Any:
+    # The base class is torch's, and this module must be importable without torch.
+    from torch._C._distributed_c10d import Store
+
+    class RecordingStore(Store):
+        def __init__(self, inner: Any, gloo: GlooCut, refuse: Callable[[], None]) -> None:
+            super().__init__()
+            self._inner, self._gloo, self._refuse = inner, gloo, refuse
+
+        def set(self, key: str, value: Any) -> None:
+            self._refuse()
+            self._gloo.note(value, own=True)
+            self._inner.set(key, value)
+
+        def get(self, key: str) -> bytes:
+            return self.multi_get([key])[0]
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            self._refuse()
+            values: list[bytes] = self._inner.multi_get(keys)
+            for value in values:
+                self._gloo.note(value)
+            return values
+
+        def multi_set(self, keys: list[str], values: Any) -> None:
+            self._refuse()
+            for value in values:
+                self._gloo.note(value, own=True)
+            self._inner.multi_set(keys, values)
+
+        def has_extended_api(self) -> bool:
+            return True
+
+        def clone(self) -> Any:
+            return type(self)(self._inner.clone(), self._gloo, self._refuse)
+
+    for name in (
+        *("add", "append", "check", "compare_set", "delete_key", "num_keys", "wait"),
+        *("queue_push", "queue_pop", "queue_len", "list_keys", "set_timeout"),
+    ):
+        if hasattr(Store, name):
+            setattr(RecordingStore, name, _forwarded(name))
+    return RecordingStore
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> Any:
+        self._refuse()
+        return getattr(self._inner, name)(*args)
+
+    method.__name__ = name
+    return method
 
 
 LOST_AFTER_S = 1.0

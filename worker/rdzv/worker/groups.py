@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from .cutting import Cut, GlooCut, NcclCut
-from .gloo_addresses import Published, recording_store
+from .cutting import Cut, GlooCut, NcclCut, recording_store
 from .rounds import StaleGroupError, UnsupportedError, exchange
 from .tcp import resolve
 
@@ -40,12 +39,11 @@ class RoundGroups:
 
     def __init__(self, round_: Round, options: Options, link: Link | None) -> None:
         self.round = round_
-        self.cut = Cut([])
+        self.cut = Cut()
         self.store: Store | None = None
         """The round's own store, or None before `open`."""
         self._options = options
         self._link = link
-        self._published = Published()
         self.gloo: GlooCut | None = None
         """Interrupts gloo's collectives. None if no runner keeps this process."""
         self.nccl = NcclCut()
@@ -130,7 +128,8 @@ class RoundGroups:
     @property
     def connections(self) -> list[list[Any]]:
         """The host and port of every rank in the round's gloo groups."""
-        return [[host, port] for host, port in sorted(self._published.addresses)]
+        published = self.gloo.published if self.gloo is not None else ()
+        return [[host, port] for host, port in sorted(published)]
 
     def close(self) -> None:
         """Destroy all groups. Afterwards, none of the round's connections to peers is open."""
@@ -177,7 +176,7 @@ class RoundGroups:
                 )
             return HashStore()
         if self._link is not None:
-            self.gloo = GlooCut(self._published, resolve(host, int(port)))
+            self.gloo = GlooCut(resolve(host, int(port)))
             self.cut.add(self.gloo)
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = TCPStore(
@@ -188,9 +187,9 @@ class RoundGroups:
             timeout=default_pg_timeout,
             **({} if served else {"multi_tenant": True}),
         )
-        if self._link is None:
+        if self.gloo is None:
             return store
-        return recording_store(store, self._published, self.cut.refuse)
+        return recording_store(store, self.gloo, self.cut.refuse)
 
 
 def refuse_groups_from_outside() -> None:

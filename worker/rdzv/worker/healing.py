@@ -17,9 +17,8 @@ from .contents import (
     small_of,
     unpacked,
 )
-from .digest import digest
 from .rounds import MismatchError, NoSourceError, exchange
-from .staging import readers
+from .staging import digest, readers
 
 if TYPE_CHECKING:
     from torch import Tensor

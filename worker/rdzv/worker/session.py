@@ -25,11 +25,19 @@ from .groups import (
 from .healing import heal
 from .link import Go, Link, Release, process_link
 from .resuming import Resuming
-from .rounds import Round, RoundOver, WorkerError, round_of, warn
+from .rounds import (
+    Round,
+    RoundOver,
+    WorkerError,
+    chain,
+    follows_from_cut,
+    is_suspect,
+    round_of,
+    warn,
+)
 from .shards import Parts, add_parts
 from .snapshots import Snapshots
 from .state import State
-from .suspicion import chain, follows_from_cut, is_suspect
 
 if TYPE_CHECKING:
     from .sealing import Sealing

@@ -21,9 +21,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .contents import Image, Shape, packed, unpacked
-from .digest import digest
 from .link import Mark
-from .staging import copy_all, readers
+from .staging import copy_all, digest, readers
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from ..notice import Notice, report_step
 from ..state import State
-from .checkpoints import newest_checkpoint
+from . import newest_checkpoint
 
 __all__ = ["RdzvCallback", "newest_checkpoint"]
 

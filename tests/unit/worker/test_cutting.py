@@ -1,4 +1,4 @@
-"""The connections of a process: found by their addresses, stopped, and left alone."""
+"""How collectives are cut: the connections of a process, gloo's addresses, and lost waits."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import json
 import os
 import resource
 import socket
+import struct
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from rdzv.worker import tcp
-from rdzv.worker.cutting import Cut, GlooCut
-from rdzv.worker.gloo_addresses import Published
+from rdzv.worker import cutting, tcp
+from rdzv.worker.cutting import LOST_AFTER_S, Cut, GlooCut, LostWait, parse
 from rdzv.worker.groups import RoundGroups
 from rdzv.worker.session import Session
 from rdzv.worker.session import drop_in_child as drop_in_child_of
@@ -30,6 +32,12 @@ from rdzv.worker.tcp import (
     let_go,
     stop_reading,
 )
+
+
+def gloo_cut(*published: Address) -> GlooCut:
+    cut = GlooCut(set())
+    cut.published.update(published)
+    return cut
 
 
 class Connection:
@@ -103,7 +111,7 @@ class Backend:
 
 
 def test_what_is_added_to_a_cut_round_is_cut_at_once() -> None:
-    cut = Cut([])
+    cut = Cut()
     before, after = Backend(), Backend()
     cut.add(before)
     assert (before.cuts, cut.is_done()) == (0, False)
@@ -130,7 +138,7 @@ def test_a_collective_has_succeeded_if_it_ended_before_its_connections(
 
     c10d = SimpleNamespace(_dump_fr_trace_json=dump)
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", c10d)
-    cut = GlooCut(Published(addresses={connections[0].address}), set())
+    cut = gloo_cut(connections[0].address)
     assert not cut.has_begun_another()
     record["1"] = (2, 2)
     assert not cut.is_broken()
@@ -200,18 +208,18 @@ def test_connections_that_the_runner_holds_end_for_peers_when_it_lets_go(
 ) -> None:
     """Unless this rank alone leaves the round: then its peers have to see it."""
     one, other = connections
-    published, held = Published(addresses={one.address}), list[int]()
+    held = list[int]()
 
     def hold_open(fds: list[int]) -> bool:
         held.extend(map(os.dup, fds))
         return True
 
-    cut = GlooCut(published, set())
+    cut = gloo_cut(one.address)
     cut.hand_over(hold_open)
     cut.hand_over(hold_open)
     assert len(held) == 2
     # A group that the script has made since.
-    published.addresses.add(other.address)
+    cut.published.add(other.address)
     cut.hand_over(hold_open)
     assert len(held) == 4
     before = open_files()
@@ -233,7 +241,7 @@ def test_connections_are_held_here_if_the_runner_has_no_place(
     connections: list[Connection],
 ) -> None:
     one, _ = connections
-    cut = GlooCut(Published(addresses={one.address}), set())
+    cut = gloo_cut(one.address)
     before = open_files()
     cut.hand_over(lambda fds: False)
     assert open_files() == before
@@ -251,8 +259,8 @@ def test_all_workers_of_a_node_have_at_most_a_quarter_of_their_users_descriptors
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     asked: list[list[int]] = []
-    published = Published(addresses={("127.0.0.1", port) for port in range(1, addresses + 1)})
-    GlooCut(published, set()).hand_over(lambda fds: not asked.append(fds))
+    published = [("127.0.0.1", port) for port in range(1, addresses + 1)]
+    gloo_cut(*published).hand_over(lambda fds: not asked.append(fds))
     assert bool(asked) is is_held
 
 
@@ -278,7 +286,7 @@ def test_a_fork_of_a_worker_lets_go_of_its_rounds_connections(
     session.groups = groups
     groups.gloo = None
     drop_in_child_of(weakref.ref(session))
-    groups.gloo = GlooCut(Published(), {one.address})
+    groups.gloo = GlooCut({one.address})
     drop_in_child_of(weakref.ref(session))
     assert os.readlink(f"/proc/self/fd/{number}") == "/dev/null"  # noqa: PTH115
     other.ours.sendall(b"x")
@@ -293,3 +301,118 @@ def test_whoever_waits_for_a_caller_gets_a_greeting_and_an_error(listener: socke
         assert caller.recv(5) == b"hello"
         with pytest.raises(ConnectionResetError):
             caller.recv(1)
+
+
+# ------------------------------------------------------------------ gloo's addresses
+
+V4 = struct.pack("<H", socket.AF_INET) + struct.pack(">H", 29500) + bytes([10, 0, 0, 5])
+V6 = struct.pack("<H", socket.AF_INET6) + struct.pack(">HI", 29500, 0) + bytes(15) + b"\x01"
+IDS = [b"peer-one", b"peer-two"]
+
+
+def published(address: bytes, ids: list[bytes], host: bytes = b"node-1") -> bytes:
+    storage = address.ljust(128, b"\0") + struct.pack("<Q", 7)
+    parts = struct.pack("<Q", len(host)), host, struct.pack("<Q", len(storage)), storage, *ids
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize(("address", "host"), [(V4, "10.0.0.5"), (V6, "::1")], ids=["4", "6"])
+@pytest.mark.parametrize("ids", [[], IDS[:1], IDS], ids=len)
+@pytest.mark.parametrize("name", [b"", b"node-1.example.org"])
+def test_address_and_ids_are_read(address: bytes, host: str, ids: list[bytes], name: bytes) -> None:
+    assert parse(published(address, ids, name)) == ((host, 29500), ids)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"all returned",
+        published(V4, IDS)[:-1],
+        published(V4[:2] + b"\0\0" + V4[4:], IDS),
+        published(b"\x01\0" + V4[2:], IDS),
+        struct.pack("<Q", 1 << 63) + published(V4, IDS),
+        struct.pack("<QQ", 0, 64) + V4.ljust(64, b"\0"),
+    ],
+    ids=["nothing", "a word", "cut off", "no port", "a socket of Unix", "too long", "too short"],
+)
+def test_everything_else_is_left_alone(value: bytes) -> None:
+    assert parse(value) is None
+    cut = gloo_cut()
+    cut.note(value, own=True)
+    assert not cut.published and not cut.own
+
+
+def test_ids_are_kept_of_the_own_address_alone() -> None:
+    noted = gloo_cut()
+    noted.note(published(V4, IDS), own=True)
+    noted.note(published(V6, IDS))
+    assert noted.published == {("10.0.0.5", 29500), ("::1", 29500)}
+    assert noted.own == [(("10.0.0.5", 29500), IDS)]
+
+
+# ------------------------------------------------------------------ lost waits
+
+BACKWARD = "/venv/torch/autograd/graph.py"
+BUFFERS = "/venv/torch/nn/parallel/distributed.py"
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The main thread: in `file`, having used `ticks`, at `now_s`."""
+    at = SimpleNamespace(file=BACKWARD, ticks=5, now_s=100.0, cuda=False)
+    code = SimpleNamespace(f_lineno=979)
+
+    def frames() -> dict[int | None, Any]:
+        code.f_code = SimpleNamespace(co_filename=at.file)
+        return {threading.main_thread().ident: code}
+
+    torch = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: at.cuda))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(cutting.sys, "_current_frames", frames)
+    monkeypatch.setattr(cutting, "cpu_ticks", lambda: (str(at.ticks), "0"))
+    monkeypatch.setattr(cutting.time, "monotonic", lambda: at.now_s)
+    return at
+
+
+@pytest.mark.parametrize("file", [BACKWARD, BUFFERS])
+def test_a_thread_that_does_nothing_in_a_collective_of_ddp_waits_in_vain(
+    main: SimpleNamespace, file: str
+) -> None:
+    main.file = file
+    wait = LostWait()
+    assert wait.place() == ""
+    main.now_s += LOST_AFTER_S / 2
+    assert wait.place() == ""
+    main.now_s += LOST_AFTER_S / 2
+    assert wait.place() == f"{file}:979"
+
+
+def test_a_thread_that_computes_does_not(main: SimpleNamespace) -> None:
+    wait = LostWait()
+    for _ in range(5):
+        main.now_s += LOST_AFTER_S * 0.9
+        main.ticks += 1
+        assert wait.place() == ""
+
+
+@pytest.mark.parametrize("file", ["/home/ada/train.py", "/venv/torch/utils/data/dataloader.py"])
+def test_nor_does_one_that_waits_for_anything_else(main: SimpleNamespace, file: str) -> None:
+    wait = LostWait()
+    main.file = file
+    for _ in range(5):
+        assert wait.place() == ""
+        main.now_s += LOST_AFTER_S
+
+
+def test_nor_one_that_may_wait_for_a_gpu(main: SimpleNamespace) -> None:
+    wait = LostWait()
+    main.cuda = True
+    for _ in range(5):
+        assert wait.place() == ""
+        main.now_s += LOST_AFTER_S
+
+
+def test_the_kernel_tells_the_cpu_time_of_this_process() -> None:
+    user, system = cutting.cpu_ticks()
+    assert int(user) + int(system) >= 0
