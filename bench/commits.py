@@ -36,8 +36,8 @@ from simulated import until
 
 from rdzv.core.commands import Fail, Join, Resume, Succeed
 from rdzv.core.fleet.nodes import AgentKind
-from rdzv.core.model import Failure, Membership, Offer, RecoveryReport, Settings
-from rdzv.messages import Assignment, Belief, Closed, Hello
+from rdzv.core.model import Assignment, Failure, Membership, Offer, RecoveryReport, Settings
+from rdzv.messages import Belief, Closed, Hello
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
 from rdzv.server.sessions.streams import Stream
@@ -196,21 +196,7 @@ class Node:
         """Connect to a server that may not know the round."""
         line = self.line
         assert line is not None
-        claim = RecoveryReport(
-            round=line.round,
-            group_rank=line.group_rank,
-            group_world_size=line.group_world_size,
-            rank_first=line.rank_first,
-            world_size=line.world_size,
-            role_rank_first=line.role_rank_first,
-            role_world_size=line.role_world_size,
-            master_addr=line.master_addr,
-            master_port=line.master_port,
-            use_agent_store=line.use_agent_store,
-            restarts=line.restarts,
-            settings=self._settings,
-            offer=self._offer,
-        )
+        claim = RecoveryReport(line, self._settings, self._offer)
         resume = Resume(self.node_id, self.stream.incarnation, line.run, line.round, claim)
         belief = Belief(JOB, line.run, line.round, has_workers=True, commands=(resume,))
         await self._driver.recovery.greet(self.stream, (belief,))

@@ -22,6 +22,7 @@ from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.client import Endpoint
 from rdzv.core.model import Offer
+from rdzv.messages import Joined
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 from rdzv.transport.channels import PLAIN, Credentials
@@ -98,9 +99,11 @@ class SimulatedNode:
         """Return the node's belief; None once the job has ended for this node."""
         if self._state.phase is Phase.ENDED:
             return None
-        return encoding.belief(
-            self._state, self._current_offer(), monotonic_ms(), refuse_reuse=False
-        )
+        return encoding.belief(self._state, self._join(None), monotonic_ms())
+
+    def _join(self, say: commands.SayJoin | None) -> pb.Join:
+        offer = self._current_offer()
+        return encoding.join(say, self._state, offer, monotonic_ms(), refuse_reuse=False)
 
     def waits_ms(self) -> int | None:
         """Return None: it never gives up."""
@@ -135,7 +138,7 @@ class SimulatedNode:
     def _handle(self, event: events.Event) -> None:
         if isinstance(event, events.ServerConnected):
             self.connected_s = time.monotonic()
-        elif isinstance(event, events.Joined):
+        elif isinstance(event, Joined):
             self.admitted.set()
         transition = step(self._state, event, monotonic_ms())
         self._state = transition.state
@@ -152,11 +155,7 @@ class SimulatedNode:
     def _do(self, command: commands.Command) -> None:
         match command:
             case commands.SayJoin():
-                offer = self._current_offer()
-                join = encoding.join(
-                    command, self._state, offer, monotonic_ms(), refuse_reuse=False
-                )
-                self.link.say(pb.NodeMessage(join=join))
+                self.link.say(pb.NodeMessage(join=self._join(command)))
             case commands.StartWorkers():
                 self._store_port = next(_store_ports)
                 self.started_s[command.assignment.round] = time.monotonic()

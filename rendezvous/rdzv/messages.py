@@ -6,7 +6,6 @@ which node receives which announcement.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated
 
 from rdzv.bounds import (
@@ -38,14 +37,7 @@ from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
 from rdzv.core.fleet.nodes import AgentKind
-from rdzv.core.model import (
-    Ended,
-    JobSpec,
-    RoundEnd,
-    Snapshot,
-    SnapshotMark,
-    Tally,
-)
+from rdzv.core.model import Assignment, Ended, JobSpec, RoundEnd, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.structs import struct
 
@@ -180,6 +172,14 @@ class SnapshotsHeld:
 
 
 @struct(frozen=True)
+class RankArrivals:
+    """When one worker entered each of several collectives."""
+
+    rank: int
+    entered_us: tuple[int, ...]
+
+
+@struct(frozen=True)
 class GroupArrivals:
     """When a node's ranks entered some of the collectives in one process group."""
 
@@ -187,8 +187,14 @@ class GroupArrivals:
     per_second: Rate
     error_us: int | None
     """The clock error relative to other nodes, or None if their times cannot be compared."""
-    entered_us: Mapping[int, Mapping[int, int]]
-    """The entry times in microseconds, by sequence number and then by RANK."""
+    sequences: tuple[int, ...]
+    ranks: tuple[RankArrivals, ...]
+
+    @property
+    def entered_us(self) -> dict[int, dict[int, int]]:
+        """The entry times in microseconds, by sequence number and then by RANK."""
+        each = enumerate(self.sequences)
+        return {n: {one.rank: one.entered_us[i] for one in self.ranks} for i, n in each}
 
 
 @struct(frozen=True)
@@ -198,7 +204,7 @@ class Arrivals:
     rdzv_id: Name
     run: Uid
     round: int
-    groups: tuple[GroupArrivals, ...]
+    groups: Annotated[tuple[GroupArrivals, ...], First(64)]
 
 
 @struct(frozen=True)
@@ -299,35 +305,6 @@ class Joined:
     forks: bool | None = None
     """Whether zygotes serve the script on all nodes of the running round; None if none is running.
     """
-
-
-@struct(frozen=True)
-class Assignment:
-    """A node's own assignment in a completed round."""
-
-    rdzv_id: str
-    run: str
-    round: int
-    group_rank: int
-    group_world_size: int
-    rank_first: int
-    world_size: int
-    role_rank_first: int
-    role_world_size: int
-    master_addr: str
-    master_port: int
-    use_agent_store: bool
-    restarts: int
-    max_restarts: int | None
-    tally: Tally | None = None
-    kept: tuple[int, ...] = ()
-    source: int | None = None
-    resume_step: int | None = None
-    charged_suspects: tuple[int, ...] = ()
-    snapshot: SnapshotMark | None = None
-    snapshot_loads: int = 0
-    origin: int = 0
-    lineage: int = 0
 
 
 @struct(frozen=True)

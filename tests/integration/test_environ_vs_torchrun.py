@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.core.environ import worker_environ
-from rdzv.agent.core.model import Assignment
+from rdzv.core.model import Assignment
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -20,6 +20,7 @@ folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
 """
 
 LINE = Assignment(
+    "job-7",
     run="r1",
     round=0,
     group_rank=0,

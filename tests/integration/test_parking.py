@@ -34,10 +34,10 @@ from rdzv.agent.core.events import (
     WorkerStarted,
     WorkerSuspected,
 )
-from rdzv.agent.core.model import ParkedWorker
 from rdzv.agent.runner.held_connections import HELD_S
 from rdzv.agent.runner.system import Identity, boottime_ms
 from rdzv.agent.runner_link import KeepSpec, WorkerSpec
+from rdzv.core.model import KeptWorker
 from tests.support.whole_lines import lines_of
 
 WORKER = Path(__file__).parents[1] / "support" / "linked_worker.py"
@@ -87,7 +87,7 @@ class Parking(Node):
         await until(has_printed)
         return found[0]
 
-    async def park(self, *not_kept: int, keep_ms: int = KEEP_MS) -> tuple[ParkedWorker, ...]:
+    async def park(self, *not_kept: int, keep_ms: int = KEEP_MS) -> tuple[KeptWorker, ...]:
         self.link.stop_workers(0, signal.SIGTERM, FOR_EVER_MS, keep_ms, not_kept)
         return (await self.heard(WorkersGone, round=0)).kept
 
@@ -106,7 +106,7 @@ async def node(tmp_path: Path) -> AsyncIterator[Parking]:
         yield node
 
 
-def ranks_of(kept: tuple[ParkedWorker, ...]) -> dict[int, int]:
+def ranks_of(kept: tuple[KeptWorker, ...]) -> dict[int, int]:
     return {worker.local_rank: worker.pid for worker in kept}
 
 

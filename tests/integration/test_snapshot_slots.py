@@ -14,7 +14,7 @@ import pytest
 from runners import PATIENCE_S
 from test_parking import Parking
 
-from rdzv.agent.core.events import SnapshotRefused, SnapshotsHeld, SnapshotsWritten, WorkerExited
+from rdzv.agent.core.events import SnapshotRefused, SnapshotsChanged, SnapshotsWritten, WorkerExited
 from rdzv.agent.runner_link import FoundRunner, KeepSpec, StartedRunner
 from rdzv.core.model import Snapshot, SnapshotMark
 from rdzv.structs import replace
@@ -59,12 +59,12 @@ async def test_what_a_killed_worker_has_saved_is_there_for_the_next_one(node: Pa
     first = node.worker(0, 0)
     assert await node.printed(first, "slots") == f"slots {MIB} {MIB} empty"
     saved = Snapshot(0, SnapshotMark(0, 10, "abc", 1, 1), 0, MIB, "d")
-    assert await node.heard(SnapshotsHeld, snapshots=(saved,))
+    assert await node.heard(SnapshotsChanged, snapshots=(saved,))
     next_pid = await restart(node, 1, pid, f"saves:{MIB}", "children")
     line = await node.printed(node.worker(1, 0), "slots")
     assert line == f"slots {MIB} {MIB} {pid}"
     newer = Snapshot(0, SnapshotMark(0, 20, "abc", 1, 1), 0, MIB, "d")
-    assert await node.heard(SnapshotsHeld, snapshots=(newer,))
+    assert await node.heard(SnapshotsChanged, snapshots=(newer,))
     # No process that a worker starts inherits them.
     child = (await node.printed(node.worker(1, 0), "children")).split()[1]
     assert len(memory_files(node.link.pid)) == 2
@@ -87,9 +87,9 @@ async def test_they_outlive_agents_and_the_next_one_is_told_of_them(tmp_path: Pa
     found.adopt()
     node.link = found.link(node.hear)
     # This agent has not asked; the one before had not, either.
-    assert not [event for event in node.events if isinstance(event, SnapshotsHeld)]
+    assert not [event for event in node.events if isinstance(event, SnapshotsChanged)]
     node.link.hold_snapshots(None)
-    ((saved,), *_) = [(await node.heard(SnapshotsHeld)).snapshots]
+    ((saved,), *_) = [(await node.heard(SnapshotsChanged)).snapshots]
     assert saved.mark == SnapshotMark(0, 10, "abc", 1, 1)
     assert memory_files(node.link.pid) == held and len(held) == 2
     node.link.announce_watermark(saved.mark)
@@ -121,7 +121,7 @@ async def test_the_process_that_writes_to_disk_is_answered_for(node: Parking) ->
     node.link.hold_snapshots(None)
     await node.begin(f"saves:{MIB}", ranks=1)
     saved = Snapshot(0, SnapshotMark(0, 10, "abc", 1, 1), 0, MIB, "d")
-    await node.heard(SnapshotsHeld, snapshots=(saved,))
+    await node.heard(SnapshotsChanged, snapshots=(saved,))
     mark, env = saved.mark, dict(os.environ)
     pinned = f'{{"type": "pinned", "mark": {MARK % 10}, "fds": 0}}'
     for program, reason in (

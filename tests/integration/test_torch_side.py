@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from cluster import BIN, alive, cluster
 
-from rdzv.agent.core.model import Assignment, JobTerms
+from rdzv.agent.core.model import JobTerms
 from rdzv.agent.launch.launch import EventSink, Launch, Output
 from rdzv.agent.output import logs_specs
 from rdzv.agent.output.console_tee import Stream, Tee
@@ -33,7 +33,7 @@ from rdzv.agent.workers import event_log
 from rdzv.agent.workers.event_log import EventLog
 from rdzv.agent.workers.fates import NodeOutcome, WorkerFate
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
-from rdzv.core.model import Result, Settings
+from rdzv.core.model import Assignment, Result, Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace
 from tests.support.accounts import (
@@ -49,7 +49,7 @@ from tests.support.accounts import (
 PYTHON = "/usr/bin/python3"
 """An interpreter that every account may run, which the tests' own may not be."""
 
-LINE = Assignment("r", 0, 0, 1, 0, 2, 0, 2, "a", 1, True, 0, 1)
+LINE = Assignment("job-7", "r", 0, 0, 1, 0, 2, 0, 2, "a", 1, True, 0, 1)
 
 TORCH = {
     "distributed/elastic/events/__init__.py": """

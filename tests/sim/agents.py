@@ -10,12 +10,11 @@ from __future__ import annotations
 import signal
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from rdzv.agent.core import begin, commands, events, step
-from rdzv.agent.core.model import Assignment, JobTerms, Outcome, Phase
+from rdzv.agent.core.model import JobTerms, Outcome, Phase
 from rdzv.agent.core.stopping import rejoin
-from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.fence_proofs import HEARTBEATS_PER_FENCE
 from rdzv.agent.server_link.node_drain import Event, NodeDrain
@@ -23,7 +22,16 @@ from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import StackFrame, ThreadStack, WorkerStack
 from rdzv.core.fleet.node_resources import Resources
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules, absence_for
-from rdzv.core.model import UNMOVED, Moved, Offer
+from rdzv.core.model import UNMOVED, Assignment, Moved, Offer
+from rdzv.messages import (
+    Hung,
+    Joined,
+    KeepCopies,
+    Refused,
+    SnapshotsHeld,
+    SnapshotWatermark,
+    Waiting,
+)
 from rdzv.structs import replace, struct
 from rdzv.transport.node_stream import FINAL_REFUSALS
 from rdzv.v1 import rdzv_pb2 as pb
@@ -372,7 +380,7 @@ class Runner:
                 HungWorker(line.rank_first + rank, rank, 100 + rank, 60_000, "no word of it")
                 for rank in sorted(self.hung)
             )
-            report = HungReport(line.run, line.round, hung)
+            report = Hung(line.rdzv_id, line.run, line.round, hung)
             agent = self.part.agent
             agent.awake(lambda: agent.say(encoding.report(report, self.part.rdzv_id, 0)))
 
@@ -433,12 +441,14 @@ class Part:
     def belief(self) -> pb.Belief | None:
         if self.state.phase is Phase.ENDED:
             return None
-        return encoding.belief(
-            self.state, self._offer(), self.world.agenda.now_ms, refuse_reuse=False
-        )
+        return encoding.belief(self.state, self._join(None), self.world.agenda.now_ms)
+
+    def _join(self, say: commands.SayJoin | None) -> pb.Join:
+        now_ms = self.world.agenda.now_ms
+        return encoding.join(say, self.state, self._offer(), now_ms, refuse_reuse=False)
 
     def post(self, event: events.Event) -> None:
-        self.joined = self.joined or isinstance(event, events.Joined)
+        self.joined = self.joined or isinstance(event, Joined)
         self._inbox.append(event)
         if self._busy:
             return
@@ -492,9 +502,7 @@ class Part:
         match command:
             case commands.SayJoin():
                 self._port += 1
-                now_ms = self.world.agenda.now_ms
-                join = encoding.join(command, self.state, self._offer(), now_ms, refuse_reuse=False)
-                self.agent.say(pb.NodeMessage(join=join))
+                self.agent.say(pb.NodeMessage(join=self._join(command)))
             case commands.StartWorkers():
                 self.runner.start(command.assignment)
             case commands.StopWorkers():
@@ -507,13 +515,13 @@ class Part:
                 self.runner.take_back_notice(command.round)
             case commands.StopStoreHost():
                 pass
-            case commands.SaySnapshots():
+            case SnapshotsHeld():
                 self.agent.say(encoding.report(command, self.rdzv_id, 0))
-            case commands.AnnounceWatermark():
+            case SnapshotWatermark():
                 self.runner.slots.watermark = command.mark
                 self.runner.slots.given_up = command.given_up
                 self.agent.world.counts["saves given up"] += command.given_up is not None
-            case commands.FetchCopies():
+            case KeepCopies():
                 self.runner.slots.fetch(command.mark, command.sources)
             case commands.Exit():
                 self.outcome = command.outcome
@@ -809,7 +817,7 @@ class Agent:
             connection.end_by_node()
         if end.error is not None and end.error.code in FINAL_REFUSALS:
             for part in list(self.parts.values()):
-                part.post(events.Refused(end.error.code, str(end.error)))
+                part.post(Refused(part.rdzv_id, end.error.code, str(end.error)))
         if self.alive:
             self._failed("the server ended the stream")
 
@@ -866,16 +874,15 @@ class Agent:
                 part.runner.renew_fence(heard_ms + self.world.swarm.fence_after_ms)
 
     def _deliver(self, message: pb.ServerMessage) -> None:
-        part = self.parts.get(encoding.rdzv_id_of(message))
+        told = encoding.announcement(message, self.world.agenda.now_ms)
+        part = self.parts.get(getattr(told, "rdzv_id", ""))
         if part is None or part.outcome is not None:
             return
         self.world.judge.heard(part, message)
-        if message.HasField("waiting"):
-            part.reason = message.waiting.reason
-            return
-        event = encoding.event(message, self.world.agenda.now_ms)
-        if event is not None:
-            part.post(event)
+        if isinstance(told, Waiting):
+            part.reason = told.reason
+        elif isinstance(told, get_args(events.FromServer)):
+            part.post(told)
 
     def notice_silence(self, connection: Connection) -> None:
         """Detect by unanswered pings that no message gets through."""

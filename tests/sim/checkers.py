@@ -19,7 +19,7 @@ from rdzv.agent.core import commands as agent_commands
 from rdzv.agent.core import events as agent_events
 from rdzv.agent.core.machine import Decision as AgentTransition
 from rdzv.agent.core.machine import step as agent_step
-from rdzv.agent.core.model import AgentState, Assignment, Phase
+from rdzv.agent.core.model import AgentState, Phase
 from rdzv.core import rendezvous
 from rdzv.core.commands import Command, Join, Leave, Tick, Withdraw
 from rdzv.core.events import (
@@ -46,6 +46,7 @@ from rdzv.core.kept_ranks import kept_workers
 from rdzv.core.model import (
     MAX_DECLINED,
     UNMOVED,
+    Assignment,
     Cause,
     JobSpec,
     Membership,
@@ -60,7 +61,7 @@ from rdzv.core.model import (
 from rdzv.core.rendezvous import Transition
 from rdzv.core.snapshots import MAX_LOADS
 from rdzv.errors import RendezvousError
-from rdzv.messages import Placed
+from rdzv.messages import Closed, KeepCopies, Placed, Refused, RoundOver, Withdrawn
 from rdzv.server.engine.jobs import News
 from rdzv.server.scheduling import placing
 from rdzv.server.scheduling.fleet import NODES, Restrictions
@@ -98,7 +99,7 @@ class LivenessError(BrokenPromiseError):
 
 A_MOMENT_MS = 20_000
 """Other jobs learn of a quarantine a moment later, and the server may pause in between."""
-REPEATABLE = (agent_commands.SayStuck, agent_commands.FetchCopies)
+REPEATABLE = (agent_commands.SayStuck, KeepCopies)
 """Commands of an agent that may be carried out again: a repeated fetch replaces the first one."""
 UNHEARD = "while it was silent"
 """Sent to a node that returns to a job that continued without it and already knew of its seat."""
@@ -1046,10 +1047,10 @@ class Judge:
         line = before.assignment
         workers = (part.rdzv_id, before.run, line.round if line is not None else -1)
         given_up = (part.node_id, workers) in self.given_up
-        if isinstance(event, agent_events.Withdrawn) and given_up and UNHEARD not in event.reason:
+        if isinstance(event, Withdrawn) and given_up and UNHEARD not in event.reason:
             # It came back before its loss was stored, and receives its placement first.
             self.world.count("withdrawn with workers, after its seat was given up")
-        elif isinstance(event, agent_events.Withdrawn) and self.era:
+        elif isinstance(event, Withdrawn) and self.era:
             # A server that knows a seat's holder only by its rank may take it for a spare.
             self.world.count("withdrawn with workers, after the store's loss")
         elif not _is_reason_to_stop(before, event, after):
@@ -1158,11 +1159,11 @@ def _is_reason_to_stop(before: AgentState, event: agent_events.Event, after: Age
     """Return whether this ends workers: a positive statement, their own end, or a signal."""
     line = before.assignment
     match event:
-        case agent_events.RoundEnded():
+        case RoundOver():
             return line is not None and (event.run, event.round) == (line.run, line.round)
-        case agent_events.RunClosed():
+        case Closed():
             return line is not None and event.run == line.run
-        case agent_events.Refused():
+        case Refused():
             return event.code in ("RendezvousClosedError", "NodeSupersededError")
         case agent_events.WorkerSuspected():
             return True

@@ -19,7 +19,7 @@ from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import Event
 from rdzv.core.fleet.node_resources import gpus_needed
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import Holding, Placed
+from rdzv.messages import Holding, Placed, Withdrawn
 from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.sim.agents import Agent, NodeSpec, Part
@@ -66,10 +66,11 @@ class Daemon(Agent):
             self._take_up(placed)
         elif message.HasField("withdrawn"):
             self.world.count("told withdrawn")
-            run, reason = message.withdrawn.run, message.withdrawn.reason
+            withdrawn = read(Withdrawn, message.withdrawn)
+            run, reason = withdrawn.run, withdrawn.reason
             self.world.note(f"{self.instance} hears that {run} is withdrawn: {reason}")
             for held in [h for h in self.held if h.placed.run == run]:
-                self._give_back(held, events.Withdrawn(run, reason))
+                self._give_back(held, withdrawn)
         else:
             super()._deliver(message)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rdzv.agent.core import events
 from rdzv.agent.core.machine import resume_ms
-from rdzv.agent.core.model import Assignment, ParkedWorker
+from rdzv.core.model import Assignment, KeptWorker
 from rdzv.structs import replace, struct
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Parking:
             oldest_step=one.sealed - 1 if older else one.step,
         )
 
-    def claims(self) -> tuple[ParkedWorker, ...]:
+    def claims(self) -> tuple[KeptWorker, ...]:
         """Return the claims about the workers that have just parked; some die of it."""
         world = self._runner.world
         world.counts["workers parked"] += len(self.parked)
@@ -161,7 +161,7 @@ class Parking:
                 if one.shards > 1:
                     shard, oldest_step = world.random.randrange(one.shards), None
             claims.append(
-                ParkedWorker(local_rank, one.pid, step, torn, shard, one.shards, oldest_step)
+                KeptWorker(local_rank, step, torn, shard, one.shards, oldest_step, pid=one.pid)
             )
             if world.happens("dies parked"):
                 in_ms = world.random.choice((0, 5, 500))

@@ -846,7 +846,7 @@ MUTANTS = (
     Mutant(
         "keeping: a server without memory forgets who was kept",
         "recovery_reports._participant",
-        "        kept=report.kept,\n",
+        "        kept=told.kept,\n",
         "",
         by=KEEPING_TESTS,
     ),
@@ -1439,8 +1439,8 @@ MUTANTS = (
     Mutant(
         "the end of another run stops workers",
         "machine._close",
-        "def _close(work: Work, event: RunClosed) -> None:\n    if event.run != work.state.run:",
-        "def _close(work: Work, event: RunClosed) -> None:\n    if False:",
+        "def _close(work: Work, event: Closed) -> None:\n    if event.run != work.state.run:",
+        "def _close(work: Work, event: Closed) -> None:\n    if False:",
         by="tests/unit/agent/test_agent_machine.py",
     ),
     Mutant(

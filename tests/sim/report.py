@@ -23,12 +23,7 @@ from tests.scenarios.interpreter import Stage
 from tests.scenarios.language import write_command, write_settings, write_state
 from tests.sim.checkers import LivenessError, SafetyError
 from tests.sim.ledgers import check_ledgers
-from tests.sim.swarm import (
-    BUDGET_TROUBLES,
-    NODE_TROUBLES,
-    OPERATOR_TROUBLES,
-    SERVER_TROUBLES,
-)
+from tests.sim.swarm import BUDGET_TROUBLES, NODE_TROUBLES, OPERATOR_TROUBLES, SERVER_TROUBLES
 from tests.sim.world import World
 from tests.support.builders import SETTINGS
 

@@ -11,8 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rdzv.agent.core import events
-from rdzv.agent.core.model import Assignment
-from rdzv.core.model import Snapshot, SnapshotMark
+from rdzv.core.model import Assignment, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.structs import replace, struct
 
@@ -193,4 +192,4 @@ class Slots:
             held = (*held[:-1], replace(one, mark=replace(one.mark, step=step)))
         world.judge.claims(self._runner.part.rdzv_id, held)
         carrier = CopyCarrier(40_000, "secret") if world.swarm.snapshot_copies else None
-        self._runner.tell(events.SnapshotsHeld(held, carrier, self.missing))
+        self._runner.tell(events.SnapshotsChanged(held, carrier, self.missing))

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from rdzv.agent import runner_link
-from rdzv.agent.core.model import Assignment, JobTerms
+from rdzv.agent.core.model import JobTerms
 from rdzv.agent.job import reports_to_server
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.runner.requests import WorkerSpec, ZygoteSpec
 from rdzv.agent.runner_link import Hello
-from rdzv.core.model import Settings, SnapshotMark
+from rdzv.core.model import Assignment, Settings, SnapshotMark
 from rdzv.v1 import rdzv_pb2 as pb
 
 PATIENCE_S = 100.0
-LINE = Assignment("r1", 0, 0, 1, 0, 1, 0, 1, "127.0.0.1", 1, False, 0, 0)
+LINE = Assignment("job-7", "r1", 0, 0, 1, 0, 1, 0, 1, "127.0.0.1", 1, False, 0, 0)
 
 
 async def until(holds: Callable[[], object]) -> None:

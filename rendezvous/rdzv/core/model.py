@@ -220,6 +220,7 @@ class KeptWorker:
     oldest_step: Step | None = None
     """The oldest sealed step to which the worker can go back, or None if it can resume only at
     `step`."""
+    pid: Annotated[int, Unsent] = 0
 
 
 @struct(frozen=True)
@@ -291,13 +292,14 @@ class Snapshot:
 
 
 @struct(frozen=True)
-class RecoveryReport:
-    """A node's report of the last round that was announced to it.
+class Assignment:
+    """A node's part in a complete round, with everything needed to start its workers.
 
-    Together, the participants' reports are enough to rebuild a round that the server does not know
-    because its memory is gone or older than the round.
+    Nodes keep it and report it back, so that a server that does not know the round can rebuild it.
     """
 
+    rdzv_id: str
+    run: str
     round: int
     group_rank: int
     group_world_size: Annotated[int, Within(1, NODES_PER_JOB)]
@@ -309,17 +311,39 @@ class RecoveryReport:
     master_port: OwnPort
     use_agent_store: bool
     restarts: Count
-    settings: Settings
-    offer: Offer
-    tally: Tally | None = None
-    """The run's tally, or None if nothing was spent or the server did not report it."""
+    max_restarts: int | None
+    tally: Tally | None = field(default=None, compare=False)
+    """What the run had spent when the round was formed, or None if nothing was."""
     kept: tuple[int, ...] = ()
+    """The LOCAL_RANKs of the parked workers that take part; all other workers are new processes."""
     source: int | None = None
     resume_step: Step | None = None
+    charged_suspects: tuple[int, ...] = ()
+    """The LOCAL_RANKs of the suspects charged with the failure, each of which raises its exception
+    and exits."""
     snapshot: SnapshotMark | None = None
     snapshot_loads: int = 0
     origin: int = 0
     lineage: int = 0
+    """These six are explained in `Round`."""
+
+    @property
+    def hosts_store(self) -> bool:
+        """Whether this node serves the round's c10d store."""
+        return self.use_agent_store and self.group_rank == 0
+
+
+@struct(frozen=True)
+class RecoveryReport:
+    """A node's report of the last round that was announced to it.
+
+    Together, the participants' reports are enough to rebuild a round that the server does not know
+    because its memory is gone or older than the round.
+    """
+
+    assignment: Assignment
+    settings: Settings
+    offer: Offer
 
 
 @struct(frozen=True)
@@ -378,10 +402,10 @@ class Failure:
 class RoundEnd:
     """The end of a round. Its charge is settled once every participant has stopped."""
 
-    cause: Cause
+    cause: Annotated[Cause, Else(Cause.NODE_LEFT)]
     reason: str
-    at_ms: Annotated[int, Unsent]
-    broken: bool
+    at_ms: Annotated[int, Unsent] = 0
+    broken: bool = False
     """Whether the collectives broke, so that a SIGTERM handler that needs them cannot finish."""
     failures: Annotated[tuple[Failure, ...], Unsent] = ()
     settled: Annotated[bool, Unsent] = False
@@ -482,9 +506,9 @@ UNMOVED = Moved()
 class Ended:
     """The way in which a run was closed."""
 
-    result: Result
+    result: Annotated[Result, Else(Result.FAILED)]
     reason: str
-    at_ms: Annotated[int, Unsent]
+    at_ms: Annotated[int, Unsent] = 0
     retry_sensible: bool = False
     failures: tuple[Failure, ...] = ()
     """The root cause first, followed by the failures shown with it."""
@@ -820,17 +844,10 @@ class State:
         return node_id in self.away and node_id in self.waiting
 
 
-_JOB_STATE_OF_RESULT = {
-    Result.SUCCEEDED: JobState.SUCCEEDED,
-    Result.FAILED: JobState.FAILED,
-    Result.STOPPED: JobState.STOPPED,
-}
-
-
 def job_state(state: State) -> JobState:
     membership = state.membership
     if membership.ended is not None:
-        return _JOB_STATE_OF_RESULT[membership.ended.result]
+        return JobState(membership.ended.result)
     round_ = membership.round
     if round_ is not None and round_.live:
         return JobState.RUNNING

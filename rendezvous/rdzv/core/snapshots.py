@@ -18,15 +18,7 @@ from dataclasses import field
 from enum import StrEnum
 
 from rdzv.core.kept_ranks import Keeping
-from rdzv.core.model import (
-    Cause,
-    Membership,
-    Round,
-    Snapshot,
-    SnapshotMark,
-    Waiting,
-    world_size,
-)
+from rdzv.core.model import Cause, Membership, Round, Snapshot, SnapshotMark, Waiting, world_size
 from rdzv.structs import struct
 
 MAX_LOADS = 3

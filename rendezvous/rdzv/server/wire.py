@@ -26,7 +26,7 @@ from rdzv.core.commands import (
     Resume,
     Succeed,
 )
-from rdzv.core.model import KeptWorker, RecoveryReport, Snapshot
+from rdzv.core.model import Assignment, KeptWorker, RecoveryReport, Snapshot
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import (
     SNAPSHOTS_PER_WORKER,
@@ -246,23 +246,22 @@ def _recovery_report(message: pb.Assignment, join: Join, now_ms: int) -> Recover
 
     An unusable assignment does not invalidate the rest of the hello, because it may not be needed.
     """
-    given: dict[str, Any] = {"settings": join.settings, "offer": join.offer}
-    given["kept"] = tuple(sorted(set(message.kept)))
+    kept = tuple(sorted(set(message.kept)))
     try:
-        report = read(RecoveryReport, message, checked=True, now_ms=now_ms, **given)
+        told = read(Assignment, message, checked=True, now_ms=now_ms, kept=kept)
     except InvalidRequestError:
         return None
-    nodes, workers = report.group_world_size, join.offer.local_world_size
+    nodes, workers = told.group_world_size, join.offer.local_world_size
     most = nodes * LOCAL_WORLD_SIZE
     fits = (
-        report.group_rank < nodes <= report.world_size <= most
-        and max(report.rank_first, report.role_rank_first, report.role_world_size) <= most
-        and (report.source or 0) < report.world_size
-        and report.snapshot_loads <= report.round + 1
-        and max(report.origin, report.lineage) <= report.round
-        and max(report.kept, default=0) < workers
+        told.group_rank < nodes <= told.world_size <= most
+        and max(told.rank_first, told.role_rank_first, told.role_world_size) <= most
+        and (told.source or 0) < told.world_size
+        and told.snapshot_loads <= told.round + 1
+        and max(told.origin, told.lineage) <= told.round
+        and max(told.kept, default=0) < workers
     )
-    return report if fits else None
+    return RecoveryReport(told, join.settings, join.offer) if fits else None
 
 
 def away_ms_of(message: pb.Away) -> int:
@@ -294,11 +293,11 @@ def report_of(message: pb.NodeMessage) -> Report | None:
     if kind is None:
         return None
     content = getattr(message, str(body))
-    if kind is Arrivals:
-        return _arrivals(content)
     report: Report = read(kind, content, checked=True)
     if isinstance(report, SnapshotsHeld):
         _checked_shards(report.snapshots)
+    elif isinstance(report, Arrivals):
+        _check_arrivals(report.groups)
     elif isinstance(report, Progress):
         ranks = [one.rank for one in report.ranks]
         if len(set(ranks)) < len(ranks):
@@ -310,22 +309,14 @@ _ARRIVALS = 1 << 17
 """The number of collective entry times in one report from a node."""
 
 
-def _arrivals(message: pb.Arrivals) -> Arrivals:
-    groups = message.groups[:64]
+def _check_arrivals(groups: Sequence[GroupArrivals]) -> None:
     told = sum(len(rank.entered_us) for group in groups for rank in group.ranks)
     bounds.within("entered_us", told, 0, _ARRIVALS)
-    return read(Arrivals, message, checked=True, groups=tuple(map(_group_arrivals, groups)))
-
-
-def _group_arrivals(message: pb.GroupArrivals) -> GroupArrivals:
-    entered: dict[int, dict[int, int]] = {}
-    for rank in message.ranks:
-        if len(rank.entered_us) != len(message.sequences):
-            most = f"send one time for each of the {len(message.sequences)} sequences"
-            raise refusal("entered_us", len(rank.entered_us), "do not fit", most)
-        for sequence, at_us in zip(message.sequences, rank.entered_us, strict=True):
-            entered.setdefault(sequence, {})[rank.rank] = at_us
-    return read(GroupArrivals, message, checked=True, entered_us=entered)
+    for group in groups:
+        for rank in group.ranks:
+            if len(rank.entered_us) != len(group.sequences):
+                most = f"send one time for each of the {len(group.sequences)} sequences"
+                raise refusal("entered_us", len(rank.entered_us), "do not fit", most)
 
 
 # ------------------------------------------------------------------------------------ to nodes

@@ -13,16 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.core.model import Assignment, JobTerms
+from rdzv.agent.core.model import JobTerms
 from rdzv.agent.handover.handover_state import KeptPlacement, decode_placement, encode
 from rdzv.agent.job.worker_observers import NoticeFile
 from rdzv.agent.launch.launch import Launch, check_chdir, check_startable, has_torch
-from rdzv.agent.node.submitted_launch import (
-    Share,
-    Surroundings,
-    job_environ,
-    working_directory,
-)
+from rdzv.agent.node.submitted_launch import Share, Surroundings, job_environ, working_directory
 from rdzv.agent.observers.progress_files import ProgressFiles
 from rdzv.agent.observers.snapshot_file_watch import SnapshotFileWatch
 from rdzv.agent.output.run_files import RoundOutput, RunLogs, WorkerOutput, Written
@@ -45,7 +40,7 @@ from rdzv.agent.system.accounts import (
 )
 from rdzv.agent.system.error_files import read_error
 from rdzv.client import Endpoint
-from rdzv.core.model import JobSpec, Settings
+from rdzv.core.model import Assignment, JobSpec, Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import LogPiece, Placed, ReadLog
 from rdzv.structs import replace
@@ -59,7 +54,7 @@ from tests.support.accounts import (
     roots_secret,
 )
 
-LINE = Assignment("r1", 3, 0, 1, 0, 1, 0, 1, "127.0.0.1", 1, True, 0, 0)
+LINE = Assignment("job-7", "r1", 3, 0, 1, 0, 1, 0, 1, "127.0.0.1", 1, True, 0, 0)
 JOB = JobTerms("job-7", "n1", Settings(1, 1), 1)
 
 

@@ -21,21 +21,9 @@ import pytest
 
 from rdzv.agent.core import events
 from rdzv.agent.core.commands import StopWorkers
-from rdzv.agent.core.model import (
-    AgentState,
-    Assignment,
-    JobTerms,
-    Leaving,
-    Outcome,
-    Phase,
-)
+from rdzv.agent.core.model import AgentState, JobTerms, Leaving, Outcome, Phase
 from rdzv.agent.handover import handover_state, runner_adoption
-from rdzv.agent.handover.handover_state import (
-    HandoverPlan,
-    KeptPlacement,
-    KeptState,
-    KeptStop,
-)
+from rdzv.agent.handover.handover_state import HandoverPlan, KeptPlacement, KeptState, KeptStop
 from rdzv.agent.handover.runner_adoption import RunnerAdoption
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.node.node import daemon_identity
@@ -44,32 +32,29 @@ from rdzv.agent.runner_link import Hello, NotAdoptableError, SilentRunnerError
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.client import Endpoint
 from rdzv.core.model import (
+    Assignment,
     Cause,
+    Ended,
     Failure,
     JobSpec,
     LeaveCause,
     Offer,
     Result,
+    RoundEnd,
     Settings,
     Snapshot,
     SnapshotMark,
 )
+from rdzv.messages import Closed, Joined, RoundOver, SnapshotWatermark, Withdrawn
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
-from tests.support.agent_jobs import (
-    PATIENCE_S,
-    FakeLink,
-    FakeRunner,
-    a_launch,
-    until,
-    use_runner,
-)
+from tests.support.agent_jobs import PATIENCE_S, FakeLink, FakeRunner, a_launch, until, use_runner
 
 pytestmark = pytest.mark.slow
 
 JOB = JobTerms("job", "n1", Settings(1, 2), local_world_size=2)
-LINE = Assignment("r1", 4, 1, 2, 2, 4, 2, 4, "127.0.0.1", 29500, True, 1, 3)
+LINE = Assignment("job-7", "r1", 4, 1, 2, 2, 4, 2, 4, "127.0.0.1", 29500, True, 1, 3)
 PLACEMENT = KeptPlacement(
     "n1",
     "instance-1",
@@ -369,13 +354,13 @@ class Story:
     async def begin_round(self, line: Assignment) -> None:
         """Complete a round, and wait until the workers' files exist or the round has failed."""
         said = len(self.link.said)
-        self.driver.post(events.RoundCompleted(line))
+        self.driver.post(line)
         await until(
             lambda: len(self.link.said) > said or self.driver.written.at(line.round) is not None
         )
 
     def line(self, round_: int = 0, **changes: Any) -> Assignment:
-        line = Assignment("r1", round_, 1, 2, 2, 4, 2, 4, "127.0.0.1", 1, True, 0, 3)
+        line = Assignment("job-7", "r1", round_, 1, 2, 2, 4, 2, 4, "127.0.0.1", 1, True, 0, 3)
         return replace(line, **changes)
 
     def phase(self) -> pb.Belief.Phase.ValueType | None:
@@ -395,7 +380,7 @@ async def s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[St
 
 
 async def test_a_node_that_waits_goes_on_waiting(s: Story) -> None:
-    s.driver.post(events.Joined("r1", 1))
+    s.driver.post(Joined("job-7", "r1", 1))
     await s.die_and_come_back()
     assert (s.phase(), s.driver.joined) == (pb.Belief.JOINING, True)
     await s.begin_round(s.line())
@@ -419,7 +404,7 @@ async def test_a_round_runs_on_and_is_believed_in(s: Story) -> None:
 async def test_what_is_held_in_memory_is_known_to_the_next_agent(s: Story) -> None:
     mark = SnapshotMark(0, 40, "f00d", world_size=4)
     await s.begin_round(s.line())
-    s.runner.tell(events.SnapshotsHeld((Snapshot(0, mark, bytes=1_000, digest="d"),)))
+    s.runner.tell(events.SnapshotsChanged((Snapshot(0, mark, bytes=1_000, digest="d"),)))
     await s.die_and_come_back()
     believed = s.driver.belief()
     assert believed is not None
@@ -442,10 +427,14 @@ async def test_an_agent_that_dies_before_it_starts_the_workers_leaves_that_to_th
 
 async def test_a_round_whose_files_are_not_made_keeps_none_of_the_round_before(s: Story) -> None:
     await s.begin_round(s.line())
-    s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
+    s.driver.post(
+        RoundOver(
+            "job-7", "r1", 0, RoundEnd(Cause.NODE_LOST, "n2 is lost", broken=True, keep=False)
+        )
+    )
     s.runner.tell(events.WorkersGone(0))
     await until(lambda: s.phase() == pb.Belief.JOINING)
-    s.driver.post(events.RoundCompleted(s.line(1)))
+    s.driver.post(s.line(1))
     kept = handover_state.decode_state(s.runner.keeps[handover_state.STATE])
     assert (kept.state.assignment, kept.outputs) == (s.line(1), ())
     await s.driver.hand_over(60_000)
@@ -472,7 +461,11 @@ async def test_an_agent_that_dies_before_it_stops_the_workers_leaves_that_to_the
 ) -> None:
     await s.begin_round(s.line())
     s.runner.deaf_to.add("stop")
-    s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
+    s.driver.post(
+        RoundOver(
+            "job-7", "r1", 0, RoundEnd(Cause.NODE_LOST, "n2 is lost", broken=True, keep=False)
+        )
+    )
     await s.die_and_come_back()
     ((what, round_, signum, grace_ms),) = s.runner.asked[1:]
     assert (what, round_, signum) == ("stop", 0, signal.SIGTERM)
@@ -488,7 +481,11 @@ async def test_a_stop_is_kept_for_the_next_agent_before_the_workers_are_told(s: 
     """Otherwise the next agent would give them no grace period, or another one."""
     await s.begin_round(s.line())
     s.runner.deaf_to.add("stop")
-    s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
+    s.driver.post(
+        RoundOver(
+            "job-7", "r1", 0, RoundEnd(Cause.NODE_LOST, "n2 is lost", broken=True, keep=False)
+        )
+    )
     kept = handover_state.decode_state(s.runner.keeps[handover_state.STATE]).stop
     assert kept is not None
     assert (kept.command.round, kept.command.grace_ms) == (0, JOB.failure_stop_timeout_ms)
@@ -498,14 +495,18 @@ async def test_the_runner_is_told_which_step_is_whole(s: Story) -> None:
     """It is the only one that workers may not overwrite."""
     await s.begin_round(s.line())
     mark = SnapshotMark(0, 40, "f00d", world_size=4)
-    s.driver.post(events.SnapshotWatermark("r1", mark))
+    s.driver.post(SnapshotWatermark("job-7", "r1", mark))
     assert s.runner.announced == [(mark, None)]
 
 
 async def test_a_store_host_is_stopped_when_its_round_is_over(s: Story) -> None:
     await s.begin_round(s.line())
     s.runner.store_hosts.add(0)
-    s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
+    s.driver.post(
+        RoundOver(
+            "job-7", "r1", 0, RoundEnd(Cause.NODE_LOST, "n2 is lost", broken=True, keep=False)
+        )
+    )
     assert s.runner.store_hosts == {0}
     s.runner.tell(events.WorkersGone(0))
     await until(lambda: s.phase() == pb.Belief.JOINING)
@@ -559,14 +560,14 @@ async def test_success_is_remembered(s: Story) -> None:
     await s.die_and_come_back()
     assert s.phase() == pb.Belief.SUCCEEDED
     s.runner.tell(events.WorkersGone(0))
-    s.driver.post(events.RunClosed("r1", Result.SUCCEEDED, "all did", False, ()))
+    s.driver.post(Closed("job-7", "r1", Ended(Result.SUCCEEDED, "all did")))
     async with asyncio.timeout(PATIENCE_S):
         assert (await s.driver.wait()).exit_code == 0
 
 
 async def test_a_withdrawal_goes_on(s: Story) -> None:
     await s.begin_round(s.line())
-    s.driver.post(events.Withdrawn("r1", "scaled down"))
+    s.driver.post(Withdrawn("job-7", "r1", "scaled down"))
     await s.die_and_come_back()
     belief = s.driver.belief()
     assert belief is not None
@@ -637,10 +638,14 @@ async def test_workers_run_on_of_which_no_more_would_be_started_today(
     assert s.phase() == pb.Belief.RUNNING
     assert s.runner.asked == [("start", 0, 2)]
     # The next round fails here and says why; nothing else happens.
-    s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
+    s.driver.post(
+        RoundOver(
+            "job-7", "r1", 0, RoundEnd(Cause.NODE_LOST, "n2 is lost", broken=True, keep=False)
+        )
+    )
     s.runner.tell(events.WorkersGone(0))
     await until(lambda: s.phase() == pb.Belief.JOINING)
-    s.driver.post(events.RoundCompleted(s.line(1)))
+    s.driver.post(s.line(1))
     await until(lambda: ("stop", 1) in [asked[:2] for asked in s.runner.asked])
     s.runner.tell(events.WorkersGone(1))
     async with asyncio.timeout(PATIENCE_S):

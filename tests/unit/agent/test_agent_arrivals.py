@@ -7,17 +7,12 @@ import asyncio
 import pytest
 
 from rdzv.agent.observers import arrival_watch
-from rdzv.agent.observers.arrival_watch import (
-    ArrivalReport,
-    ArrivalWatch,
-    GroupArrivals,
-    RankArrivals,
-    arrivals,
-)
+from rdzv.agent.observers.arrival_watch import ArrivalWatch, arrivals
 from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import GroupTimes
 from rdzv.agent.observers.server_clock import KEPT, Reading, ServerClock
 from rdzv.agent.observers.stack_sampling import Target
+from rdzv.messages import Arrivals, GroupArrivals, RankArrivals
 from tests.unit.agent.test_agent_adoption import LINE
 
 MS = 1_000_000
@@ -89,7 +84,7 @@ async def test_a_worker_without_a_record_does_not_keep_others_from_being_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(arrival_watch, "LEAST_S", 0.01)
-    told: asyncio.Queue[ArrivalReport] = asyncio.Queue()
+    told: asyncio.Queue[Arrivals] = asyncio.Queue()
     first = LINE.rank_first
     running = {n: Target(first + n, n, n + 1, f"/{n}/progress") for n in range(2)}
     reader = Reader("job", on=True)

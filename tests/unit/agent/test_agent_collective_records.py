@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers import collective_records
 from rdzv.agent.observers.collective_records import (
     HANDLERS,
@@ -33,9 +32,11 @@ from rdzv.agent.observers.collective_records import (
     RecordReader,
     with_hook,
 )
-from rdzv.agent.observers.hang_watch import HangWatch, HungReport
+from rdzv.agent.observers.hang_watch import HangWatch
 from rdzv.core.evidence.collectives import CollectiveRecord, GroupRecord
 from rdzv.core.evidence.hang_culprit import HangTimeout
+from rdzv.core.model import Assignment
+from rdzv.messages import Hung
 from tests.support.lingering import LINGER_S, lingering
 
 pytestmark = pytest.mark.slow
@@ -308,7 +309,7 @@ def test_the_hook_goes_first_and_the_path_is_kept(
 
 class Watch:
     def __init__(self, folder: Path) -> None:
-        self.said: list[HungReport] = []
+        self.said: list[Hung] = []
         self.file = folder / "progress"
         clock_ms = itertools.count(0, 250)
         # Together, the calls of the clock in one examination take about a second.
@@ -319,7 +320,7 @@ class Watch:
             reader(),
             now_ms=lambda: next(clock_ms),
         )
-        self.watch.open_round(Assignment("r", 4, 0, 1, 0, 1, 0, 1, "h", 1, True, 0, 3))
+        self.watch.open_round(Assignment("job-7", "r", 4, 0, 1, 0, 1, 0, 1, "h", 1, True, 0, 3))
         self.watch.worker_started(0, os.getpid(), str(self.file))
 
     async def look(self, times: int = 1) -> None:

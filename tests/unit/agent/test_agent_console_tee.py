@@ -15,11 +15,11 @@ from select import PIPE_BUF
 import pytest
 
 from rdzv.agent.cli.options import parse_launch
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.output import console_tee as tee_module
 from rdzv.agent.output.console_tee import Stream, Tee, line_prefix, parse_filters, parse_ranks
 from rdzv.agent.output.tailed_file import TailedFile
 from rdzv.agent.workers.worker_group import DRAIN_TIMEOUT_S, LocalWorkerGroup
+from rdzv.core.model import Assignment
 from rdzv.errors import InvalidRequestError
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ LONG_S = 10.0
 """For events that follow at once: a failing test waits this long."""
 
 
-LINE = Assignment("r", 4, 0, 1, 0, 1, 0, 1, "h", 1, True, 0, 3)
+LINE = Assignment("job-7", "r", 4, 0, 1, 0, 1, 0, 1, "h", 1, True, 0, 3)
 
 
 class Console:

@@ -21,12 +21,8 @@ from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.runner.requests import ZygoteSpec
 from rdzv.agent.system.side_thread import in_thread
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
-from rdzv.core.model import (
-    Cause,
-    Settings,
-    Tally,
-)
-from rdzv.messages import TakeStacks
+from rdzv.core.model import Cause, RoundEnd, Settings, Tally
+from rdzv.messages import Joined, RoundOver, TakeStacks, Withdrawn
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.support.agent_jobs import (
@@ -102,7 +98,7 @@ async def test_it_offers_the_address_of_the_connection_until_it_has_a_place(
     assert offered() == "10.0.0.5"
     made.link.address = "10.0.0.6"
     assert offered() == "10.0.0.6"
-    made.driver.post(events.RoundCompleted(LINE))
+    made.driver.post(LINE)
     made.link.address = "10.0.0.7"
     assert offered() == "10.0.0.6", "the round goes on with what was offered for it"
     await made.driver.close()
@@ -146,11 +142,11 @@ async def test_it_starts_its_zygote_at_once_where_zygotes_are_known_to_serve_the
 ) -> None:
     async for f in fixture(tmp_path, monkeypatch, zygote=FOR_RESTARTS):
         for forks in (None, True, True, False):
-            f.driver.post(events.Joined("r1", 1, forks))
+            f.driver.post(Joined("job-7", "r1", 1, forks))
         assert f.runner.asked == [("zygote", True), ("begin",)]
         assert joins(f) == [True]
         f.runner.tell(READY)
-        f.driver.post(events.Joined("r1", 1, True))
+        f.driver.post(Joined("job-7", "r1", 1, True))
         assert joins(f) == [True, False]
         assert f.runner.asked == [("zygote", True), ("begin",)]
 
@@ -160,8 +156,8 @@ async def test_it_joins_as_it_is_where_zygotes_may_not_serve_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async for f in fixture(tmp_path, monkeypatch, zygote=FOR_RESTARTS):
-        f.driver.post(events.Joined("r1", 1, False))
-        f.driver.post(events.Joined("r1", 1, True))
+        f.driver.post(Joined("job-7", "r1", 1, False))
+        f.driver.post(Joined("job-7", "r1", 1, True))
         assert joins(f) == [True, False]
         assert f.runner.asked == [("zygote", True)]
 
@@ -172,7 +168,7 @@ async def test_what_zygotes_elsewhere_do_concerns_no_node_that_has_its_own(
 ) -> None:
     async for f in fixture(tmp_path, monkeypatch, zygote=WARM):
         for forks in (False, True):
-            f.driver.post(events.Joined("r1", 1, forks))
+            f.driver.post(Joined("job-7", "r1", 1, forks))
         assert joins(f) == [True]
         assert f.runner.asked == [("zygote", False)]
 
@@ -182,8 +178,8 @@ async def test_nobody_hears_of_its_zygote_once_it_has_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async for f in fixture(tmp_path, monkeypatch, zygote=WARM):
-        f.driver.post(events.Joined("r1", 1))
-        f.driver.post(events.RoundCompleted(LINE))
+        f.driver.post(Joined("job-7", "r1", 1))
+        f.driver.post(LINE)
         f.runner.tell(READY)
         assert f.link.bodies().count("join") == 1
 
@@ -193,9 +189,13 @@ async def test_nobody_hears_of_its_zygote_again_once_it_has_left_a_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async for f in fixture(tmp_path, monkeypatch, zygote=WARM):
-        f.driver.post(events.Joined("r1", 1))
-        f.driver.post(events.RoundCompleted(LINE))
-        f.driver.post(events.RoundEnded("r1", 0, Cause.NODES_JOINED, "n2", broken=False))
+        f.driver.post(Joined("job-7", "r1", 1))
+        f.driver.post(LINE)
+        f.driver.post(
+            RoundOver(
+                "job-7", "r1", 0, RoundEnd(Cause.NODES_JOINED, "n2", broken=False, keep=False)
+            )
+        )
         f.driver.post(events.WorkersGone(0))
         assert joins(f) == [True, False]
         f.runner.tell(READY)
@@ -208,8 +208,8 @@ async def test_it_says_once_that_it_has_joined(
 ) -> None:
     caplog.set_level("INFO", "rdzv.agent")
     assert not f.driver.joined
-    f.driver.post(events.Joined("r1", 1))
-    f.driver.post(events.Joined("r1", 1))
+    f.driver.post(Joined("job-7", "r1", 1))
+    f.driver.post(Joined("job-7", "r1", 1))
     assert f.driver.joined
     assert caplog.text.count("joined job-7 (run r1)") == 1
 
@@ -222,18 +222,18 @@ async def test_its_machine_is_asked_again_when_it_wants_to_be(
 
     def wishing(state: Any, event: events.Event, now_ms: int) -> Any:
         heard.append(event)
-        wake_at_ms = now_ms + 1 if isinstance(event, events.Joined) else None
+        wake_at_ms = now_ms + 1 if isinstance(event, Joined) else None
         return replace(step(state, event, now_ms), wake_at_ms=wake_at_ms)
 
     step = decisions.step
     monkeypatch.setattr(decisions, "step", wishing)
-    f.driver.post(events.Joined("r1", 1))
+    f.driver.post(Joined("job-7", "r1", 1))
     await until(lambda: events.Ticked() in heard)
 
 
 @pytest.mark.quick
 async def test_workers_start_in_the_jobs_folder_with_the_jobs_environment(f: Fixture) -> None:
-    f.driver.post(events.RoundCompleted(LINE))
+    f.driver.post(LINE)
     await until(lambda: f.runner.asked)
     assert f.runner.asked == [("start", 0, 1)]
     (worker,) = f.runner.workers
@@ -255,7 +255,7 @@ async def test_stacks_are_refused_with_a_reason_before_the_first_round(f: Fixtur
 
 
 async def test_what_goes_wrong_in_it_is_its_own_end(f: Fixture) -> None:
-    f.driver.post(events.RoundCompleted(LINE))
+    f.driver.post(LINE)
     f.runner.start_workers = None  # type: ignore[method-assign, assignment]
     f.runner.stop_workers = None  # type: ignore[method-assign, assignment]
     f.driver.post(events.Signalled(15, "SIGTERM"))
@@ -270,14 +270,14 @@ async def test_what_goes_wrong_in_it_is_its_own_end(f: Fixture) -> None:
 
 
 async def test_what_goes_wrong_with_its_runner_is_its_own_end(f: Fixture) -> None:
-    f.driver.post(events.RoundCompleted(LINE))
+    f.driver.post(LINE)
     f.runner.tell(events.WorkerExited(0, 7, 1, 0, None, 0))
     with pytest.raises(IndexError):
         await f.driver.wait()
 
 
 async def test_it_ends_as_soon_as_it_is_withdrawn_without_workers(f: Fixture) -> None:
-    f.driver.post(events.Withdrawn("r1", "scaled down"))
+    f.driver.post(Withdrawn("job-7", "r1", "scaled down"))
     async with asyncio.timeout(PATIENCE_S):
         outcome = await f.driver.wait()
     assert (outcome.exit_code, outcome.text) == (75, "scaled down")
@@ -306,7 +306,7 @@ def fail(f: Fixture, wrong: str) -> list[asyncio.Event]:
         return wrong
 
     f.look = examine
-    f.driver.post(events.RoundCompleted(LINE))
+    f.driver.post(LINE)
     f.driver.post(events.WorkerExited(0, 0, 99, 3, None, 0, message="no"))
     f.runner.tell(events.WorkersGone(0))
     return [looked, may_answer]
@@ -350,7 +350,7 @@ async def test_who_leaves_anyway_is_not_looked_at(f: Fixture) -> None:
         raise AssertionError("nobody wants to know")
 
     f.look = examine
-    f.driver.post(events.RoundCompleted(LINE))
+    f.driver.post(LINE)
     f.driver.post(events.Signalled(15, "SIGTERM"))
     f.runner.tell(events.WorkersGone(0))
     async with asyncio.timeout(PATIENCE_S):
@@ -362,7 +362,7 @@ async def test_what_goes_wrong_in_the_look_keeps_nobody_from_going_on(f: Fixture
         raise ValueError("a bug")
 
     f.look = examine
-    f.driver.post(events.RoundCompleted(LINE))
+    f.driver.post(LINE)
     f.driver.post(events.WorkerExited(0, 0, 99, 3, None, 0, message="no"))
     f.runner.tell(events.WorkersGone(0))
     assert (await said(f, "join")).join.left_round == 0
@@ -387,7 +387,7 @@ async def test_restarts_are_counted_as_the_server_counts_them(
     settings = Settings(1, 1, max_restarts=3, restart_window_ms=window_ms)
     launch = replace(f.launch, job=replace(f.launch.job, settings=settings))
     driver = f.new_driver(launch)
-    driver.post(events.RoundCompleted(replace(LINE, restarts=4, max_restarts=3, tally=tally)))
+    driver.post(replace(LINE, restarts=4, max_restarts=3, tally=tally))
     assert caplog.text.rstrip().endswith(said)
     await driver.close()
 
@@ -439,14 +439,14 @@ async def test_the_event_loop_touches_nothing_that_may_be_on_a_file_server(
     )
     driver = f.new_driver(launch)
     await driver.prepare()
-    driver.post(events.RoundCompleted(LINE))
+    driver.post(LINE)
     await until(lambda: f.runner.asked)
     await f.runner.tell(events.WorkerExited(0, 0, 100, 1, None, 0))
     (failed,) = f.link.of("failed")
     assert failed.failures[0].message.startswith("no error file")
     f.runner.tell(events.WorkersGone(0))
     await until(lambda: f.link.bodies()[-1] == "join")
-    driver.post(events.RoundCompleted(replace(LINE, round=1, restarts=1)))
+    driver.post(replace(LINE, round=1, restarts=1))
     await until(lambda: f.runner.asked[-1][:2] == ("start", 1))
     await driver.close()
     assert in_the_loop == []
@@ -456,7 +456,7 @@ async def test_the_event_loop_touches_nothing_that_may_be_on_a_file_server(
 async def test_loopback_is_said_to_be_no_peers_address_among_several_nodes(
     f: Fixture, tmp_path: Path, nodes: int
 ) -> None:
-    f.driver.post(events.RoundCompleted(replace(LINE, group_world_size=nodes)))
+    f.driver.post(replace(LINE, group_world_size=nodes))
     await until(lambda: f.runner.asked)
     why = "[/gloo/transport/tcp/pair.cc:152] timed out connecting: refused, remote=[127.0.1.1]:28$1"
     error = tmp_path / "run" / "round_0" / "0" / "error.json"
@@ -469,8 +469,10 @@ async def test_loopback_is_said_to_be_no_peers_address_among_several_nodes(
 # ---------------------------------------------------------------- a round is a task
 
 
-def ends(round_: int) -> events.RoundEnded:
-    return events.RoundEnded("r1", round_, Cause.NODE_LOST, "n2 is lost", broken=True)
+def ends(round_: int) -> RoundOver:
+    return RoundOver(
+        "job-7", "r1", round_, RoundEnd(Cause.NODE_LOST, "n2 is lost", broken=True, keep=False)
+    )
 
 
 @pytest.fixture
@@ -490,7 +492,7 @@ async def test_no_worker_starts_once_it_was_decided_that_they_stop(
     f: Fixture, opening: list[asyncio.Future[Any]]
 ) -> None:
     """Not even if the files appear at that very moment and the start would go on next."""
-    f.driver.post(events.RoundCompleted(LINE))
+    f.driver.post(LINE)
     await until(lambda: opening)
     opening[0].set_result(((), []))
     f.driver.post(ends(0))
@@ -504,7 +506,7 @@ async def test_no_worker_starts_once_it_was_decided_that_they_stop(
 async def test_a_round_that_ends_before_anything_was_opened_starts_nothing(
     f: Fixture, opening: list[asyncio.Future[Any]]
 ) -> None:
-    f.driver.post(events.RoundCompleted(LINE))
+    f.driver.post(LINE)
     f.driver.post(ends(0))
     f.runner.tell(events.WorkersGone(0))
     await until(lambda: f.link.bodies().count("join") == 2)
@@ -515,7 +517,7 @@ async def test_a_round_that_ends_before_anything_was_opened_starts_nothing(
 async def test_a_start_that_fails_leaves_the_job(
     f: Fixture, opening: list[asyncio.Future[Any]]
 ) -> None:
-    f.driver.post(events.RoundCompleted(LINE))
+    f.driver.post(LINE)
     await until(lambda: opening)
     opening[0].set_exception(OSError("the disk is full"))
     await until(lambda: f.runner.asked)
@@ -530,7 +532,7 @@ async def test_a_start_that_fails_leaves_the_job(
 async def test_what_goes_wrong_in_a_rounds_task_is_the_end_of_the_job(
     f: Fixture, opening: list[asyncio.Future[Any]]
 ) -> None:
-    f.driver.post(events.RoundCompleted(LINE))
+    f.driver.post(LINE)
     await until(lambda: opening)
     opening[0].set_exception(ValueError("a bug"))
     async with asyncio.timeout(PATIENCE_S):
@@ -539,14 +541,14 @@ async def test_what_goes_wrong_in_a_rounds_task_is_the_end_of_the_job(
 
 
 async def test_the_end_of_an_older_round_closes_nothing_of_the_present_one(f: Fixture) -> None:
-    f.driver.post(events.RoundCompleted(LINE))
+    f.driver.post(LINE)
     await until(lambda: f.runner.asked)
     assert not f.driver.written.is_over(0)
     f.driver.post(ends(0))
     f.runner.tell(events.WorkersGone(0))
     await until(lambda: f.link.bodies().count("join") == 2)
     assert f.driver.written.is_over(0)
-    f.driver.post(events.RoundCompleted(replace(LINE, round=1)))
+    f.driver.post(replace(LINE, round=1))
     await until(lambda: f.runner.asked[-1][:2] == ("start", 1))
     f.runner.tell(events.WorkersGone(0))
     await asyncio.sleep(0.01)

@@ -1,39 +1,35 @@
 """What the agent encodes is what the server decodes, and the other way round."""
 
+from typing import Any
+
 import pytest
 
 from rdzv import bounds
-from rdzv.agent.core import commands, events
-from rdzv.agent.core.model import (
-    AgentState,
-    Assignment,
-    JobTerms,
-    Leaving,
-    Phase,
-)
+from rdzv.agent.core import commands
+from rdzv.agent.core.model import AgentState, JobTerms, Leaving, Phase
 from rdzv.agent.server_link import encoding
 from rdzv.core import commands as asked
 from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.model import (
+    Assignment,
     Cause,
+    Ended,
     Failure,
-    JobSpec,
     LeaveCause,
     Moved,
     Offer,
     RecoveryReport,
     Result,
+    RoundEnd,
     ScaleUp,
     Settings,
-    SnapshotMark,
     Spent,
     Tally,
 )
 from rdzv.core.root_cause import MAX_FAILURES
-from rdzv.core.snapshot_copies import CopySource
-from rdzv.messages import Holding, Placed
+from rdzv.messages import Announcement, Closed, Holding, Joined, RoundOver
 from rdzv.server import wire
-from rdzv.structs import field_names, replace
+from rdzv.structs import replace
 from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -59,6 +55,7 @@ OFFER = Offer(
     shutdown_timeout_ms=7_000,
 )
 LINE = Assignment(
+    "job-7",
     run="r1",
     round=5,
     group_rank=1,
@@ -122,17 +119,10 @@ def test_how_far_a_round_has_come_is_heard_with_the_join_and_after_a_reconnect(
     command = heard(pb.NodeMessage(join=join))
     assert isinstance(command, asked.Join)
     assert command.moved == moved
-    belief = encoding.belief(state, OFFER, NOW_MS, refuse_reuse=False)
+    belief = belief_of(state)
     *_, again = wire.belief_of(belief, SPEAKER, NOW_MS).commands
     assert isinstance(again, asked.Join)
     assert again.moved == moved
-
-
-def test_the_end_of_a_job_without_progress_is_understood() -> None:
-    closed = pb.Closed(rdzv_id="job-7", run="r1", result=pb.RESULT_FAILED, no_progress=True)
-    event = encoding.event(pb.ServerMessage(closed=closed), NOW_MS)
-    assert isinstance(event, events.RunClosed)
-    assert event.no_progress
 
 
 def test_a_jobs_secret_is_said_with_all_that_asks_for_a_place() -> None:
@@ -142,7 +132,7 @@ def test_a_jobs_secret_is_said_with_all_that_asks_for_a_place() -> None:
     join = encoding.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False, secret=secret)
     command = heard(pb.NodeMessage(join=join))
     assert isinstance(command, asked.Join)
-    belief = encoding.belief(state, OFFER, NOW_MS, refuse_reuse=False, secret=secret)
+    belief = belief_of(state, secret=secret)
     resume = wire.belief_of(belief, SPEAKER, NOW_MS).commands[0]
     assert isinstance(resume, asked.Join | asked.Resume)
     assert command.secret == resume.secret != ""
@@ -166,8 +156,7 @@ def test_a_fresh_join_names_no_round() -> None:
 
 @pytest.mark.parametrize("forks", [None, False, True])
 def test_a_server_without_a_running_round_says_nothing_of_zygotes(forks: bool | None) -> None:
-    told = pb.ServerMessage(joined=pb.Joined(rdzv_id="job", run="r1", run_number=2, forks=forks))
-    assert encoding.event(told, NOW_MS) == events.Joined("r1", 2, forks)
+    assert told(Joined("job", "r1", 2, forks)) == Joined("job", "r1", 2, forks)
 
 
 @pytest.mark.parametrize("left_round", [None, 0])
@@ -177,7 +166,7 @@ def test_a_node_that_leaves_a_round_prepares_nothing_that_others_wait_for(
     state = AgentState(JOB, run="r1", left_round=left_round)
     say = commands.SayJoin("r1", left_round, ())
     join = encoding.join(say, state, OFFER, NOW_MS, refuse_reuse=False, preparing=True)
-    belief = encoding.belief(state, OFFER, NOW_MS, refuse_reuse=False, preparing=True)
+    belief = belief_of(state, preparing=True)
     assert join.preparing == belief.join.preparing == (left_round is None)
     command = heard(pb.NodeMessage(join=join))
     assert isinstance(command, asked.Join)
@@ -248,21 +237,7 @@ def test_names_with_bytes_that_are_no_characters_can_be_told() -> None:
 
 IN_ROUND = AgentState(JOB, run="r1", assignment=LINE, workers_gone=False)
 REJOINING = AgentState(JOB, run="r1", assignment=LINE, left_round=5, failures=(FAILURE,))
-REPORT_OF_ROUND = RecoveryReport(
-    round=5,
-    group_rank=LINE.group_rank,
-    group_world_size=LINE.group_world_size,
-    rank_first=LINE.rank_first,
-    world_size=LINE.world_size,
-    role_rank_first=LINE.role_rank_first,
-    role_world_size=LINE.role_world_size,
-    master_addr=LINE.master_addr,
-    master_port=LINE.master_port,
-    use_agent_store=LINE.use_agent_store,
-    restarts=LINE.restarts,
-    settings=SETTINGS,
-    offer=OFFER,
-)
+REPORT_OF_ROUND = RecoveryReport(LINE, SETTINGS, OFFER)
 RESUME = asked.Resume("n1", 12, "r1", 5, REPORT_OF_ROUND)
 FAIL = asked.Fail("n1", 12, "r1", 5, (FAILURE,))
 LEAVE = asked.Leave("n1", 12, "r1", LeaveCause.SIGNAL, LEAVING.reason)
@@ -307,8 +282,11 @@ BELIEFS = {
 }
 
 
-def belief_of(state: AgentState, offer: Offer = OFFER) -> pb.Belief:
-    believed = encoding.belief(state, offer, NOW_MS, refuse_reuse=False)
+def belief_of(
+    state: AgentState, offer: Offer = OFFER, now_ms: int = NOW_MS, **given: Any
+) -> pb.Belief:
+    join = encoding.join(None, state, offer, now_ms, refuse_reuse=False, **given)
+    believed = encoding.belief(state, join, now_ms)
     return pb.Belief.FromString(believed.SerializeToString())
 
 
@@ -328,25 +306,13 @@ def test_every_phase_can_be_believed(phase: Phase) -> None:
     assert belief_of(replace(IN_ROUND, phase=phase)).phase == pb.Belief.Phase.Value(phase.name)
 
 
-def test_the_round_is_told_in_full_so_that_it_can_be_adopted() -> None:
-    believed = belief_of(replace(IN_ROUND, phase=Phase.RUNNING))
-    assert believed.round.rdzv_id == "job-7"
-    told = pb.ServerMessage(round_completed=believed.round)
-    assert encoding.event(told, NOW_MS) == events.RoundCompleted(LINE)
-
-
 def test_what_a_run_has_spent_is_said_back_as_old_as_it_has_become() -> None:
-    spent = Spent(1, 2, 3, 4, 500)
-    announced = pb.Assignment(rdzv_id="job-7", run="r1", round=5)
-    write(announced.tally, Tally(spent, (30_000, 99_000)), now_ms=100_000)
-    heard_of = encoding.event(pb.ServerMessage(round_completed=announced), NOW_MS)
-    assert isinstance(heard_of, events.RoundCompleted)
-    assert heard_of.assignment.tally == Tally(spent, (NOW_MS - 70_000, NOW_MS - 1_000))
-    state = replace(IN_ROUND, assignment=heard_of.assignment, phase=Phase.RUNNING)
-    believed = encoding.belief(state, OFFER, NOW_MS + 5_000, refuse_reuse=False)
+    tally = Tally(Spent(1, 2, 3, 4, 500), (NOW_MS - 70_000, NOW_MS - 1_000))
+    state = replace(IN_ROUND, assignment=replace(LINE, tally=tally), phase=Phase.RUNNING)
+    believed = belief_of(state, now_ms=NOW_MS + 5_000)
     assert list(believed.round.tally.restart_ages_ms) == [75_000, 6_000]
     # A repeated announcement of the same round does not make it another round.
-    assert heard_of.assignment == replace(heard_of.assignment, tally=None)
+    assert state.assignment == LINE
 
 
 def test_an_age_beyond_all_clocks_is_no_number_that_a_store_could_not_hold() -> None:
@@ -374,157 +340,11 @@ def test_a_node_with_workers_holds_no_port_and_is_heard_all_the_same() -> None:
 
 # ------------------------------------------------------------------ what the server says
 
-ANNOUNCED = set(field_names(Assignment)) - {"tally"}
-TOLD = {
-    "joined": (
-        pb.ServerMessage(joined=pb.Joined(rdzv_id="job-7", run="r1", run_number=2)),
-        events.Joined("r1", 2),
-    ),
-    "round_completed": (
-        pb.ServerMessage(
-            round_completed=pb.Assignment(
-                rdzv_id="job-7",
-                **{name: getattr(LINE, name) for name in ANNOUNCED},
-            )
-        ),
-        events.RoundCompleted(LINE),
-    ),
-    "snapshot_watermark": (
-        pb.ServerMessage(
-            snapshot_watermark=pb.SnapshotWatermark(
-                rdzv_id="job-7",
-                run="r1",
-                mark=pb.SnapshotMark(lineage=3, step=40, series="3.a", shards=2, world_size=4),
-                whole_ms=7_000,
-                given_up=pb.SnapshotMark(lineage=3, step=60, series="3.a", shards=2, world_size=4),
-            )
-        ),
-        events.SnapshotWatermark(
-            "r1", SnapshotMark(3, 40, "3.a", 2, 4), 7_000, SnapshotMark(3, 60, "3.a", 2, 4)
-        ),
-    ),
-    "keep_copies": (
-        pb.ServerMessage(
-            keep_copies=pb.KeepCopies(
-                rdzv_id="job-7",
-                run="r1",
-                mark=pb.SnapshotMark(lineage=3, step=40, series="3.a", shards=2, world_size=4),
-                sources=[pb.CopySource(node_id="n2", address="h2", port=7_000, token="secret")],
-            )
-        ),
-        events.CopiesWanted(
-            "r1",
-            SnapshotMark(3, 40, "3.a", 2, 4),
-            (CopySource("n2", "h2", 7_000, "secret", ()),),
-        ),
-    ),
-    "round_ended": (
-        pb.ServerMessage(
-            round_ended=pb.RoundOver(
-                rdzv_id="job-7", run="r1", round=5, cause=pb.NODE_LOST, reason="why", broken=True
-            )
-        ),
-        events.RoundEnded("r1", 5, Cause.NODE_LOST, "why", broken=True),
-    ),
-    "closed": (
-        pb.ServerMessage(
-            closed=pb.Closed(
-                rdzv_id="job-7",
-                run="r1",
-                result=pb.RESULT_FAILED,
-                reason="why",
-                retry_sensible=True,
-                failures=[
-                    pb.WorkerFailure(
-                        node_id="n2",
-                        address="10.0.0.2",
-                        local_rank=0,
-                        rank=8,
-                        pid=7,
-                        exit_code=0,
-                        message="m",
-                        traceback="t",
-                    ),
-                    pb.WorkerFailure(node_id="n3", signal=9),
-                ],
-            )
-        ),
-        events.RunClosed(
-            "r1",
-            Result.FAILED,
-            "why",
-            True,
-            (
-                Failure(0, 8, 7, 0, None, "m", "t", NOW_MS, node_id="n2", address="10.0.0.2"),
-                Failure(0, 0, 0, None, 9, "", "", NOW_MS, node_id="n3"),
-            ),
-        ),
-    ),
-    "refused": (
-        pb.ServerMessage(refused=pb.Refused(rdzv_id="job-7", code="X", message="why")),
-        events.Refused("X", "why"),
-    ),
-    "waiting": (pb.ServerMessage(waiting=pb.Waiting(rdzv_id="job-7", reason="why")), None),
-    "welcome": (pb.ServerMessage(welcome=pb.Welcome(incarnation=1)), None),
-    "servers": (pb.ServerMessage(servers=pb.Servers(addresses=["b:1"])), None),
-    "heard": (pb.ServerMessage(heard=pb.Heard(number=7)), None),
-    "read_log": (pb.ServerMessage(read_log=pb.ReadLog(request=5, rdzv_id="job-7")), None),
-    "stop_log": (pb.ServerMessage(stop_log=pb.StopLog(request=5)), None),
-    # These are for the object that accepts jobs, which may have no driver for this one (any more).
-    "placed": (pb.ServerMessage(placed=pb.Placed(rdzv_id="job-7", run="r1")), None),
-    "withdrawn": (pb.ServerMessage(withdrawn=pb.Withdrawn(rdzv_id="job-7", run="r1")), None),
-    "look_again": (pb.ServerMessage(look_again=pb.LookAgain()), None),
-    "lease": (pb.ServerMessage(lease=pb.Lease(lease_ms=5_000)), None),
-    "take_stacks": (pb.ServerMessage(take_stacks=pb.TakeStacks(rdzv_id="job-7")), None),
-    # These concern the node, whatever jobs it has.
-    "drain": (pb.ServerMessage(drain=pb.DrainNode(left_ms=5, reason="why", number=7)), None),
-    "undrain": (pb.ServerMessage(undrain=pb.UndrainNode()), None),
-}
 
-
-@pytest.mark.parametrize(("message", "expected"), TOLD.values(), ids=TOLD)
-def test_what_the_server_says_becomes_an_event(
-    message: pb.ServerMessage, expected: events.Event | None
-) -> None:
-    message = pb.ServerMessage.FromString(message.SerializeToString())
-    assert encoding.event(message, NOW_MS) == expected
-    of_the_node = {"welcome", "servers", "heard", "lease", "stop_log"}
-    of_the_node |= {"look_again", "drain", "undrain"}
-    about_the_node = message.WhichOneof("body") in of_the_node
-    assert encoding.rdzv_id_of(message) == ("" if about_the_node else "job-7")
-
-
-def test_every_message_of_the_server_is_known() -> None:
-    (body,) = pb.ServerMessage.DESCRIPTOR.oneofs
-    assert {field.name for field in body.fields} == set(TOLD)
-
-
-def test_what_was_submitted_arrives_whole() -> None:
-    message = pb.Placed(
-        rdzv_id="job-7",
-        run="r1",
-        spec=pb.JobSpec(
-            args=["--nnodes=2", "train.py", "--lr=1"],
-            env=[pb.EnvironmentVariable(name="A", value="1")],
-            chdir="/srv",
-            labels=[pb.Label(name="gpu", value="h100")],
-            priority=-3,
-            gpus_per_node=0,
-            local_world_size=4,
-        ),
-    )
-    spec = JobSpec(
-        args=("--nnodes=2", "train.py", "--lr=1"),
-        env=(("A", "1"),),
-        chdir="/srv",
-        labels=(("gpu", "h100"),),
-        priority=-3,
-        gpus_per_node=0,
-        local_world_size=4,
-    )
-    assert read(Placed, message) == Placed("job-7", "r1", spec)
-    message.spec.ClearField("gpus_per_node")
-    assert read(Placed, message).spec.gpus_per_node is None
+def told(announced: Announcement) -> Announcement | None:
+    """Return what a node hears, by bytes, of what the server tells it."""
+    message = wire.server_message([announced], 3, "1.2", NOW_MS)
+    return encoding.announcement(pb.ServerMessage.FromString(message.SerializeToString()), NOW_MS)
 
 
 def test_what_a_node_has_and_holds_is_said_in_full() -> None:
@@ -546,30 +366,25 @@ def test_what_a_node_has_and_holds_is_said_in_full() -> None:
 
 @pytest.mark.parametrize("cause", Cause)
 def test_every_cause_of_an_end_is_understood(cause: Cause) -> None:
-    told = pb.ServerMessage(round_ended=pb.RoundOver(cause=pb.Cause.Value(cause.name)))
-    event = encoding.event(told, NOW_MS)
-    assert isinstance(event, events.RoundEnded)
-    assert event.cause is cause
+    over = RoundOver("job-7", "r1", 5, RoundEnd(cause, "why", broken=True, keep=False), (1,))
+    assert told(over) == over
 
 
 @pytest.mark.parametrize("result", Result)
 def test_every_result_is_understood(result: Result) -> None:
-    told = pb.ServerMessage(closed=pb.Closed(result=pb.Result.Value(f"RESULT_{result.name}")))
-    event = encoding.event(told, NOW_MS)
-    assert isinstance(event, events.RunClosed)
-    assert event.result is result
+    closed = Closed("job-7", "r1", Ended(result, "why", 0, True, (FAILURE,), no_progress=True))
+    assert told(closed) == closed
 
 
 def test_the_unheard_of_is_no_obstacle() -> None:
-    assert encoding.event(pb.ServerMessage(), NOW_MS) is None
-    assert encoding.rdzv_id_of(pb.ServerMessage()) == ""
+    assert encoding.announcement(pb.ServerMessage(), NOW_MS) is None
     odd = pb.RoundOver(cause=4711, reason="new")  # type: ignore[arg-type]
-    event = encoding.event(pb.ServerMessage(round_ended=odd), NOW_MS)
-    assert isinstance(event, events.RoundEnded)
-    assert event.reason == "new"
-    closed = encoding.event(pb.ServerMessage(closed=pb.Closed()), NOW_MS)
-    assert isinstance(closed, events.RunClosed)
-    assert closed.result is Result.FAILED
+    over = encoding.announcement(pb.ServerMessage(round_ended=odd), NOW_MS)
+    assert isinstance(over, RoundOver)
+    assert (over.end.cause, over.end.reason) == (Cause.NODE_LEFT, "new")
+    closed = encoding.announcement(pb.ServerMessage(closed=pb.Closed()), NOW_MS)
+    assert isinstance(closed, Closed)
+    assert closed.ended.result is Result.FAILED
 
 
 def test_a_crowd_of_suspects_never_hides_the_failure() -> None:

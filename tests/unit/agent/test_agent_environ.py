@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from rdzv.agent.core.environ import substitute_local_rank, worker_environ
-from rdzv.agent.core.model import Assignment
-from rdzv.core.model import SnapshotMark
+from rdzv.core.model import Assignment, SnapshotMark
 from rdzv.structs import replace
 
 LINE = Assignment(
+    "job-7",
     run="r1",
     round=5,
     group_rank=1,

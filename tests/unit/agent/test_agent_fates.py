@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rdzv.agent.core import begin, events, step
-from rdzv.agent.core.model import AgentState, Assignment, JobTerms, ParkedWorker
+from rdzv.agent.core.model import AgentState, JobTerms
 from rdzv.agent.launch.launch import EventSink, Launch
 from rdzv.agent.workers.event_log import EventLog
 from rdzv.agent.workers.fates import (
@@ -21,9 +21,19 @@ from rdzv.agent.workers.fates import (
     root_cause_exit_code,
     summary,
 )
-from rdzv.core.model import Cause, Failure, Result, Settings
+from rdzv.core.model import (
+    Assignment,
+    Cause,
+    Ended,
+    Failure,
+    KeptWorker,
+    Result,
+    RoundEnd,
+    Settings,
+)
+from rdzv.messages import Closed, Joined, RoundOver
 
-LINE = Assignment("r", 3, 1, 2, 4, 8, 2, 6, "a", 1, True, 0, 1)
+LINE = Assignment("job-7", "r", 3, 1, 2, 4, 8, 2, 6, "a", 1, True, 0, 1)
 
 
 class Recorder:
@@ -72,7 +82,7 @@ class Play:
                     self.outcome = self.fates.outcome(command.outcome)
 
     def run(self, line: Assignment = LINE) -> None:
-        self.see(events.RoundCompleted(line))
+        self.see(line)
         for local_rank in range(self.state.job.local_world_size):
             self.fates.worker_started(local_rank, 70 + local_rank)
 
@@ -83,7 +93,7 @@ class Play:
         self.see(events.WorkerExited(line.round, local_rank, pid, code, signum, 0, message="E"))
 
     def close(self, result: Result, *failures: Failure) -> None:
-        self.see(events.RunClosed("r", result, "why", False, failures))
+        self.see(Closed("job-7", "r", Ended(result, "why", failures=failures)))
 
     def recorded(self) -> list[tuple[str, str]]:
         return [
@@ -151,7 +161,7 @@ def test_a_job_that_succeeds_is_recorded_as_torchrun_records_it(play: Play) -> N
 
 
 def test_starts_are_recorded_by_local_rank_whichever_worker_runs_first(play: Play) -> None:
-    play.see(events.RoundCompleted(LINE))
+    play.see(LINE)
     play.fates.worker_started(1, 71)
     assert ("WORKER", "START") not in play.recorded()
     play.fates.worker_started(0, 70)
@@ -195,7 +205,7 @@ def test_who_leaves_by_a_signal_has_failed_with_the_reason(play: Play) -> None:
 def test_who_never_had_a_round_has_failed_without_workers(play: Play) -> None:
     play.close(Result.FAILED)
     assert play.recorded() == []  # Not for a run that it has received.
-    play.see(events.Joined("r", 1))
+    play.see(Joined("job-7", "r", 1))
     play.close(Result.FAILED)
     assert play.recorded() == [("AGENT", "FAILED")]
 
@@ -207,7 +217,7 @@ def test_a_restart_tells_of_the_round_before_until_its_workers_start(play: Play)
     play.now_ms = 9_000
     play.see(events.WorkersGone(3))
     play.now_ms = 9_700
-    again = Assignment("r", 4, 0, 1, 0, 2, 0, 2, "a", 1, True, 1, 1)
+    again = Assignment("job-7", "r", 4, 0, 1, 0, 2, 0, 2, "a", 1, True, 1, 1)
     play.run(again)
     rendezvous, start = play.recorder.events[4], play.recorder.events[6]
     assert rendezvous["metadata"]["duration_ms"] == 700
@@ -217,7 +227,9 @@ def test_a_restart_tells_of_the_round_before_until_its_workers_start(play: Play)
 
 def test_a_round_that_ends_elsewhere_ends_the_workers_here(play: Play) -> None:
     play.run()
-    play.see(events.RoundEnded("r", 3, Cause.NODE_LOST, "lost", broken=False))
+    play.see(
+        RoundOver("job-7", "r", 3, RoundEnd(Cause.NODE_LOST, "lost", broken=False, keep=False))
+    )
     play.exit(0, 0)
     play.exit(1, None, 9)
     play.see(events.WorkersGone(3))
@@ -237,8 +249,8 @@ def test_a_parked_worker_that_is_ended_with_the_job_has_its_exit() -> None:
     p.exit(1, None, 9)
     p.now_ms = 400
     p.see(
-        events.WorkersGone(3, kept=(ParkedWorker(0, 70),)),
-        events.RunClosed("r", Result.FAILED, "no restart is left", False, ()),
+        events.WorkersGone(3, kept=(KeptWorker(0, pid=70),)),
+        Closed("job-7", "r", Ended(Result.FAILED, "no restart is left")),
         events.KeptExited(0, 70, 0, None),
         events.KeptGone(),
     )
@@ -271,8 +283,12 @@ def ends_of(p: Play) -> list[str]:
 def test_a_hung_worker_is_killed_without_a_signal_before() -> None:
     p = Play(keep_timeout_ms=10_000)
     p.run()
-    hung = events.RoundEnded(
-        "r", 3, Cause.WORKER_FAILURE, "rank 4 hangs", broken=True, keep=True, culprits=(0,)
+    hung = RoundOver(
+        "job-7",
+        "r",
+        3,
+        RoundEnd(Cause.WORKER_FAILURE, "rank 4 hangs", broken=True, keep=True),
+        (0,),
     )
     p.see(hung)
     p.now_ms = 2_000
@@ -284,7 +300,7 @@ def test_a_hung_worker_is_killed_without_a_signal_before() -> None:
 def test_a_worker_killed_because_it_did_not_park_says_so() -> None:
     p = Play(keep_timeout_ms=10_000)
     p.run()
-    p.see(events.RoundEnded("r", 3, Cause.NODE_LOST, "lost", broken=True, keep=True))
+    p.see(RoundOver("job-7", "r", 3, RoundEnd(Cause.NODE_LOST, "lost", broken=True, keep=True)))
     p.now_ms = 10_000
     p.fates.worker_not_kept(0, 70, "it did not park in time")
     p.fates.worker_not_kept(1, 4711, "it is another process")
@@ -302,8 +318,8 @@ def test_a_charged_suspect_has_failed_and_was_not_ended_by_the_agent() -> None:
     charged = Failure(0, 4, 70, None, None, "connection reset", "", 0, node_id="n1")
     p.see(
         events.WorkerSuspected(3, 0, 70, "connection reset", "", age_ms=0),
-        events.WorkersGone(3, kept=(ParkedWorker(0, 70), ParkedWorker(1, 71))),
-        events.RunClosed("r", Result.FAILED, "no restart is left", False, (charged,)),
+        events.WorkersGone(3, kept=(KeptWorker(0, pid=70), KeptWorker(1, pid=71))),
+        Closed("job-7", "r", Ended(Result.FAILED, "no restart is left", failures=(charged,))),
         events.KeptExited(0, 70, 1, None),
         events.KeptExited(1, 71, None, 15),
         events.KeptGone(),

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.core.hang_decision import AUTO_INTERVALS, Observation, WorkerActivity, timeout_ms
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers import hang_watch
-from rdzv.agent.observers.hang_watch import HangWatch, HungReport
+from rdzv.agent.observers.hang_watch import HangWatch
 from rdzv.core.evidence.hang_culprit import HangTimeout
+from rdzv.core.model import Assignment
+from rdzv.messages import Hung
 from rdzv.runtime.clock import monotonic_ms
 
 AUTO, FIXED = HangTimeout(None), HangTimeout(5_000)
@@ -166,7 +167,7 @@ def test_a_worker_whose_script_is_over_has_a_minute_to_exit(
 
 
 def assignment(round_: int) -> Assignment:
-    return Assignment("run-1", round_, 1, 2, 8, 16, 8, 16, "h", 1, True, 0, 3)
+    return Assignment("job-7", "run-1", round_, 1, 2, 8, 16, 8, 16, "h", 1, True, 0, 3)
 
 
 class Clock:
@@ -188,7 +189,7 @@ class Watch:
         pid: int,
         now_ms: Callable[[], int] | None = None,
     ) -> None:
-        self.said: list[HungReport] = []
+        self.said: list[Hung] = []
         self.clock = Clock()
         self.file = folder / "progress"
         self.file.write_bytes(b"")

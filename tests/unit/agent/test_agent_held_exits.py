@@ -12,8 +12,8 @@ import pytest
 
 from rdzv.agent.observers import collective_records, held_exits
 from rdzv.agent.observers.collective_records import RecordReader
-from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.observers.held_exits import HeldExits
+from rdzv.messages import Hung
 from rdzv.structs import replace
 from tests.unit.agent.test_agent_adoption import LINE
 
@@ -42,7 +42,7 @@ class Node:
     """The exits of one job's workers on a node."""
 
     def __init__(self, folder: Path, *, on: bool = True) -> None:
-        self.told: list[HungReport] = []
+        self.told: list[Hung] = []
         self.file = folder / "progress"
         self.records = RecordReader("job", on=on)
         self.exits = HeldExits("job", self.records, self.told.append)

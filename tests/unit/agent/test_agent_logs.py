@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import NO_FILES, Output
 from rdzv.agent.output.console_tee import Stream
 from rdzv.agent.output.run_files import RunLogs, WorkerOutput, usual_output
+from rdzv.core.model import Assignment
 from rdzv.structs import replace
 
-LINE = Assignment("r1", 0, 0, 1, 0, 2, 0, 2, "127.0.0.1", 1, True, restarts=0, max_restarts=3)
+LINE = Assignment(
+    "job-7", "r1", 0, 0, 1, 0, 2, 0, 2, "127.0.0.1", 1, True, restarts=0, max_restarts=3
+)
 
 
 def line(round_: int, restarts: int = 0, run: str = "r1") -> Assignment:

@@ -21,16 +21,21 @@ from rdzv.agent.core.commands import (
     StopWorkers,
 )
 from rdzv.agent.core.machine import Decision
-from rdzv.agent.core.model import (
-    AgentState,
-    Assignment,
-    JobTerms,
-    Leaving,
-    Outcome,
-    Phase,
-)
+from rdzv.agent.core.model import AgentState, JobTerms, Leaving, Outcome, Phase
 from rdzv.agent.core.stopping import rejoin
-from rdzv.core.model import UNMOVED, Cause, Failure, LeaveCause, Moved, Result, Settings
+from rdzv.core.model import (
+    UNMOVED,
+    Assignment,
+    Cause,
+    Ended,
+    Failure,
+    LeaveCause,
+    Moved,
+    Result,
+    RoundEnd,
+    Settings,
+)
+from rdzv.messages import Closed, Joined, Refused, RoundOver, Withdrawn
 from rdzv.structs import replace
 
 SETTINGS = Settings(min_nodes=1, max_nodes=2, max_restarts=3, join_timeout_ms=100_000)
@@ -41,6 +46,7 @@ SIGINT, SIGTERM = 2, 15
 def line(round_: int = 0, run: str = "r1", group_rank: int = 1, **changes: object) -> Assignment:
     """Return this node's assignment in a round of two; by default the other hosts the store."""
     assignment = Assignment(
+        "job-7",
         run=run,
         round=round_,
         group_rank=group_rank,
@@ -58,18 +64,18 @@ def line(round_: int = 0, run: str = "r1", group_rank: int = 1, **changes: objec
     return replace(assignment, **changes)  # type: ignore[arg-type]
 
 
-def completed(round_: int = 0, run: str = "r1", **changes: object) -> events.RoundCompleted:
-    return events.RoundCompleted(line(round_, run, **changes))  # type: ignore[arg-type]
+def completed(round_: int = 0, run: str = "r1", **changes: object) -> Assignment:
+    return line(round_, run, **changes)  # type: ignore[arg-type]
 
 
-def ended(round_: int = 0, run: str = "r1", *, broken: bool = False) -> events.RoundEnded:
-    return events.RoundEnded(run, round_, Cause.NODES_JOINED, "n3 waits", broken)
+def ended(round_: int = 0, run: str = "r1", *, broken: bool = False) -> RoundOver:
+    return RoundOver(
+        "job-7", run, round_, RoundEnd(Cause.NODES_JOINED, "n3 waits", broken=broken, keep=False)
+    )
 
 
-def closed(
-    result: Result = Result.SUCCEEDED, run: str = "r1", *, retry: bool = False
-) -> events.RunClosed:
-    return events.RunClosed(run, result, "so it is", retry, ())
+def closed(result: Result = Result.SUCCEEDED, run: str = "r1", *, retry: bool = False) -> Closed:
+    return Closed("job-7", run, Ended(result, "so it is", retry_sensible=retry))
 
 
 def exited(
@@ -97,7 +103,7 @@ def signalled(signum: int = SIGTERM) -> events.Signalled:
 
 CONNECTED = events.ServerConnected()
 LOST = events.ServerLost("the server ended the stream")
-JOINED = events.Joined("r1", 1)
+JOINED = Joined("job-7", "r1", 1)
 TICKED = events.Ticked()
 RUNNER_LOST = events.RunnerLost("its runner exited unexpectedly (1)")
 
@@ -117,7 +123,7 @@ def broken_promises(
     waits_for_server = new.phase in (Phase.JOINING, Phase.SUCCEEDED)
     promises = {
         "workers are started only by a completed round": not starts
-        or isinstance(event, events.RoundCompleted),
+        or isinstance(event, Assignment),
         "workers are started once, when those before are gone": len(starts) <= 1
         and (not starts or state.workers_gone),
         "rounds grow": all(c.assignment.round > before for c in starts),
@@ -148,7 +154,7 @@ def broken_promises(
         "what is said names the run": all(c.run == new.run for c in says),
         "the run changes by admission, or the node joins anew, and never under workers": new.run
         == state.run
-        or (state.workers_gone and isinstance(event, events.Joined | events.RoundCompleted))
+        or (state.workers_gone and isinstance(event, Joined | Assignment))
         or (not new.has_workers and new == replace(new, run="", phase=Phase.JOINING)),
         "a stop is always on its way once the workers are to go": not has_workers
         or new.phase not in (Phase.STOPPING, Phase.LEAVING)
@@ -204,7 +210,7 @@ def joining() -> Node:
 def running(round_: int = 0, **changes: object) -> Node:
     node = joining()
     assignment = line(round_, **changes)  # type: ignore[arg-type]
-    assert node.hear(events.RoundCompleted(assignment)) == [StartWorkers(assignment)]
+    assert node.hear(assignment) == [StartWorkers(assignment)]
     node.now_ms += 1_000
     return node
 
@@ -308,7 +314,7 @@ def test_a_newer_round_starts_nothing_before_the_node_has_joined_it(name: str) -
 
 def test_admission_to_another_run_while_workers_run_changes_nothing() -> None:
     node = running()
-    assert node.hear(events.Joined("r2", 2)) == []
+    assert node.hear(Joined("job-7", "r2", 2)) == []
     assert node.state.run == "r1"
 
 
@@ -530,11 +536,13 @@ def test_also_where_no_worker_of_this_node_fails_but_not_if_it_was_told_to_end()
         (closed(Result.STOPPED), 1, "the job was stopped: so it is"),
     ],
 )
-def test_the_exit_code_tells_how_the_job_ended(
-    event: events.RunClosed, exit_code: int, text: str
-) -> None:
+def test_the_exit_code_tells_how_the_job_ended(event: Closed, exit_code: int, text: str) -> None:
     outcome = outcome_of(joining().hear(event))
-    assert (outcome.exit_code, outcome.text, outcome.result) == (exit_code, text, event.result)
+    assert (outcome.exit_code, outcome.text, outcome.result) == (
+        exit_code,
+        text,
+        event.ended.result,
+    )
 
 
 @pytest.mark.parametrize("name", ["joining", "rejoining", "at_barrier"])
@@ -569,7 +577,7 @@ def test_a_node_whose_run_is_not_known_stops_its_workers_and_joins_anew() -> Non
     assert node.hear(OTHER_RUN, exited(0, 143), exited(1, 143)) == []
     assert node.hear(gone(3)) == [StopStoreHost(3), SayJoin("", 3, ())]
     assert node.hear(completed(3, run="r2")) == [], "rounds grow, also from run to run"
-    joined, start = events.Joined("r2", 1), [StartWorkers(line(4, "r2"))]
+    joined, start = Joined("job-7", "r2", 1), [StartWorkers(line(4, "r2"))]
     assert node.hear(joined, completed(4, run="r2")) == start
     assert node.hear(closed(Result.FAILED, run="r2")) == [StopWorkers(4, 30_000)]
     assert outcome_of(node.hear(gone(4))).exit_code == 1
@@ -614,7 +622,8 @@ def test_a_node_that_was_admitted_to_no_run_does_not_end_with_that_of_its_predec
 
 def test_the_root_cause_reaches_the_user() -> None:
     failure = Failure(0, 2, 9, 1, None, "ValueError: no", "Traceback", 0, node_id="n2")
-    event = replace(closed(Result.FAILED), failures=(failure,))
+    event = closed(Result.FAILED)
+    event = replace(event, ended=replace(event.ended, failures=(failure,)))
     assert outcome_of(joining().hear(event)).failures == (failure,)
 
 
@@ -684,7 +693,7 @@ def test_workers_that_end_by_the_signal_are_no_failures() -> None:
 
 # ------------------------------------------------------------------ a submitted job
 
-WITHDRAWN = events.Withdrawn("r1", "it was placed elsewhere")
+WITHDRAWN = Withdrawn("job-7", "r1", "it was placed elsewhere")
 GIVEN_BACK = Leaving(LeaveCause.SIGNAL, "it was placed elsewhere", 75)
 
 
@@ -904,9 +913,9 @@ def test_a_round_that_was_never_heard_of_is_given_back() -> None:
     assert node.hear(ended(0)) == [SayJoin("r1", 0, ())]
     assert node.hear(ended(0)) == []
     late = line(0)
-    assert node.hear(events.RoundCompleted(late)) == []
+    assert node.hear(late) == []
     after = line(1)
-    assert node.hear(events.RoundCompleted(after)) == [StartWorkers(after)]
+    assert node.hear(after) == [StartWorkers(after)]
 
 
 def test_a_fresh_instance_confirms_nothing_for_its_former_self() -> None:
@@ -1080,21 +1089,21 @@ REFUSALS = {
 def test_a_refused_launch_is_a_usage_error_unless_the_run_is_closed(
     code: str, exit_code: int
 ) -> None:
-    outcome = outcome_of(joining().hear(events.Refused(code, "the reason")))
+    outcome = outcome_of(joining().hear(Refused("job-7", code, "the reason")))
     assert outcome == Outcome(exit_code, "the reason")
 
 
 @pytest.mark.parametrize("code", REFUSALS)
 def test_a_node_that_has_run_and_is_refused_has_failed(code: str) -> None:
     exit_code = 77 if REFUSALS[code] == 77 else 1
-    assert outcome_of(rejoining().hear(events.Refused(code, "the reason"))).exit_code == exit_code
+    assert outcome_of(rejoining().hear(Refused("job-7", code, "the reason"))).exit_code == exit_code
 
 
 @pytest.mark.parametrize("code", ["RendezvousClosedError", "NodeSupersededError"])
 def test_workers_without_a_place_are_stopped(code: str) -> None:
     node = running()
-    assert node.hear(events.Refused(code, "the reason")) == [StopWorkers(0, 30_000)]
-    assert node.hear(events.Refused(code, "again")) == []
+    assert node.hear(Refused("job-7", code, "the reason")) == [StopWorkers(0, 30_000)]
+    assert node.hear(Refused("job-7", code, "again")) == []
     assert outcome_of(node.hear(gone())) == Outcome(1, "the reason")
 
 
@@ -1105,7 +1114,7 @@ def test_workers_without_a_place_are_stopped(code: str) -> None:
 def test_workers_go_on_when_only_what_was_said_is_refused(name: str, code: str) -> None:
     node = PHASES[name]()
     before = node.state
-    assert node.hear(events.Refused(code, "the reason")) == []
+    assert node.hear(Refused("job-7", code, "the reason")) == []
     assert node.state == before
 
 
@@ -1123,8 +1132,8 @@ ALPHABET: tuple[events.Event, ...] = (
     ended(0, "r2"),
     closed(Result.FAILED),
     closed(run="r2"),
-    events.Refused("NodeSupersededError", "no"),
-    events.Refused("InvalidRequestError", "no"),
+    Refused("job-7", "NodeSupersededError", "no"),
+    Refused("job-7", "InvalidRequestError", "no"),
     exited(0, 0),
     exited(1, 0),
     exited(1, 1, age_ms=500),
@@ -1137,7 +1146,7 @@ ALPHABET: tuple[events.Event, ...] = (
     events.StoreHostExited(0, "no"),
     RUNNER_LOST,
     signalled(),
-    events.Withdrawn("r1", "no"),
+    Withdrawn("job-7", "r1", "no"),
     events.NoticeGiven(1_500, "drained"),
     events.NoticeLifted(),
     TICKED,
@@ -1263,5 +1272,6 @@ def test_a_node_whose_workers_had_succeeded_says_so_too_when_another_ends_the_ro
 
 def test_a_job_without_progress_is_not_to_be_queued_again() -> None:
     node = running()
-    node.hear(replace(closed(Result.FAILED), no_progress=True))
+    event = closed(Result.FAILED)
+    node.hear(replace(event, ended=replace(event.ended, no_progress=True)))
     assert outcome_of(node.hear(gone())).exit_code == 93

@@ -38,11 +38,11 @@ from rdzv.agent.core.events import (
     WorkersStuck,
     WorkerStarted,
 )
-from rdzv.agent.core.model import Assignment, ParkedWorker
 from rdzv.agent.node.agent_metrics import AgentMetrics, announced, serving_metrics
 from rdzv.agent.node.placements import Occupancy, Placements
 from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.core.fleet.node_resources import Resources
+from rdzv.core.model import Assignment, KeptWorker
 from rdzv.errors import InvalidRequestError
 from rdzv.settings.setting_types import settings_of
 from rdzv.settings.toml_files import ConfigurationError
@@ -88,7 +88,7 @@ class Node:
 
 
 def start(round_: int, restarts: int = 0) -> commands.StartWorkers:
-    line = Assignment("r1", round_, 0, 1, 0, 2, 0, 2, "127.0.0.1", 1, False, restarts, 3)
+    line = Assignment("job-7", "r1", round_, 0, 1, 0, 2, 0, 2, "127.0.0.1", 1, False, restarts, 3)
     return commands.StartWorkers(line)
 
 
@@ -121,13 +121,13 @@ def history(n: Node) -> None:
     keeps.runner_said(WorkerStarted(3, 1, 301, "warm"))
     keeps.decided(commands.StopWorkers(3, 5_000, None, 10_000))
     n.now_s += 0.04
-    keeps.runner_said(WorkersGone(3, kept=(ParkedWorker(0, 300), ParkedWorker(1, 301))))
+    keeps.runner_said(WorkersGone(3, kept=(KeptWorker(0, pid=300), KeptWorker(1, pid=301))))
     keeps.decided(start(4))
     keeps.runner_said(WorkerStarted(4, 0, 300, "kept"))
     n.now_s += 0.02
     keeps.runner_said(WorkerResumed(4, 0))
     keeps.decided(commands.StopWorkers(4, 5_000, None, 10_000))
-    keeps.runner_said(WorkersGone(4, kept=(ParkedWorker(0, 300), ParkedWorker(1, 301))))
+    keeps.runner_said(WorkersGone(4, kept=(KeptWorker(0, pid=300), KeptWorker(1, pid=301))))
     keeps.runner_said(KeptExited(1, 301, None, 9))
     n.metrics.stream_ended(welcomed=True, on_purpose=False)
     n.metrics.stream_opened()

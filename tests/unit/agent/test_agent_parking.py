@@ -22,13 +22,9 @@ from rdzv.agent.core.commands import (
     StopStoreHost,
     StopWorkers,
 )
-from rdzv.agent.core.model import (
-    EXIT_FAILED,
-    EXIT_TRY_AGAIN,
-    ParkedWorker,
-    Phase,
-)
-from rdzv.core.model import Cause, Failure, Result
+from rdzv.agent.core.model import EXIT_FAILED, EXIT_TRY_AGAIN, Phase
+from rdzv.core.model import Cause, Ended, Failure, KeptWorker, Result, RoundEnd
+from rdzv.messages import Closed, Refused, RoundOver, Withdrawn
 from rdzv.structs import replace
 from tests.unit.agent.test_agent_machine import (
     CONNECTED,
@@ -48,26 +44,28 @@ from tests.unit.agent.test_agent_machine import (
 
 KEEPING = replace(JOB, keep_timeout_ms=10_000, park_timeout_ms=60_000)
 GRACE_MS = JOB.failure_stop_timeout_ms
-FIRST, SECOND = ParkedWorker(0, 100, step=7), ParkedWorker(1, 101, step=6, torn=True)
+FIRST, SECOND = KeptWorker(0, step=7, pid=100), KeptWorker(1, step=6, torn=True, pid=101)
 NOTICE = events.NoticeGiven(20_000, "n1 is drained")
 
 
 def running(round_: int = 0) -> Node:
     node = Node(KEEPING)
-    node.hear(CONNECTED, JOINED, events.RoundCompleted(line(round_)))
+    node.hear(CONNECTED, JOINED, line(round_))
     node.now_ms += 1_000
     return node
 
 
-def parked(*kept: ParkedWorker) -> Node:
+def parked(*kept: KeptWorker) -> Node:
     """Return a node that waits for a round with these workers parked; by default both."""
     node = running()
     node.hear(over(), events.WorkersGone(0, kept=kept or (FIRST, SECOND)))
     return node
 
 
-def over(*, keep: bool = True, culprits: tuple[int, ...] = ()) -> events.RoundEnded:
-    return events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", True, keep, culprits)
+def over(*, keep: bool = True, culprits: tuple[int, ...] = ()) -> RoundOver:
+    return RoundOver(
+        "job-7", "r1", 0, RoundEnd(Cause.NODE_LOST, "n2 is lost", broken=True, keep=keep), culprits
+    )
 
 
 def suspected(local_rank: int = 0, age_ms: int = 0) -> events.WorkerSuspected:
@@ -98,7 +96,7 @@ def test_a_failed_worker_lets_its_siblings_park() -> None:
     [
         (running(), over(keep=False)),
         (running(), signalled()),
-        (running(), events.Withdrawn("r1", "stop")),
+        (running(), Withdrawn("job-7", "r1", "stop")),
         (running(), closed(Result.STOPPED)),
         (running(), events.StartFailed(0, "no such file")),
     ],
@@ -119,7 +117,7 @@ def test_a_drained_node_keeps_no_worker() -> None:
 
 def test_without_a_time_to_park_no_worker_is_kept() -> None:
     node = Node(JOB)
-    node.hear(CONNECTED, JOINED, events.RoundCompleted(line()))
+    node.hear(CONNECTED, JOINED, line())
     assert node.hear(over(culprits=(1,))) == [StopWorkers(0, GRACE_MS)]
 
 
@@ -174,7 +172,7 @@ def test_a_suspect_on_a_node_that_leaves_lets_the_node_leave() -> None:
 
 def test_a_node_without_server_does_not_judge_by_suspects() -> None:
     node = Node(replace(KEEPING, park_timeout_ms=10 * JOB.server_timeout_ms))
-    node.hear(CONNECTED, JOINED, events.RoundCompleted(line()))
+    node.hear(CONNECTED, JOINED, line())
     node.hear(suspected(), events.WorkersGone(0, kept=(FIRST,)), LOST)
     assert node.wait(JOB.server_timeout_ms) == [EndKept(GRACE_MS)]
     told = node.hear(events.KeptGone())
@@ -200,7 +198,7 @@ def test_a_parked_worker_that_exits_is_offered_no_more() -> None:
 def test_a_round_takes_the_kept_workers_and_nothing_is_parked_any_more() -> None:
     node = parked()
     assignment = line(1, kept=(0, 1), source=2, resume_step=7)
-    assert node.hear(events.RoundCompleted(assignment)) == [StartWorkers(assignment)]
+    assert node.hear(assignment) == [StartWorkers(assignment)]
     assert node.state.kept == ()
     assert node.state.alive == {0, 1}
 
@@ -208,13 +206,13 @@ def test_a_round_takes_the_kept_workers_and_nothing_is_parked_any_more() -> None
 def test_a_worker_that_died_while_the_round_was_announced_is_a_new_one() -> None:
     node = parked()
     node.hear(events.KeptExited(0, 100))
-    (start,) = node.hear(events.RoundCompleted(line(1, kept=(0, 1))))
+    (start,) = node.hear(line(1, kept=(0, 1)))
     assert start == StartWorkers(line(1, kept=(1,)))
 
 
 def test_a_kept_worker_that_does_not_go_on_in_time_is_suspect() -> None:
     node = parked()
-    node.hear(events.RoundCompleted(line(1, kept=(0, 1))))
+    node.hear(line(1, kept=(0, 1)))
     node.hear(events.WorkerResumed(1, 0))
     assert node.wait(599_999) == []
     said, stop = node.wait(1)
@@ -227,7 +225,7 @@ def test_a_kept_worker_that_does_not_go_on_in_time_is_suspect() -> None:
 
 def test_nothing_is_due_once_all_kept_workers_go_on() -> None:
     node = parked()
-    node.hear(events.RoundCompleted(line(1, kept=(0, 1))))
+    node.hear(line(1, kept=(0, 1)))
     node.hear(events.WorkerResumed(1, 0), events.WorkerResumed(1, 1))
     assert node.wait(2_000_000) == []
 
@@ -253,7 +251,7 @@ def test_parked_workers_without_a_round_end_after_a_while() -> None:
 def test_a_round_that_comes_while_they_end_starts_new_workers() -> None:
     node = parked()
     node.wait(KEEPING.park_timeout_ms)
-    (start,) = node.hear(events.RoundCompleted(line(1, kept=(0, 1))))
+    (start,) = node.hear(line(1, kept=(0, 1)))
     assert start == StartWorkers(line(1))
     assert node.hear(events.KeptGone()) == []
     assert node.phase is Phase.RUNNING
@@ -262,9 +260,9 @@ def test_a_round_that_comes_while_they_end_starts_new_workers() -> None:
 ENDS: dict[str, tuple[Callable[[], events.Event], bool]] = {
     "signal": (signalled, True),
     "notice": (lambda: NOTICE, True),
-    "withdrawn": (lambda: events.Withdrawn("r1", "it runs elsewhere"), True),
+    "withdrawn": (lambda: Withdrawn("job-7", "r1", "it runs elsewhere"), True),
     "closed": (closed, False),
-    "refused": (lambda: events.Refused("InvalidRequestError", "no"), False),
+    "refused": (lambda: Refused("job-7", "InvalidRequestError", "no"), False),
 }
 
 
@@ -277,7 +275,7 @@ def test_parked_workers_end_before_their_node_does(
     assert told[-1] == EndKept(GRACE_MS)
     assert [type(command) for command in told[:-1]] == [SayLeave] * says_leave
     assert node.hear(event()) in ([], [EndKept(0)])
-    assert node.hear(events.RoundCompleted(line(1, kept=(0, 1)))) == []
+    assert node.hear(line(1, kept=(0, 1))) == []
     assert not any(isinstance(command, Exit) for command in node.hear(events.KeptExited(0, 100)))
     assert isinstance(node.hear(events.KeptGone())[-1], Exit)
 
@@ -310,7 +308,7 @@ def test_charged_suspects_of_a_failed_job_raise_their_exception() -> None:
         Failure(local_rank, 0, 1, None, None, "Connection reset", "T", 0, node_id=node_id)
         for node_id, local_rank in (("n1", 1), ("n2", 0))
     )
-    failed = events.RunClosed("r1", Result.FAILED, "no restart is left", False, told_of)
+    failed = Closed("job-7", "r1", Ended(Result.FAILED, "no restart is left", failures=told_of))
     assert node.hear(failed) == [EndKept(GRACE_MS, charged=(1,))]
     assert outcome_of(node.hear(events.KeptGone())).exit_code == EXIT_FAILED
 
@@ -332,7 +330,9 @@ def test_a_lost_runner_has_taken_its_parked_workers_with_it() -> None:
 def test_workers_parked_since_before_a_round_that_was_never_heard_of_end() -> None:
     """Its other nodes have continued since, perhaps from another state."""
     node = parked()
-    missed = events.RoundEnded("r1", 1, Cause.NODE_LOST, "n3 is lost", True, keep=True)
+    missed = RoundOver(
+        "job-7", "r1", 1, RoundEnd(Cause.NODE_LOST, "n3 is lost", broken=True, keep=True)
+    )
     told = node.hear(missed)
     assert told == [EndKept(GRACE_MS), SayJoin("r1", 1, (), kept=())]
     assert node.hear(missed) == []

@@ -31,7 +31,7 @@ from rdzv.client import Endpoint
 from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.model import JobSpec, Offer, Result, Settings
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import Placed
+from rdzv.messages import Placed, Withdrawn
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +81,7 @@ class Driver:
 
     async def hand_over(self, within_ms: int) -> None:
         self.handed_over = True
-        self.posted.append(events.Withdrawn(self.run, f"within {within_ms} ms"))
+        self.posted.append(Withdrawn("job-7", self.run, f"within {within_ms} ms"))
 
     async def wait(self) -> NodeOutcome:
         return await self._ended
@@ -281,7 +281,7 @@ async def test_whatever_is_heard_while_processes_are_killed_hastens_nothing(node
     driver = await node.driver()
     driver.end()
     await node.until(lambda: driver.closing)
-    node.placements.withdrawn("job", "r1", "the job has succeeded")
+    node.placements.withdrawn(Withdrawn("job", "r1", "the job has succeeded"))
     node.placements.leave(signal.SIGTERM, "SIGTERM")
     await asyncio.sleep(0.01)
     assert node.held() == {"job"}
@@ -479,20 +479,20 @@ async def test_a_node_of_more_capacity_takes_those_who_wait(node: Node) -> None:
 async def test_a_job_that_runs_is_withdrawn_by_its_driver(node: Node) -> None:
     node.place()
     driver = await node.driver()
-    node.placements.withdrawn("job", "r1", "scaled down")
+    node.placements.withdrawn(Withdrawn("job", "r1", "scaled down"))
     await node.until_free()
-    assert driver.posted == [events.Withdrawn("r1", "scaled down")]
+    assert driver.posted == [Withdrawn("job", "r1", "scaled down")]
     assert node.declined == []
 
 
 async def test_a_job_that_gets_ready_is_withdrawn_at_once(node: Node) -> None:
     node.ready.clear()
     node.place()
-    node.placements.withdrawn("job", "r1", "scaled down")
+    node.placements.withdrawn(Withdrawn("job", "r1", "scaled down"))
     await node.until_free()
     node.place()
     await node.until(lambda: node.made)
-    node.placements.withdrawn("job", "r1", "scaled down")
+    node.placements.withdrawn(Withdrawn("job", "r1", "scaled down"))
     await node.until_free()
     assert (node.drivers, node.declined, node.said[-1]) == ({}, [], set())
 
@@ -502,7 +502,7 @@ async def test_a_job_that_waits_for_gpus_is_withdrawn_at_once(gpu_node: Node) ->
     await gpu_node.driver("all")
     gpu_node.place("waits")
     await gpu_node.until(lambda: gpu_node.placements.ledger.waiting)
-    gpu_node.placements.withdrawn("waits", "r1", "cancelled")
+    gpu_node.placements.withdrawn(Withdrawn("waits", "r1", "cancelled"))
     await gpu_node.until(lambda: gpu_node.held() == {"all"})
     assert not gpu_node.placements.ledger.waiting
 
@@ -510,8 +510,8 @@ async def test_a_job_that_waits_for_gpus_is_withdrawn_at_once(gpu_node: Node) ->
 async def test_a_withdrawal_of_what_is_not_here_changes_nothing(node: Node) -> None:
     node.place()
     driver = await node.driver()
-    node.placements.withdrawn("job", "r2", "another run")
-    node.placements.withdrawn("other", "r1", "another job")
+    node.placements.withdrawn(Withdrawn("job", "r2", "another run"))
+    node.placements.withdrawn(Withdrawn("other", "r1", "another job"))
     assert driver.posted == []
 
 
@@ -519,7 +519,7 @@ async def test_a_job_that_was_withdrawn_can_be_placed_again(node: Node) -> None:
     node.place()
     first = await node.driver()
     node.may_close.clear()
-    node.placements.withdrawn("job", "r1", "scaled down")
+    node.placements.withdrawn(Withdrawn("job", "r1", "scaled down"))
     node.place()
     node.may_close.set()
     await node.until(lambda: node.drivers["job", "r1"] is not first)
@@ -717,7 +717,7 @@ async def test_what_is_handed_over_is_not_ended_here(node: Node) -> None:
     one = await node.driver("one")
     await node.placements.hand_over(9_000)
     node.place("two")
-    assert [str(event) for event in one.posted] == [str(events.Withdrawn("r1", "within 9000 ms"))]
+    assert [str(event) for event in one.posted] == [str(Withdrawn("job-7", "r1", "within 9000 ms"))]
     (task,) = [task for task in asyncio.all_tasks() if task.get_name() == "job one"]
     task.cancel()
     await asyncio.wait([task])

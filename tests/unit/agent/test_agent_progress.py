@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers import progress_files
-from rdzv.agent.observers.progress_files import WINDOW_MS, Pace, ProgressFiles, Report, read_step
+from rdzv.agent.observers.progress_files import WINDOW_MS, Pace, ProgressFiles, read_step
 from rdzv.core.evidence.progress_lag import RankProgress
+from rdzv.core.model import Assignment
+from rdzv.messages import Progress
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def line(round_: int = 3, nodes: int = 2) -> Assignment:
-    return Assignment("feed", round_, 1, nodes, 4, 8, 4, 8, "h", 1, True, 0, 3)
+    return Assignment("job-7", "feed", round_, 1, nodes, 4, 8, 4, 8, "h", 1, True, 0, 3)
 
 
 # ---------------------------------------------------------------------- what a file says
@@ -114,18 +115,18 @@ class Desk:
     """Two workers' files, and the reports made of them."""
 
     def __init__(self, now_ms: Callable[[], int] = monotonic_ms) -> None:
-        self.said: list[Report] = []
+        self.said: list[Progress] = []
         self.new = asyncio.Event()
         self.files = ProgressFiles(self.hear, now_ms=now_ms)
 
-    def hear(self, report: Report) -> None:
+    def hear(self, report: Progress) -> None:
         self.said.append(report)
         self.new.set()
 
     def path(self, local_rank: int) -> Path:
         return Path(self.files.file(local_rank))
 
-    async def expect(self, **steps: int) -> Report:
+    async def expect(self, **steps: int) -> Progress:
         """Wait until these are the steps, by RANK."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
@@ -343,7 +344,7 @@ async def test_without_a_place_workers_run_all_the_same(
 def test_what_is_said_becomes_a_message() -> None:
     from rdzv.agent.server_link import encoding
 
-    report = Report("feed", 3, (RankProgress(4, 1_204, 300, 14.25),))
+    report = Progress("job-7", "feed", 3, (RankProgress(4, 1_204, 300, 14.25),))
     said = encoding.report(report, "job-7", 0).progress
     assert (said.rdzv_id, said.run, said.round) == ("job-7", "feed", 3)
     (one,) = said.ranks

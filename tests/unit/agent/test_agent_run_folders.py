@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import NO_FILES, Output
 from rdzv.agent.output.run_files import RoundOutput, RunLogs, WorkerOutput, Written, usual_output
 from rdzv.agent.output.run_folders import MAX_INDEX_BYTES, RunFolders, folder_name
+from rdzv.core.model import Assignment
 
 DAY = 86_400.0
 NOW = time.time()
@@ -17,7 +17,7 @@ PLENTY = 1 << 40
 
 
 def line(number: int, rank_first: int = 0) -> Assignment:
-    return Assignment("r1", number, 0, 1, rank_first, 2, 0, 2, "h", 1, True, 0, 0)
+    return Assignment("job-7", "r1", number, 0, 1, rank_first, 2, 0, 2, "h", 1, True, 0, 0)
 
 
 def write_round(folders: RunFolders, run: str, number: int, *, rdzv_id: str = "job") -> Path:

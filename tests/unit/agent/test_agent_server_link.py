@@ -23,25 +23,26 @@ from rdzv.agent.core import events
 from rdzv.agent.launch.launch import NO_FILES
 from rdzv.agent.output.run_files import RoundOutput, WorkerOutput, Written
 from rdzv.agent.runner.system import boottime_ms
-from rdzv.agent.server_link import encoding, fence_proofs, outbox
+from rdzv.agent.server_link import fence_proofs, outbox
 from rdzv.agent.server_link import link as server_link
 from rdzv.agent.server_link.fence_proofs import FenceProofs
 from rdzv.agent.server_link.link import FINAL_REFUSALS, Identity, ServerLink
 from rdzv.client import Endpoint, parse_endpoint
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
 from rdzv.core.fleet.nodes import LeaseRules
-from rdzv.core.model import JobSpec, Result
+from rdzv.core.model import Assignment, Ended, JobSpec, Result
 from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
     ERRORS,
     LEADER_METADATA_KEY,
     RendezvousConnectionError,
 )
-from rdzv.messages import Holding, Placed, TakeStacks
+from rdzv.messages import Closed, Holding, Joined, Placed, Refused, TakeStacks, Withdrawn
 from rdzv.runtime.tasks import beside
 from rdzv.server.rpc.rendezvous_service import HELLO_TIMEOUT_S
 from rdzv.structs import replace
 from rdzv.transport.node_stream import Backoff
+from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
 
@@ -575,7 +576,7 @@ async def test_the_servers_clock_is_known_from_an_answer_that_was_asked_for(serv
         before_us = time.monotonic_ns() // 1_000
         await talk.say(heard=pb.Heard(number=number, clock_us=before_us + 7_000_000))
         await talk.say(joined=pb.Joined(rdzv_id="job-1", run="r1"))
-        await job.hear(events.Joined)  # It comes after the answer.
+        await job.hear(Joined)  # It comes after the answer.
         known = link.server_clock.read(time.monotonic_ns())
         assert known is not None
         assert abs(known.offset_us - 7_000_000) <= known.error_us
@@ -591,7 +592,7 @@ async def test_nothing_else_proves_that_the_node_is_heard(server: Server) -> Non
         await talk.say(leadership=5, heard=pb.Heard(number=number + 1))
         await talk.say(leadership=5, heard=pb.Heard(number=0))
         await talk.say(leadership=5, joined=pb.Joined(rdzv_id="job-7", run="r1"))
-        await job.hear(events.Joined)
+        await job.hear(Joined)
         await talk.say(leadership=4, heard=pb.Heard(number=number))
         await job.hear(events.ServerLost)
         assert job.renewals.empty()
@@ -631,8 +632,8 @@ async def test_a_fence_too_close_to_the_lease_is_refused_for_its_job(server: Ser
     late, other = Job("job-1", 4_001), Job("job-2", 4_000)
     async with running(link_to(server.endpoint, jobs=(late, other))):
         await server.greet(lease_ms=5_000)
-        refused = await late.hear(events.Refused)
-        assert isinstance(refused, events.Refused)
+        refused = await late.hear(Refused)
+        assert isinstance(refused, Refused)
         assert refused.code == "InvalidRequestError"
         assert "--fence-after=4.001 is too long" in refused.message
         await other.hear(events.ServerConnected)
@@ -651,8 +652,8 @@ async def test_each_job_hears_what_is_about_it(server: Server) -> None:
         await talk.say(waiting=pb.Waiting(rdzv_id="job-2", reason="waiting for 1 more node"))
         await talk.say()
         await talk.say(refused=pb.Refused(rdzv_id="job-2", code="InvalidRequestError", message="m"))
-        assert await second.hear(events.Refused) == events.Refused("InvalidRequestError", "m")
-        assert first.everything == [events.ServerConnected(), events.Joined("r1", 1)]
+        assert await second.hear(Refused) == Refused("job-2", "InvalidRequestError", "m")
+        assert first.everything == [events.ServerConnected(), Joined("job-1", "r1", 1)]
         assert (first.notes, second.notes) == ([], ["waiting for 1 more node"])
 
 
@@ -673,9 +674,9 @@ async def test_a_deposed_server_changes_nothing(server: Server) -> None:
         assert hello.leadership == 5
         await job.hear(events.ServerConnected)
         await talk.say(leadership=6, closed=pb.Closed(rdzv_id="job-7", run="r1"))
-        closed = await job.hear(events.RunClosed)
-        assert closed == events.RunClosed("r1", Result.FAILED, "", False, ())
-    closings = [event for event in job.everything if isinstance(event, events.RunClosed)]
+        closed = await job.hear(Closed)
+        assert closed == Closed("job-7", "r1", Ended(Result.FAILED, ""))
+    closings = [event for event in job.everything if isinstance(event, Closed)]
     connections = [event for event in job.everything if isinstance(event, events.ServerConnected)]
     assert (len(closings), len(connections)) == (1, 2)
 
@@ -696,7 +697,7 @@ async def test_a_refused_hello_is_refused_for_every_job(server: Server, code: st
         status = grpc.StatusCode[ERRORS[code].grpc_status]
         talk.end(status, code, "node_id n1 is in use")
         for job in jobs:
-            assert await job.hear(events.Refused) == events.Refused(code, "node_id n1 is in use")
+            assert await job.hear(Refused) == Refused(job.rdzv_id, code, "node_id n1 is in use")
 
 
 @pytest.mark.parametrize(
@@ -736,7 +737,7 @@ async def test_what_is_refused_for_now_is_said_again_later(server: Server) -> No
         assert lost == events.ServerLost("the server refused for now: too many")
         await server.greet()
         await job.hear(events.ServerConnected)
-    assert events.Refused not in {type(event) for event in job.everything}
+    assert Refused not in {type(event) for event in job.everything}
 
 
 async def test_a_refusal_that_is_repeated_after_each_welcome_is_said_once(
@@ -1074,9 +1075,8 @@ def written(folder: Path, text: str) -> Written:
     found = Written()
     output = WorkerOutput(path, None, error=NO_FILES)
     line = pb.Assignment(rdzv_id="job-7", run="feed", round=2, rank_first=4)
-    completed = encoding.event(pb.ServerMessage(round_completed=line), now_ms=0)
-    assert isinstance(completed, events.RoundCompleted)
-    found.begin(completed.assignment, RoundOutput((output,), {}))
+    completed = read(Assignment, line)
+    found.begin(completed, RoundOutput((output,), {}))
     return found
 
 
@@ -1228,8 +1228,8 @@ class Placements:
     def look_again(self) -> None:
         self.heard.put_nowait("look again")
 
-    def withdrawn(self, rdzv_id: str, run: str, reason: str) -> None:
-        self.heard.put_nowait((rdzv_id, run, reason))
+    def withdrawn(self, withdrawn: Withdrawn) -> None:
+        self.heard.put_nowait((withdrawn.rdzv_id, withdrawn.run, withdrawn.reason))
 
     def noticed(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
         self.heard.put_nowait(event)
@@ -1344,7 +1344,7 @@ async def test_a_job_whose_fence_comes_too_late_for_the_lease_is_refused_when_it
         talk, _ = await server.greet(lease_ms=FENCED_MS)
         await talk.heartbeat()
         link.add(job)
-        assert await job.hear(events.Refused)
+        assert await job.hear(Refused)
         # This node's other jobs are not affected: no new stream, no refused Hello.
         link.say(pb.NodeMessage(declined=pb.Declined(rdzv_id="marker")))
         while (message := await talk.hear()) and message.declined.rdzv_id != "marker":

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 ASKED = TakeStacks(5, "job-7", "run-1", 2, 10_000)
 RUNS = AgentState(
     JobTerms("job-7", "n1", Settings(1, 1), local_world_size=2),
-    assignment=Assignment("run-1", 2, 0, 1, 0, 2, 0, 2, "h", 1, True, 0, 3),
+    assignment=Assignment("job-7", "run-1", 2, 0, 1, 0, 2, 0, 2, "h", 1, True, 0, 3),
     alive=frozenset({0}),
     workers_gone=False,
 )

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import NO_FILES
 from rdzv.agent.output import worker_log_reader
 from rdzv.agent.output.run_files import RoundOutput, WorkerOutput, Written
 from rdzv.agent.output.worker_log_reader import WorkerLogReader, tail
+from rdzv.core.model import Assignment
 from rdzv.messages import LogPiece, LogPosition, ReadLog
 from rdzv.structs import replace
 
@@ -111,6 +111,7 @@ class Node:
 
 def line(number: int, rank_first: int = 4) -> Assignment:
     return Assignment(
+        "job-7",
         run="feed",
         round=number,
         group_rank=2,

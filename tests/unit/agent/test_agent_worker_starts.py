@@ -18,9 +18,9 @@ from rdzv.agent.core.events import (
     ZygoteLost,
     ZygoteReady,
 )
-from rdzv.agent.core.model import ParkedWorker, StartReport
 from rdzv.agent.job.worker_starts import LocalStarts
-from rdzv.messages import StartedWorker
+from rdzv.core.model import KeptWorker
+from rdzv.messages import StartedWorker, WorkersStarted
 from rdzv.structs import replace
 from tests.unit.agent.test_agent_machine import line
 
@@ -30,7 +30,7 @@ class Story:
 
     def __init__(self) -> None:
         self.now_ms = 1_000
-        self.reports: list[StartReport] = []
+        self.reports: list[WorkersStarted] = []
         self.starts = LocalStarts("job", 3, lambda: self.now_ms, self.reports.append, watched=True)
         self.start(0, "cold", "cold", "cold")
 
@@ -84,7 +84,7 @@ def test_a_zygote_that_the_launch_asks_for_shows_nothing(s: Story) -> None:
 def test_kept_and_new_workers_are_told_apart(s: Story, caplog: pytest.LogCaptureFixture) -> None:
     s.starts.runner_said(WorkerExited(0, 2, 102, None, 9, 0))
     s.stop(0)
-    s.starts.runner_said(WorkersGone(0, kept=(ParkedWorker(0, 100), ParkedWorker(1, 101))))
+    s.starts.runner_said(WorkersGone(0, kept=(KeptWorker(0, pid=100), KeptWorker(1, pid=101))))
     s.start(1, "kept", "kept", "warm")
     assert not caplog.messages
     s.resume(1, 0, 1)
@@ -98,7 +98,7 @@ def test_each_reason_is_that_of_its_round(s: Story, caplog: pytest.LogCaptureFix
     s.stop(0)
     s.starts.runner_said(WorkerNotKept(0, 0, 100, "it did not park in time"))
     s.starts.runner_said(WorkerExited(0, 0, 100, None, 9, 0))
-    s.starts.runner_said(WorkersGone(0, kept=(ParkedWorker(1, 101), ParkedWorker(2, 102))))
+    s.starts.runner_said(WorkersGone(0, kept=(KeptWorker(1, pid=101), KeptWorker(2, pid=102))))
     s.starts.runner_said(KeptExited(1, 101, None, 9))
     s.start(1, "cold", "cold", "kept")
     s.resume(1, 2)
@@ -133,7 +133,10 @@ def test_the_server_is_told_of_each_round(s: Story) -> None:
     died = StartedWorker(2, "warm", "its worker ended with signal 9 (SIGKILL)")
     kept = (StartedWorker(0, "kept"), StartedWorker(1, "kept"))
     run = line(0).run
-    assert s.reports == [StartReport(run, 0, cold), StartReport(run, 1, (*kept, died))]
+    assert s.reports == [
+        WorkersStarted("job-7", run, 0, cold),
+        WorkersStarted("job-7", run, 1, (*kept, died)),
+    ]
 
 
 def test_a_worker_that_was_to_be_warm_and_is_cold_has_a_reason(s: Story) -> None:

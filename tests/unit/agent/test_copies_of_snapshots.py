@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent.core.events import SnapshotsHeld
+from rdzv.agent.core.events import SnapshotsChanged
 from rdzv.agent.job.copies_of_snapshots import CopiesOfSnapshots
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.runner_link import CopyCredentials
@@ -56,7 +56,7 @@ class Story:
         mark = SnapshotMark(0, 40, "a", shards, 2)
         lacks = MissingCopies(mark, missing) if missing else None
         held = Snapshot(0, mark, 0, 1_000, "digest", copy_of)
-        self.copies.note(self.context, SnapshotsHeld((held,), carrier, lacks))
+        self.copies.note(self.context, SnapshotsChanged((held,), carrier, lacks))
         await asyncio.sleep(0)
         await self.context.tasks.close()
 
@@ -112,7 +112,7 @@ async def test_it_is_encrypted_where_the_connection_to_the_server_is() -> None:
     story = Story(encrypted=True)
     story.copies.note(
         story.context,
-        SnapshotsHeld((Snapshot(0, SnapshotMark(0, 40, "a", 2, 2), 0, 1_000, "d"),)),
+        SnapshotsChanged((Snapshot(0, SnapshotMark(0, 40, "a", 2, 2), 0, 1_000, "d"),)),
     )
     async with asyncio.timeout(60):
         await story.runner.was_asked.wait()

@@ -13,11 +13,7 @@ import pytest
 
 from rdzv.agent.exit_causes import ExitedWorker, MemoryKills, explain_exit
 from rdzv.agent.exit_causes.exit_messages import explain_signal, find_core_dump
-from rdzv.agent.exit_causes.last_words import (
-    KNOWN,
-    explain_last_words,
-    explain_peer_address,
-)
+from rdzv.agent.exit_causes.last_words import KNOWN, explain_last_words, explain_peer_address
 from rdzv.agent.exit_causes.memory_kills import (
     INIT_PID_NAMESPACE,
     count_memory_kills,

@@ -13,12 +13,7 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent.runner.warm_restarts import (
-    MAX_REPORTS_PER_WORKER,
-    SETTLE_S,
-    YOUNG_S,
-    WarmRestarts,
-)
+from rdzv.agent.runner.warm_restarts import MAX_REPORTS_PER_WORKER, SETTLE_S, YOUNG_S, WarmRestarts
 from tests.support.lingering import LINGER_S, lingering
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from rdzv.agent.core.commands import SaySnapshots
 from rdzv.agent.job import reports_to_server
 from rdzv.agent.job.reports_to_server import SnapshotReports
 from rdzv.core.model import Snapshot, SnapshotMark
+from rdzv.messages import SnapshotsHeld
 
 
-def say(step: int) -> SaySnapshots:
-    return SaySnapshots("run-1", (Snapshot(0, SnapshotMark(0, step, "a")),))
+def say(step: int) -> SnapshotsHeld:
+    return SnapshotsHeld("job-7", "run-1", (Snapshot(0, SnapshotMark(0, step, "a")),))
 
 
 class Loop:
@@ -48,7 +48,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Loop:
 
 
 def test_only_the_latest_of_several_is_sent(loop: Loop) -> None:
-    sent: list[SaySnapshots] = []
+    sent: list[SnapshotsHeld] = []
     reports = SnapshotReports(sent.append)
     for step in (10, 20, 30):
         reports.report(say(step), nodes=2)
@@ -64,7 +64,7 @@ def test_only_the_latest_of_several_is_sent(loop: Loop) -> None:
 
 
 def test_nothing_is_sent_after_the_end(loop: Loop) -> None:
-    sent: list[SaySnapshots] = []
+    sent: list[SnapshotsHeld] = []
     reports = SnapshotReports(sent.append)
     reports.report(say(10), nodes=2)
     reports.report(say(20), nodes=2)

@@ -13,6 +13,7 @@ from rdzv.core.commands import Fail, Leave, Succeed
 from rdzv.core.life import restoring
 from rdzv.core.life.restoring import not_after
 from rdzv.core.model import (
+    Assignment,
     Cause,
     Departure,
     Ended,
@@ -36,7 +37,6 @@ from rdzv.errors import (
     StoreRefusedError,
     UnknownJobError,
 )
-from rdzv.messages import Assignment
 from rdzv.runtime.clock import DAY_MS
 from rdzv.server.engine.forgetting import PRUNE_EVERY_MS, outlived, refuse_to_forget
 from rdzv.server.settings.server_settings import Retention

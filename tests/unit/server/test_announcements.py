@@ -6,20 +6,25 @@ from builders import RUN, Job, join, offer, report
 
 from rdzv.core.commands import Fail, Resume
 from rdzv.core.events import RunBegan
-from rdzv.core.model import KeptWorker, RecoveryReport, Settings
+from rdzv.core.model import Assignment, KeptWorker, RecoveryReport, Settings
 from rdzv.core.rendezvous import step
-from rdzv.messages import Assignment, Belief, Joined, RoundOver
+from rdzv.messages import Belief, Joined, RoundOver
 from rdzv.server.sessions import announcements
 from rdzv.structs import replace
 
 SETTINGS = Settings(1, 3, last_call_timeout_ms=60_000)
 
 
+def reported_alone(node_id: str, round_: int) -> RecoveryReport:
+    line = ("job", "former", round_, 0, 1, 0, 1, 0, 1, f"{node_id}.net", 29501, True, 0, 0)
+    return RecoveryReport(Assignment(*line), SETTINGS, offer(node_id))
+
+
 def test_who_waited_hears_of_an_adopted_run_before_its_line() -> None:
     """In one step the run is adopted, its round ends, and both join the next one."""
     job = Job(SETTINGS)
     job.join("n1")
-    recovery = RecoveryReport(2, 0, 1, 0, 1, 0, 1, "n2.net", 29501, True, 0, SETTINGS, offer("n2"))
+    recovery = reported_alone("n2", 2)
     command = replace(
         join("n2", run="former", settings=SETTINGS, left_round=2, new_run="x"), recovery=recovery
     )
@@ -42,7 +47,7 @@ def test_who_runs_a_round_that_a_later_one_has_followed_elsewhere_hears_so() -> 
     job = Job(SETTINGS)
     job.join("n1", "n2", "n3")
     run = job.membership.run
-    recovery = RecoveryReport(9, 0, 1, 0, 1, 0, 1, "n4.net", 29501, True, 0, SETTINGS, offer("n4"))
+    recovery = reported_alone("n4", 9)
     before = job.state
     transition = step(before, Resume("n4", 1, run, 9, recovery), job.now_ms)
     heard = dict(announcements.after_step(before, transition.state, transition.events, 0))

@@ -6,7 +6,7 @@ from rdzv.agent.observers.arrival_watch import arrivals as reported_by
 from rdzv.agent.observers.flight_records import GroupTimes
 from rdzv.agent.observers.server_clock import Reading
 from rdzv.core.evidence.lateness import arrivals
-from rdzv.messages import Arrivals, GroupArrivals
+from rdzv.messages import Arrivals
 from rdzv.server.diagnosis.arrival_board import ArrivalBoard
 
 NODES = {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
@@ -27,12 +27,7 @@ class Node:
             at_us = {n: 100_000 * n + 20_000 * (rank == 3) for n in range(1, last + 1)}
             by_rank[rank] = {"0": GroupTimes(at_us, at_us)}
         (group,) = reported_by(by_rank, self._reported, 64, Reading(0, 500))
-        entered: dict[int, dict[int, int]] = {}
-        for one in group.ranks:
-            for n, at_us_of in zip(group.sequences, one.entered_us, strict=True):
-                entered.setdefault(n, {})[one.rank] = at_us_of
-        said = GroupArrivals(group.group, group.per_second, group.error_us, entered)
-        return Arrivals("job", "run", 0, (said,))
+        return Arrivals("job", "run", 0, (group,))
 
 
 def looks(*upto: tuple[int, int]) -> list[tuple[list[int], int]]:

@@ -31,6 +31,7 @@ from rdzv.core.fleet.node_resources import FailingCheck
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules
 from rdzv.core.life import runs
 from rdzv.core.model import (
+    Assignment,
     Cause,
     Ended,
     Failure,
@@ -62,7 +63,6 @@ from rdzv.errors import (
 )
 from rdzv.messages import (
     Announcement,
-    Assignment,
     Belief,
     Closed,
     Draining,
@@ -1551,7 +1551,8 @@ def waits(stream: Stream, run: str) -> Belief:
 def runs_elsewhere(stream: Stream) -> Belief:
     """The belief of a node in a round that a server without memory does not know."""
     offer = join(stream).offer
-    claim = RecoveryReport(3, 1, 2, 2, 4, 2, 4, "n1.net", 4711, True, 0, Settings(2, 2), offer)
+    line = Assignment("job-7", "former", 3, 1, 2, 2, 4, 2, 4, "n1.net", 4711, True, 0, 0)
+    claim = RecoveryReport(line, Settings(2, 2), offer)
     resume = Resume(stream.node_id, stream.incarnation, "former", 3, claim)
     return Belief("job-7", "former", 3, has_workers=True, commands=(resume,))
 

@@ -6,7 +6,15 @@ import pytest
 
 from rdzv.core.commands import Decline, Join, Leave, Resume, Scale, Stop, Submit, Succeed
 from rdzv.core.fleet.node_resources import FailingCheck, Gpu, Resources
-from rdzv.core.model import DAEMON_RETURN_MS, JobSpec, LeaveCause, NodeState, Offer, Settings
+from rdzv.core.model import (
+    DAEMON_RETURN_MS,
+    Assignment,
+    JobSpec,
+    LeaveCause,
+    NodeState,
+    Offer,
+    Settings,
+)
 from rdzv.errors import (
     InvalidRequestError,
     JobExistsError,
@@ -17,7 +25,6 @@ from rdzv.errors import (
 )
 from rdzv.messages import (
     Announcement,
-    Assignment,
     Belief,
     Closed,
     Draining,

@@ -14,11 +14,11 @@ from rdzv import bounds
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.core.commands import Leave
 from rdzv.core.evidence.progress_lag import RankProgress, lags
-from rdzv.core.model import LeaveCause
+from rdzv.core.model import Assignment, LeaveCause
 from rdzv.ctl import as_text, live
 from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import Assignment, Progress
+from rdzv.messages import Progress
 from rdzv.server import wire
 from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.stores.memory import MemoryStore

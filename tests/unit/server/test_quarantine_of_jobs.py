@@ -16,9 +16,9 @@ from rdzv.core.commands import Bar, Fail, Join, Place, ReportStuck
 from rdzv.core.events import NodeJoined, NodesPlaced
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.fleet.quarantine import QuarantineRules
-from rdzv.core.model import Offer, Settings
+from rdzv.core.model import Assignment, Offer, Settings
 from rdzv.errors import RendezvousConnectionError, UnknownNodeError
-from rdzv.messages import Assignment, Placed, Withdrawn
+from rdzv.messages import Placed, Withdrawn
 from rdzv.server.driver import Driver
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rdzv.core.model import Offer, Snapshot, SnapshotMark
+from rdzv.core.model import Assignment, Offer, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
-from rdzv.messages import Assignment, KeepCopies, SnapshotsHeld, SnapshotWatermark
+from rdzv.messages import KeepCopies, SnapshotsHeld, SnapshotWatermark
 from rdzv.server.sessions.streams import Stream
 from rdzv.structs import replace
 from tests.unit.server.test_driver import Server, join, read, server, settle

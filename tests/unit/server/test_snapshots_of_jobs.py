@@ -6,9 +6,18 @@ import pytest
 
 from rdzv.core.events import RoundCompleted
 from rdzv.core.evidence.progress_lag import RankProgress
-from rdzv.core.model import Ended, Offer, Participant, Result, Round, Snapshot, SnapshotMark
+from rdzv.core.model import (
+    Assignment,
+    Ended,
+    Offer,
+    Participant,
+    Result,
+    Round,
+    Snapshot,
+    SnapshotMark,
+)
 from rdzv.core.snapshots import NodeHolding, NodeLoss, SnapshotsKnown, SoleHolder, WhyNotLoaded
-from rdzv.messages import Announcement, Assignment, SnapshotsHeld, SnapshotWatermark
+from rdzv.messages import Announcement, SnapshotsHeld, SnapshotWatermark
 from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
 from rdzv.server.operations.job_operations import with_workers
 from rdzv.server.sessions.streams import Stream

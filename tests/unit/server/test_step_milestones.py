@@ -6,8 +6,8 @@ import pytest
 
 from rdzv.core.commands import Fail, Join
 from rdzv.core.evidence.progress_lag import RankProgress
-from rdzv.core.model import Moved, Settings
-from rdzv.messages import Arrivals, Assignment, GroupArrivals, Progress
+from rdzv.core.model import Assignment, Moved, Settings
+from rdzv.messages import Arrivals, GroupArrivals, Progress, RankArrivals
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.view.answers import event_in
@@ -95,8 +95,9 @@ async def test_a_server_that_is_restarted_takes_no_later_step_for_the_first() ->
 
 
 def arrived(number: int, entered_ms: int, error_us: int | None = 500) -> Arrivals:
-    entered_us = {7: {0: 1_000 * entered_ms, 1: 1_000 * entered_ms + 9_000}}
-    group = GroupArrivals("0", 2.0, error_us, entered_us)
+    first, second = 1_000 * entered_ms, 1_000 * entered_ms + 9_000
+    ranks = (RankArrivals(0, (first,)), RankArrivals(1, (second,)))
+    group = GroupArrivals("0", 2.0, error_us, (7,), ranks)
     return Arrivals("job-7", "run-1", number, (group,))
 
 

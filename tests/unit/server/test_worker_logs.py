@@ -9,7 +9,7 @@ import pytest
 
 from rdzv.bounds import LOG_PIECE_BYTES
 from rdzv.core.commands import Fail, Join, Leave, Succeed
-from rdzv.core.model import Ended, EndedRun, LeaveCause, Offer, Result, Settings
+from rdzv.core.model import Assignment, Ended, EndedRun, LeaveCause, Offer, Result, Settings
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -18,14 +18,7 @@ from rdzv.errors import (
     RendezvousError,
     UnknownJobError,
 )
-from rdzv.messages import (
-    Assignment,
-    LogPiece,
-    LogPosition,
-    LogsWanted,
-    ReadLog,
-    StopLog,
-)
+from rdzv.messages import LogPiece, LogPosition, LogsWanted, ReadLog, StopLog
 from rdzv.server.diagnosis.worker_logs import WAIT_MS, by_node
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore

@@ -6,9 +6,9 @@ import pytest
 
 from rdzv import bounds
 from rdzv.core.commands import Leave
-from rdzv.core.model import LeaveCause
+from rdzv.core.model import Assignment, LeaveCause
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import Assignment, Joined, StartedWorker, WorkersStarted
+from rdzv.messages import Joined, StartedWorker, WorkersStarted
 from rdzv.server import wire
 from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.stores.memory import MemoryStore

@@ -17,23 +17,43 @@ from google.protobuf.message import Message
 
 from rdzv import messages as told
 from rdzv.agent.core import commands
-from rdzv.agent.core.model import ParkedWorker, StartReport
-from rdzv.agent.observers.arrival_watch import ArrivalReport, GroupArrivals, RankArrivals
-from rdzv.agent.observers.hang_watch import HungReport
-from rdzv.agent.observers.progress_files import Report
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.core.evidence import collectives
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.fleet.node_resources import FailingCheck, Gpu, Resources
-from rdzv.core.model import JobSpec, Moved, ScaleUp, Snapshot, SnapshotMark, Tally
+from rdzv.core.model import (
+    Assignment,
+    Cause,
+    Ended,
+    JobSpec,
+    KeptWorker,
+    Moved,
+    Result,
+    RoundEnd,
+    ScaleUp,
+    Snapshot,
+    SnapshotMark,
+    Tally,
+)
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import Holding, LogPiece, StartedWorker
+from rdzv.messages import (
+    Arrivals,
+    GroupArrivals,
+    Holding,
+    Hung,
+    LogPiece,
+    Progress,
+    RankArrivals,
+    SnapshotsHeld,
+    StartedWorker,
+    WorkersStarted,
+)
 from rdzv.server import wire
 from rdzv.stores.base import Record
-from rdzv.structs import replace
+from rdzv.structs import as_dict, replace
 from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import event_in
@@ -66,7 +86,7 @@ STACK = replace(
 def by_agents() -> Iterator[tuple[str, Message]]:
     """Yield each kind of message that a node sends."""
     state = replace(agent.REJOINING, snapshots=SNAPSHOTS, stopping_since_ms=NOW_MS - 9)
-    kept = (ParkedWorker(0, 99), ParkedWorker(3, 98, 7, True, 1, 2, 0))
+    kept = (KeptWorker(0, pid=99), KeptWorker(3, 7, True, 1, 2, 0, pid=98))
     say = commands.SayJoin(
         "r1", 5, (agent.FAILURE, agent.KILLED), True, Moved(7, snapshot_changed=True), kept
     )
@@ -101,31 +121,28 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     states = {name: state for name, (state, *_) in agent.BELIEFS.items()}
     states["with all of a round"] = replace(agent.REJOINING, assignment=round_)
     for name, believed in states.items():
-        belief = encoding.belief(believed, agent.OFFER, NOW_MS, refuse_reuse=False)
-        yield f"belief:{name}", belief
+        yield f"belief:{name}", agent.belief_of(believed)
     for case in cases(agent.test_a_report_is_heard_as_it_was_said):
         yield f"report:{type(case[0]).__name__}", encoding.report(case[0], "job-7", NOW_MS)
     suspect = replace(agent.FAILURE, message="caf\udce9", suspect=True)
     failed = commands.SayFailed("r1", 5, (suspect,))
     yield "report:suspect", encoding.report(failed, "job-7", NOW_MS)
     progress = (RankProgress(8, 1_204, 300, 14.25), RankProgress(9, 0, 0, None))
-    yield "progress", encoding.report(Report("r1", 2, progress), "job-7", NOW_MS)
-    held = commands.SaySnapshots("r1", SNAPSHOTS, CARRIER, MISSING)
+    yield "progress", encoding.report(Progress("job-7", "r1", 2, progress), "job-7", NOW_MS)
+    held = SnapshotsHeld("job-7", "r1", SNAPSHOTS, CARRIER, MISSING)
     yield "snapshots_held", encoding.report(held, "job-7", NOW_MS)
     workers = (StartedWorker(0, "kept"), StartedWorker(1, "warm", "it did not park"))
-    started = StartReport("r1", 2, workers, "no file", forks=True)
+    started = WorkersStarted("job-7", "r1", 2, workers, "no file", forks=True)
     yield "workers_started", encoding.report(started, "job-7", NOW_MS)
     entered = (RankArrivals(8, (1_000, -5)),)
     groups = (GroupArrivals("0", 2.5, None, (4, 5), entered), GroupArrivals("1", 0.0, 0, (), ()))
-    yield "arrivals", encoding.report(ArrivalReport("r1", 2, groups), "job-7", NOW_MS)
+    yield "arrivals", encoding.report(Arrivals("job-7", "r1", 2, groups), "job-7", NOW_MS)
     hung = (HungWorker(9, 1, 99, 61_000, "no progress", timed_out=True),)
-    yield "hung", encoding.report(HungReport("r1", 2, hung), "job-7", NOW_MS)
-    yield "hung:none", encoding.report(HungReport("r1", 2, ()), "job-7", NOW_MS)
+    yield "hung", encoding.report(Hung("job-7", "r1", 2, hung), "job-7", NOW_MS)
+    yield "hung:none", encoding.report(Hung("job-7", "r1", 2, ()), "job-7", NOW_MS)
     position = told.LogPosition("", 2, 3, True, 7, 9)
-    yield (
-        "log_piece",
-        encoding.log_piece(LogPiece(5, 2, 3, 11, True, 4_711, b"x\xff", True, "why", (position,))),
-    )
+    piece = LogPiece(5, 2, 3, 11, True, 4_711, b"x\xff", True, "why", (position,))
+    yield "log_piece", encoding.log_piece(piece)
     yield "stacks", encoding.stacks(5, (STACK,), last=False, error="")
     yield "stacks:last", encoding.stacks(5, (), last=True, error="caf\udce9")
     has = Resources(8, 64, (Gpu("GPU-a", "H100", 80),), (("gpu", "h100"),), 2, "rack-1")
@@ -141,8 +158,8 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     yield "gone", encoding.gone(pb.Assignment(rdzv_id="job-7", run="r1", round=5))
 
 
-def by_servers() -> Iterator[tuple[str, Message]]:
-    """Yield each kind of message that a node is told, and of answers to operators."""
+def announcements() -> Iterator[told.Announcement]:
+    """Yield each kind of what nodes are told."""
     spec = JobSpec(
         ("train.py", "--lr=1"),
         (("A", "1"),),
@@ -153,21 +170,47 @@ def by_servers() -> Iterator[tuple[str, Message]]:
     source = CopySource("n2", "h2", 7_000, "secret", SNAPSHOTS, "ab12")
     position = told.LogPosition("n1", 2, 3, True, 7)
     job = ("job-7", "r1")
-    others: tuple[told.Announcement, ...] = (
-        told.Joined(*job, 2, forks=False),
-        told.KeepCopies(*job, MARK, (source,)),
-        told.ReadLog(5, "job-7", None, None, True, False, True, 9, 8, 7),
-        told.ReadLog(5, "job-7", 0, 0, True, False, True, 9, 8, 7, 6, (position,), ("r2", "r1")),
-        told.StopLog(5),
-        told.Placed(*job, spec),
-        told.Placed(*job, JobSpec(("train.py",))),
-        told.Withdrawn(*job, "the job has stopped"),
-        told.LookAgain(),
-        told.TakeStacks(5, *job, 2, 10_000),
-        told.DrainNode(60_000, "drained by ada", 3),
-        told.UndrainNode(),
-    )
-    for announced in (*(case[0] for case in cases(server.test_what_nodes_are_told)), *others):
+    feed = ("job-7", "feed", 2)
+    line = (*feed, 1, 4, 8, 32, 4, 16, "10.0.0.5", 4711, True)
+    assignment = Assignment(*line, restarts=1, max_restarts=3)
+    yield told.Lease(10_000, 30_000)
+    yield told.Servers(("b:1", "c:1"))
+    yield told.Heard(7, 5)
+    yield told.Welcome(7, 1_666, 5_000)
+    yield told.Joined(*feed)
+    yield assignment
+    yield replace(assignment, use_agent_store=False, max_restarts=None, tally=server.TALLY)
+    yield replace(assignment, kept=(0, 3), source=11, resume_step=70, charged_suspects=(2,))
+    yield replace(assignment, snapshot=MARK, snapshot_loads=1, origin=1, lineage=2)
+    yield told.RoundOver(*feed, RoundEnd(Cause.NODE_LOST, "n2 was lost", 0, True))
+    restarted = RoundEnd(Cause.OPERATOR, "restart", 0, broken=False, keep=False)
+    yield told.RoundOver(*feed, restarted, culprits=(0, 5))
+    yield told.SnapshotWatermark(*job, MARK, 7_000, MARK)
+    yield told.Closed(*job, Ended(Result.FAILED, "spent", 0, True, (server.CORE_FAILED,)))
+    yield told.Refused("job-7", "InvalidRequestError", "no")
+    yield told.Waiting("job-7", "spare")
+    yield told.Joined(*job, 2, forks=False)
+    yield told.KeepCopies(*job, MARK, (source,))
+    yield told.ReadLog(5, "job-7", None, None, True, False, True, 9, 8, 7)
+    yield told.ReadLog(5, "job-7", 0, 0, True, False, True, 9, 8, 7, 6, (position,), ("r2", "r1"))
+    yield told.StopLog(5)
+    yield told.Placed(*job, spec)
+    yield told.Placed(*job, JobSpec(("train.py",)))
+    yield told.Withdrawn(*job, "the job has stopped")
+    yield told.LookAgain()
+    yield told.TakeStacks(5, *job, 2, 10_000)
+    yield told.DrainNode(60_000, "drained by ada", 3)
+    yield told.UndrainNode()
+
+
+@pytest.mark.parametrize("announced", list(announcements()), ids=lambda one: type(one).__name__)
+def test_a_node_hears_what_it_is_told(announced: told.Announcement) -> None:
+    assert as_dict(agent.told(announced)) == as_dict(announced)
+
+
+def by_servers() -> Iterator[tuple[str, Message]]:
+    """Yield each kind of message that a node is told, and of answers to operators."""
+    for announced in announcements():
         name = type(announced).__name__
         yield f"told:{name}", wire.server_message([announced], 3, "1.2", 5_000)
     several = [told.Welcome(7, 1_666, 5_000), told.Servers(("b:1",)), told.LookAgain()]

@@ -51,8 +51,7 @@ def test_what_is_of_a_later_version_is_passed_over() -> None:
     )
     assert message.WhichOneof("body") == "hello"
     unknown = pb.ServerMessage.FromString(b"\x08\x05" + later)
-    assert agent_wire.event(unknown, now_ms=0) is None
-    assert agent_wire.rdzv_id_of(unknown) == ""
+    assert agent_wire.announcement(unknown, now_ms=0) is None
 
 
 def fields_of_all() -> dict[str, list[Any]]:

@@ -5,16 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from rdzv.agent.core.model import (
-    AgentState,
-    Assignment,
-    Leaving,
-    Outcome,
-    ParkedWorker,
-)
+from rdzv.agent.core.model import AgentState, Leaving, Outcome
 from rdzv.bounds import Flat
-from rdzv.core.model import UNMOVED, Failure, Moved, Snapshot, SnapshotMark
-from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
+from rdzv.core.model import UNMOVED, Assignment, Failure, KeptWorker, Moved
+from rdzv.messages import KeepCopies, SnapshotsHeld, SnapshotWatermark
 from rdzv.structs import struct
 
 
@@ -28,7 +22,7 @@ class SayJoin:
     fenced: bool = False
     """Whether the fence was the only reason why the round ended on this node."""
     moved: Annotated[Moved, Flat] = UNMOVED
-    kept: tuple[ParkedWorker, ...] = ()
+    kept: tuple[KeptWorker, ...] = ()
     """The parked workers that may enter the next round."""
 
 
@@ -74,37 +68,6 @@ class SayStoreHostFailed:
     run: str
     round: int
     reason: str
-
-
-@struct(frozen=True)
-class SaySnapshots:
-    """Report all of the run's snapshots that this node holds in memory."""
-
-    run: str
-    snapshots: tuple[Snapshot, ...]
-    carrier: CopyCarrier | None = None
-    missing: MissingCopies | None = None
-
-
-@struct(frozen=True)
-class FetchCopies:
-    """Fetch and keep copies of snapshots held by other nodes."""
-
-    mark: SnapshotMark
-    sources: tuple[CopySource, ...]
-
-
-@struct(frozen=True)
-class AnnounceWatermark:
-    """Tell the workers which snapshots are whole, so that they overwrite only other ones."""
-
-    mark: SnapshotMark
-    whole_ms: int = 0
-    """When these snapshots became whole, by the server's clock; 0 if unknown."""
-    given_up: SnapshotMark | None = None
-    """The newest snapshots that are known never to become whole. They and all others newer than
-    `mark` may be overwritten.
-    """
 
 
 @struct(frozen=True)
@@ -184,9 +147,9 @@ Command = (
     | SayLeave
     | SayStuck
     | SayStoreHostFailed
-    | SaySnapshots
-    | FetchCopies
-    | AnnounceWatermark
+    | SnapshotsHeld
+    | KeepCopies
+    | SnapshotWatermark
     | StartWorkers
     | StopWorkers
     | EndKept

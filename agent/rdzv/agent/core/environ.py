@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rdzv.agent.core.model import Assignment
+from rdzv.core.model import Assignment
 
 _SNAPSHOT, _ORIGIN = "RDZV_SNAPSHOT", "RDZV_SNAPSHOT_ORIGIN"
 
@@ -51,7 +51,7 @@ def worker_environ(
         MASTER_ADDR=assignment.master_addr,
         MASTER_PORT=str(assignment.master_port),
         TORCHELASTIC_RESTART_COUNT=str(assignment.restarts),
-        TORCHELASTIC_MAX_RESTARTS=str(assignment.max_restarts),
+        TORCHELASTIC_MAX_RESTARTS=str(assignment.max_restarts or 0),
         TORCHELASTIC_RUN_ID=rdzv_id,
         TORCHELASTIC_USE_AGENT_STORE=str(assignment.use_agent_store),
         TORCHELASTIC_ERROR_FILE=error_file,

@@ -5,12 +5,17 @@ Those of the runner have the fields of its frames. The agent adds what only it c
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from rdzv.agent.core.model import Assignment, ParkedWorker
-from rdzv.bounds import Else
-from rdzv.core.model import UNMOVED, Cause, Failure, Moved, Result, Snapshot, SnapshotMark
-from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
+from rdzv.core.model import UNMOVED, Assignment, Failure, KeptWorker, Moved, Snapshot, SnapshotMark
+from rdzv.core.snapshot_copies import CopyCarrier, MissingCopies
+from rdzv.messages import (
+    Closed,
+    Joined,
+    KeepCopies,
+    Refused,
+    RoundOver,
+    SnapshotWatermark,
+    Withdrawn,
+)
 from rdzv.structs import struct
 
 
@@ -27,64 +32,11 @@ class ServerLost:
 
 
 @struct(frozen=True)
-class Joined:
-    """The server has admitted this node to a run of the job."""
-
-    run: str
-    run_number: int
-    forks: bool | None = None
-    """Whether zygotes serve the script on all nodes of the running round; None if none is running.
-    """
-
-
-@struct(frozen=True)
-class RoundCompleted:
-    """A round in which this node takes part is complete."""
-
-    assignment: Assignment
-
-
-@struct(frozen=True)
-class RoundEnded:
-    """A round has ended."""
-
-    run: str
-    round: int
-    cause: Annotated[Cause, Else(Cause.NODE_LEFT)]
-    reason: str
-    broken: bool
-    keep: bool = False
-    """Whether workers may be kept for the next round."""
-    culprits: tuple[int, ...] = ()
-    """The LOCAL_RANKs of this node's workers that caused the end and will not be kept."""
-
-
-@struct(frozen=True)
 class Unhealthy:
     """A failure on this node ended the round, and health checks then found the node unhealthy."""
 
     round: int
     reason: str
-
-
-@struct(frozen=True)
-class RunClosed:
-    """The run is closed and will form no more rounds."""
-
-    run: str
-    result: Annotated[Result, Else(Result.FAILED)]
-    reason: str
-    retry_sensible: bool
-    failures: tuple[Failure, ...]
-    no_progress: bool = False
-
-
-@struct(frozen=True)
-class Refused:
-    """The server has permanently refused this node's request."""
-
-    code: str
-    message: str
 
 
 @struct(frozen=True)
@@ -162,7 +114,7 @@ class WorkersGone:
 
     round: int
     moved: Moved = UNMOVED
-    kept: tuple[ParkedWorker, ...] = ()
+    kept: tuple[KeptWorker, ...] = ()
     """The workers that are parked. All other processes of the round are gone."""
 
 
@@ -182,7 +134,7 @@ class KeptGone:
 
 
 @struct(frozen=True)
-class SnapshotsHeld:
+class SnapshotsChanged:
     """The runner's snapshots of the run have changed. These are all the snapshots it holds now.
 
     They include copies of other nodes' snapshots, which have a `copy_of`.
@@ -193,29 +145,6 @@ class SnapshotsHeld:
     """The carrier from which other nodes can fetch copies of these snapshots."""
     missing: MissingCopies | None = None
     """The copies that this node was last asked to fetch and could not get."""
-
-
-@struct(frozen=True)
-class CopiesWanted:
-    """The server has asked this node to keep copies of snapshots held by other nodes."""
-
-    run: str
-    mark: SnapshotMark
-    sources: tuple[CopySource, ...]
-
-
-@struct(frozen=True)
-class SnapshotWatermark:
-    """The run's nodes hold this mark's snapshots completely; older ones may be overwritten."""
-
-    run: str
-    mark: SnapshotMark
-    whole_ms: int = 0
-    """When these snapshots became whole, by the server's clock; 0 if unknown."""
-    given_up: SnapshotMark | None = None
-    """The newest snapshots that are known never to become whole. They and all others newer than
-    `mark` may be overwritten.
-    """
 
 
 @struct(frozen=True)
@@ -269,14 +198,6 @@ class Signalled:
 
     signum: int
     name: str
-
-
-@struct(frozen=True)
-class Withdrawn:
-    """The server has withdrawn this node from the run."""
-
-    run: str
-    reason: str
 
 
 @struct(frozen=True)
@@ -411,7 +332,7 @@ RunnerEvent = (
     | ZygoteLost
     | StoreHostReady
     | StoreHostExited
-    | SnapshotsHeld
+    | SnapshotsChanged
     | SnapshotRefused
     | SnapshotsWritten
     | ServeFailed
@@ -420,14 +341,15 @@ RunnerEvent = (
 )
 
 
+FromServer = (
+    Joined | Assignment | RoundOver | Closed | Refused | SnapshotWatermark | KeepCopies | Withdrawn
+)
+"""What the server tells a job: the core hears its messages as they are."""
+
 Event = (
-    ServerConnected
+    FromServer
+    | ServerConnected
     | ServerLost
-    | Joined
-    | RoundCompleted
-    | RoundEnded
-    | RunClosed
-    | Refused
     | WorkerExited
     | WorkerSuspected
     | WorkerResumed
@@ -435,9 +357,7 @@ Event = (
     | WorkersGone
     | KeptExited
     | KeptGone
-    | SnapshotsHeld
-    | SnapshotWatermark
-    | CopiesWanted
+    | SnapshotsChanged
     | WorkersStuck
     | Fenced
     | Unhealthy
@@ -445,7 +365,6 @@ Event = (
     | StoreHostExited
     | RunnerLost
     | Signalled
-    | Withdrawn
     | NoticeGiven
     | NoticeLifted
     | Ticked

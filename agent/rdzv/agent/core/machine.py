@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from rdzv.agent.core.commands import (
-    AnnounceWatermark,
     Command,
     EndKept,
     SayFailed,
@@ -29,30 +28,22 @@ from rdzv.agent.core.drain_notice import (
     notice_grace_ms,
 )
 from rdzv.agent.core.events import (
-    CopiesWanted,
     Event,
     Fenced,
-    Joined,
     KeptExited,
     KeptGone,
     NoticeGiven,
     NoticeLifted,
-    Refused,
-    RoundCompleted,
-    RoundEnded,
-    RunClosed,
     RunnerLost,
     ServerConnected,
     ServerLost,
     Signalled,
-    SnapshotsHeld,
-    SnapshotWatermark,
+    SnapshotsChanged,
     StartFailed,
     StoreHostExited,
     StoreHostReady,
     Ticked,
     Unhealthy,
-    Withdrawn,
     WorkerExited,
     WorkerResumed,
     WorkersGone,
@@ -68,7 +59,6 @@ from rdzv.agent.core.model import (
     EXIT_TRY_AGAIN,
     EXIT_USAGE,
     AgentState,
-    Assignment,
     JobTerms,
     Leaving,
     Outcome,
@@ -82,16 +72,17 @@ from rdzv.agent.core.server_contact import (
     server_due_ms,
     without_server,
 )
-from rdzv.agent.core.stopping import (
-    conclude,
-    end_kept,
-    finish,
-    joins_anew,
-    leave,
-    rejoin,
-    stop,
+from rdzv.agent.core.stopping import conclude, end_kept, finish, joins_anew, leave, rejoin, stop
+from rdzv.core.model import UNMOVED, Assignment, LeaveCause, Result
+from rdzv.messages import (
+    Closed,
+    Joined,
+    KeepCopies,
+    Refused,
+    RoundOver,
+    SnapshotWatermark,
+    Withdrawn,
 )
-from rdzv.core.model import UNMOVED, LeaveCause, Result
 from rdzv.structs import replace, struct
 
 _RESUME_LEAST_MS = 600_000
@@ -144,11 +135,11 @@ def _apply(work: Work, event: Event) -> None:
         case Joined():
             if work.state.phase is Phase.JOINING:
                 work.state = replace(work.state, run=event.run)
-        case RoundCompleted():
-            _start(work, event.assignment)
-        case RoundEnded():
+        case Assignment():
+            _start(work, event)
+        case RoundOver():
             _end_round(work, event)
-        case RunClosed():
+        case Closed():
             _close(work, event)
         case Refused():
             _accept_refusal(work, event)
@@ -169,9 +160,9 @@ def _apply(work: Work, event: Event) -> None:
             _note_kept_exit(work, event)
         case KeptGone():
             _note_kept_gone(work)
-        case SnapshotsHeld():
+        case SnapshotsChanged():
             note_snapshots(work, event)
-        case SnapshotWatermark() | CopiesWanted():
+        case SnapshotWatermark() | KeepCopies():
             apply_to_snapshots(work, event)
         case StoreHostReady():
             if _is_current(work.state, event.round):
@@ -232,10 +223,10 @@ def _start(work: Work, assignment: Assignment) -> None:
     )
     work.do(StartWorkers(assignment))
     if assignment.snapshot is not None and assignment.snapshot != state.watermark:
-        work.do(AnnounceWatermark(assignment.snapshot))
+        work.do(SnapshotWatermark(assignment.rdzv_id, assignment.run, assignment.snapshot))
 
 
-def _end_round(work: Work, event: RoundEnded) -> None:
+def _end_round(work: Work, event: RoundOver) -> None:
     """Stop the round's workers, unless they have succeeded."""
     if event.run != work.state.run:
         return
@@ -249,8 +240,8 @@ def _end_round(work: Work, event: RoundEnded) -> None:
             # After the notice, workers may be saving, which a broken collective does not prevent.
             leave(work, notice.leaving, notice_grace_ms(work), signum=None)
             return
-        grace_ms = job.failure_stop_timeout_ms if event.broken else job.shutdown_timeout_ms
-        stop(work, grace_ms, keep=event.keep, not_kept=event.culprits)
+        grace_ms = job.failure_stop_timeout_ms if event.end.broken else job.shutdown_timeout_ms
+        stop(work, grace_ms, keep=event.end.keep, not_kept=event.culprits)
     elif work.state.phase is Phase.SUCCEEDED:
         work.state = replace(work.state, phase=Phase.STOPPING)
         if work.state.workers_gone:
@@ -270,20 +261,22 @@ def _give_back_seat(work: Work, round_: int) -> None:
         work.do(rejoin(work.state))
 
 
-def _close(work: Work, event: RunClosed) -> None:
+def _close(work: Work, event: Closed) -> None:
     if event.run != work.state.run:
         return
-    if event.result is Result.SUCCEEDED:
+    ended = event.ended
+    if ended.result is Result.SUCCEEDED:
         exit_code = EXIT_SUCCESS
     else:
-        exit_code = EXIT_TRY_AGAIN if event.retry_sensible else EXIT_FAILED
-        exit_code = EXIT_NO_PROGRESS if event.no_progress else exit_code
+        exit_code = EXIT_TRY_AGAIN if ended.retry_sensible else EXIT_FAILED
+        exit_code = EXIT_NO_PROGRESS if ended.no_progress else exit_code
     node_id, kept = work.state.job.node_id, {worker.local_rank for worker in work.state.kept}
-    charged = {failure.local_rank for failure in event.failures if failure.node_id == node_id}
-    text = f"the job has {event.result}: {event.reason}"
-    if event.result is Result.STOPPED:
-        text = f"the job was stopped: {event.reason}"
-    outcome = Outcome(exit_code, text, event.failures, event.result, joins_anew(work.state, event))
+    charged = {failure.local_rank for failure in ended.failures if failure.node_id == node_id}
+    text = f"the job has {ended.result}: {ended.reason}"
+    if ended.result is Result.STOPPED:
+        text = f"the job was stopped: {ended.reason}"
+    anew = joins_anew(work.state, ended)
+    outcome = Outcome(exit_code, text, ended.failures, ended.result, joins_anew=anew)
     finish(work, outcome, charged=tuple(sorted(charged & kept)))
 
 

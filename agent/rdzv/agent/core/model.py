@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from enum import StrEnum
 from typing import Annotated
 
 from rdzv.bounds import Unsent
 from rdzv.core.model import (
     UNMOVED,
+    Assignment,
     Failure,
+    KeptWorker,
     LeaveCause,
     Moved,
     Result,
     Settings,
     Snapshot,
     SnapshotMark,
-    Tally,
 )
 from rdzv.core.snapshot_copies import CopyCarrier, MissingCopies
-from rdzv.messages import StartedWorker
 from rdzv.structs import struct
 
 EXIT_SUCCESS = 0
@@ -85,84 +84,6 @@ class Phase(StrEnum):
 
 
 @struct(frozen=True)
-class Assignment:
-    """This node's part in a complete round, with everything needed to start its workers."""
-
-    run: str
-    round: int
-    group_rank: int
-    group_world_size: int
-    rank_first: int
-    world_size: int
-    role_rank_first: int
-    role_world_size: int
-    master_addr: str
-    master_port: int
-    use_agent_store: bool
-    restarts: int
-    max_restarts: int
-    tally: Tally | None = field(default=None, compare=False)
-    """What the run had spent when the round was formed; kept in case the server loses its state."""
-    kept: tuple[int, ...] = ()
-    """The LOCAL_RANKs of the parked workers that take part; all other workers are new processes."""
-    source: int | None = None
-    """The RANK of the worker whose state the others take over; None if there is no such worker."""
-    resume_step: int | None = None
-    """The last step that the source has sealed."""
-    charged_suspects: tuple[int, ...] = ()
-    """The LOCAL_RANKs of the suspects charged with the failure, each of which raises its exception
-    and exits.
-    """
-    snapshot: SnapshotMark | None = None
-    """The newest snapshots that were whole when the round was formed."""
-    snapshot_loads: int = 0
-    """How many consecutive rounds, including this one, have loaded these snapshots; 0 means that
-    this round does not.
-    """
-    origin: int = 0
-    lineage: int = 0
-    """The same as in the server's `Round`; kept in case the server loses its state."""
-
-    @property
-    def hosts_store(self) -> bool:
-        """Whether this node serves the round's c10d store."""
-        return self.use_agent_store and self.group_rank == 0
-
-
-@struct(frozen=True)
-class ParkedWorker:
-    """A parked worker, which is no longer in a round and may enter the next one."""
-
-    local_rank: int
-    pid: Annotated[int, Unsent]
-    step: int | None = None
-    """The last step that the worker has sealed, or None if it has not sealed any."""
-    torn: bool = False
-    """Whether an unsealed step has changed the worker's parameters."""
-    shard: int = 0
-    shards: int = 1
-    """The number of parts in the sharded state, of which the worker has part `shard`; 1 if the
-    state is not sharded.
-    """
-    oldest_step: int | None = None
-    """The oldest sealed step to which the worker can return; None if it can return only to `step`.
-    """
-
-
-@struct(frozen=True)
-class StartReport:
-    """How each of this node's workers entered a round."""
-
-    run: str
-    round: int
-    workers: tuple[StartedWorker, ...]
-    not_loaded: str = ""
-    """Why one of them has not loaded snapshots that it should or could have loaded."""
-    forks: bool = False
-    """Whether a zygote serves the script here, as far as its workers have shown."""
-
-
-@struct(frozen=True)
 class Leaving:
     """Why the node is leaving the job, and its agent's exit code."""
 
@@ -224,9 +145,9 @@ class AgentState:
     """The LOCAL_RANKs of the workers that have not exited."""
     workers_gone: bool = True
     """Whether the runner has confirmed that no process still takes part in the round."""
-    kept: tuple[ParkedWorker, ...] = ()
+    kept: tuple[KeptWorker, ...] = ()
     """The parked workers on this node."""
-    resuming: tuple[ParkedWorker, ...] = ()
+    resuming: tuple[KeptWorker, ...] = ()
     """Kept workers of the current round that have not continued yet, because they may be waiting
     for other workers.
     """

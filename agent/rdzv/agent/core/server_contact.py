@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from rdzv.agent.core.commands import (
-    AnnounceWatermark,
-    FetchCopies,
-    SaySnapshots,
-    SayStoreHostFailed,
-    SayStuck,
-    Work,
-)
-from rdzv.agent.core.events import CopiesWanted, ServerLost, SnapshotsHeld, SnapshotWatermark
+from rdzv.agent.core.commands import SayStoreHostFailed, SayStuck, Work
+from rdzv.agent.core.events import ServerLost, SnapshotsChanged
 from rdzv.agent.core.model import (
     EXIT_FAILED,
     EXIT_SUCCESS,
@@ -20,6 +13,7 @@ from rdzv.agent.core.model import (
     Phase,
 )
 from rdzv.agent.core.stopping import rejoin
+from rdzv.messages import KeepCopies, SnapshotsHeld, SnapshotWatermark
 from rdzv.structs import replace
 
 
@@ -82,7 +76,7 @@ def without_server(state: AgentState) -> Outcome:
     return Outcome(EXIT_TRY_AGAIN, f"{text}: they were stopped for a new round that never came")
 
 
-def note_snapshots(work: Work, event: SnapshotsHeld) -> None:
+def note_snapshots(work: Work, event: SnapshotsChanged) -> None:
     """Report the snapshots held here. A node waiting for a round repeats its join instead."""
     before = work.state
     work.state = state = replace(
@@ -96,12 +90,14 @@ def note_snapshots(work: Work, event: SnapshotsHeld) -> None:
         work.do(rejoin(state))
 
 
-def snapshots_held(state: AgentState) -> SaySnapshots:
+def snapshots_held(state: AgentState) -> SnapshotsHeld:
     """Return the report of the snapshots that this node holds."""
-    return SaySnapshots(state.run, state.snapshots, state.carrier, state.missing_copies)
+    return SnapshotsHeld(
+        state.job.rdzv_id, state.run, state.snapshots, state.carrier, state.missing_copies
+    )
 
 
-def apply_to_snapshots(work: Work, event: SnapshotWatermark | CopiesWanted) -> None:
+def apply_to_snapshots(work: Work, event: SnapshotWatermark | KeepCopies) -> None:
     """Announce a newer mark to the workers, or fetch copies.
 
     Within a round the mark never goes back, even if the server changes.
@@ -109,13 +105,13 @@ def apply_to_snapshots(work: Work, event: SnapshotWatermark | CopiesWanted) -> N
     state = work.state
     if event.run != state.run:
         return
-    if isinstance(event, CopiesWanted):
+    if isinstance(event, KeepCopies):
         # No newer mark is announced to the others before the copies are kept or given up.
         if state.phase in (Phase.RUNNING, Phase.SUCCEEDED):
-            work.do(FetchCopies(event.mark, event.sources))
+            work.do(event)
     elif _is_newer(event, state):
         work.state = replace(state, watermark=event.mark, given_up=event.given_up)
-        work.do(AnnounceWatermark(event.mark, event.whole_ms, event.given_up))
+        work.do(event)
 
 
 def _is_newer(event: SnapshotWatermark, state: AgentState) -> bool:

@@ -11,9 +11,8 @@ from rdzv.agent.core.commands import (
     StopWorkers,
     Work,
 )
-from rdzv.agent.core.events import RunClosed
 from rdzv.agent.core.model import AgentState, Leaving, Outcome, Phase
-from rdzv.core.model import Result
+from rdzv.core.model import Ended, Result
 from rdzv.structs import replace
 
 
@@ -117,13 +116,13 @@ def conclude(work: Work, charged: tuple[int, ...] = ()) -> None:
         work.do(rejoin(work.state))
 
 
-def joins_anew(state: AgentState, event: RunClosed) -> bool:
+def joins_anew(state: AgentState, ended: Ended) -> bool:
     """Return whether the job goes on in another run, in which this node can take part.
 
     A server that has lost its memory, or was given an old one, answers so to a node whose run it
     does not know. A node whose workers have succeeded does not run them again.
     """
-    goes_on = event.result is Result.STOPPED and event.retry_sensible
+    goes_on = ended.result is Result.STOPPED and ended.retry_sensible
     return goes_on and not state.placed and state.phase is not Phase.SUCCEEDED
 
 

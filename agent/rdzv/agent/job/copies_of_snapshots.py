@@ -15,7 +15,7 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from rdzv.agent.core.events import SnapshotsHeld
+from rdzv.agent.core.events import SnapshotsChanged
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.runner_link import CopyCredentials
 from rdzv.agent.system.side_thread import in_thread
@@ -44,7 +44,7 @@ class CopiesOfSnapshots:
         self._logged: set[str] = set()
         """The reasons for missing copies that have already been logged."""
 
-    def note(self, job: JobDriver, event: SnapshotsHeld) -> None:
+    def note(self, job: JobDriver, event: SnapshotsChanged) -> None:
         """Start the carrier, or renew its token, if the currently held snapshots require it."""
         assignment = job.decisions.state.assignment
         if event.missing is not None and event.missing.reason not in self._logged:

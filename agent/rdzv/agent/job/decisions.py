@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import ParamSpec
 
 from rdzv.agent.core import Decision, events, step
-from rdzv.agent.core.model import AgentState, Assignment, Phase
+from rdzv.agent.core.model import AgentState, Phase
 from rdzv.agent.core.stopping import joins_anew
 from rdzv.agent.system.error_files import describe_exit
-from rdzv.core.model import MAX_RESTART_AGES
+from rdzv.core.model import MAX_RESTART_AGES, Assignment
 from rdzv.core.words import counted, duration
+from rdzv.messages import Closed, Joined, RoundOver, Withdrawn
 from rdzv.runtime.clock import monotonic_ms
 
 log = logging.getLogger("rdzv.agent")
@@ -93,16 +94,16 @@ def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
     """
     rdzv_id = state.job.rdzv_id
     match event:
-        case events.Joined() if not joined or event.run != state.run:
+        case Joined() if not joined or event.run != state.run:
             log.info("joined %s (run %s)", rdzv_id, event.run)
-        case events.RoundCompleted() if event.assignment != state.assignment:
-            _log_round(event.assignment, state)
-        case events.RoundEnded():
+        case Assignment() if event != state.assignment:
+            _log_round(event, state)
+        case RoundOver():
             text = "%s: round %d ended (%s): %s"
-            log.warning(text, rdzv_id, event.round, event.cause, event.reason)
-        case events.RunClosed() if event.run == state.run and joins_anew(state, event):
+            log.warning(text, rdzv_id, event.round, event.end.cause, event.end.reason)
+        case Closed() if event.run == state.run and joins_anew(state, event.ended):
             how = "joining anew" if state.workers_gone else "stopping the workers and joining anew"
-            log.warning("%s: %s: %s", rdzv_id, how, event.reason)
+            log.warning("%s: %s: %s", rdzv_id, how, event.ended.reason)
         case events.WorkerExited() if event.exit_code != 0:
             if state.phase is Phase.RUNNING:
                 how = describe_exit(event.exit_code, event.signal)
@@ -129,7 +130,7 @@ def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
         case events.Unhealthy():
             text = "%s: leaving the job because this node is unhealthy: %s"
             log.warning(text, rdzv_id, event.reason)
-        case events.Withdrawn():
+        case Withdrawn():
             log.warning(
                 "%s: the server withdrew this job from this node: %s", rdzv_id, event.reason
             )

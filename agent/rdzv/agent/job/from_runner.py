@@ -85,7 +85,7 @@ class RunnerEvents:
             case events.Fenced():
                 ago_ms = max(runner_link.boottime_ms() - event.at_ms, 0)
                 job.post(replace(event, at_ms=monotonic_ms() - ago_ms))
-            case events.SnapshotsHeld():
+            case events.SnapshotsChanged():
                 job.copies.note(job, event)
                 job.post(event)
             case events.ZygoteReady() | events.ZygoteLost():

@@ -48,7 +48,7 @@ from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.model import LeaveCause, Offer
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import TakeStacks
+from rdzv.messages import Joined, KeepCopies, SnapshotsHeld, SnapshotWatermark, TakeStacks
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 from rdzv.transport.addresses import StoreSocket
@@ -362,14 +362,8 @@ class JobDriver:
                 return None
             if (offer := self._current_offer()) is None:
                 return None
-            return encoding.belief(
-                self.decisions.state,
-                offer,
-                monotonic_ms(),
-                refuse_reuse=self.launch.refuse_reuse,
-                secret=self.launch.secret,
-                preparing=self._preparing,
-            )
+            join = self._encoded_join(None, offer)
+            return encoding.belief(self.decisions.state, join, monotonic_ms())
         except Exception as error:
             self._fail(error)
             return None
@@ -441,16 +435,18 @@ class JobDriver:
 
     def _join(self, say: commands.SayJoin) -> None:
         if (offer := self._current_offer()) is not None:
-            join = encoding.join(
-                say,
-                self.decisions.state,
-                offer,
-                monotonic_ms(),
-                refuse_reuse=self.launch.refuse_reuse,
-                secret=self.launch.secret,
-                preparing=self._preparing,
-            )
-            self._link.say(pb.NodeMessage(join=join))
+            self._link.say(pb.NodeMessage(join=self._encoded_join(say, offer)))
+
+    def _encoded_join(self, say: commands.SayJoin | None, offer: Offer) -> pb.Join:
+        return encoding.join(
+            say,
+            self.decisions.state,
+            offer,
+            monotonic_ms(),
+            refuse_reuse=self.launch.refuse_reuse,
+            secret=self.launch.secret,
+            preparing=self._preparing,
+        )
 
     def _prepare(self, forks: bool | None) -> None:
         """Start the zygote before the first round if those of other nodes serve the script."""
@@ -486,7 +482,7 @@ class JobDriver:
     def _act(self, event: events.Event, before: AgentState, decided: Decision) -> None:
         """Store the decision in the runner for the next agent, and then carry it out."""
         log_event(event, before, joined=self.joined)
-        if isinstance(event, events.Joined):
+        if isinstance(event, Joined):
             self.joined = True
             self._prepare(event.forks)
         for command in decided.commands:
@@ -535,15 +531,15 @@ class JobDriver:
                 self._last_round.begin()
             case commands.StopWorkers():
                 self.round.stop_workers(command)
-            case commands.SaySnapshots():
+            case SnapshotsHeld():
                 assignment = self.decisions.state.assignment
                 nodes = 1 if assignment is None else assignment.group_world_size
                 self._snapshot_reports.report(command, nodes)
-            case commands.AnnounceWatermark():
+            case SnapshotWatermark():
                 runner, assignment = self.runner, self.decisions.state.assignment
                 runner.announce_watermark(command.mark, command.given_up)
                 self.disk.announced(runner, command.mark, command.whole_ms, assignment)
-            case commands.FetchCopies():
+            case KeepCopies():
                 self.runner.fetch_copies(command.mark, command.sources)
             case commands.EndKept():
                 self.runner.end_kept(command.grace_ms, command.charged)

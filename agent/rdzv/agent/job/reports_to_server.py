@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from rdzv.agent.core import commands
 from rdzv.agent.launch.launch import Launch, has_torch, reachable_host_name
 from rdzv.core.model import Offer
+from rdzv.messages import SnapshotsHeld
 from rdzv.transport.addresses import is_loopback, machine_id
 
 EVERY_LEAST_S = 0.1
@@ -21,14 +21,14 @@ EVERY_PER_NODE_S = 0.001
 class SnapshotReports:
     """Sends snapshot reports for one job on this node."""
 
-    def __init__(self, send: Callable[[commands.SaySnapshots], None]) -> None:
+    def __init__(self, send: Callable[[SnapshotsHeld], None]) -> None:
         self._send = send
-        self._next: commands.SaySnapshots | None = None
+        self._next: SnapshotsHeld | None = None
         """The report that is waiting to be sent, if any."""
         self._timer: asyncio.TimerHandle | None = None
         """Runs until the next report may be sent."""
 
-    def report(self, say: commands.SaySnapshots, nodes: int) -> None:
+    def report(self, say: SnapshotsHeld, nodes: int) -> None:
         """Send a report at once, or as soon as the rate for a job of `nodes` nodes allows."""
         self._next = say
         if self._timer is None:

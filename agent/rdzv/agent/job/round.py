@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 from rdzv.agent import runner_link
 from rdzv.agent.core import commands, events
 from rdzv.agent.core.machine import rejoins_after_failure
-from rdzv.agent.core.model import Assignment, ParkedWorker, Phase
+from rdzv.agent.core.model import Phase
 from rdzv.agent.exit_causes import ExitedWorker, count_memory_kills, explain_exit
 from rdzv.agent.handover.handover_state import KeptState, KeptStop
 from rdzv.agent.output.run_files import WorkerOutput
 from rdzv.agent.runner.requests import KeepSpec, WorkerSpec
 from rdzv.agent.system.error_files import unread
-from rdzv.core.model import Moved
+from rdzv.core.model import Assignment, KeptWorker, Moved
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.runtime.tasks import single_error
@@ -60,7 +60,7 @@ class LocalRound:
         self._memory_kills = count_memory_kills()
         """The kernel's counts of memory kills before the workers were started or adopted."""
         self._gone = asyncio.Event()
-        self._kept: tuple[ParkedWorker, ...] = ()
+        self._kept: tuple[KeptWorker, ...] = ()
         """The workers that were parked when the round was over."""
 
     def begin(self) -> None:

@@ -13,10 +13,9 @@ import asyncio
 import logging
 
 from rdzv.agent.core.events import SnapshotsWritten
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.runner_link import RunnerLink
-from rdzv.core.model import SnapshotMark
+from rdzv.core.model import Assignment, SnapshotMark
 
 log = logging.getLogger("rdzv.agent")
 

@@ -14,17 +14,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import Launch
-from rdzv.agent.observers.arrival_watch import ArrivalReport, ArrivalWatch
+from rdzv.agent.observers.arrival_watch import ArrivalWatch
 from rdzv.agent.observers.collective_records import RecordReader
-from rdzv.agent.observers.hang_watch import HangWatch, HungReport
+from rdzv.agent.observers.hang_watch import HangWatch
 from rdzv.agent.observers.held_exits import HeldExits
-from rdzv.agent.observers.progress_files import ProgressFiles, Report
+from rdzv.agent.observers.progress_files import ProgressFiles
 from rdzv.agent.observers.server_clock import Reading
 from rdzv.agent.observers.snapshot_file_watch import SnapshotFileWatch
 from rdzv.agent.observers.stack_sampling import Target
 from rdzv.agent.system.accounts import Identity, acting_as, write_anew
+from rdzv.core.model import Assignment
+from rdzv.messages import Arrivals, Hung, Progress
 
 
 class WorkerObservers:
@@ -37,7 +38,7 @@ class WorkerObservers:
     def __init__(
         self,
         launch: Launch,
-        report: Callable[[Report | HungReport | ArrivalReport], None],
+        report: Callable[[Progress | Hung | Arrivals], None],
         read_clock: Callable[[], Reading | None],
     ) -> None:
         """Send what they see with `report`; `read_clock` estimates the server's clock."""

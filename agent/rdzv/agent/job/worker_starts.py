@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable
 
 from rdzv.agent.core import commands, events
-from rdzv.agent.core.model import Assignment, StartReport
 from rdzv.agent.system.error_files import describe_exit
 from rdzv.agent.workers.fates import ranges
+from rdzv.core.model import Assignment
 from rdzv.core.words import counted
-from rdzv.messages import StartedWorker
+from rdzv.messages import StartedWorker, WorkersStarted
 from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.agent")
@@ -29,7 +29,7 @@ class LocalStarts:
         rdzv_id: str,
         local_world_size: int,
         now_ms: Callable[[], int],
-        report: Callable[[StartReport], None],
+        report: Callable[[WorkersStarted], None],
         *,
         watched: bool = False,
     ) -> None:
@@ -48,7 +48,7 @@ class LocalStarts:
         self._not_loaded = ""
         """The first reason why its workers have not loaded snapshots."""
         self._watched, self._forks = watched, False
-        self._reported: StartReport | None = None
+        self._reported: WorkersStarted | None = None
         """The report on the current round, once it is complete."""
         self._is_first = True
         self._stopped_ms = self._parked_ms = self._began_ms = 0
@@ -121,9 +121,8 @@ class LocalStarts:
         assignment, self._round = self._round, None
         ranks = sorted(self._how)
         workers = tuple(StartedWorker(rank, self._how[rank], self._why(rank)) for rank in ranks)
-        self._reported = StartReport(
-            assignment.run, assignment.round, workers, self._not_loaded, self._forks
-        )
+        who = (assignment.rdzv_id, assignment.run, assignment.round)
+        self._reported = WorkersStarted(*who, workers, self._not_loaded, self._forks)
         self._report(self._reported)
         if not self._is_first:
             log.info("%s: round %d: %s", self._rdzv_id, assignment.round, self._described(kept))

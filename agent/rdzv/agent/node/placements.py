@@ -47,7 +47,7 @@ from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside, in_time, log_l
 from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.core.fleet.node_resources import FailingCheck, Resources, gpus_needed
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import Holding, Key, Placed
+from rdzv.messages import Holding, Key, Placed, Withdrawn
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.agent")
@@ -174,10 +174,10 @@ class Placements:
         self._hold(held, lambda: self._take_part(held), before)
         self._link.say_holdings()
 
-    def withdrawn(self, rdzv_id: str, run: str, reason: str) -> None:
+    def withdrawn(self, withdrawn: Withdrawn) -> None:
         """Leave a job that the server has withdrawn."""
-        for held in self._of((rdzv_id, run)):
-            self._give_back(held, reason, events.Withdrawn(run, reason))
+        for held in self._of((withdrawn.rdzv_id, withdrawn.run)):
+            self._give_back(held, withdrawn.reason, withdrawn)
 
     def noticed(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
         """Accept no more jobs while this node is about to leave, and drop those without a driver.

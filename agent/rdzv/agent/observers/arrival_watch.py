@@ -14,13 +14,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import GroupTimes
 from rdzv.agent.observers.server_clock import Reading
 from rdzv.agent.observers.stack_sampling import Target
 from rdzv.core.evidence.lateness import chosen
-from rdzv.structs import struct
+from rdzv.core.model import Assignment
+from rdzv.messages import Arrivals, GroupArrivals, RankArrivals
 
 log = logging.getLogger("rdzv.agent")
 
@@ -36,35 +36,6 @@ MOST, MOST_OF_ALL_RANKS = 64, 4_096
 LEAST = 4
 
 
-@struct(frozen=True)
-class RankArrivals:
-    """When one worker entered each of several collectives."""
-
-    rank: int
-    entered_us: tuple[int, ...]
-
-
-@struct(frozen=True)
-class GroupArrivals:
-    """When this node's workers in one process group entered some of its collectives."""
-
-    group: str
-    per_second: float
-    error_us: int | None
-    """The error of the times when compared with other nodes, or None if unknown."""
-    sequences: tuple[int, ...]
-    ranks: tuple[RankArrivals, ...]
-
-
-@struct(frozen=True)
-class ArrivalReport:
-    """The latest arrivals of one round's workers on this node."""
-
-    run: str
-    round: int
-    groups: tuple[GroupArrivals, ...]
-
-
 class ArrivalWatch:
     """Watches one job's workers. Call `open_round` and `close_round` in each round."""
 
@@ -73,7 +44,7 @@ class ArrivalWatch:
         rdzv_id: str,
         records: RecordReader,
         running: Mapping[int, Target],
-        say: Callable[[ArrivalReport], None],
+        say: Callable[[Arrivals], None],
         read_clock: Callable[[], Reading | None],
     ) -> None:
         """Report with `say`; `read_clock` returns the current estimate of the server's clock.
@@ -121,7 +92,7 @@ class ArrivalWatch:
         most = min(max(MOST_OF_ALL_RANKS // assignment.world_size, LEAST), MOST)
         found = arrivals(by_rank, self._reported, most, clock)
         if found:
-            self._say(ArrivalReport(assignment.run, assignment.round, tuple(found)))
+            self._say(Arrivals(assignment.rdzv_id, assignment.run, assignment.round, tuple(found)))
 
     async def _times(self, worker: Target) -> Mapping[str, GroupTimes]:
         with contextlib.suppress(NoRecordError):

@@ -24,15 +24,15 @@ from rdzv.agent.core.hang_decision import (
     WorkerActivity,
     timeout_ms,
 )
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import LEAST_ENTRIES
 from rdzv.agent.observers.stack_sampling import process_state
 from rdzv.agent.system.accounts import Identity, acting_as
 from rdzv.core.evidence.hang_culprit import HangTimeout, HungWorker
 from rdzv.core.evidence.stacks import STOPPED, ZOMBIE
+from rdzv.core.model import Assignment
+from rdzv.messages import Hung
 from rdzv.runtime.clock import monotonic_ms
-from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
 
@@ -48,15 +48,6 @@ ASK_TIMEOUT_S = 3.0
 """How long a worker's torch may take to respond."""
 SAY_AGAIN_MS = 20_000
 """The interval at which reports of workers that still hang are repeated, in case one was lost."""
-
-
-@struct(frozen=True)
-class HungReport:
-    """All hung workers of a round on this node; empty once no worker is hanging any more."""
-
-    run: str
-    round: int
-    workers: tuple[HungWorker, ...]
 
 
 @dataclass(slots=True)
@@ -79,7 +70,7 @@ class HangWatch:
         self,
         rdzv_id: str,
         timeout: HangTimeout | None,
-        say: Callable[[HungReport], None],
+        say: Callable[[Hung], None],
         records: RecordReader | None = None,
         identity: Identity | None = None,
         now_ms: Callable[[], int] = monotonic_ms,
@@ -291,7 +282,7 @@ class HangWatch:
             )
             for local_rank, worker in sorted(self._hung().items())
         )
-        self._say(HungReport(assignment.run, assignment.round, workers))
+        self._say(Hung(self._rdzv_id, assignment.run, assignment.round, workers))
 
 
 def _last_report(file: str) -> tuple[int, ...] | None:

@@ -15,11 +15,11 @@ import logging
 import signal
 from collections.abc import Callable
 
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers.collective_records import RecordReader
-from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.core.evidence.collectives import MIN_WAIT_MS
 from rdzv.core.evidence.hang_culprit import HungWorker
+from rdzv.core.model import Assignment
+from rdzv.messages import Hung
 
 log = logging.getLogger("rdzv.agent")
 
@@ -36,9 +36,7 @@ a timeout elsewhere, but most often results from an exit.
 class HeldExits:
     """Holds back one job's exits. Call `open_round` and `close_round` in each round."""
 
-    def __init__(
-        self, rdzv_id: str, records: RecordReader, say: Callable[[HungReport], None]
-    ) -> None:
+    def __init__(self, rdzv_id: str, records: RecordReader, say: Callable[[Hung], None]) -> None:
         self._rdzv_id = rdzv_id
         self._records = records
         self._say = say
@@ -82,7 +80,7 @@ class HeldExits:
             reason = f"its collective timed out after {waited_ms // 1000} s"
             log.error("%s: RANK %d (pid %d): %s", self._rdzv_id, rank, pid, reason)
             worker = HungWorker(rank, local_rank, pid, waited_ms, reason, timed_out=True)
-            self._say(HungReport(assignment.run, assignment.round, (worker,)))
+            self._say(Hung(assignment.rdzv_id, assignment.run, assignment.round, (worker,)))
         try:
             async with asyncio.timeout(HELD_S if timed_out else CUT_S) as self._limit:
                 await self._over.wait()

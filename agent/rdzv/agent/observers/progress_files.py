@@ -20,12 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.system import temporary_folders
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted, write_anew
 from rdzv.agent.system.folder_trees import remove_tree
 from rdzv.agent.system.temporary_folders import MAX_FILES, PROGRESS
 from rdzv.core.evidence.progress_lag import RankProgress
+from rdzv.core.model import Assignment
+from rdzv.messages import Progress
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import struct
 
@@ -100,15 +101,6 @@ class Pace:
         return (last - first) * 1000 / max(last_ms - first_ms, 1)
 
 
-@struct(frozen=True)
-class Report:
-    """The progress of one round's workers on this node, for those that have reported any."""
-
-    run: str
-    round: int
-    ranks: tuple[RankProgress, ...]
-
-
 # ---------------------------------------------------------------------- the files
 
 
@@ -163,7 +155,7 @@ class ProgressFiles:
 
     def __init__(
         self,
-        say: Callable[[Report], None],
+        say: Callable[[Progress], None],
         below: Path | None = None,
         identity: Identity | None = None,
         now_ms: Callable[[], int] = monotonic_ms,
@@ -283,4 +275,4 @@ class ProgressFiles:
             if file.pace.step is not None
         )
         if ranks:
-            self._say(Report(assignment.run, assignment.round, ranks))
+            self._say(Progress(assignment.rdzv_id, assignment.run, assignment.round, ranks))

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from pathlib import Path
 
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import NO_FILES, Output
 from rdzv.agent.output.console_tee import Stream
 from rdzv.agent.system import temporary_folders
 from rdzv.agent.system.accounts import Identity, acting_as
 from rdzv.agent.system.folder_trees import remove_tree
+from rdzv.core.model import Assignment
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")

@@ -35,7 +35,7 @@ EVENTS: Mapping[str, type[RunnerEvent]] = {
     "zygote_lost": events.ZygoteLost,
     "store_host_ready": events.StoreHostReady,
     "store_host_exited": events.StoreHostExited,
-    "snapshots_held": events.SnapshotsHeld,
+    "snapshots_held": events.SnapshotsChanged,
     "snapshot_refused": events.SnapshotRefused,
     "snapshots_written": events.SnapshotsWritten,
     "serve_failed": events.ServeFailed,

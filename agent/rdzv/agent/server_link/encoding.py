@@ -1,4 +1,4 @@
-"""What this node sends to the server, and what it is sent, as values of the agent.
+"""What this node says to the server and is told, as messages of the wire.
 
 `rdzv.transport.wire` converts by the names of fields. No other part of the agent handles protobuf.
 """
@@ -6,54 +6,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from rdzv.agent.core import commands, events
-from rdzv.agent.core.model import AgentState, Assignment, Phase, StartReport
+from rdzv.agent.core import commands
+from rdzv.agent.core.model import AgentState, Phase
+from rdzv.agent.core.server_contact import snapshots_held
 from rdzv.agent.core.stopping import rejoin
-from rdzv.agent.observers.arrival_watch import ArrivalReport
-from rdzv.agent.observers.hang_watch import HungReport
-from rdzv.agent.observers.progress_files import Report
 from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.node_resources import FailingCheck
-from rdzv.core.model import Offer
+from rdzv.core.model import Assignment, Offer
 from rdzv.core.root_cause import earliest_failures
-from rdzv.messages import Holding, LogPiece
+from rdzv.messages import (
+    Announcement,
+    Arrivals,
+    Holding,
+    Hung,
+    LogPiece,
+    Progress,
+    SnapshotsHeld,
+    WorkersStarted,
+)
 from rdzv.structs import replace
-from rdzv.transport.wire import read, sendable, write
+from rdzv.transport.wire import bodies, read, sendable, write
 from rdzv.v1 import rdzv_pb2 as pb
 
 
-def belief(
-    state: AgentState,
-    offer: Offer,
-    now_ms: int,
-    *,
-    refuse_reuse: bool,
-    secret: str = "",
-    preparing: bool = False,
-) -> pb.Belief:
-    """Encode everything that this node believes about its job."""
-    joining = state.phase is Phase.JOINING
-    believed = pb.Belief(
-        phase=pb.Belief.Phase.Value(state.phase.name),
-        join=join(
-            rejoin(state) if joining else commands.SayJoin(state.run, None, ()),
-            state,
-            offer,
-            now_ms,
-            refuse_reuse=refuse_reuse,
-            secret=secret,
-            preparing=preparing,
-        ),
-    )
-    if state.failures and not joining:
+def belief(state: AgentState, joining: pb.Join, now_ms: int) -> pb.Belief:
+    """Encode everything that this node believes about its job, with the join that it would send."""
+    believed = pb.Belief(phase=pb.Belief.Phase.Value(state.phase.name), join=joining)
+    if state.failures and state.phase is not Phase.JOINING:
         # A node that is waiting for a round has already included its failures in its join.
         said = commands.SayFailed(state.run, 0, earliest_failures(state.evidence))
         believed.failures.extend(write(pb.Failed(), said, now_ms).failures)
     if state.assignment is not None:
-        believed.round.rdzv_id = state.job.rdzv_id
         write(believed.round, state.assignment, now_ms)
         believed.store_host_failed = sendable(state.store_host_failed)
     if state.leaving is not None:
@@ -64,7 +50,7 @@ def belief(
 
 
 def join(
-    say: commands.SayJoin,
+    say: commands.SayJoin | None,
     state: AgentState,
     offer: Offer,
     now_ms: int,
@@ -73,7 +59,14 @@ def join(
     secret: str = "",
     preparing: bool = False,
 ) -> pb.Join:
-    """Encode a request for a place, including this node's offer."""
+    """Encode a request for a place, including this node's offer.
+
+    Without a request it is the one for a belief, of which a node with workers says no more than
+    the run.
+    """
+    if say is None:
+        joining = state.phase is Phase.JOINING
+        say = rejoin(state) if joining else commands.SayJoin(state.run, None, ())
     message = pb.Join(
         rdzv_id=state.job.rdzv_id,
         refuse_reuse=refuse_reuse,
@@ -84,9 +77,7 @@ def join(
     )
     write(message.settings, state.job.settings)
     write(message.offer, offer)
-    message.snapshots.extend(
-        write(pb.SnapshotsHeld(), commands.SaySnapshots("", state.snapshots)).snapshots
-    )
+    message.snapshots.extend(write(pb.SnapshotsHeld(), snapshots_held(state)).snapshots)
     return write(message, replace(say, failures=earliest_failures(say.failures)), now_ms)
 
 
@@ -96,11 +87,11 @@ _BODIES: dict[type, str] = {
     commands.SayLeave: "leave",
     commands.SayStuck: "stuck",
     commands.SayStoreHostFailed: "store_host_failed",
-    commands.SaySnapshots: "snapshots_held",
-    Report: "progress",
-    StartReport: "workers_started",
-    ArrivalReport: "arrivals",
-    HungReport: "hung",
+    SnapshotsHeld: "snapshots_held",
+    Progress: "progress",
+    WorkersStarted: "workers_started",
+    Arrivals: "arrivals",
+    Hung: "hung",
 }
 
 Statement: TypeAlias = (
@@ -109,11 +100,11 @@ Statement: TypeAlias = (
     | commands.SayLeave
     | commands.SayStuck
     | commands.SayStoreHostFailed
-    | commands.SaySnapshots
-    | Report
-    | StartReport
-    | ArrivalReport
-    | HungReport
+    | SnapshotsHeld
+    | Progress
+    | WorkersStarted
+    | Arrivals
+    | Hung
 )
 """What a job's driver reports about its workers."""
 
@@ -170,7 +161,7 @@ def draining(drain: NodeDrain) -> pb.Draining | None:
     return said
 
 
-def gone(completed: pb.Assignment) -> pb.NodeMessage:
+def gone(completed: Assignment) -> pb.NodeMessage:
     """Encode a leave that gives back the seat in a job that this node has left."""
     return pb.NodeMessage(
         leave=pb.Leave(
@@ -183,26 +174,16 @@ def gone(completed: pb.Assignment) -> pb.NodeMessage:
     )
 
 
-def rdzv_id_of(message: pb.ServerMessage) -> str:
-    """Return the job that a message is about, or an empty string if it concerns the node."""
-    body = message.WhichOneof("body")
-    return str(getattr(getattr(message, body), "rdzv_id", "")) if body else ""
-
-
-_EVENTS: dict[str, type[events.Event]] = {
-    "joined": events.Joined,
-    "round_ended": events.RoundEnded,
-    "closed": events.RunClosed,
-    "snapshot_watermark": events.SnapshotWatermark,
-    "keep_copies": events.CopiesWanted,
-    "refused": events.Refused,
+_ANNOUNCED: dict[str, Any] = {
+    body: kind for kind, body in bodies(pb.ServerMessage, Announcement).items()
 }
 
 
-def event(message: pb.ServerMessage, now_ms: int) -> events.Event | None:
-    """Decode a message about a job into an event. Returns None if the core does not need it."""
-    body = message.WhichOneof("body")
-    if body == "round_completed":
-        return events.RoundCompleted(read(Assignment, message.round_completed, now_ms=now_ms))
-    kind = _EVENTS.get(str(body))
-    return None if kind is None else read(kind, getattr(message, str(body)), now_ms=now_ms)
+def announcement(message: pb.ServerMessage, now_ms: int) -> Announcement | None:
+    """Decode what the server says, or return None for what only later agents know."""
+    body = str(message.WhichOneof("body"))
+    kind = _ANNOUNCED.get(body)
+    if kind is None:
+        return None
+    told: Announcement = read(kind, getattr(message, body), now_ms=now_ms)
+    return told

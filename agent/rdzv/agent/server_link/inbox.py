@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, MutableMapping
+from typing import get_args
 
+from rdzv.agent.core import events
 from rdzv.agent.output.worker_log_reader import WorkerLogReader
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.agent.server_link.ports import JobPort, PlacementPort
-from rdzv.messages import Key, Placed, ReadLog, TakeStacks
-from rdzv.runtime.clock import monotonic_ms
-from rdzv.transport.wire import read
+from rdzv.core.model import Assignment
+from rdzv.messages import (
+    Announcement,
+    DrainNode,
+    Key,
+    LookAgain,
+    Placed,
+    ReadLog,
+    StopLog,
+    TakeStacks,
+    UndrainNode,
+    Waiting,
+    Withdrawn,
+)
 from rdzv.v1 import rdzv_pb2 as pb
 
 log = logging.getLogger("rdzv.agent")
+
+_OF_A_JOB = get_args(events.FromServer)
 
 
 class Inbox:
@@ -40,58 +55,49 @@ class Inbox:
         self._log_reader = log_reader
         self._say = say
 
-    def take(self, message: pb.ServerMessage) -> None:
+    def take(self, told: Announcement | None) -> None:
         placements = self._placements()
-        match message.WhichOneof("body"):
-            case "read_log":
-                self._log_reader.read(read(ReadLog, message.read_log))
-            case "stop_log":
-                self._log_reader.stop(message.stop_log.request)
-            case "take_stacks":
-                self._take_stacks(read(TakeStacks, message.take_stacks))
-            case "look_again":
+        match told:
+            case ReadLog():
+                self._log_reader.read(told)
+            case StopLog():
+                self._log_reader.stop(told.request)
+            case LookAgain():
                 if placements is not None:
                     placements.look_again()
-            case "drain":
-                drain = message.drain
-                self._drain.take_from_server(drain.number, drain.left_ms, drain.reason)
-            case "undrain":
+            case DrainNode():
+                self._drain.take_from_server(told.number, told.left_ms, told.reason)
+            case UndrainNode():
                 self._drain.lift()
-            case "placed" | "withdrawn":
-                self._deliver_placement(message, placements)
+            case Placed() | Withdrawn():
+                self._take_placement(told, placements)
             case _:
-                self._deliver(message)
+                self._deliver(told)
 
-    def _take_stacks(self, asked: TakeStacks) -> None:
-        if (job := self._jobs.get(asked.rdzv_id)) is not None:
-            job.take_stacks(asked)
-        else:
-            error = "it no longer takes part in this job"
-            self._say(encoding.stacks(asked.request, (), last=True, error=error))
-
-    def _deliver_placement(
-        self, message: pb.ServerMessage, placements: PlacementPort | None
-    ) -> None:
+    def _take_placement(self, told: Placed | Withdrawn, placements: PlacementPort | None) -> None:
         if placements is None:
-            rdzv_id = encoding.rdzv_id_of(message)
-            log.warning("the server placed %s on this node, which takes no submitted jobs", rdzv_id)
-        elif message.HasField("placed"):
-            placements.placed(read(Placed, message.placed))
+            text = "the server placed %s on this node, which takes no submitted jobs"
+            log.warning(text, told.rdzv_id)
+        elif isinstance(told, Placed):
+            placements.placed(told)
         else:
-            job = message.withdrawn
-            self._declined.pop((job.rdzv_id, job.run), None)
-            placements.withdrawn(job.rdzv_id, job.run, job.reason)
+            self._declined.pop((told.rdzv_id, told.run), None)
+            placements.withdrawn(told)
 
-    def _deliver(self, message: pb.ServerMessage) -> None:
-        job = self._jobs.get(encoding.rdzv_id_of(message))
-        if job is None and message.HasField("round_completed"):
-            # The seat was requested by a driver that is now gone, so it is given back here.
-            self._say(encoding.gone(message.round_completed))
-        elif job is None:
-            log.debug("received a message for a job that is not on this node: %s", message)
-        elif message.HasField("waiting"):
-            job.note(message.waiting.reason)
-        else:
-            event = encoding.event(message, monotonic_ms())
-            if event is not None:
-                job.post(event)
+    def _deliver(self, told: Announcement | None) -> None:
+        job = self._jobs.get(getattr(told, "rdzv_id", ""))
+        match told:
+            case TakeStacks() if job is None:
+                error = "it no longer takes part in this job"
+                self._say(encoding.stacks(told.request, (), last=True, error=error))
+            case Assignment() if job is None:
+                # The seat was requested by a driver that is now gone, so it is given back here.
+                self._say(encoding.gone(told))
+            case _ if job is None:
+                log.debug("received a message for a job that is not on this node: %s", told)
+            case TakeStacks():
+                job.take_stacks(told)
+            case Waiting():
+                job.note(told.reason)
+            case _ if isinstance(told, _OF_A_JOB):
+                job.post(told)

@@ -38,7 +38,7 @@ from rdzv.errors import (
     RendezvousError,
     UnauthenticatedError,
 )
-from rdzv.messages import LogPiece
+from rdzv.messages import Announcement, Heard, Lease, LogPiece, Refused, Servers, Welcome
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import struct
 from rdzv.transport.addresses import is_loopback
@@ -412,29 +412,31 @@ class ServerLink:
                 return f"{endpoint} no longer leads the servers (leadership {message.leadership})"
             self._leadership = message.leadership
             for one in (message, *message.more):
-                if one.HasField("servers"):
-                    await self._learn(one.servers)
-                    continue
-                if one.HasField("refused") and one.refused.code not in FINAL_REFUSALS:
-                    self._refused = True
-                    return f"the server refused for now: {one.refused.message}"
-                self._hear(endpoint, one)
+                match encoding.announcement(one, monotonic_ms()):
+                    case Servers(addresses):
+                        await self._learn(addresses)
+                    case Refused(code=code, message=why) if code not in FINAL_REFUSALS:
+                        self._refused = True
+                        return f"the server refused for now: {why}"
+                    case told:
+                        self._hear(endpoint, told)
             message = await _read(call)
         return "the server ended the stream"
 
-    def _hear(self, endpoint: Endpoint, message: pb.ServerMessage) -> None:
-        if message.HasField("welcome"):
-            self._greet(endpoint, message.welcome)
-        elif message.HasField("lease"):
-            self._take_lease(message.lease.lease_ms, message.lease.heartbeat_interval_ms)
-            for job in list(self._jobs.values()):
-                job.post(events.Ticked())  # The job's runner must receive the new lease.
-        elif message.HasField("heard"):
-            self._proofs.note_heard(message.heard.number, message.heard.clock_us)
-        else:
-            self._inbox.take(message)
+    def _hear(self, endpoint: Endpoint, told: Announcement | None) -> None:
+        match told:
+            case Welcome():
+                self._greet(endpoint, told)
+            case Lease():
+                self._take_lease(told.lease_ms, told.heartbeat_interval_ms)
+                for job in list(self._jobs.values()):
+                    job.post(events.Ticked())  # The job's runner must receive the new lease.
+            case Heard():
+                self._proofs.note_heard(told.number, told.clock_us)
+            case _:
+                self._inbox.take(told)
 
-    def _greet(self, endpoint: Endpoint, welcome: pb.Welcome) -> None:
+    def _greet(self, endpoint: Endpoint, welcome: Welcome) -> None:
         self._incarnation = welcome.incarnation
         self.on_welcome(self._incarnation, self._leadership, welcome.lease_ms)
         self._take_lease(welcome.lease_ms, welcome.heartbeat_interval_ms)
@@ -451,10 +453,10 @@ class ServerLink:
         for (rdzv_id, run), reason in self._declined.items():
             self.say(encoding.declined(rdzv_id, run, reason))
 
-    async def _learn(self, servers: pb.Servers) -> None:
+    async def _learn(self, servers: Sequence[str]) -> None:
         """Connect in advance to the server that would take over from the current one."""
-        self._attempts.rota.learn(servers.addresses)
-        if servers.addresses:
+        self._attempts.rota.learn(servers)
+        if servers:
             # Thousands of nodes receive this at the same time. The lease, which grows with their
             # number, spreads their connections over time.
             await self.standby.keep(self._attempts.rota.next, self.tolerated_ms / 1000)
@@ -470,7 +472,7 @@ class ServerLink:
         try:
             check_fence(job.fence_after_ms, lease_ms)
         except InvalidRequestError as error:
-            job.post(events.Refused(error.code, str(error)))
+            job.post(Refused(job.rdzv_id, error.code, str(error)))
             return False
         return True
 
@@ -488,7 +490,7 @@ class ServerLink:
         stranger = isinstance(failure, UnauthenticatedError) and not self._incarnation
         if stranger or failure.code in FINAL_REFUSALS:
             for job in list(self._jobs.values()):
-                job.post(events.Refused(failure.code, str(failure)))
+                job.post(Refused(job.rdzv_id, failure.code, str(failure)))
         # If there was no Welcome before, the refusal may only mean that the previous agent's
         # stream has not ended yet.
         if isinstance(failure, NodeSupersededError) and self._incarnation:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from rdzv.agent.core import events
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
-from rdzv.messages import Holding, Placed, TakeStacks
+from rdzv.messages import Holding, Placed, TakeStacks, Withdrawn
 from rdzv.v1 import rdzv_pb2 as pb
 
 
@@ -54,7 +54,7 @@ class PlacementPort(Protocol):
     def placed(self, placed: Placed) -> None:
         """Accept a job that the server has placed on this node. May be repeated."""
 
-    def withdrawn(self, rdzv_id: str, run: str, reason: str) -> None:
+    def withdrawn(self, withdrawn: Withdrawn) -> None:
         """Leave a job that the server has withdrawn."""
 
     @property

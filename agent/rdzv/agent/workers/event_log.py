@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import NO_HANDLER, Launch
 from rdzv.agent.system.side_process import Message, SideProcess
 from rdzv.agent.workers.fates import NodeOutcome, WorkerFate
+from rdzv.core.model import Assignment
 
 log = logging.getLogger("rdzv.agent")
 

@@ -18,11 +18,10 @@ from rdzv.agent.core.model import (
     EXIT_NO_PROGRESS,
     EXIT_TRY_AGAIN,
     AgentState,
-    Assignment,
     Outcome,
 )
 from rdzv.agent.system.error_files import describe_exit, signal_name
-from rdzv.core.model import Failure
+from rdzv.core.model import Assignment, Failure
 from rdzv.core.root_cause import is_connection_error
 from rdzv.core.words import counted, duration
 from rdzv.launch_options.kinds import root_cause_exit

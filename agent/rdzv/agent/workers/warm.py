@@ -9,12 +9,12 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.runner.requests import MAX_SPARE_FORKS, MAX_ZYGOTE_WAIT_S, WorkerSpec, ZygoteSpec
 from rdzv.agent.runner.zygote_process import zygote_environ
 from rdzv.agent.runner_link import ask_spared
 from rdzv.agent.system.accounts import started_as
+from rdzv.core.model import Assignment
 from rdzv.errors import InvalidRequestError
 
 log = logging.getLogger("rdzv.agent")
@@ -43,7 +43,7 @@ EACH_WORKERS_OWN = frozenset(
 )
 """Variables that differ between workers or rounds. `import torch` reads none of them."""
 
-ANY_ROUND = Assignment("", 0, 0, 1, 0, 1, 0, 1, "", 0, True, 0, 0)
+ANY_ROUND = Assignment("", "", 0, 0, 1, 0, 1, 0, 1, "", 0, True, 0, 0)
 """A placeholder for an environment in which a round's variables do not matter."""
 
 _READ_LATE = ("NCCL_", "GLOO_")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rdzv import structs
 from rdzv.agent.core.environ import worker_environ
-from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch import numa
 from rdzv.agent.launch.launch import NO_FILES, Launch, check_startable
 from rdzv.agent.observers.collective_records import with_hook
@@ -26,6 +25,7 @@ from rdzv.agent.output.run_files import (
 from rdzv.agent.runner.requests import WorkerSpec, ZygoteSpec
 from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside
 from rdzv.agent.workers import warm
+from rdzv.core.model import Assignment
 from rdzv.errors import InvalidRequestError
 from rdzv.transport.addresses import missing_interfaces, socket_interfaces
 

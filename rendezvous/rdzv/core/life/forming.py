@@ -7,15 +7,7 @@ from rdzv.core.events import JobQueued, LastCallBegan, RoundCompleted
 from rdzv.core.kept_ranks import keep
 from rdzv.core.life.failures import end_round, some_succeeded
 from rdzv.core.life.submitted_jobs import awaited, withdraw_nodes
-from rdzv.core.model import (
-    Cause,
-    NodeState,
-    Result,
-    Round,
-    ScaleUp,
-    Seat,
-    State,
-)
+from rdzv.core.model import Cause, NodeState, Result, Round, ScaleUp, Seat, State
 from rdzv.core.rounds.budgets import backoff_ms
 from rdzv.core.rounds.ranks import assign_seats
 from rdzv.core.rounds.reachability import master_addr

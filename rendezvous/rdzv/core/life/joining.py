@@ -6,10 +6,7 @@ A node that reconnects *resumes* instead: its workers still run. Every reason to
 
 from __future__ import annotations
 
-from rdzv.core.commands import (
-    Join,
-    Resume,
-)
+from rdzv.core.commands import Join, Resume
 from rdzv.core.draft import Draft, Ignored
 from rdzv.core.events import NodeJoined, NodeStopped
 from rdzv.core.life.failures import (
@@ -50,7 +47,8 @@ from rdzv.structs import field_names, replace
 def join(work: Draft, command: Join) -> Ignored | None:
     """Admit a node, confirm that its workers are gone, or accept a repeated join; see `Join`."""
     before, node_id, report = work.state, command.node_id, command.recovery
-    if report and report.round == command.left_round and not _others_run_on(before, command):
+    leaves = report is not None and report.assignment.round == command.left_round
+    if report is not None and leaves and not _others_run_on(before, command):
         adopt(work, command, report)
     held = work.state.incarnation(node_id)
     number = None if held is None else _round_to_stop(work.state, node_id)

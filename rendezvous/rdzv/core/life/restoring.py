@@ -71,12 +71,12 @@ def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
 
 
 def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
-    node_id, incarnation = command.node_id, command.incarnation
-    if not adoptable(work.state, command.run, report.round):
+    node_id, incarnation, told = command.node_id, command.incarnation, report.assignment
+    if not adoptable(work.state, command.run, told.round):
         return
     known = work.membership.round if command.run == work.membership.run else None
-    if known is not None and known.number == report.round:
-        held = placeholder(report.group_rank)
+    if known is not None and known.number == told.round:
+        held = placeholder(told.group_rank)
         if held not in work.state.seats or node_id in work.state.seats or node_id in known.gone:
             return
         filled = further_report(known, command, report)
@@ -91,7 +91,7 @@ def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
             return
         if command.run != work.membership.run:
             _adopt_run(work, command, report.settings)
-        _adopt_round(work, round_, report.tally)
+        _adopt_round(work, round_, told.tally)
     work.put(
         of=node_id,
         seats=put(work.state.seats, node_id, Seat(incarnation, work.now_ms)),
@@ -104,7 +104,7 @@ def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
     note_address(work, report.offer)
     superseded = without(work.state.superseded, node_id)
     work.state = replace(work.state, reported_ms=work.now_ms, superseded=superseded)
-    work.events.append(NodeAdopted(node_id, report.round, report.group_rank))
+    work.events.append(NodeAdopted(node_id, told.round, told.group_rank))
 
 
 def _adopt_run(work: Draft, command: Join | Resume, settings: Settings) -> None:

@@ -19,10 +19,7 @@ from rdzv.core.model import (
     Tuning,
 )
 from rdzv.core.words import duration, listed
-from rdzv.errors import (
-    InvalidRequestError,
-    RendezvousClosedError,
-)
+from rdzv.errors import InvalidRequestError, RendezvousClosedError
 from rdzv.structs import replace
 
 MAX_EARLIER_RUNS = 16

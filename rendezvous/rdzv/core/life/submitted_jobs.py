@@ -9,21 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rdzv.core.commands import (
-    Bar,
-    Decline,
-    Place,
-    Submit,
-    Withdraw,
-)
+from rdzv.core.commands import Bar, Decline, Place, Submit, Withdraw
 from rdzv.core.draft import Draft, Ignored
 from rdzv.core.events import JobQueued, NodeDeclined, NodesPlaced, NodesWithdrawn, RunBegan
 from rdzv.core.life.leaving import depart
 from rdzv.core.life.runs import next_run
 from rdzv.core.model import NodeState, State, Submission
-from rdzv.errors import (
-    JobExistsError,
-)
+from rdzv.errors import JobExistsError
 from rdzv.structs import replace
 
 

@@ -12,16 +12,7 @@ and continues the counts.
 
 from __future__ import annotations
 
-from rdzv.core.model import (
-    Cause,
-    Failure,
-    Membership,
-    Moved,
-    Round,
-    RoundEnd,
-    Settings,
-    Spent,
-)
+from rdzv.core.model import Cause, Failure, Membership, Moved, Round, RoundEnd, Settings, Spent
 from rdzv.core.root_cause import why_not_restarted
 from rdzv.core.words import counted
 from rdzv.structs import struct

@@ -57,26 +57,26 @@ def adoptable(state: State, run: str, number: int) -> bool:
 
 def first_report(command: Join | Resume, report: RecoveryReport, now_ms: int) -> Round | None:
     """Return the round described by its first report, or None if no such round is possible."""
-    participant = _participant(command, report)
-    whole = range(report.group_world_size)
-    participants = _filled(whole, range(report.world_size), report.group_rank, participant)
+    participant, told = _participant(command, report), report.assignment
+    whole = range(told.group_world_size)
+    participants = _filled(whole, range(told.world_size), told.group_rank, participant)
     if participants is None:
         return None
     return Round(
-        number=report.round,
+        number=told.round,
         participants=participants,
-        master_addr=report.master_addr,
-        master_port=report.master_port,
-        use_agent_store=report.use_agent_store,
-        restarts=report.restarts,
+        master_addr=told.master_addr,
+        master_port=told.master_port,
+        use_agent_store=told.use_agent_store,
+        restarts=told.restarts,
         at_ms=now_ms,
         adopted=True,
-        source=report.source,
-        resume_step=report.resume_step,
-        snapshot=report.snapshot,
-        snapshot_loads=report.snapshot_loads,
-        origin=report.origin,
-        lineage=report.lineage,
+        source=told.source,
+        resume_step=told.resume_step,
+        snapshot=told.snapshot,
+        snapshot_loads=told.snapshot_loads,
+        origin=told.origin,
+        lineage=told.lineage,
     )
 
 
@@ -85,29 +85,25 @@ def further_report(round_: Round, command: Join | Resume, report: RecoveryReport
 
     The node must not already have a place in the round.
     """
-    seats, place = round_.participants, report.group_rank
-    known = (len(seats), _ranks(seats[-1]).stop, round_.master_addr, round_.master_port)
-    told = (
-        report.group_world_size,
-        report.world_size,
-        report.master_addr,
-        report.master_port,
-    )
-    if known != told or not is_placeholder(seats[place].node_id):
+    told = report.assignment
+    seats, place = round_.participants, told.group_rank
+    known = (len(seats), seats[-1].ranks.stop, round_.master_addr, round_.master_port)
+    same = known == (told.group_world_size, told.world_size, told.master_addr, told.master_port)
+    if not same or not is_placeholder(seats[place].node_id):
         return None
     participant = _participant(command, report)
-    gap = _gap(seats, place, _ranks(participant))
-    ranks = range(_ranks(seats[gap.start]).start, _ranks(seats[gap.stop - 1]).stop)
+    gap = _gap(seats, place, participant.ranks)
+    ranks = range(seats[gap.start].ranks.start, seats[gap.stop - 1].ranks.stop)
     filled = _filled(gap, ranks, place, participant)
     if filled is None:
         return None
     participants = (*seats[: gap.start], *filled, *seats[gap.stop :])
     round_ = replace(
         round_,
-        snapshot=round_.snapshot or report.snapshot,
-        snapshot_loads=max(round_.snapshot_loads, report.snapshot_loads),
-        origin=max(round_.origin, report.origin),
-        lineage=max(round_.lineage, report.lineage),
+        snapshot=round_.snapshot or told.snapshot,
+        snapshot_loads=max(round_.snapshot_loads, told.snapshot_loads),
+        origin=max(round_.origin, told.origin),
+        lineage=max(round_.lineage, told.lineage),
     )
     return replace(round_, participants=participants)
 
@@ -119,7 +115,7 @@ def _gap(seats: Sequence[Participant], place: int, ranks: range) -> range:
     the place then change as well.
     """
     first, end = place, place + 1
-    if _ranks(seats[place]) != ranks:
+    if seats[place].ranks != ranks:
         while first and is_placeholder(seats[first - 1].node_id):
             first -= 1
         while end < len(seats) and is_placeholder(seats[end].node_id):
@@ -131,7 +127,7 @@ def _filled(
     places: range, ranks: range, place: int, participant: Participant
 ) -> tuple[Participant, ...] | None:
     """Return a participant among placeholders for the other RANKs, or None if they cannot fit."""
-    own = _ranks(participant)
+    own = participant.ranks
     before = _placeholders(range(places.start, place), range(ranks.start, own.start))
     behind = _placeholders(range(place + 1, places.stop), range(own.stop, ranks.stop))
     if before is None or behind is None or own.start < ranks.start or own.stop > ranks.stop:
@@ -152,21 +148,17 @@ def _placeholders(places: range, ranks: range) -> tuple[Participant, ...] | None
     return tuple(placeholders)
 
 
-def _ranks(participant: Participant) -> range:
-    first = participant.rank_first
-    return range(first, first + participant.offer.local_world_size)
-
-
 def _participant(command: Join | Resume, report: RecoveryReport) -> Participant:
+    told = report.assignment
     return Participant(
         node_id=command.node_id,
         incarnation=command.incarnation,
         offer=report.offer,
-        rank_first=report.rank_first,
-        role_rank_first=report.role_rank_first,
-        role_world_size=report.role_world_size,
+        rank_first=told.rank_first,
+        role_rank_first=told.role_rank_first,
+        role_world_size=told.role_world_size,
         instance=command.instance,
-        kept=report.kept,
+        kept=told.kept,
     )
 
 

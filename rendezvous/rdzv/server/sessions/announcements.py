@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from rdzv.core.commands import Join
+from rdzv.core.commands import Join, Resume
 from rdzv.core.events import (
     Event,
     LastCallBegan,
@@ -27,6 +27,7 @@ from rdzv.core.events import (
 from rdzv.core.life.runs import ended_run
 from rdzv.core.life.submitted_jobs import awaited
 from rdzv.core.model import (
+    Assignment,
     Cause,
     Membership,
     Participant,
@@ -40,7 +41,6 @@ from rdzv.core.rounds.ranks import facts
 from rdzv.core.rounds.recovery_reports import adoptable, tally_of
 from rdzv.messages import (
     Announcement,
-    Assignment,
     Belief,
     Closed,
     Joined,
@@ -50,6 +50,7 @@ from rdzv.messages import (
     Withdrawn,
 )
 from rdzv.structs import replace
+from rdzv.transport.wire import convert
 from rdzv.view.explain import waiting_reason
 
 _NEW_PHASE = (LastCallBegan, RoundCompleted, RoundAdopted, RoundEnded, RoundSettled)
@@ -193,7 +194,9 @@ def _assignment(
     membership: Membership, round_: Round, group_rank: int, tally: Tally | None
 ) -> Assignment:
     participant, last = round_.participants[group_rank], round_.participants[-1]
-    return Assignment(
+    return convert(
+        Assignment,
+        round_,
         rdzv_id=membership.rdzv_id,
         run=membership.run,
         round=round_.number,
@@ -204,20 +207,10 @@ def _assignment(
         world_size=last.rank_first + last.offer.local_world_size,
         role_rank_first=participant.role_rank_first,
         role_world_size=participant.role_world_size,
-        master_addr=round_.master_addr,
-        master_port=round_.master_port,
-        use_agent_store=round_.use_agent_store,
-        restarts=round_.restarts,
         max_restarts=membership.settings.max_restarts,
         tally=tally,
         kept=participant.kept,
-        source=round_.source,
-        resume_step=round_.resume_step,
         charged_suspects=participant.charged_suspects,
-        snapshot=round_.snapshot,
-        snapshot_loads=round_.snapshot_loads,
-        origin=round_.origin,
-        lineage=round_.lineage,
     )
 
 
@@ -252,8 +245,10 @@ def missed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Ann
 
 
 def _reported_rank(belief: Belief) -> int | None:
-    reports = (getattr(command, "recovery", None) for command in belief.commands)
-    return next((recovery.group_rank for recovery in reports if recovery is not None), None)
+    for command in belief.commands:
+        if isinstance(command, Join | Resume) and command.recovery is not None:
+            return command.recovery.assignment.group_rank
+    return None
 
 
 def may_be_adopted(state: State, belief: Belief) -> bool:

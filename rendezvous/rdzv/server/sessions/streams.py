@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rdzv.core.commands import Join
-from rdzv.core.model import UNKNOWN_INSTANCE, Instance, State
+from rdzv.core.model import UNKNOWN_INSTANCE, Assignment, Instance, State
 from rdzv.errors import (
     LimitExceededError,
     RendezvousConnectionError,
@@ -21,7 +21,6 @@ from rdzv.errors import (
 )
 from rdzv.messages import (
     Announcement,
-    Assignment,
     Closed,
     Joined,
     Lease,

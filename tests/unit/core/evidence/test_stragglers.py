@@ -9,7 +9,7 @@ import pytest
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stragglers import Pace, Sample, follow
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import Arrivals, GroupArrivals, Progress
+from rdzv.messages import Arrivals, GroupArrivals, Progress, RankArrivals
 from rdzv.server.sessions.streams import Stream
 from tests.unit.server.test_driver import FakeClock, Server, server
 
@@ -117,13 +117,12 @@ async def test_a_silent_one_is_not_slow_and_a_round_that_is_over_is_forgotten() 
 
 def arrive(s: Server, stream: Stream, now_s: int, ranks: dict[int, int], round_: int = 0) -> None:
     """Report ten collectives of five seconds, entered this many milliseconds late by each rank."""
-    entered = {
-        2 * now_s + n: {
-            rank: 1_000 * (1_000 * now_s + 500 * n + late_ms) for rank, late_ms in ranks.items()
-        }
-        for n in range(10)
-    }
-    group = GroupArrivals("0", 2.0, 1_000, entered)
+    entered = (
+        RankArrivals(rank, tuple(1_000 * (1_000 * now_s + 500 * n + late_ms) for n in range(10)))
+        for rank, late_ms in ranks.items()
+    )
+    sequences = tuple(2 * now_s + n for n in range(10))
+    group = GroupArrivals("0", 2.0, 1_000, sequences, tuple(entered))
     s.driver.reports.note_arrivals(stream, Arrivals("job-7", "run-1", round_, (group,)))
 
 

@@ -21,6 +21,7 @@ from rdzv.core.life.failures import restarts_that_count
 from rdzv.core.life.restoring import CLAIMS_QUIET_MS
 from rdzv.core.model import (
     MAX_RESTART_AGES,
+    Assignment,
     Away,
     Cause,
     JobState,
@@ -54,34 +55,39 @@ SIZES = (2, 1, 3)
 
 
 def recovery(group_rank: int, round_: int = 7, restarts: int = 0, **given: Any) -> RecoveryReport:
-    return replace(
-        RecoveryReport(
-            round=round_,
-            group_rank=group_rank,
-            group_world_size=len(SIZES),
-            rank_first=sum(SIZES[:group_rank]),
-            world_size=sum(SIZES),
-            role_rank_first=sum(SIZES[:group_rank]),
-            role_world_size=sum(SIZES),
-            master_addr="n0.net",
-            master_port=29501,
-            use_agent_store=True,
-            restarts=restarts,
-            settings=SETTINGS,
-            offer=offer(f"n{group_rank}", local_world_size=SIZES[group_rank]),
-        ),
-        **given,
+    """A node's report; arguments that are no fields of it describe its assignment."""
+    whole: dict[str, Any] = {
+        "settings": SETTINGS,
+        "offer": offer(f"n{group_rank}", local_world_size=SIZES[group_rank]),
+    }
+    whole |= {name: given.pop(name) for name in whole if name in given}
+    assignment = Assignment(
+        rdzv_id="job",
+        run=FORMER,
+        round=round_,
+        group_rank=group_rank,
+        group_world_size=len(SIZES),
+        rank_first=sum(SIZES[:group_rank]),
+        world_size=sum(SIZES),
+        role_rank_first=sum(SIZES[:group_rank]),
+        role_world_size=sum(SIZES),
+        master_addr="n0.net",
+        master_port=29501,
+        use_agent_store=True,
+        restarts=restarts,
+        max_restarts=3,
     )
+    return RecoveryReport(replace(assignment, **given), **whole)
 
 
 def resume(group_rank: int, run: str = FORMER, incarnation: int = 1, **given: Any) -> Resume:
     made = recovery(group_rank, **given)
-    return Resume(f"n{group_rank}", incarnation, run, made.round, made)
+    return Resume(f"n{group_rank}", incarnation, run, made.assignment.round, made)
 
 
 def rejoin(group_rank: int, run: str = FORMER, **given: Any) -> Join:
     made = recovery(group_rank, **given)
-    wanted = join(f"n{group_rank}", run=run, left_round=made.round, local_world_size=1)
+    wanted = join(f"n{group_rank}", run=run, left_round=made.assignment.round, local_world_size=1)
     return replace(wanted, recovery=made)
 
 
