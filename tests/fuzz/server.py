@@ -34,7 +34,7 @@ from rdzv.server.http.listener import serving_http
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc import grpc_listener, rendezvous_service
 from rdzv.server.rpc.grpc_listener import serving
-from rdzv.server.security.role_gate import Gate
+from rdzv.server.security.roles import Gate
 from rdzv.server.security.tls import Tls
 from rdzv.server.settings.server_settings import Limits, TlsSettings
 from rdzv.server.telemetry.server_metrics import Metrics

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
     from rdzv.runtime.clock import Clock
     from rdzv.server.replication.replica import Replica
-    from rdzv.server.security.role_gate import Gate
+    from rdzv.server.security.roles import Gate
     from rdzv.server.security.tls import Tls
     from rdzv.server.settings.server_settings import RdzvdSettings
     from rdzv.server.telemetry.metrics_interface import Meter
@@ -360,7 +360,7 @@ async def _gate(
     replica: Replica, clock: Clock, config: RdzvdSettings, metrics: Metrics | None
 ) -> AsyncIterator[Gate]:
     """Yield the gate, keeping any keys of the token issuer current until the body ends."""
-    from rdzv.server.security.role_gate import Gate
+    from rdzv.server.security.roles import Gate
 
     if config.oidc.issuer is None:
         yield Gate(replica, clock, config, metrics)

@@ -91,7 +91,7 @@ RULES = (
         never=of("grpc", "aiohttp", "rdzv.v1.rdzv_pb2_grpc"),
         but=of(
             *("server/rpc/*.py", "server/http/*.py", "server/telemetry/notifications.py"),
-            *("server/security/tls.py", "server/security/issuer_keys.py"),
+            *("server/security/tls.py", "server/security/service_accounts.py"),
         ),
     ),
     Rule(
@@ -187,7 +187,7 @@ RULES = (
         "a server that trusts no other issuer runs without PyJWT, which is an extra",
         "**/*.py",
         never=of("jwt"),
-        but=of("server/security/service_accounts.py", "server/security/issuer_keys.py"),
+        but=of("server/security/service_accounts.py"),
     ),
     Rule(
         "a command line names servers, and is read without gRPC",

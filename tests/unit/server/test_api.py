@@ -36,7 +36,7 @@ from rdzv.server.http.state_feeds import Reader
 from rdzv.server.operations import handlers
 from rdzv.server.operations.table import LOG_BYTES, OPERATIONS, PREFIX
 from rdzv.server.replication.replica import Replica
-from rdzv.server.security.role_gate import AUDIT
+from rdzv.server.security.roles import AUDIT
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.server_settings import Limits
 from rdzv.server.telemetry.server_metrics import Metrics

@@ -24,8 +24,7 @@ from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc import grpc_listener
-from rdzv.server.rpc.grpc_listener import serving
-from rdzv.server.rpc.grpc_server import grpc_server
+from rdzv.server.rpc.grpc_listener import grpc_server, serving
 from rdzv.server.settings.server_settings import Timings
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.endpoints import Listen

@@ -25,7 +25,7 @@ from rdzv.server.http.listener import serving_http
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc import calls, grpc_listener
 from rdzv.server.rpc.grpc_listener import serving
-from rdzv.server.security import role_gate
+from rdzv.server.security import roles
 from rdzv.server.security.callers import Role
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.memory import MemoryStore
@@ -113,7 +113,7 @@ async def guarded(monkeypatch: pytest.MonkeyPatch, **config_as: Any) -> AsyncIte
     metrics = Metrics(lambda: None, config, "1.2.3")
     async with Driver.running(MemoryStore(), clock, config, meter=metrics) as driver:
         replica.lead(driver)
-        guard = role_gate.Gate(replica, clock, config, metrics)
+        guard = roles.Gate(replica, clock, config, metrics)
         async with (
             serving(replica, clock, config, gate=guard) as grpc_bound,
             serving_http(replica, metrics, config, config.listen, clock, gate=guard) as http,
@@ -592,12 +592,12 @@ async def test_refused_calls_are_counted_and_logged_now_and_then(
         for who in ("read", "read", None):
             await refusal(server, "/rdzv.v1.Control/Backup", who)
         assert len([r for r in caplog.records if r.name == "rdzv.access"]) == 1
-        await server.clock.advance(role_gate.LOG_EVERY_MS)
+        await server.clock.advance(roles.LOG_EVERY_MS)
         await refusal(server, "/rdzv.v1.Control/Backup", "read")
         lines = [r.getMessage() for r in caplog.records if r.name == "rdzv.access"]
         assert "2 more were refused" in lines[-1]
         # Those that were told of once are not counted again.
-        await server.clock.advance(role_gate.LOG_EVERY_MS)
+        await server.clock.advance(roles.LOG_EVERY_MS)
         await refusal(server, "/rdzv.v1.Control/Backup", "read")
         lines = [r.getMessage() for r in caplog.records if r.name == "rdzv.access"]
         assert len(lines) == 3
@@ -627,7 +627,7 @@ async def test_where_nobody_proves_anything_everybody_may_do_everything() -> Non
             with pytest.raises(grpc.aio.AioRpcError, match="would protect nothing"):
                 request = pb.CreateTokenRequest(name="ada", roles=["read"])
                 await control(server, "", "CreateToken", request)
-            rows = [row.data for row in await driver.history.of(role_gate.AUDIT, 10)]
+            rows = [row.data for row in await driver.history.of(roles.AUDIT, 10)]
             assert rows == [
                 "submit job job-7 from unknown to queued: by root at head-1, from address 127.0.0.1"
             ]

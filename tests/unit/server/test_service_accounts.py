@@ -24,7 +24,7 @@ from rdzv.errors import (  # noqa: E402
     RendezvousConnectionError,
     UnauthenticatedError,
 )
-from rdzv.server.security import callers, issuer_keys  # noqa: E402
+from rdzv.server.security import callers, service_accounts  # noqa: E402
 from rdzv.server.security.callers import Caller, Role  # noqa: E402
 from rdzv.server.security.service_accounts import ServiceAccounts, proving  # noqa: E402
 from rdzv.server.settings.server_settings import (  # noqa: E402
@@ -194,7 +194,7 @@ def test_what_is_no_jwt_is_left_to_the_other_tokens(text: str) -> None:
 async def test_rotated_keys_are_fetched_when_a_token_names_one(
     issuer: Issuer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(issuer_keys, "RETRY_S", 0.05)
+    monkeypatch.setattr(service_accounts, "RETRY_S", 0.05)
     async with accounts_of(issuer) as accounts:
         await accounts.caller(issuer.token())
         old, issuer.keys = issuer.token(), [Key("two")]
@@ -206,10 +206,10 @@ async def test_unknown_keys_make_no_more_than_one_request_each_while(
     issuer: Issuer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is then unknown whether the key exists, so the caller is asked to try again."""
-    monkeypatch.setattr(issuer_keys, "MOST_WAITING", 5)
+    monkeypatch.setattr(service_accounts, "MOST_WAITING", 5)
     async with accounts_of(issuer) as accounts:
         await accounts.caller(issuer.token())
-        monkeypatch.setattr(issuer_keys, "HOLD_S", 0.05)
+        monkeypatch.setattr(service_accounts, "HOLD_S", 0.05)
         strangers = [issuer.token(key=Key(f"x{number}")) for number in range(8)]
         ends = await asyncio.gather(*map(accounts.caller, strangers), return_exceptions=True)
         assert [type(end) for end in ends] == [
@@ -222,10 +222,10 @@ async def test_unknown_keys_make_no_more_than_one_request_each_while(
 async def test_known_keys_go_on_while_the_issuer_is_away(
     issuer: Issuer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(issuer_keys, "RETRY_S", 0.02)
+    monkeypatch.setattr(service_accounts, "RETRY_S", 0.02)
     # Each call ends with the fetch that it waits for; how long that takes depends on the machine.
-    monkeypatch.setattr(issuer_keys, "HOLD_S", 60.0)
-    monkeypatch.setattr(issuer_keys, "FETCH_WITHIN_S", 60.0)
+    monkeypatch.setattr(service_accounts, "HOLD_S", 60.0)
+    monkeypatch.setattr(service_accounts, "FETCH_WITHIN_S", 60.0)
     with caplog.at_level(logging.INFO, "rdzv.access"):
         async with accounts_of(issuer) as accounts:
             good = issuer.token()
@@ -248,21 +248,21 @@ async def test_known_keys_go_on_while_the_issuer_is_away(
 async def test_keys_are_not_kept_for_ever(issuer: Issuer) -> None:
     """Otherwise a stolen and replaced key would stay valid while the issuer is unreachable."""
     at = 1_000.0
-    keys: issuer_keys.Keys = {"one": jwt.PyJWK.from_dict(issuer.keys[0].public)}
+    keys: service_accounts.Keys = {"one": jwt.PyJWK.from_dict(issuer.keys[0].public)}
 
-    async def fetch() -> issuer_keys.Keys:
+    async def fetch() -> service_accounts.Keys:
         if at > 1_000:
-            raise issuer_keys.FetchError("no answer")
+            raise service_accounts.FetchError("no answer")
         return keys
 
-    held = issuer_keys.IssuerKeys(fetch, "https://issuer", kept_s=3600, now_s=lambda: at)
+    held = service_accounts.IssuerKeys(fetch, "https://issuer", kept_s=3600, now_s=lambda: at)
     following = asyncio.create_task(held.follow())
     await held.key("one")
     at += 3600
     await held.key("one")
     at += 1
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(issuer_keys, "HOLD_S", 0.01)
+        patched.setattr(service_accounts, "HOLD_S", 0.01)
         with pytest.raises(RendezvousConnectionError):
             await held.key("one")
     following.cancel()
@@ -272,18 +272,18 @@ class Fetches:
     """The keys of an issuer that the test hands out, fetch by fetch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, key: Any, hold_s: float = 10.0) -> None:
-        monkeypatch.setattr(issuer_keys, "RETRY_S", 0.0)
-        monkeypatch.setattr(issuer_keys, "HOLD_S", hold_s)
+        monkeypatch.setattr(service_accounts, "RETRY_S", 0.0)
+        monkeypatch.setattr(service_accounts, "HOLD_S", hold_s)
         self._key = key
         self._answers: asyncio.Queue[tuple[str, ...] | None] = asyncio.Queue()
         self.begun = 0
-        self.keys = issuer_keys.IssuerKeys(self._fetch, "https://issuer", kept_s=7_200)
+        self.keys = service_accounts.IssuerKeys(self._fetch, "https://issuer", kept_s=7_200)
         self.following = asyncio.create_task(self.keys.follow())
 
-    async def _fetch(self) -> issuer_keys.Keys:
+    async def _fetch(self) -> service_accounts.Keys:
         self.begun += 1
         if (kids := await self._answers.get()) is None:
-            raise issuer_keys.FetchError("no answer")
+            raise service_accounts.FetchError("no answer")
         return dict.fromkeys(kids, self._key)
 
     async def answer(self, *kids: str, fails: bool = False) -> None:
@@ -329,7 +329,7 @@ async def test_a_call_that_comes_during_a_fetch_is_woken_by_it_or_waits_for_the_
 async def test_calls_that_have_waited_take_no_place_from_those_that_follow(
     fetches: Fetches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(issuer_keys, "MOST_WAITING", 1)
+    monkeypatch.setattr(service_accounts, "MOST_WAITING", 1)
     for number in range(3):
         asked = await fetches.ask(f"k{number}")
         if number == 0:
@@ -354,17 +354,17 @@ async def test_after_a_fetch_that_failed_the_next_one_counts(fetches: Fetches) -
 
 
 async def test_a_fetch_has_a_deadline(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(issuer_keys, "FETCH_WITHIN_S", 0.1)
+    monkeypatch.setattr(service_accounts, "FETCH_WITHIN_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"https://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(issuer_keys.FetchError, match=r"no answer within 0.1 s"):
-            await issuer_keys.fetch_keys(oidc_of(issuer, issuer=url, ca=issuer.ca))
+        with pytest.raises(service_accounts.FetchError, match=r"no answer within 0.1 s"):
+            await service_accounts.fetch_keys(oidc_of(issuer, issuer=url, ca=issuer.ca))
 
 
 async def test_a_fetch_that_fails_says_why(issuer: Issuer, tmp_path: Path) -> None:
     async def trouble(**more: Any) -> str:
-        with pytest.raises(issuer_keys.FetchError) as failed:
-            await issuer_keys.fetch_keys(oidc_of(issuer, **{"ca": issuer.ca} | more))
+        with pytest.raises(service_accounts.FetchError) as failed:
+            await service_accounts.fetch_keys(oidc_of(issuer, **{"ca": issuer.ca} | more))
         return str(failed.value)
 
     assert "certificate verify failed" in await trouble(ca=None)
@@ -373,7 +373,7 @@ async def test_a_fetch_that_fails_says_why(issuer: Issuer, tmp_path: Path) -> No
     shown = tmp_path / "token"
     assert "No such file" in await trouble(token_file=shown)
     shown.write_text("of-rdzvd\n")
-    await issuer_keys.fetch_keys(oidc_of(issuer, ca=issuer.ca, token_file=shown))
+    await service_accounts.fetch_keys(oidc_of(issuer, ca=issuer.ca, token_file=shown))
     issuer.calls_itself = "https://kubernetes.default.svc"
     assert "calls itself 'https://kubernetes.default.svc'; give that" in await trouble(
         token_file=shown

@@ -29,8 +29,7 @@ from rdzv.server.operations.table import OPERATIONS, PREFIX
 from rdzv.server.replication.replica import Replica
 from rdzv.server.security import callers
 from rdzv.server.security.callers import Caller
-from rdzv.server.security.role_gate import Call, Gate
-from rdzv.server.security.roles import OPEN, READ, Row
+from rdzv.server.security.roles import OPEN, READ, Call, Gate, Row
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.structs import struct

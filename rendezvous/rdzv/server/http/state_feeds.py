@@ -12,11 +12,11 @@ queue. A reader that does not keep up is sent the reason and dropped.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 from rdzv.errors import (
     LimitExceededError,
@@ -54,11 +54,7 @@ def frame(event: str, document: str) -> bytes:
     return f"event: {event}\ndata: {document}\n\n".encode()
 
 
-def _marker(event: str) -> bytes:
-    return frame(event, json.dumps({"version": as_json.VERSION}))
-
-
-BEGIN, READY = _marker("begin"), _marker("ready")
+BEGIN, READY = (frame(event, as_json.document({}, indent=None)) for event in ("begin", "ready"))
 
 
 REST_MS = 250
@@ -89,8 +85,7 @@ class Reader:
         for one in frames:
             self._frames.append(one)
             self._bytes += len(one)
-        many = len(self._frames) > STREAM_FRAMES
-        if many or self._bytes > STREAM_BYTES:
+        if len(self._frames) > STREAM_FRAMES or self._bytes > STREAM_BYTES:
             self.end(
                 LimitExceededError(
                     f"{len(self._frames)} events of {self._bytes} bytes wait to be read, more than "
@@ -203,13 +198,12 @@ class Feed:
 
 
 class FleetFeed(Feed):
-    """The feed for all jobs and all nodes, with one line for each."""
+    """The feed for all jobs and all nodes, with one row for each."""
 
     def __init__(self, server: Server) -> None:
         super().__init__(server)
-        self._jobs: dict[str, object] = {}
-        """Each job as last sent, without its ages, by rdzv_id."""
-        self._nodes: dict[str, object] = {}
+        self._told: dict[str, dict[str, object]] = {"jobs": {}, "nodes": {}}
+        """The rows as last sent, without what changes by itself, by kind and name."""
         self._watched: set[str] = set()
         self._changed: set[str] = set()
         self._nodes_changed = False
@@ -222,44 +216,35 @@ class FleetFeed(Feed):
         self._woken.set()
 
     async def _look(self, fresh: Collection[Reader]) -> None:
-        old = self.readers.difference(fresh)
-        for reader in fresh:
-            reader.put([BEGIN])
-        changed, self._changed = self._changed, set()
-        if fresh:
-            await self._tell_all_jobs(fresh, old)
-        else:
-            await self._tell_jobs(changed, old)
+        _put_all(fresh, [BEGIN])
+        jobs, gone = await self._jobs(everything=bool(fresh))
+        contents: dict[str, object] = {}
+        for name, job in jobs.items():
+            contents[name] = replace(job, state_age_ms=0, reason=job.reason.without_times())
+        await self._tell("jobs", jobs, contents, gone, fresh)
         if fresh or self._nodes_changed:
             self._nodes_changed = False
-            await self._tell_nodes(fresh, old)
-        for reader in fresh:
-            reader.put([READY])
+            now_ms = self._server.clock.now_ms()
+            nodes = {node.node_id: node for node in self._server.nodes().nodes}
+            contents = {name: _content(node, now_ms) for name, node in nodes.items()}
+            await self._tell("nodes", nodes, contents, self._told["nodes"].keys() - nodes, fresh)
+        _put_all(fresh, [READY])
 
-    async def _tell_all_jobs(self, fresh: Collection[Reader], old: Collection[Reader]) -> None:
-        self._watched = {row.rdzv_id for row in self._server.all_watched()}
-        rows, seen = list[answers.JobSummary](), set[str]()
-        async for row in self._server.summaries():
-            if row.rdzv_id not in seen:
-                seen.add(row.rdzv_id)
-                rows.append(row)
-        news = [row for row in rows if self._is_news(row)]
-        await self._put(fresh, "jobs", rows)
-        await self._put(old, "jobs", news)
-        self._tell_gone(old, "jobs", self._jobs, seen)
-
-    async def _tell_jobs(self, changed: set[str], old: Collection[Reader]) -> None:
-        watched = {row.rdzv_id: row for row in self._server.all_watched()}
-        changed |= self._watched - watched.keys()
-        self._watched = set(watched)
-        rows = list(watched.values())
-        gone = set[str]()
+    async def _jobs(self, *, everything: bool) -> tuple[dict[str, answers.JobSummary], set[str]]:
+        """Return all jobs or those that may have changed, and the names of those that are gone."""
+        rows = {row.rdzv_id: row for row in self._server.all_watched()}
+        changed, self._changed = self._changed | (self._watched - rows.keys()), set()
+        self._watched, gone = set(rows), set[str]()
+        if everything:
+            rows.clear()
+            async for row in self._server.summaries():
+                rows.setdefault(row.rdzv_id, row)
+            return rows, self._told["jobs"].keys() - rows
         for number, rdzv_id in enumerate(changed, 1):
             try:
-                rows.append(await self._server.summary(rdzv_id))
+                rows[rdzv_id] = await self._server.summary(rdzv_id)
             except UnknownJobError:
-                if rdzv_id not in watched:
-                    gone.add(rdzv_id)
+                gone.add(rdzv_id)
             except RendezvousStateError as error:
                 log.error("not showing job %s: %s", rdzv_id, error)
             except RendezvousConnectionError:
@@ -268,66 +253,54 @@ class FleetFeed(Feed):
                 self._changed.add(rdzv_id)
             if number % SLICE == 0:
                 await asyncio.sleep(0)
-        await self._put(old, "jobs", [row for row in rows if self._is_news(row)])
-        self._tell_gone(old, "jobs", self._jobs, self._jobs.keys() - gone)
+        return rows, gone - self._watched
 
-    def _is_news(self, row: answers.JobSummary) -> bool:
-        content = replace(row, state_age_ms=0, reason=row.reason.without_times())
-        if self._jobs.get(row.rdzv_id) == content:
-            return False
-        self._jobs[row.rdzv_id] = content
-        return True
-
-    async def _tell_nodes(self, fresh: Collection[Reader], old: Collection[Reader]) -> None:
-        now_ms, nodes = self._server.clock.now_ms(), self._server.nodes().nodes
-        contents = {node.node_id: _content(node, now_ms) for node in nodes}
-        news = [node for node in nodes if self._nodes.get(node.node_id) != contents[node.node_id]]
-        await self._put(fresh, "nodes", nodes)
-        await self._put(old, "nodes", news)
-        self._tell_gone(old, "nodes", self._nodes, contents.keys())
-        self._nodes = contents
-
-    def _tell_gone(
+    async def _tell(
         self,
-        old: Collection[Reader],
         kind: str,
-        known: dict[str, object],
-        there: Collection[str],
+        rows: Mapping[str, answers.JobSummary] | Mapping[str, answers.Node],
+        contents: Mapping[str, object],
+        gone: Set[str],
+        fresh: Collection[Reader],
     ) -> None:
-        gone = sorted(known.keys() - set(there))
-        for name in gone:
-            del known[name]
-        if gone:
-            document = {"version": as_json.VERSION, "jobs": [], "nodes": [], kind: gone}
-            _put_all(old, [frame("gone", json.dumps(document))])
+        """Send all rows to fresh readers, and to others what has changed of them."""
+        told, old = self._told[kind], self.readers.difference(fresh)
+        news = [row for name, row in rows.items() if told.get(name) != contents[name]]
+        told.update(contents)
+        for readers, some in ((fresh, [*rows.values()]), (old, news)):
+            for first in range(0, len(some) if readers else 0, ROWS):
+                away = self._server.driver.trouble or None
+                shown = {kind: some[first : first + ROWS], "store_away": away}
+                _put_all(readers, [frame(kind, as_json.document(shown, indent=None))])
+                await asyncio.sleep(0)
+        if gone := gone & told.keys():
+            for name in gone:
+                del told[name]
+            _put_all(
+                old,
+                [
+                    frame(
+                        "gone",
+                        as_json.document(
+                            {"jobs": [], "nodes": []} | {kind: sorted(gone)}, indent=None
+                        ),
+                    )
+                ],
+            )
 
-    async def _put(
-        self,
-        readers: Collection[Reader],
-        kind: str,
-        rows: Sequence[answers.JobSummary] | Sequence[answers.Node],
-    ) -> None:
-        if not readers:
-            return
-        for first in range(0, len(rows), ROWS):
-            part = rows[first : first + ROWS]
-            shown = {kind: part, "store_away": self._server.driver.trouble or None}
-            _put_all(readers, [frame(kind, as_json.document(shown, indent=None))])
-            await asyncio.sleep(0)
+
+_AGES = ("state_age_ms", "drain_age_ms", "cordon_age_ms", "quarantine_age_ms")
 
 
 def _content(node: answers.Node, now_ms: int) -> object:
     """Return a node's data with times in place of ages, which would change at every look."""
-    cordoned_ms, quarantined_ms = node.cordon_age_ms, node.quarantine_age_ms
+    ages = {name: getattr(node, name) for name in _AGES}
     left_ms = node.quarantine_left_ms
-    return replace(
-        node,
-        state_age_ms=None if node.state_age_ms is None else now_ms - node.state_age_ms,
-        drain_age_ms=None if node.drain_age_ms is None else now_ms - node.drain_age_ms,
-        cordon_age_ms=None if cordoned_ms is None else now_ms - cordoned_ms,
-        quarantine_age_ms=None if quarantined_ms is None else now_ms - quarantined_ms,
-        quarantine_left_ms=None if left_ms is None else now_ms + left_ms,
-    )
+    times: dict[str, Any] = {
+        name: None if age is None else now_ms - age for name, age in ages.items()
+    }
+    times["quarantine_left_ms"] = None if left_ms is None else now_ms + left_ms
+    return replace(node, **times)
 
 
 class JobFeed(Feed):

@@ -27,7 +27,7 @@ from rdzv.messages import LogsWanted
 from rdzv.runtime.clock import Clock
 from rdzv.server.operations.job_operations import summary_of
 from rdzv.server.security import callers
-from rdzv.server.security.role_gate import AUDIT, note_change, signed
+from rdzv.server.security.roles import AUDIT, note_change, signed
 from rdzv.stores.base import HISTORY_ROWS, Record
 from rdzv.structs import replace, struct
 from rdzv.transport.wire import convert, read

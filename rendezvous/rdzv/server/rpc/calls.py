@@ -24,8 +24,7 @@ from rdzv.server.operations.handlers import Server
 from rdzv.server.operations.table import OPERATIONS, Operation
 from rdzv.server.security import callers
 from rdzv.server.security.callers import Caller
-from rdzv.server.security.role_gate import Call, Gate, verb_of
-from rdzv.server.security.roles import ATTACH, OPEN, READ, Row
+from rdzv.server.security.roles import ATTACH, OPEN, READ, Call, Gate, Row, verb_of
 from rdzv.structs import struct
 from rdzv.transport.wire import CONTROL, write
 

@@ -33,6 +33,10 @@ from rdzv.server.sessions.streams import Stream
 from rdzv.v1 import rdzv_pb2 as pb
 
 Said = tuple[str, Command] | Holdings
+Refuse = Callable[[InvalidRequestError | LimitExceededError], None]
+
+_SHOWN = frozenset(("progress", "workers_started", "snapshots_held", "arrivals"))
+"""The reports that are only shown to people, which are logged, not refused, if they are invalid."""
 
 _EARLY = 4
 """The number of kinds of reports that are kept for a job until the node's beliefs have been
@@ -78,70 +82,58 @@ class NodeMessages:
     def take(self, message: pb.NodeMessage) -> None:
         """Take a message, which renews the lease at once, even while the store is unavailable."""
         self._driver.connections.heard(self._stream)
+        body = str(message.WhichOneof("body"))
+        refuse = self._warn if body in _SHOWN else partial(self._refuse, wire.job_named_in(message))
         try:
-            self._dispatch(message)
+            self._dispatch(body, message, refuse)
         except (InvalidRequestError, LimitExceededError) as error:
-            self._refuse(wire.job_named_in(message), error)
+            refuse(error)
 
     def finish(self) -> None:
         """Record that the node sends no more. Call it once; `obey` ends after the last command."""
         self._inbox.put_nowait(None)
 
-    def _dispatch(self, message: pb.NodeMessage) -> None:
-        stream = self._stream
-        match message.WhichOneof("body"):
-            case "heartbeat":
-                if message.heartbeat.number:
-                    now_us = self._clock.now_ms() * 1_000
-                    stream.send(Heard(message.heartbeat.number, now_us))
-            case "away":
-                deadline_ms = wire.away_ms_of(message.away)
-                self._driver.connections.plan_away(stream, deadline_ms)
-            case "progress" | "workers_started" | "snapshots_held" | "arrivals":
-                self._take_shown(message)
-            case _:
-                self._take_report(message)
-
-    def _take_report(self, message: pb.NodeMessage) -> None:
-        stream, reports = self._stream, self._driver.reports
+    def _dispatch(self, body: str, message: pb.NodeMessage, refuse: Refuse) -> None:
+        stream, driver, now_ms = self._stream, self._driver, self._clock.now_ms()
+        if body == "heartbeat":
+            if message.heartbeat.number:
+                stream.send(Heard(message.heartbeat.number, now_ms * 1_000))
+            return
+        if body == "away":
+            driver.connections.plan_away(stream, wire.away_ms_of(message.away))
+            return
+        reports = driver.reports
         match wire.report_of(message):
+            case None:
+                self._queue(wire.command_of(message, self._speaker, now_ms))
+            case Holdings() as holdings:
+                self._queue(holdings)
             case LogPiece() as piece:
                 reports.take_log(stream, piece)
-            case Hung() as hung:
-                self._record(hung, reports.note_hung, partial(self._refuse, hung.rdzv_id))
             case Stacks() as stacks:
                 reports.take_stacks_in(stream, stacks)
             case Health(failing):
                 reports.note_health(stream, failing)
             case Draining() as draining:
                 reports.note_draining(stream, draining)
-            case Holdings() as holdings:
-                self._queue(holdings)
-            case _:
-                self._queue(wire.command_of(message, self._speaker, self._clock.now_ms()))
-
-    def _take_shown(self, message: pb.NodeMessage) -> None:
-        """Handle a report that is not a command; an invalid report is logged, not refused."""
-        stream, reports = self._stream, self._driver.reports
-        try:
-            match wire.report_of(message):
-                case Progress() as progress:
-                    self._record(progress, reports.note_progress, self._warn)
-                case WorkersStarted() as started:
-                    self._record(started, reports.note_started, self._warn)
-                case SnapshotsHeld() as held:
-                    self._record(held, reports.note_snapshots, self._warn)
-                case Arrivals() as arrivals if stream.greeted:
-                    # Early arrivals are dropped: more follow soon.
+            case Hung() as hung:
+                self._record(hung, reports.note_hung, refuse)
+            case Progress() as progress:
+                self._record(progress, reports.note_progress, refuse)
+            case WorkersStarted() as started:
+                self._record(started, reports.note_started, refuse)
+            case SnapshotsHeld() as held:
+                self._record(held, reports.note_snapshots, refuse)
+            case Arrivals() as arrivals:
+                # Early arrivals are dropped: more follow soon.
+                if stream.greeted:
                     reports.note_arrivals(stream, arrivals)
-        except InvalidRequestError as error:
-            self._warn(error)
 
     def _record(
         self,
         said: Progress | WorkersStarted | SnapshotsHeld | Hung,
         note: Callable[[Stream, Any], None],
-        refuse: Callable[[InvalidRequestError], None],
+        refuse: Refuse,
     ) -> None:
         """Record a report at once, so that it does not wait while the store is unavailable.
 
@@ -179,7 +171,7 @@ class NodeMessages:
     def _refuse(self, rdzv_id: str, error: InvalidRequestError | LimitExceededError) -> None:
         self._stream.send(Refused(rdzv_id, error.code, str(error)))
 
-    def _warn(self, error: InvalidRequestError) -> None:
+    def _warn(self, error: InvalidRequestError | LimitExceededError) -> None:
         if not self._warned:
             self._warned = True
             log.warning("%s: ignoring an invalid report: %s", self._stream.node_id, error)
