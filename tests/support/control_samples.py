@@ -200,6 +200,99 @@ def history() -> list[pb.Event]:
     ]
 
 
+def nodes() -> list[pb.Node]:
+    """One node that trains, one that is free, one that was told to accept no more, a rdzvrun."""
+    gib = 1 << 30
+    h100 = [pb.Gpu(uuid=f"GPU-{i}", name="NVIDIA H100", memory_bytes=80 * gib) for i in range(8)]
+    labels = [pb.Label(name="gpu", value="h100"), pb.Label(name="zone", value="a")]
+    big = pb.Resources(
+        cpus=96,
+        memory_bytes=1_024 * gib,
+        gpus=h100,
+        labels=labels,
+        capacity=4,
+        topology="rack-1",
+    )
+    return [
+        pb.Node(
+            node_id="gpu-10",
+            state="connected",
+            state_age_ms=7_500_000,
+            program="rdzv-agent",
+            address="10.0.0.10",
+            agent_version="0.1.0",
+            resources=big,
+            gpus_free=8,
+        ),
+        pb.Node(
+            node_id="gpu-2",
+            state="connected",
+            state_age_ms=90_000_000,
+            program="rdzv-agent",
+            address="10.0.0.2",
+            agent_version="0.1.0",
+            resources=big,
+            gpus_free=2,
+            metrics="10.0.0.2:29481",
+            jobs=[
+                pb.NodeJob(rdzv_id="llm", gpus=4, state="seated"),
+                pb.NodeJob(rdzv_id="eval", gpus=2, state="placed"),
+            ],
+        ),
+        pb.Node(
+            node_id="gpu-3",
+            state="away",
+            state_age_ms=4_000,
+            program="rdzv-agent",
+            address="10.0.0.3",
+            agent_version="0.1.0",
+            resources=pb.Resources(cpus=8, memory_bytes=1536 << 20, capacity=1),
+            gpus_free=0,
+            cordoned=True,
+            cordon_reason="by ada at head-1: its disk fails",
+            cordon_age_ms=86_400_000,
+            jobs=[pb.NodeJob(rdzv_id="bert", state="holding")],
+        ),
+        pb.Node(
+            node_id="login-1-4711",
+            state="connected",
+            state_age_ms=60_000,
+            program="rdzvrun",
+            address="10.0.0.1",
+            jobs=[pb.NodeJob(rdzv_id=f"j{i}", state="seated") for i in range(5)],
+        ),
+        pb.Node(
+            node_id="old-7",
+            state="gone",
+            cordoned=True,
+            cordon_age_ms=180_000_000,
+        ),
+    ]
+
+
+def submitted() -> pb.JobStatus:
+    """A job of which one node has joined, one is awaited, and one has declined."""
+    status = joining()
+    del status.nodes[1:]
+    status.submission.CopyFrom(
+        pb.Submission(
+            submitted_by="ada at head-1",
+            submitter="ada",
+            age_ms=300_000,
+            args=["--nnodes=3:4", "--", "train me.py", "--lr", "1"],
+            env_names=["TOKEN", "HF_HOME"],
+            chdir="/home/ada/gpt",
+            labels=[pb.Label(name="gpu", value="h100")],
+            priority=5,
+            gpus_per_node=8,
+            placed=["n1", "n4"],
+            jobs_before=2,
+            declined=[pb.DeclinedNode(node_id="n9", reason="no folder /home/ada/gpt there")],
+        )
+    )
+    return status
+
+
 def _node(
     node_id: str,
     state: str,

@@ -27,6 +27,7 @@ class FakeControl(pb_grpc.ControlServicer):
         self.jobs: dict[str, pb.JobStatus] = {}
         self.hanging: dict[str, str] = {}
         self.history: list[pb.Event] = []
+        self.nodes: dict[str, pb.Node] = {}
         self.error: RendezvousError | grpc.StatusCode | None = None
         self.next_error: Callable[[], RendezvousError | None] | None = None
         """Returns the error of the next call, instead of `error`."""
@@ -61,6 +62,29 @@ class FakeControl(pb_grpc.ControlServicer):
         self._known(request.rdzv_id, context)
         self.limits.append(request.limit)
         return pb.ListEventsResponse(events=self.history[-request.limit :])
+
+    def ListNodes(  # noqa: N802
+        self, request: pb.ListNodesRequest, context: grpc.ServicerContext
+    ) -> pb.ListNodesResponse:
+        self._misbehave(context)
+        named = request.node_ids or list(self.nodes)
+        return pb.ListNodesResponse(nodes=[self.nodes[one] for one in named if one in self.nodes])
+
+    def CordonNode(  # noqa: N802
+        self, request: pb.CordonNodeRequest, context: grpc.ServicerContext
+    ) -> pb.Node:
+        self._misbehave(context)
+        node = self.nodes[request.node_id]
+        node.cordoned, node.cordon_reason = True, request.reason
+        return node
+
+    def UncordonNode(  # noqa: N802
+        self, request: pb.UncordonNodeRequest, context: grpc.ServicerContext
+    ) -> pb.Node:
+        self._misbehave(context)
+        node = self.nodes[request.node_id]
+        node.cordoned, node.cordon_reason = False, ""
+        return node
 
     def CreateToken(  # noqa: N802
         self, request: pb.CreateTokenRequest, context: grpc.ServicerContext

@@ -1,12 +1,11 @@
 """status --watch: a screen that fits, shows what a job waits for, and restores the terminal.
 
-Golden files as in test_ctl.py.
+Golden files as in test_ctl_goldens.py.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -55,21 +54,17 @@ def screen(job: JobStatus, width: int = 80, height: int = 24, **more: object) ->
     return live.screen(job, history, whole_ms, page(width), height, **more)  # type: ignore[arg-type]
 
 
-def compare(name: str, lines: list[str]) -> None:
-    file = GOLDEN / f"{name}.txt"
-    text = "\n".join(lines) + "\n"
-    if os.environ.get("RDZV_REWRITE"):
-        file.write_text(text)
-    assert text == file.read_text()
-
-
 # ------------------------------------------------------------------------------ the screen
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("sample", ["joining", "running", "failed", "large", "watched"])
-def test_golden_screen(sample: str) -> None:
-    compare(f"screen-{sample}", screen(of(getattr(control_samples, sample)())))
+def test_golden_screen(sample: str, request: pytest.FixtureRequest) -> None:
+    file = GOLDEN / f"screen-{sample}.txt"
+    text = "\n".join(screen(of(getattr(control_samples, sample)()))) + "\n"
+    if request.config.getoption("--rewrite"):
+        file.write_text(text)
+    assert text == file.read_text(), "review the diff, then: pytest --rewrite"
 
 
 @pytest.mark.parametrize("sample", ["joining", "running", "failed", "large", "watched"])
