@@ -27,17 +27,30 @@ def test_a_burst_is_allowed_and_then_a_rate(times_ms: list[int], expected: str) 
     assert "".join("y" if allowed.take(at) else "n" for at in times_ms) == expected
 
 
+class Connection(asyncio.Transport):
+    def __init__(self, peer: str) -> None:
+        super().__init__({"peername": (peer, 4711)})
+        self._closed = False
+
+    def close(self) -> None:
+        self._closed = True
+
+    def is_closing(self) -> bool:
+        return self._closed
+
+
 def test_one_address_has_a_part_of_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rdzv.server.http.connection_limits.CONNECTIONS", 3)
     monkeypatch.setattr("rdzv.server.http.connection_limits.CONNECTIONS_PER_PEER", 2)
-    made = ConnectionLimits(asyncio.Protocol)
-    assert [made.enter("a"), made.enter("a"), made.enter("b")] == ["", "", ""]
-    assert made.enter("c") == "this server has 3 connections; try again later"
-    made.leave("b")
-    assert made.enter("a") == "a has 2 connections here; close some"
-    assert made.enter("c") == ""
-    made.leave("a")
-    assert made.enter("a") == ""
+    limits = ConnectionLimits(asyncio.Protocol)
+    first = [Connection(peer) for peer in "aab"]
+    assert list(map(limits.refusal_of, first)) == ["", "", ""]
+    assert limits.refusal_of(Connection("c")) == "this server has 3 connections; try again later"
+    first[2].close()
+    assert limits.refusal_of(Connection("a")) == "a has 2 connections here; close some"
+    assert limits.refusal_of(Connection("c")) == ""
+    first[0].close()
+    assert limits.refusal_of(Connection("a")) == ""
 
 
 @pytest.mark.parametrize(

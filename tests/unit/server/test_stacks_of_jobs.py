@@ -48,7 +48,7 @@ class Asking:
 
     def __init__(self, s: Server, number: int | None = None, run: str = "") -> None:
         self._task = asyncio.ensure_future(
-            s.driver.operations.stacks("job-7", run, number, "asked")
+            s.driver.operations.stacks("job-7", run, number, why="asked")
         )
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
 
@@ -40,26 +39,24 @@ class ConnectionLimits:
     def __init__(self, handlers: Callable[[], asyncio.Protocol]) -> None:
         """Pass each connection to a protocol from `handlers` once its first request has arrived."""
         self.handlers = handlers
-        self._inside: Counter[str] = Counter()
+        self._open: list[tuple[str, asyncio.Transport]] = []
+        """The connections that were open when the last one began, with their peers."""
         self.waiting: set[_Connection] = set()
         """The connections whose first request has not arrived yet."""
 
     def __call__(self) -> asyncio.Protocol:
         return _Connection(self)
 
-    def enter(self, peer: str) -> str:
+    def refusal_of(self, transport: asyncio.Transport) -> str:
         """Count a new connection and return ""; if it exceeds a limit, return the reason."""
-        if self._inside.total() >= CONNECTIONS:
+        peer = str((transport.get_extra_info("peername") or ("?",))[0])
+        self._open = [(other, one) for other, one in self._open if not one.is_closing()]
+        if len(self._open) >= CONNECTIONS:
             return f"this server has {CONNECTIONS} connections; try again later"
-        if self._inside[peer] >= CONNECTIONS_PER_PEER:
+        if sum(1 for other, _ in self._open if other == peer) >= CONNECTIONS_PER_PEER:
             return f"{peer} has {CONNECTIONS_PER_PEER} connections here; close some"
-        self._inside[peer] += 1
+        self._open.append((peer, transport))
         return ""
-
-    def leave(self, peer: str) -> None:
-        self._inside[peer] -= 1
-        if not self._inside[peer]:
-            del self._inside[peer]
 
     def close(self) -> None:
         """Close all connections whose first request has not arrived yet."""
@@ -68,53 +65,36 @@ class ConnectionLimits:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection. The headers of its first request are buffered until a handler takes over."""
+    """A connection whose first request has not arrived yet. Its headers are buffered until then."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
-        self._peer: str | None = None
-        """The address under which the connection is counted, or None if it is not counted."""
-        self._transport: asyncio.Transport | None = None
         self._received = bytearray()
-        self._handler: asyncio.Protocol | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        peer = str((transport.get_extra_info("peername") or ("?",))[0])
-        if why := self._limits.enter(peer):
-            self.refuse(503, why)
-            return
-        self._peer = peer
         self._limits.waiting.add(self)
-        seconds = FIRST_REQUEST_S
         self._timer = asyncio.get_running_loop().call_later(
-            seconds, self.refuse, 408, f"no request within {seconds:g} s"
+            FIRST_REQUEST_S, self.refuse, 408, f"no request within {FIRST_REQUEST_S:g} s"
         )
+        if why := self._limits.refusal_of(transport):
+            self.refuse(503, why)
 
     def data_received(self, data: bytes) -> None:
-        if self._handler is not None:
-            self._handler.data_received(data)
-            return
-        if self._peer is None:
-            return
+        if self not in self._limits.waiting:
+            return  # It has been refused.
         self._received += data
         if _END_OF_HEADERS in self._received or len(self._received) > _MAX_HEADER_BYTES:
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        assert self._transport is not None
-        self._stop_waiting()
-        self._handler = self._limits.handlers()
-        self._handler.connection_made(self._transport)
-        self._handler.data_received(bytes(self._received))
-        self._received.clear()
+            self.connection_lost(None)
+            handler = self._limits.handlers()
+            self._transport.set_protocol(handler)
+            handler.connection_made(self._transport)
+            handler.data_received(bytes(self._received))
 
     def refuse(self, status: int, why: str) -> None:
         """Send the reason for the refusal and close the connection."""
-        assert self._transport is not None
-        self._stop_waiting()
+        self.connection_lost(None)
         text = f"{why}\n".encode()
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: text/plain\r\n"
@@ -123,30 +103,9 @@ class _Connection(asyncio.Protocol):
         self._transport.write(head.encode() + text)
         self._transport.close()
 
-    def _stop_waiting(self) -> None:
-        self._limits.waiting.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def eof_received(self) -> bool | None:
-        return None if self._handler is None else self._handler.eof_received()
-
-    def pause_writing(self) -> None:
-        if self._handler is not None:
-            self._handler.pause_writing()
-
-    def resume_writing(self) -> None:
-        if self._handler is not None:
-            self._handler.resume_writing()
-
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        if self._peer is not None:
-            self._limits.leave(self._peer)
-            self._peer = None
-        if self._handler is not None:
-            self._handler.connection_lost(exc)
+        self._limits.waiting.discard(self)
+        self._timer.cancel()
 
 
 class GuardedSite(web.BaseSite):

@@ -215,7 +215,7 @@ async def take_stacks(server: Server, request: pb.TakeStacksRequest) -> answers.
     number = request.round if request.HasField("round") else None
     try:
         rdzv_id, why = bounds.rdzv_id_of(request.rdzv_id), "an operator asked for them"
-        report = await server.driver.operations.stacks(rdzv_id, run, number, why)
+        report = await server.driver.operations.stacks(rdzv_id, run, number, why=why)
     except (UnknownJobError, InvalidRequestError) as error:
         remedy = "its nodes have no agent that takes stacks; run `py-spy dump --pid PID` there"
         raise _why_not(server, request.rdzv_id, error, remedy) from error
@@ -225,7 +225,7 @@ async def take_stacks(server: Server, request: pb.TakeStacksRequest) -> answers.
 async def read_stacks(server: Server, request: Any) -> answers.StackReport:
     """Return the stacks kept from a round, or from the last round that hung."""
     rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
-    report = await server.driver.operations.kept_stacks(rdzv_id, request.round)
+    report = await server.driver.operations.stacks(rdzv_id, number=request.round, why="")
     return await _shown(report, server.clock)
 
 

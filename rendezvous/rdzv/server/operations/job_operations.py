@@ -168,8 +168,12 @@ class JobOperations:
         finally:
             reader.close()
 
-    async def stacks(self, rdzv_id: str, run: str, number: int | None, why: str) -> Report:
+    async def stacks(
+        self, rdzv_id: str, run: str = "", number: int | None = None, *, why: str
+    ) -> Report:
         """Return a round's stacks, captured now or when the round hung; see `Control.TakeStacks`.
+
+        `why` is the reason for capturing them; if it is empty, no node is asked.
 
         Raises:
             RendezvousClosedError: the given run is not the last.
@@ -179,49 +183,36 @@ class JobOperations:
 
         """
         state = await self.state(rdzv_id)
-        membership = state.membership
+        membership, archive = state.membership, self._driver.diagnosis.stack_archive
         if run and run != membership.run:
             raise RendezvousClosedError(
                 f"run {run} of {rdzv_id} has ended, and another has begun: run {membership.run}"
             )
-        live = _live_round(state)
-        if live is not None and number in (None, live):
+        last = membership.round
+        live = last is not None and last.live and not membership.ended
+        if why and last is not None and live and number in (None, last.number):
             return await self._driver.diagnosis.stacks.take(state, why)
-        found, kept = await self._kept_stacks(state, number)
-        if found is None:
-            raise _no_stacks(rdzv_id, number, live, kept)
-        return found
-
-    async def kept_stacks(self, rdzv_id: str, number: int | None) -> Report:
-        """Return the archived stacks of a round that hung, without asking any node.
-
-        Raises:
-            InvalidRequestError: no stacks are kept, or none from this round.
-            RendezvousConnectionError: the store is unavailable, or this server no longer serves.
-
-        """
-        state = await self.state(rdzv_id)
-        found, kept = await self._kept_stacks(state, number)
-        if found is not None:
-            return found
-        if number is None:
-            raise InvalidRequestError(
-                f"no stacks of {rdzv_id} are kept: no round of this run has hung; "
-                f"`rdzvctl stacks {rdzv_id}` takes those of its workers now"
-            )
-        raise _no_stacks(rdzv_id, number, _live_round(state), kept)
-
-    async def _kept_stacks(
-        self, state: State, number: int | None
-    ) -> tuple[Report | None, Collection[int]]:
-        """Return a round's stacks or the latest ones, and the numbers of rounds that have any."""
-        rdzv_id, run = state.membership.rdzv_id, state.membership.run
-        archive = self._driver.diagnosis.stack_archive
-        kept = await archive.rounds(rdzv_id, run)
+        kept = await archive.rounds(rdzv_id, membership.run)
         wanted = number if number is not None else max(kept, default=None)
-        if wanted is None or wanted not in kept:
-            return None, kept
-        return await archive.find(rdzv_id, run, wanted), kept
+        if wanted is not None and wanted in kept:
+            found = await archive.find(rdzv_id, membership.run, wanted)
+            if found is not None:
+                return found
+        rounds = f"those of round {listed(kept)} are" if kept else "no round of this run has hung"
+        if number is not None:
+            present = f"; its workers are in round {last.number} now" if last and live else ""
+            reason = f"no stacks of round {number} of {rdzv_id} are kept, {rounds}{present}"
+        elif why:
+            reason = (
+                f"{rdzv_id} has no workers now, so there are no stacks to take, and none are "
+                f"kept: {rounds}"
+            )
+        else:
+            reason = (
+                f"no stacks of {rdzv_id} are kept: no round of this run has hung; `rdzvctl stacks "
+                f"{rdzv_id}` takes those of its workers now"
+            )
+        raise InvalidRequestError(reason)
 
     # ---------------------------------------------------------------- changed
 
@@ -340,25 +331,4 @@ def _whole_snapshot(
     lost_steps = snapshots.lost_steps(steps)
     return answers.WholeSnapshot(
         mark.lineage, mark.step, mark.shards, age_ms, lost_steps, node_loss
-    )
-
-
-def _live_round(state: State) -> int | None:
-    last = state.membership.round
-    live = last is not None and last.live and not state.membership.ended
-    return last.number if last is not None and live else None
-
-
-def _no_stacks(
-    rdzv_id: str, number: int | None, live: int | None, kept: Collection[int]
-) -> InvalidRequestError:
-    rounds = f"those of round {listed(kept)} are" if kept else "no round of this run has hung"
-    if number is None:
-        return InvalidRequestError(
-            f"{rdzv_id} has no workers now, so there are no stacks to take, and none are kept: "
-            f"{rounds}"
-        )
-    present = f"; its workers are in round {live} now" if live is not None else ""
-    return InvalidRequestError(
-        f"no stacks of round {number} of {rdzv_id} are kept, {rounds}{present}"
     )
