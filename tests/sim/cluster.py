@@ -220,7 +220,7 @@ class _Group:
 
 
 class _Door:
-    """The server's end of a connection; see `rendezvous_service.Conversation`."""
+    """The server's end of a connection; see `rendezvous_service`."""
 
     def __init__(self, connection: Connection, stream: Stream, messages: NodeMessages) -> None:
         self.connection = connection

@@ -24,7 +24,6 @@ from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.calls import end_stream_unheard
 from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.server.security import callers
-from rdzv.server.security.callers import Caller
 from rdzv.server.sessions.streams import Stream
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
@@ -37,6 +36,11 @@ LAST_WRITE_S = 1.0
 """How long a write in progress may take after its stream has ended."""
 
 log = logging.getLogger("rdzv.service")
+
+
+HELLO_TIMEOUT_S = 60.0
+"""A stream that sends no hello is closed after this time. With thousands of nodes, reading their
+hellos may take most of it."""
 
 
 class RendezvousService(pb_grpc.RendezvousServicer):
@@ -52,103 +56,40 @@ class RendezvousService(pb_grpc.RendezvousServicer):
         request_iterator: object,
         context: Context,
     ) -> None:
-        """Serve one node until either side ends the stream."""
-        try:
-            driver = await self._replica.settled_driver()
-        except RendezvousError as error:
-            await end_stream_unheard(context, error)
-            raise
-        conversation = Conversation(driver, self._replica, self._clock, context)
-        await conversation.hold(callers.present.get())
-
-
-HELLO_TIMEOUT_S = 60.0
-"""A stream that sends no hello is closed after this time. With thousands of nodes, reading their
-hellos may take most of it."""
-
-
-class Conversation:
-    """A node's stream, served with the driver that led when the stream was opened."""
-
-    def __init__(self, driver: Driver, replica: Replica, clock: Clock, context: Context) -> None:
-        self._driver = driver
-        self._replica = replica
-        self._clock = clock
-        self._context = context
-
-    async def hold(self, caller: Caller) -> None:
-        """Serve the node until either side ends the stream.
+        """Serve one node until either side ends the stream.
 
         Raises:
             RendezvousError: the reason why this server ended the stream.
 
         """
-        message = await self._first_message()
-        hello = wire.hello_of(message)
-        stream = self._driver.connections.attach(hello, caller)
         try:
-            end = await self._serve(stream, message.beliefs)
+            driver = await self._replica.settled_driver()
+        except RendezvousError as error:
+            await end_stream_unheard(context, error)
+            raise
+        message = await _first_message(context)
+        stream = driver.connections.attach(wire.hello_of(message), callers.present.get())
+        messages = NodeMessages(driver, stream, self._clock)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(_read(context, messages, stream)),
+                    tasks.create_task(messages.obey(message.beliefs)),
+                ]
+                await self._write(context, driver, stream)
+                for task in running:
+                    task.cancel()
+            end = await stream.ended()
         except grpc.aio.BaseError:
             end = None
         finally:
             # This also runs if the node has died, because gRPC then cancels the call.
-            self._driver.connections.detach(stream)
+            driver.connections.detach(stream)
         if end is not None:
             log.info("closed the stream of %s: %s", stream.node_id, end)
             raise end
 
-    async def _first_message(self) -> pb.Hello:
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                message = await self._receive()
-        except TimeoutError:
-            # A node that was merely busy will retry.
-            raise RendezvousConnectionError(
-                f"no hello within {HELLO_TIMEOUT_S:g} s; send it as the first message of the stream"
-            ) from None
-        if message is None or message.WhichOneof("body") != "hello":
-            raise InvalidRequestError("the first message of a stream must be a hello")
-        return message.hello
-
-    async def _serve(self, stream: Stream, beliefs: Sequence[pb.Belief]) -> RendezvousError | None:
-        messages = NodeMessages(self._driver, stream, self._clock)
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(self._read(messages, stream)),
-                tasks.create_task(messages.obey(beliefs)),
-            ]
-            await self._write(stream)
-            for task in running:
-                task.cancel()
-        return await stream.ended()
-
-    async def _read(self, messages: NodeMessages, stream: Stream) -> None:
-        try:
-            while (message := await self._receive()) is not None:
-                messages.take(message)
-        except InvalidRequestError as error:
-            stream.close(error)
-        # The end of a stream is not a leave: the messages before it are still handled.
-        messages.finish()
-
-    async def _receive(self) -> pb.NodeMessage | None:
-        """Wait for the node's next message; return None if its stream has ended for any reason.
-
-        Raises:
-            InvalidRequestError: the bytes are not a message.
-
-        """
-        try:
-            message = await self._context.read()
-        except DecodeError as error:
-            raise InvalidRequestError(
-                f"a message cannot be read: {error}; the sender speaks another protocol"
-            ) from error
-        except grpc.aio.BaseError:
-            return None
-        return message if isinstance(message, pb.NodeMessage) else None
-
-    async def _write(self, stream: Stream) -> None:
+    async def _write(self, context: Context, driver: Driver, stream: Stream) -> None:
         """Write messages to a node until its stream ends.
 
         A write in progress at the end is given `LAST_WRITE_S` to finish. If the first write were
@@ -161,19 +102,62 @@ class Conversation:
             async with asyncio.timeout(None) as limit:
                 with stream.calling_on_end(lambda: limit.reschedule(loop.time() + LAST_WRITE_S)):
                     while told := await stream.outbox.take():
-                        await self._write_all(told, stream)
+                        await self._write_all(told, context, driver, stream)
 
-    async def _write_all(self, told: Sequence[Announcement], stream: Stream) -> None:
+    async def _write_all(
+        self, told: Sequence[Announcement], context: Context, driver: Driver, stream: Stream
+    ) -> None:
         if not await self._replica.regain_word():
             # Another server may be leading by now, and may have sent a different state.
             unproven = "this server cannot prove that it leads"
             stream.close(RendezvousConnectionError(unproven))
         for together in [told] if stream.takes_several else [[one] for one in told]:
             if stream.open:
-                message = wire.server_message(
-                    together, self._driver.leadership, VERSION, self._clock.now_ms()
-                )
+                now_ms = self._clock.now_ms()
+                message = wire.server_message(together, driver.leadership, VERSION, now_ms)
                 try:
-                    await self._context.write(message)
+                    await context.write(message)
                 except grpc.aio.BaseError:
                     stream.close()
+
+
+async def _first_message(context: Context) -> pb.Hello:
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            message = await _receive(context)
+    except TimeoutError:
+        # A node that was merely busy will retry.
+        raise RendezvousConnectionError(
+            f"no hello within {HELLO_TIMEOUT_S:g} s; send it as the first message of the stream"
+        ) from None
+    if message is None or message.WhichOneof("body") != "hello":
+        raise InvalidRequestError("the first message of a stream must be a hello")
+    return message.hello
+
+
+async def _read(context: Context, messages: NodeMessages, stream: Stream) -> None:
+    try:
+        while (message := await _receive(context)) is not None:
+            messages.take(message)
+    except InvalidRequestError as error:
+        stream.close(error)
+    # The end of a stream is not a leave: the messages before it are still handled.
+    messages.finish()
+
+
+async def _receive(context: Context) -> pb.NodeMessage | None:
+    """Wait for the node's next message; return None if its stream has ended for any reason.
+
+    Raises:
+        InvalidRequestError: the bytes are not a message.
+
+    """
+    try:
+        message = await context.read()
+    except DecodeError as error:
+        raise InvalidRequestError(
+            f"a message cannot be read: {error}; the sender speaks another protocol"
+        ) from error
+    except grpc.aio.BaseError:
+        return None
+    return message if isinstance(message, pb.NodeMessage) else None
