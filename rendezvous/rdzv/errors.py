@@ -20,144 +20,101 @@ LEADER_METADATA_KEY = "rdzv-leader"
 
 
 class RendezvousError(Exception):
-    """The base class of all errors that cross a module boundary."""
+    """The base class of all errors that cross a module boundary.
+
+    A class with a `status` is sent to callers under its own name; others are sent as their base.
+    """
 
     code: ClassVar[str] = "RendezvousError"
     grpc_status: ClassVar[str] = "INTERNAL"
     definite: ClassVar[bool] = True
 
+    def __init_subclass__(cls, status: str = "", definite: bool = True) -> None:
+        if status:
+            cls.code, cls.grpc_status, cls.definite = cls.__name__, status, definite
+            ERRORS[cls.code] = cls
 
-class InvalidRequestError(RendezvousError):
+
+ERRORS: dict[str, type[RendezvousError]] = {RendezvousError.code: RendezvousError}
+"""All error classes that are sent, by code."""
+
+
+class InvalidRequestError(RendezvousError, status="INVALID_ARGUMENT"):
     """The request is invalid because of a bug or a bad configuration. The caller stops."""
 
-    code = "InvalidRequestError"
-    grpc_status = "INVALID_ARGUMENT"
 
-
-class SettingsMismatchError(RendezvousError):
+class SettingsMismatchError(RendezvousError, status="FAILED_PRECONDITION"):
     """Nodes of one job were launched with different settings. The caller stops."""
 
-    code = "SettingsMismatchError"
-    grpc_status = "FAILED_PRECONDITION"
 
-
-class RendezvousClosedError(RendezvousError):
+class RendezvousClosedError(RendezvousError, status="FAILED_PRECONDITION"):
     """The run has ended and forms no more rounds. The caller stops cleanly."""
 
-    code = "RendezvousClosedError"
-    grpc_status = "FAILED_PRECONDITION"
 
-
-class JobExistsError(RendezvousError):
+class JobExistsError(RendezvousError, status="ALREADY_EXISTS"):
     """A job with this name has not ended. The caller chooses another name or waits."""
 
-    code = "JobExistsError"
-    grpc_status = "ALREADY_EXISTS"
 
-
-class NodeSupersededError(RendezvousError):
+class NodeSupersededError(RendezvousError, status="FAILED_PRECONDITION"):
     """Another instance has taken over this node_id. The caller stops its workers and exits."""
 
-    code = "NodeSupersededError"
-    grpc_status = "FAILED_PRECONDITION"
 
-
-class UnknownNodeError(RendezvousError):
+class UnknownNodeError(RendezvousError, status="NOT_FOUND"):
     """The server does not know this node. The caller sends Hello again; its workers continue."""
 
-    code = "UnknownNodeError"
-    grpc_status = "NOT_FOUND"
 
-
-class UnknownJobError(RendezvousError):
+class UnknownJobError(RendezvousError, status="NOT_FOUND"):
     """The server knows no job with this name. The caller corrects the name."""
 
-    code = "UnknownJobError"
-    grpc_status = "NOT_FOUND"
 
-
-class UnknownTokenError(RendezvousError):
+class UnknownTokenError(RendezvousError, status="NOT_FOUND"):
     """The server has no such token. The caller corrects the id or the name."""
 
-    code = "UnknownTokenError"
-    grpc_status = "NOT_FOUND"
 
-
-class StaleRoundError(RendezvousError):
+class StaleRoundError(RendezvousError, status="ABORTED"):
     """The request is about a round that has ended. The caller gets the current round."""
 
-    code = "StaleRoundError"
-    grpc_status = "ABORTED"
 
-
-class UnauthenticatedError(RendezvousError):
+class UnauthenticatedError(RendezvousError, status="UNAUTHENTICATED"):
     """The caller has not proven its identity.
 
     It stops, because it needs a valid certificate or token.
     """
 
-    code = "UnauthenticatedError"
-    grpc_status = "UNAUTHENTICATED"
 
-
-class DeniedError(RendezvousError):
+class DeniedError(RendezvousError, status="PERMISSION_DENIED"):
     """The caller is known, but its role does not allow the request. The caller stops."""
 
-    code = "DeniedError"
-    grpc_status = "PERMISSION_DENIED"
 
-
-class UnreachableNodeError(RendezvousError):
+class UnreachableNodeError(RendezvousError, status="ABORTED"):
     """A node could not reach another, or not tell itself from it. The caller retries later."""
 
-    code = "UnreachableNodeError"
-    grpc_status = "ABORTED"
 
-
-class LimitExceededError(RendezvousError):
+class LimitExceededError(RendezvousError, status="RESOURCE_EXHAUSTED"):
     """The request exceeds one of the server's limits. The caller backs off."""
 
-    code = "LimitExceededError"
-    grpc_status = "RESOURCE_EXHAUSTED"
 
-
-class TooFewNodesError(RendezvousError):
+class TooFewNodesError(RendezvousError, status="FAILED_PRECONDITION"):
     """A job would be left with too few nodes. The caller waits and asks again."""
 
-    code = "TooFewNodesError"
-    grpc_status = "FAILED_PRECONDITION"
 
-
-class RendezvousConnectionError(RendezvousError):
+class RendezvousConnectionError(RendezvousError, status="UNAVAILABLE", definite=False):
     """The network or the store failed, and the request may or may not have taken effect.
 
     The caller sends the same request again.
     """
 
-    code = "RendezvousConnectionError"
-    grpc_status = "UNAVAILABLE"
-    definite = False
 
-
-class StoreRefusedError(RendezvousConnectionError):
+class StoreRefusedError(RendezvousConnectionError, status="UNAVAILABLE"):
     """The server's store failed before writing anything. The caller sends the request again."""
 
-    code = "StoreRefusedError"
-    definite = True
 
-
-class RunStoppingError(RendezvousConnectionError):
+class RunStoppingError(RendezvousConnectionError, status="UNAVAILABLE"):
     """A run is being stopped, and the next one cannot begin yet. The caller retries soon."""
 
-    code = "RunStoppingError"
-    definite = True
 
-
-class NotLeaderError(RendezvousConnectionError):
+class NotLeaderError(RendezvousConnectionError, status="UNAVAILABLE"):
     """This server is standing by and has changed nothing. The caller asks the leader."""
-
-    code = "NotLeaderError"
-    definite = True
 
     def __init__(self, message: str, leader: str = "") -> None:
         super().__init__(message)
@@ -165,57 +122,16 @@ class NotLeaderError(RendezvousConnectionError):
         """The leader's address as HOST:PORT, or empty if no leader is known."""
 
 
-class RendezvousStateError(RendezvousError):
+class RendezvousStateError(RendezvousError, status="DATA_LOSS"):
     """Stored state cannot be read. The server stops, and an operator must intervene."""
 
-    code = "RendezvousStateError"
-    grpc_status = "DATA_LOSS"
 
-
-class RendezvousTimeoutError(RendezvousError):
+class RendezvousTimeoutError(RendezvousError, status="DEADLINE_EXCEEDED", definite=False):
     """One of the caller's own deadlines has passed. This error is never sent over the wire."""
 
-    code = "RendezvousTimeoutError"
-    grpc_status = "DEADLINE_EXCEEDED"
-    definite = False
 
-
-class InvariantError(RendezvousError):
+class InvariantError(RendezvousError, status="INTERNAL"):
     """A transition would break an invariant, which is a bug in rdzv. Nothing was persisted."""
-
-    code = "InvariantError"
-    grpc_status = "INTERNAL"
-
-
-def _table(*errors: type[RendezvousError]) -> dict[str, type[RendezvousError]]:
-    return {error.code: error for error in errors}
-
-
-ERRORS = _table(
-    InvalidRequestError,
-    SettingsMismatchError,
-    RendezvousClosedError,
-    JobExistsError,
-    NodeSupersededError,
-    UnknownNodeError,
-    UnknownJobError,
-    UnknownTokenError,
-    StaleRoundError,
-    UnauthenticatedError,
-    DeniedError,
-    UnreachableNodeError,
-    LimitExceededError,
-    TooFewNodesError,
-    RendezvousConnectionError,
-    NotLeaderError,
-    RunStoppingError,
-    StoreRefusedError,
-    RendezvousStateError,
-    RendezvousTimeoutError,
-    InvariantError,
-    RendezvousError,
-)
-"""All error classes, by code."""
 
 
 SHOWN_CHARS = 80
