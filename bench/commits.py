@@ -38,7 +38,7 @@ from rdzv.core.commands import Fail, Join, Resume, Succeed
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.model import Assignment, Failure, Membership, Offer, RecoveryReport, Settings
 from rdzv.messages import Belief, Closed, Hello
-from rdzv.runtime.clock import MonotonicClock
+from rdzv.runtime.clock import Clock
 from rdzv.server.driver import Driver
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.server_settings import RdzvdSettings
@@ -181,7 +181,7 @@ class Node:
     async def fail(self) -> None:
         """Report that one worker has failed."""
         assert self.line is not None
-        why, now_ms = "Signal 9 (SIGKILL)", MonotonicClock().now_ms()
+        why, now_ms = "Signal 9 (SIGKILL)", Clock().now_ms()
         report = Failure(0, self.line.rank_first, 4711, None, 9, why, "", now_ms)
         speaker = (self.node_id, self.stream.incarnation, self.line.run, self.line.round)
         await self._driver.commands.hear(self.stream, JOB, Fail(*speaker, (report,)))
@@ -282,7 +282,7 @@ class Group:
 async def serving(store: CountingStore) -> AsyncIterator[Driver]:
     """Run a server without gRPC."""
     config = RdzvdSettings(listen=Listen("127.0.0.1", 0))
-    async with Driver.running(store, MonotonicClock(), config) as driver:
+    async with Driver.running(store, Clock(), config) as driver:
         yield driver
 
 

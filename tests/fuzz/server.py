@@ -26,7 +26,7 @@ import grpc.aio
 from rdzv.client import Endpoint
 from rdzv.core.fleet.nodes import LeaseRules
 from rdzv.ctl.authority import Authority
-from rdzv.runtime.clock import MonotonicClock
+from rdzv.runtime.clock import Clock
 from rdzv.server.diagnosis import reported_hangs, stack_collection, worker_logs
 from rdzv.server.driver import Driver
 from rdzv.server.http import api
@@ -169,7 +169,7 @@ async def _serving(guard: Guard, folder: Path) -> AsyncIterator[tuple[Served, _B
         limits=LIMITS,
         lease=LeaseRules(duration_ms=LONG_MS, longest_ms=LONG_MS),
     )
-    clock = MonotonicClock()
+    clock = Clock()
     replica = Replica(clock, "memory", "1.2.3")
     metrics = Metrics(lambda: None, config, "1.2.3")
     tls = Tls(config.tls) if config.tls.pair is not None else None

@@ -33,7 +33,7 @@ from rdzv.messages import (
     TakeStacks,
     WorkersStarted,
 )
-from rdzv.runtime.clock import MonotonicClock
+from rdzv.runtime.clock import Clock
 from rdzv.server.driver import Driver
 from rdzv.server.http.listener import serving_http
 from rdzv.server.replication.replica import Replica
@@ -146,7 +146,7 @@ class Served:
     async def serve(self, ready: asyncio.Future[None], progress: server_settings.Progress) -> None:
         listen = Listen("127.0.0.1", free_port())
         config = rdzvd_settings(listen=listen, grafana=self._grafana, progress=progress)
-        self._clock, self._config = MonotonicClock(), config
+        self._clock, self._config = Clock(), config
         self._replica = Replica(self._clock, "memory", "1.2.3")
         async with Driver.running(MemoryStore(), self._clock, config) as driver:
             self._replica.serve_as("127.0.0.1:29400", lambda leads: None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 MINUTE_MS = 60_000
 DAY_MS = 86_400_000
@@ -20,37 +19,18 @@ def monotonic_ms() -> int:
     return time.monotonic_ns() // 1_000_000
 
 
-class Cancellable(Protocol):
-    """A call scheduled for a later time."""
-
-    def cancel(self) -> None:
-        """Cancel the call. This has no effect once the call has been made."""
-        ...
-
-
-class Clock(Protocol):
-    """The interface of a clock. Tests use one that they advance manually."""
-
-    def now_ms(self) -> int:
-        """Return the current time in milliseconds, which never decreases."""
-        ...
-
-    def call_at(self, at_ms: int, callback: Callable[[], None]) -> Cancellable:
-        """Call `callback` from the event loop at `at_ms`, or soon if that time has passed."""
-        ...
-
-
-class MonotonicClock:
-    """The real clock."""
+class Clock:
+    """The real clock. Tests have one that they advance."""
 
     def __init__(self) -> None:
         self._anchor_ns = time.time_ns() - time.monotonic_ns()
 
     def now_ms(self) -> int:
-        """Return the Unix time in milliseconds, anchored when this clock was created."""
+        """Return the Unix time in milliseconds, which never decreases."""
         return (self._anchor_ns + time.monotonic_ns()) // 1_000_000
 
     def call_at(self, at_ms: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        """Call `callback` from the event loop at `at_ms`, or soon if that time has passed."""
         # now_ms() rounds down, so without the added 1, a timer could fire early.
         delay_s = max(at_ms - self.now_ms() + 1, 0) / 1000
         return asyncio.get_running_loop().call_later(delay_s, callback)
@@ -65,7 +45,7 @@ class Timer:
     def __init__(self, clock: Clock, callback: Callable[[int], None]) -> None:
         self._clock = clock
         self._callback = callback
-        self._pending: Cancellable | None = None
+        self._pending: asyncio.TimerHandle | None = None
         self._due_ms: int | None = None
         self._set_ms = 0
 

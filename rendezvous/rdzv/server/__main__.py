@@ -232,7 +232,7 @@ async def run(configuration: Configuration) -> None:
 
     """
     from rdzv.c10d.facade import serving_c10d
-    from rdzv.runtime.clock import MonotonicClock
+    from rdzv.runtime.clock import Clock
 
     gc.set_threshold(*_GC_EVERY)
     config = configuration.settings
@@ -243,7 +243,7 @@ async def run(configuration: Configuration) -> None:
     # Unusable files are refused here, before any port is bound.
     tls = _tls(config)
     loop.add_signal_handler(signal.SIGHUP, _reload, configuration, tls)
-    clock = MonotonicClock()
+    clock = Clock()
     with systemd.watched():
         async with serving_c10d(
             config.c10d, str(config.c10d_python or sys.executable), clock

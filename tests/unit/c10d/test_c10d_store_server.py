@@ -18,7 +18,7 @@ from rdzv.c10d import facade, observations, store_server
 from rdzv.c10d.facade import serving_c10d
 from rdzv.c10d.store_server import Looks, UnreadableError
 from rdzv.errors import InvalidRequestError, RendezvousError
-from rdzv.runtime.clock import MonotonicClock
+from rdzv.runtime.clock import Clock
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.transport.endpoints import Listen
 from tests.support.settings import rdzvd_settings
@@ -225,7 +225,7 @@ async def until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
 
 async def test_nothing_is_served_unless_asked_for(tmp_path: Path) -> None:
     plain = rdzvd_settings(data_dir=tmp_path)
-    async with serving_c10d(plain.c10d, plain.c10d_python, MonotonicClock()) as none:
+    async with serving_c10d(plain.c10d, plain.c10d_python, Clock()) as none:
         assert none is None
 
 
@@ -244,7 +244,7 @@ async def test_a_process_that_does_not_come_to_serve_is_an_error(
     monkeypatch.setattr(facade, "MOST_ANSWER_BYTES", 1_000)
     script(config, *lines)
     with pytest.raises(RendezvousError, match=why):
-        async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()):
+        async with serving_c10d(config.c10d, config.c10d_python, Clock()):
             pass
 
 
@@ -255,14 +255,14 @@ async def test_a_process_that_is_not_ready_in_time_is_an_error(
     monkeypatch.setattr(facade, "READY_TIMEOUT_S", 0.2)
     script(config, "time.sleep(600)")
     with pytest.raises(RendezvousError, match="was not ready within"):
-        async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()):
+        async with serving_c10d(config.c10d, config.c10d_python, Clock()):
             pass
 
 
 async def test_an_interpreter_without_torch_is_refused(config: RdzvdSettings) -> None:
     script(config, "print('ModuleNotFoundError: no torch', file=sys.stderr)", "sys.exit(3)")
     with pytest.raises(InvalidRequestError, match=r"no torch\); install rdzv\[torch\] beside"):
-        async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()):
+        async with serving_c10d(config.c10d, config.c10d_python, Clock()):
             pass
 
 
@@ -278,7 +278,7 @@ async def test_a_process_that_answers_nonsense_is_replaced(
 ) -> None:
     caplog.set_level(logging.INFO, "rdzv.c10d")
     script(config, f"serve({{'states': {{'a': None}}}}, {answer})", "hear()")
-    async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()) as served:
+    async with serving_c10d(config.c10d, config.c10d_python, Clock()) as served:
         assert served is not None
         await until_logged(caplog, "serving a new, empty store")
         assert why in caplog.text
@@ -297,7 +297,7 @@ async def test_what_it_tells_is_shown_and_a_slow_answer_is_waited_for(
         f"while not os.path.exists({str(go)!r}): time.sleep(0.01)",
         "hear(); say({'gone': ['a']}); hear(); hear()",
     )
-    async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()) as served:
+    async with serving_c10d(config.c10d, config.c10d_python, Clock()) as served:
         assert served is not None
         await until_logged(caplog, "has not answered for")
         assert [view.rdzv_id for view in served.views()] == ["a"]
@@ -317,7 +317,7 @@ async def test_a_bug_in_a_look_costs_nobody_the_store(
 
     monkeypatch.setattr(observations.Watch, "take", broken)
     script(config, "say('ready')", "while hear(): say({})")
-    async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()):
+    async with serving_c10d(config.c10d, config.c10d_python, Clock()):
         await until_logged(caplog, "please report it: lost one check")
     assert "have lost their store" not in caplog.text
 

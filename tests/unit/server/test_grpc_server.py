@@ -20,7 +20,7 @@ from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousStateError,
 )
-from rdzv.runtime.clock import MonotonicClock
+from rdzv.runtime.clock import Clock
 from rdzv.server.driver import Driver
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc import grpc_listener
@@ -88,7 +88,7 @@ def frames(received: bytes) -> Counter[int]:
 
 @asynccontextmanager
 async def server(timings: Timings | None = None) -> AsyncIterator[Listen]:
-    clock = MonotonicClock()
+    clock = Clock()
     config = rdzvd_settings(store="memory", timings=timings or Timings())
     replica = Replica(clock, "memory", "1.2.3")
     async with Driver.running(MemoryStore(), clock, config) as driver:

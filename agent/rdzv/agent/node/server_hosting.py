@@ -19,7 +19,7 @@ from rdzv.agent.launch.launch import local_address
 from rdzv.agent.node.shared_port import shared
 from rdzv.core.fleet.nodes import LeaseRules
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
-from rdzv.runtime.clock import DAY_MS, MonotonicClock
+from rdzv.runtime.clock import DAY_MS, Clock
 from rdzv.server.driver import Driver
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.grpc_listener import serving
@@ -145,7 +145,7 @@ async def serving_if_elected(etcd: EtcdConfig, local_addr: str) -> AsyncIterator
         insecure=True,
         lease=LeaseRules(takeover_grace_ms=TAKEOVER_GRACE_MS),
     )
-    clock = MonotonicClock()
+    clock = Clock()
     replica = Replica(clock, etcd.place, VERSION)
     async with EtcdClient.connected(etcd) as client, serving(replica, clock, config) as bound:
         at = Endpoint(address, bound.port)
@@ -194,7 +194,7 @@ def _from_memory(listen: Listen) -> RdzvdSettings:
 @contextlib.asynccontextmanager
 async def _serving(config: RdzvdSettings) -> AsyncIterator[tuple[Driver, Listen]]:
     """Serve from memory until the body ends; yield the driver and the bound address."""
-    clock = MonotonicClock()
+    clock = Clock()
     store = MemoryStore()
     replica = Replica(clock, store.place, VERSION)
     async with Driver.running(store, clock, config) as driver:
