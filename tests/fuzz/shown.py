@@ -19,11 +19,10 @@ from google.protobuf.message_factory import GetMessageClass
 
 from rdzv.ctl import (
     as_text,
-    as_text_access,
+    as_text_lists,
     as_text_nodes,
     as_text_stacks,
     as_text_story,
-    job_list,
     live,
     trace,
 )
@@ -52,16 +51,16 @@ def _status(message: Any) -> Iterator[str]:
 
 
 def _jobs(message: Any) -> Iterator[str]:
-    yield job_list.as_lines("h:1", [read(JobSummary, one) for one in message.jobs], _NARROW)
+    yield as_text_lists.jobs("h:1", [read(JobSummary, one) for one in message.jobs], _NARROW)
 
 
 def _events(message: Any) -> Iterator[str]:
     found = [read(Event, one) for one in message.events]
-    yield as_text.events("j", found, _NARROW)
+    yield as_text_lists.events(found, _NARROW, "none")
     job = read(JobStatus, pb.JobStatus(run=found[0].run or "") if found else pb.JobStatus())
     yield as_text_story.explain(job, found, _NARROW)
     yield trace.trace(job, found, 1_000)
-    yield as_text_access.audit(found, _NARROW)
+    yield as_text_lists.events(found, _NARROW, "none", "CALL")
 
 
 def _nodes(message: Any) -> Iterator[str]:
@@ -76,7 +75,7 @@ def _stacks(message: Any) -> Iterator[str]:
 
 
 def _servers(message: Any) -> Iterator[str]:
-    yield as_text.servers([read(Server, one) for one in message.servers], _NARROW)
+    yield as_text_lists.servers([read(Server, one) for one in message.servers], _NARROW)
 
 
 _SHOWN: Mapping[str, Callable[[Any], Iterator[str]]] = {

@@ -22,7 +22,7 @@ from ready_torchrun import Start
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from rdzv.ctl import job_list
+from rdzv.ctl import as_text_lists
 from rdzv.structs import as_dict
 
 SERVED = re.compile(r"serving (?:torch's|a new, empty) store on (\S+) \(pid (\d+)\)")
@@ -95,7 +95,7 @@ def wait_for_training(c: Cluster, world_size: int) -> list[dict[str, Any]]:
 def listed(c: Cluster) -> list[dict[str, Any]]:
     """Return the output of `rdzvctl list -o json`, without a process per call."""
     with c.client() as client:
-        return [as_dict(job) for job in job_list.chosen(client.jobs(), (), None, None)]
+        return [as_dict(job) for job in as_text_lists.chosen(client.jobs(), (), None, None)]
 
 
 def names(c: Cluster) -> list[tuple[str, str]]:

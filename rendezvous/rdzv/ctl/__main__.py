@@ -10,13 +10,13 @@ from importlib import import_module
 import click
 
 from rdzv.ctl.command_line import (
+    CONNECTION,
     DENIED,
     OK,
     PROGRAM,
     REFUSED,
     UNREACHABLE,
     complain,
-    connection_params,
     list_commands,
 )
 from rdzv.errors import (
@@ -144,7 +144,7 @@ class _Rdzvctl(Group):
     cls=_Rdzvctl,
     invoke_without_command=True,
     epilog=_EPILOG,
-    params=connection_params(),
+    params=list(CONNECTION),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(VERSION, message=f"{PROGRAM} %(version)s")

@@ -20,17 +20,14 @@ from rdzv.runtime.log_format import harmless
 from rdzv.view.answers import (
     ENDED,
     OWN_BACKEND,
-    Event,
     JobStatus,
     JobSummary,
     LastFailure,
     NodeStatus,
-    Server,
     Straggler,
     Submission,
     WorkerFailure,
 )
-from rdzv.view.history import KINDS
 from rdzv.view.sentences import origins, slowness
 
 _MOST_NODES = 40
@@ -109,55 +106,6 @@ def scaled(before: JobStatus, job: JobStatus) -> str:
 def only_watched(job: JobStatus | JobSummary) -> bool:
     """Return whether another backend forms the group, so that rdzvctl cannot change the job."""
     return job.backend != OWN_BACKEND
-
-
-def events(rdzv_id: str, history: Sequence[Event], page: Page) -> str:
-    """Format a job's history, oldest event first."""
-    if not history:
-        return "\n".join(page.sentence(f"no events of {rdzv_id} are kept"))
-    columns: Columns[Event] = {
-        "TIME": lambda event: page.at(event.unix_ms),
-        "EVENT": _event_name,
-        "TEXT": lambda event: event.text,
-    }
-    return "\n".join(page.table(history, columns))
-
-
-def event_lines(history: Sequence[Event], page: Page) -> str:
-    """Format events as lines that others may follow.
-
-    There is no header, and the columns are wide enough for any event name.
-    """
-    width = max(map(len, KINDS))
-    return "\n".join(
-        page.line(page.at(event.unix_ms), _event_name(event, width), event.text)
-        for event in history
-    )
-
-
-def _event_name(event: Event, width: int = 0) -> Cell:
-    return Cell(event.name.ljust(width), EVENT_STYLES.get(event.name, ""))
-
-
-def servers(found: Sequence[Server], page: Page) -> str:
-    """Format the servers, one per line."""
-    if not found:
-        return page.line(dim("no server is known here"))
-    columns: Columns[Server] = {
-        "SERVER": lambda server: server.address,
-        "STATE": lambda server: Cell("leads", "green") if server.leads else "stands by",
-        "FOR": lambda server: duration(server.state_age_ms),
-        "LEADERSHIP": lambda server: number_text(server.leadership),
-        "VERSION": lambda server: server.version,
-        "DATA": lambda server: server.store,
-    }
-    lines = page.table(found, columns)
-    for server in found:
-        if server.insecure:
-            text = f"insecure: {server.insecure}; anyone who can reach {server.address} can run "
-            lines.append(page.line(Cell(f"{text}and end jobs", "red")))
-    away = [f"{server.address}: {server.store_away}" for server in found if server.store_away]
-    return "\n".join(lines + [line for text in away for line in page.sentence(text)])
 
 
 # ------------------------------------------------------------------------------------ one job

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -60,7 +60,25 @@ _FILE = click.Path(path_type=Path)
 
 
 class _ConnectionOption(click.Option):
-    """An option that `rdzvctl --help` explains, and that shares one line in a command's help."""
+    """An option that is accepted both before and after a command's name; one after it wins.
+
+    Its value goes to `connection` instead of the command. `rdzvctl --help` explains it, and in a
+    command's help all share one line.
+    """
+
+    def __init__(self, flag: str, name: str, metavar: str, kind: Any, text: str) -> None:
+        super().__init__(
+            [flag, name],
+            metavar=metavar,
+            type=kind,
+            help=text,
+            expose_value=False,
+            callback=self._keep,
+        )
+
+    def _keep(self, context: click.Context, _: click.Parameter, value: Any) -> None:
+        if value is not None:
+            connection(context)[self.name or ""] = value
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Return the option's name and text for --help, or None to omit it."""
@@ -71,72 +89,26 @@ class _ConnectionOption(click.Option):
         return "--server, --timeout, ...", "As before the command: rdzvctl --help explains them."
 
 
-class Connection(NamedTuple):
-    """A connection option: its flag, the unit of its value, its type and its help."""
-
-    flag: str
-    unit: str
-    kind: click.ParamType[Any]
-    help: str
-
-
 MAX_TIMEOUT_S = 86_400
-CONNECTION = {
-    "server": Connection(
-        "--server",
-        "HOST:PORT",
-        click.STRING,
-        f"The rdzvd to ask; default: RDZV_SERVER or, if unset, {DEFAULT_SERVER}. If several "
-        "share a store, give some or all of them, separated by commas.",
-    ),
-    "timeout_s": Connection(
-        "--timeout",
-        "SECONDS",
-        click.FloatRange(min=0, min_open=True, max=MAX_TIMEOUT_S),
-        f"How many seconds to wait for an answer; default: {_DEFAULT_TIMEOUT_S:g}.",
-    ),
-    "ca": Connection(
-        "--tls-ca",
-        "FILE",
-        _FILE,
-        "The CA of rdzvd's certificate (PEM), for a TLS connection; default: RDZV_TLS_CA.",
-    ),
-    "cert": Connection(
-        "--tls-cert",
-        "FILE",
-        _FILE,
-        "The client certificate for rdzvd (PEM); default: RDZV_TLS_CERT.",
-    ),
-    "key": Connection(
-        "--tls-key", "FILE", _FILE, "The key of that certificate; default: RDZV_TLS_KEY."
-    ),
-    "token_file": Connection(
-        "--token-file",
-        "FILE",
-        _FILE,
-        "The file with the token for rdzvd; default: RDZV_TOKEN_FILE, or the token in RDZV_TOKEN.",
-    ),
-}
-"""The connection options, by the name in `connection`."""
-
-
-def connection_params() -> list[click.Parameter]:
-    """Return the connection options, which are accepted both before and after a command's name.
-
-    Their values go to `connection` instead of the command. An option after a command's name
-    overrides one before it.
-    """
-
-    def keep(context: click.Context, option: click.Parameter, value: Any) -> None:
-        if value is not None:
-            connection(context)[option.name or ""] = value
-
-    return [
-        _ConnectionOption(
-            [flag, name], type=kind, metavar=unit, expose_value=False, callback=keep, help=text
-        )
-        for name, (flag, unit, kind, text) in CONNECTION.items()
-    ]
+_SECONDS = click.FloatRange(min=0, min_open=True, max=MAX_TIMEOUT_S)
+# fmt: off
+CONNECTION = (
+    _ConnectionOption("--server", "server", "HOST:PORT", click.STRING, f"""
+        The rdzvd to ask; default: RDZV_SERVER or, if unset, {DEFAULT_SERVER}. If several share a
+        store, give some or all of them, separated by commas."""),
+    _ConnectionOption("--timeout", "timeout_s", "SECONDS", _SECONDS, f"""
+        How many seconds to wait for an answer; default: {_DEFAULT_TIMEOUT_S:g}."""),
+    _ConnectionOption("--tls-ca", "ca", "FILE", _FILE, """
+        The CA of rdzvd's certificate (PEM), for a TLS connection; default: RDZV_TLS_CA."""),
+    _ConnectionOption("--tls-cert", "cert", "FILE", _FILE, """
+        The client certificate for rdzvd (PEM); default: RDZV_TLS_CERT."""),
+    _ConnectionOption("--tls-key", "key", "FILE", _FILE, """
+        The key of that certificate; default: RDZV_TLS_KEY."""),
+    _ConnectionOption("--token-file", "token_file", "FILE", _FILE, """
+        The file with the token for rdzvd; default: RDZV_TOKEN_FILE, or the token in
+        RDZV_TOKEN."""),
+)
+# fmt: on
 
 
 def command(
@@ -156,7 +128,7 @@ def command(
                     help="text for people, json or yaml for programs.",
                 )
             )
-        made.params += connection_params()
+        made.params += CONNECTION
         return made
 
     return declare

@@ -42,7 +42,7 @@ REFUSED = {
 """
 
 _CONNECTION = {
-    option.flag.lstrip("-").replace("-", "_"): name for name, option in CONNECTION.items()
+    option.opts[0].lstrip("-").replace("-", "_"): option.name or "" for option in CONNECTION
 }
 """The connection options: the name in `connection`, keyed by the flag's dest."""
 
@@ -220,8 +220,8 @@ _OF_COMMAND = (
     switch("--dry-run", "check and show the job, but send nothing", own=True),
     value("--output", "FORMAT", kinds.text, "text for people (default); json or yaml for programs",
         short="-o", default="text", choices=("text", "json", "yaml"), own=True),
-    *(value(one.flag, one.unit, _CONNECTION_KINDS.get(one.unit, kinds.text), one.help, own=True)
-        for one in CONNECTION.values()),
+    *(value(one.opts[0], one.metavar, _CONNECTION_KINDS.get(one.metavar or "", kinds.text),
+        one.help or "", own=True) for one in CONNECTION),
     switch("--help", "show this", short="-h", own=True),
 )
 # fmt: on

@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from rdzv.client import ControlClient
-from rdzv.ctl import as_text, live
+from rdzv.ctl import as_text, as_text_lists, live
 from rdzv.ctl.command_line import DENIED, UNREACHABLE, as_yaml, say, warn
 from rdzv.ctl.layout import page_for
 from rdzv.errors import (
@@ -391,7 +391,7 @@ def _show_events(rdzv_id: str, some: Sequence[Event], output: str) -> None:
     if not some:
         return
     if output == "text":
-        text = as_text.event_lines(some, page_for(sys.stdout))
+        text = as_text_lists.event_lines(some, page_for(sys.stdout))
     else:
         text = one_of_many(output, {"rdzv_id": rdzv_id, "events": some})
     print(text, flush=True)  # noqa: T201

@@ -14,7 +14,7 @@ from click.shell_completion import ShellComplete
 from fake_control import FakeControl, serving
 
 from rdzv.client import ControlClient, parse_endpoint
-from rdzv.ctl import as_text, command_line
+from rdzv.ctl import as_text, as_text_lists, command_line
 from rdzv.ctl.__main__ import rdzvctl, run
 from rdzv.ctl.layout import Page
 from rdzv.errors import UnknownNodeError
@@ -176,8 +176,8 @@ def test_a_server_that_is_open_to_everyone_is_warned_of() -> None:
     shut = Server("10.0.0.4:29400", True, 5, "memory", "1.2.3", 60_000)
     why = "nothing here is encrypted or authenticated"
     open_to_all = replace(shut, address="10.0.0.5:29400", leads=False, insecure=why)
-    assert "insecure" not in as_text.servers([shut], PAGE)
-    last = as_text.servers([open_to_all, shut], PAGE).splitlines()[-1]
+    assert "insecure" not in as_text_lists.servers([shut], PAGE)
+    last = as_text_lists.servers([open_to_all, shut], PAGE).splitlines()[-1]
     assert last == f"insecure: {why}; anyone who can reach 10.0.0.5:29400 can run and end jobs"
 
 

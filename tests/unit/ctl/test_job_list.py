@@ -10,8 +10,8 @@ import pytest
 from rdzv.core.model import JobState
 from rdzv.core.reason import Reason, ReasonItem
 from rdzv.ctl.__main__ import SECTIONS, rdzvctl, run
+from rdzv.ctl.as_text_lists import ORDERS, chosen, jobs
 from rdzv.ctl.commands.jobs import list_command
-from rdzv.ctl.job_list import ORDERS, as_lines, chosen
 from rdzv.ctl.layout import Page
 from rdzv.structs import replace
 from rdzv.view.answers import JobSummary
@@ -80,7 +80,7 @@ def test_jobs_are_chosen_by_state_and_by_name() -> None:
 
 
 def test_ended_jobs_stand_apart_and_are_counted_when_left_out() -> None:
-    lines = as_lines("here", chosen(JOBS, (), None, None), PAGE, most_ended=1).splitlines()
+    lines = jobs("here", chosen(JOBS, (), None, None), PAGE, most_ended=1).splitlines()
     assert [line.split(" ")[0] for line in lines] == [
         *("JOB", "bert", "gpt", "sweep-3", ""),
         *("Ended:", "JOB", "sweep-2", "..."),
@@ -92,19 +92,19 @@ def test_a_wide_list_keeps_the_whole_reason() -> None:
     items = (ReasonItem("lease ran out", "n7", "lost"),)
     long = replace(JOB, reason=Reason("waiting for a node " * 20, "gives up in", 9_000, items))
     for shown in (
-        as_lines("here", [long], PAGE, wide=True),
-        as_lines("here", [long], replace(PAGE, width=None)),
+        jobs("here", [long], PAGE, wide=True),
+        jobs("here", [long], replace(PAGE, width=None)),
     ):
         whole = " ".join(shown.split())
         assert whole.count("waiting for a node") == 20
         assert whole.endswith("gives up in 9.0 s; n7 (lost): lease ran out")
-    cut = as_lines("here", [long], PAGE)
+    cut = jobs("here", [long], PAGE)
     assert cut.count("waiting for a node") < 10 and "n7" not in cut
     assert max(map(len, cut.splitlines())) <= 100
 
 
 def test_without_jobs_the_server_is_named() -> None:
-    assert as_lines("here", [], PAGE) == "no jobs at here"
+    assert jobs("here", [], PAGE) == "no jobs at here"
 
 
 def test_the_help_lists_every_command_once() -> None:

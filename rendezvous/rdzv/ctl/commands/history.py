@@ -43,7 +43,7 @@ def events_command(job: str, limit: int | None, followed: bool, output: str) -> 
 
     JOB is its rdzv_id. Times are in this machine's time zone.
     """
-    from rdzv.ctl import as_text
+    from rdzv.ctl import as_text_lists
 
     with opened_client() as client:
         found = client.events(job, limit or 0)
@@ -56,7 +56,7 @@ def events_command(job: str, limit: int | None, followed: bool, output: str) -> 
     return answer(
         output,
         {"rdzv_id": job, "events": found},
-        lambda page: as_text.events(job, found, page),
+        lambda page: as_text_lists.events(found, page, f"no events of {job} are kept"),
     )
 
 

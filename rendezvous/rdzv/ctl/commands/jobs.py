@@ -89,20 +89,20 @@ def list_command(
     rdzvctl list -s running -s queued --sort nodes
     rdzvctl list 'sweep-*' -s failed -o name
     """
-    from rdzv.ctl import job_list
+    from rdzv.ctl import as_text_lists
     from rdzv.runtime.log_format import harmless
 
     with opened_client() as client:
 
         def shown() -> str:
-            found = job_list.chosen(client.jobs(), states, name, order)
+            found = as_text_lists.chosen(client.jobs(), states, name, order)
             if output == "name":
                 return "\n".join(harmless(job.rdzv_id) for job in found)
             where = str(client.server) if not (states or name) else f"{client.server} match that"
             return answer(
                 "text" if output == "wide" else output,
                 {"jobs": found, "store_away": client.store_away},
-                lambda page: job_list.as_lines(
+                lambda page: as_text_lists.jobs(
                     where,
                     found,
                     page,

@@ -21,11 +21,11 @@ from rdzv.structs import as_dict
 @command("servers", output=True)
 def servers_command(output: str) -> str:
     """Show the servers that share a store, and which of them leads."""
-    from rdzv.ctl import as_text
+    from rdzv.ctl import as_text_lists
 
     with opened_client() as client:
         found = client.servers()
-    return answer(output, {"servers": found}, lambda page: as_text.servers(found, page))
+    return answer(output, {"servers": found}, lambda page: as_text_lists.servers(found, page))
 
 
 @command("backup")
@@ -53,11 +53,15 @@ def audit_command(limit: int | None, output: str) -> str:
 
     For admins only. Times are in this machine's time zone.
     """
-    from rdzv.ctl import as_text_access
+    from rdzv.ctl import as_text_lists
 
     with opened_client() as client:
         found = client.audit(limit or 0)
-    return answer(output, {"events": found}, lambda page: as_text_access.audit(found, page))
+    return answer(
+        output,
+        {"events": found},
+        lambda page: as_text_lists.events(found, page, "no changes are recorded", "CALL"),
+    )
 
 
 _ROLES = ("read", "submit", "node", "admin")
@@ -80,24 +84,24 @@ def _create_token(name: str, roles: tuple[str, ...], expires: str | None, output
     The text cannot be shown again, so store it where only NAME can read it. A name may have several
     tokens, so that a new one can be handed out before the old one is revoked.
     """
-    from rdzv.ctl import as_text_access
+    from rdzv.ctl import as_text_lists
 
     life_ms = 0 if expires is None else parse_duration("--expires", expires)
     with opened_client() as client:
         token, text = client.create_token(name, roles, life_ms)
     if output == "text":
-        click.echo(as_text_access.made(token), err=True)
+        click.echo(as_text_lists.made(token), err=True)
     return answer(output, {**as_dict(token), "text": text}, lambda _: text)
 
 
 @command("list", output=True, of=tokens_command)
 def _list_tokens(output: str) -> str:
     """List all tokens, without their text. Expired tokens remain listed for a while."""
-    from rdzv.ctl import as_text_access
+    from rdzv.ctl import as_text_lists
 
     with opened_client() as client:
         found = client.tokens()
-    return answer(output, {"tokens": found}, lambda page: as_text_access.tokens(found, page))
+    return answer(output, {"tokens": found}, lambda page: as_text_lists.tokens(found, page))
 
 
 @command("revoke", output=True, of=tokens_command)
@@ -107,8 +111,8 @@ def _revoke_tokens(id_or_name: str, output: str) -> str:
 
     Nodes that use them are disconnected.
     """
-    from rdzv.ctl import as_text_access
+    from rdzv.ctl import as_text_lists
 
     with opened_client() as client:
         found = client.revoke_tokens(id_or_name)
-    return answer(output, {"tokens": found}, lambda _: as_text_access.revoked(found))
+    return answer(output, {"tokens": found}, lambda _: as_text_lists.revoked(found))
