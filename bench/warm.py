@@ -109,7 +109,7 @@ async def restart(
     env["STARTED"] = str(time.monotonic())
     specs = [
         WorkerSpec(
-            rank, argv, {**env, "RANK": str(rank)}, None, str(outs[rank]), None, zygote=zygote
+            rank, argv, {**env, "RANK": str(rank)}, None, str(outs[rank]), warm=zygote is not None
         )
         for rank in range(workers)
     ]

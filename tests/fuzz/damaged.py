@@ -21,19 +21,11 @@ from rdzv.agent.app.agent_config import read_config
 from rdzv.agent.app.agent_settings import AgentSettings
 from rdzv.agent.handover import handover_state
 from rdzv.agent.observers.progress_files import read_step
-from rdzv.agent.runner.agent_link import AgentLink
 from rdzv.agent.runner.channel import Channel, MalformedFrameError
-from rdzv.agent.runner.child_exits import Child, Children
-from rdzv.agent.runner.loop import Loop
-from rdzv.agent.runner.requests import (
-    ZygoteSpec,
-    read_fence_at_ms,
-    read_socket_path,
-    read_worker_specs,
-    read_zygote_spec,
-)
+from rdzv.agent.runner.child_exits import Child
+from rdzv.agent.runner.frames import decode
+from rdzv.agent.runner.requests import PROTOCOL_VERSION, RenewFence, Serve, StartWorkers, ZygoteSpec
 from rdzv.agent.runner.runner import Runner
-from rdzv.agent.runner.warm_forks import WarmForks
 from rdzv.agent.runner.zygote_process import Zygote
 from rdzv.agent.runner_link import NotAdoptableError
 from rdzv.agent.runner_link.found_runner import read_hello
@@ -87,13 +79,11 @@ _SHAPES: Mapping[str, Mapping[str, Any]] = {
     "heard": {"number": 1},
     "hello": {
         "type": "hello",
-        "version": 1,
+        "version": PROTOCOL_VERSION,
         "pid": 4711,
-        "round": 1,
         "last_round": 1,
-        "workers": [[0, 4712]],
+        "workers": {"0": 4712},
         "store_hosts": [1],
-        "zygote": False,
         "kept": {"state": "{}"},
     },
     "zygote": {"ready": {"modules": ["json"], "threads": 1, "memory_kb": 1, "seconds": 0.5}},
@@ -191,13 +181,13 @@ def _say(folder: Path, frames: bytes) -> None:
         if isinstance(said, str) and said.startswith("@socket"):
             serve({**request, "socket": f"{folder}/{said[1:]}"})
         else:
-            read_socket_path(request)
+            decode(Serve, request)
 
     made.requests |= {
         "serve": listen,
-        "start_workers": lambda request: [*map(_prepared, read_worker_specs(request))],
-        "keep_zygote": lambda request: [_prepared(read_zygote_spec(request))],
-        "renew_fence": read_fence_at_ms,
+        "start_workers": lambda request: [*map(_prepared, decode(StartWorkers, request).workers)],
+        "keep_zygote": lambda request: _prepared(decode(ZygoteSpec, request)),
+        "renew_fence": lambda request: decode(RenewFence, request),
     }
     try:
         with suppress(BlockingIOError, BrokenPipeError):
@@ -225,11 +215,9 @@ class _Unkillable(Child):
 
 def _hear_zygote(data: bytes) -> None:
     """Let a runner read a zygote's messages."""
-    ours, theirs = socket.socketpair()
-    loop = Loop()
-    children = Children(loop)
-    agent = AgentLink(loop, lambda _request: None, lambda _was_in_charge: None)
-    keeper = WarmForks(loop, children, agent).zygote
+    (ours, theirs), (agent, of_runner) = socket.socketpair(), socket.socketpair()
+    runner = Runner(Channel(of_runner))
+    keeper = runner.forks.zygote
     keeper.spec = ZygoteSpec(("true",), {}, None, (), spare_forks=1)
     zygote = Zygote(theirs, keeper.spec)
     zygote.child = _Unkillable(1, lambda _child, _code: None, spared=True)
@@ -243,8 +231,8 @@ def _hear_zygote(data: bytes) -> None:
         ours.close()
         theirs.close()
         keeper.give_up("its test is over")  # Closes the links of the forks that it requested.
-        children.close()
-        loop.close()
+        runner.close()
+        agent.close()
 
 
 def _hello(data: bytes) -> None:
@@ -283,9 +271,9 @@ def _decoded(data: bytes) -> Mapping[str, object] | None:
 
 
 def _kept(data: bytes) -> None:
-    for decode in (handover_state.decode_placement, handover_state.decode_state):
+    for read in (handover_state.decode_placement, handover_state.decode_state):
         with suppress(NotAdoptableError):
-            decode(data.decode(errors="replace"))
+            read(data.decode(errors="replace"))
 
 
 def _error(folder: Path, data: bytes) -> None:

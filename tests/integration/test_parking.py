@@ -25,7 +25,6 @@ from rdzv.agent.core.events import (
     Fenced,
     KeptExited,
     KeptGone,
-    StartFailed,
     WorkerExited,
     WorkerNotKept,
     WorkerResumed,
@@ -449,16 +448,6 @@ async def test_the_end_of_a_round_in_which_one_went_on(node: Parking) -> None:
     kept = ranks_of((await node.heard(WorkersGone, round=1)).kept)
     assert kept == {0: first.pid, 1: second.pid}
     assert first.pid == pids[0]
-
-
-async def test_a_file_that_cannot_be_opened_fails_the_start(node: Parking) -> None:
-    await node.begin()
-    await node.park()
-    (node.folder / "round_1").write_text("no folder")
-    node.link.start_workers(1, [node.worker(1, n) for n in range(2)], KeepSpec((0, 1), None, None))
-    failed = await node.heard(StartFailed, round=1)
-    assert "the output of local_rank" in failed.reason
-    await node.heard(WorkersGone, round=1)
 
 
 async def test_a_worker_that_survives_sigkill_takes_its_siblings_with_it(node: Parking) -> None:

@@ -99,7 +99,8 @@ class Strained(Node):
         folder = self.folder / f"family{self._rounds}"
         folder.mkdir()
         argv = (sys.executable, "-u", SCRIPTS / "tree.py", folder, "leave")
-        warm = replace(self.worker(*argv), zygote=self.zygote())
+        self.link.keep_zygote(self.zygote())
+        warm = replace(self.worker(*argv), warm=True)
         self.link.start_workers(self._rounds, [warm, self.worker("true", local_rank=1)])
         return self._rounds
 

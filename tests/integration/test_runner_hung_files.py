@@ -118,7 +118,7 @@ async def test_a_fork_of_the_zygote_opens_its_log_itself(node: Node, server: Fil
     await node.heard(ZygoteReady)
     server.hang()
     log = str(server.path / "stdout.log")
-    warm = replace(node.spec(*argv, local_rank=1), stdout=log, zygote=zygote)
+    warm = replace(node.spec(*argv, local_rank=1), stdout=log, warm=True)
     await start_beside(node, warm)
     await fence(node)
 

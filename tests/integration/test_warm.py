@@ -124,7 +124,7 @@ async def run_all(
             cwd=str(node.folder),
             stdout=str(node.folder / f"{name}.{kind}.out"),
             stderr=str(node.folder / f"{name}.{kind}.err"),
-            zygote=zygote,
+            warm=zygote is not None,
         )
         worker.env["TORCHELASTIC_ERROR_FILE"] = str(node.folder / f"{name}.json")  # type: ignore
         workers.append(worker)
@@ -341,10 +341,11 @@ async def test_what_a_module_sets_on_import_is_still_set(node: WarmNode) -> None
 def pausing(node: WarmNode, zygote: ZygoteSpec | None, local_rank: int = 0) -> WorkerSpec:
     ready = str(node.folder / f"ready{local_rank}")
     spec = node.spec(sys.executable, "-u", CASES, "pause", ready, local_rank=local_rank)
-    return replace(spec, zygote=zygote)
+    return replace(spec, warm=zygote is not None)
 
 
 async def start_pausing(node: WarmNode, number: int, zygote: ZygoteSpec) -> list[int]:
+    node.link.keep_zygote(zygote)
     pids = await node.start(number, *(pausing(node, zygote, rank) for rank in range(2)))
     for rank in range(2):
         ready = node.folder / f"ready{rank}"
@@ -381,7 +382,7 @@ async def test_descendants_of_a_warm_worker_end_with_the_round(node: WarmNode) -
     zygote = node.zygote(sys.executable, "-u", tree, node.folder, "stay")
     ready = await node.keep(zygote)
     await node.start(
-        0, replace(node.spec(sys.executable, "-u", tree, node.folder, "stay"), zygote=zygote)
+        0, replace(node.spec(sys.executable, "-u", tree, node.folder, "stay"), warm=True)
     )
     await until((node.folder / "ready").exists)
     assert len(marked(node.mark)) == 5
@@ -413,7 +414,7 @@ async def test_many_workers_at_once(node: WarmNode) -> None:
     await node.keep(zygote)
     count = MAX_FORKS_AT_ONCE + 3
     argv = (sys.executable, "-u", CASES, "exit_code")
-    workers = [replace(node.spec(*argv, local_rank=n), zygote=zygote) for n in range(count)]
+    workers = [replace(node.spec(*argv, local_rank=n), warm=True) for n in range(count)]
     assert [end.exit_code for end in await node.end_of(0, workers)] == [7] * count
     assert not any(isinstance(event, WorkersStartedCold) for event in node.events)
 
@@ -423,7 +424,7 @@ async def test_large_environments_arrive(node: WarmNode) -> None:
     zygote = node.zygote(sys.executable, "-u", "-c", code)
     await node.keep(zygote)
     large = {f"LARGE_{index}": "x" * 100_000 for index in range(10)}
-    spec = replace(node.spec(*zygote.argv), env={**node.env, **large}, zygote=zygote)
+    spec = replace(node.spec(*zygote.argv), env={**node.env, **large}, warm=True)
     [end] = await node.end_of(0, [spec])
     assert end.exit_code == 0
 
@@ -475,7 +476,8 @@ async def test_workers_wait_for_a_zygote_if_they_are_to(node: WarmNode) -> None:
     )
     argv = (sys.executable, "-u", shutil.copy(CASES, node.folder), "exit_code")
     zygote = replace(node.zygote(*argv, modules=["slow"]), wait_s=60.0)
-    node.link.start_workers(0, [replace(node.spec(*argv), zygote=zygote)])
+    node.link.keep_zygote(zygote)
+    node.link.start_workers(0, [replace(node.spec(*argv), warm=True)])
     await until(lambda: len(marked(node.mark)) == 1)
     (node.folder / "go").touch()
     assert (await node.heard(WorkerExited)).exit_code == 7
@@ -555,7 +557,7 @@ async def test_a_fork_that_can_not_become_the_worker_is_replaced_by_a_cold_one(
 ) -> None:
     other = shutil.copy(CASES, node.folder / "other.py")
     argv = (sys.executable, "-u", other, "exit_code")
-    [end] = await node.end_of(0, [replace(node.spec(*argv), zygote=zygote)])
+    [end] = await node.end_of(0, [replace(node.spec(*argv), warm=True)])
     assert end.exit_code == 7
     reason = (await node.heard(WorkersStartedCold)).reason
     assert reason.startswith("the zygote runs [")
@@ -685,7 +687,7 @@ async def test_the_end_of_a_round_while_forks_are_made_ahead_costs_the_next_noth
     await node.stop(0)
     assert not any(map(state_of, forks))
     worker = node.spec(sys.executable, "-u", script, "pause", node.folder / "ready0")
-    node.link.start_workers(1, [replace(worker, zygote=zygote)])
+    node.link.start_workers(1, [replace(worker, warm=True)])
     node.link.renew_fence(-1)
     await node.heard(RunnerRefused)
     (node.folder / "go").touch()
@@ -775,7 +777,7 @@ async def test_a_zygote_at_its_limit_of_descriptors_forks_again_later(node: Warm
     script = node.folder / "short.py"
     script.write_text("")
     zygote = node.zygote(sys.executable, "-u", script)
-    worker = replace(node.spec(*zygote.argv), zygote=zygote)
+    worker = replace(node.spec(*zygote.argv), warm=True)
     ready = await node.keep(zygote)
     before = resource.prlimit(ready.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(ready.pid, resource.RLIMIT_NOFILE, (3, before[1]))
@@ -799,7 +801,7 @@ async def test_a_stop_reaches_a_fork_that_leads_no_group_yet(node: WarmNode) -> 
     script.write_text("import signal\nsignal.pause()\n")
     zygote = node.zygote(sys.executable, "-u", script, modules=["slow_at_fork"])
     ready = await node.keep(zygote)
-    node.link.start_workers(0, [replace(node.spec(*zygote.argv), zygote=zygote)])
+    node.link.start_workers(0, [replace(node.spec(*zygote.argv), warm=True)])
 
     def adopted() -> list[int]:
         children = {*children_of(node.link.pid)} - {ready.pid}

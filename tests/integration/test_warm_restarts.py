@@ -27,7 +27,7 @@ from rdzv.agent.core.events import (
     ZygoteLost,
     ZygoteReady,
 )
-from rdzv.agent.runner.warm_restarts import SETTLE_S
+from rdzv.agent.runner.zygote_process import SETTLE_S
 from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec
 from rdzv.agent.system.accounts import Identity
 from tests.support.accounts import ADA, needs_root, own_folder, passable_folder
@@ -97,7 +97,7 @@ class Job(WarmNode):
 
     def worker(self, local_rank: int = 0) -> WorkerSpec:
         spec = self.spec(self.python_, "-u", self.script, local_rank, local_rank=local_rank)
-        return replace(spec, zygote=self.spec_, identity=self.spec_.identity)
+        return replace(spec, warm=True, identity=self.spec_.identity)
 
     async def round(self, number: int, workers: int = 2) -> list[dict[str, object]]:
         """Start a round; return its workers' output once they have imported torch."""

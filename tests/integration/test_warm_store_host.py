@@ -193,7 +193,7 @@ async def test_it_looks_like_a_cold_one(node: StoreNode) -> None:
 async def test_the_end_of_a_round_spares_it_and_the_runners_end_does_not(node: StoreNode) -> None:
     zygote = node.zygote()
     first = await node.keep(zygote)
-    worker = replace(node.spec(*zygote.argv), zygote=zygote)
+    worker = replace(node.spec(*zygote.argv), warm=True)
     # At once, so that both are forked together.
     node.start_store_host(0)
     node.link.start_workers(0, [worker])

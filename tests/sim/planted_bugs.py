@@ -1570,7 +1570,7 @@ MUTANTS = (
     ),
     Mutant(
         "a parked worker that is still connected is kept",
-        "held_round.Round.verify_parked",
+        "workers.Round.verify_parked",
         "            if to := link.connected_to():",
         "            if (to := link.connected_to()) and False:",
         by="tests/integration/test_parking.py",
@@ -1584,7 +1584,7 @@ MUTANTS = (
     ),
     Mutant(
         "a worker that does not park delays all others for ever",
-        "held_round.Round.kill_late",
+        "workers.Round.kill_late",
         "            if now >= at and pid not in self._killed:",
         "            if False:",
         by="tests/integration/test_parking.py",

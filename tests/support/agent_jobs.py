@@ -60,7 +60,7 @@ class FakeRunner:
     @property
     def hello(self) -> Hello:
         workers, hosts = {0: 100, 1: 101}, frozenset(self.store_hosts)
-        return Hello(self.pid, None, self.last_round, workers, hosts, zygote=False, kept=self.keeps)
+        return Hello(self.pid, self.last_round, workers, hosts, kept=self.keeps)
 
     def hold_snapshots(self, limit_bytes: int | None) -> None:
         self.held_for.append(limit_bytes)

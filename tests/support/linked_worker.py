@@ -227,14 +227,12 @@ class Worker:
         self.parked, self.round = False, frame["round"]
         os.environ.update(frame["env"])
         sys.stdout.flush()
-        for opener in self.link.fds:
-            with socket.socket(fileno=opener) as asked:
-                asked.send(b"0")
-                _, fds, _, _ = socket.recv_fds(asked, 1, 2)
-            for fd, stream in zip(fds, (1, 2), strict=True):
-                os.dup2(fd, stream)
-                os.close(fd)
-        self.link.fds = []
+        for path, stream in ((frame["stdout"], 1), (frame["stderr"], 2)):
+            if path is not None:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                os.dup2(log, stream)
+                os.close(log)
         self.begin()
         self.link.say(
             type="resumed",

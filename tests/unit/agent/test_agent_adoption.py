@@ -156,7 +156,7 @@ def found(path: Path, placement: KeptPlacement = PLACEMENT) -> Any:
         handover_state.STATE: handover_state.encode(FULL),
     }
     made = SimpleNamespace(path=path, did=[])
-    made.hello = Hello(1, None, None, {}, frozenset(), zygote=False, kept=keeps)
+    made.hello = Hello(1, None, {}, frozenset(), kept=keeps)
     made.adopt, made.leave = lambda: note("adopt"), lambda: note("leave")
     return made
 

@@ -150,7 +150,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "run_folders._end_of: index.open",
         "run_folders._folders_of: entry.is_dir",
         "run_folders._folders_of: os.scandir",
-        "agent_replacement.NextAgent.close: self._path.unlink",
+        "agent_link.AgentLink.close: self._path.unlink",
         "descriptors.listen_at: listener.bind",
         "descriptors.short_path: os.open",
         "found_runner._connect: asyncio.get_running_loop().sock_connect",
@@ -237,7 +237,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     ),
     "an abstract address is no file": (
         "torch_watch._Watch._report: sender.sendto",
-        "warm_restarts.WarmRestarts._listen: self._socket.bind",
+        "zygote_process.WarmRestarts._listen: self._socket.bind",
     ),
     "py-spy is the worker's account, unless the kernel lets only root trace it "
     "(kernel.yama.ptrace_scope); docs/run-as.md says so": ("stack_sampling._run: ask_spared",),

@@ -43,7 +43,7 @@ class Story:
         self.process = subprocess.Popen(["sleep", "600"])
         self.heard: list[RunnerEvent] = []
         self.handling: list[asyncio.Future[None]] = []
-        hello = Hello(self.process.pid, 0, 0, {0: 9}, frozenset(), zygote=False, kept={})
+        hello = Hello(self.process.pid, 0, {0: 9}, frozenset(), kept={})
         self.link = RunnerLink(None, Channel(ours), self.take, hello)
 
     def take(self, event: RunnerEvent) -> asyncio.Future[None] | None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent.runner.held_connections import HELD_S, MAX_ENDED, HeldConnections
+from rdzv.agent.runner.held_connections import HELD_S, HeldConnections
 from rdzv.agent.runner.spawn import Program
+from tests.support.fake_runner import FakeRunner
 from tests.support.lingering import LINGER_S, lingering
 
 pytestmark = pytest.mark.slow
@@ -36,22 +37,32 @@ class Children:
         self.started.append(subprocess.Popen(program.argv, pass_fds=tuple(program.pass_fds)))
         return self.started[-1]
 
+    def close(self) -> None:
+        pass
+
 
 @pytest.fixture
-def children() -> Iterator[Children]:
-    made = Children()
+def runner() -> Iterator[FakeRunner]:
+    made = FakeRunner()
+    made.children.close()
+    children = Children()
+    made.children = children
     yield made
-    for process in made.started:
+    for process in children.started:
         process.kill()
         process.wait()
+    children.on_exit[-1](children.started[-1], -9)
+    made.close()
 
 
 @pytest.fixture
-def held(children: Children) -> Iterator[HeldConnections]:
-    made = HeldConnections(children)  # type: ignore[arg-type]
-    yield made
-    children.started[-1].kill()
-    children.on_exit[-1](children.started[-1], -9)
+def children(runner: FakeRunner) -> Children:
+    return runner.children  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def held(runner: FakeRunner) -> HeldConnections:
+    return runner.connections
 
 
 def fill(queue: socket.socket) -> socket.socket:
@@ -83,29 +94,16 @@ def test_a_queue_holds_its_connections_until_it_is_closed(held: HeldConnections)
 
 
 def test_a_worker_that_ends_is_outlived_by_its_connections_for_a_while(
-    held: HeldConnections,
+    runner: FakeRunner, held: HeldConnections
 ) -> None:
-    assert list(held.wake_times()) == []
     queue, theirs = held.add()
     with theirs, fill(theirs) as peer:
+        before = time.monotonic()
         held.close_later(queue)
-        (until,) = held.wake_times()
-        assert until - time.monotonic() <= HELD_S
-        held.do_due(until - 0.001)
+        runner.pass_time(before + HELD_S - 0.001)
         assert is_open(peer)
-        held.do_due(until)
+        runner.pass_time(time.monotonic() + HELD_S)
         assert not is_open(peer, 10.0)
-    assert list(held.wake_times()) == []
-
-
-@pytest.mark.parametrize("more", [0, 1])
-def test_the_oldest_make_place(held: HeldConnections, more: int) -> None:
-    queue, theirs = held.add()
-    with theirs, fill(theirs) as peer:
-        held.close_later(queue)
-        for number in range(MAX_ENDED - 1 + more):
-            held.close_later(1000 + number)
-        assert is_open(peer, 10.0 if more else 0.1) is (more == 0)
 
 
 def test_a_connection_that_takes_long_to_close_keeps_nobody(

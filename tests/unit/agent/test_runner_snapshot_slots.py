@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ class Agent(AgentLink):
     """The agent in charge; it records the events it receives."""
 
     def __init__(self, loop: Loop) -> None:
-        super().__init__(loop, lambda _request: None, lambda _was_in_charge: None)
+        super().__init__(SimpleNamespace(loop=loop))  # type: ignore[arg-type]
         self.in_charge = True
         self.told: list[dict[str, Any]] = []
 

@@ -1,10 +1,15 @@
-"""Which process a start becomes: the fork that says it is ready, however soon, or a cold one."""
+"""Which process a start becomes: the fork that says it is ready, however soon, or a cold one.
+
+A fork is the job's own process; it cannot make the runner hold much for it.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,22 +17,9 @@ import pytest
 
 from rdzv.agent.runner.channel import Channel
 from rdzv.agent.runner.loop import Loop
-from rdzv.agent.runner.warm_forks import Fork, WarmForks, WarmStart
-
-
-class Children:
-    """Processes that exist only as numbers."""
-
-    def __init__(self) -> None:
-        self.taken: dict[int, Any] = {}
-
-    def take(self, pid: int, on_exit: Callable[[Any, int], None], *, spared: bool) -> Any:
-        killed: list[int] = []
-        child = SimpleNamespace(pid=pid, spared=spared, killed=killed)
-        child.kill = lambda: killed.append(9)
-        child.reap = lambda code: on_exit(child, code)
-        self.taken[pid] = child
-        return child
+from rdzv.agent.runner.runner import Runner
+from rdzv.agent.runner.warm_forks import MAX_ANSWER_BYTES, Fork, WarmStart
+from tests.support.fake_runner import FakeRunner
 
 
 class Zygote:
@@ -71,15 +63,13 @@ class Start(WarmStart):
         self.exits.append(code)
 
 
-class Runner:
-    """The forks of a runner, the zygote and the processes being the test's own."""
+class Forking(FakeRunner):
+    """A runner whose zygote and forks are the test's own."""
 
     def __init__(self) -> None:
-        self._loop = Loop()
-        self.children, self.zygote, self.owner = Children(), Zygote(), Owner()
-        unused: Any = None
-        self.forks = WarmForks(self._loop, self.children, unused)  # type: ignore[arg-type]
-        self.forks.zygote = self.zygote  # type: ignore[assignment]
+        super().__init__()
+        self.zygote, self.owner = Zygote(), Owner()
+        self.forks.zygote = self.zygote
         self._starts: list[Start] = []
 
     def want(self, **more: bool) -> Start:
@@ -102,7 +92,7 @@ class Runner:
         for links in self.zygote.asked.values():
             for link in links:
                 link.close()
-        self._loop.close()
+        super().close()
 
 
 def heard(link: Channel) -> Mapping[str, object] | None:
@@ -111,14 +101,14 @@ def heard(link: Channel) -> Mapping[str, object] | None:
 
 
 @pytest.fixture
-def runner() -> Iterator[Runner]:
-    made = Runner()
+def runner() -> Iterator[Forking]:
+    made = Forking()
     yield made
     made.close()
 
 
 def test_a_script_whose_exit_comes_before_its_word_that_it_is_ready_has_run(
-    runner: Runner,
+    runner: Forking,
 ) -> None:
     start = runner.want()
     runner.forked(11).send({"ready": True})
@@ -127,7 +117,7 @@ def test_a_script_whose_exit_comes_before_its_word_that_it_is_ready_has_run(
     assert runner.forks.wanted() == []
 
 
-def test_a_fork_that_dies_without_that_word_has_run_nothing(runner: Runner) -> None:
+def test_a_fork_that_dies_without_that_word_has_run_nothing(runner: Forking) -> None:
     start = runner.want()
     link = runner.forked(11)
     assert heard(link) == {"run": "train.py"}
@@ -136,7 +126,7 @@ def test_a_fork_that_dies_without_that_word_has_run_nothing(runner: Runner) -> N
     assert runner.owner.cold == [(start, "its fork died before it ran anything")]
 
 
-def test_a_fork_that_was_not_asked_anything_yet_is_not_read(runner: Runner) -> None:
+def test_a_fork_that_was_not_asked_anything_yet_is_not_read(runner: Forking) -> None:
     """A spare fork is killed as a start takes another: its link is closed by then."""
     start = runner.want()
     runner.forked(11).send({"refused": "no"})
@@ -147,14 +137,14 @@ def test_a_fork_that_was_not_asked_anything_yet_is_not_read(runner: Runner) -> N
 
 @pytest.mark.parametrize("outlives_rounds", [False, True])
 def test_with_its_order_a_fork_is_what_the_end_of_a_round_kills(
-    runner: Runner, outlives_rounds: bool
+    runner: Forking, outlives_rounds: bool
 ) -> None:
     runner.want(outlives_rounds=outlives_rounds)
     runner.forked(11)
     assert runner.children.taken[11].spared is outlives_rounds
 
 
-def test_a_fork_whose_start_was_dropped_before_it_existed_runs_nothing(runner: Runner) -> None:
+def test_a_fork_whose_start_was_dropped_before_it_existed_runs_nothing(runner: Forking) -> None:
     runner.forks.drop([runner.want()])
     link = runner.forked(11)
     assert runner.children.taken == {}
@@ -163,7 +153,7 @@ def test_a_fork_whose_start_was_dropped_before_it_existed_runs_nothing(runner: R
 
 
 def test_a_spare_fork_that_died_unasked_is_replaced_by_another_and_only_by_one(
-    runner: Runner,
+    runner: Forking,
 ) -> None:
     runner.zygote.spec.spare_forks = 1
     runner.forks.zygote_ready()
@@ -178,8 +168,111 @@ def test_a_spare_fork_that_died_unasked_is_replaced_by_another_and_only_by_one(
     assert (start.ran, start.exits) == ([22], [0])
 
 
-def test_a_fork_asked_for_by_name_is_replaced_by_a_cold_start_at_once(runner: Runner) -> None:
+def test_a_fork_asked_for_by_name_is_replaced_by_a_cold_start_at_once(runner: Forking) -> None:
     start = runner.want()
     runner.forked()
     assert [one for one, _ in runner.owner.cold] == [start]
     assert len(runner.zygote.asked) == 1
+
+
+# ---------------------------------------------------------------------- the link of a fork
+
+
+class Told:
+    """A fork that has received its order, and its own end of the link."""
+
+    def __init__(self) -> None:
+        ours, self.fork_end = socket.socketpair()
+        self._loop = Loop()
+        self.fork = Fork(self._loop, ours, None, lambda _fork, _answer: None)
+        self.fork.send_order({}, ())
+        self.fork_end.recv(64)
+
+    def read(self) -> None:
+        self.fork.read()
+
+    @property
+    def is_open(self) -> bool:
+        return self.fork.is_open
+
+    def close(self) -> None:
+        self.fork.close()
+        self.fork_end.close()
+        self._loop.close()
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    made = Told()
+    yield made
+    made.close()
+
+
+def open_fds() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_runner_that_is_closed_leaves_no_descriptor() -> None:
+    before = open_fds()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        Runner(Channel(ours)).close()
+    assert open_fds() == before
+
+
+@pytest.mark.parametrize("is_private", [False, True])
+def test_a_fork_with_an_account_of_its_own_gets_nothing_of_the_agents_log(is_private: bool) -> None:
+    (ours, fork_end), (own, their) = socket.socketpair(), os.pipe()
+    loop = Loop()
+    fork = Fork(loop, ours, None, lambda _fork, _answer: None)
+    fork.is_private = is_private
+    fork.send_order({}, (0, 1, 2, own, their))
+    _, fds, *_ = socket.recv_fds(fork_end, 64, 5)
+    shown, given = (
+        [str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in each]
+        for each in (fds, (0, 1, 2, own, their))
+    )
+    fork.close()
+    fork_end.close()
+    loop.close()
+    for fd in (*fds, own, their):
+        os.close(fd)
+    if is_private:
+        given[1:3] = [os.devnull] * 2
+    assert shown == given
+
+
+def test_a_fork_that_sends_descriptors_has_its_link_closed(told: Told) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    before = open_fds()
+    told.fork_end.send(struct.pack(">I", 1_000))
+    told.read()
+    assert told.is_open, "its frame is not complete"
+    socket.send_fds(told.fork_end, [b"x"], [nothing] * 16)
+    told.read()
+    assert not told.is_open
+    assert open_fds() == before - 1
+    os.close(nothing)
+
+
+def test_the_frame_of_a_fork_is_short_or_its_link_is_closed(told: Told) -> None:
+    told.fork_end.sendall(struct.pack(">I", MAX_ANSWER_BYTES + 1) + b"x")
+    told.read()
+    assert not told.is_open
+
+
+def test_a_frame_of_the_agent_may_be_longer_and_bring_a_descriptor() -> None:
+    ours, theirs = socket.socketpair()
+    agent, heard = Channel(ours), Channel(theirs)
+    fd = os.open(os.devnull, os.O_RDONLY)
+    agent.send({"text": "x" * 2 * MAX_ANSWER_BYTES}, fd)
+    message = None
+    while message is None:
+        heard.receive()
+        agent.flush()
+        message = heard.next_message()
+    taken = heard.take_fd()
+    assert taken is not None
+    os.close(taken)
+    agent.close()
+    heard.close()

@@ -7,33 +7,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rdzv.agent.runner.warm_restarts import MAX_REPORTS_PER_WORKER, SETTLE_S, YOUNG_S, WarmRestarts
+from rdzv.agent.runner.loop import Loop
+from rdzv.agent.runner.zygote_process import (
+    MAX_REPORTS_PER_WORKER,
+    SETTLE_S,
+    YOUNG_S,
+    WarmRestarts,
+)
 from tests.support.lingering import LINGER_S, lingering
-
-
-class Loop:
-    """Calls back when the test says so."""
-
-    def __init__(self) -> None:
-        self.shutting_down = False
-        self.watched: dict[int, Callable[[], None]] = {}
-
-    def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        assert fd not in self.watched
-        self.watched[fd] = callback
-
-    def unwatch(self, fd: int) -> None:
-        del self.watched[fd]
-
-    def turn(self) -> None:
-        for callback in list(self.watched.values()):
-            callback()
 
 
 class Zygote:
@@ -62,12 +49,17 @@ class Watched:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
             data = json.dumps({"changed": changed}).encode()
             worker.sendto(data, f"\0{self.restarts.report_to}")
-        self.loop.turn()
+        self.turn()
 
-    @property
-    def starts_in_s(self) -> float | None:
-        (at,) = self.restarts.wake_times()
-        return None if at is None else at - time.monotonic()
+    def turn(self) -> None:
+        for call in self.loop.wait(0):
+            call()
+
+    def begins_within(self, seconds: float) -> bool:
+        """Let time pass. Return whether the zygote has begun."""
+        for call in self.loop.due(time.monotonic() + seconds):
+            call()
+        return self.zygote.begun
 
 
 @pytest.fixture
@@ -75,7 +67,7 @@ def watched() -> Iterator[Watched]:
     made = Watched()
     yield made
     made.restarts.close()
-    assert not made.loop.watched
+    made.loop.close()
 
 
 def exited(watched: Watched, code: int, age_s: float) -> None:
@@ -85,23 +77,16 @@ def exited(watched: Watched, code: int, age_s: float) -> None:
 
 def test_the_first_import_waits_for_the_others_but_not_for_ever(watched: Watched) -> None:
     watched.report()
-    starts_in_s = watched.starts_in_s
-    assert starts_in_s is not None
-    assert 0 < starts_in_s <= SETTLE_S
     watched.report()  # The same process again is still one worker.
-    assert watched.starts_in_s == pytest.approx(starts_in_s, abs=5)
-    watched.restarts.do_due(time.monotonic())
-    assert not watched.zygote.begun
-    watched.restarts.do_due(time.monotonic() + SETTLE_S)
-    assert watched.zygote.begun
+    assert not watched.begins_within(SETTLE_S / 2)
+    assert watched.begins_within(SETTLE_S)
 
 
 def test_when_all_have_imported_it_starts_at_once() -> None:
     alone = Watched()
     alone.restarts.begin_round(1)
     alone.report()
-    alone.restarts.do_due(time.monotonic())
-    assert alone.zygote.begun
+    assert alone.begins_within(0)
     alone.restarts.close()
 
 
@@ -138,12 +123,10 @@ def test_imports_of_the_round_before_do_not_count(watched: Watched) -> None:
     address = watched.restarts.report_to
     assert address is not None
     subprocess.run([sys.executable, "-S", "-c", REPORTS, address], check=True, timeout=60)
-    watched.loop.turn()
-    assert watched.starts_in_s is not None
+    watched.turn()
     watched.restarts.begin_round(2)
     watched.report()
-    watched.restarts.do_due(time.monotonic())
-    assert not watched.zygote.begun, "one of two has imported"
+    assert not watched.begins_within(0), "one of two has imported"
 
 
 def test_a_change_that_a_fork_would_not_see_is_named(watched: Watched) -> None:
@@ -173,7 +156,7 @@ def test_a_report_with_a_descriptor_keeps_nobody_and_ends_the_reports(watched: W
         begun = time.monotonic()
         socket.send_fds(worker, [b"{}"], [sent.fileno()])
         sent.close()
-        watched.loop.turn()
+        watched.turn()
         assert time.monotonic() - begun < LINGER_S / 4
     assert watched.restarts.report_to is None and not watched.zygote.given_up
 

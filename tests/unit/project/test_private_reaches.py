@@ -65,7 +65,6 @@ REASONS: dict[str, dict[str, str]] = {
         "device._obj": CTYPES,
         "text._obj": CTYPES,
     },
-    "unit/agent/test_runner_parts.py": {"spec._obj": CTYPES, "spec._obj._fields_": CTYPES},
     "unit/server/test_driver.py": {"asyncio.get_running_loop()._ready": PYTHON},
     "unit/worker/test_link.py": {"link._changed": LOCKS, "link._sending": LOCKS},
 }

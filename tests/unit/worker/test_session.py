@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,6 +103,30 @@ class Worker:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     yield Worker(monkeypatch)
+
+
+def test_each_round_is_written_to_its_own_files(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def ends() -> None:
+        worker.session.check(between_steps=True)
+
+    def writes() -> None:
+        os.write(1, b"x")
+        (tmp_path / "round_1").rename(tmp_path / "former")
+        (tmp_path / "round_1").write_text("no folder")
+        ends()
+
+    log = str(tmp_path / "round_1" / "out")
+    monkeypatch.setattr(Session, "park", lambda *_: Go(1, {}, stdout=log))
+    before = os.dup(1)
+    try:
+        with pytest.raises(OSError, match="round_1"):
+            worker.run(ends, writes)
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+    assert (tmp_path / "former" / "out").read_text() == "x"
 
 
 def test_a_round_that_ended_within_a_step_is_followed_by_the_same_step(worker: Worker) -> None:

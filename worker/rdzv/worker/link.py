@@ -125,7 +125,9 @@ class Go:
     env: Mapping[str, str]
     source: int | None = None
     step: int | None = None
-    fds: list[int] = field(default_factory=list)
+    stdout: str | None = None
+    """The file to append to from now on; None for the same as before."""
+    stderr: str | None = None
 
 
 @dataclass(frozen=True)
@@ -364,7 +366,8 @@ class Link:
                     env={str(name): str(value) for name, value in message["env"].items()},
                     source=message.get("source"),
                     step=message.get("step"),
-                    fds=fds,
+                    stdout=message.get("stdout"),
+                    stderr=message.get("stderr"),
                 )
             )
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import socket
 import sys
 import time
 import traceback
@@ -306,22 +305,20 @@ def drop_in_child(session: weakref.ref[Session]) -> None:
 def _enter(go: Go) -> None:
     """Switch to the next round's environment and output files."""
     os.environ.update(go.env)
-    for number, stream, fd in zip((1, 2), (sys.stdout, sys.stderr), _opened(go.fds)):
-        stream.flush()
-        os.dup2(fd, number)
-        os.close(fd)
+    for fd, stream, path in ((1, sys.stdout, go.stdout), (2, sys.stderr, go.stderr)):
+        if path is not None:
+            stream.flush()
+            log = _open_log(path.encode("utf-8", "surrogateescape"))
+            os.dup2(log, fd)
+            os.close(log)
 
 
-def _opened(fds: list[int]) -> list[int]:
-    """Ask the process that has opened this round's stdout and stderr, if any, for both."""
-    if not fds:
-        return []
-    with socket.socket(fileno=fds[0]) as opener:
-        opener.sendall(b"\0")
-        _, opened, _, _ = socket.recv_fds(opener, 1, 2, socket.MSG_CMSG_CLOEXEC)
-    if len(opened) != 2:
-        raise OSError("the process that opens the output files of this round has ended")
-    return opened
+def _open_log(path: bytes) -> int:
+    os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+    # O_NONBLOCK, because opening a FIFO without a reader would block.
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY | os.O_NONBLOCK, 0o666)
+    os.set_blocking(log, True)
+    return log
 
 
 def _detach_traceback(error: BaseException) -> str:

@@ -6,7 +6,7 @@
     RUNTIME_DIR/runners/*.sock      the sockets of its runners
 
 The agent that holds the lock on the runtime directory knows that the previous one is gone. If it
-can adopt a runner (the runner's half is `rdzv.agent.runner.agent_replacement`), it continues as the
+can adopt a runner (the runner's half is `rdzv.agent.runner.agent_link`), it continues as the
 same instance: the server sees a node that was away and is back, and nothing is re-formed. Otherwise
 it is a new instance, as after a reboot.
 """

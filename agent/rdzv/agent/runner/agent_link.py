@@ -1,81 +1,74 @@
-"""The runner's socket to the agent. Receives requests, and stores events until they are confirmed.
+"""The runner's socket to its agent, and how the next agent takes over.
 
-Both directions carry frames as defined in channel.py; requests.py lists the requests. An agent
-decodes events by their fields, as structs of `rdzv.agent.core.events`:
+Both directions carry frames as defined in channel.py; requests.py lists the requests. Events are
+structs of `rdzv.agent.core.events` (`rdzv.agent.runner_link` has their names); `pong` is none, but
+the response to `ping`.
 
-    started           {round, local_rank, pid}        with `how`: kept, warm or cold
-    start_failed      {round, local_rank, reason}     the round is then killed; `gone` follows
-    exited            {round, local_rank, pid, exit_code, signal, age_ms}
-                                                      `by_itself`: not caused by the runner
-    suspect           {round, local_rank, pid, message, traceback, age_ms}
-    resumed           {round, local_rank, pid, step, source, healed, init_ms, heal_ms, not_loaded}
-    gone              {round, kept}                   only its store host and the parked workers in
-                                                      `kept` remain
-    not_kept          {round, local_rank, pid, reason}    a worker failed to park and is killed
-    kept_exited       {local_rank, pid, exit_code, signal}    a parked worker has exited
-    kept_gone         {}                              no parked workers remain
-    stuck             {round, pids}                   these survive SIGKILL; `gone` may still follow
-    fenced            {round, at_ms}                  the fence was reached; the round is killed
-    store_host_ready  {round}
-    store_host_exited {round, exit_code, signal}
-    zygote_ready      {pid, modules, threads, memory_kb, seconds}
-    zygote_lost       {reason, retry_s}               retry_s null: it will not be replaced
-    started_cold      {round, local_ranks, reason}    these should have been warm
-    snapshots_held    {snapshots: [{local_rank, mark: {lineage, step, series, shards, world_size},
-                                    shard, bytes, digest, copy_of}],
-                       carrier: {port, token, fingerprint},
-                       missing: {mark, reason}}       all snapshots, and copies, after each change
-    snapshot_refused  {local_rank, reason}            this worker gets no memory for snapshots
-    snapshots_written {mark, reason}                  this node's parts of the step are on disk,
-                                                      unless a reason is given
-    serve_failed      {reason}                        the runner will still end with its agent
-    error             {reason}
-    pong              {}                              response to `ping`, never resent
+When the agent's end of the socket closes, everything is killed at once, unless the agent has asked
+the runner to *serve*. In that case the runner listens on a socket, where a process of the same user
+may connect and *adopt* it (the agent's half is `rdzv.agent.handover`):
 
-After the request `serve`, events are numbered and are resent to each new agent until an agent has
-sent `heard` {number}, which covers all events up to that number. An exit's `age_ms` increases in
-the meantime. Events about snapshots are sent only to an agent that has sent `hold_snapshots`, and
-are never resent.
+    next agent  ── connects ──▶  hello {version, pid, round, last_round, workers, store_hosts, kept}
+                ── adopt ──▶     every event that no agent has confirmed, and then new ones
+
+After `serve`, events are numbered and are resent to each new agent until an agent has sent `heard`
+{number}, which covers all events up to that number. An exit's `age_ms` increases in the meantime.
+Events about snapshots are sent only to an agent that has sent `hold_snapshots`, and are never
+resent.
+
+`kept` holds the values, by name, that an agent needs to continue where its predecessor died. The
+runner does not interpret them, and they outlive the agent exactly as the workers do. A value that
+was sent before a request is never lost if that request arrived. Only one agent is served at a time;
+any other is sent `refused` {reason}. If no agent adopts the runner within `orphan_timeout_s`, it
+stops its workers, with `grace_s`, and ends. The clock keeps running until `adopt`: an agent that
+finds this runner too old or too new simply disconnects.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections import deque
+from contextlib import suppress
+from pathlib import Path
 
-from .channel import MalformedFrameError
-from .requests import RequestError, read_field
+from .channel import Channel, MalformedFrameError
+from .descriptors import closed_if_failing, listen_at, peer_of, write_warning
+from .frames import FieldError
+from .loop import PAUSE_S
+from .requests import Heard, Keep, RequestError, Serve
+from .spawn import reason_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    import socket
+    from collections.abc import Mapping
 
-    from .channel import Channel
-    from .loop import Loop
+    from .runner import Runner
 
 
 class AgentLink:
-    """The connected agent, if any, and the events that no agent has confirmed yet."""
+    """The connected agent, the events that none has confirmed, and the next one's way in."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        handle: Callable[[Mapping[str, object]], None],
-        on_lost: Callable[[bool], None],
-    ) -> None:
-        self._loop = loop
-        self._handle = handle
-        self._on_lost = on_lost
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._loop = runner.loop
         self._channel: Channel | None = None
         self.in_charge = False
         """Whether the connected agent gives orders and receives events."""
         self.hears_of_snapshots = False
         """Whether this agent has asked for snapshot reports."""
-        self.numbers_events = False
-        """Whether events are numbered and stored until an agent confirms them."""
         self._events = 0
         # Only a limited number of events can occur without an agent, so this queue is bounded.
         self._unconfirmed: deque[tuple[float, dict[str, object]]] = deque()
+        self._path: Path | None = None
+        """The path of the socket for the next agent, or None if this runner ends with its agent."""
+        self._listener: socket.socket | None = None
+        self._orphan_timeout_s = self._grace_s = 0.0
+        self.gave_up = False
+        """Whether no agent came in time, in which case everything ends with the round."""
+        self._kept: dict[str, str] = {}
 
     @property
     def connected(self) -> bool:
@@ -88,6 +81,7 @@ class AgentLink:
         self._channel = channel
 
     def disconnect(self) -> None:
+        """Lose the agent: wait for the next one, or shut down."""
         if self._channel is None:
             return
         self._loop.unwatch(self._channel.fileno())
@@ -95,7 +89,24 @@ class AgentLink:
         self._channel = None
         was_in_charge, self.in_charge = self.in_charge, False
         self.hears_of_snapshots = False
-        self._on_lost(was_in_charge)
+        if self._path is None:
+            self._loop.shutting_down = True
+        elif was_in_charge and not self.gave_up:
+            self._loop.call_at(time.monotonic() + self._orphan_timeout_s, self._give_up)
+
+    def close(self) -> None:
+        """Stop listening for the next agent, and disconnect."""
+        if self._listener is not None:
+            self._loop.call_at(None, self._listen_again)
+            self._loop.unwatch(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+            with suppress(OSError):
+                assert self._path is not None
+                self._path.unlink()
+        self.disconnect()
+
+    # ------------------------------------------------------------------ requests
 
     def read(self) -> None:
         channel = self._channel
@@ -113,9 +124,12 @@ class AgentLink:
                 request = channel.next_message()
                 if request is None:
                     return
-                self._handle(request)
-            except (MalformedFrameError, RequestError) as error:
+                self._runner.handle(request)
+            except (RequestError, FieldError) as error:
                 self.send({"type": "error", "reason": str(error)})
+            except MalformedFrameError as error:
+                self.send({"type": "error", "reason": str(error)})
+                self.disconnect()
 
     def take_fd(self) -> int | None:
         """Return the descriptor sent with a request, or None. The caller owns the descriptor."""
@@ -126,10 +140,46 @@ class AgentLink:
         """Whether a descriptor was lost because this process had too many open."""
         return self._channel is not None and self._channel.lost_fds
 
+    def serve(self, request: Serve) -> None:
+        """Outlive the agent from now on. A second request only changes the times."""
+        if "\0" in request.socket:
+            raise RequestError(f"socket: {request.socket!r:.80}")
+        if self._path is None:
+            try:
+                path = Path(request.socket)
+                listener = listen_at(path)
+                with closed_if_failing(listener):
+                    self._loop.watch(listener.fileno(), self._accept)
+            except OSError as error:
+                self.emit("serve_failed", reason=f"{request.socket}: {reason_of(error)}")
+                return
+            self._path, self._listener = path, listener
+        self._orphan_timeout_s, self._grace_s = request.orphan_timeout_s, request.grace_s
+
+    def keep(self, request: Keep) -> None:
+        self._kept[request.name] = request.value
+
+    def adopt(self) -> None:
+        """Take orders from the connected agent and send it all stored events."""
+        self.in_charge = True
+        self._loop.call_at(None, self._give_up)
+        now = time.monotonic()
+        for at, message in tuple(self._unconfirmed):
+            age = {"age_ms": round((now - at) * 1000)} if "age_ms" in message else {}
+            self.send({**message, **age})
+
+    def forget_confirmed(self, request: Heard) -> None:
+        # They are numbered one after another.
+        last = self._events - len(self._unconfirmed)
+        for _ in range(min(request.number - last, len(self._unconfirmed))):
+            self._unconfirmed.popleft()
+
+    # ------------------------------------------------------------------ events
+
     def emit(self, event: str, **fields: object) -> None:
         """Send an event to the agent in charge, or to the next one if there is none now."""
         message = {"type": event, **fields}
-        if self.numbers_events:
+        if self._path is not None:
             self._events += 1
             message["number"] = self._events
             self._unconfirmed.append((time.monotonic(), message))
@@ -152,17 +202,50 @@ class AgentLink:
             # An agent that does not read is treated as dead.
             self.disconnect()
 
-    def repeat_unconfirmed(self) -> None:
-        """Resend every event that no agent has confirmed."""
-        now = time.monotonic()
-        for at, message in tuple(self._unconfirmed):
-            if "age_ms" in message:
-                self.send({**message, "age_ms": round((now - at) * 1000)})
-            else:
-                self.send(message)
+    # ------------------------------------------------------------------ the next agent
 
-    def forget_confirmed(self, request: Mapping[str, object]) -> None:
-        """Handle `heard`: forget all events up to the number it gives."""
-        number = read_field(request, "number", int)
-        while self._unconfirmed and read_field(self._unconfirmed[0][1], "number", int) <= number:
-            self._unconfirmed.popleft()
+    def _accept(self) -> None:
+        """Send hello to a connecting agent, unless it is another user's or there already is one."""
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):  # The agent is gone again.
+                self._loop.unwatch(self._listener.fileno())  # It would remain readable.
+                self._loop.call_at(time.monotonic() + PAUSE_S, self._listen_again)
+            return
+        pid, uid = peer_of(connection)
+        if uid not in (0, os.geteuid()):
+            connection.close()
+            return
+        self.read()  # The old agent's end of file may also be waiting there.
+        channel = Channel(connection)
+        if self.connected:
+            reason = f"this runner, pid {os.getpid()}, already has an agent and refuses pid {pid}"
+            with suppress(OSError):
+                channel.send({"type": "refused", "reason": reason})
+            channel.close()
+            return
+        try:
+            self.attach(channel)
+        except OSError:
+            channel.close()  # It may try again.
+            return
+        self.send({**self._runner.hello(), "kept": self._kept})
+
+    def _listen_again(self) -> None:
+        assert self._listener is not None
+        try:
+            self._loop.watch(self._listener.fileno(), self._accept)
+        except OSError:
+            self._loop.call_at(time.monotonic() + PAUSE_S, self._listen_again)
+
+    def _give_up(self) -> None:
+        """Stop the workers, and then everything, because no agent has come."""
+        write_warning(
+            f"runner pid {os.getpid()}: no agent within {self._orphan_timeout_s:g} s; "
+            "stopping its workers"
+        )
+        self.gave_up = True
+        self.close()
+        self._runner.stop_orphaned(self._grace_s)

@@ -39,7 +39,7 @@ _TRANSIENT = (
 
 
 class MalformedFrameError(ValueError):
-    """Raised for a frame that is too large or not a JSON object; later frames can still be read."""
+    """Raised for a frame that is too large or not a JSON object. Nothing is read after it."""
 
 
 class Channel:
@@ -63,7 +63,6 @@ class Channel:
         self._takes_fds = takes_fds
         self._max_bytes = max_bytes
         self._received = bytearray()
-        self._skip_bytes = 0
         self._fds: deque[int] = deque()
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._unsent_bytes = 0
@@ -143,7 +142,6 @@ class Channel:
         if not data:
             raise EOFError("the peer has closed the channel")
         self._received += data
-        self._skip()
         return True
 
     def next_message(self) -> Mapping[str, object] | None:
@@ -158,14 +156,18 @@ class Channel:
             return None
         (length,) = struct.unpack_from(">I", self._received)
         if length > self._max_bytes:
-            self._skip_bytes = 4 + length
-            self._skip()
-            raise self._malformed(f"a frame of {length} bytes is too large")
+            raise MalformedFrameError(f"a frame of {length} bytes is too large")
         if len(self._received) < 4 + length:
             return None
         payload = bytes(self._received[4 : 4 + length])
         del self._received[: 4 + length]
-        return self._decode(payload)
+        try:
+            message = json.loads(payload)
+        except (ValueError, RecursionError) as error:
+            raise MalformedFrameError(f"a frame is not JSON: {error}") from error
+        if not isinstance(message, dict):
+            raise MalformedFrameError("a frame is not a JSON object")
+        return message
 
     def take_fd(self) -> int | None:
         """Return a descriptor sent with the last returned message, or None. The caller owns it."""
@@ -180,25 +182,6 @@ class Channel:
         self._close_fds()
         while self._unsent:
             close_fds(self._unsent.popleft()[1])
-
-    def _decode(self, payload: bytes) -> Mapping[str, object]:
-        try:
-            message = json.loads(payload)
-        except (ValueError, RecursionError) as error:
-            raise self._malformed(f"a frame is not JSON: {error}") from error
-        if not isinstance(message, dict):
-            raise self._malformed("a frame is not a JSON object")
-        return message
-
-    def _malformed(self, reason: str) -> MalformedFrameError:
-        # The number of descriptors sent with it is unknown, and later requests must not get them.
-        self._close_fds()
-        return MalformedFrameError(reason)
-
-    def _skip(self) -> None:
-        skipped = min(self._skip_bytes, len(self._received))
-        del self._received[:skipped]
-        self._skip_bytes -= skipped
 
     def _close_fds(self) -> None:
         while self._fds:

@@ -27,7 +27,7 @@ from .spawn import fork_into
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from .killing import HelpersTime
     from .loop import Loop
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 START_SLOW_S = 10.0
 """The time after which a child that is not yet running its program is reported on stderr."""
 
-
 SHM_MANAGER = "torch_shm_manager"
 """Torch's program that removes a process's files in /dev/shm, two seconds after the process and all
 that it has forked have ended. It touches nothing else, so it may run on beside the next round.
@@ -44,40 +43,6 @@ that it has forked have ended. It touches nothing else, so it may run on beside 
 
 SHM_MANAGER_S = 8.0
 """How long it may take for that."""
-
-
-class Launch:
-    """A child between its fork and the start of its program, or its exit before that."""
-
-    def __init__(self, name: str, fd: int, on_run: Callable[[Child], None] | None) -> None:
-        self.name = name
-        """A description of the child for the user, such as the program that it will run."""
-        self.fd = fd
-        """The descriptor on which the child reports its steps. At end of file, the child is running
-        its program or has exited.
-        """
-        self.on_run = on_run
-        self.slow_at: float | None = time.monotonic() + START_SLOW_S
-        self._report = bytearray()
-
-    def read(self) -> bool:
-        """Read the child's reports. Returns whether they are complete."""
-        try:
-            while data := os.read(self.fd, RECEIVE_BYTES):
-                self._report += data
-        except BlockingIOError:
-            return False
-        return True
-
-    @property
-    def doing(self) -> str:
-        """The last step that the child began."""
-        return self._report.rpartition(b"\0")[0].rpartition(b"\0")[2].decode(errors="replace")
-
-    @property
-    def failure(self) -> str:
-        """The reason why the child's program cannot run, or an empty string if it can."""
-        return self._report.rpartition(b"\0")[2].decode(errors="replace")
 
 
 class Child:
@@ -89,22 +54,40 @@ class Child:
         on_exit: Callable[[Child, int], None],
         *,
         spared: bool,
-        launch: Launch | None = None,
+        on_run: Callable[[Child], None] | None = None,
     ) -> None:
         self.pid = pid
         self.on_exit = on_exit
         """Called with the child's exit code, which is negative if a signal killed the child."""
+        self.on_run = on_run
         self.spared = spared
         """Whether the child survives the end of a round."""
-        self.launch = launch
         self.pidfd: int | None = None
         """A pidfd for the child, or None if only SIGCHLD announces its exit."""
         self._exit_code: int | None = None
+        self._report = bytearray()
+
+    def read_report(self, fd: int) -> bool:
+        """Read the steps that the child reports. Returns whether it has reported all of them.
+
+        At end of file, the child is running its program or has exited.
+        """
+        try:
+            while data := os.read(fd, RECEIVE_BYTES):
+                self._report += data
+        except BlockingIOError:
+            return False
+        return True
+
+    @property
+    def doing(self) -> str:
+        """The last step that the child began before it ran its program."""
+        return self._report.rpartition(b"\0")[0].rpartition(b"\0")[2].decode(errors="replace")
 
     @property
     def failure(self) -> str:
         """The reason why the child's program never ran, or an empty string if it did."""
-        return "" if self.launch is None else self.launch.failure
+        return self._report.rpartition(b"\0")[2].decode(errors="replace")
 
     def poll(self) -> int | None:
         """Reap the child if it has exited.
@@ -130,12 +113,12 @@ class Children:
         self._loop = loop
         self._own = OwnChildren()
         self._children: dict[int, Child] = {}
-        self._launching: list[Child] = []
+        self._launching: dict[Child, int] = {}
+        """The children that are not running their programs yet, and where they report."""
         self._sigchld: socket.socket | None = None
         """Becomes readable when a child has exited."""
-        self._reap_again_at: float | None = None
-        self._cleaners: dict[int, float | None] = {}
-        """When inherited processes that run `SHM_MANAGER` are killed, by pid; None if they were."""
+        self._cleaners: dict[int, bool] = {}
+        """Inherited processes that run `SHM_MANAGER`, by pid, and whether they have time for it."""
 
     def listen(self) -> None:
         self._sigchld = _sigchld_socket()
@@ -160,14 +143,13 @@ class Children:
     ) -> Child:
         """Fork a child that runs a program, without waiting for the program to start.
 
-        `on_run` is called once the program is running, and also if the child was killed before
-        that. Raises `OSError` if the fork fails.
+        `name` describes it to the user. `on_run` is called once the program is running, and also if
+        the child was killed before that. Raises `OSError` if the fork fails.
         """
         fd, reports = os.pipe2(os.O_CLOEXEC)
-        launch = Launch(name, fd, on_run)
         try:
             os.set_blocking(fd, False)
-            child = Child(0, on_exit, spared=spared, launch=launch)
+            child = Child(0, on_exit, spared=spared, on_run=on_run)
             self._loop.watch(fd, partial(self._read_launch, child))
             child.pid = fork_into(program, reports)
         except OSError:
@@ -175,7 +157,8 @@ class Children:
             raise
         finally:
             os.close(reports)
-        self._launching.append(child)
+        self._launching[child] = fd
+        self._loop.call_at(time.monotonic() + START_SLOW_S, partial(self._warn_slow, name, child))
         self._watch_exit(child)
         return child
 
@@ -192,14 +175,17 @@ class Children:
         return {child.pid for child in self._launching}
 
     def _read_launch(self, child: Child) -> None:
-        launch = child.launch
-        assert launch is not None
-        if not launch.read():
-            return
-        self._launching.remove(child)
-        self._loop.close_watched(launch.fd)
-        if not launch.failure and launch.on_run is not None:
-            launch.on_run(child)
+        if child.read_report(self._launching[child]):
+            self._loop.close_watched(self._launching.pop(child))
+            if not child.failure and child.on_run is not None:
+                child.on_run(child)
+
+    def _warn_slow(self, name: str, child: Child) -> None:
+        if child in self._launching:
+            write_warning(
+                f"{name} (pid {child.pid}) has not started after {START_SLOW_S:g} s; "
+                f"it is still at: {child.doing or 'running the program'}"
+            )
 
     # ------------------------------------------------------------------ exits
 
@@ -238,7 +224,7 @@ class Children:
 
     def _reap_unwatched(self) -> None:
         """Reap exited children that have no pidfd, and so are announced only by SIGCHLD."""
-        self._reap_again_at = None
+        self._loop.call_at(None, self._reap_unwatched)
         for child in [child for child in self._children.values() if child.pidfd is None]:
             self._reap_child(child)
         try:
@@ -250,40 +236,17 @@ class Children:
 
     def reap_again(self) -> None:
         """Schedule another check for exits, because a call that may have handled one failed."""
-        self._reap_again_at = time.monotonic() + PAUSE_S
-
-    # ------------------------------------------------------------------ time
-
-    def wake_times(self) -> Iterator[float | None]:
-        yield self._reap_again_at
-        yield from self._cleaners.values()
-        for child in self._launching:
-            assert child.launch is not None
-            yield child.launch.slow_at
-
-    def do_due(self, now: float) -> None:
-        """Check for exits again, kill what cleans for too long, and report slow starts."""
-        if self._reap_again_at is not None and now >= self._reap_again_at:
-            self._reap_unwatched()
-        for pid, kill_at in self._cleaners.items():
-            if kill_at is not None and now >= kill_at:
-                self._cleaners[pid] = None
-                signal_child(pid, signal.SIGKILL)
-        for child in self._launching:
-            launch = child.launch
-            if launch is not None and launch.slow_at is not None and now >= launch.slow_at:
-                launch.slow_at = None
-                write_warning(
-                    f"{launch.name} (pid {child.pid}) has not started after "
-                    f"{START_SLOW_S:g} s; it is still at: "
-                    f"{launch.doing or 'running the program'}"
-                )
+        self._loop.call_at(time.monotonic() + PAUSE_S, self._reap_unwatched)
 
     # ------------------------------------------------------------------ killing
 
     def known(self) -> list[int]:
         """List the known children that are not spared, without asking the kernel."""
         return sorted(self._children.keys() - self._spared())
+
+    def is_known(self, pid: int) -> bool:
+        """Return whether this child was started here, or by the zygote at the runner's request."""
+        return pid in self._children
 
     def kill(
         self, stays: Callable[[int], bool] | None = None, helpers: HelpersTime | None = None
@@ -314,22 +277,6 @@ class Children:
         strangers = [pid for pid in self._own.pids() if pid not in self._children]
         return self._kill([pid for pid in strangers if owns(pid)], helpers)
 
-    def is_known(self, pid: int) -> bool:
-        """Return whether this child was started here, or by the zygote at the runner's request."""
-        return pid in self._children
-
-    def cleaning(self) -> bool:
-        """Return whether an inherited process still removes files, as far as known."""
-        return any(at is not None for at in self._cleaners.values())
-
-    def _is_cleaning(self, pid: int) -> bool:
-        """Return whether an inherited process removes a dead worker's files, and has time to."""
-        if pid in self._children:
-            return False
-        if pid not in self._cleaners and runs_program(pid, SHM_MANAGER):
-            self._cleaners[pid] = time.monotonic() + SHM_MANAGER_S
-        return self._cleaners.get(pid) is not None
-
     def _kill(self, left: list[int], helpers: HelpersTime | None) -> list[int]:
         left = [pid for pid in left if not self._is_cleaning(pid)]
         workers = [pid for pid in left if pid in self._children]
@@ -351,6 +298,24 @@ class Children:
         if self._loop.shutting_down:
             return set()
         return {child.pid for child in self._children.values() if child.spared}
+
+    def cleaning(self) -> bool:
+        """Return whether an inherited process still removes files, as far as known."""
+        return any(self._cleaners.values())
+
+    def _is_cleaning(self, pid: int) -> bool:
+        """Return whether an inherited process removes a dead worker's files, and has time to."""
+        if pid in self._children:
+            return False
+        if pid not in self._cleaners and runs_program(pid, SHM_MANAGER):
+            self._cleaners[pid] = True
+            self._loop.call_at(time.monotonic() + SHM_MANAGER_S, partial(self._end_cleaner, pid))
+        return self._cleaners.get(pid, False)
+
+    def _end_cleaner(self, pid: int) -> None:
+        if pid in self._cleaners:
+            self._cleaners[pid] = False
+            signal_child(pid, signal.SIGKILL)
 
 
 def exit_fields(code: int) -> dict[str, int | None]:

@@ -21,18 +21,14 @@ from pathlib import Path
 
 from .descriptors import write_warning
 from .processes import kill_below
-from .requests import read_fence_at_ms
 from .spawn import Program
 from .system import Alarm, boottime_ms
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from .agent_link import AgentLink
-    from .child_exits import Child, Children
-    from .held_round import Round
-    from .parked_workers import ParkedWorkers
+    from .child_exits import Child
+    from .requests import RenewFence
+    from .runner import Runner
 
 GUARD_LATE_MS = 400
 """The runner's own time to kill. The server keeps a fenced node's seat for 1 s after the fence."""
@@ -44,104 +40,98 @@ _PROGRAM = Path(__file__).with_name("__main__.py")
 
 
 class Fence:
-    """The time of the fence, and an alarm that goes off at that time."""
+    """The time of the fence, an alarm that goes off at that time, and the guard."""
 
-    def __init__(self, agent: AgentLink, children: Children) -> None:
-        self._agent = agent
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
         self._at_ms = 0
         # Created in advance, so that a fence never fails for lack of a descriptor.
         self._alarm = Alarm()
-        self._guard = _Guard(children)
+        self._guard: Child | None = None
+        self._guard_fd: int | None = None
+        """The end of the pipe to the guard, or None if there is none."""
+        self._guarded_ms: int | None = None
+        """The time that the guard was told last."""
 
-    def fileno(self) -> int:
-        """Return the descriptor that becomes readable when `check` needs to be called."""
-        return self._alarm.fileno()
+    def watch(self) -> None:
+        self._runner.loop.watch(self._alarm.fileno(), self.check)
 
-    def renew(self, request: Mapping[str, object]) -> None:
-        """Handle `renew_fence`: move the fence forward, but never back."""
-        self._at_ms = max(read_fence_at_ms(request), self._at_ms)
-        self._guard.start()
+    def renew(self, request: RenewFence) -> None:
+        """Move the fence forward, but never back."""
+        self._at_ms = max(request.fence_at_ms, self._at_ms)
+        self._start_guard()
+        self.check()
 
-    def check(self, held: Round | None, parked: ParkedWorkers) -> None:
+    def check(self) -> None:
         """Start killing the round or the parked workers at the fence; until then, set the alarm."""
+        held, parked = self._runner.workers.round, self._runner.workers.parked
         is_over = held.fenced if held is not None else not parked
         if is_over or not self._at_ms:
             self._alarm.set(None)
         elif boottime_ms() < self._at_ms:
             self._alarm.set(self._at_ms)
-            self._guard.set(self._at_ms)
-        elif held is None:
-            self._alarm.set(None)
-            parked.end_all(0)
+            self._tell_guard(self._at_ms)
         else:
             self._alarm.set(None)
-            held.fenced = True
-            held.keep_none()
-            held.kill_at = time.monotonic()
-            # Reported before any worker's exit, so that no exit is mistaken for a failure.
-            self._agent.emit("fenced", round=held.number, at_ms=boottime_ms())
+            if held is None:
+                parked.end_all(0)
+            else:
+                held.fenced = True
+                held.keep_none()
+                held.kill_at = time.monotonic()
+                # Reported before any worker's exit, so that no exit is mistaken for a failure.
+                self._runner.agent.emit("fenced", round=held.number, at_ms=boottime_ms())
 
-    def rest(self, held: Round | None, parked: ParkedWorkers) -> None:
+    def rest(self) -> None:
         """Tell the guard if there is no worker, so that it has nothing to kill at the fence."""
-        if held is None and not parked:
-            self._guard.set(None)
+        if self._runner.workers.round is None and not self._runner.workers.parked:
+            self._tell_guard(None)
 
     def close(self) -> None:
         self._alarm.close()
-        self._guard.close()
+        self._end_guard()
 
+    # ------------------------------------------------------------------ the guard
 
-class _Guard:
-    """The process that guards the fence, and what it was told."""
-
-    def __init__(self, children: Children) -> None:
-        self._children = children
-        self._child: Child | None = None
-        self._fd: int | None = None
-        """The end of the pipe to the process, or None if there is none."""
-        self._at_ms: int | None = None
-
-    def start(self) -> None:
-        """Start the process, unless there is one."""
-        if self._fd is not None:
+    def _start_guard(self) -> None:
+        if self._guard_fd is not None:
             return
         try:
-            read_end, self._fd = os.pipe2(os.O_CLOEXEC)
+            read_end, self._guard_fd = os.pipe2(os.O_CLOEXEC)
             try:
-                os.set_blocking(self._fd, False)
+                os.set_blocking(self._guard_fd, False)
                 argv = (sys.executable, "-I", "-S", str(_PROGRAM), "--guard", str(read_end))
                 program = Program(argv=argv, env={}, pass_fds=(read_end,))
-                self._child = self._children.start(
-                    "the guard of the fence", program, self._end, spared=True
+                self._guard = self._runner.children.start(
+                    "the guard of the fence", program, self._note_guards_exit, spared=True
                 )
             finally:
                 os.close(read_end)
         except OSError as error:
-            self.close()
+            self._end_guard()
             write_warning(f"nothing guards the fence but this runner, pid {os.getpid()}: {error}")
 
-    def set(self, at_ms: int | None) -> None:
-        """Tell the process the time of the fence; with None, it has nothing to do."""
-        if self._fd is None or at_ms == self._at_ms:
+    def _tell_guard(self, at_ms: int | None) -> None:
+        if self._guard_fd is None or at_ms == self._guarded_ms:
             return
-        self._at_ms = at_ms
+        self._guarded_ms = at_ms
         try:
-            os.write(self._fd, _TIME.pack(at_ms or 0))
+            os.write(self._guard_fd, _TIME.pack(at_ms or 0))
         except OSError:  # It is gone, or does not read. The next renewal starts another.
-            self.close()
+            self._end_guard()
 
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = self._at_ms = None
-        if self._child is not None:
+    def _end_guard(self) -> None:
+        if self._guard_fd is not None:
+            os.close(self._guard_fd)
+            self._guard_fd = self._guarded_ms = None
+        if self._guard is not None:
             with suppress(OSError):
-                self._child.kill()
+                self._guard.kill()
 
-    def _end(self, child: Child, _code: int) -> None:
-        if child is self._child:
-            self._child = None
-            self.close()
+    def _note_guards_exit(self, child: Child, _code: int) -> None:
+        if child is self._guard:
+            self._guard = None
+            self._end_guard()
 
 
 def guard(fd: int) -> None:

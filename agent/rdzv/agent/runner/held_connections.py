@@ -17,8 +17,8 @@ import select
 import socket
 import sys
 import time
-from collections import deque
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from .channel import Channel
@@ -26,14 +26,11 @@ from .spawn import Program
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from .child_exits import Child, Children
+    from .child_exits import Child
+    from .runner import Runner
 
 HELD_S = 10.0
 """How long a worker's connections outlive the worker. The server notifies its peers much sooner."""
-MAX_ENDED = 256
-"""The maximum number of dead workers whose connections are held."""
 
 _PROGRAM = Path(__file__).with_name("__main__.py")
 
@@ -41,13 +38,12 @@ _PROGRAM = Path(__file__).with_name("__main__.py")
 class HeldConnections:
     """Makes the workers' queues, and closes those of ended workers `HELD_S` after their end."""
 
-    def __init__(self, children: Children) -> None:
-        self._children = children
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
         self._holder: Child | None = None
         self._channel: Channel | None = None
         """The socket to the process that holds the queues, or None if there is none."""
         self._queues = 0
-        self._ended: deque[tuple[float, int]] = deque()
 
     def add(self) -> tuple[int, socket.socket]:
         """Make a queue. Returns its number, and the end to send to the worker.
@@ -71,19 +67,7 @@ class HeldConnections:
 
     def close_later(self, queue: int) -> None:
         """Hold the connections of a worker that has ended or is about to, for a while."""
-        if len(self._ended) == MAX_ENDED:
-            self.close(self._ended.popleft()[1])
-        self._ended.append((time.monotonic() + HELD_S, queue))
-
-    def wake_times(self) -> Iterator[float]:
-        """Yield the time at which `do_due` has something to do, if any."""
-        if self._ended:
-            yield self._ended[0][0]
-
-    def do_due(self, now: float) -> None:
-        """Release the queues that have been held long enough."""
-        while self._ended and self._ended[0][0] <= now:
-            self.close(self._ended.popleft()[1])
+        self._runner.loop.call_at(time.monotonic() + HELD_S, partial(self.close, queue))
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -93,7 +77,7 @@ class HeldConnections:
             program = Program(argv=argv, env={}, pass_fds=(theirs.fileno(),))
             name = "the process that holds connections"
             try:
-                self._holder = self._children.start(name, program, self._end, spared=True)
+                self._holder = self._runner.children.start(name, program, self._end, spared=True)
             except OSError:
                 ours.close()
                 raise

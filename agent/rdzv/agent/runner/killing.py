@@ -25,11 +25,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from .agent_link import AgentLink
-    from .child_exits import Children
-    from .loop import Loop
-    from .warm_forks import WarmForks
-    from .workers import Workers
+    from .runner import Runner
 
 STUCK_AFTER_S = 5.0
 
@@ -87,19 +83,8 @@ def _signal_members(groups: Collection[int], children: list[int]) -> None:
 class Killing:
     """Kills the processes of ending rounds, and of the runner when it shuts down."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        children: Children,
-        agent: AgentLink,
-        workers: Workers,
-        forks: WarmForks,
-    ) -> None:
-        self._loop = loop
-        self._children = children
-        self._agent = agent
-        self._workers = workers
-        self._forks = forks
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
         self._since: float | None = None
         """When the current kill began; None if there is none."""
         self._reported = False
@@ -113,32 +98,32 @@ class Killing:
     def advance(self) -> bool:
         """Kill whatever must be killed. Returns whether the runner is finished."""
         if self._since is None:
-            held = self._workers.round
-            if not (self._loop.shutting_down or (held is not None and held.is_to_be_killed)):
+            held, ends = self._runner.workers.round, self._runner.loop.shutting_down
+            if not (ends or (held is not None and held.is_to_be_killed)):
                 return False
             self._since, self._reported = time.monotonic(), False
             if held is not None:
                 self._helpers = HelpersTime(held.exited, held.signals_sent)
-            self._workers.begin_kill()
-            if self._loop.shutting_down:
-                self._forks.drop(self._forks.wanted())
+            self._runner.workers.begin_kill()
+            if self._runner.loop.shutting_down:
+                self._runner.forks.drop(self._runner.forks.wanted())
         try:
-            left = self._children.kill(self._workers.stays, self._helpers_time())
+            left = self._runner.children.kill(self._runner.workers.stays, self._helpers_time())
         except OSError:  # They will be listed again, as after any other kill.
-            self._report_survivors(self._children.known())
+            self._report_survivors(self._runner.children.known())
             return False
         if left:
             self._report_survivors(left)
             return False
-        if self._loop.shutting_down and self._children.cleaning():
+        if self._runner.loop.shutting_down and self._runner.children.cleaning():
             return False
         self._since = None
-        self._workers.end_round()
-        return self._loop.shutting_down
+        self._runner.workers.end_round()
+        return self._runner.loop.shutting_down
 
     def _helpers_time(self) -> HelpersTime | None:
-        held = self._workers.round
-        if self._loop.shutting_down or held is None or held.fenced or self._reported:
+        held = self._runner.workers.round
+        if self._runner.loop.shutting_down or held is None or held.fenced or self._reported:
             return None
         return self._helpers
 
@@ -148,7 +133,7 @@ class Killing:
         if self._reported or time.monotonic() < began + STUCK_AFTER_S:
             return
         self._reported = True
-        if self._workers.round is not None:
-            self._agent.emit("stuck", round=self._workers.round.number, pids=left)
+        if self._runner.workers.round is not None:
+            self._runner.agent.emit("stuck", round=self._runner.workers.round.number, pids=left)
             # The node is given up, so its parked workers could never continue.
-            self._workers.round.keep_none()
+            self._runner.workers.round.keep_none()

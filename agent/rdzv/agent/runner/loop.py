@@ -1,9 +1,10 @@
-"""The runner's event loop, which calls a function when its descriptor becomes readable."""
+"""The runner's event loop: calls functions when a descriptor is readable, or when it is time."""
 
 from __future__ import annotations
 
 import os
 import selectors
+import time
 from contextlib import suppress
 
 TYPE_CHECKING = False
@@ -15,12 +16,15 @@ if TYPE_CHECKING:
 PAUSE_S = 0.25
 """How long to wait before retrying a call that failed for lack of descriptors or memory."""
 
+_MAX_WAIT_S = 3600.0
+
 
 class Loop:
-    """Watches descriptors and calls the function registered for each."""
+    """Watches descriptors and the time, and says which functions to call."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
+        self._times: dict[Callable[[], object], float] = {}
         self.shutting_down = False
         """Whether everything is ending, in which case nothing new is started."""
 
@@ -44,12 +48,41 @@ class Loop:
         self.unwatch(fd)
         os.close(fd)
 
+    def call_at(self, at: float | None, call: Callable[[], object]) -> None:
+        """Call a function once, at a time of `time.monotonic`, or not at all with None.
+
+        This replaces any other time for the same function.
+        """
+        if at is None:
+            self._times.pop(call, None)
+        else:
+            self._times[call] = at
+
+    def time_of(self, call: Callable[[], object]) -> float | None:
+        """Return when a function will be called, or None if it has no time."""
+        return self._times.get(call)
+
     def wait(self, timeout_s: float | None) -> Iterator[Callable[[], object]]:
-        """Wait until descriptors are readable, and yield the function registered for each."""
-        for key, _ in self._selector.select(timeout_s):
+        """Wait until descriptors are readable, or something is `due`, for at most `timeout_s`.
+
+        Yields the function registered for each readable descriptor.
+        """
+        now = time.monotonic()
+        waits = [_MAX_WAIT_S, *(at - now for at in self._times.values())]
+        if timeout_s is not None:
+            waits.append(timeout_s)
+        for key, _ in self._selector.select(max(min(waits), 0.0)):
             # An earlier call in this batch may have stopped watching this descriptor.
             if self._selector.get_map().get(key.fd) is key:
                 yield key.data
+
+    def due(self, now: float) -> Iterator[Callable[[], object]]:
+        """Yield the functions whose time has come."""
+        for call, at in list(self._times.items()):
+            # An earlier call in this batch may have changed the time.
+            if at <= now and self._times.get(call) == at:
+                del self._times[call]
+                yield call
 
     def close(self) -> None:
         """Stop watching all descriptors."""

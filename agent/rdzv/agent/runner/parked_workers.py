@@ -15,14 +15,14 @@ from functools import partial
 from .child_exits import exit_fields
 from .killing import STUCK_AFTER_S, HelpersTime
 from .processes import SWEEP_INTERVAL_S, signal_child
-from .requests import MAX_GRACE_S, read_numbers, read_seconds
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator
 
-    from .agent_link import AgentLink
-    from .child_exits import Child, Children
+    from .child_exits import Child
+    from .requests import EndKept
+    from .runner import Runner
     from .worker_links import WorkerLink
 
 CHARGED_GRACE_S = 5.0
@@ -35,9 +35,8 @@ class ParkedWorkers:
     Workers that are ending or have exited stay listed until their descendants are gone.
     """
 
-    def __init__(self, children: Children, agent: AgentLink) -> None:
-        self._children = children
-        self._agent = agent
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
         self._links: dict[int, WorkerLink] = {}
         self._ending: dict[WorkerLink, list[Callable[[], None]]] = {}
         """Workers that are ending, and the functions to call once they are gone."""
@@ -58,16 +57,21 @@ class ParkedWorkers:
         """Return the worker with this local_rank, even if it is ending, or None."""
         return self._links.get(local_rank)
 
+    def can_go(self, link: WorkerLink) -> bool:
+        """Return whether a worker can take part in the next round."""
+        return link not in self._ending and link.can_be_kept
+
     def add(self, link: WorkerLink) -> None:
         assert link.child is not None
         self._links[link.local_rank] = link
         link.child.on_exit = partial(self._reap_parked, link)
 
-    def remove(self, link: WorkerLink, on_exit: Callable[[Child, int], None]) -> None:
-        """Hand a worker over to a round, which sets `on_exit` to handle its exit."""
+    def remove(self, link: WorkerLink, on_exit: Callable[[Child, int], None]) -> Child:
+        """Hand a worker over to a round, which handles its exit by `on_exit`."""
         assert link.child is not None
         del self._links[link.local_rank]
         link.child.on_exit = on_exit
+        return link.child
 
     # ------------------------------------------------------------------ the end
 
@@ -99,13 +103,14 @@ class ParkedWorkers:
         if then is not None:
             self._ending[link].append(then)
 
-    def handle_end(self, request: Mapping[str, object]) -> None:
-        """Handle `end_kept`. A second request may shorten the grace period, but not extend it."""
-        grace_s = read_seconds(request, "grace_s", MAX_GRACE_S)
-        self.end_all(grace_s, read_numbers(request, "charged"))
+    def handle_end(self, request: EndKept) -> None:
+        self.end_all(request.grace_s, request.charged)
 
     def end_all(self, grace_s: float, charged: Collection[int] = ()) -> None:
-        """End all parked workers, and notify the agent when they are gone."""
+        """End all parked workers, and notify the agent when they are gone.
+
+        A second call may shorten the grace period, but not extend it.
+        """
         self._says_gone = True
         self._look_at = time.monotonic()
         for link in list(self._links.values()):
@@ -116,7 +121,7 @@ class ParkedWorkers:
         self._ending.setdefault(link, [])
         self._exited[link] = HelpersTime({child.pid: code}, (signal.SIGTERM,))
         self._look_at = time.monotonic()
-        self._agent.emit(
+        self._runner.agent.emit(
             "kept_exited", local_rank=link.local_rank, pid=child.pid, **exit_fields(code)
         )
 
@@ -136,7 +141,7 @@ class ParkedWorkers:
                 continue
             try:
                 helpers = None if link.hurries else self._exited[link]
-                link.left = set(self._children.kill_family(link.has_left, helpers))
+                link.left = set(self._runner.children.kill_family(link.has_left, helpers))
             except OSError:
                 link.left.add(link.pid)  # They will be listed again.
             if link.left:
@@ -145,7 +150,7 @@ class ParkedWorkers:
                 self._forget(link)
         if self._says_gone and not self._links:
             self._says_gone = False
-            self._agent.emit("kept_gone")
+            self._runner.agent.emit("kept_gone")
 
     def _kill_late(self, link: WorkerLink, now: float) -> None:
         if link.kill_at is None or now < link.kill_at:
@@ -156,7 +161,7 @@ class ParkedWorkers:
             link.kill_at = now + STUCK_AFTER_S
         else:
             link.kill_at = None
-            self._agent.emit("stuck", round=link.round, pids=[link.pid])
+            self._runner.agent.emit("stuck", round=link.round, pids=[link.pid])
 
     def _forget(self, link: WorkerLink) -> None:
         del self._exited[link]

@@ -18,14 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 from .channel import Channel, MalformedFrameError
 from .descriptors import close_fds, dup_fds, write_warning
-from .requests import (
-    RequestError,
-    read_argv,
-    read_env,
-    read_field,
-    read_identity,
-    read_optional_text,
-)
+from .frames import decode
+from .requests import ProgramSpec, RequestError, read_field
 from .snapshot_slots import NoSlotsError, memory_file, read_mark, read_number, read_snapshot
 from .spawn import Program, reason_of
 
@@ -133,12 +127,8 @@ class SnapshotCopies:
 
     def carry(self, request: Mapping[str, object]) -> None:
         """Handle `carry_copies`: start the carrier if necessary, and give it its credentials."""
-        program = Program(
-            argv=tuple(read_argv(request)),
-            env=read_env(request),
-            cwd=read_optional_text(request, "cwd"),
-            identity=read_identity(request),
-        )
+        spec = decode(ProgramSpec, request)
+        program = Program(argv=spec.argv, env=spec.env, cwd=spec.cwd, identity=spec.identity)
         pem, token = read_field(request, "pem", str), read_field(request, "token", str)
         self._given = {"token": token, "fingerprint": read_field(request, "fingerprint", str)}
         if self._channel is None and self.carrier is not None:

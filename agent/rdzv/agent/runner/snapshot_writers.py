@@ -15,7 +15,8 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from .descriptors import close_fds, close_job_socket, write_warning
-from .requests import read_argv, read_env, read_identity, read_optional_text
+from .frames import decode
+from .requests import ProgramSpec
 from .snapshot_slots import read_mark
 from .spawn import Program, reason_of
 from .warm_forks import FORK_TIMEOUT_S, WarmStart
@@ -57,8 +58,7 @@ class SnapshotWriters:
     def write(self, request: Mapping[str, object]) -> None:
         """Handle `write_snapshots`. An event reports the result."""
         mark = read_mark(request)
-        argv, env = tuple(read_argv(request)), read_env(request)
-        identity, cwd = read_identity(request), read_optional_text(request, "cwd")
+        spec = decode(ProgramSpec, request)
         if self._mark is not None:
             self._tell(mark, "another step is still being written")
             return
@@ -73,7 +73,11 @@ class SnapshotWriters:
         named = f"{mark.lineage}:{mark.step}:{mark.series}"
         self._mark = mark
         program = Program(
-            argv=(*argv, "--mark", named), env=env, cwd=cwd, pass_fds=fds, identity=identity
+            argv=(*spec.argv, "--mark", named),
+            env=spec.env,
+            cwd=spec.cwd,
+            pass_fds=fds,
+            identity=spec.identity,
         )
         try:
             if self._slots.has_memory_for_copies(fds):
@@ -85,7 +89,7 @@ class SnapshotWriters:
             close_fds(program.pass_fds)
             self._finish(reason_of(error))
             return
-        if self._forks.has_imported("torch", argv[0], identity):
+        if self._forks.has_imported("torch", spec.argv[0], spec.identity):
             self._slots.pin(mark)
             self._forks.want([WarmWriter(self, program, copies=self._copied is not None)])
         else:

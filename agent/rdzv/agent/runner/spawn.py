@@ -9,7 +9,6 @@ import errno
 import os
 import resource
 import signal
-import socket
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,10 +65,6 @@ class Program:
     identity: Identity | None = None
     needs: Path | None = None
     """A file that must exist, because the program would do something else without it."""
-    sends_streams_to: int | None = None
-    """A socket on which the child sends its open stdout and stderr, once it has received a byte,
-    instead of running `argv`.
-    """
 
 
 def fork_into(program: Program, says: int) -> int:
@@ -97,14 +92,6 @@ def _become_program(program: Program, parent: int, says: int) -> NoReturn:
     try:
         _prepare_child(program, parent, says)
         _open_streams(program, says)
-        if program.sends_streams_to is not None:
-            os.close(says)
-            with socket.socket(fileno=program.sends_streams_to) as receiver:
-                # They are sent to a worker that asks, so that they never wait in a socket that this
-                # child's parent still holds.
-                if receiver.recv(1):
-                    socket.send_fds(receiver, [b"\0"], [1, 2])
-            os._exit(0)
         if program.cwd is not None:
             with _step(f"cwd {program.cwd!r}", says):
                 os.chdir(program.cwd)

@@ -21,105 +21,101 @@ from .descriptors import (
     receive_data,
     write_warning,
 )
-from .requests import RequestError, read_field, read_store_host_spec
+from .requests import RequestError
 from .spawn import NOT_STARTED, Program, reason_of
 from .warm_forks import FORK_TIMEOUT_S, WarmStart
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from .agent_link import AgentLink
-    from .child_exits import Child, Children
-    from .loop import Loop
-    from .requests import StoreHostSpec
-    from .warm_forks import Fork, WarmForks
+    from .child_exits import Child
+    from .requests import StartStoreHost, StopStoreHost
+    from .runner import Runner
+    from .warm_forks import Fork
 
 
 class StoreHosts:
     """Starts and stops the store hosts, at most one per round."""
 
-    def __init__(self, loop: Loop, children: Children, agent: AgentLink, forks: WarmForks) -> None:
-        self._loop = loop
-        self._children = children
-        self._agent = agent
-        self._forks = forks
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
         self._hosts: dict[int, Child] = {}
 
     def rounds(self) -> list[int]:
         """List the rounds whose store host exists or is being started."""
         return sorted({*self._hosts, *self._warm()})
 
-    def start(self, request: Mapping[str, object]) -> None:
-        listen_fd = self._agent.take_fd()
-        if listen_fd is None and self._agent.lost_fds:
-            number = read_field(request, "round", int)
-            self._report_failure(number, f"its socket was lost: {os.strerror(errno.EMFILE)}")
+    def start(self, spec: StartStoreHost) -> None:
+        agent, forks = self._runner.agent, self._runner.forks
+        listen_fd = agent.take_fd()
+        if listen_fd is None and agent.lost_fds:
+            self._report_failure(spec.round, f"its socket was lost: {os.strerror(errno.EMFILE)}")
             return
         if listen_fd is None:
             raise RequestError("start_store_host came without a listening socket")
         try:
-            spec = read_store_host_spec(request)
-            if spec.round in self._hosts or spec.round in self._warm():
+            if spec.round in self.rounds():
                 raise RequestError(f"round {spec.round} has a store host")
-            if self._forks.has_imported("torch", spec.argv[0], spec.identity):
+            if forks.has_imported("torch", spec.argv[0], spec.identity):
                 [copy] = dup_fds(listen_fd)
-                self._forks.want([WarmStoreHost(self, spec, copy)])
+                forks.want([WarmStoreHost(self, spec, copy)])
             else:
                 self._start_cold(spec, listen_fd)
         except OSError as error:
-            self._report_failure(read_field(request, "round", int), reason_of(error))
+            self._report_failure(spec.round, reason_of(error))
         finally:
             # Only the store host may hold the socket, so that clients notice if it dies.
             close_shared(socket.socket(fileno=listen_fd))
 
-    def stop(self, request: Mapping[str, object]) -> None:
-        number = read_field(request, "round", int)
+    def stop(self, request: StopStoreHost) -> None:
+        number = request.round
         host = self._hosts.get(number)
         if host is not None:
             host.kill()
         elif (start := self._warm().get(number)) is not None:
-            self._forks.drop([start])
+            self._runner.forks.drop([start])
             killed = exit_fields(-signal.SIGKILL)
-            self._agent.emit("store_host_exited", round=number, **killed)
+            self._runner.agent.emit("store_host_exited", round=number, **killed)
 
     def take_running(self, number: int, child: Child) -> None:
         """Record that a round's warm store host is serving."""
         self._hosts[number] = child
-        self._agent.emit("store_host_ready", round=number)
+        self._runner.agent.emit("store_host_ready", round=number)
 
     def report_exit(self, number: int, code: int) -> None:
         del self._hosts[number]
-        self._agent.emit("store_host_exited", round=number, **exit_fields(code))
+        self._runner.agent.emit("store_host_exited", round=number, **exit_fields(code))
 
     def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
         for start in starts:
             if isinstance(start, WarmStoreHost):
                 write_warning(f"round {start.spec.round}: its store host will start cold: {reason}")
                 try:
-                    if not self._loop.shutting_down:
+                    if not self._runner.loop.shutting_down:
                         self._start_cold(start.spec, start.listen_fd)
                 finally:
                     start.close()
 
     def _warm(self) -> dict[int, WarmStoreHost]:
-        starts = [start for start in self._forks.wanted() if isinstance(start, WarmStoreHost)]
-        return {start.spec.round: start for start in starts}
+        wanted = self._runner.forks.wanted()
+        return {start.spec.round: start for start in wanted if isinstance(start, WarmStoreHost)}
 
-    def _start_cold(self, spec: StoreHostSpec, listen_fd: int) -> None:
+    def _start_cold(self, spec: StartStoreHost, listen_fd: int) -> None:
         try:
             ready, theirs = socket.socketpair()
             ready.setblocking(False)
             try:
-                self._loop.watch(ready.fileno(), partial(self._read_ready, spec.round, ready))
-                child = self._children.start(
+                read = partial(self._read_ready, spec.round, ready)
+                self._runner.loop.watch(ready.fileno(), read)
+                child = self._runner.children.start(
                     f"the store host of round {spec.round}",
                     _program_of(spec, listen_fd, theirs.fileno()),
                     partial(self._end, spec),
                     spared=True,
                 )
             except OSError:
-                self._loop.unwatch(ready.fileno())
+                self._runner.loop.unwatch(ready.fileno())
                 ready.close()
                 raise
             finally:
@@ -133,19 +129,19 @@ class StoreHosts:
         said = b""
         with suppress(OSError):
             said, _ = receive_data(ready, 64)
-        self._loop.unwatch(ready.fileno())
+        self._runner.loop.unwatch(ready.fileno())
         close_job_socket(ready)
         if said == b"ready\n" and number in self._hosts:
-            self._agent.emit("store_host_ready", round=number)
+            self._runner.agent.emit("store_host_ready", round=number)
 
-    def _end(self, spec: StoreHostSpec, child: Child, code: int) -> None:
+    def _end(self, spec: StartStoreHost, child: Child, code: int) -> None:
         if child.failure:
             write_warning(f"cannot start the store host {spec.argv[0]!r}: {child.failure}")
         self.report_exit(spec.round, code)
 
     def _report_failure(self, number: int, reason: str) -> None:
         write_warning(f"cannot start the store host of round {number}: {reason}")
-        self._agent.emit("store_host_exited", round=number, exit_code=NOT_STARTED, signal=None)
+        self._runner.agent.emit("store_host_exited", round=number, **exit_fields(NOT_STARTED))
 
 
 class WarmStoreHost(WarmStart):
@@ -154,7 +150,7 @@ class WarmStoreHost(WarmStart):
     outlives_rounds = True
     replaced_after_exit = True  # A fork that was given up may still hold the socket.
 
-    def __init__(self, owner: StoreHosts, spec: StoreHostSpec, listen_fd: int) -> None:
+    def __init__(self, owner: StoreHosts, spec: StartStoreHost, listen_fd: int) -> None:
         """Take ownership of the socket, keeping it in case a cold store host must serve."""
         super().__init__(owner, FORK_TIMEOUT_S)
         self._hosts = owner
@@ -187,7 +183,7 @@ class WarmStoreHost(WarmStart):
         close_shared(socket.socket(fileno=self.listen_fd))
 
 
-def _program_of(spec: StoreHostSpec, listen_fd: int, ready_fd: int) -> Program:
+def _program_of(spec: StartStoreHost, listen_fd: int, ready_fd: int) -> Program:
     return Program(
         argv=(*spec.argv, "--fd", str(listen_fd), "--ready-fd", str(ready_fd)),
         env=spec.env,

@@ -21,17 +21,16 @@ from functools import partial
 
 from .channel import Channel, MalformedFrameError
 from .descriptors import dup_fds
-from .warm_restarts import WarmRestarts
-from .zygote_process import ZygoteProcess
+from .zygote_process import WarmRestarts, ZygoteProcess
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Protocol
 
-    from .agent_link import AgentLink
-    from .child_exits import Child, Children
+    from .child_exits import Child
     from .loop import Loop
+    from .runner import Runner
     from .system import Identity
 
     class ColdStarter(Protocol):
@@ -174,17 +173,16 @@ class WarmStart(ABC):
 class WarmForks:
     """Manages requested warm starts, the forks for them, and the spare forks."""
 
-    def __init__(self, loop: Loop, children: Children, agent: AgentLink) -> None:
-        self._loop = loop
-        self._children = children
-        self.zygote = ZygoteProcess(loop, children, agent, self)
-        self.restarts = WarmRestarts(loop, self.zygote)
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._loop = runner.loop
+        self.zygote = ZygoteProcess(runner)
+        self.restarts = WarmRestarts(runner.loop, self.zygote)
         self._wanted: list[WarmStart] = []
         self._spares: deque[Fork] = deque()
         self._asked: dict[int, list[Fork]] = {}
         """Requested forks that do not exist yet, by request number."""
         self._batches = 0
-        self._make_spares_at: float | None = None
 
     # ------------------------------------------------------------------ requested starts
 
@@ -238,16 +236,11 @@ class WarmForks:
                 self._give_up(starts, f"the request to the zygote failed: {error}")
 
     def wake_times(self) -> Iterator[float | None]:
-        yield from self.restarts.wake_times()
-        yield self._make_spares_at
         for start in self._wanted:
             yield start.give_up_at
 
     def do_due(self, now: float) -> None:
-        """Make spare forks, and give up warm starts that are taking too long."""
-        self.restarts.do_due(now)
-        if self._make_spares_at is not None and now >= self._make_spares_at:
-            self._make_spares()
+        """Give up warm starts that are taking too long."""
         late = [start for start in self._wanted if now >= start.give_up_at]
         if any(start.fork is not None and start.child is None for start in late):
             # Such a zygote must not get any more requests.
@@ -309,7 +302,6 @@ class WarmForks:
         return deque(fork for forks in self._asked.values() for fork in forks if not fork.start)
 
     def _make_spares(self) -> None:
-        self._make_spares_at = None
         spec = self.zygote.spec
         if spec is None or not self.zygote.is_ready or self._loop.shutting_down:
             return
@@ -325,7 +317,7 @@ class WarmForks:
 
     def zygote_lost(self, reason: str) -> None:
         """Release forks that do not exist yet or have no order; start waiting processes cold."""
-        self._make_spares_at = None
+        self._loop.call_at(None, self._make_spares)
         for fork in (*self._spares, *self._coming()):
             fork.close()
             if fork.child is not None:
@@ -355,7 +347,7 @@ class WarmForks:
         self._replace_forks(starts, reason)
 
     def _take_fork(self, fork: Fork, pid: int) -> None:
-        fork.child = self._children.take(pid, partial(self._end_fork, fork), spared=True)
+        fork.child = self._runner.children.take(pid, partial(self._end_fork, fork), spared=True)
         if fork.start is None:
             self._spares.append(fork)
         else:
@@ -398,7 +390,7 @@ class WarmForks:
             start.runs = True
             spec = self.zygote.spec
             if spec is not None and spec.spare_forks:
-                self._make_spares_at = time.monotonic() + SPARE_FORKS_AFTER_S
+                self._loop.call_at(time.monotonic() + SPARE_FORKS_AFTER_S, self._make_spares)
             start.take_running(child)
         elif not ("failed" in answer and start.take_failure(str(answer["failed"]))):
             self._give_up([start], str(answer.get("refused")))

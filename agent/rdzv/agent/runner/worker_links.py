@@ -21,9 +21,9 @@ directions carry frames as defined in channel.py. Frames from the worker, of at 
 Frames to the worker:
 
     round_over {round}                               it must park
-    go         {round, env, source, step}            it takes part in this round; sent with a socket
-                                                     if the round has files for stdout and stderr:
-                                                     both arrive there after the worker's first byte
+    go         {round, env, source, step, stdout, stderr}
+                                                     it takes part in this round, and appends to
+                                                     these files from now on, unless they are null
     queue      {}                                    if the worker wants it; sent with a socket that
                                                      holds the connections of a round, before its
                                                      `go` (held_connections.py)
@@ -50,8 +50,10 @@ import os
 import socket
 import time
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 
 from .channel import Channel, MalformedFrameError
+from .frames import FieldError, Number, Small, Text, decode
 from .processes import live_connection, mark_of, new_mark, session_of
 from .requests import RequestError
 from .snapshot_slots import MAX_SHARDS, MAX_SLOT_BYTES, read_snapshot
@@ -60,12 +62,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .agent_link import AgentLink
     from .child_exits import Child
-    from .held_connections import HeldConnections
-    from .loop import Loop
     from .requests import WorkerSpec
-    from .snapshot_slots import SnapshotSlots
+    from .runner import Runner
 
 LINK_VARIABLE = "RDZV_WORKER_LINK"
 """The environment variable that names the descriptor of a worker's link."""
@@ -84,52 +83,70 @@ MAX_FRAME_BYTES = 64 << 10
 MAX_FRAMES = 64
 """The maximum number of frames, not counting `saved`, from a worker between two `go`."""
 MAX_SAVED_A_SECOND = 200
-MAX_CONNECTIONS = 4096
-MAX_NUMBER = 1 << 53
-"""The largest accepted step, or number of bytes."""
-MAX_SMALL_NUMBER = (1 << 31) - 1
-"""The largest accepted round, rank or time in milliseconds; the wire has 32 bits for them."""
 
 
-class FrameError(Exception):
-    """Raised if a worker has sent an invalid frame."""
-
-
+@dataclass(frozen=True, slots=True)
 class Parked:
     """A parked worker's report."""
 
-    def __init__(self, frame: Mapping[str, object]) -> None:
-        """Parse the frame. Raises `FrameError` if it is invalid."""
-        self.step = _optional_number(frame, "step")
-        self.torn = bool(frame.get("torn", False))
-        self.shard = _number(frame, "shard")
-        self.shards = _number(frame, "shards") or 1
+    shard: Small = 0
+    shards: Small = 1
+    step: Number | None = None
+    torn: bool = False
+    oldest_step: Number | None = None
+    connections: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
         if not self.shard < self.shards <= MAX_SHARDS:
-            raise FrameError(f"shard {self.shard} of {self.shards}")
-        self.oldest_step = _optional_number(frame, "oldest_step")
-        self.connections = _connections(frame.get("connections", []))
+            raise FieldError(f"shard {self.shard} of {self.shards}")
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A worker's report of a collective that has failed."""
+
+    message: Text = ""
+    traceback: Text = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A worker's report that it cannot park."""
+
+    place: Text = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A worker's report that it continues in a new round."""
+
+    step: Number | None = None
+    source: Small | None = None
+    healed: bool = False
+    init_ms: Small = 0
+    heal_ms: Small = 0
+    is_unwatched: bool = False
+    not_loaded: Text = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """A worker's request for slots."""
+
+    bytes: Number = 0
+    copies: bool = False
 
 
 class WorkerLink:
     """A worker and the runner's end of its link."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        agent: AgentLink,
-        slots: SnapshotSlots,
-        held: HeldConnections,
-        spec: WorkerSpec,
-        round_: int,
-    ) -> None:
+    def __init__(self, runner: Runner, spec: WorkerSpec, round_: int) -> None:
         """Create the link for a worker that is about to be started. May raise `OSError`.
 
         `theirs` is the other end, which must be closed once the worker has it.
         """
-        self._loop = loop
-        self._agent = agent
-        self._slots = slots
-        self._held = held
+        self._runner = runner
+        self._loop = runner.loop
         self._queue: int | None = None
         """The number of the queue for its connections."""
         self.local_rank = spec.local_rank
@@ -162,7 +179,7 @@ class WorkerLink:
         ours, self.theirs = socket.socketpair()
         self._channel = Channel(ours, takes_fds=False, max_bytes=MAX_FRAME_BYTES)
         try:
-            loop.watch(self._channel.fileno(), self.read)
+            self._loop.watch(self._channel.fileno(), self.read)
         except OSError:
             ours.close()
             self.theirs.close()
@@ -208,16 +225,11 @@ class WorkerLink:
         return {**env, MARK_VARIABLE: str(self.mark), SNAPSHOTS_VARIABLE: "1", **link}
 
     def describe(self) -> dict[str, object]:
+        """Return the parked worker as `gone` has it."""
         assert self.parked is not None
-        return {
-            "local_rank": self.local_rank,
-            "pid": self.pid,
-            "step": self.parked.step,
-            "torn": self.parked.torn,
-            "shard": self.parked.shard,
-            "shards": self.parked.shards,
-            "oldest_step": self.parked.oldest_step,
-        }
+        fields = asdict(self.parked)
+        del fields["connections"]
+        return {"local_rank": self.local_rank, "pid": self.pid, **fields}
 
     def connected_to(self) -> str:
         """Return an address in its last round to which the parked worker is still connected, or "".
@@ -236,24 +248,19 @@ class WorkerLink:
     def ask_to_park(self) -> None:
         self._send({"type": "round_over", "round": self.round})
 
-    def go(
-        self,
-        spec: WorkerSpec,
-        round_: int,
-        source: int | None,
-        step: int | None,
-        fds: tuple[int, ...] = (),
-    ) -> None:
-        """Order the parked worker into a round. The link then owns `fds`, its new streams."""
+    def go(self, spec: WorkerSpec, round_: int, source: int | None, step: int | None) -> None:
+        """Order the parked worker into a round."""
         self.round, self.parked, self._store = round_, None, _store_of(spec)
         self._suspected = self._resumed = False
         self.stuck_in = ""
         if self._queue is not None:
-            self._held.close(self._queue)  # All the others have left that round as well.
+            self._runner.connections.close(self._queue)  # All the others have left that round, too.
             self._give_queue()
         self._frames = 0
-        env = self.environ(spec.env)
-        self._send({"type": "go", "round": round_, "env": env, "source": source, "step": step}, fds)
+        # The worker opens its files: closing one may take as long as the job's file system likes.
+        files = {"stdout": spec.stdout, "stderr": spec.stderr}
+        where = {"env": self.environ(spec.env), "source": source, "step": step, **files}
+        self._send({"type": "go", "round": round_, **where})
 
     def release(self, reason: str) -> None:
         """Tell the worker to raise the exception it reported."""
@@ -266,7 +273,7 @@ class WorkerLink:
     def close(self) -> None:
         """Close the link, causing a parked worker to exit. Its connections are held for a while."""
         if self._queue is not None:
-            self._held.close_later(self._queue)
+            self._runner.connections.close_later(self._queue)
             self._queue = None
         if self.is_open:
             self._loop.unwatch(self._channel.fileno())
@@ -296,19 +303,19 @@ class WorkerLink:
             while self.is_open and (frame := self._channel.next_message()) is not None:
                 self._count(frame)
                 self._take(frame)
-        except (EOFError, OSError, MalformedFrameError, FrameError, RequestError) as error:
+        except (EOFError, OSError, MalformedFrameError, FieldError, RequestError) as error:
             self.hung_up = self._hello and isinstance(error, EOFError)
             self.close()
 
     def _count(self, frame: Mapping[str, object]) -> None:
-        """Raise `FrameError` if the worker has sent more frames than it needs."""
+        """Raise `FieldError` if the worker has sent more frames than it needs."""
         if frame.get("type") == "saved":
             now = int(time.monotonic())
             self._saved = (now, self._saved[1] + 1 if self._saved[0] == now else 1)
         else:
             self._frames += 1
         if self._frames > MAX_FRAMES or self._saved[1] > MAX_SAVED_A_SECOND:
-            raise FrameError("too many frames")
+            raise FieldError("too many frames")
 
     def _take(self, frame: Mapping[str, object]) -> None:
         kind = frame.get("type")
@@ -317,53 +324,36 @@ class WorkerLink:
             if frame.get("wants_queue") is True and self._queue is None:
                 self._give_queue()
         elif kind == "reserve" and self._hello:
-            size = _optional_number(frame, "bytes") or 0
-            copies = frame.get("copies") is True
-            self._slots.give(self, min(size, MAX_SLOT_BYTES), with_copies=copies)
+            wanted = decode(Reserve, frame)
+            size = min(wanted.bytes, MAX_SLOT_BYTES)
+            self._runner.slots.give(self, size, with_copies=wanted.copies)
         elif kind == "saved" and self._hello:
-            number = 1 if _optional_number(frame, "slot") else 0
             snapshot = read_snapshot(frame, self.local_rank) if "mark" in frame else None
-            self._slots.note(self.local_rank, number, snapshot)
+            self._runner.slots.note(self.local_rank, 1 if frame.get("slot") else 0, snapshot)
         elif self.child is None or not self._hello or frame.get("round") != self.round:
             return  # It has not sent `hello`, or the frame is from an earlier round.
         elif kind == "suspect" and not self._suspected and self.parked is None:
             self._suspected = True
-            self._agent.emit(
-                "suspect",
-                round=self.round,
-                local_rank=self.local_rank,
-                pid=self.pid,
-                message=_text(frame, "message"),
-                traceback=_text(frame, "traceback"),
-                age_ms=0,
-            )
+            self._emit("suspect", **asdict(decode(Suspect, frame)), age_ms=0)
         elif kind == "stuck":
-            self.stuck_in = _text(frame, "place")[:500]
+            self.stuck_in = decode(Stuck, frame).place[:500]
         elif kind == "parked" and self.parked is None:
-            self.parked = Parked(frame)
+            self.parked = decode(Parked, frame)
         elif kind == "resumed" and not self._resumed:
+            resumed = asdict(decode(Resumed, frame))
             self._resumed = True
-            self._agent.emit("resumed", round=self.round, **self._resumption(frame))
+            self._emit("resumed", **{**resumed, "not_loaded": resumed["not_loaded"][:500]})
 
     def _give_queue(self) -> None:
         """Send the worker a socket for the connections of a round, if one can be made."""
         self._queue = None
         with suppress(OSError):
-            self._queue, theirs = self._held.add()
+            self._queue, theirs = self._runner.connections.add()
             self._send({"type": "queue"}, (theirs.detach(),))
 
-    def _resumption(self, frame: Mapping[str, object]) -> dict[str, object]:
-        return {
-            "local_rank": self.local_rank,
-            "pid": self.pid,
-            "step": _optional_number(frame, "step"),
-            "source": _optional_number(frame, "source", MAX_SMALL_NUMBER),
-            "healed": bool(frame.get("healed", False)),
-            "init_ms": _number(frame, "init_ms"),
-            "heal_ms": _number(frame, "heal_ms"),
-            "is_unwatched": frame.get("is_unwatched") is True,
-            "not_loaded": str(frame.get("not_loaded", ""))[:500],
-        }
+    def _emit(self, event: str, **fields: object) -> None:
+        who = {"round": self.round, "local_rank": self.local_rank, "pid": self.pid}
+        self._runner.agent.emit(event, **who, **fields)
 
 
 def _store_of(spec: WorkerSpec) -> list[tuple[str, int]]:
@@ -371,37 +361,3 @@ def _store_of(spec: WorkerSpec) -> list[tuple[str, int]]:
     with suppress(KeyError, ValueError):
         return [(spec.env["MASTER_ADDR"], int(spec.env["MASTER_PORT"]))]
     return []
-
-
-def _optional_number(frame: Mapping[str, object], name: str, most: int = MAX_NUMBER) -> int | None:
-    value = frame.get(name)
-    if value is None:
-        return None
-    if type(value) is not int or not 0 <= value <= most:
-        raise FrameError(f"{name}: {value!r:.80}")
-    return value
-
-
-def _number(frame: Mapping[str, object], name: str) -> int:
-    return _optional_number(frame, name, MAX_SMALL_NUMBER) or 0
-
-
-def _text(frame: Mapping[str, object], name: str) -> str:
-    """Return a text as UTF-8 can carry it: JSON may escape what it cannot."""
-    return str(frame.get(name, "")).encode(errors="replace").decode()
-
-
-def _connections(said: object) -> list[tuple[str, int]]:
-    if not isinstance(said, list) or len(said) > MAX_CONNECTIONS:
-        raise FrameError(f"connections: {said!r:.80}")
-    found = []
-    for item in said:
-        if not (
-            isinstance(item, list)
-            and len(item) == 2
-            and isinstance(item[0], str)
-            and type(item[1]) is int
-        ):
-            raise FrameError(f"connections: {item!r:.80}")
-        found.append((item[0], item[1]))
-    return found

@@ -1,4 +1,4 @@
-"""The workers of a round: `Workers.start` spawns them, and `stop` and `notify` signal them.
+"""The workers of a round: `Workers.start` starts them, and `stop` and `notify` signal them.
 
 The runner holds one round at a time, from `start_workers` until `gone`. Descendants of workers that
 exit by themselves keep running until a stop ends the round. A stop has three phases: a signal to
@@ -14,117 +14,247 @@ next round (parked_workers.py).
 from __future__ import annotations
 
 import os
+import signal
 import time
 from functools import partial
 
 from .child_exits import exit_fields
-from .held_connections import HeldConnections
-from .held_round import Round
-from .kept_workers import KeptStart
 from .parked_workers import ParkedWorkers
 from .processes import signal_child
-from .requests import (
-    MAX_GRACE_S,
-    RequestError,
-    read_field,
-    read_keep_spec,
-    read_numbers,
-    read_seconds,
-    read_signal,
-    read_worker_specs,
-)
+from .requests import RequestError
 from .spawn import Program, reason_of
 from .warm_forks import WarmStart
 from .worker_links import LINK_VARIABLE, WorkerLink
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from .agent_link import AgentLink
-    from .child_exits import Child, Children
-    from .fence import Fence
-    from .loop import Loop
-    from .requests import KeepSpec, WorkerSpec
-    from .snapshot_slots import SnapshotSlots
-    from .warm_forks import Fork, WarmForks
+    from .child_exits import Child
+    from .requests import KeepSpec, NotifyWorkers, StartWorkers, StopWorkers, WorkerSpec
+    from .runner import Runner
+    from .warm_forks import Fork
+
+
+class Round:
+    """A round, from its start until all its workers are gone or parked."""
+
+    def __init__(self, runner: Runner, number: int, *, has_links: bool = False) -> None:
+        """Create a round with no workers yet. `has_links` gives them links, so they can be kept."""
+        self._runner = runner
+        self.number = number
+        self.has_links = has_links
+        self.pids: dict[int, int] = {}
+        """The pids of the workers that have been started, by local_rank."""
+        self.running: set[int] = set()
+        """The pids of the workers that have not exited."""
+        self.exited: dict[int, int] = {}
+        """The exit codes, negative for a signal, of the workers that have exited, by pid; processes
+        that they have started may remain.
+        """
+        self.links: dict[int, WorkerLink] = {}
+        """The links of the running workers, by pid."""
+        self.failed = False
+        """Whether a worker of the round could not be started."""
+        self.signals_sent: set[int] = set()
+        self.notified_by: int | None = None
+        """The signal that notified the workers that the node is about to leave, if one was sent."""
+        self.kill_at: float | None = None
+        """When the stop's grace period ends; None if no stop was requested."""
+        self.fenced = False
+        """Whether the round has reached the fence."""
+        self.keeps = False
+        """Whether parked workers remain when the round ends."""
+        self._killed: set[int] = set()
+        """The pids of the workers that were killed before the others."""
+
+    def add(self, child: Child, link: WorkerLink | None) -> None:
+        self.running.add(child.pid)
+        if link is not None:
+            link.child = child
+            self.links[child.pid] = link
+
+    def forget(self, child: Child) -> bool:
+        """Remove a worker that has exited. Returns whether it exited by itself.
+
+        It did if it received nothing but the request to park, and still had time to do so.
+        """
+        self.running.discard(child.pid)
+        link = self.links.pop(child.pid, None)
+        if link is not None:
+            link.read()  # It may have parked or reported a failure before it was killed.
+            link.close()
+        if self.notified_by is not None or child.pid in self._killed:
+            return False
+        if self.kill_at is None:
+            return self.has_links
+        if link is None or link.kill_at is None or link.parked is not None:
+            return False
+        return self.keeps and time.monotonic() < link.kill_at
+
+    @property
+    def is_to_be_killed(self) -> bool:
+        """Whether a stop was requested, and its grace is over or no worker still needs it."""
+        if self.kill_at is None:
+            return False
+        return time.monotonic() >= max(self._deadlines().values(), default=0.0)
+
+    def _deadlines(self) -> dict[int, float]:
+        """Return the times at which workers that have not parked are killed, by pid."""
+        if self.kill_at is None:
+            return {}
+        deadlines = dict.fromkeys(self.running, self.kill_at)
+        for link in self.links.values():
+            if link.kill_at is not None:
+                deadlines[link.pid] = 0.0 if link.stuck_in else link.kill_at
+        for link in self.parked():
+            del deadlines[link.pid]
+        return deadlines
+
+    # ------------------------------------------------------------------ parking
+
+    def begin_parking(self, keep_s: float, not_kept: Collection[int]) -> None:
+        """Ask workers that can be kept to park; kill those whose local_rank is in `not_kept`."""
+        if self.kill_at is not None:
+            return  # It is already ending. A later stop keeps no more workers than the first.
+        self.keeps = True
+        for link in self.links.values():
+            if link.local_rank in not_kept:
+                self._kill(link.pid)
+                link.close()
+            elif link.can_be_kept or link.hung_up:
+                link.kill_at = time.monotonic() + keep_s
+                if link.parked is None:
+                    link.ask_to_park()
+
+    def parking(self) -> set[int]:
+        """Return the pids of the workers that were asked to park."""
+        return {link.pid for link in self.links.values() if link.kill_at is not None}
+
+    def parked(self) -> list[WorkerLink]:
+        if not self.keeps:
+            return []
+        return [link for link in self.links.values() if link.parked is not None and link.is_open]
+
+    def keep_none(self) -> set[int]:
+        """Stop keeping workers. Returns the pids of those that have parked or were asked to."""
+        self.keeps = False
+        parking = set()
+        for link in self.links.values():
+            if link.kill_at is not None or link.parked is not None:
+                parking.add(link.pid)
+                link.kill_at = None
+                link.close()
+        return parking
+
+    def verify_parked(self) -> None:
+        for link in self.parked():
+            if to := link.connected_to():
+                link.close()
+                self._report_not_kept(link, f"it has parked, but is still connected to {to}")
+
+    # ------------------------------------------------------------------ time
+
+    def wake_times(self) -> Iterator[float]:
+        for pid, at in self._deadlines().items():
+            if pid not in self._killed:
+                yield at
+
+    def kill_late(self, now: float) -> None:
+        """Kill workers that missed the deadline to park, or to exit while others may still park."""
+        if not self.keeps:
+            return
+        for link in self.links.values():
+            if link.kill_at is not None and not link.is_open and not link.hung_up:
+                # It can no longer report that it has parked. If it has hung up, it is exiting.
+                link.kill_at = None
+                signal_child(link.pid, signal.SIGTERM)
+        for pid, at in self._deadlines().items():
+            if now >= at and pid not in self._killed:
+                self._kill(pid)
+                link_of = self.links.get(pid)
+                if link_of is not None and link_of.kill_at is not None:
+                    place = link_of.stuck_in
+                    why = f"it waits in {place} for an operation that gloo has lost"
+                    self._report_not_kept(link_of, why if place else "it did not park in time")
+
+    def _kill(self, pid: int) -> None:
+        self._killed.add(pid)
+        signal_child(pid, signal.SIGKILL)
+
+    def _report_not_kept(self, link: WorkerLink, reason: str) -> None:
+        fields = {"local_rank": link.local_rank, "pid": link.pid, "reason": reason}
+        self._runner.agent.emit("not_kept", round=self.number, **fields)
 
 
 class Workers:
     """Starts, signals and stops the workers of the round that the runner holds, if any."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        children: Children,
-        agent: AgentLink,
-        fence: Fence,
-        forks: WarmForks,
-        slots: SnapshotSlots,
-    ) -> None:
-        self._loop = loop
-        self._children = children
-        self._agent = agent
-        self._fence = fence
-        self._forks = forks
-        self._slots = slots
-        self._connections = HeldConnections(children)
-        self.parked = ParkedWorkers(children, agent)
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.parked = ParkedWorkers(runner)
         self.round: Round | None = None
         self.last_round: int | None = None
         """The round whose workers were last ordered to start."""
 
     # ------------------------------------------------------------------ starting
 
-    def start(self, request: Mapping[str, object]) -> None:
-        number = read_field(request, "round", int)
-        specs = read_worker_specs(request)
-        ranks = read_field(request, "warm", list) if "warm" in request else []
-        keep = read_keep_spec(request)
+    def start(self, request: StartWorkers) -> None:
         if self.round is not None:
-            raise RequestError(f"round {number} cannot start: {self.round.number} is not gone")
-        self.round = started = Round(number, has_links=keep is not None)
-        self.last_round = number
-        self.check_fence()
+            number = self.round.number
+            raise RequestError(f"round {request.round} cannot start: {number} is not gone")
+        keep = request.keep
+        self.round = started = Round(self._runner, request.round, has_links=keep is not None)
+        self.last_round = request.round
+        self._runner.fence.check()
         if started.fenced:
             return
-        self._slots.begin_round(None if keep is None or keep.source is None else keep.step)
-        self._forks.restarts.begin_round(len(specs))
+        self._runner.slots.begin_round(None if keep is None or keep.source is None else keep.step)
+        self._runner.forks.restarts.begin_round(len(request.workers))
         new = []
-        for spec in specs:
+        for spec in request.workers:
             link = self.parked.find(spec.local_rank)
             if link is None:
                 new.append(spec)
-            elif keep is not None and spec.local_rank in keep.kept and link.can_be_kept:
-                KeptStart(self, self._children, started, spec, keep, link).begin()
+            elif keep is not None and spec.local_rank in keep.kept and self.parked.can_go(link):
+                self._keep(started, spec, keep, link)
             else:
-                self._replace(started, spec, keep, link, ranks)
-        self._start_new(started, new, ranks)
+                self._replace(started, spec, keep, link)
+        self._start_new(started, new)
+
+    def _keep(self, started: Round, spec: WorkerSpec, keep: KeepSpec, link: WorkerLink) -> None:
+        """Order a parked worker to continue in this round."""
+        child = self.parked.remove(link, partial(self.end_worker, started, spec))
+        link.go(spec, started.number, keep.source, keep.step)
+        started.add(child, link)
+        self.report_start(started, spec, "kept", child)
 
     def _replace(
-        self,
-        started: Round,
-        spec: WorkerSpec,
-        keep: KeepSpec | None,
-        link: WorkerLink,
-        warm: Collection[object],
+        self, started: Round, spec: WorkerSpec, keep: KeepSpec | None, link: WorkerLink
     ) -> None:
         """Start a new worker once the parked one and its descendants are gone."""
 
         def start() -> None:
             if self.round is started and started.kill_at is None:
-                self._start_new(started, [spec], warm)
+                self._start_new(started, [spec])
 
         if keep is None:
             self.parked.end(link, 0.0, then=start)
         else:
             self.parked.end(link, keep.grace_s, charged=spec.local_rank in keep.charged, then=start)
 
-    def _start_new(
-        self, started: Round, specs: Sequence[WorkerSpec], warm: Collection[object]
-    ) -> None:
-        self._start_cold(started, [spec for spec in specs if spec.local_rank not in warm])
-        self._start_warm(started, [spec for spec in specs if spec.local_rank in warm])
+    def _start_new(self, started: Round, specs: Sequence[WorkerSpec]) -> None:
+        self._start_cold(started, [spec for spec in specs if not spec.warm])
+        warm = [spec for spec in specs if spec.warm]
+        if not warm or started.kill_at is not None:
+            return
+        forks = self._runner.forks
+        within_s = forks.within_s()
+        if within_s is None:
+            why = forks.zygote.not_ready_because or forks.restarts.cold_because
+            self._start_all_cold(started, warm, why)
+        else:
+            forks.want(WarmWorker(self._runner, started, spec, within_s) for spec in warm)
 
     def _start_cold(self, started: Round, specs: Iterable[WorkerSpec]) -> None:
         for spec in specs:
@@ -137,9 +267,9 @@ class Workers:
         link = None
         try:
             link = self.new_link(started, spec)
-            child = self._children.start(
+            child = self._runner.children.start(
                 name,
-                self._forks.restarts.watched(_program_of(spec, link)),
+                self._runner.forks.restarts.watched(_program_of(spec, link)),
                 partial(self.end_worker, started, spec),
                 on_run=partial(self.report_start, started, spec, "cold"),
             )
@@ -155,25 +285,30 @@ class Workers:
 
     def new_link(self, started: Round, spec: WorkerSpec) -> WorkerLink | None:
         """Create a worker's link, or return None if its round has no links. May raise `OSError`."""
-        if not started.has_links:
-            return None
-        return WorkerLink(
-            self._loop, self._agent, self._slots, self._connections, spec, started.number
-        )
+        return WorkerLink(self._runner, spec, started.number) if started.has_links else None
 
-    def end_worker(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
-        """Handle a worker's exit, whether or not its program ever ran."""
-        if child.failure:
-            of.forget(child)
-            self.fail_start(of, spec, child.failure)
-        else:
-            self.report_exit(of, spec, child, code)
+    def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
+        workers = [start for start in starts if isinstance(start, WarmWorker)]
+        self._start_all_cold(workers[0].of, [worker.spec for worker in workers], reason)
+
+    def _start_all_cold(self, started: Round, specs: Sequence[WorkerSpec], reason: str) -> None:
+        if started.kill_at is None and not self._runner.loop.shutting_down:
+            ranks = [spec.local_rank for spec in specs]
+            if reason:
+                fields = {"round": started.number, "local_ranks": ranks, "reason": reason}
+                self._runner.agent.emit("started_cold", **fields)
+            self._start_cold(started, specs)
+
+    def _wanted_warm(self) -> list[WarmWorker]:
+        return [start for start in self._runner.forks.wanted() if isinstance(start, WarmWorker)]
+
+    # ------------------------------------------------------------------ what becomes of them
 
     def report_start(self, started: Round, spec: WorkerSpec, how: str, child: Child) -> None:
         """Report that a worker is running; `how` is kept, warm or cold."""
         started.pids[spec.local_rank] = child.pid
         fields = {"how": how} if started.has_links else {}
-        self._agent.emit(
+        self._runner.agent.emit(
             "started", round=started.number, local_rank=spec.local_rank, pid=child.pid, **fields
         )
         if started.notified_by is not None:
@@ -182,17 +317,22 @@ class Workers:
     def fail_start(self, failed: Round, spec: WorkerSpec, reason: str) -> None:
         """Begin to kill the round. Only the first reason is reported; others may follow from it."""
         failed.kill_at, failed.keeps = time.monotonic(), False
-        self._forks.drop(self._wanted_warm())
+        self._runner.forks.drop(self._wanted_warm())
         if not failed.failed:
             failed.failed = True
-            self._agent.emit(
+            self._runner.agent.emit(
                 "start_failed", round=failed.number, local_rank=spec.local_rank, reason=reason
             )
 
-    def report_exit(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
-        fields = {"by_itself": True} if of.forget(child) else {}
+    def end_worker(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
+        """Handle a worker's exit, whether or not its program ever ran."""
+        by_itself = of.forget(child)
+        if child.failure:
+            self.fail_start(of, spec, child.failure)
+            return
         of.exited[child.pid] = code
-        self._agent.emit(
+        fields = {"by_itself": True} if by_itself else {}
+        self._runner.agent.emit(
             "exited",
             round=of.number,
             local_rank=spec.local_rank,
@@ -202,58 +342,25 @@ class Workers:
             **fields,
         )
 
-    # ------------------------------------------------------------------ warm
-
-    def _start_warm(self, started: Round, specs: Sequence[WorkerSpec]) -> None:
-        if not specs or started.kill_at is not None:
-            return
-        within_s = self._forks.within_s()
-        if within_s is None:
-            why = self._forks.zygote.not_ready_because or self._forks.restarts.cold_because
-            self._start_all_cold(started, specs, why)
-        else:
-            self._forks.want(
-                WarmWorker(self, started, spec, self._forks, within_s) for spec in specs
-            )
-
-    def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
-        workers = [start for start in starts if isinstance(start, WarmWorker)]
-        self._start_all_cold(workers[0].of, [worker.spec for worker in workers], reason)
-
-    def _start_all_cold(self, started: Round, specs: Sequence[WorkerSpec], reason: str) -> None:
-        if started.kill_at is None and not self._loop.shutting_down:
-            ranks = [spec.local_rank for spec in specs]
-            if reason:
-                fields = {"round": started.number, "local_ranks": ranks, "reason": reason}
-                self._agent.emit("started_cold", **fields)
-            self._start_cold(started, specs)
-
-    def _wanted_warm(self) -> list[WarmWorker]:
-        return [start for start in self._forks.wanted() if isinstance(start, WarmWorker)]
-
     # ------------------------------------------------------------------ signals
 
-    def stop(self, request: Mapping[str, object]) -> None:
-        """Handle `stop_workers`. A second stop may shorten the grace period, but not extend it.
+    def stop(self, request: StopWorkers) -> None:
+        """Begin to end a round. A second stop may shorten the grace period, but not extend it.
 
         Each signal is sent only once, so a running handler is not entered a second time. It is sent
         to the workers alone: one that saves its state may need the processes it has started, such
         as a DataLoader's.
         """
-        number = read_field(request, "round", int)
-        signum, grace_s = read_signal(request), read_seconds(request, "grace_s", MAX_GRACE_S)
-        keep_s = None
-        if request.get("keep_s") is not None:
-            keep_s = read_seconds(request, "keep_s", MAX_GRACE_S)
-        stopping = self.round
+        number, stopping = request.round, self.round
         if stopping is None or number < stopping.number:
             self._emit_gone(number)
             return
         if number > stopping.number:
             raise RequestError(f"round {number} cannot stop: it is round {stopping.number} here")
-        if keep_s is not None:
-            stopping.begin_parking(keep_s, read_numbers(request, "not_kept"))
-        self.begin_stop(stopping, signum, grace_s, keep=keep_s is not None)
+        if request.keep_s is not None:
+            stopping.begin_parking(request.keep_s, request.not_kept)
+        keep = request.keep_s is not None
+        self.begin_stop(stopping, request.signal, request.grace_s, keep=keep)
 
     def begin_stop(
         self, stopping: Round, signum: int, grace_s: float, *, keep: bool = False
@@ -266,7 +373,7 @@ class Workers:
         if stopping.kill_at is None or kill_at < stopping.kill_at:
             stopping.kill_at = kill_at
         # Workers that have not been forked never run. The others are signalled as if running.
-        self._forks.drop([start for start in self._wanted_warm() if start.child is None])
+        self._runner.forks.drop([start for start in self._wanted_warm() if start.child is None])
         parking = set() if keep else stopping.keep_none()
         told = parking
         if signum not in stopping.signals_sent:
@@ -275,28 +382,27 @@ class Workers:
         for pid in told:
             signal_child(pid, signum)
 
-    def notify(self, request: Mapping[str, object]) -> None:
-        """Handle `notify_workers`: signal each worker once, as soon as it is running.
+    def notify(self, request: NotifyWorkers) -> None:
+        """Signal each worker once, as soon as it is running.
 
         A stop with the same signal does not send it again.
         """
-        number, signum = read_field(request, "round", int), read_signal(request)
-        told = self.round
-        if told is None or number != told.number or signum in told.signals_sent:
+        signum, told = request.signal, self.round
+        if told is None or request.round != told.number or signum in told.signals_sent:
             return
         told.signals_sent.add(signum)
         told.notified_by = signum
         warm = {start.child.pid for start in self._wanted_warm() if start.child is not None}
-        for pid in told.running - warm - self._children.launching():
+        for pid in told.running - warm - self._runner.children.launching():
             signal_child(pid, signum)
 
     # ------------------------------------------------------------------ the end
 
     def begin_kill(self) -> None:
         """Stop starting workers, because the round is about to be killed."""
-        self._forks.drop(self._wanted_warm())
+        self._runner.forks.drop(self._wanted_warm())
         if self.round is not None:
-            self.round.verify_parked(self._agent)
+            self.round.verify_parked()
 
     def stays(self, pid: int) -> bool:
         """Return whether a child of the runner outlives the round.
@@ -304,10 +410,10 @@ class Workers:
         Only parked workers and the processes they started do.
         """
         held = self.round
-        if self._loop.shutting_down or held is None or not held.keeps:
+        if self._runner.loop.shutting_down or held is None or not held.keeps:
             return False
         links = [*held.parked(), *self.parked.waiting()]
-        if self._children.is_known(pid):
+        if self._runner.children.is_known(pid):
             return any(link.pid == pid for link in links)
         return any(link.owns(pid) for link in links)
 
@@ -318,43 +424,34 @@ class Workers:
         ended, self.round = self.round, None
         for link in ended.parked():
             self.parked.add(link)
-        self.check_fence()
+        self._runner.fence.check()
         self._emit_gone(ended.number)
 
     def _emit_gone(self, number: int) -> None:
         kept = [link.describe() for link in self.parked.waiting()]
-        self._agent.emit("gone", round=number, **({"kept": kept} if kept else {}))
+        self._runner.agent.emit("gone", round=number, **({"kept": kept} if kept else {}))
 
     # ------------------------------------------------------------------ time
-
-    def check_fence(self) -> None:
-        """Kill the workers if the fence has been reached, or set the alarm for that time."""
-        self._fence.check(self.round, self.parked)
 
     def wake_times(self) -> Iterator[float | None]:
         """Yield the times at which `do_due` or the end of the round has something to do."""
         yield from self.parked.wake_times()
-        yield from self._connections.wake_times()
         if self.round is not None:
             yield from self.round.wake_times()
 
     def do_due(self, now: float) -> None:
-        """Kill workers that have not parked or ended in time, and release held connections."""
+        """Kill workers that have not parked or ended in time."""
         if self.round is not None:
-            self.round.kill_late(now, self._agent)
+            self.round.kill_late(now)
         self.parked.do_due(now)
-        self._connections.do_due(now)
 
 
 class WarmWorker(WarmStart):
     """A warm worker, which counts as running once it is about to run its script."""
 
-    def __init__(
-        self, owner: Workers, of: Round, spec: WorkerSpec, forks: WarmForks, within_s: float
-    ) -> None:
-        super().__init__(owner, within_s)
-        self._workers = owner
-        self._forks = forks
+    def __init__(self, runner: Runner, of: Round, spec: WorkerSpec, within_s: float) -> None:
+        super().__init__(runner.workers, within_s)
+        self._runner = runner
         self.of = of
         self.spec = spec
         self._ordered_at = 0.0
@@ -366,15 +463,15 @@ class WarmWorker(WarmStart):
 
     def send_order(self, fork: Fork, child: Child) -> None:
         """Order the fork to become this worker."""
-        link = self._workers.new_link(self.of, self.spec)
+        link = self._runner.workers.new_link(self.of, self.spec)
         self.of.add(child, link)
         self._ordered_at = time.monotonic()
         names = ("argv", "env", "cwd", "cpus", "stdout", "stderr")
         order = {name: getattr(self.spec, name) for name in names}
-        zygote = self._forks.zygote.spec
+        zygote = self._runner.forks.zygote.spec
         assert zygote is not None
         order |= {"given": zygote.env, "parent": os.getpid()}
-        order |= {"watch": self._forks.restarts.report_to}
+        order |= {"watch": self._runner.forks.restarts.report_to}
         if link is None:
             fork.send_order(order, (0, 1, 2))
             return
@@ -383,17 +480,17 @@ class WarmWorker(WarmStart):
             fork.send_order(order, (0, 1, 2, link.theirs.fileno()))
 
     def take_running(self, child: Child) -> None:
-        self._workers.report_start(self.of, self.spec, "warm", child)
+        self._runner.workers.report_start(self.of, self.spec, "warm", child)
 
     def take_failure(self, reason: str) -> bool:
         """Begin to kill the round: a cold start would fail as well."""
-        self._workers.fail_start(self.of, self.spec, reason)
+        self._runner.workers.fail_start(self.of, self.spec, reason)
         return True
 
     def take_exit(self, child: Child, code: int) -> None:
         if self.is_wanted and not self.of.exited:  # Otherwise another's exit may be the cause.
-            self._forks.restarts.note_exit(child, code, self._ordered_at)
-        self._workers.report_exit(self.of, self.spec, child, code)
+            self._runner.forks.restarts.note_exit(child, code, self._ordered_at)
+        self._runner.workers.end_worker(self.of, self.spec, child, code)
 
     def forget(self, child: Child) -> None:
         """Record that the fork exited before it was running."""

@@ -1,47 +1,41 @@
 """The job's zygote, from which workers and store hosts are forked: start, read and replace it.
 
 The program is zygote.py, which also lists the messages. A zygote that dies is replaced after a
-delay, unless it refused to serve. A zygote for restarts is started when warm_restarts.py requests
-it.
+delay, unless it refused to serve.
+
+A zygote for restarts is started once workers have imported torch. The first round is cold. Its
+workers report over a socket when they have imported torch, and which of the variables that torch
+reads on import had been changed by the script (torch_watch.py). A zygote would not see such a
+change, so workers then stay cold, as they do after a warm worker has crashed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import struct
 import time
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from .channel import Channel, MalformedFrameError
-from .descriptors import dup_fds
-from .requests import RequestError, read_zygote_spec
+from .channel import RECEIVE_BYTES, Channel, MalformedFrameError
+from .descriptors import SentDescriptorError, close_job_socket, dup_fds, receive_data
+from .frames import decode
 from .spawn import SIGNALS_FOR_WORKERS, Program, reason_of
 from .system import free_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from typing import Any, Protocol
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
-    from .agent_link import AgentLink
-    from .child_exits import Child, Children
+    from .child_exits import Child
     from .loop import Loop
     from .requests import ZygoteSpec
-
-    class ForkReceiver(Protocol):
-        """Receives a zygote's reports."""
-
-        def zygote_ready(self) -> None:
-            """Start using the zygote, which now accepts fork requests."""
-
-        def forked(self, batch: int, pids: Sequence[int], reason: str) -> None:
-            """Handle a batch of forks; `reason` explains any missing ones. May raise `KeyError`."""
-
-        def zygote_lost(self, reason: str) -> None:
-            """Continue without the zygote."""
-
+    from .runner import Runner
 
 PRELOAD_TIMEOUT_S = 600.0
 MAX_MESSAGE_BYTES = 256 << 10
@@ -54,6 +48,46 @@ actual need, because it must never cause a worker to run out of memory.
 
 ZYGOTE_HOOK = Path(__file__).parents[1] / "job_programs" / "zygote_hook"
 """A folder whose `sitecustomize` turns an interpreter into a zygote."""
+
+WATCH_HOOK = ZYGOTE_HOOK.with_name("watch_hook")
+"""A folder whose `sitecustomize` makes an interpreter report its import of torch."""
+
+SETTLE_S = 10.0
+"""How long after the first import of torch the CPUs are left to the other workers' imports."""
+
+YOUNG_S = 60.0
+"""The age of a job up to which its restarts without a zygote are explained. Later ones are usual:
+its workers do not import torch.
+"""
+
+CRASH_WITHIN_S = 10.0
+"""The time after its start within which a warm worker's crash is blamed on the fork."""
+
+CRASHES = (
+    *(signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
+    *(signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP),
+)
+"""Signals that a process causes itself. Other signals are sent to it, and reveal nothing about the
+fork.
+"""
+
+MAX_REPORTS_PER_WORKER = 64
+"""The maximum number of reports per worker, after which no more are received. A worker's forks may
+also send reports.
+"""
+
+_CREDENTIALS = struct.Struct("3i")
+"""The kernel's `struct ucred`: pid, uid, gid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """A zygote's description of itself."""
+
+    modules: tuple[str, ...]
+    threads: int
+    memory_kb: int
+    seconds: float
 
 
 def zygote_environ(env: Mapping[str, str], order: Mapping[str, object]) -> dict[str, str]:
@@ -76,8 +110,6 @@ class Zygote:
         self.control = Channel(control, takes_fds=False, max_bytes=MAX_MESSAGE_BYTES)
         self.spec = spec
         self.ready = False
-        self.ready_until: float | None = time.monotonic() + PRELOAD_TIMEOUT_S
-        """When the zygote will be given up; None once it is ready or has been given up."""
         self.lost_because = ""
         """Why the zygote is ending, if its exit status will not show that."""
         self.final = False
@@ -87,18 +119,13 @@ class Zygote:
 class ZygoteProcess:
     """Keeps a zygote running once the agent has requested one."""
 
-    def __init__(
-        self, loop: Loop, children: Children, agent: AgentLink, receiver: ForkReceiver
-    ) -> None:
-        self._loop = loop
-        self._children = children
-        self._agent = agent
-        self._receiver = receiver
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._loop = runner.loop
         self.spec: ZygoteSpec | None = None
         self._zygote: Zygote | None = None
         self._lost = 0
         """The number of zygotes lost since the last fork."""
-        self._retry_at: float | None = None
         self._none_because = ""
         self.begun = False
         """Whether a start was attempted."""
@@ -121,13 +148,11 @@ class ZygoteProcess:
             return self._none_because
         return self._zygote.lost_because or "the zygote is still importing"
 
-    def keep(self, request: Mapping[str, object]) -> None:
-        spec = read_zygote_spec(request)
-        if self.spec is not None:
-            raise RequestError("this job already has a zygote")
-        self.spec = spec
-        if not spec.after_import:
-            self.begin()
+    def keep(self, spec: ZygoteSpec) -> None:
+        if self.spec is None:
+            self.spec = spec
+            if not spec.after_import:
+                self.begin()
 
     def begin(self) -> None:
         """Start the zygote, unless it has already been started or given up."""
@@ -137,7 +162,8 @@ class ZygoteProcess:
 
     def give_up_for_good(self, reason: str) -> None:
         """End the zygote for good: all further workers of the job are started cold."""
-        self.given_up, self._retry_at = True, None
+        self.given_up = True
+        self._loop.call_at(None, self._start)
         if self._zygote is None:
             self._report_lost(reason, final=True)
         else:
@@ -155,11 +181,12 @@ class ZygoteProcess:
         zygote = self._zygote
         if zygote is None:
             return
-        zygote.ready, zygote.ready_until = False, None
+        zygote.ready = False
+        self._loop.call_at(None, self._end_imports)
         zygote.lost_because = zygote.lost_because or reason
         self._close_control(zygote)
         zygote.child.kill()
-        self._receiver.zygote_lost(reason)
+        self._runner.forks.zygote_lost(reason)
 
     def has_forked(self) -> None:
         """Record that the zygote works, so that a replacement is started quickly if it is lost."""
@@ -168,26 +195,17 @@ class ZygoteProcess:
     def attach(self, zygote: Zygote) -> None:
         """Use this zygote from now on. Raises `OSError` if its socket cannot be watched."""
         self._loop.watch(zygote.control.fileno(), partial(self.read, zygote))
+        self._loop.call_at(time.monotonic() + PRELOAD_TIMEOUT_S, self._end_imports)
         self._zygote = zygote
 
-    def wake_times(self) -> Iterator[float | None]:
-        yield self._retry_at
-        if self._zygote is not None:
-            yield self._zygote.ready_until
-
-    def do_due(self, now: float) -> None:
-        """Start another zygote when it is time, or give up one whose imports take too long."""
-        if self._retry_at is not None and now >= self._retry_at:
-            self._retry_at = None
-            if not self._loop.shutting_down:
-                self._start()
-        until = None if self._zygote is None else self._zygote.ready_until
-        if until is not None and now >= until:
-            self.give_up(f"it has not imported within {PRELOAD_TIMEOUT_S:.0f} s")
+    def _end_imports(self) -> None:
+        self.give_up(f"it has not imported within {PRELOAD_TIMEOUT_S:.0f} s")
 
     def _start(self) -> None:
         spec = self.spec
         assert spec is not None
+        if self._loop.shutting_down:
+            return
         if spec.after_import and (free := free_bytes()) is not None and free < NEEDS_BYTES:
             needed = f"{NEEDS_BYTES >> 20} MiB of memory"
             self._report_lost(f"it is not started with less than {needed} free", final=False)
@@ -198,15 +216,14 @@ class ZygoteProcess:
             with theirs:
                 try:
                     self.attach(zygote)
-                    zygote.child = self._children.start(
+                    zygote.child = self._runner.children.start(
                         "the zygote",
                         _program_of(spec, theirs.fileno()),
                         partial(self._end, zygote),
                         spared=True,
                     )
                 except OSError:
-                    self._close_control(zygote)
-                    self._zygote = None
+                    self._forget(zygote)
                     raise
         except OSError as error:
             self._report_lost(f"cannot start {spec.argv[0]!r}: {reason_of(error)}", final=False)
@@ -236,43 +253,48 @@ class ZygoteProcess:
 
     def _take_message(self, zygote: Zygote, message: Mapping[str, Any]) -> None:
         if "ready" in message:
-            readiness = _read_readiness(message["ready"])
-            zygote.ready, zygote.ready_until = True, None
-            self._receiver.zygote_ready()
-            self._agent.emit("zygote_ready", pid=zygote.child.pid, **readiness)
+            readiness = decode(Readiness, message["ready"])
+            zygote.ready = True
+            self._loop.call_at(None, self._end_imports)
+            self._runner.forks.zygote_ready()
+            self._runner.agent.emit("zygote_ready", pid=zygote.child.pid, **asdict(readiness))
         elif "refused" in message:
             zygote.lost_because, zygote.final = str(message["refused"]), True
             self.given_up = True
         else:
             # The zygote is the user's own process and may send anything.
             pids = [pid for pid in message["pids"] if type(pid) is int]
-            self._receiver.forked(message["forked"], pids, str(message["reason"]))
+            self._runner.forks.forked(message["forked"], pids, str(message["reason"]))
 
     def _close_control(self, zygote: Zygote) -> None:
         if zygote.control.fileno() >= 0:
             self._loop.unwatch(zygote.control.fileno())
             zygote.control.close()
 
+    def _forget(self, zygote: Zygote) -> None:
+        self._close_control(zygote)
+        self._loop.call_at(None, self._end_imports)
+        self._zygote = None
+
     def _end(self, zygote: Zygote, child: Child, code: int) -> None:
         while zygote.control.fileno() >= 0 and self.read(zygote):
             pass
-        self._close_control(zygote)
-        self._zygote = None
+        self._forget(zygote)
         if not self._loop.shutting_down:
             ended = f"it was killed by signal {-code}" if code < 0 else f"it exited with {code}"
             if child.failure:
                 ended = f"cannot start {zygote.spec.argv[0]!r}: {child.failure}"
             self._report_lost(zygote.lost_because or ended, final=zygote.final)
-        self._receiver.zygote_lost(self._none_because)
+        self._runner.forks.zygote_lost(self._none_because)
 
     def _report_lost(self, reason: str, *, final: bool) -> None:
         self._none_because = f"there is no zygote: {reason}"
         retry_s = None
         if not final:
             retry_s = min(2.0**self._lost, MAX_ZYGOTE_RETRY_S)
-            self._retry_at = time.monotonic() + retry_s
+            self._loop.call_at(time.monotonic() + retry_s, self._start)
             self._lost += 1
-        self._agent.emit("zygote_lost", reason=reason, retry_s=retry_s)
+        self._runner.agent.emit("zygote_lost", reason=reason, retry_s=retry_s)
 
 
 def _program_of(spec: ZygoteSpec, control_fd: int) -> Program:
@@ -293,11 +315,149 @@ def _program_of(spec: ZygoteSpec, control_fd: int) -> Program:
     )
 
 
-def _read_readiness(said: Mapping[str, Any]) -> dict[str, object]:
-    """Return a zygote's description of itself, dropping anything else it may send."""
-    return {
-        "modules": [str(name) for name in said["modules"]],
-        "threads": int(said["threads"]),
-        "memory_kb": int(said["memory_kb"]),
-        "seconds": float(said["seconds"]),
-    }
+class WarmRestarts:
+    """Watches the workers of a job that should have warm restarts."""
+
+    def __init__(self, loop: Loop, zygote: ZygoteProcess) -> None:
+        self._loop = loop
+        self._zygote = zygote
+        self._socket: socket.socket | None = None
+        self._address = ""
+        self._workers = 0
+        self._reports_left = 0
+        self._imported: set[int] = set()
+        """The pids of the processes that have imported torch in this round."""
+        self._rounds = 0
+        self._since = 0.0
+        """When the first round began here."""
+
+    @property
+    def cold_because(self) -> str:
+        """Why a restart so soon is cold, or an empty string if the reason is another."""
+        age_s = time.monotonic() - self._since
+        if self._rounds < 2 or age_s >= YOUNG_S or not self._wanted or self._zygote.begun:
+            return ""
+        return (
+            f"this job began {age_s:.0f} s ago on this node; restarts are warm once its workers, "
+            "and then the zygote, have imported torch"
+        )
+
+    @property
+    def _wanted(self) -> bool:
+        spec = self._zygote.spec
+        return spec is not None and spec.after_import and not self._zygote.given_up
+
+    @property
+    def report_to(self) -> str | None:
+        """The abstract address to which workers report, or None if they should not."""
+        return self._address if self._socket is not None else None
+
+    def close(self) -> None:
+        """Stop receiving reports."""
+        if self._socket is not None:
+            self._loop.unwatch(self._socket.fileno())
+            close_job_socket(self._socket)
+            self._socket = None
+
+    def begin_round(self, workers: int) -> None:
+        """Start receiving reports from a new round's workers."""
+        if not self._wanted:
+            return
+        self._rounds += 1
+        if self._rounds == 1:
+            self._since = time.monotonic()
+        self._workers = workers
+        self._imported.clear()
+        self._reports_left = MAX_REPORTS_PER_WORKER * workers
+        try:
+            if self._socket is None:
+                self._listen()
+        except OSError as error:
+            self._give_up(f"its workers cannot be watched: {reason_of(error)}")
+
+    def _listen(self) -> None:
+        # Uses an abstract address, because scripts could see an inherited descriptor.
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._address = f"rdzv-torch-{os.urandom(16).hex()}"
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.bind(f"\0{self._address}")
+        self._loop.watch(self._socket.fileno(), self._read)
+
+    def watched(self, program: Program) -> Program:
+        """Return a program that reports its import of torch, if such reports are wanted."""
+        if self._socket is None:
+            return program
+        path = program.env.get("PYTHONPATH")
+        env = {
+            **program.env,
+            "PYTHONPATH": os.pathsep.join([str(WATCH_HOOK), *([path] if path else [])]),
+            "RDZV_TORCH_WATCH": self._address if path is None else f"{self._address}:{path}",
+        }
+        return replace(program, env=env)
+
+    def note_exit(self, child: Child, code: int, started_at: float) -> None:
+        """Give up warm restarts if this exit suggests that a warm worker was broken by the fork."""
+        age_s = time.monotonic() - started_at
+        if self._wanted and -code in CRASHES and age_s < CRASH_WITHIN_S:
+            name = signal.Signals(-code).name
+            self._give_up(
+                f"a warm worker, pid {child.pid}, died of {name} {age_s:.1f} s after its start"
+            )
+
+    def _begin(self) -> None:
+        if self._wanted and not self._loop.shutting_down:
+            self._zygote.begin()
+
+    # ------------------------------------------------------------------ reports
+
+    def _read(self) -> None:
+        """Receive a report. The worker is the user's own process and may send anything."""
+        assert self._socket is not None
+        try:
+            data, ancillary = receive_data(
+                self._socket, RECEIVE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
+            )
+        except BlockingIOError:
+            return
+        except SentDescriptorError:
+            self.close()  # Nothing can be received after it.
+            return
+        self._reports_left -= 1
+        try:
+            pid, uid, _ = _CREDENTIALS.unpack(ancillary[0][2])
+            changed = [str(name) for name in json.loads(data)["changed"]]
+        except (ValueError, TypeError, LookupError, RecursionError, struct.error):
+            pass
+        else:
+            if uid == self._uid:  # Any account can see the address.
+                self._take_report(pid, changed)
+        if self._reports_left <= 0:
+            self.close()
+
+    @property
+    def _uid(self) -> int:
+        spec = self._zygote.spec
+        identity = None if spec is None else spec.identity
+        return os.getuid() if identity is None else identity.uid
+
+    def _take_report(self, pid: int, changed: list[str]) -> None:
+        if changed:
+            names = ", ".join(f"{name!r:.70}" for name in changed[:8])
+            self._give_up(
+                f"the script changes {names} before it imports torch, which a fork has "
+                "already imported; set it for the launch to have warm restarts"
+            )
+            return
+        self._imported.add(pid)
+        if self._zygote.begun:
+            return
+        now = time.monotonic()
+        if len(self._imported) >= self._workers:
+            self._loop.call_at(now, self._begin)
+        elif self._loop.time_of(self._begin) is None:
+            self._loop.call_at(now + SETTLE_S, self._begin)
+
+    def _give_up(self, reason: str) -> None:
+        self._loop.call_at(None, self._begin)
+        self.close()
+        self._zygote.give_up_for_good(reason)

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rdzv.agent.runner.channel import Channel, MalformedFrameError
 from rdzv.agent.runner.descriptors import peer_of, short_path
 from rdzv.agent.runner.requests import PROTOCOL_VERSION
@@ -139,21 +141,12 @@ async def _first_message(channel: Channel) -> Mapping[str, object] | None:
 
 def read_hello(said: Mapping[str, Any]) -> Hello:
     """Parse a runner's hello. Raises `NotAdoptableError` if this agent cannot adopt it."""
-    try:
-        version, pid = int(said["version"]), int(said["pid"])
-        if version != PROTOCOL_VERSION:
-            raise NotAdoptableError(
-                f"pid {pid} speaks version {version} of the runner's protocol, and this agent "
-                f"speaks {PROTOCOL_VERSION}"
-            )
-        return Hello(
-            pid=pid,
-            round=said["round"],
-            last_round=said["last_round"],
-            workers={int(local_rank): int(pid) for local_rank, pid in said["workers"]},
-            store_hosts=frozenset(said["store_hosts"]),
-            zygote=bool(said["zygote"]),
-            kept={str(name): str(value) for name, value in said["kept"].items()},
+    if (version := said.get("version")) != PROTOCOL_VERSION:
+        raise NotAdoptableError(
+            f"pid {said.get('pid')!r:.20} speaks version {version!r:.20} of the runner's protocol, "
+            f"and this agent speaks {PROTOCOL_VERSION}"
         )
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise NotAdoptableError(f"it sent {said!r:.200}: {error!r}") from error
+    try:
+        return msgspec.convert(said, Hello, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise NotAdoptableError(f"it sent {said!r:.200}: {error}") from error

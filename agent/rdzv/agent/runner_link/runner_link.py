@@ -21,17 +21,26 @@ from rdzv.agent.core.events import RunnerExited, StartFailed, StoreHostExited, W
 from rdzv.agent.runner.channel import Channel, MalformedFrameError
 from rdzv.agent.runner.descriptors import close_fds
 from rdzv.agent.runner.requests import (
-    MAX_GRACE_S,
-    MAX_ORPHAN_TIMEOUT_S,
+    EndKept,
+    Heard,
+    Keep,
     KeepSpec,
+    NotifyWorkers,
+    ProgramSpec,
+    RenewFence,
+    Serve,
+    StartStoreHost,
+    StartWorkers,
+    StopStoreHost,
+    StopWorkers,
     WorkerSpec,
     ZygoteSpec,
+    type_of,
 )
 from rdzv.agent.runner.spawn import NOT_STARTED
 from rdzv.agent.runner.system import Identity
 from rdzv.agent.runner_link import agent_children
-from rdzv.agent.runner_link.runner_events import OnEvent, decode_event, number_of
-from rdzv.agent.runner_link.runner_log import RunnerLog
+from rdzv.agent.runner_link.runner_events import OnEvent, RunnerLog, decode_event, number_of
 from rdzv.core.model import SnapshotMark
 from rdzv.core.snapshot_copies import CopySource
 from rdzv.structs import as_dict, struct
@@ -53,18 +62,14 @@ class Hello:
     """A runner's description of itself, for an agent that might adopt it."""
 
     pid: int
-    round: int | None
-    """The round whose processes exist, if any."""
     last_round: int | None
     """The round whose workers were last ordered to start."""
     workers: Mapping[int, int]
-    """The round's workers that have been started, whether or not they have exited: pids by
-    LOCAL_RANK.
+    """The workers, by LOCAL_RANK, that have been started in the round whose processes exist, if
+    any, whether or not they have exited: their pids.
     """
     store_hosts: frozenset[int]
     """The rounds that have a store host."""
-    zygote: bool
-    """Whether the runner was asked to keep a zygote."""
     kept: Mapping[str, str]
     """The values that the runner keeps for its next agent, by name."""
 
@@ -149,7 +154,6 @@ class RunnerLink:
         """How the runner ended; None while it is running."""
         self._handling: asyncio.Future[None] | None = None
         """Done once the event that is being handled has been handled; later events wait."""
-        self._keeps_zygote = adopted is not None and adopted.zygote
         self._log = RunnerLog(self._pid)
         self._asked_to_end = False
         self._last_event = self._heard = 0
@@ -189,17 +193,14 @@ class RunnerLink:
         SIGKILL, and ends. Further calls change only these times, starting from the next loss of an
         agent.
         """
-        orphan_timeout_s = min(max(orphan_timeout_s, 0.0), MAX_ORPHAN_TIMEOUT_S)
-        grace_s = min(max(grace_s, 0.0), MAX_GRACE_S)
-        where = {"socket": str(path), "orphan_timeout_s": orphan_timeout_s, "grace_s": grace_s}
-        self._send({"type": "serve", **where})
+        self._ask(Serve(str(path), orphan_timeout_s, grace_s))
 
     def keep(self, name: str, value: str) -> None:
         """Make the runner keep a value for the agent that adopts it.
 
         The runner stores the value before it handles any later request.
         """
-        self._send({"type": "keep", "name": name, "value": value})
+        self._ask(Keep(name, value))
 
     async def let_go(self, timeout_s: float) -> None:
         """Leave the runner to the next agent: send unsent requests and stop receiving events."""
@@ -223,10 +224,7 @@ class RunnerLink:
         Only the first call has an effect. While no zygote is ready, workers start cold, unless the
         zygote's `wait_s` allows them to wait. Changes of its state are logged.
         """
-        if not self._keeps_zygote:
-            self._keeps_zygote = True
-            fields = _portable(_fields(zygote))
-            self._send({"type": "keep_zygote", **fields})
+        self._ask(zygote)
 
     def begin_zygote(self) -> None:
         """Start a zygote with `after_import` now, since the script is known to suit it."""
@@ -240,17 +238,8 @@ class RunnerLink:
         With `keep`, the parked workers that it names continue instead of being started, and new
         workers can be kept later.
         """
-        specs = [_portable(_fields(worker)) for worker in workers]
-        warm = []
-        for worker in workers:
-            if worker.zygote is not None:
-                self.keep_zygote(worker.zygote)
-                warm.append(worker.local_rank)
         try:
-            message: dict[str, object] = {"round": round, "workers": specs, "warm": warm}
-            if keep is not None:
-                message["keep"] = asdict(keep)
-            self._send({"type": "start_workers", **message})
+            self._ask(StartWorkers(round, tuple(workers), keep))
         except ValueError as error:
             self._loop.call_soon(self._fail_start, round, str(error))
 
@@ -267,11 +256,9 @@ class RunnerLink:
         The caller should close its copy of the socket afterwards, so that clients notice if the
         store dies.
         """
-        whose = None if identity is None else asdict(identity)
-        command = _portable({"argv": [python, str(_STORE_HOST)], "env": env, "identity": whose})
         fd = os.dup(listen_socket.fileno())
         try:
-            self._send({"type": "start_store_host", "round": round, **command}, fd)
+            self._ask(StartStoreHost(round, (python, str(_STORE_HOST)), env, identity), fd)
         except ValueError as error:
             log.error("cannot start the store host of round %d: %s", round, error)
             not_started = StoreHostExited(round, exit_code=NOT_STARTED)
@@ -292,12 +279,8 @@ class RunnerLink:
         period, but not extend it. `WorkersGone` follows, at once if no process of the round is
         here.
         """
-        grace_s = min(max(grace_ms / 1000, 0.0), MAX_GRACE_S)
-        message: dict[str, object] = {"round": round, "signal": int(signum), "grace_s": grace_s}
-        if keep_ms is not None:
-            message["keep_s"] = min(max(keep_ms / 1000, 0.0), MAX_GRACE_S)
-            message["not_kept"] = list(not_kept)
-        self._send({"type": "stop_workers", **message})
+        keep_s = None if keep_ms is None else _seconds(keep_ms)
+        self._ask(StopWorkers(round, int(signum), _seconds(grace_ms), keep_s, tuple(not_kept)))
 
     def end_kept(self, grace_ms: int, charged: Sequence[int] = ()) -> None:
         """End all parked workers with SIGTERM, and with SIGKILL after the grace period.
@@ -305,12 +288,11 @@ class RunnerLink:
         The LOCAL_RANKs in `charged` raise the exception they reported, instead of receiving
         SIGTERM.
         """
-        grace_s = min(max(grace_ms / 1000, 0.0), MAX_GRACE_S)
-        self._send({"type": "end_kept", "grace_s": grace_s, "charged": list(charged)})
+        self._ask(EndKept(_seconds(grace_ms), tuple(charged)))
 
     def notify_workers(self, round: int, signum: int) -> None:
         """Signal each of the round's workers once, without ending anything."""
-        self._send({"type": "notify_workers", "round": round, "signal": int(signum)})
+        self._ask(NotifyWorkers(round, int(signum)))
 
     def renew_fence(self, at_ms: int) -> None:
         """Let no worker, of this round or a later one, live beyond this point of `boottime_ms`.
@@ -318,7 +300,7 @@ class RunnerLink:
         Each call moves the fence forward, never back; before the first call there is no fence. The
         runner enforces it by itself, whatever happens to this process.
         """
-        self._send({"type": "renew_fence", "fence_at_ms": at_ms})
+        self._ask(RenewFence(at_ms))
 
     def hold_snapshots(self, limit_bytes: int | None) -> None:
         """Limit the memory for snapshots, and request a `SnapshotsHeld` now and after each change.
@@ -377,7 +359,7 @@ class RunnerLink:
         self._send({"type": "fetch_copies", "mark": as_dict(mark), "sources": asked})
 
     def stop_store_host(self, round: int) -> None:
-        self._send({"type": "stop_store_host", "round": round})
+        self._ask(StopStoreHost(round))
 
     def kill(self) -> None:
         """Kill all processes now, including the runner. `RunnerExited` follows."""
@@ -396,6 +378,10 @@ class RunnerLink:
                 await self._exited.wait()
 
     # ------------------------------------------------------------------ to the runner
+
+    def _ask(self, request: Any, *fds: int) -> None:
+        """Send a request of requests.py. Raises `ValueError` if it is too large."""
+        self._send({"type": type_of(type(request)), **_portable(asdict(request))}, *fds)
 
     def _send(self, message: Mapping[str, object], *fds: int) -> None:
         if self._exited.is_set():
@@ -478,7 +464,7 @@ class RunnerLink:
             # An event is confirmed only after it has been handled, so that an event that kills the
             # agent is resent to the next one.
             self._heard = self._last_event
-            self._send({"type": "heard", "number": self._heard})
+            self._ask(Heard(self._heard))
 
     def _go_on(self, number: int, _: asyncio.Future[None]) -> None:
         """Deliver the events that arrived while another event was being handled."""
@@ -558,19 +544,16 @@ def _start_runner(fd: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, pass_fds=[fd], start_new_session=True)
 
 
-def _fields(spec: WorkerSpec | ZygoteSpec) -> dict[str, object]:
-    """Return the fields of a request that specify a process to start."""
-    told = {name: getattr(spec, name) for name in spec.__slots__ if name != "zygote"}
-    return {**told, "identity": None if spec.identity is None else asdict(spec.identity)}
+def _seconds(ms: int) -> float:
+    return max(ms / 1000, 0.0)
 
 
 def _program(
     argv: Sequence[str], env: Mapping[str, str], cwd: Path | None, identity: Identity | None
 ) -> dict[str, Any]:
-    whose = None if identity is None else asdict(identity)
     where = None if cwd is None else str(cwd)
-    program = {"argv": list(argv), "env": env, "cwd": where, "identity": whose}
-    return {name: _portable(value) for name, value in program.items()}
+    program: dict[str, Any] = _portable(asdict(ProgramSpec(tuple(argv), env, where, identity)))
+    return program
 
 
 def _portable(value: Any) -> Any:

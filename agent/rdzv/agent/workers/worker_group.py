@@ -213,7 +213,7 @@ class LocalWorkerGroup:
                 log.info("local_rank %d will start cold: %s", worker.local_rank, why)
             self._told_cold[worker.local_rank] = why
             return worker
-        return replace(worker, zygote=self.zygote)
+        return replace(worker, warm=True)
 
     def _environ(
         self,
