@@ -9,7 +9,7 @@ took to stop. Every other event is an instant on the track to which it belongs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -25,6 +25,9 @@ _LIVE, _FORMING, _STOPPING, _FAILED = "good", "yellow", "grey", "bad"
 
 # Events that are already shown as slices.
 _NO_INSTANTS = {"NodeStopped"}
+
+# Instants that are a line across all of the run's tracks.
+_ACROSS = {"RoundEnded", "RunBegan", "RunEnded", "WorkerFailed", "NodeLost"}
 
 _BAD_CAUSES = {"worker failure", "node lost", "store host", "start failed"}
 
@@ -50,74 +53,16 @@ class Span:
 
 def trace(status: JobStatus, history: Sequence[Event], now_ms: int) -> str:
     """Return the trace as a JSON document; slices still open end at `now_ms`, a Unix time."""
-    events = list(_events(status, history, now_ms))
+    events: list[dict[str, Any]] = []
+    for number, run in enumerate(runs_of(history), 1):
+        name_present(run, status)
+        events += _Process(number, run, now_ms).events(status.rdzv_id, history)
     document = {
         "displayTimeUnit": "ms",
         "otherData": {"rdzv_id": status.rdzv_id, "version": 1},
         "traceEvents": sorted(events, key=lambda event: (event["ph"] != "M", event.get("ts", 0))),
     }
     return json.dumps(document, ensure_ascii=True, indent=1)
-
-
-def _events(status: JobStatus, history: Sequence[Event], now_ms: int) -> Iterator[dict[str, Any]]:
-    for process, run in enumerate(runs_of(history), 1):
-        name_present(run, status)
-        until_ms = now_ms if run.ended_ms is None else run.ended_ms
-        tracks = {node: track for track, node in enumerate(run.nodes, 1)}
-        yield from _names(process, status.rdzv_id, run, tracks)
-        yield from _job_slices(process, run, until_ms)
-        for round_ in run.rounds:
-            yield from _node_slices(process, round_, tracks, until_ms)
-        yield from _instants(process, run, history, tracks)
-
-
-def _names(
-    process: int, rdzv_id: str, run: Run, tracks: Mapping[str, int]
-) -> Iterator[dict[str, Any]]:
-    number = f" run {run.number}" if run.number is not None else ""
-    yield _name("process_name", process, _JOB_TRACK, f"{rdzv_id}{number} ({run.run or 'no run'})")
-    for node, track in {"job": _JOB_TRACK, **tracks}.items():
-        yield _name("thread_name", process, track, node)
-        yield {
-            **{"ph": "M", "name": "thread_sort_index", "pid": process, "tid": track},
-            "args": {"sort_index": track},
-        }
-
-
-def _name(what: str, process: int, track: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
-
-
-def _slice(
-    process: int, track: int, name: str, times_ms: tuple[int, int], colour: str, **more: Any
-) -> dict[str, Any]:
-    since_ms, until_ms = times_ms
-    return {
-        **{"ph": "X", "cat": "rdzv", "name": name, "pid": process, "tid": track},
-        **{"ts": since_ms * 1000, "dur": max(until_ms - since_ms, 0) * 1000},
-        **{"cname": colour, "args": {key: value for key, value in more.items() if value != ""}},
-    }
-
-
-def _job_slices(process: int, run: Run, until_ms: int) -> Iterator[dict[str, Any]]:
-    """Yield the job's phases, for example a round, stopping, forming, the next round."""
-    for span in spans_of(run, until_ms):
-        times_ms = (span.since_ms, span.until_ms)
-        if span.phase is Phase.LIVE and span.round is not None:
-            round_ = span.round
-            yield _slice(
-                process,
-                _JOB_TRACK,
-                f"round {round_.number}",
-                times_ms,
-                _colour(round_),
-                **_about(round_),
-                nodes=counted(len(round_.nodes) + round_.more, "node"),
-                workers=str(round_.workers or ""),
-            )
-        else:
-            colour = _STOPPING if span.phase is Phase.STOPPING else _FORMING
-            yield _slice(process, _JOB_TRACK, span.phase, times_ms, colour)
 
 
 def spans_of(run: Run, until_ms: int) -> Iterator[Span]:
@@ -144,54 +89,77 @@ def _between(run: Run, before: Round | None, until_ms: int) -> Iterator[Span]:
         yield Span(Phase.FORMING, after, since_ms, end_ms)
 
 
-def _went_wrong(round_: Round) -> bool:
-    """Return whether a round ended because of a failure."""
-    return (round_.charge or round_.cause) in _BAD_CAUSES
+class _Process:
+    """One run's process in the trace."""
 
+    def __init__(self, number: int, run: Run, now_ms: int) -> None:
+        self._number = number
+        self._run = run
+        self._until_ms = now_ms if run.ended_ms is None else run.ended_ms
+        self._tracks = {node: track for track, node in enumerate(run.nodes, 1)}
 
-def _about(round_: Round) -> dict[str, str]:
-    """Return the attributes that describe how a round ended, with empty values for unknown ones."""
-    return {
-        "ended by": round_.cause,
-        "because": round_.reason,
-        "charged to": round_.charge,
-        "restarts spent": round_.restarts,
-    }
+    def events(self, rdzv_id: str, history: Iterable[Event]) -> Iterator[dict[str, Any]]:
+        number = f" run {self._run.number}" if self._run.number is not None else ""
+        process = f"{rdzv_id}{number} ({self._run.run or 'no run'})"
+        yield self._event("M", "process_name", _JOB_TRACK, args={"name": process})
+        for node, track in {"job": _JOB_TRACK, **self._tracks}.items():
+            yield self._event("M", "thread_name", track, args={"name": node})
+            yield self._event("M", "thread_sort_index", track, args={"sort_index": track})
+        yield from self._job_slices()
+        for round_ in self._run.rounds:
+            yield from self._node_slices(round_)
+        yield from self._instants(history)
 
+    def _event(self, kind: str, name: str, track: int, **more: Any) -> dict[str, Any]:
+        return {"ph": kind, "name": name, "pid": self._number, "tid": track, **more}
 
-def _colour(round_: Round) -> str:
-    return _FAILED if _went_wrong(round_) else _LIVE
+    def _slice(
+        self, track: int, name: str, since_ms: int, until_ms: int, colour: str, **about: str
+    ) -> dict[str, Any]:
+        times = {"ts": since_ms * 1000, "dur": max(until_ms - since_ms, 0) * 1000}
+        known = {key: value for key, value in about.items() if value != ""}
+        return self._event("X", name, track, cat="rdzv", **times, cname=colour, args=known)
 
-
-def _node_slices(
-    process: int, round_: Round, tracks: Mapping[str, int], until_ms: int
-) -> Iterator[dict[str, Any]]:
-    """Yield the round on each participant's track, followed by the time the node took to stop."""
-    ended_ms = until_ms if round_.live_until_ms is None else round_.live_until_ms
-    for node in round_.nodes:
-        track = tracks[node]
-        times_ms = (round_.at_ms, ended_ms)
-        name = f"round {round_.number}"
-        yield _slice(process, track, name, times_ms, _colour(round_), **_about(round_))
-        stopped_ms = round_.stopped_ms.get(node)
-        if stopped_ms is not None and round_.ended_ms is not None:
-            yield _slice(process, track, Phase.STOPPING, (ended_ms, stopped_ms), _STOPPING)
-
-
-def _instants(
-    process: int, run: Run, history: Iterable[Event], tracks: Mapping[str, int]
-) -> Iterator[dict[str, Any]]:
-    """Yield each other event as an instant, on the track of its node or of the job."""
-    for event in history:
-        if (event.run or "") != run.run or (event.fields and event.name in _NO_INSTANTS):
-            continue
-        track = tracks.get(node_of(event) or "", _JOB_TRACK)
-        yield {
-            **{"ph": "i", "cat": "rdzv", "name": event.name, "pid": process, "tid": track},
-            # The instant's scope: its own track, or a line across all of the run's tracks.
-            **{"ts": event.unix_ms * 1000, "s": "p" if event.name in _ACROSS else "t"},
-            "args": {"text": event.text},
+    def _round(self, track: int, round_: Round, until_ms: int, **more: str) -> dict[str, Any]:
+        colour = _FAILED if (round_.charge or round_.cause) in _BAD_CAUSES else _LIVE
+        about = {
+            "ended by": round_.cause,
+            "because": round_.reason,
+            "charged to": round_.charge,
+            "restarts spent": round_.restarts,
         }
+        name = f"round {round_.number}"
+        return self._slice(track, name, round_.at_ms, until_ms, colour, **about, **more)
 
+    def _job_slices(self) -> Iterator[dict[str, Any]]:
+        """Yield the job's phases, for example a round, stopping, forming, the next round."""
+        for span in spans_of(self._run, self._until_ms):
+            if span.phase is Phase.LIVE and span.round is not None:
+                nodes = counted(len(span.round.nodes) + span.round.more, "node")
+                workers = str(span.round.workers or "")
+                yield self._round(
+                    _JOB_TRACK, span.round, span.until_ms, nodes=nodes, workers=workers
+                )
+            else:
+                colour = _STOPPING if span.phase is Phase.STOPPING else _FORMING
+                yield self._slice(_JOB_TRACK, span.phase, span.since_ms, span.until_ms, colour)
 
-_ACROSS = {"RoundEnded", "RunBegan", "RunEnded", "WorkerFailed", "NodeLost"}
+    def _node_slices(self, round_: Round) -> Iterator[dict[str, Any]]:
+        """Yield the round on each participant's track, followed by the time it took to stop."""
+        ended_ms = self._until_ms if round_.live_until_ms is None else round_.live_until_ms
+        for node in round_.nodes:
+            track, stopped_ms = self._tracks[node], round_.stopped_ms.get(node)
+            yield self._round(track, round_, ended_ms)
+            if stopped_ms is not None and round_.ended_ms is not None:
+                yield self._slice(track, Phase.STOPPING, ended_ms, stopped_ms, _STOPPING)
+
+    def _instants(self, history: Iterable[Event]) -> Iterator[dict[str, Any]]:
+        """Yield each other event as an instant, on the track of its node or of the job."""
+        for event in history:
+            is_slice = event.fields and event.name in _NO_INSTANTS
+            if (event.run or "") == self._run.run and not is_slice:
+                track = self._tracks.get(node_of(event) or "", _JOB_TRACK)
+                scope = "p" if event.name in _ACROSS else "t"
+                times = {"ts": event.unix_ms * 1000, "s": scope}
+                args = {"text": event.text}
+                yield self._event("i", event.name, track, cat="rdzv", **times, args=args)

@@ -306,61 +306,39 @@ def follow(
     Raises:
         RendezvousError: the server can no longer report on the run.
     """
-    story = _Story(watcher, rdzv_id, run)
-    story.start()
+    output = threading.Thread(target=_show_output, args=(logs, rdzv_id, run), daemon=True)
+    output.start()
+    news, reports = _watching(watcher, rdzv_id), StateReports(rdzv_id)
+    while isinstance(status := news.get(), JobStatus) and status.run == run:
+        if status.state in ENDED:
+            break
+        reports.report(status)
+    output.join()
+    if isinstance(status, RendezvousError):
+        raise status
+    if status.run != run:
+        raise RendezvousClosedError(
+            f"another run of {rdzv_id} has begun; `rdzvctl events {rdzv_id}` shows how this "
+            "one ended"
+        )
+    say(f"{rdzv_id} has {status.state}: {status.reason}")
+    code = exit_code(status, root_cause=root_cause)
+    assert code is not None, "it has ended"
+    return code
+
+
+def _show_output(client: ControlClient, rdzv_id: str, run: str) -> None:
     try:
-        written = logs.logs(rdzv_id, follow=True, run=run)
-        # Notes about the whole job are omitted, because the story reports them.
-        written = (piece for piece in written if piece.node_id)
-        show_logs(written, one_rank=False, one_stream=False)
+        pieces = client.logs(rdzv_id, follow=True, run=run)
+        # Notes about the whole job are omitted, because its state is reported.
+        pieces = (piece for piece in pieces if piece.node_id)
+        show_logs(pieces, one_rank=False, one_stream=False)
     except (InvalidRequestError, RendezvousClosedError):
-        # The run ended without output, or another run has begun. The story reports which.
-        pass
+        pass  # The run ended without output, or another run has begun.
     except RendezvousError as error:
         say(f"no more of its output can be shown: {error}")
-    # This ends, because the watch gives up by itself if no server responds.
-    story.join()
-    return story.end(root_cause=root_cause)
-
-
-class _Story(threading.Thread):
-    """Reports one run's state changes on stderr, as the server pushes them, until it has ended."""
-
-    def __init__(self, client: ControlClient, rdzv_id: str, run: str) -> None:
-        super().__init__(daemon=True)
-        self._client = client
-        self._rdzv_id = rdzv_id
-        self._run_uid = run
-        self._end: JobStatus | RendezvousError | None = None
-
-    def run(self) -> None:
-        """Report every change."""
-        reports = StateReports(self._rdzv_id)
-        try:
-            for status in self._client.watch(self._rdzv_id, tries_again):
-                if status.run != self._run_uid:
-                    raise RendezvousClosedError(
-                        f"another run of {self._rdzv_id} has begun; `rdzvctl events "
-                        f"{self._rdzv_id}` shows how this one ended"
-                    )
-                if status.state in ENDED:
-                    self._end = status
-                    return
-                reports.report(status)
-        except RendezvousError as error:
-            self._end = error
-        except ValueError:
-            pass  # The client was closed, because of Ctrl-C.
-
-    def end(self, *, root_cause: bool) -> int:
-        """Report how the run ended and return the exit code; raise if that is unknown."""
-        if isinstance(self._end, RendezvousError):
-            raise self._end
-        assert self._end is not None, "the watcher has seen the end"
-        say(f"{self._rdzv_id} has {self._end.state}: {self._end.reason}")
-        code = exit_code(self._end, root_cause=root_cause)
-        assert code is not None, "it has ended"
-        return code
+    except ValueError:
+        pass  # The client was closed, because of Ctrl-C.
 
 
 def follow_events(

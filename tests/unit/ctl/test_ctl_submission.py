@@ -764,10 +764,10 @@ def test_ctrl_c_leaves_it_running(
 ) -> None:
     from rdzv.ctl import watch
 
-    def interrupted(*_: object, **__: object) -> bool:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(watch, "show_logs", interrupted)
+    monkeypatch.setattr(watch.StateReports, "report", interrupted)
     assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 130
     said = capsys.readouterr().err.splitlines()[-1]
     assert said == (
