@@ -37,6 +37,7 @@ from rdzv.server.rpc.grpc_listener import serving
 from rdzv.server.security.roles import Gate
 from rdzv.server.security.tls import Tls
 from rdzv.server.settings.server_settings import Limits, TlsSettings
+from rdzv.server.telemetry.metrics_page import MetricsPage
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.channels import Credentials, Metadata
@@ -171,20 +172,18 @@ async def _serving(guard: Guard, folder: Path) -> AsyncIterator[tuple[Served, _B
     )
     clock = Clock()
     replica = Replica(clock, "memory", "1.2.3")
-    metrics = Metrics(lambda: None, config, "1.2.3")
+    page = MetricsPage(Metrics(), lambda: None, "memory", "1.2.3")
     tls = Tls(config.tls) if config.tls.pair is not None else None
-    gate = Gate(replica, clock, config, metrics)
+    gate = Gate(replica, clock, config, page.metrics)
     with ExitStack() as shortened:
         for module, name, value in SHORT:
             shortened.enter_context(patch.object(module, name, value))
-        async with Driver.running(MemoryStore(), clock, config, meter=metrics) as driver:
+        async with Driver.running(MemoryStore(), clock, config, metrics=page.metrics) as driver:
             replica.lead(driver)
             shown = _credentials(guard, folder)
             async with (
                 serving(replica, clock, config, tls=tls, gate=gate) as bound,
-                serving_http(
-                    replica, metrics, config, config.listen, clock, None, tls, gate
-                ) as http,
+                serving_http(replica, page, config, config.listen, clock, None, tls, gate) as http,
                 _channel(shown, bound, "grpc.enable_retries", 0) as channel,
                 _channel(shown, bound, "grpc.use_local_subchannel_pool", 1) as another,
             ):

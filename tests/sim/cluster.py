@@ -23,7 +23,7 @@ from rdzv.server.driver import Driver
 from rdzv.server.engine.jobs import Job, News
 from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.telemetry.metrics_interface import Meter
+from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.base import Page, Record, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
@@ -271,7 +271,9 @@ class Server:
         self.store = SimStore(world.disk, self)
         # Not by `running`, which stops in order: a killed process does nothing any more.
         config = replace(CONFIG, quarantine=world.swarm.quarantine)
-        self.driver = WatchedDriver(self.store, self.process, config, tasks, world.new_uid, Meter())
+        self.driver = WatchedDriver(
+            self.store, self.process, config, tasks, world.new_uid, Metrics()
+        )
         self.driver.world, self.driver.server = world, self
         watch = self.driver.loop_watch
         watch.timer = self.process.looks = Looks(self.process, watch.every_ms, watch.look)

@@ -39,6 +39,7 @@ from rdzv.server.http.listener import serving_http
 from rdzv.server.replication.replica import Replica
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings import server_settings
+from rdzv.server.telemetry.metrics_page import MetricsPage
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
@@ -167,9 +168,9 @@ class Served:
         if not on:
             await self._http.aclose()
             return
-        metrics = Metrics(lambda: None, self._config, "1.2.3")
+        page = MetricsPage(Metrics(), lambda: None, "memory", "1.2.3")
         http = serving_http(
-            self._replica, metrics, self._config, self._listen, self._clock, self._facade
+            self._replica, page, self._config, self._listen, self._clock, self._facade
         )
         self._listen = (await self._http.enter_async_context(http)).bound
         self.url = f"http://{self._listen}"

@@ -9,20 +9,25 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import accumulate
 
 import prometheus_client
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from rdzv.runtime.counts import Counts
 
 log = logging.getLogger("rdzv.metrics")
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Collect = Callable[[], Iterable[Metric]]
-
-# Otherwise, each counter and histogram would get an additional gauge with its creation time.
-prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Parts:
@@ -67,6 +72,23 @@ class Parts:
             "collector",
             {name: int(fine) for name, fine in sorted(self._in_order.items())},
         )
+
+
+def counted(counts: Counts) -> Iterator[Metric]:
+    for name, series in counts.series.items():
+        row = series.counted
+        if not row.buckets:
+            counter = CounterMetricFamily(name, row.help, labels=row.labels)
+            for labels, value in series.values.items():
+                counter.add_metric(labels, value)
+            yield counter
+            continue
+        histogram = HistogramMetricFamily(name, row.help, labels=row.labels)
+        bounds = [*(str(float(bound)) for bound in row.buckets), "+Inf"]
+        for labels, observed in series.observed.items():
+            buckets = list(zip(bounds, accumulate(observed.counts), strict=True))
+            histogram.add_metric(labels, buckets, observed.sum)
+        yield histogram
 
 
 def by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from rdzv.server.security.roles import Gate
     from rdzv.server.security.tls import Tls
     from rdzv.server.settings.server_settings import RdzvdSettings
-    from rdzv.server.telemetry.metrics_interface import Meter
     from rdzv.server.telemetry.server_metrics import Metrics
     from rdzv.stores.base import Store
     from rdzv.stores.etcd_config import EtcdConfig
@@ -285,15 +284,16 @@ async def _run_alone(
     from rdzv.server.driver import Driver
     from rdzv.server.replication.replica import Replica
     from rdzv.server.rpc.grpc_listener import serving
+    from rdzv.server.telemetry.server_metrics import Metrics
 
     store = await _open_store(config)
     replica = Replica(clock, store.place, VERSION)
-    metrics = _metrics(replica, config, facade, tls)
+    metrics = Metrics()
     try:
         async with (
             _gate(replica, clock, config, metrics) as gate,
-            _meter(metrics, config) as meter,
-            Driver.running(store, clock, config, meter=meter) as driver,
+            _notifying(config, metrics),
+            Driver.running(store, clock, config, metrics=metrics) as driver,
         ):
             replica.lead(driver)
             async with (
@@ -318,16 +318,17 @@ async def _run_replica(
     from rdzv.runtime.tasks import single_error
     from rdzv.server.replication.replica import Replica
     from rdzv.server.rpc.grpc_listener import serving
+    from rdzv.server.telemetry.server_metrics import Metrics
     from rdzv.stores.election import Election
     from rdzv.stores.etcd_client import EtcdClient
 
     replica = Replica(clock, etcd.place, VERSION)
-    metrics = _metrics(replica, config, facade, tls)
+    metrics = Metrics()
     with single_error():
         async with (
             EtcdClient.connected(etcd) as client,
             _gate(replica, clock, config, metrics) as gate,
-            _meter(metrics, config) as meter,
+            _notifying(config, metrics),
             serving(replica, clock, config, facade, tls, gate) as bound,
             _http(replica, metrics, config, clock, facade, tls, gate) as http,
             Election.running(
@@ -335,29 +336,15 @@ async def _run_replica(
             ) as election,
             asyncio.TaskGroup() as tasks,
         ):
-            campaign = tasks.create_task(replica.campaign(client, election, config, meter))
+            campaign = tasks.create_task(replica.campaign(client, election, config, metrics))
             _say_ready(config, bound, f"data in {etcd.place}", facade, http)
             await _stopped(stop)
             campaign.cancel()
 
 
-def _metrics(
-    replica: Replica, config: RdzvdSettings, facade: Facade | None, tls: Tls | None
-) -> Metrics | None:
-    if config.http is None:
-        return None
-    from rdzv.server.telemetry.server_metrics import Metrics
-
-    c10d = facade.views if facade is not None else None
-    expires = tls.expires if tls is not None else None
-    metrics = Metrics(replica.figures, config, VERSION, c10d=c10d, expires=expires)
-    metrics.add_process()
-    return metrics
-
-
 @asynccontextmanager
 async def _gate(
-    replica: Replica, clock: Clock, config: RdzvdSettings, metrics: Metrics | None
+    replica: Replica, clock: Clock, config: RdzvdSettings, metrics: Metrics
 ) -> AsyncIterator[Gate]:
     """Yield the gate, keeping any keys of the token issuer current until the body ends."""
     from rdzv.server.security.roles import Gate
@@ -372,34 +359,38 @@ async def _gate(
 
 
 @asynccontextmanager
-async def _meter(metrics: Metrics | None, config: RdzvdSettings) -> AsyncIterator[Meter | None]:
-    """Yield the observer of events: any configured metrics and notifications."""
+async def _notifying(config: RdzvdSettings, metrics: Metrics) -> AsyncIterator[None]:
+    """Pass what is counted on to the webhook, if there is one, until the body ends."""
     if config.notify.url_file is None:
-        yield metrics
+        yield
         return
-    from rdzv.server.telemetry.metrics_interface import Meters
     from rdzv.server.telemetry.notifications import notifying
 
-    async with notifying(config.notify) as notifications:
-        yield notifications if metrics is None else Meters(metrics, notifications)
+    async with notifying(config.notify) as metrics.notifications:
+        yield
 
 
 @asynccontextmanager
 async def _http(
     replica: Replica,
-    metrics: Metrics | None,
+    metrics: Metrics,
     config: RdzvdSettings,
     clock: Clock,
     facade: Facade | None,
     tls: Tls | None,
     gate: Gate,
 ) -> AsyncIterator[Listen | None]:
-    if config.http is None or metrics is None:
+    if config.http is None:
         yield None
         return
     from rdzv.server.http.listener import serving_http
+    from rdzv.server.telemetry.metrics_page import MetricsPage
 
-    made = serving_http(replica, metrics, config, config.http, clock, facade, tls, gate)
+    c10d = facade.views if facade is not None else None
+    expires = tls.expires if tls is not None else None
+    page = MetricsPage(metrics, replica.proven_driver, config.store, VERSION, c10d, expires)
+    page.add_process()
+    made = serving_http(replica, page, config, config.http, clock, facade, tls, gate)
     async with made as serving:
         yield serving.bound
 

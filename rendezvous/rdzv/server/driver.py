@@ -35,8 +35,8 @@ from rdzv.server.sessions.from_nodes import NodeCommands, Recovery, Reports
 from rdzv.server.sessions.node_jobs import NodeJobs
 from rdzv.server.sessions.streams import Streams
 from rdzv.server.settings.server_settings import RdzvdSettings
-from rdzv.server.telemetry.metrics_interface import Figures, Meter
 from rdzv.server.telemetry.scrape_targets import ScrapeTargets
+from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.base import Store
 
 WATCH_EVERY_MS = 250
@@ -56,21 +56,21 @@ class Driver:
         config: RdzvdSettings,
         tasks: Tasks,
         new_uid: Callable[[], str],
-        meter: Meter,
+        metrics: Metrics,
     ) -> None:
         self.clock, self.config, self.tasks = clock, config, tasks
-        self.new_uid, self.meter = new_uid, meter
+        self.new_uid, self.metrics = new_uid, metrics
         self.leases = Leases(self)
         self.loop_watch = LoopWatch(
             clock,
             self.leases.renew,
             every_ms=max(WATCH_EVERY_MS, config.lease.duration_ms // 100),
-            on_look=meter.loop_late,
+            on_look=metrics.loop_late,
         )
         self.watchers = Watchers(clock)
         self.store = StoreAccess(self, store)
         self.engine, self.jobs = Engine(self), Jobs(self)
-        self.history = History(self.jobs, self.store, clock, tasks, meter)
+        self.history = History(self.jobs, self.store, clock, tasks, metrics)
         self.forgetting = Forgetting(self)
         # Nodes on their streams, and what they say.
         self.streams, self.connections = Streams(self), Connections(self)
@@ -97,15 +97,15 @@ class Driver:
         clock: Clock,
         config: RdzvdSettings,
         new_uid: Callable[[], str] = lambda: secrets.token_hex(6),
-        meter: Meter | None = None,
+        metrics: Metrics | None = None,
     ) -> AsyncIterator[Driver]:
         """Take over the store, run until the body ends, and close every stream.
 
-        Events are counted by `meter`, if given. The store stays open, because the caller owns it.
+        Events are counted by `metrics`, if given. The store stays open, because the caller owns it.
         """
         with single_error():
             async with asyncio.TaskGroup() as group:
-                driver = cls(store, clock, config, Tasks(group), new_uid, meter or Meter())
+                driver = cls(store, clock, config, Tasks(group), new_uid, metrics or Metrics())
                 try:
                     # A failed start must be followed by `stop`, because timers of loaded jobs may
                     # be running.
@@ -146,7 +146,7 @@ class Driver:
         # Stop the timers again, because a decision that has just finished may have armed one.
         self._stop_timers()
         await self.history.flush()
-        self.meter.forget_jobs()
+        self.metrics.forget_jobs()
 
     def _stop_timers(self) -> None:
         self.forgetting.stop()
@@ -189,29 +189,6 @@ class Driver:
     def trouble(self) -> str:
         """The reason why nothing new can be decided now; empty if decisions are possible."""
         return self.store.trouble
-
-    def figures(self) -> Figures:
-        now_ms, records = self.clock.now_ms(), self.leases.records.values()
-        connected = sum(1 for record in records if record.stream is not None)
-        return Figures(
-            now_ms=now_ms,
-            leadership=self.leadership,
-            streams=len(self.streams.open),
-            nodes_connected=connected,
-            nodes_away=len(records) - connected,
-            watchers=self.operations.watching,
-            store_away_ms=self.store.away_ms,
-            states=self.jobs.states,
-            progress=lambda state: self.diagnosis.progress.shown(state, now_ms),
-            straggling=lambda state: self.diagnosis.stragglers.shown(state.membership.rdzv_id),
-            snapshots=self.diagnosis.snapshots.shown,
-            lease_ms=self.leases.lease_ms,
-            silence_ms=max(
-                (now_ms - record.heard_ms for record in records if record.stream is not None),
-                default=0,
-            ),
-            room=self.nodes.room,
-        )
 
     def agents(self) -> Mapping[str, str]:
         """Return the addresses at which agents serve /metrics, by node_id (see `ScrapeTargets`)."""

@@ -17,7 +17,7 @@ NEVER = (
         "rdzv.server.http.api",
         "rdzv.server.http.listener",
         "rdzv.server.security.tls",
-        "rdzv.server.telemetry.server_metrics",
+        "rdzv.server.telemetry.metrics_page",
     ),
     *("rdzv.stores.backup", "grpc_reflection.v1alpha"),
     *(

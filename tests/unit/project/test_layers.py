@@ -173,8 +173,8 @@ RULES = (
         "**/*.py",
         never=of("prometheus_client"),
         but=of(
-            *("runtime/exposition.py", "server/telemetry/server_metrics.py"),
-            *("server/telemetry/c10d_metrics.py", "agent/node/agent_metrics.py"),
+            *("runtime/exposition.py", "server/telemetry/metrics_page.py"),
+            "agent/node/agent_metrics.py",
         ),
     ),
     Rule(

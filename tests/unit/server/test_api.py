@@ -39,6 +39,7 @@ from rdzv.server.replication.replica import Replica
 from rdzv.server.security.roles import AUDIT
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.server_settings import Limits
+from rdzv.server.telemetry.metrics_page import MetricsPage
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.base import Page
 from rdzv.structs import replace
@@ -171,14 +172,14 @@ async def asked(
     config = replace(CONFIG, limits=limits or Limits())
     clock = FakeClock()
     uids = (f"run-{number}" for number in itertools.count(1))
-    metrics = Metrics(lambda: None, config, "1.2.3")
+    page = MetricsPage(Metrics(), lambda: None, "memory", "1.2.3")
     replica = Replica(clock, "memory", "1.2.3")
     async with Driver.running(
         store or FlakyStore(), clock, config, new_uid=lambda: next(uids)
     ) as driver:
         replica.lead(driver)
         async with (
-            serving_http(replica, metrics, config, Listen(listen, 0), clock, facade) as serving,
+            serving_http(replica, page, config, Listen(listen, 0), clock, facade) as serving,
             aiohttp.ClientSession() as session,
         ):
             yield Asked(driver, clock, replica, session, serving)

@@ -12,6 +12,7 @@ from rdzv.server.telemetry.event_lines import records
 from rdzv.server.telemetry.job_ledgers import JobLedgers
 from rdzv.structs import replace
 from rdzv.view.answers import event_in
+from rdzv.view.history import fields_in, kept, read
 from rdzv.view.ledger import Book, ledgers_of, summed
 from tests.unit.server.test_metrics import history, scraped
 from tests.unit.view.test_ledger import TABLE, ledger_of
@@ -28,7 +29,8 @@ async def test_the_sums_are_those_of_the_report() -> None:
             rows = await s.driver.history.of(rdzv_id, 10_000)
             runs = ledgers_of([event_in(row) for row in rows], now_ms)
             ledgers = JobLedgers()
-            ledgers.recorded(rows)
+            events = [read(row.name, fields_in(row.data)) for row in rows]
+            ledgers.recorded(rows, [event for event in events if event is not None])
             shown, of_nodes = ledgers.phases(rdzv_id, now_ms)
             for phase, ms in shown.items():
                 assert ms == sum(run.phases[phase] for run in runs), (rdzv_id, phase)
@@ -58,7 +60,8 @@ def test_what_was_queued_is_counted_over_all_runs() -> None:
     for number, at_ms in enumerate((0, 60_000), 1):
         submitted = Submit(f"run-{number}", Settings(1, 1), JobSpec(("a.py",)), "ada")
         transition = step(state, submitted, at_ms)
-        ledgers.recorded(records("job-7", f"run-{number}", transition.events, at_ms))
+        told = transition.events
+        ledgers.recorded(records("job-7", f"run-{number}", told, at_ms), [*map(kept, told)])
         ended = Ended(Result.STOPPED, "", at_ms)
         state = replace(
             transition.state, membership=replace(transition.state.membership, ended=ended)
@@ -72,7 +75,8 @@ def test_a_name_that_is_used_again_after_it_was_forgotten_begins_at_zero() -> No
     for at_ms in (0, 60_000):
         submitted = Submit(f"run-{at_ms}", Settings(1, 1), JobSpec(("a.py",)), "ada")
         transition = step(vacant("job-7", Tuning()), submitted, at_ms)
-        ledgers.recorded(records("job-7", f"run-{at_ms}", transition.events, at_ms))
+        told = transition.events
+        ledgers.recorded(records("job-7", f"run-{at_ms}", told, at_ms), [*map(kept, told)])
     shown, _ = ledgers.phases("job-7", 90_000, transition.state)
     assert shown["queued"] == sum(shown.values()) == 30_000
 
@@ -81,8 +85,8 @@ def test_no_interval_is_kept() -> None:
     """A job in a crash loop has thousands, and only their sums are shown."""
     book = Book("r", 0)
     story, now_s, _ = TABLE[REDOES]
-    for at_s, kept in story:
-        book.note(round(at_s * 1000), kept)
+    for at_s, event in story:
+        book.note(round(at_s * 1000), event)
         book.fold()
         assert book.booked == []
     ledger = ledger_of(story, now_s)
@@ -94,8 +98,8 @@ def test_rounds_that_never_made_a_step_have_not_trained() -> None:
     """Also if their costs are already summed up, at the first step of a later round."""
     story, now_s, _ = TABLE["a failure before the first step is no training once any step is made"]
     book = Book("r", 0)
-    for at_s, kept in story:
-        book.note(round(at_s * 1000), kept)
+    for at_s, event in story:
+        book.note(round(at_s * 1000), event)
         book.fold()
     ledger = ledger_of(story, now_s)
     sums = (ledger.phases, summed(ledger.intervals, nodes=True))

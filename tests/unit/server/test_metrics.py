@@ -9,15 +9,18 @@ import shutil
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from copy import copy
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rdzv.c10d import observations as c10d
 from rdzv.core.commands import Fail, Join, Stop, Submit, Succeed, Tick
-from rdzv.core.events import NodeLost, RunBegan
+from rdzv.core.events import HangOver, NodeLost, RunBegan, StacksTaken, WorkersStarted
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.life.runs import vacant
@@ -35,20 +38,21 @@ from rdzv.core.model import (
     job_state,
 )
 from rdzv.core.rendezvous import step
+from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousError
 from rdzv.messages import Progress
 from rdzv.server.driver import Driver
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.server_settings import RdzvdSettings
+from rdzv.server.telemetry.event_lines import records
 from rdzv.server.telemetry.job_metrics_page import (
     JOB_METRICS,
     missing_nodes,
     node_states,
     why_not_running,
 )
-from rdzv.server.telemetry.metrics_interface import Figures, Meter, Meters
-from rdzv.server.telemetry.server_metrics import ENDED_JOB_MS, ENDED_JOBS, SLICE_JOBS, Metrics
-from rdzv.stores.base import Record
+from rdzv.server.telemetry.metrics_page import SLICE_JOBS, MetricsPage
+from rdzv.server.telemetry.server_metrics import ENDED_JOB_MS, ENDED_JOBS, Metrics
 from rdzv.structs import replace
 from rdzv.view.answers import JobStatus
 from rdzv.view.explain import node_views, view
@@ -68,9 +72,9 @@ CONFIG = rdzvd_settings()
 class Scraped(Server):
     """A server with its metrics, and nodes that send what they are told to."""
 
-    def __init__(self, driver: Driver, clock: FakeClock, metrics: Metrics) -> None:
+    def __init__(self, driver: Driver, clock: FakeClock, page: MetricsPage) -> None:
         super().__init__(driver, clock)
-        self.metrics = metrics
+        self.page, self.metrics = page, page.metrics
 
     async def say(self, stream: Stream, command: Join | Fail | Succeed) -> None:
         await self.driver.commands.hear(stream, "job-7", command)
@@ -99,7 +103,7 @@ class Scraped(Server):
         await self.say(stream, join(stream, nodes, run="run-1", left_round=number))
 
     async def values(self) -> dict[str, float]:
-        return values(await self.metrics.text())
+        return values(await self.page.text())
 
 
 def values(text: bytes) -> dict[str, float]:
@@ -115,16 +119,16 @@ def values(text: bytes) -> dict[str, float]:
 async def scraped(
     store: FlakyStore | None = None,
     config: RdzvdSettings = CONFIG,
-    also: Meter | None = None,
 ) -> AsyncIterator[Scraped]:
-    """Run a driver with metrics; `also` receives the same calls as they do."""
+    """Run a driver with metrics."""
     clock = FakeClock()
     held: list[Driver] = []
-    metrics = Metrics(
-        lambda: held[0].figures() if held else None,
-        config,
+    metrics = Metrics(now_s=lambda: clock.at_ms / 1000)
+    page = MetricsPage(
+        metrics,
+        lambda: held[0] if held else None,
+        config.store,
         version="1.2.3",
-        now_s=lambda: clock.at_ms / 1000,
         c10d=torchs_own,
         expires=lambda: EXPIRES,
     )
@@ -134,10 +138,10 @@ async def scraped(
         clock,
         config,
         new_uid=lambda: next(uids),
-        meter=metrics if also is None else Meters(metrics, also),
+        metrics=metrics,
     ) as driver:
         held.append(driver)
-        yield Scraped(driver, clock, metrics)
+        yield Scraped(driver, clock, page)
         held.clear()
 
 
@@ -265,7 +269,7 @@ def torchs_own() -> tuple[JobStatus, ...]:
 async def test_a_history_has_these_metrics(request: pytest.FixtureRequest) -> None:
     async with scraped() as s:
         await history(s)
-        text = (await s.metrics.text()).decode()
+        text = (await s.page.text()).decode()
     text = re.sub(r'python="[^"]*"', 'python="3"', text)
     path = GOLDEN / "history.txt"
     if request.config.getoption("--rewrite"):
@@ -280,9 +284,9 @@ async def test_promtool_finds_nothing_to_improve() -> None:
     if promtool is None:
         pytest.skip("promtool is not installed (Debian's package prometheus has it)")
     async with scraped() as s:
-        s.metrics.add_process()
+        s.page.add_process()
         await history(s)
-        text = await s.metrics.text()
+        text = await s.page.text()
     pipe = asyncio.subprocess.PIPE
     check = await asyncio.create_subprocess_exec(
         promtool, "check", "metrics", stdin=pipe, stdout=pipe, stderr=pipe
@@ -296,7 +300,7 @@ async def test_promtool_finds_nothing_to_improve() -> None:
 async def test_every_metric_is_documented_and_no_other() -> None:
     async with scraped() as s:
         await history(s)
-        families = text_string_to_metric_families((await s.metrics.text()).decode())
+        families = text_string_to_metric_families((await s.page.text()).decode())
         told = {f.name + ("_total" if f.type == "counter" else "") for f in families}
     manual = Path(__file__).parents[3] / "docs" / "metrics.md"
     written = set(re.findall(r"^\| `(rdzv_\w+)", manual.read_text(), flags=re.MULTILINE))
@@ -306,12 +310,36 @@ async def test_every_metric_is_documented_and_no_other() -> None:
 async def test_no_label_is_called_job() -> None:
     async with scraped() as s:
         await history(s)
-        families = text_string_to_metric_families((await s.metrics.text()).decode())
+        families = text_string_to_metric_families((await s.page.text()).decode())
         labels = {name for f in families for sample in f.samples for name in sample.labels}
     assert labels == {
         *("rdzv_id", "state", "cause", "kind", "phase", "reason", "result", "operation", "le"),
         *("by", "collector", "version", "python", "store"),
     }
+
+
+ROOM = ("gpus", "places", "barred", "drains")
+
+
+def leading(*states: State) -> Any:
+    """A server that leads, with these jobs and nothing else."""
+    nothing = SimpleNamespace(shown=lambda *_: ())
+    snapshots = SimpleNamespace(shown=lambda _: SnapshotsKnown())
+    return SimpleNamespace(
+        clock=FakeClock(),
+        leadership=1,
+        jobs=SimpleNamespace(states=states),
+        leases=SimpleNamespace(records={}, lease_ms=0),
+        streams=SimpleNamespace(open={}),
+        operations=SimpleNamespace(watching=0),
+        store=SimpleNamespace(away_ms=0),
+        nodes=SimpleNamespace(room=lambda: {key: {} for key in ROOM}),
+        diagnosis=SimpleNamespace(progress=copy(nothing), stragglers=nothing, snapshots=snapshots),
+    )
+
+
+def standing_by() -> MetricsPage:
+    return MetricsPage(Metrics(), lambda: None, "memory", "1.2.3")
 
 
 async def test_what_fails_is_told_and_harms_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
@@ -320,30 +348,29 @@ async def test_what_fails_is_told_and_harms_nothing_else(caplog: pytest.LogCaptu
 
     state = vacant("job-7", Tuning())
     began = step(state, _first_join(), 0)
-    figures = Figures(0, 1, 0, 0, 0, 0, 0, (began.state,))
-    metrics = Metrics(lambda: figures, CONFIG, "1.2.3", c10d=broken)
-    metrics.count_step(state, began.state, began.events, 0)
+    leads = leading(began.state)
+    page = MetricsPage(Metrics(), lambda: leads, "memory", "1.2.3", c10d=broken)
+    page.metrics.count_step(state, began.state, began.events, 0)
     for _ in range(2):
-        found = values(await metrics.text())
+        found = values(await page.text())
         assert found["rdzv_collector_success{collector=c10d}"] == 0
         assert found["rdzv_collector_success{collector=jobs}"] == 1
         assert found["rdzv_job_min_nodes{rdzv_id=job-7}"] == 2
     assert len(caplog.records) == 1, "it is logged once, and not at each scrape"
 
-    def lost(_: State) -> tuple[RankProgress, ...]:
+    def lost(*_: object) -> tuple[RankProgress, ...]:
         raise KeyError("job-7")
 
-    healthy, figures = figures, replace(figures, progress=lost)
-    found = values(await metrics.text())
+    healthy, leads.diagnosis.progress.shown = leads.diagnosis.progress.shown, lost
+    found = values(await page.text())
     assert found["rdzv_collector_success{collector=jobs}"] == 0
     assert found["rdzv_leads"] == 1
-    figures = healthy
-    assert values(await metrics.text())["rdzv_collector_success{collector=jobs}"] == 1
+    leads.diagnosis.progress.shown = healthy
+    assert values(await page.text())["rdzv_collector_success{collector=jobs}"] == 1
 
 
 async def test_a_server_without_torchs_store_tells_nothing_of_one() -> None:
-    metrics = Metrics(lambda: None, CONFIG, "1.2.3")
-    assert not any("c10d" in name for name in values(await metrics.text()))
+    assert not any("c10d" in name for name in values(await standing_by().text()))
 
 
 async def test_streams_and_the_nodes_that_are_lost_are_counted() -> None:
@@ -359,8 +386,7 @@ async def test_streams_and_the_nodes_that_are_lost_are_counted() -> None:
 
 
 async def test_who_stands_by_tells_of_no_jobs() -> None:
-    metrics = Metrics(lambda: None, CONFIG, "1.2.3")
-    found = values(await metrics.text())
+    found = values(await standing_by().text())
     assert found["rdzv_leads"] == 0
     assert not any(name.startswith(("rdzv_job", "rdzv_leadership")) for name in found)
     assert found["rdzv_runs_ended_total{result=failed}"] == 0
@@ -521,7 +547,7 @@ async def test_a_pause_of_the_loop_is_in_the_histogram() -> None:
 
 
 async def test_ended_jobs_are_bounded() -> None:
-    metrics = Metrics(lambda: None, CONFIG, "1.2.3")
+    metrics = Metrics()
     for number in range(ENDED_JOBS + 10):
         state = vacant(f"job-{number}", Tuning())
         began = step(state, _first_join(), 0)
@@ -592,7 +618,7 @@ def test_who_leaves_is_missing_although_its_workers_still_stop() -> None:
 )
 def test_the_gauges_say_what_status_says(beginning: str) -> None:
     job = getattr(small_scope, beginning)()
-    metrics = Metrics(lambda: None, CONFIG, "1.2.3")
+    metrics = Metrics()
     met, queue = {repr(job.state)}, [(job.state, job.now_ms, job.wake_at_ms)]
     for before, then_ms, wake_at_ms in itertools.islice(_growing(queue), 25):
         for command in everything_said(before):
@@ -636,14 +662,13 @@ def _growing(queue: list[tuple[State, int, int | None]]) -> object:
 
 @pytest.mark.slow
 async def test_many_jobs_leave_the_event_loop_to_others() -> None:
-    states = []
-    metrics = Metrics(lambda: figures, CONFIG, "1.2.3")
+    states, metrics = [], Metrics()
     for number in range(2_000):
         state = vacant(f"job-{number}", Tuning())
         began = step(state, _first_join(), 0)
         states.append(began.state)
         metrics.count_step(state, began.state, (RunBegan("run-1", 1, ""),), 0)
-    figures = Figures(0, 1, 0, 0, 0, 0, 0, tuple(states))
+    page = MetricsPage(metrics, lambda: leading(*states), "memory", "1.2.3")
     turns = 0
 
     async def others() -> None:
@@ -654,7 +679,7 @@ async def test_many_jobs_leave_the_event_loop_to_others() -> None:
 
     other = asyncio.ensure_future(others())
     try:
-        text = await metrics.text()
+        text = await page.text()
     finally:
         other.cancel()
     assert text.count(b"rdzv_job_min_nodes{") == 2_000
@@ -663,74 +688,37 @@ async def test_many_jobs_leave_the_event_loop_to_others() -> None:
 
 
 async def test_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rdzv.server.telemetry.server_metrics.SCRAPES", 2)
-    figures = Figures(0, 1, 0, 0, 0, 0, 0, ())
-    metrics = Metrics(lambda: figures, CONFIG, "1.2.3")
-    answers = await asyncio.gather(*(metrics.text() for _ in range(3)), return_exceptions=True)
+    monkeypatch.setattr("rdzv.server.telemetry.metrics_page.SCRAPES", 2)
+    page = MetricsPage(Metrics(), leading, "memory", "1.2.3")
+    answers = await asyncio.gather(*(page.text() for _ in range(3)), return_exceptions=True)
     assert [type(answer) for answer in answers] == [bytes, bytes, LimitExceededError]
-    assert isinstance(await metrics.text(), bytes)
+    assert isinstance(await page.text(), bytes)
 
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "é"])
 async def test_any_name_of_a_job_is_written_so_that_it_can_be_read(name: str) -> None:
     state = vacant(name, Tuning())
     began = step(state, _first_join(), 0)
-    figures = Figures(0, 1, 0, 0, 0, 0, 0, (began.state,))
-    metrics = Metrics(lambda: figures, CONFIG, "1.2.3")
-    metrics.count_step(state, began.state, began.events, 0)
-    assert values(await metrics.text())[f"rdzv_job_min_nodes{{rdzv_id={name}}}"] == 2
+    page = MetricsPage(Metrics(), lambda: leading(began.state), "memory", "1.2.3")
+    page.metrics.count_step(state, began.state, began.events, 0)
+    assert values(await page.text())[f"rdzv_job_min_nodes{{rdzv_id={name}}}"] == 2
 
 
-async def test_hangs_are_counted_by_what_the_records_show() -> None:
-    metrics = Metrics(lambda: Figures(0, 1, 0, 0, 0, 0, 0, ()), CONFIG, "1.2.3")
-    fields = ('{"round": 0, "summary": "x", "cause": "absent"}', '{"round": 0, "summary": "x"}')
-    metrics.recorded([Record(0, "job-7", "run-1", "StacksTaken", text) for text in fields])
-    metrics.recorded([Record(0, "job-7", "run-1", "HangOver", '{"round": 0}')])
-    found = values(await metrics.text())
-    counted = {kind: found[f"rdzv_hangs_total{{cause={kind}}}"] for kind in ("absent", "none")}
-    assert counted == {"absent": 1, "none": 1}
-    assert found["rdzv_hangs_total{cause=gil_held}"] == 0
-
-
-async def test_workers_are_counted_by_how_they_came_into_their_rounds() -> None:
-    metrics = Metrics(lambda: Figures(0, 1, 0, 0, 0, 0, 0, ()), CONFIG, "1.2.3")
-    fields = (
-        '{"round": 0, "kept": 0, "warm": 0, "cold": 4, "new": []}',
-        '{"round": 1, "kept": 3, "warm": 1, "cold": 0, "new": []}',
+async def test_hangs_and_the_ways_in_which_workers_began_are_counted() -> None:
+    page = standing_by()
+    told = (
+        *(StacksTaken(0, "x", cause) for cause in ("absent", "")),
+        HangOver(0),
+        *(WorkersStarted(0, 0, 0, 4), WorkersStarted(1, 3, 1, 0)),
     )
-    metrics.recorded([Record(0, "job-7", "run-1", "WorkersStarted", text) for text in fields])
-    found = values(await metrics.text())
+    page.metrics.recorded(records("job-7", "run-1", told, 0), told)
+    found = values(await page.text())
+    causes = [found[f"rdzv_hangs_total{{cause={kind}}}"] for kind in ("absent", "none", "gil_held")]
+    assert causes == [1, 1, 0]
     kinds = ("kept", "warm", "cold")
-    counted = [found[f"rdzv_workers_started_total{{kind={kind}}}"] for kind in kinds]
-    assert counted == [3, 1, 4]
+    assert [found[f"rdzv_workers_started_total{{kind={kind}}}"] for kind in kinds] == [3, 1, 4]
 
 
 @pytest.mark.quick
 def test_results_and_states_have_the_same_words() -> None:
     assert {r.value for r in Result} < {s.value for s in JobState}
-
-
-def test_whoever_is_told_passes_it_on_to_all() -> None:
-    """Every method of a meter, including those added later."""
-    calls: list[str] = []
-
-    class Told(Meter):
-        def __getattribute__(self, name: str) -> object:
-            calls.append(name)
-            return super().__getattribute__(name)
-
-    names = [name for name in vars(Meter) if not name.startswith("_")]
-    both = Meters(Told(), Told())
-    assert {name for name in vars(Meters) if not name.startswith("_")} == set(names)
-    arguments: dict[str, tuple[object, ...]] = {
-        **{"loaded": (None, 0), "count_step": (None, None, (), 0), "recorded": ((),)},
-        **{"loop_late": (1,), "call_refused": ("PERMISSION_DENIED",)},
-    }
-    for name in names:
-        more = {"writes": True} if name == "store_failed" else {}
-        outcome = getattr(both, name)(*arguments.get(name, ()), **more)
-        if name == "committing":
-            with outcome:
-                pass
-        assert calls == [name, name]
-        calls.clear()

@@ -27,6 +27,7 @@ from rdzv.server.rpc import calls, grpc_listener
 from rdzv.server.rpc.grpc_listener import serving
 from rdzv.server.security import roles
 from rdzv.server.security.callers import Role
+from rdzv.server.telemetry.metrics_page import MetricsPage
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.memory import MemoryStore
 from rdzv.v1 import rdzv_pb2 as pb
@@ -110,13 +111,13 @@ async def guarded(monkeypatch: pytest.MonkeyPatch, **config_as: Any) -> AsyncIte
     clock = FakeClock()
     config = rdzvd_settings(auth="required", **config_as)
     replica = Replica(clock, "memory", "1.2.3")
-    metrics = Metrics(lambda: None, config, "1.2.3")
-    async with Driver.running(MemoryStore(), clock, config, meter=metrics) as driver:
+    page = MetricsPage(Metrics(), lambda: None, "memory", "1.2.3")
+    async with Driver.running(MemoryStore(), clock, config, metrics=page.metrics) as driver:
         replica.lead(driver)
-        guard = roles.Gate(replica, clock, config, metrics)
+        guard = roles.Gate(replica, clock, config, page.metrics)
         async with (
             serving(replica, clock, config, gate=guard) as grpc_bound,
-            serving_http(replica, metrics, config, config.listen, clock, gate=guard) as http,
+            serving_http(replica, page, config, config.listen, clock, gate=guard) as http,
         ):
             tokens = {}
             for name in (*Role, "ada", "bob"):

@@ -237,7 +237,7 @@ class Engine:
         told = (row for step in steps for row in self._driver.history.rows(step.transition))
         rows = (*job.pending, *told)
         try:
-            with self._driver.meter.committing():
+            with self._driver.metrics.committing():
                 swapped = self._store.compare_and_swap(job.rdzv_id, membership, job.revision, rows)
                 job.revision = await self._driver.jobs.write(job, swapped)
         except RendezvousConnectionError as error:
@@ -266,7 +266,7 @@ class Engine:
             if not stored:
                 self._driver.history.postpone(job, rows)
             self._driver.history.publish(rows, transition.events)
-            self._driver.meter.count_step(before, after, transition.events, self._clock.now_ms())
+            self._driver.metrics.count_step(before, after, transition.events, self._clock.now_ms())
             news = News(step.command, before, after, transition.events, last=step is steps[-1])
             self._driver.publish(job, news)
             if step.asked is not None:

@@ -12,8 +12,9 @@ from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.jobs import Job, Jobs
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.telemetry import event_lines
-from rdzv.server.telemetry.metrics_interface import Meter
+from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.base import Record
+from rdzv.view.history import kept
 
 log = logging.getLogger("rdzv.jobs")
 
@@ -31,13 +32,13 @@ class History:
         store: StoreAccess,
         clock: Clock,
         tasks: Tasks,
-        meter: Meter,
+        metrics: Metrics,
     ) -> None:
         self._jobs = jobs
         self._store = store
         self._clock = clock
         self._tasks = tasks
-        self._meter = meter
+        self._metrics = metrics
 
     def rows(self, transition: Transition) -> tuple[Record, ...]:
         membership = transition.state.membership
@@ -46,8 +47,9 @@ class History:
 
     def publish(self, rows: tuple[Record, ...], events: tuple[Event, ...]) -> None:
         """Pass new history rows on to the log and the metrics."""
-        event_lines.publish(rows, events)
-        self._meter.recorded(rows)
+        keeps = [kept(event) for event in events]
+        event_lines.publish(rows, keeps)
+        self._metrics.recorded(rows, keeps)
 
     def postpone(self, job: Job, rows: tuple[Record, ...]) -> None:
         """Keep rows for the next commit; if too many are waiting, commit them separately."""

@@ -196,7 +196,7 @@ class Jobs:
             job.loaded = restoring.restore(stored.membership, self._tuning, now_ms)
             job.revision = stored.revision
         self.note_end(job)
-        self._driver.meter.loaded(job.loaded, now_ms)
+        self._driver.metrics.loaded(job.loaded, now_ms)
         job.timer.arm(now_ms)
         self._driver.recovery.on_load(job)
 

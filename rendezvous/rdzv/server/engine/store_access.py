@@ -81,7 +81,8 @@ class StoreAccess:
         try:
             result = await answer
         except RendezvousConnectionError as error:
-            self._driver.meter.store_failed(writes=writes)
+            operation = "write" if writes else "read"
+            self._driver.metrics.counts.add("rdzv_store_errors_total", operation)
             self.failed(error, began_ms, writes=writes)
             raise
         self._answered(writes=writes)

@@ -31,7 +31,7 @@ from rdzv.server.security import callers
 from rdzv.server.security.callers import Caller
 from rdzv.server.security.roles import OPEN, READ, Call, Gate, Row
 from rdzv.server.settings.server_settings import RdzvdSettings
-from rdzv.server.telemetry.server_metrics import Metrics
+from rdzv.server.telemetry.metrics_page import MetricsPage
 from rdzv.structs import struct
 from rdzv.transport.endpoints import Listen, cannot_listen
 
@@ -74,7 +74,7 @@ class Serving:
 @asynccontextmanager
 async def serving_http(
     replica: Replica,
-    metrics: Metrics,
+    metrics: MetricsPage,
     config: RdzvdSettings,
     listen: Listen,
     clock: Clock,
@@ -88,7 +88,7 @@ async def serving_http(
         InvalidRequestError: the server cannot listen on the address.
 
     """
-    gate = gate or Gate(replica, clock, config, metrics)
+    gate = gate or Gate(replica, clock, config, metrics.metrics)
     app = web.Application(
         middlewares=[answering_errors, refusing_strangers(listen), _checking_roles(gate)]
     )
@@ -175,7 +175,7 @@ def _readyz_of(replica: Replica) -> Handler:
     return _readyz
 
 
-def _metrics_of(metrics: Metrics) -> Handler:
+def _metrics_of(metrics: MetricsPage) -> Handler:
     async def _metrics(request: web.Request) -> web.Response:
         try:
             text = await metrics.text()

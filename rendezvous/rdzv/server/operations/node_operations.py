@@ -12,7 +12,6 @@ from rdzv.core.fleet.node_resources import Resources
 from rdzv.core.life.submitted_jobs import awaited
 from rdzv.core.model import State
 from rdzv.messages import LookAgain
-from rdzv.server.telemetry.metrics_interface import Room
 from rdzv.structs import replace
 from rdzv.transport.wire import convert
 from rdzv.view import answers
@@ -36,7 +35,12 @@ class NodeOperations:
 
     # ---------------------------------------------------------------- shown
 
-    def room(self) -> Room:
+    def room(self) -> Mapping[str, Mapping[str, int]]:
+        """Count, for submitted jobs, GPUs and places by state, nodes by what bars them, drains.
+
+        A node has a place for each submitted job that it can run at once; it is `unusable` where
+        nothing can be placed now.
+        """
         gpus, places = ({"free": 0, "taken": 0, "unusable": 0} for _ in range(2))
         hosts = self._driver.fleet.hosts(self._driver.jobs.states)
         for host in hosts:
@@ -50,7 +54,8 @@ class NodeOperations:
             "cordoned": len(self._driver.fleet.ordered),
             "quarantined": len(self._driver.quarantine.nodes),
         }
-        return Room(gpus, places, barred, self._count_drains(hosts))
+        drains = self._count_drains(hosts)
+        return {"gpus": gpus, "places": places, "barred": barred, "drains": drains}
 
     def _count_drains(self, hosts: Iterable[Host]) -> dict[str, int]:
         found = {"draining": 0, "drained": 0}

@@ -20,7 +20,7 @@ from rdzv.server.driver import Driver
 from rdzv.server.engine.store_access import STORE_RETRY_MS
 from rdzv.server.replication.leader_probe import LeaderProbe
 from rdzv.server.settings.server_settings import RdzvdSettings
-from rdzv.server.telemetry.metrics_interface import Figures, Meter
+from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.view.answers import Server
 
 if TYPE_CHECKING:
@@ -110,9 +110,8 @@ class Replica:
             return str(self._not_leader())
         return self._driver.trouble
 
-    def figures(self) -> Figures | None:
-        """Return this server's state for its metrics, or None while it does not lead."""
-        return self._driver.figures() if self._driver is not None and self.proven else None
+    def proven_driver(self) -> Driver | None:
+        return self._driver if self.proven else None
 
     def agents(self) -> Mapping[str, str]:
         return self._driver.agents() if self._driver is not None and self.proven else {}
@@ -206,9 +205,9 @@ class Replica:
         client: EtcdClient,
         election: Election,
         config: RdzvdSettings,
-        meter: Meter | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
-        """Lead whenever elected, until cancelled. `meter` counts across all terms."""
+        """Lead whenever elected, until cancelled. `metrics` counts across all terms."""
         self.election = election
         self._probe = LeaderProbe(election, self._note_change)
         try:
@@ -217,7 +216,7 @@ class Replica:
                 tasks.create_task(self._probe.run())
                 tasks.create_task(self._keep_order(election))
                 while True:
-                    await self._serve_a_term(client, election, config, meter)
+                    await self._serve_a_term(client, election, config, metrics)
         finally:
             self.stand_by(
                 RendezvousConnectionError("this server is stopping; workers run on, connect again")
@@ -261,14 +260,14 @@ class Replica:
         self._changed = asyncio.Event()
 
     async def _serve_a_term(
-        self, client: EtcdClient, election: Election, config: RdzvdSettings, meter: Meter | None
+        self, client: EtcdClient, election: Election, config: RdzvdSettings, metrics: Metrics | None
     ) -> None:
         from rdzv.stores.etcd import EtcdStore
 
         fence = await election.campaign(self._head_start_s)
         store = EtcdStore(client, fence)
         try:
-            async with Driver.running(store, self._clock, config, meter=meter) as driver:
+            async with Driver.running(store, self._clock, config, metrics=metrics) as driver:
                 log.warning("this server leads (leadership %d)", driver.leadership)
                 self.lead(driver)
                 reason = await election.lost()

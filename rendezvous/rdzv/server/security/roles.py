@@ -24,7 +24,7 @@ from rdzv.runtime.clock import Clock
 from rdzv.server.security import callers
 from rdzv.server.security.callers import ANYBODY, Caller, Role
 from rdzv.server.settings.server_settings import RdzvdSettings
-from rdzv.server.telemetry.metrics_interface import Meter
+from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.base import Record
 from rdzv.structs import struct
 
@@ -224,13 +224,13 @@ class Gate:
         replica: Replica,
         clock: Clock,
         config: RdzvdSettings,
-        meter: Meter | None = None,
+        metrics: Metrics | None = None,
         accounts: ServiceAccounts | None = None,
     ) -> None:
         self._replica = replica
         self._clock = clock
         self._config = config
-        self._meter = meter or Meter()
+        self._counts = (metrics or Metrics()).counts
         self._accounts = accounts
         self._logged_ms: int | None = None
         self._unlogged = 0
@@ -317,7 +317,7 @@ class Gate:
 
     def _note_refusal(self, who: str, code: str, reason: str) -> None:
         """Count a refused call, and log it unless another was logged a moment ago."""
-        self._meter.call_refused(code)
+        self._counts.add("rdzv_refused_calls_total", code)
         now_ms = self._clock.now_ms()
         if self._logged_ms is not None and now_ms - self._logged_ms < LOG_EVERY_MS:
             self._unlogged += 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rdzv.core.commands import Tick
@@ -157,13 +158,13 @@ class Connections:
             hello.node_id,
             record.incarnation,
             OUTBOX,
-            self._driver.meter.sent,
+            partial(self._driver.metrics.counts.add, "rdzv_messages_sent_total"),
             caller,
             Instance(hello.instance, hello.fence_after_ms),
             takes_several=hello.takes_several,
         )
         self._callers[hello.node_id] = caller.name
-        self._driver.meter.stream_opened()
+        self._driver.metrics.counts.add("rdzv_streams_opened_total")
         self._driver.scrape_targets.note(hello.node_id, hello.metrics)
         self._driver.diagnosis.note_gone(hello.node_id)
         self._driver.streams.add(stream)
@@ -214,7 +215,7 @@ class Connections:
 
     def heard(self, stream: Stream) -> None:
         """Renew a node's lease because the node has sent a message."""
-        self._driver.meter.received()
+        self._driver.metrics.counts.add("rdzv_messages_received_total")
         self._driver.leases.hear(stream.node_id)
 
     def plan_away(self, stream: Stream, deadline_ms: int) -> None:
@@ -235,7 +236,7 @@ class Connections:
                 self._driver.node_jobs.mark_soon(event.node_id)
                 self._driver.placer.wake()
             case nodes.NodeGivenUp():
-                self._driver.meter.node_lost()
+                self._driver.metrics.counts.add("rdzv_nodes_lost_total")
                 self._callers.pop(event.node_id, None)
                 self._driver.scrape_targets.lose(event.node_id, self._driver.clock.now_ms())
                 self._driver.fleet.note_lost(event.node_id)

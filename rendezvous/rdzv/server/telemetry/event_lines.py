@@ -11,13 +11,11 @@ from rdzv.core.events import (
     NodeLost,
     NodeStuck,
     RankStraggles,
-    RunEnded,
-    WorkerFailed,
     WorkersHang,
 )
 from rdzv.core.model import Result
 from rdzv.stores.base import Record
-from rdzv.view.history import kept, written
+from rdzv.view.history import Kept, RunEnded, WorkerFailed, written
 from rdzv.view.sentences import sentence
 
 log = logging.getLogger("rdzv.events")
@@ -37,14 +35,14 @@ def records(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tup
     )
 
 
-def publish(rows: Sequence[Record], events: Sequence[Event]) -> None:
+def publish(rows: Sequence[Record], events: Sequence[Kept]) -> None:
     """Write a log line for each event; `rows` contains the events' rows in the same order."""
     for row, event in zip(rows, events, strict=True):
         extra = {"rdzv_id": row.rdzv_id, "run": row.run, "event": row.name}
-        log.log(_level(event), "%s: %s", row.rdzv_id, sentence(kept(event)), extra=extra)
+        log.log(_level(event), "%s: %s", row.rdzv_id, sentence(event), extra=extra)
 
 
-def _level(event: Event) -> int:
+def _level(event: Kept) -> int:
     match event:
         case (
             NodeLost()
@@ -55,7 +53,7 @@ def _level(event: Event) -> int:
             | RankStraggles()
         ):
             return logging.WARNING
-        case RunEnded(ended=ended) if ended.result is Result.FAILED:
+        case RunEnded(result=Result.FAILED):
             return logging.ERROR
         case _:
             return logging.INFO

@@ -9,14 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rdzv.core.events import RunBegan
+from rdzv.core.events import NodeStopped, NodeSucceeded, RunBegan
 from rdzv.core.model import State, job_state
 from rdzv.stores.base import Record
-from rdzv.view import history
+from rdzv.view.history import Kept, RoundAdopted
 from rdzv.view.ledger import Book
-
-_NO_MATTER = frozenset({"NodeStopped", "NodeSucceeded"})
-"""Events about single nodes that do not affect how time is counted."""
 
 
 @dataclass(slots=True)
@@ -42,14 +39,13 @@ class JobLedgers:
         book = Book(membership.run, now_ms)
         round_ = membership.round
         if round_ is not None and round_.live:
-            book.note(now_ms, history.RoundAdopted(round_.number, len(round_.participants)))
+            book.note(now_ms, RoundAdopted(round_.number, len(round_.participants)))
         self._jobs[membership.rdzv_id] = _Job(book)
 
-    def recorded(self, rows: Sequence[Record]) -> None:
-        for row in rows:
-            if row.name in _NO_MATTER or row.name not in history.KINDS or not row.run:
-                continue
-            event = history.read(row.name, history.fields_in(row.data))
+    def recorded(self, rows: Sequence[Record], events: Sequence[Kept]) -> None:
+        for row, event in zip(rows, events, strict=True):
+            if isinstance(event, NodeStopped | NodeSucceeded) or not row.run:
+                continue  # They do not affect how time is counted.
             job = self._jobs.get(row.rdzv_id)
             # A first run is one of a new job, even if the name was another's before.
             if job is None or (isinstance(event, RunBegan) and event.run_number == 1):

@@ -18,7 +18,6 @@ import msgspec
 from yarl import URL
 
 from rdzv.server.settings.server_settings import Notify
-from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import Record
 from rdzv.structs import struct
 from rdzv.view.answers import event_in
@@ -55,7 +54,7 @@ Post = Callable[[Notification], Awaitable[None]]
 """Posts a notification; raises `OSError`, `aiohttp.ClientError` or `TimeoutError` on failure."""
 
 
-class Notifications(Meter):
+class Notifications:
     """Creates notifications from history rows and posts them. Use `notifying` to create one."""
 
     def __init__(self, post: Post, queued_after_s: float) -> None:

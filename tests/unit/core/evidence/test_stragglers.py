@@ -83,7 +83,7 @@ async def test_it_is_named_once_with_its_pace_and_once_when_it_is_over(
             assert (found.rank, found.step_s, found.median_s) == (3, 2.0, 0.5)
             state = s.driver.jobs.peek("job-7")
             assert state is not None
-            assert s.driver.figures().straggling(state) == (found,)
+            assert s.driver.diagnosis.stragglers.shown("job-7") == (found,)
             say(s, n2, 2, 2.0, 2.0)
             await clock.advance(5_000)
             say(s, n1, 0, 2.0, 2.0)
