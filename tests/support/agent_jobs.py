@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rdzv.agent import runner_link
+from rdzv.agent.agent_counts import NodeCounts
 from rdzv.agent.core.model import JobTerms
 from rdzv.agent.job import reports_to_server
 from rdzv.agent.job.job_driver import JobDriver
@@ -116,6 +117,7 @@ class FakeLink:
         self.said: list[pb.NodeMessage] = []
         self.jobs: list[JobDriver] = []
         self.log_reader = SimpleNamespace(serve=lambda *_: None)
+        self.counts = NodeCounts()
 
     def add(self, job: JobDriver) -> None:
         self.jobs.append(job)

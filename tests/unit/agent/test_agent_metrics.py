@@ -22,6 +22,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rdzv.agent.agent_counts import NodeCounts
 from rdzv.agent.app.agent_config import read_config
 from rdzv.agent.app.agent_settings import AgentSettings
 from rdzv.agent.core import commands
@@ -62,17 +63,21 @@ class Node:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.link = SimpleNamespace(
-            identity=IDENTITY, lease_ms=None, meter=None, certificate_expires=lambda: EXPIRES
+            identity=IDENTITY,
+            lease_ms=None,
+            counts=NodeCounts(now_s=lambda: self.now_s),
+            certificate_expires=lambda: EXPIRES,
         )
         self.occupancy = Occupancy(
             {"waiting": 1, "running": 1, "ending": 0}, {"free": 1, "running": 6, "ending": 1}
         )
         placements = SimpleNamespace(
-            occupancy=lambda: self.occupancy, resources=Resources(capacity=2), meter=None
+            occupancy=lambda: self.occupancy, resources=Resources(capacity=2)
         )
         self.placements = cast(Placements, placements)
         link = cast(ServerLink, self.link)
-        self.metrics = AgentMetrics(link, self.placements, now_s=lambda: self.now_s)
+        self.counts = link.counts
+        self.metrics = AgentMetrics(link, self.placements)
 
     def values(self) -> dict[str, float]:
         return {
@@ -98,11 +103,11 @@ def exited(round_: int, rank: int, code: int | None, signum: int | None = None) 
 
 def history(n: Node) -> None:
     """A worker fails, the other one is stopped; the next round runs; another job has succeeded."""
-    n.metrics.stream_ended(welcomed=False, on_purpose=False)
-    n.metrics.stream_opened()
+    n.counts.stream_ended(welcomed=False, on_purpose=False)
+    n.counts.stream_opened()
     n.link.lease_ms = 5_000
-    job = n.metrics.job(local_world_size=2)
-    job.runner_started()
+    job = n.counts.job(local_world_size=2)
+    job.has_runner = True
     job.decided(start(0))
     n.now_s += 0.03
     job.runner_said(WorkerStarted(0, 0, 100))
@@ -115,7 +120,7 @@ def history(n: Node) -> None:
     n.now_s += 0.2
     job.runner_said(WorkersStartedCold(1, (0, 1), "the zygote is gone"))
     job.runner_said(WorkerStarted(1, 0, 102, "cold"))
-    keeps = n.metrics.job(local_world_size=2)
+    keeps = n.counts.job(local_world_size=2)
     keeps.decided(start(3))
     keeps.runner_said(WorkerStarted(3, 0, 300, "cold"))
     keeps.runner_said(WorkerStarted(3, 1, 301, "warm"))
@@ -129,11 +134,11 @@ def history(n: Node) -> None:
     keeps.decided(commands.StopWorkers(4, 5_000, None, 10_000))
     keeps.runner_said(WorkersGone(4, kept=(KeptWorker(0, pid=300), KeptWorker(1, pid=301))))
     keeps.runner_said(KeptExited(1, 301, None, 9))
-    n.metrics.stream_ended(welcomed=True, on_purpose=False)
-    n.metrics.stream_opened()
+    n.counts.stream_ended(welcomed=True, on_purpose=False)
+    n.counts.stream_opened()
 
-    other = n.metrics.job(local_world_size=1)
-    other.runner_started()
+    other = n.counts.job(local_world_size=1)
+    other.has_runner = True
     other.decided(start(7))
     other.runner_said(WorkerStarted(7, 0, 200))
     other.runner_said(StoreHostExited(7, "", 0))
@@ -185,7 +190,7 @@ def test_promtool_finds_nothing_to_improve() -> None:
 
 def test_workers_are_followed_from_their_start_to_their_end() -> None:
     n = Node()
-    job = n.metrics.job(local_world_size=2)
+    job = n.counts.job(local_world_size=2)
     assert n.workers() == [0, 0, 0]
     job.decided(start(0))
     assert n.workers() == [2, 0, 0]
@@ -208,7 +213,7 @@ def test_workers_are_followed_from_their_start_to_their_end() -> None:
 
 def test_adopted_workers_are_there_and_were_not_started() -> None:
     node = Node()
-    job = node.metrics.job(2)
+    job = node.counts.job(2)
     job.adopted((0, 1), restarts=1)
     assert node.workers() == [0, 2, 0]
     job.runner_said(exited(0, 1, 1, None))
@@ -222,7 +227,7 @@ def test_adopted_workers_are_there_and_were_not_started() -> None:
 
 def test_a_round_that_could_not_be_started_leaves_no_worker() -> None:
     n = Node()
-    job = n.metrics.job(local_world_size=2)
+    job = n.counts.job(local_world_size=2)
     job.decided(start(0))
     job.runner_said(StartFailed(0, "no such file"))
     job.runner_said(WorkersGone(0))
@@ -232,8 +237,8 @@ def test_a_round_that_could_not_be_started_leaves_no_worker() -> None:
 
 def test_a_runner_that_dies_takes_its_workers_with_it() -> None:
     n = Node()
-    job = n.metrics.job(local_world_size=1)
-    job.runner_started()
+    job = n.counts.job(local_world_size=1)
+    job.has_runner = True
     job.decided(start(0))
     job.runner_said(WorkerStarted(0, 0, 100))
     assert n.values()["rdzv_agent_runners"] == 1
@@ -247,7 +252,7 @@ def test_a_runner_that_dies_takes_its_workers_with_it() -> None:
 def test_a_job_that_is_gone_is_forgotten_and_its_counts_are_not() -> None:
     n, jobs = Node(), list[weakref.ref[object]]()
     for round_ in range(3):
-        job = n.metrics.job(local_world_size=1)
+        job = n.counts.job(local_world_size=1)
         job.decided(start(round_))
         job.closed()
         job.closed()
@@ -262,7 +267,7 @@ def test_a_job_that_is_gone_is_forgotten_and_its_counts_are_not() -> None:
 @pytest.mark.quick
 def test_restarts_are_rounds_after_a_failure_and_not_those_after_a_lost_node() -> None:
     n = Node()
-    job = n.metrics.job(local_world_size=1)
+    job = n.counts.job(local_world_size=1)
     for round_, restarts in ((0, 2), (1, 2), (2, 3), (3, 3)):
         job.decided(start(round_, restarts))
     found = n.values()
@@ -272,7 +277,7 @@ def test_restarts_are_rounds_after_a_failure_and_not_those_after_a_lost_node() -
 
 def test_a_fence_is_counted_and_its_kills_are_no_failures() -> None:
     n = Node()
-    job = n.metrics.job(local_world_size=1)
+    job = n.counts.job(local_world_size=1)
     job.decided(start(0))
     job.runner_said(WorkerStarted(0, 0, 100))
     job.runner_said(Fenced(0, 0))
@@ -288,7 +293,7 @@ def test_a_fence_is_counted_and_its_kills_are_no_failures() -> None:
 )
 def test_ways_to_exit_are_bounded(code: int) -> None:
     n = Node()
-    job = n.metrics.job(local_world_size=1)
+    job = n.counts.job(local_world_size=1)
     job.runner_said(exited(0, 0, code))
     job.runner_said(exited(0, 0, None, abs(code)))
     hows = {name for name in n.values() if name.startswith("rdzv_agent_worker_exits_total")}
@@ -301,13 +306,13 @@ def test_ways_to_exit_are_bounded(code: int) -> None:
 
 def test_streams_that_the_agent_ends_itself_are_not_lost() -> None:
     n = Node()
-    n.metrics.stream_opened()
-    n.metrics.stream_ended(welcomed=True, on_purpose=True)
-    n.metrics.stream_opened()
-    n.metrics.stream_ended(welcomed=True, on_purpose=False)
+    n.counts.stream_opened()
+    n.counts.stream_ended(welcomed=True, on_purpose=True)
+    n.counts.stream_opened()
+    n.counts.stream_ended(welcomed=True, on_purpose=False)
     for _ in range(3):
-        n.metrics.stream_ended(welcomed=False, on_purpose=False)
-    n.metrics.stream_opened()
+        n.counts.stream_ended(welcomed=False, on_purpose=False)
+    n.counts.stream_opened()
     found = n.values()
     names = ("streams_opened", "streams_lost", "reconnects", "connect_failures")
     assert [found[f"rdzv_agent_{name}_total"] for name in names] == [3, 1, 1, 3]
@@ -358,7 +363,6 @@ async def test_the_page_is_served_and_its_place_is_announced() -> None:
         # The node's address is known only once it is connected, and may change.
         assert n.link.metrics_at("127.0.0.1") == str(bound)
         assert n.link.metrics_at("10.0.0.5") == ""
-        assert n.link.meter is n.placements.meter is not None
         async with client.get(f"http://{bound}/healthz") as answer:
             assert (answer.status, await answer.text()) == (200, "ok\n")
         async with client.get(f"http://{bound}/metrics") as answer:

@@ -25,7 +25,7 @@ def test_workers_without_a_watchdog_are_watched_for_hangs(is_unwatched: bool) ->
         post=happened.append,
         decisions=SimpleNamespace(guard=lambda handle, event: handle(event)),
         observers=SimpleNamespace(watch_for_hangs=lambda: happened.append("watched")),
-        meter=QUIET,
+        counts=QUIET,
         starts=QUIET,
     )
     resumed = WorkerResumed(4, 1, is_unwatched)
@@ -66,7 +66,7 @@ async def test_the_end_of_a_runner_is_told_once_its_processes_are_killed(
         post=happened.append,
         ended=asyncio.get_running_loop().create_future(),
         disk=SimpleNamespace(note_runner_gone=lambda: None),
-        meter=QUIET,
+        counts=QUIET,
     )
     ended = RunnerEvents(job, None).hear(RunnerExited(exit_code))
     assert ended is not None

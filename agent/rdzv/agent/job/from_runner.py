@@ -69,7 +69,7 @@ class RunnerEvents:
 
     def _take(self, event: events.RunnerEvent) -> None:
         job = self._job
-        job.meter.runner_said(event)
+        job.counts.runner_said(event)
         job.starts.runner_said(event)
         match event:
             case events.WorkerStarted() | events.WorkerExited() | events.WorkersGone():
@@ -110,7 +110,7 @@ class RunnerEvents:
     async def _lose_runner(self, event: events.RunnerExited) -> None:
         """Kill the processes that a dead runner left behind, then report the runner's end."""
         job = self._job
-        job.meter.runner_said(event)
+        job.counts.runner_said(event)
         if event.exit_code != 0 or not job.ended.done():
             while not await self._end_leftovers():  # noqa: ASYNC110
                 await asyncio.sleep(SWEEP_AGAIN_S)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable
 
 from rdzv.agent import runner_link
-from rdzv.agent.agent_metrics_interface import JobMeter
 from rdzv.agent.core import Decision, begin, commands, events
 from rdzv.agent.core.model import EXIT_FAILED, AgentState, Leaving, Phase
 from rdzv.agent.core.server_contact import server_due_ms
@@ -103,7 +102,7 @@ class JobDriver:
         self.rdzv_id = launch.job.rdzv_id
         self.fence_after_ms = launch.job.fence_after_ms
         self.local_world_size = launch.job.local_world_size
-        self.meter = JobMeter()
+        self.counts = link.counts.job(launch.job.local_world_size)
         socket = None if keeping is None else keeping.socket
         if socket is not None:
             mark = leaked_processes.mark_of(socket)
@@ -155,7 +154,7 @@ class JobDriver:
             runner = self._started.link(self._events.hear)
         else:
             runner = await runner_link.RunnerLink.spawn(self._events.hear)
-        self.meter.runner_started()
+        self.counts.has_runner = True
         self.ready.set()
         # The placement is stored before anything is started, so the next agent always finds it.
         self._take_charge(runner)
@@ -199,7 +198,7 @@ class JobDriver:
                 self._last_round.resume(kept, found.hello)
         runner_link.become_subreaper()
         running = () if state.workers_gone else tuple(found.hello.workers)
-        self.meter.adopted(running, assignment.restarts if assignment else None)
+        self.counts.adopted(running, assignment.restarts if assignment else None)
         self._take_charge(found.link(self._events.hear))
         self._serve_server()
         self.decisions.guard(self._redo, kept, found.hello)
@@ -310,7 +309,7 @@ class JobDriver:
         self.observers.close()
         await self.workers.close()
         await self.event_log.close()
-        self.meter.closed()
+        self.counts.closed()
 
     # ------------------------------------------------------------------ state
 
@@ -521,7 +520,7 @@ class JobDriver:
     # ------------------------------------------------------------------ the core's commands
 
     def _do(self, command: commands.Command) -> None:
-        self.meter.decided(command)
+        self.counts.decided(command)
         self.starts.decided(command)
         match command:
             case commands.SayJoin():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rdzv.agent.job.job_driver import JobDriver
     from rdzv.agent.node.placements import Placements
     from rdzv.agent.server_link.link import ServerLink
     from rdzv.transport.endpoints import Listen
@@ -15,14 +14,9 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def metered(
-    listen: Listen | None,
-    link: ServerLink,
-    placements: Placements | None = None,
-    drivers: Sequence[JobDriver] = (),
+    listen: Listen | None, link: ServerLink, placements: Placements | None = None
 ) -> AsyncIterator[None]:
-    """Collect metrics, and serve /metrics and /healthz at `listen` until the body ends.
-
-    Does nothing if `listen` is None. Enter it before the link runs and before any driver prepares.
+    """Serve /metrics and /healthz at `listen` until the body ends; do nothing if it is None.
 
     Raises:
         InvalidRequestError: the address cannot be bound.
@@ -32,5 +26,5 @@ async def metered(
         return
     from rdzv.agent.node.agent_metrics import serving_metrics
 
-    async with serving_metrics(listen, link, placements, drivers):
+    async with serving_metrics(listen, link, placements):
         yield

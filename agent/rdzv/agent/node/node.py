@@ -94,7 +94,7 @@ async def take_part(
             ]
             for signum in early:
                 _post(signum, drivers)
-            await stack.enter_async_context(metered(metrics_listen, link, drivers=drivers))
+            await stack.enter_async_context(metered(metrics_listen, link))
             sources = {Preemption(launch.preemption_file) for launch in launches}
             for source in sources | {preemption or Preemption()}:
                 await stack.enter_async_context(reporting_preemptions(source, link.drain_node))

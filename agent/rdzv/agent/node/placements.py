@@ -23,7 +23,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-from rdzv.agent.agent_metrics_interface import Meter
 from rdzv.agent.core import events
 from rdzv.agent.core.model import JobTerms
 from rdzv.agent.handover.handover_state import HandoverPlan, KeptPlacement
@@ -128,7 +127,6 @@ class Placements:
         self._health.on_change = link.say_health
         self._held: dict[_Held, None] = {}
         self._leaving = False
-        self.meter = Meter()
         self._handed_over = False
         self._drained = ""
         """Why this node is about to leave all its jobs; empty if it is not."""
@@ -226,7 +224,6 @@ class Placements:
             self._examine(kept.granted),
         )
         self._note_rounds(driver, folder)
-        driver.meter = self.meter.job(job.local_world_size)
         held = _Held(placed, kept.gpus)
         self.ledger.take_over(held, kept.granted)
         try:
@@ -444,7 +441,6 @@ class Placements:
         )
         examine = self._examine(gpus)
         driver = JobDriver(launch, self._link, placed.run, keeping, examine)
-        driver.meter = self.meter.job(launch.job.local_world_size)
         self._note_rounds(driver, folder)
         await self._see_through(held, driver, self._begin(held, driver))
 

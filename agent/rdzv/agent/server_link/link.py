@@ -17,7 +17,7 @@ from typing import cast
 
 import grpc
 
-from rdzv.agent.agent_metrics_interface import Meter
+from rdzv.agent.agent_counts import NodeCounts
 from rdzv.agent.core import events
 from rdzv.agent.launch.launch import local_address, reachable_host_name
 from rdzv.agent.observers.server_clock import ServerClock
@@ -151,7 +151,7 @@ class ServerLink:
             self.log_reader,
             self.say,
         )
-        self.meter = Meter()
+        self.counts = NodeCounts()
         self.metrics_at: Callable[[str], str] = lambda _: ""
         """Returns where a node of this address serves its metrics, as HOST:PORT, for each Hello."""
 
@@ -381,7 +381,7 @@ class ServerLink:
             return RendezvousConnectionError("the stream was closed by this agent")
         finally:
             on_purpose = self._renewing or self._closing.is_set()
-            self.meter.stream_ended(welcomed=self._lease_ms is not None, on_purpose=on_purpose)
+            self.counts.stream_ended(welcomed=self._lease_ms is not None, on_purpose=on_purpose)
             self._lease_ms = None
             self.outbox.forget()
             self.log_reader.stop_all()
@@ -440,7 +440,7 @@ class ServerLink:
         self._incarnation = welcome.incarnation
         self.on_welcome(self._incarnation, self._leadership, welcome.lease_ms)
         self._take_lease(welcome.lease_ms, welcome.heartbeat_interval_ms)
-        self.meter.stream_opened()
+        self.counts.stream_opened()
         self._attempts.welcomed(asyncio.get_running_loop().time())
         self._unanswered = 0
         self._log.connected(endpoint)
