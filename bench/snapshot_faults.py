@@ -195,10 +195,10 @@ def measure_loads(gb: float, ranks: int, runs: int, *, adam: bool) -> None:
     )
 
 
-def kill(program: str, count: int) -> None:
-    """Run one of the tests' programs."""
+def kill(what: str, count: int) -> None:
+    """Kill writers or copies, by the tests' program."""
     paths = os.pathsep.join(str(ROOT / name) for name in ("worker", "agent", "rendezvous"))
-    command = [sys.executable, str(SUPPORT / program), str(count)]
+    command = [sys.executable, str(SUPPORT / "killed_snapshots.py"), what, str(count)]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True)
 
 

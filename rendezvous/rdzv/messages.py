@@ -38,7 +38,7 @@ from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.model import Assignment, Ended, JobSpec, RoundEnd, Snapshot, SnapshotMark
-from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
+from rdzv.core.snapshots import CopyCarrier, CopySource, MissingCopies
 from rdzv.structs import struct
 
 Key = tuple[str, str]

@@ -670,14 +670,14 @@ MUTANTS = (
     ),
     Mutant(
         "copies: kept in the same topology",
-        "snapshot_copies.keepers",
+        "snapshots.keepers",
         "order[(n + len(largest)) % len(order)]",
         "order[(n + 1) % len(order)]",
         by=SNAPSHOT_TESTS,
     ),
     Mutant(
         "copies: what is not what its saver has said counts as kept",
-        "snapshot_copies.are_kept",
+        "snapshots.are_kept",
         "all((one.mark, one.shard, one.digest) in there for one in wanted)",
         "all(any((one.mark, one.shard) == there[:2] for there in there) for one in wanted)",
         by=SNAPSHOT_TESTS,

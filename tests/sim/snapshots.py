@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rdzv.agent.core import events
 from rdzv.core.model import Assignment, Snapshot, SnapshotMark
-from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
+from rdzv.core.snapshots import CopyCarrier, CopySource, MissingCopies
 from rdzv.structs import replace, struct
 
 if TYPE_CHECKING:

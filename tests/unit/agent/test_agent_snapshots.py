@@ -13,7 +13,7 @@ from rdzv.agent.core.model import Phase
 from rdzv.agent.server_link import encoding
 from rdzv.core import commands as asked
 from rdzv.core.model import Snapshot, SnapshotMark
-from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
+from rdzv.core.snapshots import CopyCarrier, CopySource, MissingCopies
 from rdzv.messages import KeepCopies, SnapshotsHeld, SnapshotWatermark
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb

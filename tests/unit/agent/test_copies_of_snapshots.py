@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from rdzv.agent.core.events import SnapshotsChanged
-from rdzv.agent.job.copies_of_snapshots import CopiesOfSnapshots
+from rdzv.agent.job.snapshots import CopiesOfSnapshots
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.runner_link import CopyCredentials
 from rdzv.agent.system.owned_tasks import OwnedTasks
 from rdzv.core.model import Snapshot, SnapshotMark
-from rdzv.core.snapshot_copies import CopyCarrier, MissingCopies
+from rdzv.core.snapshots import CopyCarrier, MissingCopies
 from tests.unit.agent.test_agent_machine import JOB, line
 
 CARRIER = CopyCarrier(4711, "token")

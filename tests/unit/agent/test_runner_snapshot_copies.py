@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent.job.copies_of_snapshots import certified
+from rdzv.agent.job.snapshots import certified
 from rdzv.agent.runner.child_exits import Children
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.requests import RequestError

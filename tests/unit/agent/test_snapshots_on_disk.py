@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rdzv.agent.core.events import SnapshotsWritten
-from rdzv.agent.job.snapshots_on_disk import SnapshotsOnDisk
+from rdzv.agent.job.snapshots import SnapshotsOnDisk
 from rdzv.agent.launch.launch import Launch, SnapshotFiles
 from rdzv.core.model import SnapshotMark
 from tests.unit.agent.test_agent_machine import JOB, line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rdzv.core.model import Offer, Participant, Snapshot, SnapshotMark
-from rdzv.core.snapshot_copies import MAX_COPIES, are_kept, keepers, orders
+from rdzv.core.snapshots import MAX_COPIES, are_kept, keepers, orders
 from rdzv.structs import replace
 
 MARK = SnapshotMark(0, 40, "a", 4, 4)

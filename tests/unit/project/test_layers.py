@@ -181,7 +181,7 @@ RULES = (
         "certificates are made for those who ask, and read by the TLS libraries",
         "**/*.py",
         never=of("cryptography"),
-        but=of("ctl/authority.py", "agent/job/copies_of_snapshots.py"),
+        but=of("ctl/authority.py", "agent/job/snapshots.py"),
     ),
     Rule(
         "a server that trusts no other issuer runs without PyJWT, which is an extra",

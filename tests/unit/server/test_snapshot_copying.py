@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rdzv.core.model import Assignment, Offer, Snapshot, SnapshotMark
-from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
+from rdzv.core.snapshots import CopyCarrier, CopySource, MissingCopies
 from rdzv.messages import KeepCopies, SnapshotsHeld, SnapshotWatermark
 from rdzv.server.sessions.streams import Stream
 from rdzv.structs import replace

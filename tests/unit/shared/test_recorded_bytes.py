@@ -37,7 +37,7 @@ from rdzv.core.model import (
     SnapshotMark,
     Tally,
 )
-from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
+from rdzv.core.snapshots import CopyCarrier, CopySource, MissingCopies
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import (
     Arrivals,

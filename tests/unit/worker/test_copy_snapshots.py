@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from ports import ports_of
 
-from rdzv.agent.job.copies_of_snapshots import certified
+from rdzv.agent.job.snapshots import certified
 from rdzv.worker import copy_snapshots as carrier
 from rdzv.worker.snapshot_slot import SEAL_BYTES, digest_of_seal
 

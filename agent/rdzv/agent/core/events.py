@@ -6,7 +6,7 @@ Those of the runner have the fields of its frames. The agent adds what only it c
 from __future__ import annotations
 
 from rdzv.core.model import UNMOVED, Assignment, Failure, KeptWorker, Moved, Snapshot, SnapshotMark
-from rdzv.core.snapshot_copies import CopyCarrier, MissingCopies
+from rdzv.core.snapshots import CopyCarrier, MissingCopies
 from rdzv.messages import (
     Closed,
     Joined,

@@ -18,7 +18,7 @@ from rdzv.core.model import (
     Snapshot,
     SnapshotMark,
 )
-from rdzv.core.snapshot_copies import CopyCarrier, MissingCopies
+from rdzv.core.snapshots import CopyCarrier, MissingCopies
 from rdzv.structs import struct
 
 EXIT_SUCCESS = 0

@@ -24,12 +24,11 @@ from rdzv.agent.handover.handover_state import (
     KeptStop,
     StateKeeper,
 )
-from rdzv.agent.job.copies_of_snapshots import CopiesOfSnapshots
 from rdzv.agent.job.decisions import Decisions, log_event
 from rdzv.agent.job.from_runner import RunnerEvents
 from rdzv.agent.job.reports_to_server import SnapshotReports, make_offer, on_loopback_only
 from rdzv.agent.job.round import LocalRound
-from rdzv.agent.job.snapshots_on_disk import SnapshotsOnDisk
+from rdzv.agent.job.snapshots import CopiesOfSnapshots, SnapshotsOnDisk
 from rdzv.agent.job.worker_observers import WorkerObservers
 from rdzv.agent.job.worker_starts import LocalStarts
 from rdzv.agent.launch.launch import Launch

@@ -42,7 +42,7 @@ from rdzv.agent.runner.system import Identity
 from rdzv.agent.runner_link import agent_children
 from rdzv.agent.runner_link.runner_events import OnEvent, RunnerLog, decode_event, number_of
 from rdzv.core.model import SnapshotMark
-from rdzv.core.snapshot_copies import CopySource
+from rdzv.core.snapshots import CopySource
 from rdzv.structs import as_dict, struct
 
 log = logging.getLogger("rdzv.agent.runner")

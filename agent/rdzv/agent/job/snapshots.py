@@ -1,4 +1,10 @@
-"""Lets the runner exchange copies of snapshots with a job's other nodes, if these are useful.
+"""Has a job's runner write this node's snapshots to disk, and exchange copies with other nodes.
+
+They are written periodically, when this node is about to leave, and at the end, when no workers
+remain. Each node has only its own parts, so all nodes of a round must write the same mark: the
+first mark that became whole in each period, by the server's clock. If all nodes hold the same
+state, only the first node writes it. At the end, and before leaving, every node writes its state,
+because the other nodes may be gone.
 
 Copies are useful if the state is sharded, because only one node may then hold a given part. The
 server decides which node keeps which copies. This module gives the node's carrier its credentials:
@@ -8,6 +14,7 @@ The other nodes receive both from the server.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import secrets
@@ -15,18 +22,91 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from rdzv.agent.core.events import SnapshotsChanged
+from rdzv.agent.core.events import SnapshotsChanged, SnapshotsWritten
 from rdzv.agent.launch.launch import Launch
-from rdzv.agent.runner_link import CopyCredentials
+from rdzv.agent.runner_link import CopyCredentials, RunnerLink
 from rdzv.agent.system.side_thread import in_thread
+from rdzv.core.model import Assignment, SnapshotMark
 from rdzv.structs import replace
 
 if TYPE_CHECKING:
     from rdzv.agent.job.job_driver import JobDriver
 
 log = logging.getLogger("rdzv.agent")
+
+LAST_TIMEOUT_S = 600.0
+"""How long the end of a job waits for the last snapshot to be written."""
 START_AGAIN_S = 60.0
 """How long after its start a carrier that has ended may be replaced."""
+
+
+class SnapshotsOnDisk:
+    """Writes one job's snapshots on this node to disk."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._files = launch.snapshot_files
+        self._period: int | None = None
+        """The period in which the last mark became whole."""
+        self._writing: SnapshotMark | None = None
+        self._written: SnapshotMark | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def announced(
+        self, runner: RunnerLink, mark: SnapshotMark, whole_ms: int, assignment: Assignment | None
+    ) -> None:
+        """Write a mark that has become whole, if it is the first one in its period."""
+        if self._files is None or not self._files.every_s or not whole_ms or assignment is None:
+            return
+        period = int(whole_ms / (1000 * self._files.every_s))
+        is_first = self._period is not None and period > self._period
+        self._period = period
+        if is_first and (mark.shards > 1 or assignment.group_rank == 0):
+            self.write(runner, mark, assignment.run)
+
+    def write(self, runner: RunnerLink, mark: SnapshotMark | None, run: str) -> None:
+        """Start writing this node's snapshots of a mark, unless some are being written.
+
+        Does nothing if this mark was the last one written.
+        """
+        launch, files = self._launch, self._files
+        if files is None or mark is None or mark == self._written or self._writing is not None:
+            return
+        self._writing = mark
+        self._idle.clear()
+        argv = (launch.python, "-m", "rdzv.worker.write_snapshots", str(files.folder), "--run", run)
+        keep = ("--keep", str(files.keep))
+        runner.write_snapshots(mark, (*argv, *keep), launch.environ, launch.chdir, launch.identity)
+
+    def note(self, event: SnapshotsWritten) -> None:
+        """Record that the runner has written the snapshots, or why it could not."""
+        self._writing = None
+        self._idle.set()
+        rdzv_id = self._launch.job.rdzv_id
+        folder = None if self._files is None else self._files.folder
+        if event.reason:
+            text = "%s: the snapshot of step %d was not written to %s: %s"
+            log.warning(text, rdzv_id, event.mark.step, folder, event.reason)
+        else:
+            self._written = event.mark
+            log.info("%s: wrote the snapshot of step %d to %s", rdzv_id, event.mark.step, folder)
+
+    async def write_last(self, runner: RunnerLink, mark: SnapshotMark | None, run: str) -> None:
+        """Write a mark, waiting a limited time for it to be written."""
+        try:
+            async with asyncio.timeout(LAST_TIMEOUT_S):
+                await self._idle.wait()
+                self.write(runner, mark, run)
+                await self._idle.wait()
+        except TimeoutError:
+            text = "%s: gave up writing the last snapshot to disk after %g s"
+            log.error(text, self._launch.job.rdzv_id, LAST_TIMEOUT_S)
+
+    def note_runner_gone(self) -> None:
+        """Stop waiting, because the runner and its snapshots are gone."""
+        self._writing = None
+        self._idle.set()
 
 
 class CopiesOfSnapshots:
