@@ -71,10 +71,6 @@ class UnknownTokenError(RendezvousError, status="NOT_FOUND"):
     """The server has no such token. The caller corrects the id or the name."""
 
 
-class StaleRoundError(RendezvousError, status="ABORTED"):
-    """The request is about a round that has ended. The caller gets the current round."""
-
-
 class UnauthenticatedError(RendezvousError, status="UNAUTHENTICATED"):
     """The caller has not proven its identity.
 

@@ -306,15 +306,6 @@ def test_rdzvctl_shows_a_running_job(c: Cluster) -> None:
     )
 
 
-def test_rdzvctl_exit_codes(c: Cluster) -> None:
-    server = f"--server={c.endpoint}"
-    assert c.run("rdzvctl", server, "status", "nobody").returncode == 1
-    assert c.run("rdzvctl", server, "stat").returncode == 2
-    assert c.run("rdzvctl", server, "status").returncode == 2
-    assert c.run("rdzvctl", "--server=127.0.0.1:1", "list").returncode == 75
-    assert c.run("rdzvctl", server, "list").returncode == 0
-
-
 # ------------------------------------------------------------------ rdzv-agent
 
 
@@ -383,42 +374,12 @@ def test_a_failed_job_of_rdzv_agent_leaves_the_other_alone(c: Cluster) -> None:
 
 JOB_TABLE = '[[job]]\nargs = ["--rdzv-id=a", "script.py"]\n'
 BAD_CONFIGS = [
-    ("server = ", "it is not TOML: "),
     ("server = '\xff'", "it is not TOML: "),
-    (
-        f'server = "a"\nservers = "b"\n{JOB_TABLE}',
-        "`servers` is unknown; did you mean `server`?",
-    ),
-    (JOB_TABLE, "`server` is missing: The address of rdzvd; "),
-    (f'server = ""\n{JOB_TABLE}', '`server` = "" must not be empty; give it a value'),
-    (f"server = 5\n{JOB_TABLE}", "`server` = 5 must be HOST:PORT in quotes"),
-    (f'server = "a:b"\n{JOB_TABLE}', "'b' is not a port; a port is a number from 1 to 65535"),
-    (f'server = "a"\nnode_id = 7\n{JOB_TABLE}', "`node_id` = 7 must be a text in quotes"),
-    (f'server = "a"\nnode_id = "a/b"\n{JOB_TABLE}', "it is not a valid node name; give 1 to 128"),
-    ('server = "a"\njob = "b"', '`job` = "b" must be a list of tables; begin with [[job]]'),
-    ('server = "a"\njob = [1]', "`job` = [1] must be a list of tables; begin with [[job]]"),
-    ('server = "a"\n[[job]]', "`job[1].args` is missing: The arguments of rdzvrun"),
-    ('server = "a"\n[[job]]\nargs = "b"', '`job[1].args` = "b" must be a list of texts'),
-    (f'server = "a"\n{JOB_TABLE}user = "b"', "`job[1].user` is unknown; "),
+    (f'server = "a"\nservers = "b"\n{JOB_TABLE}', "`servers` is unknown; did you mean `server`?"),
     (
         f'server = "a"\n{JOB_TABLE}{JOB_TABLE}',
         "two [[job]] tables have the --rdzv-id a; rename one",
     ),
-    ('server = "a"\n[[job]]\nargs = ["script.py"]', "--rdzv-id is missing"),
-    (
-        'server = "a"\n[[job]]\nargs = ["--no-such"]',
-        "args ['--no-such']: --no-such is not a flag",
-    ),
-    (
-        'server = "a"\n[[job]]\nargs = ["--rdzv-id=a", "no-such.py"]',
-        "the script 'no-such.py' is not on this node",
-    ),
-] + [
-    (
-        f'server = "a"\n[[job]]\nargs = ["--rdzv-id=a", "{own}", "script.py"]',
-        "replace --node-id, --rdzv-endpoint and --standalone by the settings `node_id`",
-    )
-    for own in ("--node-id=b", "--rdzv-endpoint=b", "--standalone")
 ]
 
 

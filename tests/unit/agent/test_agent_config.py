@@ -140,6 +140,19 @@ def test_what_is_printed_is_the_same_configuration(tmp_path: Path) -> None:
             '[[health]]\ncheck = "gpu"\ntimeout = "1 min"',
             "with one of d, h, min, s, ms, 100 ms to 15 s",
         ),
+        ("[[job]]", "`job[1].args` is missing: The arguments of rdzvrun"),
+        ('[[job]]\nargs = "b"', '`job[1].args` = "b" must be a list of texts'),
+        ('[[job]]\nargs = ["--rdzv-id=a", "t"]\nuser = "b"', "`job[1].user` is unknown; "),
+        ('[[job]]\nargs = ["t"]', "--rdzv-id is missing"),
+        ('[[job]]\nargs = ["--no-such"]', "args ['--no-such']: --no-such is not a flag"),
+        ('[[job]]\nargs = ["--rdzv-id=a", "no.py"]', "the script 'no.py' is not on this node"),
+        *(
+            (
+                f'[[job]]\nargs = ["--rdzv-id=a", "{own}", "--no-python", "true"]',
+                "replace --node-id, --rdzv-endpoint and --standalone by the settings `node_id`",
+            )
+            for own in ("--node-id=b", "--rdzv-endpoint=b", "--standalone")
+        ),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_name(
