@@ -193,10 +193,11 @@ def _log_round(assignment: Assignment, state: AgentState) -> None:
 
 def _restarts(assignment: Assignment, window_ms: int) -> str:
     """Describe the counted restarts, their limit and the total, in the same words as the server."""
+    most = assignment.max_restarts or 0  # It is unset where it is 0.
     if not window_ms:
-        return f"{assignment.restarts} of {assignment.max_restarts}"
+        return f"{assignment.restarts} of {most}"
     # The server reports at most this many ages.
     counted = 0 if assignment.tally is None else len(assignment.tally.restarts_ms)
     more = " or more" if counted == MAX_RESTART_AGES else ""
     within = f"in the last {duration(window_ms)}"
-    return f"{counted}{more} of {assignment.max_restarts} {within}, {assignment.restarts} in all"
+    return f"{counted}{more} of {most} {within}, {assignment.restarts} in all"
