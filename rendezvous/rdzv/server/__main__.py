@@ -10,7 +10,7 @@ import signal
 import sys
 import tomllib
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from rdzv.runtime.clock import Clock
     from rdzv.server.replication.replica import Replica
     from rdzv.server.security.roles import Gate
+    from rdzv.server.security.service_accounts import ServiceAccounts
     from rdzv.server.security.tls import Tls
     from rdzv.server.settings.server_settings import RdzvdSettings
     from rdzv.server.telemetry.server_metrics import Metrics
     from rdzv.stores.base import Store
-    from rdzv.stores.etcd_config import EtcdConfig
+    from rdzv.stores.etcd_client import EtcdClient
     from rdzv.transport.endpoints import Listen
 
 log = logging.getLogger("rdzv.server")
@@ -230,27 +231,71 @@ async def run(configuration: Configuration) -> None:
         RendezvousError: the server could not start or continue.
 
     """
-    from rdzv.c10d.facade import serving_c10d
-    from rdzv.runtime.clock import Clock
+    from rdzv.runtime.tasks import single_error
 
     gc.set_threshold(*_GC_EVERY)
-    config = configuration.settings
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     # Unusable files are refused here, before any port is bound.
-    tls = _tls(config)
+    tls = _tls(configuration.settings)
     loop.add_signal_handler(signal.SIGHUP, _reload, configuration, tls)
-    clock = Clock()
-    with systemd.watched():
-        async with serving_c10d(
-            config.c10d, str(config.c10d_python or sys.executable), clock
-        ) as facade:
-            if (etcd := config.etcd.config()) is None:
-                await _run_alone(config, clock, facade, tls, stop)
-            else:
-                await _run_replica(config, etcd, clock, facade, tls, stop)
+    with systemd.watched(), single_error():
+        async with AsyncExitStack() as stack:
+            await _start(configuration.settings, tls, stack)
+            await stop.wait()
+            systemd.notify("STOPPING=1")
+
+
+async def _start(config: RdzvdSettings, tls: Tls | None, stack: AsyncExitStack) -> None:
+    """Start all parts of a server, which the stack ends in reverse order."""
+    from rdzv.c10d.facade import serving_c10d
+    from rdzv.runtime.clock import Clock
+    from rdzv.runtime.tasks import beside
+    from rdzv.server.driver import Driver
+    from rdzv.server.replication.replica import Replica
+    from rdzv.server.rpc.grpc_listener import serving
+    from rdzv.server.security.roles import Gate
+    from rdzv.server.telemetry.server_metrics import Metrics
+
+    clock, metrics, enter = Clock(), Metrics(), stack.enter_async_context
+    python = str(config.c10d_python or sys.executable)
+    facade = await enter(serving_c10d(config.c10d, python, clock))
+    store: Store | None = None
+    client: EtcdClient | None = None
+    if (etcd := config.etcd.config()) is None:
+        store = await _open_store(config)
+        stack.push_async_callback(store.close)
+        place = store.place
+    else:
+        from rdzv.stores.etcd_client import EtcdClient
+
+        client = await enter(EtcdClient.connected(etcd))
+        place = etcd.place
+    replica = Replica(clock, place, VERSION)
+    accounts: ServiceAccounts | None = None
+    if config.oidc.issuer is not None:
+        from rdzv.server.security.service_accounts import proving
+
+        accounts = await enter(proving(config.oidc))
+    gate = Gate(replica, clock, config, metrics, accounts)
+    if config.notify.url_file is not None:
+        from rdzv.server.telemetry.notifications import notifying
+
+        metrics.notifications = await enter(notifying(config.notify))
+    if store is not None:
+        replica.lead(await enter(Driver.running(store, clock, config, metrics=metrics)))
+    bound = await enter(serving(replica, clock, config, facade, tls, gate))
+    http = await enter(_http(replica, metrics, config, clock, facade, tls, gate))
+    if client is not None:
+        from rdzv.stores.election import Election
+
+        # Lead while elected among the servers that share the etcd, else name the leader.
+        at, page = str(config.advertise or bound), _page(config, http, tls)
+        election = await enter(Election.running(client, at, VERSION, page))
+        await enter(beside(replica.campaign(client, election, config, metrics)))
+    _say_ready(config, bound, f"data in {place}", facade, http)
 
 
 def _tls(config: RdzvdSettings) -> Tls | None:
@@ -276,98 +321,6 @@ def _reload(configuration: Configuration, tls: Tls | None) -> None:
     in_order = configuration.reload(log_to_stderr)
     outcome = "configuration reloaded" if in_order else "the configuration has errors, see the log"
     systemd.notify("READY=1", f"STATUS={outcome}")
-
-
-async def _run_alone(
-    config: RdzvdSettings, clock: Clock, facade: Facade | None, tls: Tls | None, stop: asyncio.Event
-) -> None:
-    from rdzv.server.driver import Driver
-    from rdzv.server.replication.replica import Replica
-    from rdzv.server.rpc.grpc_listener import serving
-    from rdzv.server.telemetry.server_metrics import Metrics
-
-    store = await _open_store(config)
-    replica = Replica(clock, store.place, VERSION)
-    metrics = Metrics()
-    try:
-        async with (
-            _gate(replica, clock, config, metrics) as gate,
-            _notifying(config, metrics),
-            Driver.running(store, clock, config, metrics=metrics) as driver,
-        ):
-            replica.lead(driver)
-            async with (
-                serving(replica, clock, config, facade, tls, gate) as bound,
-                _http(replica, metrics, config, clock, facade, tls, gate) as http,
-            ):
-                _say_ready(config, bound, f"data in {store.place}", facade, http)
-                await _stopped(stop)
-    finally:
-        await store.close()
-
-
-async def _run_replica(
-    config: RdzvdSettings,
-    etcd: EtcdConfig,
-    clock: Clock,
-    facade: Facade | None,
-    tls: Tls | None,
-    stop: asyncio.Event,
-) -> None:
-    """Serve while elected among the servers that share an etcd; otherwise name the leader."""
-    from rdzv.runtime.tasks import single_error
-    from rdzv.server.replication.replica import Replica
-    from rdzv.server.rpc.grpc_listener import serving
-    from rdzv.server.telemetry.server_metrics import Metrics
-    from rdzv.stores.election import Election
-    from rdzv.stores.etcd_client import EtcdClient
-
-    replica = Replica(clock, etcd.place, VERSION)
-    metrics = Metrics()
-    with single_error():
-        async with (
-            EtcdClient.connected(etcd) as client,
-            _gate(replica, clock, config, metrics) as gate,
-            _notifying(config, metrics),
-            serving(replica, clock, config, facade, tls, gate) as bound,
-            _http(replica, metrics, config, clock, facade, tls, gate) as http,
-            Election.running(
-                client, str(config.advertise or bound), VERSION, _page(config, http, tls)
-            ) as election,
-            asyncio.TaskGroup() as tasks,
-        ):
-            campaign = tasks.create_task(replica.campaign(client, election, config, metrics))
-            _say_ready(config, bound, f"data in {etcd.place}", facade, http)
-            await _stopped(stop)
-            campaign.cancel()
-
-
-@asynccontextmanager
-async def _gate(
-    replica: Replica, clock: Clock, config: RdzvdSettings, metrics: Metrics
-) -> AsyncIterator[Gate]:
-    """Yield the gate, keeping any keys of the token issuer current until the body ends."""
-    from rdzv.server.security.roles import Gate
-
-    if config.oidc.issuer is None:
-        yield Gate(replica, clock, config, metrics)
-        return
-    from rdzv.server.security.service_accounts import proving
-
-    async with proving(config.oidc) as accounts:
-        yield Gate(replica, clock, config, metrics, accounts)
-
-
-@asynccontextmanager
-async def _notifying(config: RdzvdSettings, metrics: Metrics) -> AsyncIterator[None]:
-    """Pass what is counted on to the webhook, if there is one, until the body ends."""
-    if config.notify.url_file is None:
-        yield
-        return
-    from rdzv.server.telemetry.notifications import notifying
-
-    async with notifying(config.notify) as metrics.notifications:
-        yield
 
 
 @asynccontextmanager
@@ -418,11 +371,6 @@ def _say_ready(
         )
     click.echo(f"rdzvd ready: listening on {bound}, {data}{also}")
     systemd.notify("READY=1", f"STATUS=listening on {bound}, {data}")
-
-
-async def _stopped(stop: asyncio.Event) -> None:
-    await stop.wait()
-    systemd.notify("STOPPING=1")
 
 
 async def _check(config: RdzvdSettings) -> int:
