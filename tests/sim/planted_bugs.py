@@ -651,8 +651,8 @@ MUTANTS = (
     ),
     Mutant(
         "snapshots: what nodes report between joins is not noted",
-        "NodeMessages._record",
-        "note(self._stream, said)",
+        "NodeMessages._take",
+        "self._driver.reports.take(self._stream, said)",
         "pass",
     ),
     Mutant(

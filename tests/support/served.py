@@ -207,7 +207,7 @@ class Served:
                 piece = LogPiece(told.request, told.round or 0, 0, told.rank or 0, data=data)
                 last = bool(told.positions) and not data
                 piece = replace(piece, last=last, offset=at, positions=(end,))
-                self.driver.reports.take_log(stream, piece)
+                self.driver.reports.take(stream, piece)
         elif isinstance(told, TakeStacks):
             await self._looked_at.wait()
             await self._say_stacks(stream, told)
@@ -222,13 +222,13 @@ class Served:
             frame = StackFrame("step", "/home/ada/train.py", self.lines.get(rank, 41))
             main = ThreadStack("MainThread", True, (frame, StackFrame("<module>", frame.file, 90)))
             workers.append(WorkerStack(rank, local_rank, 4700 + rank, "S", (main,)))
-        self.driver.reports.take_stacks_in(stream, Stacks(asked.request, tuple(workers), last=True))
+        self.driver.reports.take(stream, Stacks(asked.request, tuple(workers), last=True))
 
     async def _hang(self, rdzv_id: str, node_id: str, ranks: tuple[int, ...]) -> None:
         state = await self.driver.operations.status(rdzv_id)
         assert state.round is not None
         hung = tuple(HungWorker(rank, 0, 4700 + rank, 60_000, "no step") for rank in ranks)
-        self.driver.reports.note_hung(
+        self.driver.reports.take(
             self._streams[node_id], Hung(rdzv_id, state.run, state.round, hung)
         )
 
@@ -239,7 +239,7 @@ class Served:
             StartedWorker(n, one, "" if one == "kept" else why) for n, one in enumerate(how)
         )
         said = WorkersStarted(rdzv_id, state.run, state.round, workers)
-        self.driver.reports.note_started(self._streams[node_id], said)
+        self.driver.reports.take(self._streams[node_id], said)
 
     async def _join(
         self, rdzv_id: str, node_ids: tuple[str, ...], nodes: tuple[int, int], more: dict[str, Any]
@@ -301,7 +301,7 @@ class Served:
         assert state.round is not None
         said = tuple(RankProgress(rank, step, 0, rate or None) for rank, step, rate in steps)
         progress = Progress(rdzv_id, state.run, state.round, said)
-        self.driver.reports.note_progress(self._streams[node_id], progress)
+        self.driver.reports.take(self._streams[node_id], progress)
 
     async def _saved(self, rdzv_id: str, node_id: str, parts: tuple[tuple[int, int], ...]) -> None:
         state = await self.driver.operations.status(rdzv_id)
@@ -311,7 +311,7 @@ class Served:
             for step, part in parts
         )
         said = SnapshotsHeld(rdzv_id, state.run, held)
-        self.driver.reports.note_snapshots(self._streams[node_id], said)
+        self.driver.reports.take(self._streams[node_id], said)
 
 
 @contextmanager

@@ -33,18 +33,12 @@ from rdzv.messages import (
     Announcement,
     Arrivals,
     Belief,
-    Draining,
     GroupArrivals,
-    Health,
     Hello,
-    Holdings,
-    Hung,
-    LogPiece,
     Progress,
+    Report,
     SnapshotsHeld,
-    Stacks,
     Welcome,
-    WorkersStarted,
 )
 from rdzv.structs import replace, struct
 from rdzv.transport.endpoints import Listen
@@ -268,20 +262,6 @@ def away_ms_of(message: pb.Away) -> int:
     """Read how long, in ms, an agent plans to be away."""
     return bounds.within("deadline_ms", message.deadline_ms, 1, bounds.AWAY_MS)
 
-
-Report = (
-    Progress
-    | WorkersStarted
-    | SnapshotsHeld
-    | Arrivals
-    | LogPiece
-    | Hung
-    | Stacks
-    | Health
-    | Holdings
-    | Draining
-)
-"""What a node reports that is no command. Whether it has such workers is checked later."""
 
 _REPORTS = {body: kind for kind, body in bodies(pb.NodeMessage, Report).items()}
 

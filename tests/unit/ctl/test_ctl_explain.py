@@ -102,8 +102,8 @@ async def test_who_is_kept_is_told_and_why_others_are_not(*, nodes_say: bool) ->
             again = join(node, (1, 1), settings=settings, run="run-1", left_round=0)
             await s.say(node, replace(again, kept=kept))
         if nodes_say:
-            s.driver.reports.note_started(n1, started(1, "kept", "warm"))
-            s.driver.reports.note_started(n2, started(1, "cold", "cold"))
+            s.driver.reports.take(n1, started(1, "kept", "warm"))
+            s.driver.reports.take(n2, started(1, "cold", "cold"))
 
     of = await told(story)
     said = (

@@ -193,7 +193,7 @@ async def test_a_job_is_answered_as_rdzvctl_shows_it() -> None:
     async with asked() as s:
         n1, _ = await s.pair()
         said = Progress("job-7", "run-1", 0, (RankProgress(0, 41, 100, 2.5),))
-        s.driver.reports.note_progress(n1, said)
+        s.driver.reports.take(n1, said)
         job = await s.get("/jobs/job-7")
         assert (job["version"], job["state"], job["round"], job["world_size"]) == (
             1,
@@ -287,7 +287,7 @@ async def test_stacks_are_taken_for_no_page_of_another_site() -> None:
                 await asyncio.sleep(0.01)
             (request,) = requests
             stacks = (WorkerStack(rank, 0, 4711, "S", ()), WorkerStack(rank + 1, 1, 4712, "S", ()))
-            s.driver.reports.take_stacks_in(stream, Stacks(request.request, stacks, last=True))
+            s.driver.reports.take(stream, Stacks(request.request, stacks, last=True))
         report = await taking
         assert [stack["rank"] for stack in report["stacks"]] == [0, 1, 2, 3]
         assert (report["round"], report["reason"]) == (0, "an operator asked for them")
@@ -503,7 +503,7 @@ async def answer_of(
     """Wait until a node is asked for logs, and answer once."""
     request = await ask_of(stream)
     piece = LogPiece(request.request, 0, rank % 2, rank, data=text, **more)
-    s.driver.reports.take_log(stream, piece)
+    s.driver.reports.take(stream, piece)
     return request
 
 
@@ -643,7 +643,7 @@ async def test_one_job_is_pushed_with_its_history() -> None:
             (job,), (history,) = found["job"], found["events"]
             assert (job["rdzv_id"], job["state"]) == ("job-7", "running")
             assert history["events"][-1]["name"] == "RoundCompleted"
-            s.driver.reports.note_progress(
+            s.driver.reports.take(
                 n1, Progress("job-7", "run-1", 0, (RankProgress(0, 41, 100, 2.5),))
             )
             assert (await events.until("job"))["progress"][0]["step"] == 41
@@ -747,7 +747,7 @@ async def test_what_happens_beside_any_step_is_pushed_too() -> None:
         async with s.stream("?job=job-7") as events:
             await events.first()
             hung = HungWorker(0, 0, 4711, 60_000, "no step")
-            s.driver.reports.note_hung(n1, Hung("job-7", "run-1", 0, (hung,)))
+            s.driver.reports.take(n1, Hung("job-7", "run-1", 0, (hung,)))
             told = await events.until("events")
             assert told["events"][-1]["name"] == "WorkersHang"
 
@@ -809,7 +809,7 @@ async def test_a_store_that_is_away_ends_no_stream() -> None:
             store.away = RendezvousConnectionError("no answer")
             await s.connect("n3")
             assert [n["node_id"] for n in (await fleet.until("nodes"))["nodes"]] == ["n3"]
-            s.driver.reports.note_progress(
+            s.driver.reports.take(
                 n1, Progress("job-7", "run-1", 0, (RankProgress(0, 41, 100, 2.5),))
             )
             assert (await job.until("job"))["progress"][0]["step"] == 41

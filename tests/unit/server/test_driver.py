@@ -66,6 +66,7 @@ from rdzv.messages import (
     Belief,
     Closed,
     Draining,
+    Health,
     Hello,
     Holding,
     Hung,
@@ -1527,12 +1528,12 @@ async def test_word_of_a_superseded_stream_changes_nothing() -> None:
 
         async def say_all(stream: Stream) -> None:
             driver = s.driver
-            driver.reports.note_health(stream, (FailingCheck("disk", "it is full"),))
-            driver.reports.note_draining(stream, Draining(1_000, "preempted", 0, own=True))
+            driver.reports.take(stream, Health((FailingCheck("disk", "it is full"),)))
+            driver.reports.take(stream, Draining(1_000, "preempted", 0, own=True))
             await driver.reports.note_holdings(stream, ())
-            driver.reports.note_hung(stream, Hung("job-7", "run-1", 0, ()))
-            driver.reports.take_log(stream, LogPiece(1))
-            driver.reports.take_stacks_in(stream, Stacks(1, last=True))
+            driver.reports.take(stream, Hung("job-7", "run-1", 0, ()))
+            driver.reports.take(stream, LogPiece(1))
+            driver.reports.take(stream, Stacks(1, last=True))
 
         await say_all(former)
         assert noted == []

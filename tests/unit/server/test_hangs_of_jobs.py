@@ -36,7 +36,7 @@ def worker(rank: int, silent_ms: int = 60_000) -> HungWorker:
 
 def hang(s: Server, stream: Stream, *ranks: int, run: str = "run-1", number: int = 0) -> None:
     workers = tuple(worker(rank, 60_000 + rank) for rank in ranks)
-    s.driver.reports.note_hung(stream, Hung("job-7", run, number, workers))
+    s.driver.reports.take(stream, Hung("job-7", run, number, workers))
 
 
 async def membership(s: Server) -> Membership:
@@ -207,7 +207,7 @@ async def test_the_records_of_collectives_are_more_certain_than_the_stacks() -> 
 
 def timed_out(s: Server, stream: Stream, *ranks: int) -> None:
     workers = tuple(replace(worker(rank, 3_000), timed_out=True) for rank in ranks)
-    s.driver.reports.note_hung(stream, Hung("job-7", "run-1", 0, workers))
+    s.driver.reports.take(stream, Hung("job-7", "run-1", 0, workers))
 
 
 def left(rank: int, sequence: int) -> WorkerStack:

@@ -90,7 +90,7 @@ class Scraped(Server):
 
     def tell(self, stream: Stream, number: int, *ranks: RankProgress) -> None:
         """Workers of this node report their step in a round."""
-        self.driver.reports.note_progress(stream, Progress("job-7", "run-1", number, ranks))
+        self.driver.reports.take(stream, Progress("job-7", "run-1", number, ranks))
 
     async def fail(self, stream: Stream, number: int) -> None:
         """A worker of this node fails in a round."""

@@ -510,7 +510,7 @@ async def test_a_drain_leaves_the_cordon_of_its_node_alone() -> None:
 async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() -> None:
     async with server() as s:
         n1, _, n3 = await running_pair(s)
-        s.driver.reports.note_draining(n1, Draining(30_000, "preempted", 0, own=True))
+        s.driver.reports.take(n1, Draining(30_000, "preempted", 0, own=True))
         await s.clock.advance(QUIET_MS)
         assert isinstance(placements(n3)[0], Placed)
         assert "n1 (about to leave): preempted; it leaves in 30 s" in await reason(s, "job-7")
@@ -536,7 +536,7 @@ async def test_of_a_drain_and_the_nodes_own_wish_the_server_shows_the_earlier() 
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")
         for node, left_ms in ((n1, 30_000), (n2, 90_000)):
-            s.driver.reports.note_draining(node, Draining(left_ms, "preempted", 0, own=True))
+            s.driver.reports.take(node, Draining(left_ms, "preempted", 0, own=True))
             await s.driver.nodes.drain(node.node_id, 60_000, "fan", force=True)
         shown = s.driver.nodes.summaries(["n1", "n2"])
         assert [(node.drain_reason, node.drain_left_ms) for node in shown] == [
@@ -810,7 +810,7 @@ FULL = (FailingCheck("disk /data", "has 1 % free"),)
 async def test_nothing_is_placed_on_a_node_that_is_not_well_until_it_is() -> None:
     async with server() as s:
         n1, _ = await daemons(s, "n1", "n2")
-        s.driver.reports.note_health(n1, FULL)
+        s.driver.reports.take(n1, Health(FULL))
         await s.driver.operations.submit_job("job-7", submission())
         assert await reason(s, "job-7") == (
             "needs 2 nodes, 1 is free (n2); if all other jobs had ended it would still lack "
@@ -819,7 +819,7 @@ async def test_nothing_is_placed_on_a_node_that_is_not_well_until_it_is() -> Non
         await s.clock.advance(500)
         shown = {n.node_id: (n.unhealthy, n.unhealthy_age_ms) for n in s.driver.nodes.summaries()}
         assert shown == {"n1": ("disk /data has 1 % free", 500), "n2": (None, None)}
-        s.driver.reports.note_health(n1, ())
+        s.driver.reports.take(n1, Health())
         await s.clock.advance(QUIET_MS)
         assert (await s.driver.operations.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
 
@@ -843,14 +843,14 @@ async def test_a_node_that_declines_for_now_is_chosen_again_when_it_is_well() ->
         n1, n2 = await daemons(s, "n1", "n2")
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         assert isinstance(placements(n1)[0], Placed)
-        s.driver.reports.note_health(n1, FULL)
+        s.driver.reports.take(n1, Health(FULL))
         await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", "unhealthy", passing=True))
         await s.clock.advance(QUIET_MS)
         status = (await s.driver.operations.status("job-7")).submission
         assert status is not None
         assert (status.placed, status.declined) == (("n2",), ())
         await s.driver.commands.hear(n2, "job-7", Decline("n2", "sub-1", "no such folder"))
-        s.driver.reports.note_health(n1, ())
+        s.driver.reports.take(n1, Health())
         await s.clock.advance(QUIET_MS)
         assert (await s.driver.operations.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
         assert isinstance(placements(n1)[-1], Placed)
@@ -877,7 +877,7 @@ async def test_a_job_keeps_no_other_node_back_for_one_that_is_not_well() -> None
     """It is unknown how long this lasts: three idle nodes should not wait for a repair."""
     async with server() as s:
         n1, n2, _ = await daemons(s, "n1", "n2", "n3")
-        s.driver.reports.note_health(n1, FULL)
+        s.driver.reports.take(n1, Health(FULL))
         await live(s, 40_000, n1, n2)
         await s.driver.operations.submit_job("large", submission(nodes=(3, 3)))
         await s.driver.operations.submit_job("small", submission("sub-2", nodes=(1, 1)))

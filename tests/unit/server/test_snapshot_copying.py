@@ -38,7 +38,7 @@ class Pair:
         self.server, self.n1, self.n2 = server, n1, n2
 
     def note(self, stream: Stream, said: SnapshotsHeld) -> None:
-        self.server.driver.reports.note_snapshots(stream, said)
+        self.server.driver.reports.take(stream, said)
 
     def missing(self) -> dict[str, str]:
         """Return why there are no copies, by the node that alone holds a part."""

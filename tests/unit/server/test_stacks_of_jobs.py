@@ -75,8 +75,8 @@ async def say(s: Server, stream: Stream, *stacks: WorkerStack, error: str = "") 
     """Answer as a node does: one worker at a time, then the final message."""
     request = asked(stream).request
     for one in stacks:
-        s.driver.reports.take_stacks_in(stream, Stacks(request, (one,)))
-    s.driver.reports.take_stacks_in(stream, Stacks(request, last=True, error=error))
+        s.driver.reports.take(stream, Stacks(request, (one,)))
+    s.driver.reports.take(stream, Stacks(request, last=True, error=error))
     await settle()
 
 
@@ -167,11 +167,11 @@ async def test_what_is_not_asked_for_is_dropped() -> None:
         asking = await ask(s)
         number = asked(n1).request
         old, n1 = n1, s.attach("n1")
-        s.driver.reports.take_stacks_in(old, Stacks(number, (stack(0),), last=True))
-        s.driver.reports.take_stacks_in(n1, Stacks(number, (stack(0),), last=True))
-        s.driver.reports.take_stacks_in(n2, Stacks(number + 7, (stack(2),), last=True))
-        s.driver.reports.take_stacks_in(n2, Stacks(number, (stack(0), stack(2, line=7), stack(2))))
-        s.driver.reports.take_stacks_in(n2, Stacks(number, last=True))
+        s.driver.reports.take(old, Stacks(number, (stack(0),), last=True))
+        s.driver.reports.take(n1, Stacks(number, (stack(0),), last=True))
+        s.driver.reports.take(n2, Stacks(number + 7, (stack(2),), last=True))
+        s.driver.reports.take(n2, Stacks(number, (stack(0), stack(2, line=7), stack(2))))
+        s.driver.reports.take(n2, Stacks(number, last=True))
         report = await asking.report()
         assert report.groups == (Group((2,), "in step at train.py:7"),)
         assert [node.node_id for node in report.silent] == ["n1"]

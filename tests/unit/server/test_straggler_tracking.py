@@ -23,7 +23,7 @@ async def train(s: Server, n1: Stream, n2: Stream, for_s: int, slow: float) -> N
         rates = ((n1, 0, 1.0), (n1, 1, 1.0), (n2, 2, 1.0), (n2, 3, 1.0 / slow))
         for node, rank, rate in rates:
             said = Progress("job-7", "run-1", 0, (RankProgress(rank, 5, 0, rate),))
-            s.driver.reports.note_progress(node, said)
+            s.driver.reports.take(node, said)
     await settle()
 
 

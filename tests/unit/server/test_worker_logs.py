@@ -98,7 +98,7 @@ async def answer(s: Server, stream: Stream, request: ReadLog, **piece: Any) -> N
             **{"local_rank": 1, "rank": 9, "offset": offset, **piece},
             positions=(LogPosition("", made.round, 1, False, offset + len(made.data)),),
         )
-    s.driver.reports.take_log(stream, made)
+    s.driver.reports.take(stream, made)
     await settle()
 
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 from rdzv import bounds
 from rdzv.core.commands import Command
@@ -14,16 +13,13 @@ from rdzv.errors import InvalidRequestError, LimitExceededError
 from rdzv.messages import (
     Arrivals,
     Belief,
-    Draining,
-    Health,
     Heard,
     Holdings,
     Hung,
-    LogPiece,
     Progress,
     Refused,
+    Report,
     SnapshotsHeld,
-    Stacks,
     WorkersStarted,
 )
 from rdzv.runtime.clock import Clock
@@ -37,6 +33,9 @@ Refuse = Callable[[InvalidRequestError | LimitExceededError], None]
 
 _SHOWN = frozenset(("progress", "workers_started", "snapshots_held", "arrivals"))
 """The reports that are only shown to people, which are logged, not refused, if they are invalid."""
+
+_OF_WORKERS = (Progress, WorkersStarted, SnapshotsHeld, Arrivals, Hung)
+"""The reports that count only for those who have a seat in the live round."""
 
 _EARLY = 4
 """The number of kinds of reports that are kept for a job until the node's beliefs have been
@@ -102,55 +101,33 @@ class NodeMessages:
         if body == "away":
             driver.connections.plan_away(stream, wire.away_ms_of(message.away))
             return
-        reports = driver.reports
         match wire.report_of(message):
             case None:
                 self._queue(wire.command_of(message, self._speaker, now_ms))
             case Holdings() as holdings:
                 self._queue(holdings)
-            case LogPiece() as piece:
-                reports.take_log(stream, piece)
-            case Stacks() as stacks:
-                reports.take_stacks_in(stream, stacks)
-            case Health(failing):
-                reports.note_health(stream, failing)
-            case Draining() as draining:
-                reports.note_draining(stream, draining)
-            case Hung() as hung:
-                self._record(hung, reports.note_hung, refuse)
-            case Progress() as progress:
-                self._record(progress, reports.note_progress, refuse)
-            case WorkersStarted() as started:
-                self._record(started, reports.note_started, refuse)
-            case SnapshotsHeld() as held:
-                self._record(held, reports.note_snapshots, refuse)
-            case Arrivals() as arrivals:
-                # Early arrivals are dropped: more follow soon.
-                if stream.greeted:
-                    reports.note_arrivals(stream, arrivals)
+            case report:
+                self._take(report, refuse)
 
-    def _record(
-        self,
-        said: Progress | WorkersStarted | SnapshotsHeld | Hung,
-        note: Callable[[Stream, Any], None],
-        refuse: Refuse,
-    ) -> None:
-        """Record a report at once, so that it does not wait while the store is unavailable.
+    def _take(self, said: Report, refuse: Refuse) -> None:
+        """Handle a report at once, so that it does not wait while the store is unavailable.
 
-        A report that arrives before the node's beliefs have been handled is recorded after them.
+        A report about workers that arrives before the node's beliefs have been handled is handled
+        after them. Early arrivals in collectives are dropped: more follow soon.
         """
 
         def record() -> None:
             try:
-                note(self._stream, said)
+                self._driver.reports.take(self._stream, said)
             except InvalidRequestError as error:
                 refuse(error)
 
-        key = type(said), said.rdzv_id
-        if self._stream.greeted:
+        if self._stream.greeted or not isinstance(said, _OF_WORKERS):
             record()
-        elif key in self._early or len(self._early) < _EARLY * bounds.JOBS_PER_NODE:
-            self._early[key] = record
+        elif not isinstance(said, Arrivals):
+            key = type(said), said.rdzv_id
+            if key in self._early or len(self._early) < _EARLY * bounds.JOBS_PER_NODE:
+                self._early[key] = record
 
     def _queue(self, said: Said) -> None:
         if not isinstance(said, Holdings) and not self._allowance.take(self._clock.now_ms()):

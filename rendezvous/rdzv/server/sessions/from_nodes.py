@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from rdzv import bounds
 from rdzv.core.commands import Command, Join, MarkHeard, MarkLost, Resume, Tick, Withdraw
 from rdzv.core.fleet import nodes
-from rdzv.core.fleet.node_resources import FailingCheck
 from rdzv.core.life.joining import joined_replaced_run
 from rdzv.core.life.leaving import unheard
 from rdzv.core.life.runs import ended_run
@@ -41,11 +40,13 @@ from rdzv.messages import (
     Belief,
     Closed,
     Draining,
+    Health,
     Holding,
     Hung,
     LogPiece,
     Progress,
     Refused,
+    Report,
     SnapshotsHeld,
     Stacks,
     Waiting,
@@ -339,19 +340,44 @@ class Reports:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
+    def take(self, stream: Stream, said: Report) -> None:
+        """Handle a report, unless it is about another round than the job's live one.
+
+        Raises:
+            InvalidRequestError: the report names a worker that the node does not have.
+
+        """
+        if not self._driver.streams.is_current(stream):
+            return
+        node_id, diagnosis = stream.node_id, self._driver.diagnosis
+        match said:
+            case LogPiece():
+                diagnosis.logs.take(node_id, said)
+            case Stacks():
+                diagnosis.stacks.take_in(node_id, said)
+            case Health():
+                self._driver.fleet.note_health(node_id, said.failing)
+            case Draining():
+                self._driver.fleet.note_draining(node_id, said)
+                for rdzv_id in self._driver.node_jobs.jobs_of(node_id):
+                    self._driver.watchers.job_changed(rdzv_id)
+            case Hung():
+                if (state := self._state_for(stream, said)) is not None:
+                    diagnosis.hangs.take_report(state, node_id, said)
+            case Progress() | WorkersStarted() | SnapshotsHeld() | Arrivals():
+                state = self._state_for(stream, said)
+                if state is not None and self._is_shown(state, node_id, said):
+                    self._driver.watchers.job_progressed(said.rdzv_id)
+
     def _state_for(
         self, stream: Stream, said: Progress | WorkersStarted | SnapshotsHeld | Arrivals | Hung
     ) -> State | None:
         """Return the state of the job that a report is about.
 
         Return None if the report is to be ignored: it comes too early or too late for the job's
-        live round, its node has no seat there, or a newer stream has come.
+        live round, or its node has no seat there.
         """
-        state = (
-            self._driver.jobs.peek(said.rdzv_id)
-            if self._driver.streams.is_current(stream)
-            else None
-        )
+        state = self._driver.jobs.peek(said.rdzv_id)
         round_ = state.membership.live_round if state is not None else None
         if state is None or round_ is None or said.run != state.membership.run:
             return None
@@ -360,72 +386,29 @@ class Reports:
         seat = state.seats.get(stream.node_id)
         return state if seat is not None and seat.incarnation == stream.incarnation else None
 
-    def note_progress(self, stream: Stream, said: Progress) -> None:
-        """Record the progress of a node's workers if the report is about the current round.
-
-        Raises:
-            InvalidRequestError: the report names a worker that the node does not have.
-
-        """
-        state, now_ms = self._state_for(stream, said), self._driver.clock.now_ms()
-        if state is None:
-            return
-        self._driver.diagnosis.progress.note(state, stream.node_id, said, now_ms)
-        self._driver.diagnosis.milestones.note(state, stream.node_id, said, now_ms)
-        shown = partial(self._driver.diagnosis.progress.shown, state, now_ms)
-        self._driver.diagnosis.stragglers.note(state, shown, now_ms)
-        self._driver.watchers.job_progressed(said.rdzv_id)
-
-    def note_started(self, stream: Stream, said: WorkersStarted) -> None:
-        """Record how a node's workers were started, if the report is about the current round.
-
-        Raises:
-            InvalidRequestError: the report does not name exactly the workers that the node has.
-
-        """
-        state = self._state_for(stream, said)
-        if state is not None and self._driver.diagnosis.starts.note(state, stream.node_id, said):
-            self._driver.watchers.job_progressed(said.rdzv_id)
-
-    def note_snapshots(self, stream: Stream, said: SnapshotsHeld) -> None:
-        """Record which snapshots a node holds if it takes part in the job's current round."""
-        if (state := self._state_for(stream, said)) is not None:
-            self._driver.diagnosis.snapshots.note(
-                state, stream.node_id, said, self._driver.clock.now_ms()
-            )
-            self._driver.watchers.job_progressed(said.rdzv_id)
-
-    def note_arrivals(self, stream: Stream, said: Arrivals) -> None:
-        """Record when a node's workers entered collectives in the current round.
-
-        Raises:
-            InvalidRequestError: the report names a worker that the node does not have.
-
-        """
-        if (state := self._state_for(stream, said)) is None:
-            return
-        now_ms = self._driver.clock.now_ms()
-        changed = self._driver.diagnosis.stragglers.note_arrivals(
-            state, stream.node_id, said, now_ms
-        )
-        self._driver.diagnosis.milestones.note_collectives(stream.node_id, said, now_ms)
-        if changed:
-            self._driver.watchers.job_progressed(said.rdzv_id)
-
-    def note_hung(self, stream: Stream, said: Hung) -> None:
-        """Pass on a report that workers hang or no longer hang; see `ReportedHangs`."""
-        if (state := self._state_for(stream, said)) is not None:
-            self._driver.diagnosis.hangs.take_report(state, stream.node_id, said)
-
-    def note_health(self, stream: Stream, failing: tuple[FailingCheck, ...]) -> None:
-        if self._driver.streams.is_current(stream):
-            self._driver.fleet.note_health(stream.node_id, failing)
-
-    def note_draining(self, stream: Stream, draining: Draining) -> None:
-        if self._driver.streams.is_current(stream):
-            self._driver.fleet.note_draining(stream.node_id, draining)
-            for rdzv_id in self._driver.node_jobs.jobs_of(stream.node_id):
-                self._driver.watchers.job_changed(rdzv_id)
+    def _is_shown(
+        self,
+        state: State,
+        node_id: str,
+        said: Progress | WorkersStarted | SnapshotsHeld | Arrivals,
+    ) -> bool:
+        """Record a report about workers, and return whether it changes what is shown of the job."""
+        now_ms, diagnosis = self._driver.clock.now_ms(), self._driver.diagnosis
+        match said:
+            case Progress():
+                diagnosis.progress.note(state, node_id, said, now_ms)
+                diagnosis.milestones.note(state, node_id, said, now_ms)
+                shown = partial(diagnosis.progress.shown, state, now_ms)
+                diagnosis.stragglers.note(state, shown, now_ms)
+            case WorkersStarted():
+                return diagnosis.starts.note(state, node_id, said)
+            case SnapshotsHeld():
+                diagnosis.snapshots.note(state, node_id, said, now_ms)
+            case Arrivals():
+                changed = diagnosis.stragglers.note_arrivals(state, node_id, said, now_ms)
+                diagnosis.milestones.note_collectives(node_id, said, now_ms)
+                return changed
+        return True
 
     async def note_holdings(self, stream: Stream, holdings: tuple[Holding, ...]) -> None:
         """Record which submitted jobs may still have processes on a node.
@@ -454,15 +437,6 @@ class Reports:
         elif node_id in awaited(state):
             withdrawn = Withdraw(run, (node_id,), reason)
             await self._driver.commands.insist_or_log(stream, rdzv_id, withdrawn)
-
-    def take_log(self, stream: Stream, piece: LogPiece) -> None:
-        if self._driver.streams.is_current(stream):
-            self._driver.diagnosis.logs.take(stream.node_id, piece)
-
-    def take_stacks_in(self, stream: Stream, said: Stacks) -> None:
-        """Pass workers' stacks on to the collection that is waiting for them."""
-        if self._driver.streams.is_current(stream):
-            self._driver.diagnosis.stacks.take_in(stream.node_id, said)
 
 
 def log_unknown(stream: Stream, belief: Belief) -> None:
