@@ -9,16 +9,13 @@ import pytest
 
 from rdzv import bounds
 from rdzv.core import commands
-from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.model import (
     Assignment,
     Failure,
-    JobState,
     KeptWorker,
     LeaveCause,
     Moved,
-    NodeState,
     Offer,
     RecoveryReport,
     ScaleUp,
@@ -28,19 +25,15 @@ from rdzv.core.model import (
     Spent,
     Tally,
 )
-from rdzv.core.reason import Reason
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import (
     Hello,
 )
 from rdzv.server import wire
-from rdzv.server.operations.job_operations import summary_of, with_workers
-from rdzv.stores.base import Record
-from rdzv.structs import as_dict, field_names, replace
+from rdzv.structs import as_dict, replace
 from rdzv.transport.endpoints import Listen
-from rdzv.transport.wire import convert, read, write
+from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
-from rdzv.view.answers import Budgets, JobStatus, LastFailure, NodeStatus, WorkerFailure, event_in
 from tests.support.builders import report
 
 N1 = wire.Speaker("n1", 7)
@@ -534,85 +527,6 @@ def test_a_refusal_names_the_job_even_of_a_bad_message() -> None:
 
 CORE_FAILED = Failure(3, 11, 99, 1, None, "boom", "trace", 4_000, node_id="n1", address="10.0.0.5")
 
-# ---------------------------------------------------------------- what operators are told
-
-BOOM = convert(WorkerFailure, CORE_FAILED)
-NODE = NodeStatus("n1", NodeState.SEATED, 0, 0, 8, "10.0.0.5", "r", 5)
-VIEW = JobStatus(
-    rdzv_id="job-7",
-    run="feed",
-    run_number=2,
-    state=JobState.RUNNING,
-    reason=Reason("2 nodes run"),
-    round=0,
-    min_nodes=1,
-    max_nodes=4,
-    world_size=8,
-    restarts=1,
-    max_restarts=3,
-    nodes=(NODE, replace(NODE, node_id="n2", state=NodeState.SPARE, group_rank=None)),
-    state_age_ms=10,
-    run_age_ms=20,
-    master_addr="10.0.0.5",
-    master_port=4711,
-    last_failure=LastFailure(1_000, BOOM, ()),
-    backend="rdzv",
-    progress=(),
-    budgets=Budgets(
-        preemptions=2,
-        max_preemptions=3,
-        store_failures=1,
-        max_store_failures=4,
-        restarts_in_vain=5,
-        no_progress_restarts=6,
-        furthest_step=7,
-        restart_window_ms=8,
-    ),
-    no_progress=True,
-    ended_by_failure=True,
-    kept=5,
-    source=1,
-    resume_step=70,
-)
-
-
-def sent(view: JobStatus, now_ms: int = 0, progress: tuple[RankProgress, ...] = ()) -> pb.JobStatus:
-    return write(pb.JobStatus(), with_workers(view, now_ms, progress))
-
-
-def sent_line(view: JobStatus) -> pb.JobSummary:
-    return write(pb.JobSummary(), summary_of(view))
-
-
-def test_status_carries_every_field_of_the_view() -> None:
-    status = sent(VIEW, 5_000, (RankProgress(3, 1_204, 300, 14.25),))
-    assert set(field_names(JobStatus)) == set(pb.JobStatus.DESCRIPTOR.fields_by_name)
-    assert list(status.progress) == [pb.RankProgress(rank=3, step=1_204, age_ms=300, rate=14.25)]
-    assert set(field_names(NodeStatus)) == set(pb.NodeStatus.DESCRIPTOR.fields_by_name)
-    assert [(n.node_id, n.state, n.HasField("group_rank")) for n in status.nodes] == [
-        ("n1", "seated", True),
-        ("n2", "spare", False),
-    ]
-    assert status.last_failure.age_ms == 1_000
-    assert set(field_names(Budgets)) == set(pb.Budgets.DESCRIPTOR.fields_by_name)
-    for name in field_names(Budgets):
-        assert getattr(status.budgets, name) == getattr(VIEW.budgets, name)
-
-
-def test_a_line_counts_the_nodes_that_are_there_and_have_a_rank() -> None:
-    lost = replace(NODE, node_id="n2", state=NodeState.LOST)
-    without = replace(NODE, node_id="n3", state=NodeState.STOPPING, group_rank=None)
-    assert sent_line(replace(VIEW, nodes=(NODE, lost, without))).nodes == 1
-
-
-def test_a_budget_that_is_none_is_not_told() -> None:
-    assert VIEW.budgets is not None
-    open_ = replace(VIEW.budgets, max_preemptions=None, max_store_failures=None, furthest_step=None)
-    budgets = sent(replace(VIEW, budgets=open_)).budgets
-    for name in ("max_preemptions", "max_store_failures", "furthest_step"):
-        assert not budgets.HasField(name)
-    assert not sent(replace(VIEW, budgets=None)).HasField("budgets")
-
 
 def test_who_knows_no_backoff_leaves_it_to_the_server() -> None:
     read = [
@@ -643,47 +557,6 @@ def test_how_far_a_round_has_come_is_read_as_it_is_said() -> None:
         _, read = wire.command_of(pb.NodeMessage(join=join(**given)), N1, NOW_MS)
         assert isinstance(read, commands.Join)
         assert read.moved == moved
-
-
-def test_what_is_not_known_is_not_set() -> None:
-    bare = replace(VIEW, round=None, last_failure=None)
-    status = sent(bare)
-    for name in ("round", "last_failure"):
-        assert not status.HasField(name)
-    assert not sent_line(bare).HasField("round")
-
-
-def test_the_summary_counts_the_nodes_that_are_seated() -> None:
-    summary = sent_line(VIEW)
-    assert (summary.rdzv_id, summary.state, summary.nodes) == ("job-7", "running", 1)
-    for field in summary.DESCRIPTOR.fields:
-        if field.name not in {"nodes", "hangs", "reason"}:
-            assert getattr(summary, field.name) == getattr(VIEW, field.name)
-    assert not summary.hangs
-
-
-def test_who_forms_the_group_is_told() -> None:
-    assert (sent(VIEW).backend, sent_line(VIEW).backend) == (
-        "rdzv",
-        "rdzv",
-    )
-    watched = replace(VIEW, backend="c10d", restarts=None, max_restarts=None)
-    assert sent(watched).backend == "c10d"
-    assert sent_line(watched).backend == "c10d"
-    assert not sent_line(watched).HasField("restarts")
-
-
-def test_a_row_of_history() -> None:
-    event = event_in(Record(5, "job-7", "feed", "NodeJoined", "n1 joined"))
-    assert write(pb.Event(), event) == pb.Event(
-        unix_ms=5, run="feed", name="NodeJoined", text="n1 joined"
-    )
-    fields = '{"node_id":"n1","round":3,"later":["x"]}'
-    event = event_in(Record(5, "job-7", "feed", "NodeStopped", fields))
-    assert write(pb.Event(), event) == pb.Event(
-        unix_ms=5, run="feed", name="NodeStopped", fields=fields,
-        text="n1 stopped its workers of round 3",
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ diff, for a byte that changes is a change of the protocol.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -14,14 +15,15 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import Message
+from samples import bare, full
 
 from rdzv import messages as told
 from rdzv.agent.core import commands
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import NodeDrain
-from rdzv.core.evidence import collectives
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.progress_lag import RankProgress
+from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.node_resources import FailingCheck, Gpu, Resources
 from rdzv.core.model import (
     Assignment,
@@ -58,8 +60,8 @@ from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import event_in
 from tests.unit.agent import test_agent_encoding as agent
-from tests.unit.server import test_answer_values as answered
 from tests.unit.server import test_wire as server
+from tests.unit.server.test_answer_values import ANSWERS
 
 PROTOCOL = Path(__file__).parents[1] / "protocol"
 NOW_MS = agent.NOW_MS
@@ -67,20 +69,7 @@ MARK = SnapshotMark(2, 40, "2.a1b2", 2, 6)
 SNAPSHOTS = (Snapshot(0, MARK, 1, 1 << 30, "f00"), Snapshot(1, MARK, 0, 7, "f01", copy_of=0))
 CARRIER = CopyCarrier(40_000, "secret", "ab12")
 MISSING = MissingCopies(MARK, "n2: no file caf\udce9")
-STACK = replace(
-    answered.STACK,
-    collectives=(
-        collectives.GroupRecord(
-            "0",
-            "default_pg",
-            5,
-            (collectives.CollectiveRecord(5, "all_reduce", "4 f", True, 9),),
-            (0, 1),
-        ),
-    ),
-    no_record="caf\udce9",
-    exited_ms=0,
-)
+STACK = replace(full(WorkerStack), no_record="caf\udce9")
 
 
 def by_agents() -> Iterator[tuple[str, Message]]:
@@ -215,8 +204,9 @@ def by_servers() -> Iterator[tuple[str, Message]]:
         yield f"told:{name}", wire.server_message([announced], 3, "1.2", 5_000)
     several = [told.Welcome(7, 1_666, 5_000), told.Servers(("b:1",)), told.LookAgain()]
     yield "told:several", wire.server_message(several, 3, "1.2", 5_000)
-    for value, into, _ in cases(answered.test_each_value_is_read_back_from_its_message):
-        yield f"answered:{type(value).__name__}", into(value)
+    for kind, make in itertools.product(ANSWERS, (full, bare)):
+        message = write(getattr(pb, kind.__name__)(), make(kind), NOW_MS)
+        yield f"answered:{kind.__name__}:{make.__name__}", message
     for data in ("n1 joined", '{"node_id":"n1","round":3,"later":["x"]}'):
         row = Record(5, "job-7", "r1", "NodeStopped", data)
         yield "answered:Event", write(pb.Event(), event_in(row))
