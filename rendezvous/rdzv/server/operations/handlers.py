@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rdzv import bounds
@@ -352,44 +353,37 @@ def _about(rows: Iterable[Record], node_id: str) -> list[answers.NodeEvent]:
 
 
 async def cordon_node(server: Server, request: pb.CordonNodeRequest) -> answers.Node:
-    node_id = bounds.node_id_of(request.node_id)
     reason = signed(bounds.sentence(request.reason), callers.present.get())
-    before = _use(server, node_id)
-    found = await server.driver.nodes.cordon(node_id, reason)
-    note_change(before, _use_of(found))
-    return found
+    return await _changed(server, request, partial(server.driver.nodes.cordon, reason=reason))
 
 
 async def uncordon_node(server: Server, request: pb.UncordonNodeRequest) -> answers.Node:
-    node_id = bounds.node_id_of(request.node_id)
-    before = _use(server, node_id)
-    found = await server.driver.nodes.uncordon(node_id)
-    note_change(before, _use_of(found))
-    return found
+    return await _changed(server, request, server.driver.nodes.uncordon)
 
 
 async def drain_node(server: Server, request: pb.DrainNodeRequest) -> answers.Node:
     deadline_ms = bounds.within("deadline_ms", request.deadline_ms, 0, bounds.TIMEOUT_MS)
-    node_id = bounds.node_id_of(request.node_id)
     reason = bounds.sentence(request.reason) or "an operator asked for it"
     reason = signed(reason, callers.present.get())
-    before = _use(server, node_id)
-    found = await server.driver.nodes.drain(node_id, deadline_ms, reason, force=request.force)
-    note_change(before, f"{_use_of(found)} (within {duration(deadline_ms)})")
-    return found
+    given: Any = {"deadline_ms": deadline_ms, "reason": reason, "force": request.force}
+    drain = partial(server.driver.nodes.drain, **given)
+    return await _changed(server, request, drain, f" (within {duration(deadline_ms)})")
 
 
 async def undrain_node(server: Server, request: pb.UndrainNodeRequest) -> answers.Node:
+    undrain = partial(server.driver.nodes.undrain, cordon=request.cordon)
+    return await _changed(server, request, undrain)
+
+
+async def _changed(
+    server: Server, request: Any, change: Callable[[str], Awaitable[answers.Node]], how: str = ""
+) -> answers.Node:
+    """Change whether a node is in service, and note for the audit what it was and is."""
     node_id = bounds.node_id_of(request.node_id)
-    before = _use(server, node_id)
-    found = await server.driver.nodes.undrain(node_id, cordon=request.cordon)
-    note_change(before, _use_of(found))
+    before = next(map(_use_of, server.driver.nodes.summaries([node_id])), "unknown")
+    found = await change(node_id)
+    note_change(before, f"{_use_of(found)}{how}")
     return found
-
-
-def _use(server: Server, node_id: str) -> str:
-    """Describe whether a node is in service, before a call changes this."""
-    return next(map(_use_of, server.driver.nodes.summaries([node_id])), "unknown")
 
 
 def _use_of(node: answers.Node) -> str:
