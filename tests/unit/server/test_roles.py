@@ -39,6 +39,7 @@ pytestmark = pytest.mark.slow
 ADMIN = frozenset({"admin"})
 READERS = frozenset({"read", "submit", "admin"})
 SUBMITTERS = frozenset({"submit", "admin"})
+OPEN = frozenset({None, *Role})
 
 EXPECTED = {
     "Attach": frozenset({"node", "submit", "admin"}),
@@ -48,28 +49,19 @@ EXPECTED = {
     **dict.fromkeys(("SubmitJob", "ForgetJob"), SUBMITTERS),
     **dict.fromkeys(("CordonNode", "UncordonNode", "DrainNode", "UndrainNode", "Backup"), ADMIN),
     **dict.fromkeys(("CreateToken", "ListTokens", "RevokeTokens", "ListAudit"), ADMIN),
+    **dict.fromkeys(("Check", "Watch"), OPEN),
+    **dict.fromkeys(("/", "/web/app.js", "/healthz", "/readyz"), OPEN),
+    **dict.fromkeys(("/metrics", "/sd", "/api/v1/jobs", "/api/v1/jobs/{rdzv_id}"), READERS),
+    **dict.fromkeys(("/api/v1/jobs/{rdzv_id}/events", "/api/v1/nodes", "/api/v1/stream"), READERS),
+    **dict.fromkeys(("/api/v1/jobs/{rdzv_id}/ledger", "/api/v1/report"), READERS),
+    **dict.fromkeys(("/api/v1/nodes/{node_id}", "/api/v1/nodes/{node_id}/events"), READERS),
+    **dict.fromkeys(("/api/v1/servers", "/api/v1/openapi.json"), READERS),
+    **dict.fromkeys(("/api/v1/jobs/{rdzv_id}/logs", "/api/v1/jobs/{rdzv_id}/stacks"), SUBMITTERS),
 }
-"""Callers with these roles may make this call; others may not."""
-
-OPEN_CALLS = {"Check", "Watch"}
+"""Callers with these roles may make this call or request; others may not."""
 
 REFUSALS = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED}
 WHO_IS_LET_IN_HEARS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
-
-EXPECTED_PATHS = {
-    **dict.fromkeys(("/metrics", "/sd"), READERS),
-    **dict.fromkeys(("/api/v1/jobs", "/api/v1/jobs/{rdzv_id}", "/api/v1/servers"), READERS),
-    **dict.fromkeys(("/api/v1/jobs/{rdzv_id}/events", "/api/v1/nodes"), READERS),
-    "/api/v1/jobs/{rdzv_id}/ledger": READERS,
-    "/api/v1/report": READERS,
-    **dict.fromkeys(("/api/v1/nodes/{node_id}", "/api/v1/stream"), READERS),
-    "/api/v1/nodes/{node_id}/events": READERS,
-    "/api/v1/openapi.json": READERS,
-    "/api/v1/jobs/{rdzv_id}/logs": SUBMITTERS,
-    "/api/v1/jobs/{rdzv_id}/stacks": SUBMITTERS,
-}
-
-OPEN_PATHS = {"/", "/healthz", "/readyz"}
 
 
 @dataclass
@@ -166,18 +158,16 @@ def test_every_call_has_a_row_and_no_row_is_of_nothing() -> None:
     assert set(calls.CALLS) == set(every_method())
 
 
-@pytest.mark.parametrize("method", every_method())
-async def test_every_call_with_every_role(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = method.rpartition("/")[2]
+async def test_every_call_with_every_role(monkeypatch: pytest.MonkeyPatch) -> None:
     async with guarded(monkeypatch) as server:
-        found = {who: await refusal(server, method, who) for who in (None, *Role)}
-        assert method in server.methods, "the gate stands before it"
-    if name in OPEN_CALLS:
-        assert set(found.values()) == {None}
-        return
-    assert found.pop(None) == UnauthenticatedError.code
-    assert {who for who, code in found.items() if code is None} == EXPECTED[name]
-    assert {code for code in found.values() if code} <= {DeniedError.code}
+        for method in every_method():
+            found = {who: await refusal(server, method, who) for who in (None, *Role)}
+            assert method in server.methods, "the gate stands before it"
+            allowed = {who for who, code in found.items() if code is None}
+            assert allowed == EXPECTED[method.rpartition("/")[2]], method
+            if None not in allowed:
+                assert found.pop(None) == UnauthenticatedError.code
+            assert set(found.values()) <= {DeniedError.code, None}
 
 
 @pytest.mark.parametrize(
@@ -220,30 +210,22 @@ async def test_a_status_that_is_no_refusal_is_not_taken_for_being_let_in(
             await refusal(server, "/rdzv.v1.Control/Nothing", "admin")
 
 
-@pytest.mark.slow
 async def test_every_path_with_every_role(monkeypatch: pytest.MonkeyPatch) -> None:
     async with guarded(monkeypatch) as server, aiohttp.ClientSession() as session:
-        asked = set()
-        for path in server.routes:
-            asked.add(path)
+        # Reading stacks and collecting them need the same role.
+        asked = {("POST", "/api/v1/jobs/{rdzv_id}/stacks"), *(("GET", at) for at in server.routes)}
+        for method, path in asked:
             statuses = {}
             for who in (None, *Role):
                 url = server.url + path.format(rdzv_id="nobodys", node_id="n1")
-                async with session.get(url, headers=dict(server.header(who))) as answer:
+                headers = dict(server.header(who))
+                async with session.request(method, url, headers=headers) as answer:
                     statuses[who] = answer.status
-            if path in OPEN_PATHS or path.startswith("/web/"):
-                assert not set(statuses.values()) & {401, 403}, path
-                continue
-            assert statuses.pop(None) == 401, path
-            allowed = {who for who, status in statuses.items() if status != 403}
-            assert allowed == EXPECTED_PATHS[path], path
-        assert asked >= OPEN_PATHS | set(EXPECTED_PATHS)
-        # Reading stacks and collecting them need the same role.
-        for who in (None, *Role):
-            url = f"{server.url}/api/v1/jobs/nobodys/stacks"
-            async with session.post(url, headers=dict(server.header(who))) as answer:
-                let_in = answer.status == 404
-            assert let_in == (who in EXPECTED_PATHS["/api/v1/jobs/{rdzv_id}/stacks"]), who
+            allowed = {who for who, status in statuses.items() if status not in (401, 403)}
+            is_file = path.startswith("/web/")
+            assert allowed == EXPECTED["/web/app.js" if is_file else path], path
+            assert None in allowed or statuses[None] == 401, path
+        assert {path for _, path in asked} >= {path for path in EXPECTED if path.startswith("/")}
 
 
 @pytest.mark.quick
