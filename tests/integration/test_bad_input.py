@@ -438,7 +438,7 @@ def test_when_all_workers_of_three_nodes_fail_at_once_each_attempt_is_charged_on
 
 
 def test_a_job_that_is_not_known_is_named_by_every_command(c: Cluster) -> None:
-    for command in ("status", "events"):
+    for command in ("status", "events", "stop", "restart"):
         ended = c.run("rdzvctl", f"--server={c.endpoint}", command, "nobody")
         assert ended.returncode == 1
         (line,) = ended.stderr.splitlines()

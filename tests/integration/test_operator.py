@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 
-import pytest
 from cluster import BIN, JOB, Cluster
 
 
@@ -79,13 +78,6 @@ def test_watch_shows_every_state_until_the_end_also_over_a_restart_of_the_server
     assert json.loads(rest.splitlines()[-1])["state"] == "succeeded"
     assert watching.returncode == 0
     assert node.wait() == 0
-
-
-@pytest.mark.parametrize("command", ["stop", "restart"])
-def test_a_job_that_is_not_known_is_named(c: Cluster, command: str) -> None:
-    code, text = ctl(c, command, "nobody")
-    assert code == 1
-    assert "no job nobody is known here" in text
 
 
 def test_one_server_alone_leads(c: Cluster) -> None:
