@@ -19,7 +19,6 @@ from rdzv.agent.launch.launch import (
     ask_count_devices,
     check_chdir,
     check_startable,
-    count_devices,
     has_torch,
     local_address,
 )
@@ -468,7 +467,6 @@ async def test_devices_are_counted_while_other_jobs_go_on(
 ) -> None:
     python = program(tmp_path, says)
     assert await ask_count_devices(kind, python, {}) == count
-    assert count_devices(kind, python) == count
 
 
 @pytest.mark.slow
@@ -485,8 +483,6 @@ async def test_devices_that_can_not_be_counted_are_refused(
     python = program(tmp_path, says)
     with pytest.raises(InvalidRequestError, match=why):
         await ask_count_devices("gpu", python, {"PATH": os.defpath})
-    with pytest.raises(InvalidRequestError, match=why):
-        count_devices("gpu", python)
 
 
 @pytest.mark.slow
@@ -497,8 +493,6 @@ async def test_an_interpreter_that_hangs_counts_nothing(
     python = program(tmp_path, "exec sleep 60")
     with pytest.raises(InvalidRequestError, match="cannot count them"):
         await ask_count_devices("gpu", python, {})
-    with pytest.raises(InvalidRequestError, match="cannot count them"):
-        count_devices("gpu", python)
 
 
 @pytest.mark.slow

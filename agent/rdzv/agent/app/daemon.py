@@ -25,8 +25,12 @@ from rdzv.agent.handover.runner_records import RunnerRecords
 from rdzv.agent.inventory.health import Health
 from rdzv.agent.inventory.preemption import reporting_preemptions
 from rdzv.agent.inventory.resources import NONE, describe, find_resources
-from rdzv.agent.node.metrics_endpoint import metered
-from rdzv.agent.node.node import LINK_CLOSE_TIMEOUT_S, LOG_FINISH_TIMEOUT_S, daemon_identity
+from rdzv.agent.node.node import (
+    LINK_CLOSE_TIMEOUT_S,
+    LOG_FINISH_TIMEOUT_S,
+    daemon_identity,
+    metered,
+)
 from rdzv.agent.node.placements import Placements
 from rdzv.agent.node.submitted_launch import Surroundings
 from rdzv.agent.output.run_folders import RunFolders

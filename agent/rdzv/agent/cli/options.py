@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import socket
@@ -19,8 +20,8 @@ from rdzv.agent.launch.launch import (
     Launch,
     Output,
     SnapshotFiles,
+    ask_count_devices,
     count_cpus,
-    count_devices,
 )
 from rdzv.agent.launch.numa import NumaBinding
 from rdzv.agent.output.console_tee import parse_filters, parse_ranks
@@ -185,7 +186,9 @@ def _python(environ: Mapping[str, str], chdir: Path | None) -> str:
 
 
 def _count(kind: str, python: str, environ: Mapping[str, str]) -> int:
-    return count_cpus() if kind == "cpu" else count_devices(kind, python, environ)
+    if kind == "cpu":
+        return count_cpus()
+    return asyncio.run(ask_count_devices(kind, python, environ))
 
 
 def _shutdown_timeout_ms(given_ms: int | None, environ: Mapping[str, str]) -> int:

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import stat
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -357,7 +356,12 @@ def count_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def count_devices(kind: str, python: str, environ: Mapping[str, str] | None = None) -> int:
+async def ask_count_devices(
+    kind: str,
+    python: str,
+    environ: Mapping[str, str] | None = None,
+    account: Account | None = None,
+) -> int:
     """Count the accelerators that the job's torch sees. `auto` falls back to counting CPUs.
 
     Source: `determine_local_world_size` in `torch/distributed/run.py`.
@@ -365,23 +369,6 @@ def count_devices(kind: str, python: str, environ: Mapping[str, str] | None = No
     Raises:
         InvalidRequestError: there are none, or the job's interpreter does not respond.
     """
-    try:
-        answer = subprocess.run(
-            [python, "-c", _COUNT, kind],
-            capture_output=True,
-            env=environ,
-            timeout=COUNT_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise _uncounted(kind, python, str(error)) from error
-    return _counted(kind, python, answer.stdout, answer.stderr)
-
-
-async def ask_count_devices(
-    kind: str, python: str, environ: Mapping[str, str], account: Account | None = None
-) -> int:
-    """Like `count_devices`, but without blocking the event loop."""
     try:
         question = ("-c", _COUNT, kind)
         answer, complaint = await ask_interpreter(
@@ -391,10 +378,6 @@ async def ask_count_devices(
         raise _uncounted(kind, python, f"no answer within {COUNT_TIMEOUT_S:g} s") from error
     except OSError as error:
         raise _uncounted(kind, python, str(error)) from error
-    return _counted(kind, python, answer, complaint)
-
-
-def _counted(kind: str, python: str, answer: bytes, complaint: bytes) -> int:
     # Modules imported along with torch may have printed something first.
     last = answer.strip().rpartition(b"\n")[2]
     if not last.isdigit():

@@ -8,14 +8,13 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rdzv.agent.core import events
 from rdzv.agent.inventory.preemption import Preemption, reporting_preemptions
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch
-from rdzv.agent.node.metrics_endpoint import metered
 from rdzv.agent.node.server_hosting import serving_if_elected, serving_itself, serving_others
 from rdzv.agent.runner_link import StartedRunner
 from rdzv.agent.server_link.link import Identity, ServerLink
@@ -30,6 +29,7 @@ from rdzv.version import VERSION
 
 if TYPE_CHECKING:
     from rdzv.agent.handover.runner_adoption import Instance
+    from rdzv.agent.node.placements import Placements
     from rdzv.stores.etcd_config import EtcdConfig
 
 STEP_SIGNAL = signal.SIGURG
@@ -106,6 +106,25 @@ async def take_part(
                 link.log_reader.close()
                 for driver in drivers:
                     await driver.close()
+
+
+@contextlib.asynccontextmanager
+async def metered(
+    listen: Listen | None, link: ServerLink, placements: Placements | None = None
+) -> AsyncIterator[None]:
+    """Serve /metrics and /healthz at `listen` until the body ends; do nothing if it is None.
+
+    Raises:
+        InvalidRequestError: the address cannot be bound.
+    """
+    if listen is None:
+        yield
+        return
+    # The metrics library is loaded only if metrics are served.
+    from rdzv.agent.node.agent_metrics import serving_metrics
+
+    async with serving_metrics(listen, link, placements):
+        yield
 
 
 def identity(node_id: str, local_addr: str = "") -> Identity:
