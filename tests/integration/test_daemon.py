@@ -175,25 +175,6 @@ def test_two_jobs_run_at_once_and_the_end_of_one_leaves_the_other_alone(d: Daemo
     d.until_state("good", "succeeded")
 
 
-def test_a_job_that_waits_is_placed_on_the_node_that_another_has_left(d: Daemons) -> None:
-    d.start("n1")
-    d.submit("first", *worker("exit=0"))
-    d.submit("second", *worker("exit=0"))
-    for name in ("first", "second"):
-        d.until_state(name, "succeeded")
-    d.until("the node is free", lambda: d.node("n1")["jobs"] == {})
-
-
-def test_two_nodes_form_one_job(d: Daemons) -> None:
-    for name in ("n1", "n2"):
-        d.start(name)
-    d.submit("both", "--nnodes=2", *worker())
-    reports = d.reports("both", 2)
-    assert {report["WORLD_SIZE"] for report in reports} == {"2"}
-    d.cluster.finish()
-    d.until_state("both", "succeeded")
-
-
 def test_a_job_that_is_scaled_down_gives_its_node_back(d: Daemons) -> None:
     for name in ("n1", "n2"):
         d.start(name)
@@ -254,29 +235,21 @@ def declined(d: Daemons, rdzv_id: str) -> str:
     return str(d.until(f"{rdzv_id} is declined", reason))
 
 
-def test_a_folder_that_is_not_there_is_declined_by_name(d: Daemons) -> None:
+def test_what_can_not_be_launched_is_declined_with_the_reason(d: Daemons) -> None:
     agent = d.start("n1")
+    for name, args, reason in (
+        ("script", ("no-such-script.py",), "the script 'no-such-script.py' is not on this node"),
+        ("named", ("--rdzv-id=other", REPORT), "name their own job, node or server"),
+        ("alone", ("--standalone", REPORT), "name their own job, node or server"),
+    ):
+        d.submit(name, *args)
+        assert reason in declined(d, name)
     d.submit("lost", *worker(), chdir="/no/such/folder")
     assert "the folder '/no/such/folder' cannot be used on this node" in declined(d, "lost")
     d.cluster.wait_for_text(agent, "lost: declined: ")
     d.submit("next", *worker("exit=0"))
     d.until_state("next", "succeeded")
-
-
-@pytest.mark.parametrize(
-    ("args", "reason"),
-    [
-        (("no-such-script.py",), "the script 'no-such-script.py' is not on this node"),
-        (("--rdzv-id=other", REPORT), "name their own job, node or server"),
-        (("--standalone", REPORT), "name their own job, node or server"),
-    ],
-)
-def test_arguments_that_can_not_be_launched_are_declined_with_the_reason(
-    d: Daemons, args: tuple[str, ...], reason: str
-) -> None:
-    d.start("n1")
-    d.submit("lost", *args)
-    assert reason in declined(d, "lost")
+    d.until("the node is free", lambda: d.node("n1")["jobs"] == {})
 
 
 # ------------------------------------------------------------------ the end

@@ -309,7 +309,6 @@ except OSError:
         (0, 'b"x\\n" * 100_000', "a line that is no answer"),
         (0, 'b"[]\\n"', "a line that is no answer"),
         (1, """b'{"round": 7}\\n'""", "more than was asked for"),
-        (1, 'b"x"', "more than was asked for"),
         (0, 'b"x"', "a line of more than 1,048,576 bytes"),
     ],
 )
@@ -319,21 +318,20 @@ async def test_the_first_line_that_is_no_answer_ends_the_process(
     says = tmp_path / "says"
     says.write_text(SAYS.replace("FIRST", str(first)).replace("NOISE", noise))
     says.chmod(0o755)
-    told: list[Any] = []
+    told: list[str] = []
     ended = asyncio.Event()
 
-    def hear(message: Any) -> None:
-        told.append(message)
-        if message.get("ended"):
-            ended.set()
+    def end() -> None:
+        told.append("ended")
+        ended.set()
 
-    side = await SideProcess.start(str(says), {}, hear)
+    side = await SideProcess.start(str(says), {}, end)
     async with asyncio.timeout(20):
         await ended.wait()
     assert not side.send({})
     assert bool(side.refusal) is not bool(first)
     await side.close(0)
-    assert told == [{"ended": True}]
+    assert told == ["ended"]
     [warning] = [r.getMessage() for r in caplog.records if r.name == "rdzv.agent"]
     assert f"it sent {why}: " in warning
     assert len(warning) < 500
@@ -344,15 +342,13 @@ async def test_each_request_has_one_answer(tmp_path: Path) -> None:
     noise = """agent.recv(100) and b'{"n": 1}\\n'"""
     says.write_text(SAYS.replace("FIRST", "1").replace("NOISE", noise))
     says.chmod(0o755)
-    told: asyncio.Queue[Any] = asyncio.Queue()
-    side = await SideProcess.start(str(says), {}, told.put_nowait)
+    side = await SideProcess.start(str(says), {})
     async with asyncio.timeout(20):
         await side.ready("x")
         for _ in range(2):
-            assert side.ask({})
-            assert await told.get() == {"n": 1}
+            assert await side.ask({}) == {"n": 1}
         assert side.send({})
-        assert await told.get() == {"ended": True}
+        assert await side.answer() is None
     await side.close(0)
 
 
@@ -486,11 +482,10 @@ async def test_an_answer_that_comes_too_late_is_nobodys(tmp_path: Path) -> None:
     await specs.open(launch(specs="mine", log_dir=tmp_path))
     first = asyncio.create_task(specs.reify(0, {rank: {"RANK": "0"} for rank in range(2)}))
     await asyncio.sleep(0)
+    first.cancel()
     second = await reify(specs, 1)
     await specs.close()
     assert isinstance(second, RoundOutput)
-    assert not first.done()
-    first.cancel()
 
 
 @pytest.mark.parametrize(

@@ -218,20 +218,15 @@ def command(script: str, timeout_s: float = 10.0) -> Command:
     [
         ("print('all is well')", ""),
         ("import sys; print('looking'); sys.exit('the mount is stale')", "exited 1: the mount is"),
-        ("import sys; sys.exit(7)", "exited 7"),
+        ("import os, sys; sys.exit(os.environ['RDZV_UNUSED_GPUS'])", "exited 1: GPU-a,GPU-b"),
         ("import os; os.kill(os.getpid(), 9)", "ended by signal 9"),
         ("import sys; print('x' * 100_000); sys.exit(2)", "exited 2: xxx"),
     ],
 )
 async def test_a_command_says_by_its_exit_whether_all_is_well(script: str, wrong: str) -> None:
-    found = await command(script).look(NONE)
+    found = await command(script).look(frozenset({"GPU-b", "GPU-a"}))
     assert found.startswith(wrong) if wrong else not found
     assert len(found) < 300
-
-
-async def test_a_command_is_told_which_gpus_nobody_has() -> None:
-    script = "import os, sys; sys.exit(os.environ['RDZV_UNUSED_GPUS'])"
-    assert await command(script).look(frozenset({"GPU-b", "GPU-a"})) == "exited 1: GPU-a,GPU-b"
 
 
 async def test_a_command_that_does_not_end_is_ended_with_all_that_it_began(tmp_path: Path) -> None:
@@ -280,17 +275,30 @@ def gpus(used: dict[str, int], wrong: tuple[str, ...] = (), **more: int) -> Gpus
     return check
 
 
+BOTH = {"GPU-a": 40 * GIB, "GPU-b": GIB}
+
+
 @pytest.mark.quick
-async def test_gpus_that_answer_and_that_nobody_uses_are_well() -> None:
-    both = {"GPU-a": 0, "GPU-b": GIB}
-    assert await gpus(both).look(frozenset(both)) == ""
-
-
-async def test_memory_counts_only_where_no_job_is() -> None:
-    used = {"GPU-a": 40 * GIB, "GPU-b": 0}
-    assert await gpus(used).look(frozenset({"GPU-b"})) == ""
-    found = await gpus(used).look(frozenset({"GPU-a", "GPU-b"}))
-    assert found == "GPU-a: 40 GiB are in use, but no job uses it"
+@pytest.mark.parametrize(
+    ("used", "errors", "count", "unused", "wrong"),
+    [
+        (BOTH, (), 0, {"GPU-b"}, ""),
+        (BOTH, (), 0, set(BOTH), "GPU-a: 40 GiB are in use, but no job uses it"),
+        (
+            {"GPU-a": 0},
+            ("number 1: GPU is lost",),
+            0,
+            set(),
+            "GPU-b does not answer: number 1: GPU is lost",
+        ),
+        ({}, ("NVML: gone",), 0, set(), "GPU-a, GPU-b do not answer: NVML: gone"),
+        (BOTH, (), 8, set(), "2 GPUs of 8 answer"),
+    ],
+)
+async def test_gpus_answer_and_are_not_in_use_where_no_job_is(
+    used: dict[str, int], errors: tuple[str, ...], count: int, unused: set[str], wrong: str
+) -> None:
+    assert await gpus(used, errors, count=count).look(frozenset(unused)) == wrong
 
 
 async def test_memory_that_is_being_given_back_is_waited_for() -> None:
@@ -304,15 +312,6 @@ async def test_memory_that_is_being_given_back_is_waited_for() -> None:
     check.look_at = look_at
     assert await check.look(frozenset({"GPU-b"})) == ""
     assert len(asked) == 3
-
-
-async def test_a_gpu_that_does_not_answer_is_named() -> None:
-    found = await gpus({"GPU-a": 0}, ("number 1: GPU is lost",)).look(NONE)
-    assert found == "GPU-b does not answer: number 1: GPU is lost"
-    found = await gpus({}, ("NVML: driver not loaded",)).look(NONE)
-    assert found == "GPU-a, GPU-b do not answer: NVML: driver not loaded"
-    found = await gpus({"GPU-a": 0, "GPU-b": 0}, count=8).look(NONE)
-    assert found == "2 GPUs of 8 answer"
 
 
 @pytest.mark.quick
@@ -355,19 +354,11 @@ NVRM: Xid (PCI:0000:86:00): 48, no record
 
 
 @pytest.mark.quick
-def test_errors_are_found_by_number_place_and_code() -> None:
-    found = [(x.number, x.place, x.code) for x in xid.parse(RECORDS.splitlines())]
-    assert found == [
-        (801, "0000:3b:00", "31"),
-        (802, "0000:3b:00", "79"),
-        (803, "0000:3b:00", "79"),
-        (804, "0000:86:00", "95"),
-    ]
-
-
-@pytest.mark.quick
-def test_those_that_matter_are_told_once_for_each_gpu() -> None:
+def test_errors_that_matter_are_told_once_for_each_gpu() -> None:
     found = list(xid.parse(RECORDS.splitlines()))
+    assert [(x.number, x.code) for x in found] == [
+        *((801, "31"), (802, "79"), (803, "79"), (804, "95"))
+    ]
     assert xid.describe(found, xid.CODES, -1) == (
         "79 on 0000:3b:00: pid=811, name=python, GPU has fallen off the bus.; 95 on 0000:86:00: "
         "Uncontained: LTC TAG (0x7,0x0)"

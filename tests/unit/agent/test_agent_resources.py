@@ -27,51 +27,41 @@ from rdzv.errors import InvalidRequestError
 GIB = 1 << 30
 
 
-def machine(folder: Path, cgroups: str, **files: str) -> int:
-    """Return the memory of a machine of 64 GiB whose cgroup files are these."""
-    proc, cgroup = folder / "proc", folder / "cgroup"
+@pytest.mark.parametrize(
+    ("cgroups", "files", "expected"),
+    [
+        ("0::/a\n", {"cgroup.controllers": "memory", "a/memory.max": "max\n"}, 64 * GIB),
+        # The least limit above this process counts.
+        (
+            "0::/a/b\n",
+            {
+                "cgroup.controllers": "memory",
+                "a/memory.max": f"{8 * GIB}",
+                "a/b/memory.max": f"{16 * GIB}",
+            },
+            8 * GIB,
+        ),
+        # Inside a container, only the top is seen.
+        (
+            "5:cpu,memory:/docker/abc\n3:pids:/docker/abc\n0::/x\n",
+            {"memory/memory.limit_in_bytes": f"{4 * GIB}\n"},
+            4 * GIB,
+        ),
+        # This is what cgroup v1 says without a limit.
+        ("5:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, 64 * GIB),
+    ],
+)
+def test_memory_is_the_machines_or_that_of_its_cgroup(
+    tmp_path: Path, cgroups: str, files: dict[str, str], expected: int
+) -> None:
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text(f"MemTotal:  {64 * GIB // 1024} kB\nMemFree: 1 kB\n")
     (proc / "self" / "cgroup").write_text(cgroups)
     for name, text in files.items():
-        path = cgroup / name.replace("__", "/").replace("_dot_", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return memory_bytes(proc, cgroup)
-
-
-def test_without_a_limit_all_memory_is_there(tmp_path: Path) -> None:
-    files = {"cgroup_dot_controllers": "memory", "a__memory_dot_max": "max\n"}
-    assert machine(tmp_path, "0::/a\n", **files) == 64 * GIB
-
-
-def test_the_least_limit_above_this_process_counts(tmp_path: Path) -> None:
-    files = {
-        "cgroup_dot_controllers": "memory",
-        "a__memory_dot_max": str(8 * GIB),
-        "a__b__memory_dot_max": str(16 * GIB),
-    }
-    assert machine(tmp_path, "0::/a/b\n", **files) == 8 * GIB
-
-
-def test_inside_a_container_only_the_top_is_seen(tmp_path: Path) -> None:
-    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text(f"MemTotal: {64 * GIB // 1024} kB\n")
-    (proc / "self" / "cgroup").write_text("5:cpu,memory:/docker/abc\n3:pids:/docker/abc\n0::/x\n")
-    (cgroup / "memory").mkdir(parents=True)
-    (cgroup / "memory" / "memory.limit_in_bytes").write_text(f"{4 * GIB}\n")
-    assert memory_bytes(proc, cgroup) == 4 * GIB
-
-
-def test_what_cgroup_v1_says_without_a_limit_is_none(tmp_path: Path) -> None:
-    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text(f"MemTotal: {64 * GIB // 1024} kB\n")
-    (proc / "self" / "cgroup").write_text("5:memory:/\n")
-    (cgroup / "memory").mkdir(parents=True)
-    (cgroup / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert memory_bytes(proc, cgroup) == 64 * GIB
+        (cgroup / name).parent.mkdir(parents=True, exist_ok=True)
+        (cgroup / name).write_text(text)
+    assert memory_bytes(proc, cgroup) == expected
 
 
 def test_nothing_is_known_without_proc(tmp_path: Path) -> None:
@@ -285,6 +275,7 @@ def ledger(gpus: int = 4, capacity: int = 3) -> Ledger:
 
 def test_no_gpu_is_given_twice() -> None:
     kept = ledger()
+    kept.release("never held")
     assert kept.take("a", 2) == ("GPU-0", "GPU-1")
     assert kept.take("b", 1) == ("GPU-2",)
     assert kept.take("c", 2) is None
@@ -292,25 +283,13 @@ def test_no_gpu_is_given_twice() -> None:
     kept.release("a")
     assert kept.take("c", 2) == ("GPU-0", "GPU-1")
     assert kept.free == ("GPU-3",)
+    with pytest.raises(InvalidRequestError, match="5 GPUs are requested, but this node has 4"):
+        kept.check(5)
 
 
 def test_no_more_jobs_are_here_than_the_node_takes() -> None:
     kept = ledger(capacity=2)
-    assert kept.take("a", 0) == ()
-    assert kept.take("b", 0) == ()
-    assert kept.take("c", 0) is None
+    assert (kept.take("a", 0), kept.take("b", 0), kept.take("c", 0)) == ((), (), None)
     assert kept.why_not(0) == "a job to end: 2 of 2 places taken"
     kept.release("a")
     assert kept.take("c", 0) == ()
-
-
-def test_what_was_never_given_can_be_taken_back() -> None:
-    kept = ledger()
-    kept.release("a")
-    assert len(kept.free) == 4
-
-
-def test_more_gpus_than_there_are_is_refused_and_not_waited_for() -> None:
-    ledger().check(4)
-    with pytest.raises(InvalidRequestError, match="5 GPUs are requested, but this node has 4"):
-        ledger().check(5)

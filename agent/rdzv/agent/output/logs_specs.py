@@ -33,9 +33,6 @@ class LogsSpecs:
         """Set up nothing until `open` is called."""
         self._local_world_size = local_world_size
         self._side: SideProcess | None = None
-        self._round: int | None = None
-        """The round of the pending request, or None if no response is expected."""
-        self._answer: asyncio.Future[RoundOutput] | None = None
 
     async def open(self, launch: Launch) -> None:
         """Load and instantiate the class.
@@ -57,7 +54,6 @@ class LogsSpecs:
             self._side = await SideProcess.start(
                 launch.python,
                 options,
-                self._hear,
                 environ=launch.environ,
                 chdir=launch.chdir,
                 account=launch.account,
@@ -67,52 +63,39 @@ class LogsSpecs:
         await self._side.ready(option)
 
     async def reify(self, round_: int, environs: Environs) -> RoundOutput:
-        """Return the output paths for a round's workers. Another call drops a pending request.
+        """Return the output paths for a round's workers.
 
         Raises:
             OSError: the class returns no usable result.
         """
-        answer: asyncio.Future[RoundOutput] = asyncio.get_running_loop().create_future()
-        self._round, self._answer = round_, answer
-        if self._side is None or not self._side.ask({"round": round_, "envs": environs}):
-            self._fail("its process has ended")
         try:
             async with asyncio.timeout(REIFY_TIMEOUT_S):
-                return await answer
+                told = await self._ask(round_, environs)
         except TimeoutError:
             reason = f"it has not answered within {REIFY_TIMEOUT_S:g} s"
             raise OSError(f"--logs-specs: {reason}") from None
+        if told is None or "failed" in told:
+            reason = "its process has ended" if told is None else told["failed"]
+            raise OSError(f"--logs-specs: {reason}")
+        try:
+            return _round_output(told, self._local_world_size)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            # The class is the user's code, and so is everything else in its process.
+            raise OSError(f"--logs-specs: its answer is invalid: {error!r}") from error
+
+    async def _ask(self, round_: int, environs: Environs) -> Message | None:
+        if (side := self._side) is None:
+            return None
+        told = await side.ask({"round": round_, "envs": environs})
+        while told is not None and told.get("round") != round_:
+            told = await side.answer()  # That was for a request that was given up.
+        return told
 
     async def close(self) -> None:
-        """End the process. A pending request remains unanswered."""
-        self._round = None
+        """End the process."""
         if self._side is not None:
             side, self._side = self._side, None
             await side.close(CLOSE_TIMEOUT_S)
-
-    # ------------------------------------------------------------------ the answer
-
-    def _hear(self, message: Message) -> None:
-        if message.get("ended"):
-            self._fail("its process has ended")
-        elif self._round is not None and message.get("round") == self._round:
-            if "failed" in message:
-                self._fail(str(message["failed"]))
-                return
-            try:
-                output = _round_output(message, self._local_world_size)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
-                # The class is the user's code, and so is everything else in its process.
-                self._fail(f"its answer is invalid: {error!r}")
-                return
-            self._round = None
-            if self._answer is not None and not self._answer.done():
-                self._answer.set_result(output)
-
-    def _fail(self, reason: str) -> None:
-        if self._round is not None and self._answer is not None and not self._answer.done():
-            self._answer.set_exception(OSError(f"--logs-specs: {reason}"))
-        self._round = None
 
 
 def _streams(by_rank: Mapping[int, int], local_world_size: int) -> dict[int, int]:

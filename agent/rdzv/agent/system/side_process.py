@@ -38,36 +38,36 @@ _SCRIPT = Path(__file__).parents[1] / "job_programs" / "torch_side.py"
 Message = dict[str, Any]
 
 
-class SideProcess(asyncio.Protocol):
+class SideProcess:
     """JSON lines to and from a process. Its end, which may come at any time, is just an event.
 
     It owes one answer at its start and one for each `ask`. If it sends anything else, it is killed.
-    Callbacks come from the event loop, one after another, and must not raise.
     """
 
     def __init__(
         self,
         process: subprocess.Popen[bytes],
         python: str,
-        on_message: Callable[[Message], None],
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        on_end: Callable[[], None],
     ) -> None:
         """Take over a process that was just started. Use `start` instead."""
         self._process = process
         self._python = python
-        self._on_message = on_message
-        self._transport: asyncio.Transport | None = None
-        self._received = bytearray()
+        self._reader, self._writer = streams
+        self._on_end = on_end
         self._owed = 1
-        loop = asyncio.get_running_loop()
-        self._first: asyncio.Future[Message] = loop.create_future()
-        self._over: asyncio.Future[None] = loop.create_future()
+        self._first: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._answers: asyncio.Queue[Message | None] = asyncio.Queue()
+        """The answers since the first, and None at the end."""
+        self._listening = asyncio.create_task(self._listen())
 
     @classmethod
     async def start(
         cls,
         python: str,
         options: Mapping[str, object],
-        on_message: Callable[[Message], None] = lambda _: None,
+        on_end: Callable[[], None] = lambda: None,
         *,
         environ: Mapping[str, str] | None = None,
         chdir: Path | None = None,
@@ -101,8 +101,8 @@ class SideProcess(asyncio.Protocol):
                 raise
             close_shared(theirs)
         runner_link.spare(process.pid)
-        loop = asyncio.get_running_loop()
-        _, side = await loop.create_connection(lambda: cls(process, python, on_message), sock=ours)
+        streams = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
+        side = cls(process, python, streams, on_end)
         side.send(options)
         return side
 
@@ -132,30 +132,35 @@ class SideProcess(asyncio.Protocol):
 
     def send(self, message: Mapping[str, object]) -> bool:
         """Send a line; return whether it was accepted for sending, not whether it arrives."""
-        transport = self._transport
-        if transport is None or transport.is_closing():
+        transport = self._writer.transport
+        if transport.is_closing() or transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             return False
-        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            return False
-        transport.write(json.dumps(message).encode() + b"\n")
+        self._writer.write(json.dumps(message).encode() + b"\n")
         return True
 
-    def ask(self, message: Mapping[str, object]) -> bool:
-        """Send a line that the process answers; otherwise like `send`."""
-        sent = self.send(message)
-        self._owed += sent
-        return sent
+    async def ask(self, message: Mapping[str, object]) -> Message | None:
+        """Send a line and return the next answer; None if the process has ended."""
+        if not self.send(message):
+            return None
+        self._owed += 1
+        return await self.answer()
+
+    async def answer(self) -> Message | None:
+        """Return the next answer; None if the process has ended."""
+        return (
+            None if self._listening.done() and self._answers.empty() else await self._answers.get()
+        )
 
     async def close(self, timeout_s: float) -> bool:
         """Allow the process to finish its work, then kill it; return whether it ended by itself."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write_eof()
-        await asyncio.wait([self._over], timeout=timeout_s)
-        in_time = self._over.done()
+        if not self._writer.transport.is_closing():
+            self._writer.write_eof()
+        await asyncio.wait([self._listening], timeout=timeout_s)
+        in_time = self._listening.done()
         if not in_time:
             self._process.kill()
-        if self._transport is not None:
-            self._transport.abort()
+        self._writer.transport.abort()
+        await self._listening
         if not await asyncio.to_thread(self._reap):
             in_time = False
         runner_link.spare_no_more(self._process.pid)
@@ -172,62 +177,44 @@ class SideProcess(asyncio.Protocol):
             return False
         return True
 
-    # ------------------------------------------------------------------ asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        *ends, rest = data.split(b"\n")
-        for end in ends:
-            self._received += end
-            line, self._received = bytes(self._received), bytearray()
-            if not self._take(line):
-                return
-        self._received += rest
-        if self._received and not self._owed:
-            self._end("more than was asked for", bytes(self._received))
-        elif len(self._received) > MAX_LINE_BYTES:
-            self._end(f"a line of more than {MAX_LINE_BYTES:,} bytes", bytes(self._received))
-
-    def _take(self, line: bytes) -> bool:
-        if not self._owed:
-            return self._end("more than was asked for", line)
+    async def _listen(self) -> None:
+        """Take answers until the process ends, or sends something else and is killed."""
+        line, wrong = b"", ""
         try:
-            message = json.loads(line) if len(line) <= MAX_LINE_BYTES else None
+            while not wrong and (line := await self._reader.readline()):
+                wrong = self._take(line)
+        except ValueError:
+            wrong = f"a line of more than {MAX_LINE_BYTES:,} bytes"
+        except OSError:
+            pass
+        if wrong:
+            text = "killed %s (pid %d), which runs the job's code: it sent %s: %r"
+            log.warning(text, self._python, self._process.pid, wrong, line[:200])
+            self._process.kill()
+        self._writer.transport.abort()
+        if not self._first.done():
+            ended = (
+                f"it sent {wrong}, and was killed"
+                if wrong
+                else ("it ended before it was ready (see above)")
+            )
+            self._first.set_result({"refused": ended})
+        self._answers.put_nowait(None)
+        self._on_end()
+
+    def _take(self, line: bytes) -> str:
+        """Take a line; return what it is if it is no answer."""
+        if not self._owed:
+            return "more than was asked for"
+        try:
+            message = json.loads(line)
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            return self._end("a line that is no answer", line)
+            return "a line that is no answer"
         self._owed -= 1
         if self._first.done():
-            self._on_message(message)
+            self._answers.put_nowait(message)
         else:
             self._first.set_result(message)
-        return True
-
-    def _end(self, what: str, line: bytes) -> bool:
-        """Kill a process that sends something else than answers."""
-        log.warning(
-            "killed %s (pid %d), which runs the job's code: it sent %s: %r",
-            self._python,
-            self._process.pid,
-            what,
-            line[:200],
-        )
-        self._owed = 0
-        if not self._first.done():
-            self._first.set_result({"refused": f"it sent {what}, and was killed"})
-        self._process.kill()
-        if self._transport is not None:
-            self._transport.abort()
-        return False
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Record that no more lines will arrive."""
-        if not self._first.done():
-            self._first.set_result({"refused": "it ended before it was ready (see above)"})
-        if not self._over.done():
-            self._over.set_result(None)
-            self._on_message({"ended": True})
+        return ""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rdzv.agent.launch.launch import NO_HANDLER, Launch
-from rdzv.agent.system.side_process import Message, SideProcess
+from rdzv.agent.system.side_process import SideProcess
 from rdzv.agent.workers.fates import NodeOutcome, WorkerFate
 from rdzv.core.model import Assignment
 
@@ -72,7 +72,7 @@ class EventLog:
         self._side = await SideProcess.start(
             launch.python,
             options,
-            self._hear,
+            self._note_end,
             environ=launch.environ,
             chdir=launch.chdir,
             account=launch.account,
@@ -189,8 +189,8 @@ class EventLog:
             return "run_script_path"
         return Path(launch.script if launch.no_python else launch.python).name
 
-    def _hear(self, message: Message) -> None:
-        if self._side is not None and message.get("ended"):
+    def _note_end(self) -> None:
+        if self._side is not None:
             reason = self._side.refusal or "its process has ended"
             log.warning("the event handler no longer receives events: %s", reason)
 
