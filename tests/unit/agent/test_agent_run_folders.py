@@ -145,7 +145,7 @@ def test_a_run_whose_logs_are_elsewhere_is_found_as_well(tmp_path: Path) -> None
     round_ = found.at(0)
     assert round_ is not None
     assert round_.workers[0].stdout == elsewhere
-    assert folders.sweep(0, 0, NOW + 1) == [folder.path]
+    assert folders.sweep(0, 0, NOW + DAY) == [folder.path]
     assert list((tmp_path / "runs").iterdir()) == []
 
 
