@@ -268,7 +268,7 @@ MUTANTS = (
     Mutant(
         "a check that hangs is asked again and again",
         "Health._ask",
-        "            if not hung.task.done():",
+        "            if not task.done():",
         "            if False:",
         by="tests/unit/agent/test_agent_health.py",
     ),

@@ -315,9 +315,9 @@ async def test_a_later_run_waits_until_nothing_is_left_of_the_one_before(node: N
 
 
 async def test_the_folder_of_a_run_is_its_own(node: Node) -> None:
-    node.place("a/b")
-    driver = await node.driver("a/b")
-    assert driver.launch.output.run_dir == node.folder / "runs" / "a%2Fb" / "r1"
+    node.place("a:b")
+    driver = await node.driver("a:b")
+    assert driver.launch.output.run_dir == node.folder / "runs" / "a:b" / "r1"
 
 
 # ------------------------------------------------------------------ what cannot be taken up

@@ -315,10 +315,10 @@ def test_a_peer_that_was_reached_before_is_not() -> None:
 
 
 def test_each_pattern_compiles_and_has_a_source() -> None:
-    for words in KNOWN:
-        re.compile(words.pattern)
-        assert words.source, words.pattern
-        assert words.meaning[-1] not in ".!", "it stands in a longer message"
+    for pattern, meaning, source in KNOWN:
+        re.compile(pattern)
+        assert source, pattern
+        assert meaning[-1] not in ".!", "it stands in a longer message"
 
 
 # ---------------------------------------------------------------------- together

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from rdzv.core.fleet.node_resources import FailingCheck
@@ -41,14 +40,6 @@ class Check(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Hung:
-    """A check that has not returned by its deadline."""
-
-    task: asyncio.Task[str]
-    since_s: float
-
-
 class Health:
     """One node's checks, and their results."""
 
@@ -72,7 +63,8 @@ class Health:
         self._began_s: float | None = None
         """When the checks last started, or None before the first time."""
         self._looked_at: frozenset[str] = frozenset()
-        self._hung: dict[Check, _Hung] = {}
+        self._hung: dict[Check, tuple[asyncio.Task[str], float]] = {}
+        """The checks that have not returned by their deadline, and when they began."""
         self._lock = asyncio.Lock()
         self._asked = False
         """Whether checks were requested."""
@@ -145,18 +137,19 @@ class Health:
             await self.look(fresh_s=0.0)
 
     def close(self) -> None:
-        for hung in self._hung.values():
-            hung.task.cancel()
+        for task, _ in self._hung.values():
+            task.cancel()
 
     # ------------------------------------------------------------------ one check
 
     async def _ask(self, check: Check, unused_gpus: frozenset[str]) -> FailingCheck | None:
         """Run one check until its deadline; return its failure, or None if it passes."""
         loop = asyncio.get_running_loop()
-        if (hung := self._hung.get(check)) is not None:
-            if not hung.task.done():
+        if check in self._hung:
+            task, since_s = self._hung[check]
+            if not task.done():
                 return FailingCheck(
-                    check.name, f"has not returned for {loop.time() - hung.since_s:.0f} s"
+                    check.name, f"has not returned for {loop.time() - since_s:.0f} s"
                 )
             del self._hung[check]
         task = asyncio.create_task(check.look(unused_gpus), name=f"health {check.name}")
@@ -166,7 +159,7 @@ class Health:
             task.cancel()
             raise
         if not done:
-            self._hung[check] = _Hung(task, loop.time() - check.timeout_s)
+            self._hung[check] = task, loop.time() - check.timeout_s
             return FailingCheck(check.name, f"did not return within {check.timeout_s:g} s")
         if (error := task.exception()) is not None:
             log.error("the health check %s raised an exception", check.name, exc_info=error)

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rdzv.agent.launch.launch import count_cpus
 from rdzv.core.fleet.node_resources import Gpu, Resources
@@ -141,28 +141,11 @@ def read_text(path: Path) -> str:
 # ---------------------------------------------------------------------- GPUs
 
 
-class Nvml(Protocol):
-    """The functions of the module `pynvml` that are used here."""
-
-    NVMLError: type[Exception]
-
-    def nvmlInit(self) -> None: ...  # noqa: N802
-    def nvmlShutdown(self) -> None: ...  # noqa: N802
-    def nvmlDeviceGetCount(self) -> int: ...  # noqa: N802
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...  # noqa: N802
-    def nvmlDeviceGetUUID(self, handle: Any) -> str: ...  # noqa: N802
-    def nvmlDeviceGetName(self, handle: Any) -> str: ...  # noqa: N802
-    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...  # noqa: N802
-    def nvmlDeviceGetMigMode(self, handle: Any) -> Sequence[int]: ...  # noqa: N802
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...  # noqa: N802
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...  # noqa: N802
-
-
 def find_gpus(
     wanted: str,
     *,
     library: str = "",
-    nvml: Nvml | None = None,
+    nvml: Any = None,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[Gpu, ...]:
     """Return the GPUs that jobs may use: `nvml`, `none`, or a comma-separated list of UUIDs.
@@ -237,7 +220,7 @@ def _visible(visible: str, present: Sequence[Gpu]) -> tuple[Gpu, ...]:
     return tuple(gpu for gpu in present if gpu.uuid.startswith(tuple(tokens)))
 
 
-def _ask_nvml(nvml: Nvml | None, library: str) -> tuple[tuple[Gpu, ...], str]:
+def _ask_nvml(nvml: Any, library: str) -> tuple[tuple[Gpu, ...], str]:
     """Return the GPUs that NVML lists, and why it cannot be queried ("" if it can)."""
     try:
         module: Any = importlib.import_module("pynvml") if nvml is None else nvml
@@ -259,15 +242,14 @@ def _ask_nvml(nvml: Nvml | None, library: str) -> tuple[tuple[Gpu, ...], str]:
         module.nvmlShutdown()
 
 
-def _gpus_of(nvml: Nvml) -> list[Gpu]:
-    found = []
+def _gpus_of(nvml: Any) -> Iterator[Gpu]:
     for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        found += [_gpu(nvml, part) for part in parts_of(nvml, handle)]
-    return found
+        for part in parts_of(nvml, nvml.nvmlDeviceGetHandleByIndex(index)):
+            uuid, name = nvml.nvmlDeviceGetUUID(part), nvml.nvmlDeviceGetName(part)
+            yield Gpu(uuid, name, int(nvml.nvmlDeviceGetMemoryInfo(part).total))
 
 
-def parts_of(nvml: Nvml, handle: Any) -> list[Any]:
+def parts_of(nvml: Any, handle: Any) -> list[Any]:
     """Return a partitioned GPU's MIG devices, or the GPU itself if it is not partitioned."""
     try:
         divided = nvml.nvmlDeviceGetMigMode(handle)[0]
@@ -282,12 +264,3 @@ def parts_of(nvml: Nvml, handle: Any) -> list[Any]:
         except nvml.NVMLError:
             continue  # No device has this number.
     return parts
-
-
-def _gpu(nvml: Nvml, handle: Any) -> Gpu:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return Gpu(
-        uuid=nvml.nvmlDeviceGetUUID(handle),
-        name=nvml.nvmlDeviceGetName(handle),
-        memory_bytes=int(memory.total),
-    )

@@ -177,33 +177,30 @@ def check_startable(launch: Launch) -> None:
             be written.
     """
     with acting_as(launch.identity):
-        _check_startable(launch)
-
-
-def _check_startable(launch: Launch) -> None:
-    if launch.output.log_dir not in (None, NO_FILES):
-        _check_folder("--log-dir", launch.output.log_dir)
-    if launch.snapshot_files is not None:
-        _check_folder("--snapshot-dir", launch.snapshot_files.folder)
-    if launch.chdir is not None:
-        _check_chdir(launch.chdir)
-    if launch.no_python:
-        if not _is_program(launch, launch.script):
+        if launch.output.log_dir not in (None, NO_FILES):
+            _check_folder("--log-dir", launch.output.log_dir)
+        if launch.snapshot_files is not None:
+            _check_folder("--snapshot-dir", launch.snapshot_files.folder)
+        if launch.chdir is not None:
+            _check_chdir(launch.chdir)
+        if launch.no_python:
+            if not _is_program(launch, launch.script):
+                raise InvalidRequestError(
+                    f"{launch.script!r} is not a program on this node; give its path, or make "
+                    "it executable"
+                )
+            return
+        if not _is_program(launch, launch.python):
             raise InvalidRequestError(
-                f"{launch.script!r} is not a program on this node; give its path, or make "
-                "it executable"
+                f"the interpreter {launch.python!r} is not on this node; set PYTHON_EXEC to one "
+                "that is"
             )
-        return
-    if not _is_program(launch, launch.python):
-        raise InvalidRequestError(
-            f"the interpreter {launch.python!r} is not on this node; set PYTHON_EXEC to one that is"
-        )
-    if not launch.module and not _is_there(_from(launch, launch.script)):
-        where = launch.chdir or _working_directory()
-        raise InvalidRequestError(
-            f"the script {launch.script!r} is not on this node (looked in {where}); "
-            "give a path that exists on every node"
-        )
+        if not launch.module and not _is_there(_from(launch, launch.script)):
+            where = launch.chdir or _working_directory()
+            raise InvalidRequestError(
+                f"the script {launch.script!r} is not on this node (looked in {where}); "
+                "give a path that exists on every node"
+            )
 
 
 def check_chdir(chdir: Path, identity: Identity | None = None) -> None:

@@ -216,14 +216,7 @@ class Placements:
         placed = Placed(kept.rdzv_id, kept.run, kept.spec)
         job = one.state.state.job
         launch, folder, why_not = await self._launch_again(kept, placed, job)
-        driver = JobDriver(
-            launch,
-            self._link,
-            kept.run,
-            HandoverPlan(found.path, kept),
-            self._examine(kept.granted),
-        )
-        self._note_rounds(driver, folder)
+        driver = self._new_driver(launch, folder, HandoverPlan(found.path, kept))
         held = _Held(placed, kept.gpus)
         self.ledger.take_over(held, kept.granted)
         try:
@@ -272,19 +265,6 @@ class Placements:
             await self._see_through(held, driver, driver.get_ready(why_not))
         finally:
             self._folders.release(folder)
-
-    def _note_rounds(self, driver: JobDriver, folder: RunFolder) -> None:
-        """Record each round in the job's folder, so that its logs can be found afterwards."""
-        noting = Aside(ANSWER_WITHIN_S)
-
-        async def note() -> None:
-            try:
-                await noting.answer(folder.note, driver.written)
-            except Exception as error:
-                text = "%s: cannot record where its logs are, so they may not be found later: %s"
-                log.warning(text, driver.rdzv_id, error)
-
-        driver.written.listeners.add(lambda: driver.tasks.start(note(), "logs"))
 
     async def hand_over(self, within_ms: int) -> None:
         """Leave every running job to the next agent, and accept no more jobs."""
@@ -425,24 +405,35 @@ class Placements:
         self, held: _Held, launch: Launch, folder: RunFolder, gpus: tuple[str, ...]
     ) -> None:
         placed = held.placed
-        keeping = HandoverPlan(
-            self._adoption.new_socket(),
-            KeptPlacement(
-                node_id=self._around.node_id,
-                instance=self._adoption.instance.instance,
-                rdzv_id=placed.rdzv_id,
-                run=placed.run,
-                spec=placed.spec,
-                gpus=held.gpus,
-                granted=gpus,
-                environ=dict(self._around.environ),
-                account=launch.account,
-            ),
+        kept = KeptPlacement(
+            node_id=self._around.node_id,
+            instance=self._adoption.instance.instance,
+            rdzv_id=placed.rdzv_id,
+            run=placed.run,
+            spec=placed.spec,
+            gpus=held.gpus,
+            granted=gpus,
+            environ=dict(self._around.environ),
+            account=launch.account,
         )
-        examine = self._examine(gpus)
-        driver = JobDriver(launch, self._link, placed.run, keeping, examine)
-        self._note_rounds(driver, folder)
+        driver = self._new_driver(launch, folder, HandoverPlan(self._adoption.new_socket(), kept))
         await self._see_through(held, driver, self._begin(held, driver))
+
+    def _new_driver(self, launch: Launch, folder: RunFolder, plan: HandoverPlan) -> JobDriver:
+        """Return a job's driver, whose rounds are recorded in the job's folder."""
+        kept = plan.placement
+        driver = JobDriver(launch, self._link, kept.run, plan, self._examine(kept.granted))
+        noting = Aside(ANSWER_WITHIN_S)
+
+        async def note() -> None:
+            try:
+                await noting.answer(folder.note, driver.written)
+            except Exception as error:
+                text = "%s: cannot record where its logs are, so they may not be found later: %s"
+                log.warning(text, driver.rdzv_id, error)
+
+        driver.written.listeners.add(lambda: driver.tasks.start(note(), "logs"))
+        return driver
 
     def _examine(self, gpus: Iterable[str]) -> Callable[[], Awaitable[str]]:
         """Return a health check of this node, to run when the workers on these GPUs are gone."""
