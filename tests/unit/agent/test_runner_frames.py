@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rdzv.agent.runner import requests
-from rdzv.agent.runner.frames import FieldError, Number, Small, Text, decode
+from rdzv.agent.runner.frames import Number, RequestError, Small, Text, decode
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def test_a_field_holds_what_its_annotation_says(
     for value in taken:
         decode(Whole, {field: value})
     for value in refused:
-        with pytest.raises(FieldError, match=f"^{field}: "):
+        with pytest.raises(RequestError, match=f"^{field}: "):
             decode(Whole, {field: value})
 
 
@@ -67,7 +67,7 @@ def test_what_utf_8_cannot_carry_is_replaced_in_texts_alone() -> None:
 
 @pytest.mark.parametrize("said", [[], None, 3, {"more": 1}, {}])
 def test_a_frame_is_an_object_with_all_its_fields(said: object) -> None:
-    with pytest.raises(FieldError):
+    with pytest.raises(RequestError):
         decode(Part, said)
 
 

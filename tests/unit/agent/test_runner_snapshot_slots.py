@@ -17,8 +17,8 @@ import pytest
 
 from rdzv.agent.runner import snapshot_slots
 from rdzv.agent.runner.agent_link import AgentLink
+from rdzv.agent.runner.frames import RequestError
 from rdzv.agent.runner.loop import Loop
-from rdzv.agent.runner.requests import RequestError
 from rdzv.agent.runner.snapshot_slots import (
     REPORTS_A_SECOND,
     REPORTS_AT_ONCE,

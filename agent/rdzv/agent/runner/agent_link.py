@@ -35,9 +35,9 @@ from pathlib import Path
 
 from .channel import Channel, MalformedFrameError
 from .descriptors import closed_if_failing, listen_at, peer_of, write_warning
-from .frames import FieldError
+from .frames import RequestError
 from .loop import PAUSE_S
-from .requests import Heard, Keep, RequestError, Serve
+from .requests import Heard, Keep, Serve
 from .spawn import reason_of
 
 TYPE_CHECKING = False
@@ -125,7 +125,7 @@ class AgentLink:
                 if request is None:
                     return
                 self._runner.handle(request)
-            except (RequestError, FieldError) as error:
+            except RequestError as error:
                 self.send({"type": "error", "reason": str(error)})
             except MalformedFrameError as error:
                 self.send({"type": "error", "reason": str(error)})

@@ -15,6 +15,7 @@ from dataclasses import fields, is_dataclass
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any, TypeVar
 
     T = TypeVar("T")
@@ -34,29 +35,32 @@ _LEAST_MOST = {
 }
 
 
-class FieldError(ValueError):
-    """Raised for a frame that lacks a field, or has one of another kind."""
+class RequestError(ValueError):
+    """Raised for a frame that lacks a field or has one of another kind, or is refused otherwise.
+
+    Nothing has been changed.
+    """
 
 
 def decode(kind: type[T], said: object) -> T:
     """Return the value of a frame. A field with a default may be missing; others are ignored.
 
     Raises:
-        FieldError: a field is missing or has no such value.
+        RequestError: a field is missing or has no such value.
     """
     if not isinstance(said, dict):
-        raise FieldError(f"expected an object, got {said!r:.80}")
+        raise RequestError(f"expected an object, got {said!r:.80}")
     values = {}
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name in said:
             try:
                 values[field.name] = _decoded(kind, str(field.type), said[field.name])
-            except FieldError as error:
-                raise FieldError(f"{field.name}: {error}") from error
+            except RequestError as error:
+                raise RequestError(f"{field.name}: {error}") from error
     try:
         return kind(**values)
     except TypeError as error:
-        raise FieldError(str(error)) from error
+        raise RequestError(str(error)) from error
 
 
 def _decoded(of: type, kind: str, value: Any) -> object:
@@ -91,4 +95,12 @@ def _decoded(of: type, kind: str, value: Any) -> object:
         return decode(nested, value)  # type: ignore[arg-type]
     elif type(value).__name__ == kind:  # bool, str
         return value
-    raise FieldError(f"expected {kind}, got {value!r:.80}")
+    raise RequestError(f"expected {kind}, got {value!r:.80}")
+
+
+def read_field(request: Mapping[str, object], name: str, kind: type[T]) -> T:
+    """Return a required field, which must have the given type."""
+    value = request.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise RequestError(f"{name}: expected {kind.__name__}, got {value!r:.80}")
+    return value

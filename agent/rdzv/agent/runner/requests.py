@@ -31,19 +31,12 @@ from .system import Identity
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import TypeVar
-
-    T = TypeVar("T")
 
 PROTOCOL_VERSION = 3
 """The version of the requests and events. An agent adopts only runners of its own version."""
 
 MAX_ZYGOTE_WAIT_S = 600.0
 MAX_SPARE_FORKS = 1024
-
-
-class RequestError(Exception):
-    """Raised if a request from the agent cannot be carried out. Nothing has been changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +203,3 @@ def type_of(kind: type) -> str:
     'start_workers'
     """
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
-
-
-def read_field(request: Mapping[str, object], name: str, kind: type[T]) -> T:
-    """Return a required field, which must have the given type."""
-    value = request.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise RequestError(f"{name}: expected {kind.__name__}, got {value!r:.80}")
-    return value

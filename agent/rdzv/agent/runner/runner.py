@@ -15,12 +15,12 @@ from .agent_link import AgentLink
 from .channel import Channel
 from .child_exits import Children
 from .fence import Fence
-from .frames import decode
+from .frames import RequestError, decode, read_field
 from .held_connections import HeldConnections
 from .killing import Killing
 from .loop import Loop
 from .processes import SWEEP_INTERVAL_S, become_subreaper, sweep_descendants
-from .requests import PROTOCOL_VERSION, RequestError, read_field, type_of
+from .requests import PROTOCOL_VERSION, type_of
 from .snapshot_copies import SnapshotCopies
 from .snapshot_slots import SnapshotSlots
 from .snapshot_writers import SnapshotWriters
@@ -144,7 +144,7 @@ class Runner:
     # ------------------------------------------------------------------ the agent
 
     def handle(self, request: Mapping[str, object]) -> None:
-        """Carry out a request of the connected agent. Raises `RequestError` or `FieldError`."""
+        """Carry out a request of the connected agent. Raises `RequestError`."""
         name = read_field(request, "type", str)
         if name == "adopt" and not self.agent.in_charge:
             self.agent.adopt()

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field, replace
 
 from .channel import Channel, MalformedFrameError
 from .descriptors import close_fds, dup_fds, write_warning
-from .frames import decode
-from .requests import ProgramSpec, RequestError, read_field
-from .snapshot_slots import NoSlotsError, memory_file, read_mark, read_number, read_snapshot
+from .frames import RequestError, decode, read_field
+from .requests import ProgramSpec
+from .snapshot_slots import Mark, NoSlotsError, Snapshot, memory_file
 from .spawn import Program, reason_of
 
 TYPE_CHECKING = False
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .child_exits import Child, Children
     from .loop import Loop
-    from .snapshot_slots import Mark, Snapshot, SnapshotSlots
+    from .snapshot_slots import SnapshotSlots
 
 MAX_COPIES = 200
 """The maximum number of copies in a fetch, whose descriptors must fit into one message."""
@@ -145,8 +145,8 @@ class SnapshotCopies:
 
     def fetch(self, request: Mapping[str, object]) -> None:
         """Handle `fetch_copies`. The next `snapshots_held` reports the result."""
-        mark, sources = read_mark(request), read_field(request, "sources", list)
-        wanted = [read_snapshot(one) for source in sources for one in _snapshots_of(source)]
+        mark, sources = decode(Mark, request.get("mark")), read_field(request, "sources", list)
+        wanted = [decode(Snapshot, one) for source in sources for one in _snapshots_of(source)]
         if not 0 < len(wanted) == len(set(wanted)) <= MAX_COPIES:
             raise RequestError(f"sources: expected 1 to {MAX_COPIES} snapshots, got {len(wanted)}")
         self._give_up_coming()
@@ -237,7 +237,10 @@ class SnapshotCopies:
         elif self._coming is None or message.get("id") != self._fetches:
             return  # It belongs to an earlier fetch.
         elif kind == "fetched":
-            self._coming.arrived.add(read_number(message, "number", len(self._coming.fds) - 1))
+            number = read_field(message, "number", int)
+            if number not in range(len(self._coming.fds)):
+                raise RequestError(f"number: there is no copy {number!r:.80}")
+            self._coming.arrived.add(number)
         elif kind == "done":
             # JSON may escape what UTF-8 cannot carry.
             self._finish(read_field(message, "reason", str).encode(errors="replace").decode())

@@ -20,7 +20,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from .descriptors import close_fds, dup_fds
-from .requests import RequestError, read_field
+from .frames import Number, RequestError, Small, Text, decode, read_field
 from .spawn import reason_of
 from .system import free_bytes
 
@@ -52,66 +52,33 @@ class NoSlotsError(Exception):
 class Mark:
     """The state to which a snapshot belongs. All frames carry it in these fields."""
 
-    lineage: int
-    step: int
-    series: str
-    shards: int
-    world_size: int
+    lineage: Small
+    step: Number
+    series: Text
+    shards: Small
+    world_size: Small
+
+    def __post_init__(self) -> None:
+        if not 0 < self.shards <= MAX_SHARDS or len(self.series) > _MAX_NAME_CHARS:
+            raise RequestError(f"there is no such state: {self!r:.200}")
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """One part of a state, in a slot of worker `local_rank`, or a copy for that worker."""
 
-    local_rank: int
+    local_rank: Small
     mark: Mark
-    shard: int
-    bytes: int
-    digest: str
-    copy_of: int | None = None
+    shard: Small
+    bytes: Number
+    digest: Text
+    copy_of: Small | None = None
 
-
-def read_mark(said: Mapping[str, object], name: str = "mark") -> Mark:
-    """Parse a mark. Raises `RequestError` if a field is missing or not of its type."""
-    mark = read_field(said, name, dict)
-    numbers = {
-        field: read_number(mark, field, 1 << 53 if field == "step" else (1 << 31) - 1)
-        for field in ("lineage", "step", "shards", "world_size")
-    }
-    return Mark(series=_read_name(mark, "series"), **numbers)
-
-
-def read_snapshot(said: object, saver: int | None = None) -> Snapshot:
-    """Parse a snapshot that the worker `saver` has saved, or the description of a copy."""
-    if not isinstance(said, dict):
-        raise RequestError(f"snapshots: expected objects, got {said!r:.80}")
-    mark = read_mark(said)
-    if not 0 < mark.shards <= MAX_SHARDS:
-        raise RequestError(f"shards: expected 1 to {MAX_SHARDS}, got {mark.shards}")
-    return Snapshot(
-        local_rank=read_number(said, "local_rank", MAX_SHARDS) if saver is None else saver,
-        mark=mark,
-        shard=read_number(said, "shard", mark.shards - 1),
-        bytes=read_number(said, "bytes", MAX_SLOT_BYTES),
-        digest=_read_name(said, "digest"),
-        copy_of=read_number(said, "copy_of", MAX_SHARDS) if saver is None else None,
-    )
-
-
-def read_number(said: Mapping[str, object], name: str, most: int) -> int:
-    """Parse a number from 0 to `most`."""
-    number = read_field(said, name, int)
-    if not 0 <= number <= most:
-        raise RequestError(f"{name}: expected 0 to {most}, got {number!r:.80}")
-    return number
-
-
-def _read_name(said: Mapping[str, object], name: str) -> str:
-    """Parse a digest, as UTF-8 can carry it: JSON may escape what it cannot."""
-    text = read_field(said, name, str)
-    if len(text) > _MAX_NAME_CHARS:
-        raise RequestError(f"{name}: expected at most {_MAX_NAME_CHARS} characters")
-    return text.encode(errors="replace").decode()
+    def __post_init__(self) -> None:
+        if self.shard >= self.mark.shards or len(self.digest) > _MAX_NAME_CHARS:
+            raise RequestError(f"there is no such snapshot: {self!r:.200}")
+        if self.bytes > MAX_SLOT_BYTES:
+            raise RequestError(f"bytes: expected at most {MAX_SLOT_BYTES}, got {self.bytes}")
 
 
 class Slots:
@@ -189,9 +156,9 @@ class SnapshotSlots:
 
     def announce(self, request: Mapping[str, object]) -> None:
         """Handle `watermark`: tell all workers which step is whole."""
-        given_up = request.get("given_up") is not None
-        self._watermark = read_mark(request)
-        self._given_up = read_mark(request, "given_up") if given_up else None
+        self._watermark = decode(Mark, request.get("mark"))
+        given_up = request.get("given_up")
+        self._given_up = None if given_up is None else decode(Mark, given_up)
         for link in self._links.values():
             self._tell_watermark(link)
 

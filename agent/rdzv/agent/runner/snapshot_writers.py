@@ -17,7 +17,7 @@ from functools import partial
 from .descriptors import close_fds, close_job_socket, write_warning
 from .frames import decode
 from .requests import ProgramSpec
-from .snapshot_slots import read_mark
+from .snapshot_slots import Mark
 from .spawn import Program, reason_of
 from .warm_forks import FORK_TIMEOUT_S, WarmStart
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .agent_link import AgentLink
     from .child_exits import Child, Children
     from .loop import Loop
-    from .snapshot_slots import Mark, SnapshotSlots
+    from .snapshot_slots import SnapshotSlots
     from .warm_forks import Fork, WarmForks
 
 _COPIED = "RDZV_SNAPSHOT_COPIED"
@@ -57,7 +57,7 @@ class SnapshotWriters:
 
     def write(self, request: Mapping[str, object]) -> None:
         """Handle `write_snapshots`. An event reports the result."""
-        mark = read_mark(request)
+        mark = decode(Mark, request.get("mark"))
         spec = decode(ProgramSpec, request)
         if self._mark is not None:
             self._tell(mark, "another step is still being written")

@@ -21,7 +21,7 @@ from .descriptors import (
     receive_data,
     write_warning,
 )
-from .requests import RequestError
+from .frames import RequestError
 from .spawn import NOT_STARTED, Program, reason_of
 from .warm_forks import FORK_TIMEOUT_S, WarmStart
 

@@ -53,10 +53,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from .channel import Channel, MalformedFrameError
-from .frames import FieldError, Number, Small, Text, decode
+from .frames import Number, RequestError, Small, Text, decode
 from .processes import live_connection, mark_of, new_mark, session_of
-from .requests import RequestError
-from .snapshot_slots import MAX_SHARDS, MAX_SLOT_BYTES, read_snapshot
+from .snapshot_slots import MAX_SHARDS, MAX_SLOT_BYTES, Snapshot
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class Parked:
 
     def __post_init__(self) -> None:
         if not self.shard < self.shards <= MAX_SHARDS:
-            raise FieldError(f"shard {self.shard} of {self.shards}")
+            raise RequestError(f"shard {self.shard} of {self.shards}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,19 +302,19 @@ class WorkerLink:
             while self.is_open and (frame := self._channel.next_message()) is not None:
                 self._count(frame)
                 self._take(frame)
-        except (EOFError, OSError, MalformedFrameError, FieldError, RequestError) as error:
+        except (EOFError, OSError, MalformedFrameError, RequestError) as error:
             self.hung_up = self._hello and isinstance(error, EOFError)
             self.close()
 
     def _count(self, frame: Mapping[str, object]) -> None:
-        """Raise `FieldError` if the worker has sent more frames than it needs."""
+        """Raise `RequestError` if the worker has sent more frames than it needs."""
         if frame.get("type") == "saved":
             now = int(time.monotonic())
             self._saved = (now, self._saved[1] + 1 if self._saved[0] == now else 1)
         else:
             self._frames += 1
         if self._frames > MAX_FRAMES or self._saved[1] > MAX_SAVED_A_SECOND:
-            raise FieldError("too many frames")
+            raise RequestError("too many frames")
 
     def _take(self, frame: Mapping[str, object]) -> None:
         kind = frame.get("type")
@@ -328,7 +327,8 @@ class WorkerLink:
             size = min(wanted.bytes, MAX_SLOT_BYTES)
             self._runner.slots.give(self, size, with_copies=wanted.copies)
         elif kind == "saved" and self._hello:
-            snapshot = read_snapshot(frame, self.local_rank) if "mark" in frame else None
+            saved = {**frame, "local_rank": self.local_rank, "copy_of": None}
+            snapshot = decode(Snapshot, saved) if "mark" in frame else None
             self._runner.slots.note(self.local_rank, 1 if frame.get("slot") else 0, snapshot)
         elif self.child is None or not self._hello or frame.get("round") != self.round:
             return  # It has not sent `hello`, or the frame is from an earlier round.

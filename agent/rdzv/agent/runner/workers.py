@@ -19,9 +19,9 @@ import time
 from functools import partial
 
 from .child_exits import exit_fields
+from .frames import RequestError
 from .parked_workers import ParkedWorkers
 from .processes import signal_child
-from .requests import RequestError
 from .spawn import Program, reason_of
 from .warm_forks import WarmStart
 from .worker_links import LINK_VARIABLE, WorkerLink
