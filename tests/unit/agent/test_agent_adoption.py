@@ -178,7 +178,9 @@ def meets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return there
 
 
-async def heir(folder: Path, instance: str = "instance-1", **said: Any) -> RunnerAdoption:
+async def heir(
+    folder: Path, instance: str = "instance-1", said: dict[str, Any] | None = None
+) -> RunnerAdoption:
     """Return the runtime directory of an agent that was killed."""
     former = RunnerAdoption(folder, "n1")
     former.instance = replace(former.instance, instance=instance)
@@ -221,7 +223,8 @@ async def test_runners_wait_for_a_lease_also_if_their_agent_has_not_reached_a_se
 async def test_an_agent_that_wrote_no_lease_down_had_the_usual_one(
     tmp_path: Path, meets: dict[str, Any]
 ) -> None:
-    adopting = await heir(tmp_path, lease_ms=None)
+    said = {"instance": "instance-1", "incarnation": 7, "leadership": 2, "lease_ms": None}
+    adopting = await heir(tmp_path, said={"instance": said})
     meets["a.sock"] = found(tmp_path / "a")
     (tmp_path / "runners" / "a.sock").touch()
     await adopting.adopt_runners()
@@ -238,7 +241,7 @@ async def test_an_agent_that_wrote_no_lease_down_had_the_usual_one(
             "belongs to instance other of this node, not to",
         ),
         ({}, replace(PLACEMENT, node_id="n9"), "it belongs to node n9, and this one is n1"),
-        ({"incarnation": "x"}, PLACEMENT, "belongs to instance instance-1 of this node, not to"),
+        ({"instance": "x"}, PLACEMENT, "belongs to instance instance-1 of this node, not to"),
     ],
 )
 async def test_a_runner_of_somebody_else_is_left_to_its_end(
@@ -249,7 +252,7 @@ async def test_a_runner_of_somebody_else_is_left_to_its_end(
     placement: KeptPlacement,
     why: str,
 ) -> None:
-    adopting = await heir(tmp_path, **said)
+    adopting = await heir(tmp_path, said=said)
     (tmp_path / "runners" / "a.sock").touch()
     meets["a.sock"] = found(tmp_path / "a", placement)
     assert await adopting.adopt_runners() == []

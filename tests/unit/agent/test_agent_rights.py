@@ -76,9 +76,9 @@ REASONS: dict[str, tuple[str, ...]] = {
     "it is of the kernel's: /proc, /sys or /dev/null, by numbers and names that no job gives": (
         "agent.__main__._set_up: os.open",
         "runner_adoption._boot_id: _BOOT_ID.read_text",
-        "runner_records.RunnerRecords._started_at: "
+        "runner_adoption.RunnerRecords._started_at: "
         "(self._proc / 'sys' / 'kernel' / 'random' / 'boot_id').read_text",
-        "runner_records.RunnerRecords._started_at: (self._proc / str(pid) / 'stat').read_bytes",
+        "runner_adoption.RunnerRecords._started_at: (self._proc / str(pid) / 'stat').read_bytes",
         "hang_watch._switches: Path(f'/proc/{pid}/status').read_text",
         "numa._Machine._text: (self.sysfs / path).read_text",
         "numa._Machine.core_complex_of: (self.sysfs / f'devices/system/cpu/cpu{cpu}/cache').glob",
@@ -129,11 +129,11 @@ REASONS: dict[str, tuple[str, ...]] = {
         "daemon._own_directories: path.mkdir",
         "daemon._remove_leftovers: runtime_dir.glob",
         "daemon.locked: open_untrusted",
-        "runner_records.RunnerRecords._former: self._folder.iterdir",
-        "runner_records.RunnerRecords._is_it: path.read_text",
-        "runner_records.RunnerRecords.forget: (self._folder / str(pid)).unlink",
-        "runner_records.RunnerRecords.note: (self._folder / str(pid)).write_text",
-        "runner_records.RunnerRecords.note: self._folder.mkdir",
+        "runner_adoption.RunnerRecords._former: self._folder.iterdir",
+        "runner_adoption.RunnerRecords._is_it: path.read_text",
+        "runner_adoption.RunnerRecords.forget: (self._folder / str(pid)).unlink",
+        "runner_adoption.RunnerRecords.note: (self._folder / str(pid)).write_text",
+        "runner_adoption.RunnerRecords.note: self._folder.mkdir",
         "run_folders.RunFolders._make_for: folder.chmod",
         "run_folders.RunFolders._make_for: path.lstat",
         "run_folders.RunFolders._make_for: path.mkdir",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.handover import runner_records
-from rdzv.agent.handover.runner_records import RunnerRecords
+from rdzv.agent.handover import runner_adoption
+from rdzv.agent.handover.runner_adoption import RunnerRecords
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ async def test_who_was_written_down_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(runner_records, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(runner_adoption, "TELL_EVERY_S", 0.01)
     RunnerRecords(tmp_path).note(process.pid)
     waiting = asyncio.create_task(RunnerRecords(tmp_path).former_gone())
     async with asyncio.timeout(PATIENCE_S):

@@ -20,8 +20,7 @@ from pathlib import Path
 from rdzv.agent import runner_link
 from rdzv.agent.app.agent_config import check_own, read_config
 from rdzv.agent.app.agent_settings import AgentSettings
-from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption
-from rdzv.agent.handover.runner_records import RunnerRecords
+from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption, RunnerRecords
 from rdzv.agent.inventory.health import Health
 from rdzv.agent.inventory.preemption import reporting_preemptions
 from rdzv.agent.inventory.resources import NONE, describe, find_resources

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import uuid
 from pathlib import Path
+
+import msgspec
 
 from rdzv.agent.handover.handover_state import (
     PLACEMENT,
@@ -30,7 +31,13 @@ from rdzv.agent.handover.handover_state import (
     decode_state,
 )
 from rdzv.agent.handover.leaked_processes import kill_leaked, mark_of
-from rdzv.agent.runner_link import FoundRunner, NotAdoptableError, SilentRunnerError, kill_hung
+from rdzv.agent.runner_link import (
+    FoundRunner,
+    NotAdoptableError,
+    SilentRunnerError,
+    kill_hung,
+    wait_for_exit,
+)
 from rdzv.agent.system.side_thread import in_time
 from rdzv.structs import struct
 
@@ -43,6 +50,9 @@ HANGS_AFTER_S = 16.0
 """How long a runner that does not answer has before it is killed. It would never end by itself, and
 this node starts no job before it has.
 """
+
+TELL_EVERY_S = 10.0
+"""The interval between log lines about runners that are still running."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -58,6 +68,15 @@ class Instance:
     """How much silence the server tolerates. Runners wait this long for an agent, even if the agent
     that adopted them dies before any server has responded to it.
     """
+
+
+@struct(frozen=True)
+class _Saved:
+    """The content of `instance.json`."""
+
+    node_id: str
+    boot_id: str
+    instance: Instance
 
 
 @struct(frozen=True)
@@ -184,36 +203,22 @@ class RunnerAdoption:
     def _read(self) -> Instance | None:
         """Return the previous agent's instance if it dates from the current boot, or None."""
         try:
-            said = json.loads(self._file.read_bytes())
-            if said["boot_id"] != _boot_id() or said["node_id"] != self._node_id:
-                return None
-            lease_ms = None if said["lease_ms"] is None else int(said["lease_ms"])
-            return Instance(
-                str(said["instance"]), int(said["incarnation"]), int(said["leadership"]), lease_ms
-            )
+            saved = msgspec.json.decode(self._file.read_bytes(), type=_Saved)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, msgspec.MsgspecError) as error:
             log.warning("cannot read %s: %r", self._file, error)
             return None
+        is_ours = saved.boot_id == _boot_id() and saved.node_id == self._node_id
+        return saved.instance if is_ours else None
 
     def _write(self) -> None:
         """Write the instance atomically to a file that only this user can read."""
-        text = json.dumps(
-            {
-                "node_id": self._node_id,
-                "instance": self.instance.instance,
-                "incarnation": self.instance.incarnation,
-                "leadership": self.instance.leadership,
-                "lease_ms": self.instance.lease_ms,
-                "boot_id": _boot_id(),
-            }
-        )
         temporary = self._file.with_suffix(".new")
         _remove(temporary)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.write(fd, text.encode())
+            os.write(fd, msgspec.json.encode(_Saved(self._node_id, _boot_id(), self.instance)))
         finally:
             os.close(fd)
         temporary.replace(self._file)
@@ -226,3 +231,78 @@ def _remove(path: Path) -> None:
 
 def _boot_id() -> str:
     return _BOOT_ID.read_text(encoding="ascii").strip()
+
+
+class RunnerRecords:
+    """Records this agent's runners for the next agent.
+
+    A runner that cannot be adopted ends no later than its orphan timeout, unless a process is stuck
+    in the kernel. Until then its GPUs must not be given to other jobs. So each runner is recorded
+    in the state directory, and the next agent starts no job before those have ended.
+    """
+
+    def __init__(self, state_dir: Path, proc: Path = Path("/proc")) -> None:
+        self._folder = state_dir / "runners"
+        self._proc = proc
+        self._own: set[int] = set()
+
+    def note(self, pid: int) -> None:
+        """Record a runner: a new one before it starts any workers, or an adopted one."""
+        self._own.add(pid)
+        try:
+            self._folder.mkdir(exist_ok=True)
+            (self._folder / str(pid)).write_text(self._started_at(pid), encoding="ascii")
+        except OSError as error:
+            log.warning("cannot record runner pid %d for the next agent: %s", pid, error)
+
+    def forget(self, pid: int) -> None:
+        self._own.discard(pid)
+        with contextlib.suppress(OSError):
+            (self._folder / str(pid)).unlink()
+
+    async def former_gone(self) -> None:
+        """Wait until the previous agent's runners, except adopted ones, have ended."""
+        for path in self._former():
+            pid = int(path.name)
+            while (process := self._open(path)) is not None:
+                log.warning("waiting for runner pid %d of the previous agent to end", pid)
+                try:
+                    await wait_for_exit(process, TELL_EVERY_S)
+                finally:
+                    os.close(process)
+            self.forget(pid)
+
+    def _former(self) -> list[Path]:
+        try:
+            found = [path for path in self._folder.iterdir() if path.name.isdecimal()]
+        except OSError:
+            return []
+        return [path for path in found if int(path.name) not in self._own]
+
+    def _open(self, path: Path) -> int | None:
+        """Return a pidfd for the recorded process, or None if the process has ended."""
+        try:
+            process = os.pidfd_open(int(path.name))
+        except OSError:
+            return None
+        # Checked only now, because another process may have reused the pid.
+        if self._is_it(path):
+            return process
+        os.close(process)
+        return None
+
+    def _is_it(self, path: Path) -> bool:
+        try:
+            return path.read_text(encoding="ascii") == self._started_at(int(path.name))
+        except (OSError, ValueError):
+            return False
+
+    def _started_at(self, pid: int) -> str:
+        """Return a process's start time since boot, together with the boot's id."""
+        # The command is in parentheses and may contain any character.
+        fields = (self._proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        state, started = fields[0], fields[19]
+        if state in (b"Z", b"X"):
+            raise ProcessLookupError(f"pid {pid} has ended")
+        boot = (self._proc / "sys" / "kernel" / "random" / "boot_id").read_text(encoding="ascii")
+        return f"{started.decode()} {boot.strip()}"

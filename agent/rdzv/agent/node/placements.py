@@ -26,8 +26,7 @@ from typing import ParamSpec, TypeVar
 from rdzv.agent.core import events
 from rdzv.agent.core.model import JobTerms
 from rdzv.agent.handover.handover_state import HandoverPlan, KeptPlacement
-from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption
-from rdzv.agent.handover.runner_records import RunnerRecords
+from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption, RunnerRecords
 from rdzv.agent.inventory.health import Health, describe
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, check_chdir, check_startable

@@ -19,6 +19,7 @@ from rdzv.agent.runner_link.agent_children import (
     spare_no_more,
     start_spared,
     sweep_orphans,
+    wait_for_exit,
 )
 from rdzv.agent.runner_link.found_runner import (
     FoundRunner,
@@ -54,4 +55,5 @@ __all__ = [
     "spare_no_more",
     "start_spared",
     "sweep_orphans",
+    "wait_for_exit",
 ]

@@ -127,22 +127,25 @@ async def kill_hung(pid: int) -> None:
         await _exited(pid, SWEEP_TIMEOUT_S)
 
 
-async def _exited(pid: int, within_s: float) -> None:
+async def wait_for_exit(pidfd: int, within_s: float) -> None:
     """Wait for a process to end, for at most `within_s`."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except OSError:
-        return
     loop, exited = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(pidfd, exited.set)
     try:
-        async with asyncio.timeout(within_s):
-            await exited.wait()
-    except TimeoutError:
-        pass
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await exited.wait()
     finally:
         loop.remove_reader(pidfd)
-        os.close(pidfd)
+
+
+async def _exited(pid: int, within_s: float) -> None:
+    with suppress(OSError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            await wait_for_exit(pidfd, within_s)
+        finally:
+            os.close(pidfd)
 
 
 async def start_spared(
