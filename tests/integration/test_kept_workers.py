@@ -403,9 +403,8 @@ def test_the_end_of_a_round_passes_by_handlers_and_callbacks(tmp_path: Path) -> 
             {"what": "on_park", "pid": only.pid, "round": 0, "token": "test.round0"}
         ]
         out = tmp_path / "next.log"
-        with out.open("wb") as file:
-            made.begin(1, [only], fds=[file.fileno(), file.fileno()])
-            assert only.exit_code() == 0
+        made.begin(1, [only], out=out)
+        assert only.exit_code() == 0
         # Output in the next round goes to that round's files.
         assert '"env": "1"' in out.read_text() and "swallowed" not in only.text()
 

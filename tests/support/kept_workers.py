@@ -13,7 +13,6 @@ import select
 import signal
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -60,19 +59,6 @@ def run_worker(
     if link is not None:
         os.environ["RDZV_WORKER_LINK"] = str(link.detach())
     getattr(kept_training, function)(**args)
-
-
-def _given_on_request(fds: Sequence[int]) -> tuple[int]:
-    """Return a socket on which the receiver can ask for these, as the runner's child gives them."""
-    ours, theirs = socket.socketpair()
-
-    def give() -> None:
-        with ours:
-            if ours.recv(1):
-                socket.send_fds(ours, [b"0"], list(fds))
-
-    threading.Thread(target=give, daemon=True).start()
-    return (theirs.detach(),)
 
 
 @dataclass
@@ -196,7 +182,7 @@ class World:
         *,
         step: int | None = None,
         source: int | None = None,
-        fds: Sequence[int] = (),
+        out: Path | None = None,
         **args: Any,
     ) -> list[Worker]:
         """Begin a round: kept workers get the first ranks, new ones are started for the others."""
@@ -218,7 +204,6 @@ class World:
                 if worker.connections is not None:
                     worker.connections.close()
                     worker.give_queue()
-                opened = _given_on_request(fds) if fds else ()
                 worker.send(
                     {
                         "type": "go",
@@ -226,11 +211,10 @@ class World:
                         "env": env,
                         "source": source,
                         "step": step,
+                        "stdout": None if out is None else str(out),
+                        "stderr": None if out is None else str(out),
                     },
-                    *opened,
                 )
-                for fd in opened:
-                    os.close(fd)
             else:
                 worker = self._start(env, {**self.args, **args})
             workers.append(worker)
