@@ -6,11 +6,11 @@ Golden files as in test_ctl_goldens.py.
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC
 from pathlib import Path
+from typing import Any
 
 import control_samples
 import grpc
@@ -57,11 +57,51 @@ def screen(job: JobStatus, width: int = 80, height: int = 24, **more: object) ->
 # ------------------------------------------------------------------------------ the screen
 
 
+def declined() -> pb.JobStatus:
+    job = control_samples.joining()
+    job.submission.placed.extend(["n1", "n8"])
+    job.submission.declined.add(node_id="n9", reason="no such folder")
+    return job
+
+
+def last_call() -> pb.JobStatus:
+    job = control_samples.joining()
+    give_reason(job, HAVE, LAST_CALL, 15_000)
+    return job
+
+
+def hostile() -> pb.JobStatus:
+    bad = "\x1b]0;evil\x07\x1b[2J"
+    job = control_samples.failed()
+    give_reason(job, bad, bad)
+    job.reason.items.add(cause=bad, who=job.nodes[0].node_id)
+    job.last_failure.root_cause.message = bad
+    job.submission.declined.add(node_id="n9", reason=bad)
+    return job
+
+
+HALF_GONE = (*HISTORY[:4], event(15, "LastCallBegan", "last call: 3 nodes at hand"))
+SCREENS: dict[str, tuple[Callable[[], pb.JobStatus], dict[str, Any]]] = {
+    "joining": (control_samples.joining, {}),
+    "running": (control_samples.running, {}),
+    "failed": (control_samples.failed, {}),
+    "large": (control_samples.large, {}),
+    "watched": (control_samples.watched, {}),
+    "declined": (declined, {}),
+    "ascii": (control_samples.running, {"blocks": False, "height": 40}),
+    "gaps": (control_samples.running, {"height": 40}),
+    "half-gone": (last_call, {"history": HALF_GONE}),
+    "clock-ahead": (last_call, {"history": (event(-60, "LastCallBegan", "by a clock ahead"),)}),
+    "hostile": (hostile, {"history": (event(10, "RoundEnded", "\x1b[2J"),)}),
+}
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("sample", ["joining", "running", "failed", "large", "watched"])
-def test_golden_screen(sample: str, request: pytest.FixtureRequest) -> None:
-    file = GOLDEN / f"screen-{sample}.txt"
-    text = "\n".join(screen(of(getattr(control_samples, sample)()))) + "\n"
+@pytest.mark.parametrize("name", SCREENS)
+def test_golden_screen(name: str, request: pytest.FixtureRequest) -> None:
+    sample, more = SCREENS[name]
+    file = GOLDEN / f"screen-{name}.txt"
+    text = "\n".join(screen(of(sample()), **more)) + "\n"
     if request.config.getoption("--rewrite"):
         file.write_text(text)
     assert text == file.read_text(), "review the diff, then: pytest --rewrite"
@@ -75,44 +115,6 @@ def test_a_screen_fits(sample: str, width: int, height: int) -> None:
     assert live.FOOTER in lines[-1]
     if width >= 80:
         assert max(map(len, lines)) <= width
-
-
-def test_of_five_hundred_nodes_those_that_matter_are_there() -> None:
-    lines = screen(of(control_samples.large()))
-    text = "\n".join(lines)
-    for node_id in ("node-904", "node-123", "node-903", "node-901", "node-902"):
-        assert node_id in text
-    assert re.search(r"\.\.\. and \d+ more nodes \(\d+ seated\)$", text, re.MULTILINE)
-    assert "495 of 400:496" in text
-
-
-def test_placed_and_declined_nodes_are_there() -> None:
-    job = control_samples.joining()
-    job.submission.placed.extend(["n1", "n8"])
-    job.submission.declined.add(node_id="n9", reason="no such folder")
-    text = "\n".join(screen(of(job)))
-    assert "n8; not joined yet" in text
-    assert "n9; n9: no such folder" in text
-    job.state = "failed"
-    assert "not joined yet" not in "\n".join(screen(of(job)))
-
-
-def test_bars_are_of_ascii_where_nothing_else_can_be_written() -> None:
-    for sample in (control_samples.joining(), control_samples.running()):
-        drawn = "\n".join(screen(of(sample), blocks=False))
-        assert "#." in drawn
-        assert not {"█", "░"} & set(drawn)
-
-
-def test_texts_from_outside_are_harmless_on_the_screen() -> None:
-    bad = "\x1b]0;evil\x07\x1b[2J"
-    job = control_samples.failed()
-    give_reason(job, bad, bad)
-    job.reason.items.add(cause=bad, who=job.nodes[0].node_id)
-    job.last_failure.root_cause.message = bad
-    job.submission.declined.add(node_id="n9", reason=bad)
-    history = (event(10, "RoundEnded", bad),)
-    assert "\x1b" not in "\n".join(screen(of(job), history=history))
 
 
 # ------------------------------------------------------------------------------ bars and times
@@ -136,15 +138,6 @@ def test_the_bar_of_the_last_call_shrinks() -> None:
     assert [text.count("█") for text in bars] == [24, 12, 1, 0]
     assert bars[1].endswith(" 15 s")
     assert bars[3].endswith(" 0.0 s")
-
-
-def test_who_looks_late_sees_how_much_of_the_last_call_is_gone() -> None:
-    job = control_samples.joining()
-    give_reason(job, HAVE, LAST_CALL, 15_000)
-    history = (*HISTORY[:4], event(15, "LastCallBegan", "last call: 3 nodes at hand"))
-    assert bar(screen(of(job), history=history), "time left").count("█") == 12
-    ahead = (event(-60, "LastCallBegan", "by a clock that is ahead"),)
-    assert bar(screen(of(job), history=ahead), "time left").count("█") == 24
 
 
 def test_a_wait_is_as_long_as_it_was_first_seen_until_it_is_another() -> None:
@@ -173,13 +166,6 @@ def test_times_in_a_reason_go_on() -> None:
     assert live.later(of(job), 0) == of(job)
 
 
-def test_nodes_that_are_missing_are_counted() -> None:
-    line = bar(screen(of(control_samples.joining())), "nodes")
-    assert line.endswith("2 of 3:4, 1 missing")
-    assert line.count("█") == 12
-    assert "missing" not in bar(screen(of(control_samples.running())), "nodes")
-
-
 # ------------------------------------------------------------------------------ the timeline
 
 
@@ -196,22 +182,6 @@ def test_the_timeline_has_the_rounds_of_this_run_and_how_long_they_ran() -> None
     ]
     assert live.timeline((), job, page()) == []
     assert live.timeline(HISTORY[:1], job, page()) == []
-
-
-def test_gaps_are_seen_in_the_history() -> None:
-    line = bar(screen(of(control_samples.running()), height=40), "history")
-    assert line.endswith("a round ran 85 % of the time shown")
-    drawn = re.findall("[█░]+", line)[0]
-    assert len(drawn) == 24
-    assert re.fullmatch("░+█+░+█+", drawn)
-
-
-def test_clocks_that_differ_draw_no_line() -> None:
-    job = of(control_samples.running())
-    ahead = (event(-50, "RoundCompleted", "round 0 complete"),)
-    lines = screen(job, history=ahead, height=40)
-    assert not any("of the time shown" in line for line in lines)
-    assert any("round 0 complete" in line for line in lines)
 
 
 # ------------------------------------------------------------------------------ a pipe
