@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from rdzv.client import ControlClient
@@ -48,21 +49,12 @@ class Verdict(StrEnum):
 class Finding:
     """One check's result, with the reason for it."""
 
-    check: str
     verdict: Verdict
+    check: str
     text: str
 
 
-def _ok(check: str, text: str) -> Finding:
-    return Finding(check, Verdict.OK, text)
-
-
-def _warning(check: str, text: str) -> Finding:
-    return Finding(check, Verdict.WARNING, text)
-
-
-def _problem(check: str, text: str) -> Finding:
-    return Finding(check, Verdict.PROBLEM, text)
+_ok, _warning, _problem = (partial(Finding, verdict) for verdict in Verdict)
 
 
 # ---------------------------------------------------------------------- this machine

@@ -63,7 +63,7 @@ def usage_text(error: click.UsageError) -> str:
     if context is None or "; " in text:
         return text
     if isinstance(error, click.NoSuchOption):
-        from rdzv.removed import instead_of_option
+        from rdzv.settings.toml_files import instead_of_option
 
         if instead := instead_of_option(error.option_name):
             return f"{error.option_name} was removed: {instead}"

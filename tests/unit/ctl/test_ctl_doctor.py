@@ -65,7 +65,7 @@ def test_torch_is_named_with_its_version(tmp_path: Path) -> None:
     python.write_text("#!/bin/sh\necho a banner\necho 2.13.0 8\n")
     python.chmod(0o755)
     finding = doctor.check_torch(str(python))
-    assert finding == Finding("torch", OK, f"2.13.0 in {python}, 8 GPUs")
+    assert finding == Finding(OK, "torch", f"2.13.0 in {python}, 8 GPUs")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_port_that_nobody_listens_at_is_said_in_words_without_a_number() -> No
 def test_a_problem_is_exit_code_1_and_warnings_are_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "check_torch", lambda python: Finding("torch", OK, python))
+    monkeypatch.setattr(doctor, "check_torch", lambda python: Finding(OK, "torch", python))
     assert run(["--server", "127.0.0.1:1", "doctor"]) == 1
     said = capsys.readouterr().out
     assert "problem  server" in said
@@ -248,8 +248,8 @@ def test_a_problem_is_exit_code_1_and_warnings_are_not(
 @pytest.mark.parametrize(
     ("of_server", "reached"),
     [
-        ([Finding("server", OK, ""), Finding("clock", WARNING, "")], True),
-        ([Finding("server", PROBLEM, "")], False),
+        ([Finding(OK, "server", ""), Finding(WARNING, "clock", "")], True),
+        ([Finding(PROBLEM, "server", "")], False),
     ],
     ids=["its clock is wrong", "it does not answer"],
 )

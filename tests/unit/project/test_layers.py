@@ -197,7 +197,7 @@ RULES = (
     Rule(
         "configurations are described without knowing any program",
         "settings/*.py",
-        only=of("rdzv.errors", "rdzv.removed", "rdzv.settings", "rdzv.structs", "msgspec"),
+        only=of("rdzv.errors", "rdzv.settings", "rdzv.structs", "msgspec"),
     ),
 )
 

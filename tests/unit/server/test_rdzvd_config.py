@@ -11,14 +11,13 @@ from click.testing import CliRunner
 from tls_files import Files
 
 from rdzv.errors import InvalidRequestError
-from rdzv.removed import REMOVED, instead_of
 from rdzv.server.__main__ import main, reaches_etcd_by_tls
 from rdzv.server.settings import configuration
 from rdzv.server.settings.configuration import Configuration
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.settings.rendering import render
 from rdzv.settings.setting_types import settings_of
-from rdzv.settings.toml_files import load
+from rdzv.settings.toml_files import REMOVED, instead_of, load
 from rdzv.transport.endpoints import Listen
 
 SETTINGS = settings_of(RdzvdSettings)

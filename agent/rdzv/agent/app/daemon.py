@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from rdzv.agent import runner_link
@@ -84,14 +84,14 @@ async def serve(
         adopted = await adoption.adopt_runners()
         await in_thread(_remove_leftovers, settings.runtime_dir, adopted)
         resources = await _resources(settings, has_workers=bool(adopted))
-        daemon = Daemon(path, loaded, set_log_level, resources, adoption, adopted)
+        daemon = Daemon(path, loaded, set_log_level, resources, adoption)
         log.info("node %s is ready to run submitted jobs: %s", settings.node_id, daemon.describe())
         async with (
             metered(settings.metrics_listen, daemon.link, daemon.placements),
             reporting_preemptions(settings.preemption, daemon.link.drain_node),
         ):
             await daemon.placements.adopt(adopted)
-            await daemon.run()
+            await daemon.run(has_workers=bool(adopted))
 
 
 async def _resources(settings: AgentSettings, *, has_workers: bool) -> Resources:
@@ -126,13 +126,11 @@ class Daemon:
         set_log_level: Callable[[str], None],
         resources: Resources,
         adoption: RunnerAdoption,
-        adopted: Sequence[AdoptedRunner],
     ) -> None:
-        """Create the daemon's parts. The jobs of the `adopted` runners are taken by its user."""
+        """Create the daemon's parts."""
         self._path = path
         self._loaded = loaded
         self._set_log_level = set_log_level
-        self._has_adopted = bool(adopted)
         self._ending = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
         """The task that asks systemd why it is ending this agent."""
@@ -179,14 +177,14 @@ class Daemon:
         """Return a description of this node's resources."""
         return describe(self.placements.resources)
 
-    async def run(self) -> None:
-        """Serve until a signal ends the agent.
+    async def run(self, *, has_workers: bool) -> None:
+        """Serve until a signal ends the agent; it may have adopted workers already.
 
         Raises:
             NodeSupersededError: another agent has taken over this node's name.
         """
         with self._signals():
-            if not self._has_adopted:
+            if not has_workers:
                 # The first Hello should contain the result. With workers to adopt there is no time
                 # for the checks, because the server is waiting for the Hello.
                 await self._health.look()
