@@ -7,7 +7,7 @@ import re
 import signal
 import stat
 import time
-from collections.abc import Container
+from contextlib import suppress
 from pathlib import Path
 
 from rdzv.agent.exit_causes.last_words import (
@@ -77,17 +77,11 @@ def explain_exit(worker: ExitedWorker) -> WorkerError:
     words = f"{error.message}\n{error.traceback or _tail(worker.stderr, worker.identity)}"
     found.append(explain_last_words(words))
     if worker.has_other_nodes:
-        found.append(explain_peer_address(words, _own_addresses))
+        with suppress(OSError):
+            found.append(explain_peer_address(words, interfaces))
     reasons = "; ".join(reason for reason in found if reason)
     explained = f"{error.message}: {reasons}" if reasons else error.message
     return replace(error, message=explained[:MAX_MESSAGE_CHARS])
-
-
-def _own_addresses() -> Container[str]:
-    try:
-        return interfaces()
-    except OSError:
-        return ()
 
 
 def explain_signal(worker: ExitedWorker, shm: Path = SHM) -> str:

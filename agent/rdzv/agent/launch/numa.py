@@ -247,17 +247,14 @@ class _Place:
 
 
 def _homes(machine: _Machine, local_world_size: int, gpus: Sequence[str]) -> list[int]:
-    if not gpus:
-        return _spread(machine, local_world_size)
-    if local_world_size > len(gpus):
-        raise _UnbindableError(
-            f"{local_world_size} workers but only {len(gpus)} GPUs ({', '.join(gpus)}); "
-            f"start at most one worker per GPU, or {_NO_GPUS}"
-        )
-    return [machine.node_of_gpu(address) for address in gpus]
-
-
-def _spread(machine: _Machine, local_world_size: int) -> list[int]:
+    """Return each worker's NUMA node; without GPUs, the workers are spread in blocks."""
+    if gpus:
+        if local_world_size > len(gpus):
+            raise _UnbindableError(
+                f"{local_world_size} workers but only {len(gpus)} GPUs ({', '.join(gpus)}); "
+                f"start at most one worker per GPU, or {_NO_GPUS}"
+            )
+        return [machine.node_of_gpu(address) for address in gpus]
     nodes = machine.nodes()
     if not nodes:
         raise _UnbindableError(
@@ -389,18 +386,13 @@ async def ask_cuda(
     except OSError as error:
         raise _cuda_failed(f"cannot be queried ({error})") from error
     if code or not said:
-        raise _cuda_failed(f"fails: {_final_message(code, complaint)}")
+        last = complaint.decode(errors="replace").strip().rpartition("\n")[2]
+        ended = describe_exit(None, -code) if code < 0 else last or describe_exit(code, None)
+        raise _cuda_failed(f"fails: {ended}")
     answer = json.loads(said.splitlines()[-1])  # Preloaded code may have printed something first.
     if answer["failure"]:
         raise _cuda_failed(f"fails: {answer['failure']}")
     return tuple(answer["gpus"]), answer["why_none"]
-
-
-def _final_message(return_code: int | None, complaint: bytes) -> str:
-    if return_code is not None and return_code < 0:
-        return describe_exit(None, -return_code)
-    said = complaint.decode(errors="replace").strip().rpartition("\n")[2]
-    return said or describe_exit(return_code, None)
 
 
 def _cuda_failed(how: str) -> InvalidRequestError:
@@ -417,17 +409,15 @@ _PCI_CLASS_ACCELERATOR = "0x12"
 
 def _gpus_on_pci(sysfs: Path) -> tuple[str, ...]:
     """Return the addresses of NVIDIA's and AMD's display devices and of any accelerators."""
-    return tuple(
-        device.name
-        for device in sorted((sysfs / "bus/pci/devices").glob("*"))
-        if _is_gpu(_text_or_nothing(device / "class"), _text_or_nothing(device / "vendor"))
-    )
-
-
-def _is_gpu(pci_class: str, vendor: str) -> bool:
-    if pci_class.startswith(_PCI_CLASS_DISPLAY):
-        return vendor in _PCI_VENDORS_OF_GPUS
-    return pci_class.startswith(_PCI_CLASS_ACCELERATOR)
+    found = []
+    for device in sorted((sysfs / "bus/pci/devices").glob("*")):
+        pci_class = _text_or_nothing(device / "class")
+        displays = pci_class.startswith(_PCI_CLASS_DISPLAY)
+        if pci_class.startswith(_PCI_CLASS_ACCELERATOR) or (
+            displays and _text_or_nothing(device / "vendor") in _PCI_VENDORS_OF_GPUS
+        ):
+            found.append(device.name)
+    return tuple(found)
 
 
 def _text_or_nothing(path: Path) -> str:

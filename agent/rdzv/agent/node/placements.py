@@ -45,7 +45,7 @@ from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside, in_time, log_l
 from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.core.fleet.node_resources import FailingCheck, Resources, gpus_needed
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import Holding, Key, Placed, Withdrawn
+from rdzv.messages import Holding, Placed, Withdrawn
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.agent")
@@ -173,7 +173,8 @@ class Placements:
 
     def withdrawn(self, withdrawn: Withdrawn) -> None:
         """Leave a job that the server has withdrawn."""
-        for held in self._of((withdrawn.rdzv_id, withdrawn.run)):
+        key = withdrawn.rdzv_id, withdrawn.run
+        for held in [one for one in self._held if one.placed.key == key]:
             self._give_back(held, withdrawn.reason, withdrawn)
 
     def noticed(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
@@ -309,9 +310,6 @@ class Placements:
             await next(iter(self._held)).gone.wait()
 
     # ------------------------------------------------------------------ one job
-
-    def _of(self, key: Key) -> list[_Held]:
-        return [held for held in self._held if held.placed.key == key]
 
     def _give_back(self, held: _Held, reason: str, event: events.Event) -> None:
         """End a job, either through its driver, or at once if it does not have one yet."""
