@@ -31,6 +31,15 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs, rather than being a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
 class FakeRunner:
     """Records requests, and keeps what it is given for the next agent; `tell` makes an event."""
 

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +48,15 @@ from rdzv.messages import Closed, Joined, RoundOver, SnapshotWatermark, Withdraw
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
-from tests.support.agent_jobs import PATIENCE_S, FakeLink, FakeRunner, a_launch, until, use_runner
+from tests.support.agent_jobs import (
+    PATIENCE_S,
+    FakeLink,
+    FakeRunner,
+    a_launch,
+    is_alive,
+    until,
+    use_runner,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -282,15 +289,9 @@ def hung() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def child_of(process: subprocess.Popen[bytes]) -> Path:
+def child_of(process: subprocess.Popen[bytes]) -> int:
     assert process.stdout is not None
-    return Path(f"/proc/{int(process.stdout.readline())}")
-
-
-def is_alive(process: Path) -> bool:
-    with suppress(OSError):
-        return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
+    return int(process.stdout.readline())
 
 
 async def test_a_runner_that_hangs_is_killed_with_its_descendants(
@@ -315,8 +316,7 @@ async def test_a_runner_that_answers_late_is_left_to_its_end(
     assert await adopting.adopt_runners() == []
     await until(lambda: late.did)
     assert late.did == ["leave"] and hung.poll() is None and is_alive(child)
-    child_pid = int(child.name)
-    os.kill(child_pid, signal.SIGKILL)
+    os.kill(child, signal.SIGKILL)
 
 
 # ---------------------------------------------------------------------- one job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import threading
@@ -12,17 +13,19 @@ from typing import Any
 
 import pytest
 
+from rdzv.agent import runner_link
 from rdzv.agent.core import events
 from rdzv.agent.core.model import AgentState, JobTerms, LeaveCause, Leaving, Phase
-from rdzv.agent.job import decisions
+from rdzv.agent.job import decisions, from_runner
 from rdzv.agent.job.decisions import log_event
 from rdzv.agent.job.job_driver import JobDriver
+from rdzv.agent.job.reports_to_server import SnapshotReports
 from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.runner.requests import ZygoteSpec
 from rdzv.agent.system.side_thread import in_thread
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
-from rdzv.core.model import Cause, RoundEnd, Settings, Tally
-from rdzv.messages import Joined, RoundOver, TakeStacks, Withdrawn
+from rdzv.core.model import Cause, RoundEnd, Settings, Snapshot, SnapshotMark, Tally
+from rdzv.messages import Joined, RoundOver, SnapshotsHeld, TakeStacks, Withdrawn
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.support.agent_jobs import (
@@ -557,6 +560,89 @@ async def test_the_end_of_an_older_round_closes_nothing_of_the_present_one(f: Fi
     assert not f.driver.written.is_over(1)
     (worker,) = f.runner.workers
     assert await in_thread(Path(worker.env["RDZV_PROGRESS_FILE"]).exists)
+
+
+# ---------------------------------------------------------------- what its runner says
+
+
+@pytest.mark.parametrize("is_unwatched", [True, False])
+async def test_workers_without_a_watchdog_are_watched_for_hangs(
+    f: Fixture, monkeypatch: pytest.MonkeyPatch, is_unwatched: bool
+) -> None:
+    watched: list[bool] = []
+    monkeypatch.setattr(f.driver.observers, "watch_for_hangs", lambda: watched.append(True))
+    f.driver.post(LINE)
+    f.runner.tell(events.WorkerResumed(0, 0, is_unwatched))
+    assert watched == [True] * is_unwatched
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "how"),
+    [
+        (-9, "was killed by SIGKILL"),
+        (3, "ended unexpectedly with exit code 3"),
+        # An adopted runner is another process's child.
+        (None, "ended unexpectedly"),
+    ],
+)
+async def test_the_end_of_a_runner_is_told_once_its_processes_are_killed(
+    f: Fixture,
+    exit_code: int | None,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    swept: list[int] = []
+
+    async def sweep_orphans() -> None:
+        assert not f.driver.ended.done()
+        swept.append(1)
+        if len(swept) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(runner_link, "sweep_orphans", sweep_orphans)
+    monkeypatch.setattr(from_runner, "SWEEP_AGAIN_S", 0.0)
+    await f.runner.tell(events.RunnerExited(exit_code))
+    outcome = await f.driver.wait()
+    assert outcome.text.startswith(f"its runner {how}, and its workers with it")
+    assert len(swept) == 2
+    assert "cannot search for processes left behind by the job's dead runner" in caplog.text
+
+
+# ---------------------------------------------------------------- reports on snapshots
+
+
+def held(step: int) -> SnapshotsHeld:
+    return SnapshotsHeld("job-7", "run-1", (Snapshot(0, SnapshotMark(0, step, "a")),))
+
+
+async def test_of_reports_on_snapshots_the_latest_is_sent_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[SnapshotsHeld] = []
+    delays: list[float] = []
+    call_later = asyncio.get_running_loop().call_later
+
+    def soon(delay: float, *rest: Any) -> asyncio.TimerHandle:
+        delays.append(delay)
+        return call_later(0, *rest)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", soon)
+    reports = SnapshotReports(sent.append)
+    for step in (10, 20, 30):
+        reports.report(held(step), nodes=2)
+    assert sent == [held(10)]
+    await until(lambda: len(sent) == 2)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+    reports.report(held(40), nodes=1_000)
+    assert sent == [held(10), held(30), held(40)]
+    assert {0.1, 1.0} <= set(delays)
+    reports.report(held(50), nodes=2)
+    reports.close()
+    reports.close()
+    await asyncio.sleep(0.01)
+    assert sent[-1] == held(40), "nothing is sent after the end"
 
 
 # ---------------------------------------------------------------- what the log says of signals

@@ -10,7 +10,6 @@ import asyncio
 import os
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from rdzv.agent.inventory import health, xid
 from rdzv.agent.inventory.health import Health
 from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids, look_at_gpus
 from rdzv.core.fleet.node_resources import FailingCheck
+from tests.support.agent_jobs import PATIENCE_S, is_alive, until
 
 pytestmark = pytest.mark.slow
 
@@ -54,15 +54,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "FIRST_RETRY_S", 0.01)
     monkeypatch.setattr(health, "LONGEST_RETRY_S", 0.02)
     monkeypatch.setattr(health, "END_S", 0.05)
-
-
-PATIENCE_S = 100.0
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.quick
@@ -235,14 +226,7 @@ async def test_a_command_that_does_not_end_is_ended_with_all_that_it_began(tmp_p
     script = f"sleep 600 & echo $! >'{pid}'; echo waits for ever; wait"
     found = await Command("command sh", 1.0, ("/bin/sh", "-c", script), {}).look(NONE)
     assert found == "did not end within 1 s: waits for ever"
-    await until(lambda: _gone(int(pid.read_text())))
-
-
-def _gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+    await until(lambda: not is_alive(int(pid.read_text())))
 
 
 @pytest.mark.quick

@@ -16,10 +16,9 @@ import pytest
 
 from rdzv.agent.inventory import preemption as module
 from rdzv.agent.inventory.preemption import Preemption, reporting_preemptions
+from tests.support.agent_jobs import PATIENCE_S, is_alive, until
 
 pytestmark = pytest.mark.slow
-
-PATIENCE_S = 100.0
 
 
 class Notices:
@@ -52,20 +51,6 @@ async def watched(
     notices = Notices()
     async with reporting_preemptions(Preemption(file, command, deadline_ms=7_000), notices.give):
         yield notices
-
-
-async def until_there(path: Path) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not path.exists():  # noqa: ASYNC110, ASYNC240
-            await asyncio.sleep(0.005)
-
-
-def lives(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def sh(script: str) -> tuple[str, ...]:
@@ -101,8 +86,12 @@ async def test_a_file_that_is_half_written_is_looked_at_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "preempted"
-    read = [None, "", "30 s"]
-    monkeypatch.setattr(module, "_read", lambda _: read.pop(0) if len(read) > 1 else read[0])
+    texts = [None, "", "30 s"]
+
+    async def look(*_: object) -> str | None:
+        return texts.pop(0) if len(texts) > 1 else texts[0]
+
+    monkeypatch.setattr(module, "in_thread", look)
     async with watched(file) as notices:
         assert (await notices.next())[0] == 30_000
 
@@ -161,9 +150,7 @@ async def test_a_command_that_can_not_be_started_is_tried_again(
     program = tmp_path / "watch"
     with caplog.at_level(logging.WARNING, "rdzv.agent"):
         async with watched(command=(str(program),)) as notices:
-            async with asyncio.timeout(PATIENCE_S):
-                while "cannot be started" not in caplog.text:  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)
+            await until(lambda: "cannot be started" in caplog.text)
             new = tmp_path / "new"
             new.write_text("#!/bin/sh\necho 11\n")
             new.chmod(0o755)
@@ -183,12 +170,10 @@ async def test_at_the_end_the_command_is_killed_with_all_that_it_has_started(
     pids = tmp_path / "pids"
     script = f"sleep 600 & echo $! > {pids}.new; mv {pids}.new {pids}; wait"
     async with watched(command=sh(script)) as notices:
-        await until_there(pids)
+        await until(pids.exists)
     assert notices.none
     pid = int(pids.read_text())
-    async with asyncio.timeout(PATIENCE_S):
-        while lives(pid):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await until(lambda: not is_alive(pid))
 
 
 @pytest.mark.quick

@@ -1,4 +1,4 @@
-"""Calls that may hang: each wait is bounded and reported once, and only one may be late."""
+"""Calls that may hang, and tasks with an owner: each wait is bounded, each error reaches one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rdzv.agent.system.owned_tasks import OwnedTasks
 from rdzv.agent.system.side_thread import Aside, find_program, in_time
 
 PATIENCE_S = 100.0
@@ -100,3 +101,27 @@ def test_a_program_that_can_not_be_started_says_why(
     with pytest.raises(OSError, match=why):
         find_program(str(tmp_path / "program"))
     assert Path(find_program("sh")).is_absolute()
+
+
+# ------------------------------------------------------------------ owned tasks
+
+
+async def test_an_error_reaches_the_owner() -> None:
+    heard: list[Exception] = []
+    tasks = OwnedTasks(heard.append)
+
+    async def fail() -> None:
+        raise ValueError("a bug")
+
+    await asyncio.wait([tasks.start(fail(), "fails")])
+    assert [str(error) for error in heard] == ["a bug"]
+
+
+async def test_what_still_runs_ends_with_its_owner_without_an_error() -> None:
+    heard: list[Exception] = []
+    tasks = OwnedTasks(heard.append)
+    task = tasks.start(asyncio.sleep(100), "sleeps")
+    await tasks.close()
+    assert task.cancelled()
+    assert heard == []
+    await tasks.close()

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from rdzv.core.model import Settings
 from rdzv.messages import TakeStacks
 from rdzv.structs import replace
 from tests.support.accounts import ADA, needs_root, passable_folder
+from tests.support.agent_jobs import until
 
 pytestmark = pytest.mark.slow
 
@@ -121,7 +122,7 @@ def test_what_is_no_dump_is_refused(text: bytes) -> None:
 
 @pytest.mark.quick
 async def test_real_frames_of_a_real_process(sleeper: subprocess.Popen[bytes]) -> None:
-    await _until(lambda: process_state(sleeper.pid) == "S")
+    await until(lambda: process_state(sleeper.pid) == "S")
     (found,) = await take(sleeper.pid)
     assert found.note == ""
     assert (found.rank, found.local_rank, found.pid) == (8, 0, sleeper.pid)
@@ -133,9 +134,9 @@ async def test_real_frames_of_a_real_process(sleeper: subprocess.Popen[bytes]) -
 async def test_one_that_is_stopped_is_looked_at_and_stays_so(
     sleeper: subprocess.Popen[bytes],
 ) -> None:
-    await _until(lambda: process_state(sleeper.pid) == "S")
+    await until(lambda: process_state(sleeper.pid) == "S")
     sleeper.send_signal(signal.SIGSTOP)
-    await _until(lambda: process_state(sleeper.pid) == "T")
+    await until(lambda: process_state(sleeper.pid) == "T")
     (found,) = await take(sleeper.pid)
     assert (found.state, found.note) == ("T", "")
     assert [f.name for f in found.frames] == ["<module>"]
@@ -145,14 +146,14 @@ async def test_one_that_is_stopped_is_looked_at_and_stays_so(
 async def test_one_that_has_exited_is_left_out(sleeper: subprocess.Popen[bytes]) -> None:
     gone = subprocess.Popen(["true"])  # noqa: ASYNC220
     gone.wait()
-    await _until(lambda: process_state(sleeper.pid) == "S")
+    await until(lambda: process_state(sleeper.pid) == "S")
     assert [one.rank for one in await take(gone.pid, sleeper.pid)] == [9]
 
 
 async def test_what_is_no_python_is_told_by_the_kernel() -> None:
     process = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220
     try:
-        await _until(lambda: process_state(process.pid) == "S")
+        await until(lambda: process_state(process.pid) == "S")
         (found,) = await take(process.pid)
     finally:
         process.kill()
@@ -264,7 +265,7 @@ async def test_a_worker_that_was_left_stopped_goes_on(
     write(py_spy, f'#!/bin/sh\ncase "$*" in *--nonblocking*) ;; *) {stop};; esac\nexit 1\n')
     (found,) = await take(sleeper.pid)
     assert found.note == "py-spy: py-spy ended with 1"
-    await _until(lambda: process_state(sleeper.pid) == "S")
+    await until(lambda: process_state(sleeper.pid) == "S")
 
 
 @pytest.mark.slow
@@ -288,7 +289,7 @@ async def test_an_answer_ends_with_its_last_word_whatever_happens(
     answers = StackAnswers(say, RecordReader("j1", on=False))
     answers.answer(ASKED, replace(RUNS, alive=frozenset()), {})
     answers.answer(ASKED, RUNS, {0: Target(0, 0, sleeper.pid)})
-    await _until(lambda: len(said) == 3)
+    await until(lambda: len(said) == 3)
     assert said == [
         (5, 0, True, "its workers of round 2 have all exited"),
         (5, 1, False, ""),
@@ -301,7 +302,7 @@ async def test_an_answer_ends_with_its_last_word_whatever_happens(
 
     monkeypatch.setattr(stack_sampling, "process_state", fail)
     answers.answer(ASKED, RUNS, {0: Target(0, 0, sleeper.pid)})
-    await _until(lambda: bool(said))
+    await until(lambda: bool(said))
     assert said == [(5, 0, True, "a bug in its agent: RuntimeError('boom')")]
     await answers.close()
 
@@ -318,7 +319,7 @@ async def test_those_who_ask_too_often_hear_so(
     answers = StackAnswers(say, RecordReader("j1", on=False))
     for _ in range(stack_sampling.MAX_ASKED + 1):
         answers.answer(ASKED, RUNS, {0: Target(0, 0, sleeper.pid)})
-    await _until(lambda: bool(said))
+    await until(lambda: bool(said))
     assert said == ["this node already answers 8 requests for stacks"]
     await answers.close()
 
@@ -339,15 +340,9 @@ async def test_a_stopped_worker_is_not_asked_for_its_record(
 
     write(py_spy, "#!/bin/sh\nexit 1\n")
     sleeper.send_signal(signal.SIGSTOP)
-    await _until(lambda: process_state(sleeper.pid) == "T")
+    await until(lambda: process_state(sleeper.pid) == "T")
     answers = StackAnswers(say, NeverAnswered("j1", on=True))
     answers.answer(ASKED, RUNS, {0: Target(0, 0, sleeper.pid)})
-    await _until(lambda: bool(said))
+    await until(lambda: bool(said))
     assert said[0].no_record == "it is stopped by a signal, so it does not answer"
     await answers.close()
-
-
-async def _until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(100):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)

@@ -20,7 +20,6 @@ TORCH = "torch has nothing public for it"
 PYTEST = "pytest has nothing public for it: forked tests need folders of their own"
 HOOKS = "a hook has no other way to it, and a fixture for all tests would cost each of them"
 PYTHON = "Python has nothing public for it"
-CTYPES = "a C function that a test stands in for gets pointers, which show their object only here"
 STATE = "the public attributes of a State are those that the user gave it"
 LOCKS = "the locks are what a forked child must not share"
 
@@ -59,11 +58,6 @@ REASONS: dict[str, dict[str, str]] = {
     "support/quick_torch/sitecustomize.py": {
         "module._C": TORCH,
         "core._set_generator_metaclass": TORCH,
-    },
-    "unit/agent/test_agent_numa.py": {
-        "count._obj": CTYPES,
-        "device._obj": CTYPES,
-        "text._obj": CTYPES,
     },
     "unit/server/test_driver.py": {"asyncio.get_running_loop()._ready": PYTHON},
     "unit/worker/test_link.py": {"link._changed": LOCKS, "link._sending": LOCKS},
