@@ -97,7 +97,6 @@ class Contents:
         ]
 
     def manifest(self) -> list[list[str]]:
-        """Describe everything that must match on all ranks before a tensor is sent."""
         kinds = (
             ("module", self.modules),
             ("optimizer", self.optimizers),
@@ -145,12 +144,10 @@ def described(contents: Contents) -> tuple[list[list[str]], str]:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """List an optimizer's parameters in the order of its parameter groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return an optimizer's groups as its state dict has them, with numbers as parameters."""
     numbers = itertools.count()
     return [
         {**group, "params": [next(numbers) for _ in group["params"]]}
@@ -205,7 +202,6 @@ def _pickled(value: Any) -> bytes:
 
 
 def unpacked(data: Any) -> dict[str, Any]:
-    """Unpickle the result of `packed` that another rank of this job has sent or saved."""
     import torch
 
     parts: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
@@ -213,7 +209,6 @@ def unpacked(data: Any) -> dict[str, Any]:
 
 
 def cannot_broadcast(name: str, error: Exception) -> CannotBroadcastError:
-    """Return an error that names the entry, the reason and the remedy."""
     if "graph leaves" in str(error):  # Torch's wording; its remedy is for authors of modules.
         return CannotBroadcastError(
             f"state.{name} has a tensor that carries autograd's graph, which cannot be copied: "
@@ -239,13 +234,11 @@ class Shape:
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
     def empty(self, device: Any = None) -> Tensor:
-        """Make a tensor of this shape, by default on the same type of device."""
         import torch
 
         return huge(torch.empty(self.shape, dtype=self.dtype, device=device or self.device))
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory can receive such a tensor."""
         return (
             (tuple(tensor.shape), tensor.dtype) == (self.shape, self.dtype)
             and tensor.device.type == self.device
@@ -286,11 +279,9 @@ class Image:
         )
 
     def filled(self, tensors: Iterator[Tensor]) -> Image:
-        """Return an image with the next of these in place of each tensor or shape."""
         return self.mapped(lambda _, __: next(tensors))
 
     def shapes(self) -> Image:
-        """Return the image with shapes in place of its tensors."""
         return self.mapped(lambda _, one: Shape(tuple(one.shape), one.dtype, one.device.type))
 
 
@@ -363,7 +354,6 @@ def small_of(contents: Contents, buffers: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def put_small(small: Mapping[str, Any], contents: Contents) -> None:
-    """Load what `small_of` has copied, except the buffers."""
     for name, optimizer in contents.optimizers.items():
         for group, held in zip(optimizer.param_groups, copy.deepcopy(small["groups"][name])):
             group.update(held, params=group["params"])
@@ -379,19 +369,16 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether the value is a tensor of any kind."""
     import torch
 
     return isinstance(value, torch.Tensor)
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether the value is a tensor distributed over a device mesh."""
     return hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
 def _like(parameter: Any, value: Tensor) -> Tensor:
-    """Return a sharded tensor with a parameter's layout and the given local part."""
     made: Tensor = type(parameter.detach()).from_local(
         value,
         parameter.device_mesh,
@@ -418,7 +405,6 @@ def captured_rng() -> dict[str, Any]:
 
 
 def restore_rng(states: dict[str, Any]) -> None:
-    """Restore previously captured states."""
     import torch
 
     random.setstate(states["python"])

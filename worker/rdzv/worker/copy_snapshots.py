@@ -65,7 +65,6 @@ class CopyError(Exception):
 
 
 def mapped(fd: int, size: int, *, writable: bool = False) -> memoryview:
-    """Map a slot, and close its descriptor."""
     try:
         if writable:
             # Allocate all pages now, because running out of memory later would raise SIGBUS.
@@ -96,7 +95,6 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, count: int) -> None:
-        """Block until another `count` bytes may be sent."""
         if not self._rate:
             return
         with self._lock:
@@ -129,14 +127,12 @@ def receive(sock: socket.socket, into: memoryview, until: float) -> None:
 
 
 def received(sock: socket.socket, count: int, until: float) -> bytes:
-    """Receive `count` bytes from the peer."""
     buffer = bytearray(count)
     receive(sock, memoryview(buffer), until)
     return bytes(buffer)
 
 
 def keyed(key: bytes) -> Any:
-    """Return a keyed hash for computing a transfer's digest."""
     return hashlib.blake2b(key=key, digest_size=32)
 
 
@@ -154,7 +150,6 @@ class Sender:
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
     def accept(self, listening: socket.socket) -> None:
-        """Serve every incoming connection, forever."""
         while True:
             sock, _ = listening.accept()
             if not self._places.acquire(blocking=False):
@@ -247,7 +242,6 @@ class Fetch(threading.Thread):
             self._threads.append(thread)
 
     def run(self) -> None:
-        """Fetch all copies."""
         for thread in self._threads:
             thread.start()
         for thread in self._threads:
@@ -255,7 +249,6 @@ class Fetch(threading.Thread):
         self._say({"type": "done", "id": self._id, "reason": "; ".join(self._reasons)[:500]})
 
     def end(self) -> None:
-        """Abort the fetch, which makes `run` return soon."""
         self._ended = True
         for sock in tuple(self._sockets):
             with suppress(OSError):
@@ -373,7 +366,6 @@ class Carrier:
         self._sending = threading.Lock()
 
     def run(self) -> None:
-        """Carry out requests until the runner is gone."""
         received = Received()
         while True:
             try:
@@ -409,7 +401,6 @@ class Carrier:
 
 
 def listen() -> socket.socket:
-    """Listen on a free port on all of this machine's addresses."""
     if socket.has_dualstack_ipv6():
         with suppress(OSError):
             return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -431,7 +422,6 @@ def server_context(pem: str) -> ssl.SSLContext:
 
 
 def main() -> None:
-    """Copy snapshots until the runner is gone."""
     parser = argparse.ArgumentParser(description="Copy snapshots from node to node.")
     parser.add_argument("--fd", type=int, required=True, help="the socket to the runner")
     parser.add_argument("--rate", type=int, default=0, help="the most bytes to send per second")

@@ -50,7 +50,6 @@ class Cut:
 
     @property
     def is_cut(self) -> bool:
-        """Whether `cut` has been called."""
         return self._is_cut
 
     def add(self, backend: GlooCut | NcclCut) -> None:
@@ -85,7 +84,6 @@ class Cut:
             self._backends = []
 
     def refuse(self) -> None:
-        """Raise `RoundOver` if the round has been cut."""
         if self._is_cut:
             raise RoundOver
 
@@ -128,7 +126,6 @@ class GlooCut:
 
     @property
     def addresses(self) -> set[Address]:
-        """All addresses in the round: those of its ranks and of its store."""
         return self._store | set(self.published)
 
     def note(self, value: Any, *, own: bool = False) -> None:
@@ -140,7 +137,6 @@ class GlooCut:
                 self.own.append(found)
 
     def cut(self) -> None:
-        """Shut down those of the round's connections that are open now."""
         if not self._is_cut:
             self._is_cut = True
             if not (_groups() == self._groups and any_ended(self._connections)):
@@ -208,7 +204,6 @@ class GlooCut:
         let_go(self._held, self._handed_over if over else ())
 
     def drop_in_child(self) -> None:
-        """Close a forked child's copies of the round's connections."""
         drop_in_child(self.addresses)
 
 
@@ -246,7 +241,6 @@ class NcclCut:
         """The groups that were aborted and that torch no longer tracks."""
 
     def cut(self) -> None:
-        """Abort all groups, once, if any of them uses NCCL."""
         import torch.distributed.distributed_c10d as c10d
 
         used = any("nccl" in str(one) for one in list(c10d._world.pg_backend_config.values()))

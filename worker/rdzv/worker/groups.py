@@ -117,7 +117,6 @@ class RoundGroups:
 
     @property
     def shows_failure(self) -> bool:
-        """Whether torch's record shows a collective that may have failed with its connection."""
         return self.gloo is not None and self.gloo.has_begun_another()
 
     def hold_connections(self) -> None:
@@ -127,7 +126,6 @@ class RoundGroups:
 
     @property
     def connections(self) -> list[list[Any]]:
-        """The host and port of every rank in the round's gloo groups."""
         published = self.gloo.published if self.gloo is not None else ()
         return [[host, port] for host, port in sorted(published)]
 
@@ -152,13 +150,11 @@ class RoundGroups:
         sys.excepthook = self._excepthook
 
     def watch(self) -> list[weakref.ref[Any]]:
-        """Return weak references to all of the round's groups, including aborted ones."""
         import torch.distributed.distributed_c10d as c10d
 
         return [*self.nccl.aborted, *(weakref.ref(group) for group in c10d._world.pg_map)]
 
     def drop_in_child(self) -> None:
-        """Close a forked child's copies of the round's connections."""
         if self.gloo is not None:
             self.gloo.drop_in_child()
 
@@ -193,7 +189,6 @@ class RoundGroups:
 
 
 def refuse_groups_from_outside() -> None:
-    """Raise `StaleGroupError` if the script has created a process group itself."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

@@ -52,7 +52,6 @@ class Offer:
 
     @property
     def sealed(self) -> int:
-        """The number of steps sealed, 0 if there are none."""
         return self.step or 0
 
 
@@ -170,14 +169,12 @@ def heal(
 
 
 def digest_of(image: Image) -> str:
-    """Return a digest of an image's tensors, reading all of them once."""
     return digest(image.tensors(), readers())
 
 
 def _exchange_offers(
     sealing: Sealing, round_: Round, store: Store, name: str, hashed: str
 ) -> tuple[list[Offer], list[list[str]]]:
-    """Publish this rank's offer, with a digest of its state, and wait for those of all others."""
     manifest, manifest_digest = described(sealing.contents)
     mine = Offer(
         # Like a new process, a rank that has never begun to train has nothing to offer.
@@ -223,7 +220,6 @@ def compare_manifests(
 
 
 def _settle(sealing: Sealing, offers: list[Offer], source: int, round_: Round) -> None:
-    """Bring this rank's own values to the end of the source's step."""
     mine, step = offers[round_.rank], offers[source].sealed
     if not mine.kept:
         return
@@ -257,7 +253,6 @@ def _send(
     store: Store,
     hashed: str,
 ) -> None:
-    """Send the source's state to the ranks that need it, and load it there."""
     import torch
 
     contents, mine = sealing.contents, offers[round_.rank]

@@ -96,7 +96,6 @@ class Received:
         return message, fds
 
     def close(self) -> None:
-        """Close received descriptors that were never handed over with their messages."""
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
@@ -190,7 +189,6 @@ class Link:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        """Take over a connected socket; `listen` starts the thread."""
         sock.setblocking(True)
         sock.settimeout(None)
         self._socket = sock
@@ -218,7 +216,6 @@ class Link:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the runner is gone, in which case this worker can no longer be kept."""
         return self._closed
 
     def begin(self, number: int, cut: Cut) -> None:
@@ -231,7 +228,6 @@ class Link:
             cut.cut()
 
     def is_over(self) -> bool:
-        """Whether the most recently started round has ended."""
         return self._over_through >= self._round
 
     def wait_until_over(self, timeout_s: float) -> bool:
@@ -240,12 +236,10 @@ class Link:
             return self._changed.wait_for(self.is_over, timeout_s)
 
     def end(self) -> None:
-        """Stop cutting, because the round's groups have been destroyed."""
         with self._changed:
             self._cut = None
 
     def suspect(self, number: int, message: str, traceback: str) -> None:
-        """Report an exception that a peer may have caused."""
         self._send(
             {
                 "type": "suspect",
@@ -257,16 +251,13 @@ class Link:
         )
 
     def parked(self, number: int, connections: list[list[Any]], **state: Any) -> None:
-        """Report that this worker no longer takes part in the round, and what it holds."""
         self._send({"type": "parked", "round": number, "connections": connections[:500], **state})
 
     def resumed(self, **what: Any) -> None:
-        """Report that the script's function is about to be called."""
         self._send({"type": "resumed", **what})
 
     @property
     def holds_connections(self) -> bool:
-        """Whether the runner holds connections open."""
         return self._queue is not None
 
     def hold_open(self, fds: list[int]) -> bool:
@@ -348,7 +339,6 @@ class Link:
             self._close()
 
     def _report_lost_wait(self) -> None:
-        """Report, once per round, that this worker cannot park."""
         if self._lost_wait is not None and (place := self._lost_wait.place()):
             self._lost_wait = None
             self._send({"type": "stuck", "round": self._round, "place": place[-500:]})

@@ -89,7 +89,6 @@ class Found:
 
     @property
     def mark(self) -> Mark:
-        """The state to which it belongs."""
         if isinstance(self.held, WholeStep):
             # Lineages from different runs cannot be compared.
             return self.header.mark._replace(lineage=self.held.written_ms)
@@ -97,12 +96,10 @@ class Found:
 
     @property
     def where(self) -> str:
-        """Used as in "the snapshot of step 3 in memory"."""
         return f"in {self.held.folder}" if isinstance(self.held, WholeStep) else "in memory"
 
     @property
     def bytes(self) -> int:
-        """Its size in memory or on disk."""
         if isinstance(self.held, WholeStep):
             return self.held.bytes_of(self.header.shard)
         return self.header.bytes
@@ -177,7 +174,6 @@ class Resuming:
             )
 
     def put_back_own(self) -> None:
-        """Restore this rank's own values at that step, once the state is loaded."""
         if self.mark is None:
             return
         if self._own is not None:
@@ -272,7 +268,6 @@ class Resuming:
         return found
 
     def _fits(self, found: Found) -> bool:
-        """Return whether a snapshot fits this state; if it does not, print the reason."""
         header = found.header
         reason = ""
         if header.state != described(self._sealing.contents)[1]:
@@ -311,6 +306,5 @@ class Resuming:
             self._own = content.own
 
     def _refuse(self, reason: str) -> None:
-        """Say why a snapshot is not loaded."""
         self.not_loaded.append(reason)
         warn(self._round, reason)

@@ -122,7 +122,6 @@ class NoSourceError(WorkerError):
 
 
 def warn(round_: Round | None, text: str) -> None:
-    """Print a warning for the user on stderr."""
     rank = "" if round_ is None else f"rank {round_.rank}: "
     sys.stderr.write(f"rdzv: {rank}warning: {text}\n")
 

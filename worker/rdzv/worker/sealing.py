@@ -77,7 +77,6 @@ class Sealing:
         return self._sealed is not None
 
     def holds(self) -> dict[str, Any]:
-        """Describe the state that this rank holds, for other ranks and for the runner."""
         return {
             "step": self.step,
             "torn": self.is_torn,
@@ -103,7 +102,6 @@ class Sealing:
         return Content(own, images)
 
     def image(self, small: dict[str, Any]) -> Image:
-        """Return the state as it is now, without its shards, sharing its memory."""
         contents = self.contents
         tensors = [*contents.parameters(), *contents.outside()]
         return image_of(self.step or 0, tensors, contents, small)
@@ -116,7 +114,6 @@ class Sealing:
         self.step = image.step
 
     def load_own(self, own: Mapping[str, Any]) -> None:
-        """Restore this rank's own values."""
         restore_rng(own["rng"])
         _copy_back(own["buffers"], self.contents.buffers())
 
@@ -149,7 +146,6 @@ class Sealing:
             self._restore_rng()
 
     def commit(self) -> None:
-        """Seal the step that was just completed."""
         self.shards.commit()
         for entry in self.contents.objects.values():
             if isinstance(entry, ElasticBatchSampler):

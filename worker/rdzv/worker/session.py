@@ -120,7 +120,6 @@ class Session:
             del outcome  # It holds references to the groups of the round that is over.
 
     def check(self, *, between_steps: bool) -> None:
-        """Raise `RoundOver` if the round has ended."""
         if self._link is not None and self._link.is_over():
             self._ended_between_steps = between_steps
             assert self._round is not None
@@ -158,7 +157,6 @@ class Session:
             self.groups.gloo.note_success()
 
     def add(self, entries: Mapping[str, Any], *, hold_last: bool) -> None:
-        """Load the state into the objects that the function has just built."""
         round_, groups = self._round, self.groups
         assert round_ is not None and groups is not None and groups.store is not None
         parts = Parts(entries, round_.rank, round_.world_size)
@@ -234,7 +232,6 @@ class Session:
             )
 
     def _resume(self) -> Resuming:
-        """Look for snapshots. Called only in a round of new processes."""
         assert self._round is not None
         self._resuming = Resuming(self.snapshots.held, self._sealing, self._round)
         return self._resuming
@@ -296,14 +293,12 @@ class Session:
 
 
 def drop_in_child(session: weakref.ref[Session]) -> None:
-    """Close a forked child's copies of a session's connections."""
     found = session()
     if found is not None and found.groups is not None:
         found.groups.drop_in_child()
 
 
 def _enter(go: Go) -> None:
-    """Switch to the next round's environment and output files."""
     os.environ.update(go.env)
     for fd, stream, path in ((1, sys.stdout, go.stdout), (2, sys.stderr, go.stderr)):
         if path is not None:
@@ -335,7 +330,6 @@ def _detach_traceback(error: BaseException) -> str:
 
 
 def wait_for_devices() -> None:
-    """Wait until the GPUs have done all that this process has enqueued."""
     import torch
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -58,16 +58,13 @@ class Parts:
         self.place = place_of(self._tensors, rank, world_size)
 
     def small(self) -> dict[str, Any]:
-        """Copy the small values, which change outside optimizer steps."""
         return small_of(self.contents, {name: local(one).clone() for name, one in self._buffers})
 
     def image(self, step: int, small: dict[str, Any], *, clone: bool) -> Image:
-        """Return the part as it is now, sharing its memory unless `clone` is set."""
         image = image_of(step, self._tensors, self.contents, small)
         return image.mapped(lambda _, one: one.clone()) if clone else image
 
     def put_back(self, image: Image) -> None:
-        """Load an image into the part, which may take over the image's memory."""
         put_back(image, self.contents, self._tensors, self._buffers)
 
 
@@ -97,7 +94,6 @@ class Shards:
         return self._held.get(step or 0)
 
     def all_held(self, step: int | None) -> dict[int, Image]:
-        """Return all parts of a sealed step that are held here, by number."""
         found = {n: one for n, one in self._copies.items() if one.step == (step or 0)}
         if (own := self.held(step)) is not None:
             found[self.place.shard] = own
@@ -114,7 +110,6 @@ class Shards:
             self.place, self._held = place, {image.step: image}
 
     def oldest_step(self, step: int | None) -> int | None:
-        """Return the oldest step to which this rank can go back from a sealed one."""
         return max(step - 1, 0) if step and step - 1 in self._held else step
 
     def begin(self, parts: Parts, *, holds_last: bool) -> None:

@@ -74,18 +74,15 @@ class WholeStep:
         return {name.removeprefix(_LOADED) for name in names}
 
     def part(self, shard: int) -> Path:
-        """Return the path of a part's file."""
         return self.folder / _part_name(shard, self.header.shards)
 
     def bytes_of(self, shard: int) -> int:
-        """Return a part's size in bytes, or 0 if it is missing."""
         try:
             return self.part(shard).stat().st_size
         except OSError:
             return 0
 
     def is_sound(self, header: Header) -> bool:
-        """Whether a part is undamaged. Reads all of it once."""
         try:
             with zipfile.ZipFile(self.part(header.shard)) as archive:
                 return archive.testzip() is None
@@ -144,7 +141,6 @@ class StepWriter:
     """Writes the parts of one step that this node holds."""
 
     def __init__(self, folder: Path, run: str, header: Header) -> None:
-        """Prepare to write the step described by `header` to `folder`, which holds all steps."""
         name = f"step-{header.step:09d}.{_short(run)}.{header.round}"
         self.all_steps, self.folder = folder, folder / name
         self._run, self._header = run, header
@@ -177,7 +173,6 @@ class StepWriter:
         return temporary
 
     def give_name(self, temporary: Path) -> None:
-        """Rename a complete part to its final name."""
         temporary.replace(temporary.with_name(temporary.name.partition(".pt.")[0] + ".pt"))
         _sync(self.folder)
 
@@ -287,7 +282,6 @@ _OF_THE_PART = ("step", "lineage", "shard", "shards", "rank", "world_size")
 
 
 def _saved(header: Header, content: Content, shapes: Mapping[str, Image]) -> dict[str, Any]:
-    """Return a part as plain dicts and tensors, laid out like torch's state dicts."""
     return {
         "format": FORMAT,
         **{name: getattr(header, name) for name in _OF_THE_PART},

@@ -80,12 +80,10 @@ class Header:
 
     @property
     def mark(self) -> Mark:
-        """The state to which the snapshot belongs."""
         return Mark(self.lineage, self.step, self.series, self.shards, self.world_size)
 
     @property
     def bytes(self) -> int:
-        """The number of bytes in use in the slot."""
         return TENSORS_AT + self.tensors_bytes + self.head_bytes
 
 
@@ -101,7 +99,6 @@ class Content:
     """Under `state`, the values given to State(...); under `part`, those added by state.add()."""
 
     def tensors(self) -> list[Tensor]:
-        """List all large tensors."""
         return [one for image in self.images.values() for _, one in image.tensors()]
 
     def head(self) -> bytes:
@@ -123,7 +120,6 @@ class Slot:
 
     @property
     def size(self) -> int:
-        """The slot's size in bytes."""
         return len(self._bytes)
 
     def header(self) -> Header | None:
@@ -139,7 +135,6 @@ class Slot:
 
     @property
     def seal_digest(self) -> str:
-        """Tells this snapshot from any other."""
         return digest_of_seal(self._bytes[:SEAL_BYTES])
 
     @property
@@ -159,7 +154,6 @@ class Slot:
         return Slot(memoryview(memory))
 
     def clear(self) -> None:
-        """Mark the slot as empty."""
         self._bytes[:SEAL_BYTES] = bytes(SEAL_BYTES)
 
     def begin(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -265,7 +259,6 @@ def digest_of_seal(seal: bytes | memoryview) -> str:
 
 
 def bytes_needed(tensors: Sequence[Tensor], head: bytes) -> int:
-    """Return the slot size needed for the given tensors and head."""
     return TENSORS_AT + sum(_aligned(one.nbytes) for one in tensors) + len(head)
 
 

@@ -55,7 +55,6 @@ class HeldSlots:
 
     @property
     def size(self) -> int:
-        """The size of one slot, or 0 if there are none."""
         return self.slots[0].size if self.slots else 0
 
     def ask(self, size: int) -> bool:
@@ -89,7 +88,6 @@ class HeldSlots:
         return copies
 
     def _map(self, given: GivenSlots) -> bool:
-        """Map the slots in the runner's reply, and return whether there are any."""
         self.reason = given.reason
         try:
             # Each slot has its own thread, because the kernel takes longer to map a slot than to
@@ -107,7 +105,6 @@ class HeldSlots:
         return len(slots) == 2
 
     def clear(self, number: int) -> None:
-        """Clear a slot, and notify the runner."""
         self.slots[number].clear()
         self.link.saved(number)
 
@@ -202,7 +199,6 @@ class Snapshots:
         self._told: set[str] = set()
 
     def begin_round(self, round_: Round) -> None:
-        """Begin a round at the sealed step."""
         self._round, self._layout = round_, None
         if self.held is None:
             return
@@ -216,7 +212,6 @@ class Snapshots:
         self.held.clear_after(sealing.lineage, sealing.nonce, sealing.step or 0)
 
     def committed(self) -> None:
-        """Save the step that was just sealed, if it is due."""
         if self._every is None or self.held is None:
             return
         if self._thread is None:
@@ -341,7 +336,6 @@ class Snapshots:
             )
 
     def _say(self, text: str) -> None:
-        """Print a warning, but only once."""
         if text not in self._told and len(self._told) < 20:
             self._told.add(text)
             warn(self._round, text)

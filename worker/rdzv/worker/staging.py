@@ -86,7 +86,6 @@ def copiers() -> int:
 
 
 def readers() -> int:
-    """Return this worker's share of the CPUs, at most 4."""
     share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return min(max(share, 1), _MOST_THREADS)
 
@@ -115,7 +114,6 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _pieces(one: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Divide a large contiguous CPU tensor into chunks; leave any other tensor whole."""
     is_plain = one.is_contiguous() and place.is_contiguous() and not place.is_cuda
     if not is_plain or one.nbytes <= CHUNK_BYTES:
         return iter([(one, place)])
@@ -126,7 +124,6 @@ def _pieces(one: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _copy(pieces: deque[tuple[Tensor, Tensor]], errors: list[Exception]) -> None:
-    """Copy pieces until there are no more. Torch releases the GIL while it copies."""
     import torch
 
     try:
@@ -247,7 +244,6 @@ def _map(fd: int, size: int, address: int, flags: int = 0) -> None:
 
 
 def _allocate_huge_pages(fd: int, size: int, address: int) -> None:
-    """Allocate huge pages for a file without pages, as far as the kernel has them."""
     for at in range(0, size // _HUGE_BYTES * _HUGE_BYTES, _HUGE_BYTES):
         os.posix_fallocate(fd, at, 1)  # The kernel collapses no range without a page.
     _libc.madvise(address, size // _HUGE_BYTES * _HUGE_BYTES, _MADV_COLLAPSE)
@@ -266,7 +262,6 @@ def use_huge_pages(address: int, size: int) -> None:
 
 
 def equal_memory(one: int, other: int, size: int) -> bool:
-    """Whether the bytes at two addresses are equal."""
     return bool(_libc.memcmp(one, other, size) == 0)
 
 
@@ -309,7 +304,6 @@ def digest(tensors: Iterable[tuple[str, Tensor]], threads: int = 1) -> str:
 
 
 def _sum(tensor: Tensor, threads: int = 1) -> Tensor:
-    """Return an order-dependent sum of a tensor's bits, as a single int64 tensor."""
     import torch
 
     flat = tensor.reshape(-1).contiguous()

@@ -56,7 +56,6 @@ def duplicates(
 
 
 def inodes(addresses: Collection[Address]) -> dict[int, int]:
-    """Return the inode of each connection with one of these addresses, by its descriptor."""
     found = {}
     for fd, connection in _connections(addresses):
         found[fd] = os.fstat(connection.fileno()).st_ino
@@ -101,7 +100,6 @@ def knock(address: Address, greeting: bytes, timeout_s: float = 0.2) -> None:
 
 
 def resolve(host: str, port: int) -> set[Address]:
-    """Return all addresses of a host name, or an empty set if it cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:

@@ -28,7 +28,6 @@ COPIED_VARIABLE = "RDZV_SNAPSHOT_COPIED"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write one step's parts."""
     parser = argparse.ArgumentParser(description="Write snapshots in memory to disk.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--run", required=True)
