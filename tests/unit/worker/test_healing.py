@@ -60,10 +60,10 @@ def test_the_source_and_who_receives_from_it(
 def test_every_rank_refuses_a_state_that_differs_on_one(rank: int, says: str) -> None:
     here = [["model.weight", f"float32 4 {2 + rank}"]]
     round_ = Round(0, rank, 2, local_rank=rank, restarts=0, token="")
-    first = b'[["model.weight", "float32 4 2"]]'
+    store: Any = {"manifest": b'[["model.weight", "float32 4 2"]]'}
     with pytest.raises(MismatchError, match=says):
-        compare_manifests(["a", "b"], here, round_, lambda: first)
-    compare_manifests(["a", "a"], here, round_, lambda: first)
+        compare_manifests(["a", "b"], here, round_, store, "manifest")
+    compare_manifests(["a", "a"], here, round_, store, "manifest")
 
 
 def sharded(sizes: tuple[int, ...], coordinate: tuple[int, ...], placements: str) -> Any:

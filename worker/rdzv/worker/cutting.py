@@ -23,7 +23,6 @@ from .rounds import RoundOver
 from .tcp import (
     Address,
     any_ended,
-    drop_in_child,
     duplicates,
     inodes,
     knock,
@@ -202,9 +201,6 @@ class GlooCut:
         Peers notice this, except on connections that the runner also holds.
         """
         let_go(self._held, self._handed_over if over else ())
-
-    def drop_in_child(self) -> None:
-        drop_in_child(self.addresses)
 
 
 def most_held() -> int:

@@ -154,10 +154,6 @@ class RoundGroups:
 
         return [*self.nccl.aborted, *(weakref.ref(group) for group in c10d._world.pg_map)]
 
-    def drop_in_child(self) -> None:
-        if self.gloo is not None:
-            self.gloo.drop_in_child()
-
     def make_store(self) -> Store:
         """Connect to the store at MASTER_ADDR; a single process without one has its own."""
         from torch._C._distributed_c10d import HashStore, TCPStore

@@ -143,9 +143,7 @@ def heal(
         hashed = "" if is_behind else resumed.digest or digest_of(sealing.image({}))
         offers, manifest = _exchange_offers(sealing, round_, store, "resumed", hashed)
     source = elect(offers)
-    compare_manifests(
-        [offer.manifest for offer in offers], manifest, round_, lambda: store.get("manifest")
-    )
+    compare_manifests([one.manifest for one in offers], manifest, round_, store, "manifest")
     step = offers[source].step
     if expected_step is not None and (step or 0) < expected_step:
         raise NoSourceError(
@@ -191,12 +189,12 @@ def _exchange_offers(
 
 
 def compare_manifests(
-    hashes: Sequence[str],
-    manifest: list[list[str]],
-    round_: Round,
-    first_manifest: Callable[[], bytes],
+    hashes: Sequence[str], manifest: list[list[str]], round_: Round, store: Store, key: str
 ) -> None:
-    """Raise an error on every rank if any rank describes its state differently from rank 0."""
+    """Raise an error on every rank if any describes its state differently from RANK 0.
+
+    That one has stored its manifest under `key`.
+    """
     others = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
     if not others:
         return
@@ -205,7 +203,7 @@ def compare_manifests(
             f"the state of rank {others[0]} differs from that of rank 0 in names, sizes or types; "
             f"its own error says where"
         )
-    first = dict(json.loads(first_manifest()))
+    first = dict(json.loads(store.get(key)))
     here = dict(manifest)
     for name in (*first, *here):
         if first.get(name) != here.get(name):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from . import tcp
 from .groups import (
     Options,
     RoundGroups,
@@ -50,11 +51,6 @@ _CAUSE_WAIT_S = 0.25
 
 Usually a peer's death is known within milliseconds, and then there is nothing to report.
 """
-
-
-@dataclass
-class _Returned:
-    value: Any
 
 
 @dataclass
@@ -106,18 +102,18 @@ class Session:
         self._refuse_second_call()
         go: Go | None = None
         while True:
-            outcome = self._one_round(call, go)
-            if isinstance(outcome, _Returned):
+            value, over = self._one_round(call, go)
+            if over is None:
                 Session.has_returned = True
-                return outcome.value
-            order = self.park(outcome)
+                return value
+            order = self.park(over)
             if isinstance(order, Release):
-                raise outcome.error from _RaisedInRoundError(outcome.text)
+                raise over.error from _RaisedInRoundError(over.text)
             if order is None:
                 raise SystemExit("the runner of this worker is gone, so there is no next round")
             _enter(order)
             go = order
-            del outcome  # It holds references to the groups of the round that is over.
+            del over  # It holds references to the groups of the round that is over.
 
     def check(self, *, between_steps: bool) -> None:
         if self._link is not None and self._link.is_over():
@@ -184,7 +180,7 @@ class Session:
                 "function that does both parts, and let the state decide which one is next"
             )
 
-    def _one_round(self, call: Callable[[Round], Any], go: Go | None) -> _Returned | Over:
+    def _one_round(self, call: Callable[[Round], Any], go: Go | None) -> tuple[Any, Over | None]:
         round_ = self._round = round_of(os.environ, kept=go is not None)
         groups = self.groups = RoundGroups(round_, self._options, self._link)
         object.__setattr__(self._state, "_session", self)
@@ -195,17 +191,17 @@ class Session:
         except RoundOver as over:
             if self._link is None or not (self._link.is_over() or self._awaited is over):
                 raise
-            return Over(round_, groups, over)
+            return None, Over(round_, groups, over)
         except Exception as error:
             if not self._ends_the_round(error):
                 raise
-            return Over(round_, groups, error)
+            return None, Over(round_, groups, error)
         finally:
             object.__setattr__(self._state, "_session", None)
             self._sealing.end_round()
         atexit.register(free_groups, groups.watch())
         groups.close()
-        return _Returned(value)
+        return value, None
 
     def _begin(self, round_: Round, groups: RoundGroups, go: Go | None) -> None:
         begun = time.monotonic()
@@ -294,8 +290,8 @@ class Session:
 
 def drop_in_child(session: weakref.ref[Session]) -> None:
     found = session()
-    if found is not None and found.groups is not None:
-        found.groups.drop_in_child()
+    if found is not None and found.groups is not None and found.groups.gloo is not None:
+        tcp.drop_in_child(found.groups.gloo.addresses)
 
 
 def _enter(go: Go) -> None:

@@ -211,9 +211,8 @@ def add_parts(
     if round_.rank == 0:
         store.set("manifest of parts", json.dumps(manifest))
     claims = [Claim(**one) for one in exchange(store, round_, "part", asdict(mine))]
-    compare_manifests(
-        [one.manifest for one in claims], manifest, round_, lambda: store.get("manifest of parts")
-    )
+    hashes = [one.manifest for one in claims]
+    compare_manifests(hashes, manifest, round_, store, "manifest of parts")
     if step:
         image = held.get(parts.place.shard)
         for shard, source in sources(claims).items():

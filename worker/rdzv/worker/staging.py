@@ -93,7 +93,10 @@ def readers() -> int:
 def huge(tensor: Tensor) -> Tensor:
     """Advise huge pages for a new tensor, which make it three times as fast to fill."""
     if tensor.device.type == "cpu" and tensor.nbytes >= _WORTH_HUGE_BYTES:
-        use_huge_pages(tensor.data_ptr(), tensor.nbytes)
+        address = tensor.data_ptr()
+        begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (address + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        _libc.madvise(begin, end - begin, _MADV_HUGEPAGE)  # It may ignore the advice.
     return tensor
 
 
@@ -110,7 +113,7 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
             return False
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return equal_memory(one.data_ptr(), other.data_ptr(), one.nbytes)
+    return bool(_libc.memcmp(one.data_ptr(), other.data_ptr(), one.nbytes) == 0)
 
 
 def _pieces(one: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -252,17 +255,6 @@ def _allocate_huge_pages(fd: int, size: int, address: int) -> None:
 def _refuse_failed(address: int) -> None:
     if address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def use_huge_pages(address: int, size: int) -> None:
-    """Advise the kernel to use huge pages for this process's memory. It may ignore the advice."""
-    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
-    _libc.madvise(begin, end - begin, _MADV_HUGEPAGE)
-
-
-def equal_memory(one: int, other: int, size: int) -> bool:
-    return bool(_libc.memcmp(one, other, size) == 0)
 
 
 def _unmap(pid: int, address: int, size: int) -> None:

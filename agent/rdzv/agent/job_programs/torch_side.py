@@ -197,7 +197,6 @@ def tell(made: Any) -> dict[str, Any]:
 
 
 def absolute(path: Any) -> str:
-    """Return an absolute path, but leave an empty path empty."""
     return os.path.abspath(os.fspath(path)) if path else ""  # noqa: PTH100
 
 

@@ -23,7 +23,6 @@ from pathlib import Path
 
 from rdzv.agent.system.accounts import Identity, acting_as
 from rdzv.agent.system.side_thread import Aside
-from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
 
@@ -35,13 +34,8 @@ new files.
 """
 
 
-@struct(frozen=True)
-class Sight:
-    """A summary of a path's content in three numbers, all 0 if the path does not exist."""
-
-    newest_ns: int = 0
-    entries: int = 0
-    size: int = 0
+Sight = tuple[int, int, int]
+"""A path's newest time in nanoseconds, number of entries and size; all 0 if it does not exist."""
 
 
 def look(path: Path) -> Sight:
@@ -53,10 +47,10 @@ def look(path: Path) -> Sight:
     try:
         first = path.stat()
     except FileNotFoundError:
-        return Sight()
+        return 0, 0, 0
     newest_ns, entries, size = first.st_mtime_ns, 1, 0
     if not stat.S_ISDIR(first.st_mode):
-        return Sight(newest_ns, entries, first.st_size)
+        return newest_ns, entries, first.st_size
     folders = deque([str(path)])
     while folders and entries < MAX_ENTRIES:
         # A file that disappears in the meantime is a change, which the next examination detects.
@@ -69,7 +63,7 @@ def look(path: Path) -> Sight:
                         folders.append(entry.path)
                     else:
                         size += there.st_size
-    return Sight(newest_ns, entries, size)
+    return newest_ns, entries, size
 
 
 class SnapshotFileWatch:
@@ -115,7 +109,7 @@ class SnapshotFileWatch:
 
     def _note(self, seen: Sight | Exception) -> None:
         self._looked = True
-        if isinstance(seen, Sight):
+        if isinstance(seen, tuple):
             self._last = seen
             return
         self._last = None

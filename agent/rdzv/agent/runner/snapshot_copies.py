@@ -76,7 +76,6 @@ class SnapshotCopies:
     # ------------------------------------------------------------------ for the slots
 
     def reserved(self) -> int:
-        """Return the number of bytes reserved for copies."""
         return sum(os.fstat(fd).st_size for fd in self._fds())
 
     def untouched(self) -> int:

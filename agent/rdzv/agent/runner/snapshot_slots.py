@@ -100,7 +100,6 @@ class Slots:
 
     @property
     def untouched(self) -> int:
-        """The number of bytes that have no page yet."""
         return SLOTS * self.size - sum(512 * os.fstat(fd).st_blocks for fd in self.fds)
 
     def close(self) -> None:
@@ -339,11 +338,9 @@ class SnapshotSlots:
             self._tell_at = now + 1 / REPORTS_A_SECOND
 
     def wake_times(self) -> Iterator[float | None]:
-        """Yield the time at which `do_due` has something to do, if any."""
         yield self._tell_at
 
     def do_due(self, now: float) -> None:
-        """Report changes that have waited for others."""
         if self._tell_at is not None and now >= self._tell_at:
             self._report()
 

@@ -163,7 +163,6 @@ class WarmWriter(WarmStart):
         self._copies = copies
 
     def send_order(self, fork: Fork, child: Child) -> None:
-        """Order the fork to become this writer."""
         order = {
             "argv": self.program.argv,
             "env": self.program.env,

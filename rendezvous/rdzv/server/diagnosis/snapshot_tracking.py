@@ -10,7 +10,7 @@ any more, the newest mark held is given up, so that the ranks can continue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rdzv.core.model import Round, Snapshot, SnapshotMark, State
@@ -42,9 +42,8 @@ class Copying:
         self._can_do_more = False
         """Whether a carrier has appeared or changed since copying of the current mark began, so
         that copies that were given up might succeed now."""
-        self._orders: dict[str, tuple[CopySource, ...]] = {}
-        """The sources of the copies that each keeper still has to make of the current mark, by
-        keeper."""
+        self._orders: dict[str, KeepCopies] = {}
+        """The copies that each keeper still has to make of the current mark, by keeper."""
         self._keepers: dict[str, str] = {}
         """The node that keeps copies of each source node's snapshots of the current mark, by source
         node."""
@@ -65,8 +64,8 @@ class Copying:
         else:
             self._can_do_more |= self._carriers.get(node_id) != said.carrier
             self._carriers[node_id] = said.carrier
-        if sources := self._orders.get(node_id):
-            wanted = [one for source in sources for one in source.snapshots]
+        if order := self._orders.get(node_id):
+            wanted = [one for source in order.sources for one in source.snapshots]
             if are_kept(wanted, said.snapshots):
                 del self._orders[node_id]
             elif why := self._why_given_up(said):
@@ -78,20 +77,13 @@ class Copying:
             if mark is not None and (mark != self._mark or self._can_do_more):
                 self._begin(mark, held)
 
-    def unsent(self) -> Iterator[tuple[str, KeepCopies]]:
-        """Yield the orders that have not been sent yet, each with its node."""
-        if self._mark is None:
-            return
-        for keeper, sources in self._orders.items():
-            if keeper not in self._sent:
-                yield keeper, KeepCopies(self._rdzv_id, self._run, self._mark, sources)
-
-    def note_sent(self, keeper: str) -> None:
-        """Record that a keeper has been sent its orders."""
-        self._sent.add(keeper)
+    def send_orders(self, send: Callable[[str, Announcement], bool]) -> None:
+        """Send the orders that have not been sent yet, as far as keepers have streams."""
+        for keeper, order in self._orders.items():
+            if keeper not in self._sent and send(keeper, order):
+                self._sent.add(keeper)
 
     def note_gone(self, node_id: str) -> None:
-        """Record that a node's stream has ended."""
         self._sent.discard(node_id)
 
     def why_missing(self, node_id: str, mark: SnapshotMark) -> str:
@@ -113,7 +105,9 @@ class Copying:
         able = {name: held.held_by(name) for name in self._participants if name in self._carriers}
         for order in orders(mark, list(self._participants.values()), able):
             source = self._source(order.source, order.snapshots)
-            self._orders[order.keeper] = (*self._orders.get(order.keeper, ()), source)
+            known = self._orders.get(order.keeper)
+            sources = (source,) if known is None else (*known.sources, source)
+            self._orders[order.keeper] = KeepCopies(self._rdzv_id, self._run, mark, sources)
             self._keepers[order.source] = order.keeper
         if not self._orders:
             self.settled = mark
@@ -194,21 +188,17 @@ class SnapshotTracking:
         before = job.announced, job.given_up
         job.copying.note(node_id, said, job.held)
         job.note_blocked(node_id, said)
-        for keeper, order in job.copying.unsent():
-            if self._send(keeper, order):
-                job.copying.note_sent(keeper)
+        job.copying.send_orders(self._send)
         news = (job.announced, job.given_up) != before
         for participant in state.seats if news else (node_id,):
             self._tell(participant, said.rdzv_id, job)
 
     def note_gone(self, node_id: str) -> None:
-        """Forget what was sent on a node's stream, because the stream has ended."""
         self._told.pop(node_id, None)
         for job in self._jobs.values():
             job.copying.note_gone(node_id)
 
     def tidy(self, state: State) -> None:
-        """Forget what is known about a job's run if the run is over."""
         membership = state.membership
         job = self._jobs.get(membership.rdzv_id)
         if job is not None and (membership.ended is not None or membership.run != job.run):
