@@ -93,8 +93,8 @@ MUTANTS = (
     Mutant(
         "the first step is noted with each report",
         "StepMilestones.note",
-        "            self._rounds[said.rdzv_id] = known",
-        "            pass",
+        "            known.step, known.at_ms, known.redone = best.step, at_ms, furthest is None\n",
+        "            known.redone = furthest is None\n",
         by=LEDGER_TESTS,
     ),
     # ---------------------------------------------------------- drains

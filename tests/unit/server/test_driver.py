@@ -82,7 +82,7 @@ from rdzv.messages import (
 )
 from rdzv.runtime import log_format
 from rdzv.runtime.clock import Timer
-from rdzv.server.diagnosis.worker_starts import Starts
+from rdzv.server.diagnosis.round_reports import Starts
 from rdzv.server.driver import Driver
 from rdzv.server.engine import decide_persist_publish as engine_module
 from rdzv.server.engine.jobs import RECONNECT_MS

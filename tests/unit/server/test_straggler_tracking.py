@@ -38,7 +38,7 @@ async def test_a_straggler_is_shown_and_told() -> None:
     async with server(lease=PATIENT) as s:
         n1, n2 = await s.pair()
         await train(s, n1, n2, 40, slow=3.0)
-        assert [one.rank for one in s.driver.diagnosis.stragglers.shown("job-7")] == [3]
+        assert [one.rank for one in s.driver.diagnosis.stragglers.shown(s.state("job-7"))] == [3]
         (began,) = await told(s)
         assert isinstance(began, RankStraggles)
         assert (began.rank, began.node_id) == (3, "n2")

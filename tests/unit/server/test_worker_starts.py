@@ -10,7 +10,7 @@ from rdzv.core.model import Assignment, LeaveCause
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import Joined, StartedWorker, WorkersStarted
 from rdzv.server import wire
-from rdzv.server.diagnosis.worker_starts import Starts
+from rdzv.server.diagnosis.round_reports import Starts
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb

@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING
 
 from rdzv.core.model import State
 from rdzv.errors import RendezvousConnectionError, RendezvousError
-from rdzv.server.diagnosis.progress_tracking import ProgressBoard
 from rdzv.server.diagnosis.reported_hangs import ReportedHangs
+from rdzv.server.diagnosis.round_reports import ProgressBoard, StepMilestones, WorkerStarts
 from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
 from rdzv.server.diagnosis.stack_archive import StackArchive
 from rdzv.server.diagnosis.stack_collection import StackRelay
-from rdzv.server.diagnosis.step_milestones import StepMilestones
 from rdzv.server.diagnosis.straggler_tracking import Stragglers
 from rdzv.server.diagnosis.worker_logs import WorkerLogs
-from rdzv.server.diagnosis.worker_starts import WorkerStarts
 
 if TYPE_CHECKING:
     from rdzv.server.driver import Driver
@@ -47,11 +45,11 @@ class Diagnosis:
     def note_state(self, state: State) -> None:
         """React to a job's new state by dropping everything observed in a round that is over."""
         self.progress.tidy(state)
-        self.starts.tidy(state)
+        self.starts.rounds.tidy(state)
         self.snapshots.tidy(state)
         self.milestones.note_state(state, self._clock.now_ms())
         self.hangs.note_state(state)
-        self.stragglers.tidy(state)
+        self.stragglers.rounds.tidy(state)
 
     def note_gone(self, node_id: str) -> None:
         """Stop waiting for answers from a node whose stream has ended."""

@@ -24,7 +24,7 @@ from rdzv.errors import (
     UnknownJobError,
 )
 from rdzv.messages import LogsWanted
-from rdzv.server.diagnosis.worker_starts import Starts
+from rdzv.server.diagnosis.round_reports import Starts
 from rdzv.server.security import roles
 from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.stores.base import Record
@@ -89,7 +89,7 @@ class JobOperations:
             self._without_workers(state),
             now_ms,
             diagnosis.progress.shown(state, now_ms),
-            diagnosis.stragglers.shown(state.membership.rdzv_id),
+            diagnosis.stragglers.shown(state),
             diagnosis.starts.shown(state),
             diagnosis.snapshots.shown(state),
         )

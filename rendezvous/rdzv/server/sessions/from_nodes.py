@@ -406,7 +406,7 @@ class Reports:
                 diagnosis.snapshots.note(state, node_id, said, now_ms)
             case Arrivals():
                 changed = diagnosis.stragglers.note_arrivals(state, node_id, said, now_ms)
-                diagnosis.milestones.note_collectives(node_id, said, now_ms)
+                diagnosis.milestones.note_collectives(state, node_id, said, now_ms)
                 return changed
         return True
 
