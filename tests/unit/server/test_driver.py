@@ -85,11 +85,11 @@ from rdzv.runtime.clock import Timer
 from rdzv.server.diagnosis.round_reports import Starts
 from rdzv.server.driver import Driver
 from rdzv.server.engine import decide_persist_publish as engine_module
+from rdzv.server.engine.history import log_events, records
 from rdzv.server.engine.jobs import RECONNECT_MS
 from rdzv.server.sessions import announcements as told
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.server_settings import Limits
-from rdzv.server.telemetry import event_lines
 from rdzv.stores.base import Page, Record, RevisionConflictError, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
@@ -1827,9 +1827,9 @@ def test_a_round_is_told_in_one_line_however_large() -> None:
 
 def test_log_and_history_say_the_same(caplog: pytest.LogCaptureFixture) -> None:
     happened = every_event()
-    rows = event_lines.records("job-7", "run-1", happened, 5)
+    rows = records("job-7", "run-1", happened, 5)
     with caplog.at_level(logging.INFO, "rdzv.events"):
-        event_lines.publish(rows, [kept(event) for event in happened])
+        log_events(rows, [kept(event) for event in happened])
     assert [r.getMessage() for r in caplog.records] == [
         f"job-7: {event_in(row).text}" for row in rows
     ]

@@ -8,8 +8,8 @@ from rdzv.core.commands import Submit
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import Ended, JobSpec, Result, Settings, Tuning
 from rdzv.core.rendezvous import step
-from rdzv.server.telemetry.event_lines import records
-from rdzv.server.telemetry.job_ledgers import JobLedgers
+from rdzv.server.engine.history import records
+from rdzv.server.telemetry.server_metrics import JobLedgers
 from rdzv.structs import replace
 from rdzv.view.answers import event_in
 from rdzv.view.history import fields_in, kept, read

@@ -42,9 +42,9 @@ from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousError
 from rdzv.messages import Progress
 from rdzv.server.driver import Driver
+from rdzv.server.engine.history import records
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.server_settings import RdzvdSettings
-from rdzv.server.telemetry.event_lines import records
 from rdzv.server.telemetry.job_metrics_page import (
     JOB_METRICS,
     missing_nodes,

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 
-from rdzv.core.events import Event
+from rdzv.core.events import (
+    Event,
+    NodeDeclined,
+    NodeLost,
+    NodeStuck,
+    RankStraggles,
+    WorkersHang,
+)
+from rdzv.core.model import Result
 from rdzv.core.rendezvous import Transition
 from rdzv.errors import RendezvousError
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.jobs import Job, Jobs
 from rdzv.server.engine.store_access import StoreAccess
-from rdzv.server.telemetry import event_lines
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.base import Record
-from rdzv.view.history import kept
+from rdzv.view.history import Kept, RunEnded, WorkerFailed, kept, written
+from rdzv.view.sentences import sentence
 
 log = logging.getLogger("rdzv.jobs")
+_lines = logging.getLogger("rdzv.events")
 
 
 PENDING_ROWS = 256
@@ -43,12 +53,12 @@ class History:
     def rows(self, transition: Transition) -> tuple[Record, ...]:
         membership = transition.state.membership
         now_ms = self._clock.now_ms()
-        return event_lines.records(membership.rdzv_id, membership.run, transition.events, now_ms)
+        return records(membership.rdzv_id, membership.run, transition.events, now_ms)
 
     def publish(self, rows: tuple[Record, ...], events: tuple[Event, ...]) -> None:
         """Pass new history rows on to the log and the metrics."""
         keeps = [kept(event) for event in events]
-        event_lines.publish(rows, keeps)
+        log_events(rows, keeps)
         self._metrics.recorded(rows, keeps)
 
     def postpone(self, job: Job, rows: tuple[Record, ...]) -> None:
@@ -66,7 +76,7 @@ class History:
         job = self._jobs.get(rdzv_id)
         if job is not None and job.loaded is not None:
             run = job.loaded.membership.run
-            rows = event_lines.records(rdzv_id, run, events, self._clock.now_ms())
+            rows = records(rdzv_id, run, events, self._clock.now_ms())
             self.postpone(job, rows)
             self.publish(rows, events)
             job.noted += 1
@@ -99,3 +109,41 @@ class History:
         pending = job.pending if job else ()
         rows = await self._store.history(rdzv_id, limit)
         return (*rows, *pending)[-limit:]
+
+
+def records(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tuple[Record, ...]:
+    """Convert events to history rows; an event that names no run is assigned to `run`."""
+    return tuple(
+        Record(
+            unix_ms=now_ms,
+            rdzv_id=rdzv_id,
+            run=getattr(event, "run", run),
+            name=type(event).__name__,
+            data=written(event),
+        )
+        for event in events
+    )
+
+
+def log_events(rows: Sequence[Record], events: Sequence[Kept]) -> None:
+    """Write a log line for each event; `rows` contains the events' rows in the same order."""
+    for row, event in zip(rows, events, strict=True):
+        extra = {"rdzv_id": row.rdzv_id, "run": row.run, "event": row.name}
+        _lines.log(_level(event), "%s: %s", row.rdzv_id, sentence(event), extra=extra)
+
+
+def _level(event: Kept) -> int:
+    match event:
+        case (
+            NodeLost()
+            | NodeStuck()
+            | WorkerFailed()
+            | NodeDeclined()
+            | WorkersHang()
+            | RankStraggles()
+        ):
+            return logging.WARNING
+        case RunEnded(result=Result.FAILED):
+            return logging.ERROR
+        case _:
+            return logging.INFO

@@ -17,8 +17,8 @@ from rdzv.core.fleet.quarantine import Quarantined, Strike, StrikeOutcome, judge
 from rdzv.core.model import State
 from rdzv.core.rendezvous import Transition
 from rdzv.runtime.clock import Timer
+from rdzv.server.engine.history import records
 from rdzv.server.scheduling.fleet import Restrictions
-from rdzv.server.telemetry.event_lines import records
 from rdzv.stores.base import Record
 from rdzv.structs import replace
 from rdzv.view.sentences import sentence
