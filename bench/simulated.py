@@ -21,6 +21,7 @@ from rdzv.agent.runner.system import boottime_ms
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.client import Endpoint
+from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.model import Offer
 from rdzv.messages import Joined
 from rdzv.runtime.clock import monotonic_ms
@@ -63,7 +64,7 @@ class SimulatedNode:
         identity = Identity(
             node_id=node_id,
             instance=uuid.uuid4().hex,
-            kind=pb.AGENT_KIND_FOREGROUND,
+            kind=AgentKind.FOREGROUND,
             address="127.0.0.1",
             pid=os.getpid(),
             version="bench",

@@ -6,6 +6,7 @@ which node receives which announcement.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from rdzv.bounds import (
@@ -31,7 +32,7 @@ from rdzv.bounds import (
     UpTo,
     Within,
 )
-from rdzv.core.commands import Command
+from rdzv.core.commands import Command, Decline, Fail, Leave, ReportStoreHost, ReportStuck, Succeed
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import WorkerStack
@@ -257,6 +258,32 @@ class Stacks:
     """Whether this is the last piece."""
     error: Sentence = ""
     """Why no stacks could be captured."""
+
+
+Report = (
+    Progress
+    | WorkersStarted
+    | SnapshotsHeld
+    | Arrivals
+    | LogPiece
+    | Hung
+    | Stacks
+    | Health
+    | Holdings
+    | Draining
+)
+"""What a node reports that is no command. Whether it has such workers is checked later."""
+
+Said = Fail | Succeed | Leave | ReportStuck | ReportStoreHost | Decline
+SAID: Mapping[str, type[Said]] = {
+    "failed": Fail,
+    "succeeded": Succeed,
+    "leave": Leave,
+    "stuck": ReportStuck,
+    "store_host_failed": ReportStoreHost,
+    "declined": Decline,
+}
+"""The commands to its job that a node sends whole, by the names of their messages."""
 
 
 # ------------------------------------------------------------------ to nodes

@@ -30,10 +30,12 @@ from rdzv.messages import (
     Refused,
     SnapshotsHeld,
     SnapshotWatermark,
+    Stacks,
     Waiting,
 )
 from rdzv.structs import replace, struct
 from rdzv.transport.node_stream import FINAL_REFUSALS
+from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.version import PROTOCOL_VERSION
 from tests.sim.network import Connection, End
@@ -682,7 +684,9 @@ class Agent:
     def preempt(self, left_ms: int) -> None:
         """Receive a notice that this node is about to be preempted."""
         if self.drain.note_wish(left_ms, "preempted") and self.connection is not None:
-            self.connection.up(pb.NodeMessage(draining=encoding.draining(self.drain)))
+            said = self.drain.said()
+            assert said is not None
+            self.connection.up(encoding.report(said))
 
     def _tell_notice(self, event: Event) -> None:
         for part in list(self.parts.values()):
@@ -716,6 +720,7 @@ class Agent:
 
     def _hello(self) -> pb.Hello:
         beliefs = [belief for part in self.parts.values() if (belief := part.belief()) is not None]
+        said = self.drain.said()
         return pb.Hello(
             protocol_version=PROTOCOL_VERSION,
             node_id=self.name,
@@ -728,7 +733,7 @@ class Agent:
             agent_version="simulated",
             fence_after_ms=self.world.swarm.fence_after_ms,
             beliefs=beliefs,
-            draining=encoding.draining(self.drain),
+            draining=None if said is None else write(pb.Draining(), said),
         )
 
     def _give_up_unless_greeted(self, connection: Connection) -> None:
@@ -797,14 +802,14 @@ class Agent:
         line = part.state.assignment if part is not None else None
         workers = (asked.rdzv_id, asked.run, asked.round)
         if part is None or line is None or part.runner.workers != workers:
-            self._answer(encoding.stacks(asked.request, (), last=True, error="it has none"))
+            self._answer(encoding.report(Stacks(asked.request, (), last=True, error="it has none")))
             return
         for rank in sorted(part.runner.alive):
             where = StackFrame("hang" if rank in part.runner.hung else "step", "train.py", 1)
             main = ThreadStack("MainThread", True, (where,))
             stack = WorkerStack(line.rank_first + rank, rank, 100 + rank, "S", (main,))
-            self._answer(encoding.stacks(asked.request, (stack,), last=False, error=""))
-        self._answer(encoding.stacks(asked.request, (), last=True, error=""))
+            self._answer(encoding.report(Stacks(asked.request, (stack,), last=False, error="")))
+        self._answer(encoding.report(Stacks(asked.request, (), last=True, error="")))
 
     def _answer(self, message: pb.NodeMessage) -> None:
         """Send a message that belongs to no run, and so to no later repetition."""

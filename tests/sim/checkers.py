@@ -21,7 +21,7 @@ from rdzv.agent.core.machine import Decision as AgentTransition
 from rdzv.agent.core.machine import step as agent_step
 from rdzv.agent.core.model import AgentState, Phase
 from rdzv.core import rendezvous
-from rdzv.core.commands import Command, Join, Leave, Tick, Withdraw
+from rdzv.core.commands import Command, Join, Leave, ReportStuck, Tick, Withdraw
 from rdzv.core.events import (
     Event,
     JobQueued,
@@ -99,7 +99,7 @@ class LivenessError(BrokenPromiseError):
 
 A_MOMENT_MS = 20_000
 """Other jobs learn of a quarantine a moment later, and the server may pause in between."""
-REPEATABLE = (agent_commands.SayStuck, KeepCopies)
+REPEATABLE = (ReportStuck, KeepCopies)
 """Commands of an agent that may be carried out again: a repeated fetch replaces the first one."""
 UNHEARD = "while it was silent"
 """Sent to a node that returns to a job that continued without it and already knew of its seat."""

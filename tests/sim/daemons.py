@@ -17,9 +17,10 @@ from rdzv.agent.core.model import Phase
 from rdzv.agent.node.gpu_assignments import Ledger
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import Event
+from rdzv.core.commands import Decline
 from rdzv.core.fleet.node_resources import gpus_needed
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import Holding, Placed, Withdrawn
+from rdzv.messages import Holding, Holdings, Placed, Withdrawn
 from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.sim.agents import Agent, NodeSpec, Part
@@ -108,7 +109,7 @@ class Daemon(Agent):
 
     def _decline(self, held: Held, reason: str) -> None:
         self.world.count("agent: declines")
-        self.say(encoding.declined(held.placed.rdzv_id, held.placed.run, reason))
+        self.say(encoding.report(Decline("", held.placed.run, reason), held.placed.rdzv_id))
         self._let_go(held)
 
     def _grant(self) -> None:
@@ -169,7 +170,9 @@ class Daemon(Agent):
                 outcome = part.outcome
                 assert outcome is not None
                 if outcome.result is None and not part.joined and not held.given_back:
-                    self.say(encoding.declined(part.rdzv_id, held.placed.run, outcome.text))
+                    self.say(
+                        encoding.report(Decline("", held.placed.run, outcome.text), part.rdzv_id)
+                    )
                 self._later((0, 20, 400), partial(self._let_go, held))
 
     def _let_go(self, held: Held) -> None:
@@ -216,7 +219,7 @@ class Daemon(Agent):
 
     def _holdings(self) -> pb.Holdings:
         held = {h.placed.key: Holding(h.placed.rdzv_id, h.placed.run, h.gpus) for h in self.held}
-        return encoding.holdings(held.values())
+        return write(pb.Holdings(), Holdings(tuple(held.values())))
 
     def _hello(self) -> pb.Hello:
         hello = super()._hello()

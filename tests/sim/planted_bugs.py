@@ -1503,21 +1503,22 @@ MUTANTS = (
     Mutant(
         "a failure is not reported",
         "machine._note_failure",
-        "        work.do(SayFailed(state.run, event.round, work.state.evidence))\n",
+        "        work.do(Fail(*state.speaker, state.run, event.round, work.state.evidence))\n",
         "        work.state = replace(work.state, failures=())\n",
         by="tests/unit/agent/test_agent_machine.py",
     ),
     Mutant(
         "who has left does not say so",
         "stopping.conclude",
-        "        work.do(SayLeave(state.run, state.leaving, round_))\n",
+        "        work.do(said_leave(state, state.leaving, round_))\n",
         "",
         by="tests/unit/agent/test_agent_machine.py",
     ),
     Mutant(
         "a stuck node does not say so",
         "_apply_to_workers",
-        "            work.do(SayStuck(work.state.run, event.round, event.pids))",
+        "            work.do("
+        "ReportStuck(*work.state.speaker, work.state.run, event.round, event.pids))",
         "            pass",
         by="tests/unit/agent/test_agent_machine.py",
     ),

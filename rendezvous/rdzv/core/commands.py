@@ -50,10 +50,13 @@ Failures = Annotated[tuple[Failure, ...], Cut(earliest_failures)]
 
 @struct(frozen=True)
 class OfNode:
-    """A command from, or about, one instance of a node in the job."""
+    """A command from, or about, one instance of a node in the job.
 
-    node_id: str
-    incarnation: int
+    On the wire, the stream says which instance speaks; the node itself does not fill it in.
+    """
+
+    node_id: Annotated[str, Unsent]
+    incarnation: Annotated[int, Unsent]
 
 
 @struct(frozen=True)
@@ -272,7 +275,7 @@ class Decline:
     It is not chosen again in this run, unless the obstacle is `passing`.
     """
 
-    node_id: str
+    node_id: Annotated[str, Unsent]
     run: Uid
     reason: Sentence
     passing: bool = False

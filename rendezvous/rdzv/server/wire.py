@@ -8,7 +8,7 @@ several fields have together, and what a belief means. An invalid message raises
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -17,18 +17,17 @@ from rdzv import bounds
 from rdzv.bounds import LABEL_CHARS, LOCAL_WORLD_SIZE, refusal
 from rdzv.core.commands import (
     Command,
-    Decline,
     Fail,
     Join,
     Leave,
     ReportStoreHost,
-    ReportStuck,
     Resume,
     Succeed,
 )
 from rdzv.core.model import Assignment, KeptWorker, RecoveryReport, Snapshot
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import (
+    SAID,
     SNAPSHOTS_PER_WORKER,
     Announcement,
     Arrivals,
@@ -91,22 +90,12 @@ def _endpoint(what: str, text: str) -> str:
     return str(listen)
 
 
-_COMMANDS: Mapping[str, type] = {
-    "failed": Fail,
-    "succeeded": Succeed,
-    "leave": Leave,
-    "stuck": ReportStuck,
-    "store_host_failed": ReportStoreHost,
-    "declined": Decline,
-}
-
-
 def command_of(message: pb.NodeMessage, speaker: Speaker, now_ms: int) -> tuple[str, Command]:
     """Read a node's command to a job, and return it with the job's rdzv_id."""
     body = message.WhichOneof("body")
     if body == "join":
         return bounds.rdzv_id_of(message.join.rdzv_id), _join(message.join, speaker, now_ms)
-    kind = _COMMANDS.get(str(body))
+    kind = SAID.get(str(body))
     if kind is None:
         remedy = "send Hello only once; upgrade the server"
         raise refusal("message", body, "has no place here", remedy)

@@ -9,6 +9,7 @@ from rdzv.agent.core import commands
 from rdzv.agent.core.model import AgentState, JobTerms, Leaving, Phase
 from rdzv.agent.server_link import encoding
 from rdzv.core import commands as asked
+from rdzv.core.commands import Decline
 from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.model import (
     Assignment,
@@ -27,7 +28,7 @@ from rdzv.core.model import (
     Tally,
 )
 from rdzv.core.root_cause import MAX_FAILURES
-from rdzv.messages import Announcement, Closed, Holding, Joined, RoundOver
+from rdzv.messages import Announcement, Closed, Holding, Holdings, Joined, RoundOver, Said
 from rdzv.server import wire
 from rdzv.structs import replace
 from rdzv.transport.wire import read, write
@@ -182,36 +183,26 @@ def test_round_0_is_a_round_that_can_be_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("say", "expected"),
+    "say",
     [
-        (
-            commands.SayFailed("r1", 5, (FAILURE, KILLED)),
-            asked.Fail("n1", 12, "r1", 5, (FAILURE, REPORTED_KILL)),
-        ),
-        (commands.SaySucceeded("r1", 5), asked.Succeed("n1", 12, "r1", 5)),
-        (
-            commands.SayLeave("r1", LEAVING, None),
-            asked.Leave("n1", 12, "r1", LeaveCause.SIGNAL, "its agent received SIGTERM"),
-        ),
-        (
-            commands.SayLeave("r1", replace(LEAVING, cause=LeaveCause.START_FAILED), 0),
-            asked.Leave("n1", 12, "r1", LeaveCause.START_FAILED, LEAVING.reason, left_round=0),
-        ),
-        (commands.SayStuck("r1", 5, (7, 8)), asked.ReportStuck("n1", 12, "r1", 5, (7, 8))),
-        (
-            commands.SayStoreHostFailed("r1", 5, "exit code 1"),
-            asked.ReportStoreHost("n1", 12, "r1", 5, "exit code 1"),
-        ),
+        asked.Fail("n1", 12, "r1", 5, (FAILURE, REPORTED_KILL)),
+        asked.Succeed("n1", 12, "r1", 5),
+        asked.Leave("n1", 12, "r1", LeaveCause.SIGNAL, "its agent received SIGTERM"),
+        asked.Leave("n1", 12, "r1", LeaveCause.START_FAILED, "no", left_round=0),
+        asked.Leave("n1", 12, "r1", LeaveCause.SIGNAL, "no", exited_zero=True),
+        asked.ReportStuck("n1", 12, "r1", 5, (7, 8)),
+        asked.ReportStoreHost("n1", 12, "r1", 5, "exit code 1"),
+        asked.Decline("n1", "r1", "no GPU", passing=True),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_report_is_heard_as_it_was_said(say: commands.SayFailed, expected: asked.Command) -> None:
-    assert heard(encoding.report(say, "job-7", NOW_MS)) == expected
+def test_a_report_is_heard_as_it_was_said(say: Said) -> None:
+    assert heard(encoding.report(say, "job-7", NOW_MS)) == say
 
 
 @pytest.mark.parametrize("cause", LeaveCause)
 def test_every_cause_to_leave_can_be_said(cause: LeaveCause) -> None:
-    say = commands.SayLeave("r1", replace(LEAVING, cause=cause), 5)
+    say = asked.Leave("n1", 12, "r1", cause, "why", 5)
     command = heard(encoding.report(say, "job-7", NOW_MS))
     assert isinstance(command, asked.Leave)
     assert command.cause is cause
@@ -219,15 +210,18 @@ def test_every_cause_to_leave_can_be_said(cause: LeaveCause) -> None:
 
 def test_names_with_bytes_that_are_no_characters_can_be_told() -> None:
     failure = replace(FAILURE, message="no file caf\udce9", traceback="caf\udce9")
-    leaving = replace(LEAVING, reason="no folder caf\udce9")
-    fail = heard(encoding.report(commands.SayFailed("r1", 5, (failure,)), "job-7", NOW_MS))
+    fail = heard(encoding.report(asked.Fail("n1", 0, "r1", 5, (failure,)), "job-7", NOW_MS))
     assert isinstance(fail, asked.Fail)
     assert fail.failures[0].message == r"no file caf\udce9"
     assert fail.failures[0].traceback == r"caf\udce9"
-    leave = heard(encoding.report(commands.SayLeave("r1", leaving, 5), "job-7", NOW_MS))
+    leave = heard(
+        encoding.report(
+            asked.Leave("n1", 12, "r1", LeaveCause.SIGNAL, "no folder caf\udce9"), "job-7"
+        )
+    )
     assert isinstance(leave, asked.Leave)
     assert leave.reason == r"no folder caf\udce9"
-    say = commands.SayStoreHostFailed("r1", 5, "caf\udce9")
+    say = asked.ReportStoreHost("n1", 0, "r1", 5, "caf\udce9")
     store = heard(encoding.report(say, "job-7", NOW_MS))
     assert isinstance(store, asked.ReportStoreHost)
     assert store.reason == r"caf\udce9"
@@ -357,10 +351,9 @@ def test_what_a_node_has_and_holds_is_said_in_full() -> None:
         capacity=2,
         topology="rack-1",
     )
-    assert encoding.holdings([Holding("job-7", "r1", 4)]) == pb.Holdings(
-        holdings=[pb.Holding(rdzv_id="job-7", run="r1", gpus=4)]
-    )
-    declined = encoding.declined("job-7", "r1", "no folder \udcff").declined
+    held = encoding.report(Holdings((Holding("job-7", "r1", 4),))).holdings
+    assert held == pb.Holdings(holdings=[pb.Holding(rdzv_id="job-7", run="r1", gpus=4)])
+    declined = encoding.report(Decline("", "r1", "no folder \udcff"), "job-7").declined
     assert declined == pb.Declined(rdzv_id="job-7", run="r1", reason="no folder \\udcff")
 
 
@@ -389,7 +382,7 @@ def test_the_unheard_of_is_no_obstacle() -> None:
 
 def test_a_crowd_of_suspects_never_hides_the_failure() -> None:
     crowd = tuple(replace(FAILURE, local_rank=n, at_ms=n, suspect=True) for n in range(2, 99))
-    said = commands.SayFailed("r1", 5, (*crowd, FAILURE))
+    said = asked.Fail("n1", 0, "r1", 5, (*crowd, FAILURE))
     reported = encoding.report(said, "job-7", NOW_MS).failed.failures
     assert len(reported) == MAX_FAILURES
     assert [one.suspect for one in reported[:2]] == [False, True]

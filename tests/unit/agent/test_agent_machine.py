@@ -10,12 +10,7 @@ from rdzv.agent.core import begin, events, step
 from rdzv.agent.core.commands import (
     Command,
     Exit,
-    SayFailed,
     SayJoin,
-    SayLeave,
-    SayStoreHostFailed,
-    SayStuck,
-    SaySucceeded,
     StartWorkers,
     StopStoreHost,
     StopWorkers,
@@ -23,6 +18,7 @@ from rdzv.agent.core.commands import (
 from rdzv.agent.core.machine import Decision
 from rdzv.agent.core.model import AgentState, JobTerms, Leaving, Outcome, Phase
 from rdzv.agent.core.stopping import rejoin
+from rdzv.core.commands import Fail, Leave, ReportStoreHost, ReportStuck, Succeed
 from rdzv.core.model import (
     UNMOVED,
     Assignment,
@@ -76,6 +72,11 @@ def ended(round_: int = 0, run: str = "r1", *, broken: bool = False) -> RoundOve
 
 def closed(result: Result = Result.SUCCEEDED, run: str = "r1", *, retry: bool = False) -> Closed:
     return Closed("job-7", run, Ended(result, "so it is", retry_sensible=retry))
+
+
+def leave_of(run: str, leaving: Leaving, left_round: int | None) -> Leave:
+    why = (leaving.cause, leaving.reason)
+    return Leave("n1", 0, run, *why, left_round, leaving.exited_zero)
 
 
 def exited(
@@ -386,7 +387,7 @@ def test_stray_reports_about_the_round_before_do_not_touch_the_next() -> None:
 
 def test_workers_that_survive_sigkill_are_reported_and_waited_for() -> None:
     node = stopping()
-    assert node.hear(events.WorkersStuck(0, (7, 8))) == [SayStuck("r1", 0, (7, 8))]
+    assert node.hear(events.WorkersStuck(0, (7, 8))) == [ReportStuck("n1", 0, "r1", 0, (7, 8))]
     assert node.phase is Phase.STOPPING
     assert node.hear(completed(1)) == []
     assert node.hear(gone()) == [StopStoreHost(0), SayJoin("r1", 0, ())]
@@ -405,7 +406,7 @@ def test_a_failure_stops_the_own_group_at_once_with_or_without_a_server(
     failure = node.state.failures[0]
     assert (failure.local_rank, failure.rank, failure.exit_code) == (1, 7, 3)
     assert failure.at_ms == node.now_ms - 40
-    assert told == [SayFailed("r1", 0, (failure,)), StopWorkers(0, 5_000)]
+    assert told == [Fail("n1", 0, "r1", 0, (failure,)), StopWorkers(0, 5_000)]
     assert node.hear(exited(0, 143), gone()) == [StopStoreHost(0), SayJoin("r1", 0, (failure,))]
 
 
@@ -418,7 +419,7 @@ def test_a_worker_killed_by_a_signal_is_a_failure() -> None:
 def test_a_worker_that_fails_after_another_succeeded_is_a_failure() -> None:
     node = running()
     assert node.hear(exited(0, 0)) == []
-    assert [type(command) for command in node.hear(exited(1, 1))] == [SayFailed, StopWorkers]
+    assert [type(command) for command in node.hear(exited(1, 1))] == [Fail, StopWorkers]
 
 
 def test_a_worker_that_the_agent_stopped_is_no_failure() -> None:
@@ -459,7 +460,7 @@ def test_failures_are_forgotten_when_the_next_round_starts() -> None:
     assert node.state.stopping_since_ms is None
     node.now_ms += 10_000
     assert [type(command) for command in node.hear(exited(0, 1, round_=1))] == [
-        SayFailed,
+        Fail,
         StopWorkers,
     ]
 
@@ -470,7 +471,7 @@ def test_failures_are_forgotten_when_the_next_round_starts() -> None:
 def test_success_sweeps_what_the_workers_left_and_waits_at_the_barrier() -> None:
     node = running()
     assert node.hear(exited(1)) == []
-    assert node.hear(exited(0)) == [SaySucceeded("r1", 0), StopWorkers(0, 0)]
+    assert node.hear(exited(0)) == [Succeed("n1", 0, "r1", 0), StopWorkers(0, 0)]
     assert node.hear(gone()) == []
     assert node.phase is Phase.SUCCEEDED
     assert node.wait(10**9) == []
@@ -506,7 +507,7 @@ def test_a_worker_that_exited_with_0_is_told_with_the_failures_of_others() -> No
     node = running()
     assert node.hear(exited(1, 0, age_ms=300)) == []
     say, _ = node.hear(exited(0, 1))
-    assert isinstance(say, SayFailed)
+    assert isinstance(say, Fail)
     failed, finished = say.failures
     assert (failed.local_rank, failed.exit_code) == (0, 1)
     assert (finished.local_rank, finished.rank, finished.exit_code) == (1, 3, 0)
@@ -636,8 +637,8 @@ def test_a_signal_without_workers_is_the_end(name: str, signum: int) -> None:
     node = PHASES[name]()
     round_ = None if name == "joining" else 0
     told = node.hear(signalled(signum))
-    leave = [command for command in told if isinstance(command, SayLeave)]
-    assert [(command.leaving.cause, command.left_round) for command in leave] == [
+    leave = [command for command in told if isinstance(command, Leave)]
+    assert [(command.cause, command.left_round) for command in leave] == [
         (LeaveCause.SIGNAL, round_)
     ]
     assert outcome_of(told).exit_code == 128 + signum
@@ -648,9 +649,9 @@ def test_a_signal_is_passed_on_to_the_workers_and_said_at_once(name: str) -> Non
     node = PHASES[name]()
     leave = Leaving(LeaveCause.SIGNAL, "its agent received SIGINT", 130)
     told = node.hear(signalled(SIGINT))
-    assert told == [SayLeave("r1", leave, None), StopWorkers(0, 30_000, SIGINT)]
+    assert told == [leave_of("r1", leave, None), StopWorkers(0, 30_000, SIGINT)]
     told = node.hear(gone())
-    assert told[:2] == [StopStoreHost(0), SayLeave("r1", leave, 0)]
+    assert told[:2] == [StopStoreHost(0), leave_of("r1", leave, 0)]
     assert outcome_of(told) == Outcome(130, "its agent received SIGINT")
 
 
@@ -706,7 +707,7 @@ def test_a_node_that_was_placed_asks_for_that_run_from_the_first() -> None:
 
 def test_a_node_that_was_placed_can_be_withdrawn_before_it_is_admitted() -> None:
     after = step(begin(JOB, 0, "r1"), WITHDRAWN, 0)
-    assert after.commands[0] == SayLeave("r1", GIVEN_BACK, None)
+    assert after.commands[0] == leave_of("r1", GIVEN_BACK, None)
     assert outcome_of(list(after.commands)) == Outcome(75, "it was placed elsewhere")
 
 
@@ -715,7 +716,7 @@ def test_a_job_that_is_withdrawn_from_a_node_without_workers_is_over_there(name:
     node = PHASES[name]()
     told = node.hear(WITHDRAWN)
     round_ = None if name == "joining" else 0
-    assert SayLeave("r1", GIVEN_BACK, round_) in told
+    assert leave_of("r1", GIVEN_BACK, round_) in told
     assert outcome_of(told) == Outcome(75, "it was placed elsewhere")
 
 
@@ -723,7 +724,7 @@ def test_a_job_that_is_withdrawn_from_a_node_without_workers_is_over_there(name:
 def test_workers_of_a_job_that_is_withdrawn_have_time_to_save(name: str) -> None:
     node = PHASES[name]()
     told = node.hear(WITHDRAWN)
-    assert told == [SayLeave("r1", GIVEN_BACK, None), StopWorkers(0, 30_000)]
+    assert told == [leave_of("r1", GIVEN_BACK, None), StopWorkers(0, 30_000)]
     assert outcome_of(node.hear(gone())) == Outcome(75, "it was placed elsewhere")
 
 
@@ -755,10 +756,10 @@ def test_workers_that_can_not_be_started_make_the_node_leave_with_the_reason() -
     node = running()
     leave = Leaving(LeaveCause.START_FAILED, "no such file", 1)
     told = node.hear(events.StartFailed(0, "no such file"))
-    assert told == [SayLeave("r1", leave, None), StopWorkers(0, 0)]
+    assert told == [leave_of("r1", leave, None), StopWorkers(0, 0)]
     assert node.hear(events.StartFailed(0, "no such file")) == []
     told = node.hear(gone())
-    assert told[:2] == [StopStoreHost(0), SayLeave("r1", leave, 0)]
+    assert told[:2] == [StopStoreHost(0), leave_of("r1", leave, 0)]
     assert outcome_of(told) == Outcome(1, "no such file")
 
 
@@ -773,10 +774,10 @@ def test_a_lost_runner_is_the_end_in_every_phase(make: type[Node]) -> None:
     node = make()
     was_leaving = node.phase is Phase.LEAVING
     told = node.hear(RUNNER_LOST)
-    (leave,) = [command for command in told if isinstance(command, SayLeave)]
+    (leave,) = [command for command in told if isinstance(command, Leave)]
     assert leave.left_round == (0 if node.state.assignment else None)
     # The job may go on without this node; that is no failure of the job.
-    assert leave.leaving.cause is (LeaveCause.SIGNAL if was_leaving else LeaveCause.TIMEOUT)
+    assert leave.cause is (LeaveCause.SIGNAL if was_leaving else LeaveCause.TIMEOUT)
     assert outcome_of(told).exit_code == (143 if was_leaving else 75)
     assert StartWorkers not in {type(command) for command in told}
 
@@ -809,7 +810,7 @@ def test_a_store_host_that_is_ready_has_no_deadline() -> None:
 
 def test_a_store_host_that_is_not_ready_in_time_is_reported_once() -> None:
     node = hosting()
-    say = SayStoreHostFailed("r1", 0, "not ready within 60 s")
+    say = ReportStoreHost("n1", 0, "r1", 0, "not ready within 60 s")
     assert node.wait(10**9) == [say]
     assert node.hear(events.StoreHostExited(0, "exit code 1"), TICKED) == []
     assert node.phase is Phase.RUNNING
@@ -819,7 +820,7 @@ def test_a_store_host_that_is_not_ready_in_time_is_reported_once() -> None:
 def test_a_store_host_that_dies_while_the_round_may_need_it_is_reported(name: str) -> None:
     node = PHASES[name]()
     died = events.StoreHostExited(0, "signal 9 (SIGKILL)")
-    assert node.hear(died) == [SayStoreHostFailed("r1", 0, "signal 9 (SIGKILL)")]
+    assert node.hear(died) == [ReportStoreHost("n1", 0, "r1", 0, "signal 9 (SIGKILL)")]
     assert node.hear(died) == []
 
 
@@ -838,7 +839,7 @@ def test_a_dead_store_host_stops_nobody_before_the_server_ends_the_round() -> No
 def test_a_store_host_that_failed_without_a_server_is_reported_when_there_is_one() -> None:
     node = hosting()
     node.hear(LOST, events.StoreHostExited(0, "exit code 1"))
-    assert node.hear(CONNECTED) == [SayStoreHostFailed("r1", 0, "exit code 1")]
+    assert node.hear(CONNECTED) == [ReportStoreHost("n1", 0, "r1", 0, "exit code 1")]
     node.hear(ended(), gone())
     assert node.hear(CONNECTED) == []
 
@@ -857,7 +858,7 @@ def test_the_store_host_of_the_next_round_starts_with_a_clean_record() -> None:
     assert node.wake_at_ms == node.now_ms + 60_000
     assert node.hear(events.StoreHostReady(0)) == []
     assert node.wake_at_ms is not None
-    assert node.wait(60_000) == [SayStoreHostFailed("r1", 1, "not ready within 60 s")]
+    assert node.wait(60_000) == [ReportStoreHost("n1", 0, "r1", 1, "not ready within 60 s")]
 
 
 # ------------------------------------------------------------------ without a server
@@ -987,7 +988,7 @@ def test_a_fenced_node_joins_again_and_no_worker_of_it_has_failed() -> None:
 def test_a_worker_that_failed_before_the_fence_has_failed() -> None:
     node = running()
     [said, _] = node.hear(exited(1, 1))
-    assert isinstance(said, SayFailed)
+    assert isinstance(said, Fail)
     node.hear(fenced(), exited(0, None))
     *_, join = node.hear(gone())
     assert isinstance(join, SayJoin) and [f.local_rank for f in join.failures] == [1]
@@ -1068,7 +1069,7 @@ def test_a_fenced_node_without_a_server_says_so_in_the_end() -> None:
 def test_workers_that_survive_the_fence_are_reported_to_the_server_that_comes_back() -> None:
     node = running()
     node.hear(LOST, fenced(), events.WorkersStuck(0, (101,)))
-    assert node.hear(CONNECTED) == [SayStuck("r1", 0, (101,))]
+    assert node.hear(CONNECTED) == [ReportStuck("n1", 0, "r1", 0, (101,))]
     node.hear(gone())
     assert node.hear(LOST, CONNECTED) == []
 
@@ -1192,7 +1193,7 @@ def test_an_event_that_is_repeated_at_once_changes_nothing() -> None:
         for event, transitions in once.items():
             for first in transitions:
                 again = step(first.state, event, now_ms)
-                repeats = [c for c in again.commands if not isinstance(c, SayStoreHostFailed)]
+                repeats = [c for c in again.commands if not isinstance(c, ReportStoreHost)]
                 assert (again.state, repeats) == (first.state, []), (event, first)
         edge = {first.state for transitions in once.values() for first in transitions}
 
@@ -1214,16 +1215,16 @@ def test_a_node_that_is_not_well_leaves_and_its_failure_remains_one() -> None:
     node = running()
     node.hear(exited(1, 3))
     leaving = Leaving(LeaveCause.FAILED, "unhealthy: disk /data has 1 % free", 75)
-    assert node.hear(UNWELL) == [SayLeave("r1", leaving, None)]
+    assert node.hear(UNWELL) == [leave_of("r1", leaving, None)]
     assert node.phase is Phase.LEAVING
     told = node.hear(gone())
-    assert told == [StopStoreHost(0), SayLeave("r1", leaving, 0), Exit(Outcome(75, leaving.reason))]
+    assert told == [StopStoreHost(0), leave_of("r1", leaving, 0), Exit(Outcome(75, leaving.reason))]
 
 
 def test_one_that_was_stuck_is_looked_at_as_well() -> None:
     node = stopping()
     node.hear(events.WorkersStuck(0, (7,)))
-    assert isinstance(node.hear(UNWELL)[0], SayLeave)
+    assert isinstance(node.hear(UNWELL)[0], Leave)
 
 
 @pytest.mark.parametrize("event", [UNWELL, events.Unhealthy(3, "of another round")])

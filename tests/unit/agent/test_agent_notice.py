@@ -17,7 +17,6 @@ from rdzv.agent.core import events
 from rdzv.agent.core.commands import (
     NotifyWorkers,
     SayJoin,
-    SayLeave,
     StopStoreHost,
     StopWorkers,
     TakeBackNotice,
@@ -25,6 +24,7 @@ from rdzv.agent.core.commands import (
 from rdzv.agent.core.model import EXIT_TRY_AGAIN, Leaving, Phase
 from rdzv.agent.job.worker_observers import NoticeFile
 from rdzv.agent.server_link.node_drain import Event, NodeDrain
+from rdzv.core.commands import Leave
 from rdzv.core.model import LeaveCause, Result
 from rdzv.structs import replace
 from tests.unit.agent.test_agent_machine import (
@@ -39,6 +39,7 @@ from tests.unit.agent.test_agent_machine import (
     exited,
     gone,
     joining,
+    leave_of,
     line,
     outcome_of,
     rejoining,
@@ -78,20 +79,20 @@ def test_the_node_leaves_when_all_workers_have_exited() -> None:
     assert node.hear(exited(0)) == []
     assert node.hear(exited(1)) == []
     # If they had finished, those of other nodes would have, too, and the server would know.
-    assert node.wait(500) == [SayLeave("r1", DONE, None), StopWorkers(0, 0)]
+    assert node.wait(500) == [leave_of("r1", DONE, None), StopWorkers(0, 0)]
     end = node.hear(gone())
-    assert end[:2] == [StopStoreHost(0), SayLeave("r1", DONE, 0)]
+    assert end[:2] == [StopStoreHost(0), leave_of("r1", DONE, 0)]
     assert outcome_of(end).exit_code == EXIT_TRY_AGAIN
     assert outcome_of(end).text == WHY
 
 
 def test_a_worker_that_exits_other_than_with_0_is_no_failure() -> None:
     node = told()
-    assert node.hear(exited(0, None)) == [SayLeave("r1", LEAVES, None), StopWorkers(0, 30_000)]
+    assert node.hear(exited(0, None)) == [leave_of("r1", LEAVES, None), StopWorkers(0, 30_000)]
     assert node.state.failures == ()
     # The other one saves its state, and is not hurried.
     assert node.hear(exited(1, 1)) == []
-    assert node.hear(gone())[1] == SayLeave("r1", LEAVES, 0)
+    assert node.hear(gone())[1] == leave_of("r1", LEAVES, 0)
 
 
 def test_the_others_have_no_longer_than_until_the_deadline() -> None:
@@ -102,10 +103,10 @@ def test_the_others_have_no_longer_than_until_the_deadline() -> None:
 def test_what_has_failed_before_the_notice_is_a_failure() -> None:
     node = told()
     said, stop = node.hear(exited(0, 1, age_ms=500))
-    assert type(said).__name__ == "SayFailed"
+    assert type(said).__name__ == "Fail"
     assert stop == StopWorkers(0, 5_000)
     # The node does not take part in the next round.
-    assert SayLeave("r1", LEAVES, 0) in node.hear(gone())
+    assert leave_of("r1", LEAVES, 0) in node.hear(gone())
     assert node.phase is Phase.ENDED
 
 
@@ -129,7 +130,7 @@ def test_at_the_deadline_workers_are_ended(signum: int, grace_ms: int) -> None:
     node = Node(replace(JOB, notice_signum=signum))
     node.hear(CONNECTED, JOINED, completed(), GIVEN)
     late = replace(LEAVES, reason=f"{WHY}; its workers had not exited by the deadline")
-    assert node.wait(60_000) == [SayLeave("r1", late, None), StopWorkers(0, grace_ms)]
+    assert node.wait(60_000) == [leave_of("r1", late, None), StopWorkers(0, grace_ms)]
     assert node.phase is Phase.LEAVING
 
 
@@ -137,7 +138,7 @@ def test_another_deadline_is_told_but_no_signal_is_sent_again() -> None:
     node = told()
     assert node.hear(events.NoticeGiven(5_000, WHY)) == [NotifyWorkers(0, 5_000, WHY)]
     assert node.wait(4_999) == []
-    assert [type(command) for command in node.wait(1)] == [SayLeave, StopWorkers]
+    assert [type(command) for command in node.wait(1)] == [Leave, StopWorkers]
 
 
 def test_what_is_said_again_changes_nothing() -> None:
@@ -148,7 +149,7 @@ def test_what_is_said_again_changes_nothing() -> None:
 def test_a_signal_to_the_agent_ends_the_wait() -> None:
     node = told()
     told_leave, stop = node.hear(signalled())
-    assert isinstance(told_leave, SayLeave)
+    assert isinstance(told_leave, Leave)
     assert stop == StopWorkers(0, 30_000, SIGTERM)
 
 
@@ -160,20 +161,20 @@ def test_a_node_without_workers_leaves_at_once(make: type[Node]) -> None:
     node = make()
     left = node.state.left_round
     end = node.hear(GIVEN)
-    assert SayLeave("r1", LEAVES, left) in end
+    assert leave_of("r1", LEAVES, left) in end
     assert outcome_of(end).text == WHY
 
 
 def test_before_it_is_admitted_as_well() -> None:
     node = Node()
-    assert SayLeave("", LEAVES, None) in node.hear(GIVEN)
+    assert leave_of("", LEAVES, None) in node.hear(GIVEN)
     assert node.phase is Phase.ENDED
 
 
 def test_a_node_that_stops_does_not_join_again() -> None:
     node = stopping()
     assert node.hear(GIVEN) == []
-    assert SayLeave("r1", LEAVES, 0) in node.hear(gone())
+    assert leave_of("r1", LEAVES, 0) in node.hear(gone())
     assert node.phase is Phase.ENDED
 
 
@@ -181,10 +182,10 @@ def test_a_round_that_ends_meanwhile_is_the_last_one() -> None:
     node = told()
     # Broken or not, its workers save as requested, and are in no collective.
     assert node.hear(ended(broken=True)) == [
-        SayLeave("r1", LEAVES, None),
+        leave_of("r1", LEAVES, None),
         StopWorkers(0, 30_000),
     ]
-    assert SayLeave("r1", LEAVES, 0) in node.hear(exited(0), exited(1, 1), gone())
+    assert leave_of("r1", LEAVES, 0) in node.hear(exited(0), exited(1, 1), gone())
 
 
 def test_a_job_that_ends_meanwhile_has_its_own_result() -> None:
@@ -196,7 +197,7 @@ def test_a_job_that_ends_meanwhile_has_its_own_result() -> None:
 def test_a_node_that_has_succeeded_leaves_as_soon_as_nothing_is_left() -> None:
     node = sweeping()
     assert node.hear(GIVEN) == []
-    assert SayLeave("r1", LEAVES, 0) in node.hear(gone())
+    assert leave_of("r1", LEAVES, 0) in node.hear(gone())
 
 
 def test_who_serves_the_store_stays_until_the_deadline() -> None:
@@ -224,14 +225,14 @@ def test_who_exits_because_it_was_told_has_left_all_the_same() -> None:
         node.hear(LIFTED)
         node.hear(exited(0))
         said = node.hear(exited(1, exit_code)) + node.wait(500)
-        assert SayLeave("r1", leaving, None) in said
+        assert leave_of("r1", leaving, None) in said
 
 
 def test_who_exits_long_after_has_failed() -> None:
     node = told()
     node.hear(LIFTED)
     node.wait(30_000)
-    assert type(node.hear(exited(0, 1))[0]).__name__ == "SayFailed"
+    assert type(node.hear(exited(0, 1))[0]).__name__ == "Fail"
 
 
 def test_after_a_lifted_notice_the_node_joins_the_next_round() -> None:

@@ -14,15 +14,13 @@ from rdzv.agent.core.commands import (
     Command,
     EndKept,
     Exit,
-    SayFailed,
     SayJoin,
-    SayLeave,
-    SayStuck,
     StartWorkers,
     StopStoreHost,
     StopWorkers,
 )
 from rdzv.agent.core.model import EXIT_FAILED, EXIT_TRY_AGAIN, Phase
+from rdzv.core.commands import Fail, Leave, ReportStuck
 from rdzv.core.model import Cause, Ended, Failure, KeptWorker, Result, RoundEnd
 from rdzv.messages import Closed, Refused, RoundOver, Withdrawn
 from rdzv.structs import replace
@@ -73,7 +71,7 @@ def suspected(local_rank: int = 0, age_ms: int = 0) -> events.WorkerSuspected:
 
 
 def failures_in(told: list[Command]) -> tuple[Failure, ...]:
-    (said,) = [command for command in told if isinstance(command, SayFailed)]
+    (said,) = [command for command in told if isinstance(command, Fail)]
     return said.failures
 
 
@@ -166,8 +164,8 @@ def test_a_suspect_on_a_node_that_leaves_lets_the_node_leave() -> None:
     node = running()
     node.hear(NOTICE)
     told = node.hear(suspected())
-    assert isinstance(told[0], SayLeave)
-    assert not any(isinstance(command, SayFailed) for command in told)
+    assert isinstance(told[0], Leave)
+    assert not any(isinstance(command, Fail) for command in told)
 
 
 def test_a_node_without_server_does_not_judge_by_suspects() -> None:
@@ -216,7 +214,7 @@ def test_a_kept_worker_that_does_not_go_on_in_time_is_suspect() -> None:
     node.hear(events.WorkerResumed(1, 0))
     assert node.wait(599_999) == []
     said, stop = node.wait(1)
-    assert isinstance(said, SayFailed)
+    assert isinstance(said, Fail)
     (failure,) = said.failures
     assert (failure.local_rank, failure.pid, failure.suspect) == (1, 101, True)
     assert "did not continue within 600 s" in failure.message
@@ -273,7 +271,7 @@ def test_parked_workers_end_before_their_node_does(
     node = parked()
     told = node.hear(event())
     assert told[-1] == EndKept(GRACE_MS)
-    assert [type(command) for command in told[:-1]] == [SayLeave] * says_leave
+    assert [type(command) for command in told[:-1]] == [Leave] * says_leave
     assert node.hear(event()) in ([], [EndKept(0)])
     assert node.hear(line(1, kept=(0, 1))) == []
     assert not any(isinstance(command, Exit) for command in node.hear(events.KeptExited(0, 100)))
@@ -292,7 +290,7 @@ def test_workers_that_parked_while_the_node_began_to_leave_end_first() -> None:
     node.hear(over(), signalled())
     assert node.hear(events.WorkersGone(0, kept=(FIRST,))) == [EndKept(GRACE_MS)]
     told = node.hear(events.KeptGone())
-    assert [type(command) for command in told] == [StopStoreHost, SayLeave, Exit]
+    assert [type(command) for command in told] == [StopStoreHost, Leave, Exit]
 
 
 def test_a_second_signal_kills_parked_workers_at_once() -> None:
@@ -316,8 +314,8 @@ def test_charged_suspects_of_a_failed_job_raise_their_exception() -> None:
 def test_a_parked_worker_that_survives_sigkill_makes_the_node_stuck() -> None:
     node = parked()
     node.hear(signalled())
-    assert node.hear(events.WorkersStuck(0, (100,))) == [SayStuck("r1", 0, (100,))]
-    assert SayStuck("r1", 0, (100,)) in node.hear(CONNECTED)
+    assert node.hear(events.WorkersStuck(0, (100,))) == [ReportStuck("n1", 0, "r1", 0, (100,))]
+    assert ReportStuck("n1", 0, "r1", 0, (100,)) in node.hear(CONNECTED)
 
 
 def test_a_lost_runner_has_taken_its_parked_workers_with_it() -> None:

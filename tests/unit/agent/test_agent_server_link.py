@@ -29,7 +29,7 @@ from rdzv.agent.server_link.fence_proofs import FenceProofs
 from rdzv.agent.server_link.link import FINAL_REFUSALS, Identity, ServerLink
 from rdzv.client import Endpoint, parse_endpoint
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
-from rdzv.core.fleet.nodes import LeaseRules
+from rdzv.core.fleet.nodes import AgentKind, LeaseRules
 from rdzv.core.model import Assignment, Ended, JobSpec, Result
 from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
@@ -48,7 +48,7 @@ from rdzv.v1 import rdzv_pb2_grpc
 
 pytestmark = pytest.mark.slow
 
-IDENTITY = Identity("n1", "instance-1", pb.AGENT_KIND_FOREGROUND, "127.0.0.1", 4711, "1.2.3")
+IDENTITY = Identity("n1", "instance-1", AgentKind.FOREGROUND, "127.0.0.1", 4711, "1.2.3")
 PATIENCE_S = 100.0
 NOBODY = Endpoint("127.0.0.1", 9)
 """A port that no server listens on."""
@@ -358,7 +358,8 @@ async def test_the_hello_comes_first_and_says_who_speaks_and_what_is_believed(
     async with running(link):
         talk = await server.talk()
         hello = await talk.hello()
-        assert (hello.node_id, hello.instance, hello.kind) == ("n1", "instance-1", IDENTITY.kind)
+        assert (hello.node_id, hello.instance) == ("n1", "instance-1")
+        assert hello.kind == pb.AGENT_KIND_FOREGROUND
         assert (hello.pid, hello.agent_version, hello.protocol_version) == (4711, "1.2.3", 1)
         assert (hello.leadership, hello.incarnation) == (0, 0)
         assert [belief.join.rdzv_id for belief in hello.beliefs] == ["job-7"]
@@ -1251,7 +1252,7 @@ async def test_who_takes_no_submitted_jobs_says_nothing_of_resources(server: Ser
     async with running(link_to(server.endpoint)):
         talk, hello = await server.greet()
         assert not hello.HasField("resources")
-        assert not hello.HasField("holdings")
+        assert not hello.holdings.holdings
         # A server that is wrong about that changes nothing.
         await talk.say(placed=PLACED)
         await talk.say(heard=pb.Heard(number=1))
@@ -1278,7 +1279,7 @@ async def test_what_is_wrong_with_a_node_is_told_at_once_and_in_each_hello(serve
     link.placements = placements = Placements()
     async with running(link):
         talk, hello = await server.greet()
-        assert not hello.HasField("health")
+        assert not hello.health.failing
         placements.failing = (FailingCheck("disk /", "is full"),)
         link.say_health()
         (told,) = (await of_kind(talk, "health")).health.failing

@@ -21,6 +21,7 @@ from rdzv import messages as told
 from rdzv.agent.core import commands
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import NodeDrain
+from rdzv.core.commands import Decline, Fail
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import WorkerStack
@@ -44,12 +45,15 @@ from rdzv.errors import InvalidRequestError
 from rdzv.messages import (
     Arrivals,
     GroupArrivals,
+    Health,
     Holding,
+    Holdings,
     Hung,
     LogPiece,
     Progress,
     RankArrivals,
     SnapshotsHeld,
+    Stacks,
     StartedWorker,
     WorkersStarted,
 )
@@ -112,9 +116,9 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     for name, believed in states.items():
         yield f"belief:{name}", agent.belief_of(believed)
     for case in cases(agent.test_a_report_is_heard_as_it_was_said):
-        yield f"report:{type(case[0]).__name__}", encoding.report(case[0], "job-7", NOW_MS)
+        yield f"report:{type(case).__name__}", encoding.report(case, "job-7", NOW_MS)
     suspect = replace(agent.FAILURE, message="caf\udce9", suspect=True)
-    failed = commands.SayFailed("r1", 5, (suspect,))
+    failed = Fail("n1", 0, "r1", 5, (suspect,))
     yield "report:suspect", encoding.report(failed, "job-7", NOW_MS)
     progress = (RankProgress(8, 1_204, 300, 14.25), RankProgress(9, 0, 0, None))
     yield "progress", encoding.report(Progress("job-7", "r1", 2, progress), "job-7", NOW_MS)
@@ -131,20 +135,22 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     yield "hung:none", encoding.report(Hung("job-7", "r1", 2, ()), "job-7", NOW_MS)
     position = told.LogPosition("", 2, 3, True, 7, 9)
     piece = LogPiece(5, 2, 3, 11, True, 4_711, b"x\xff", True, "why", (position,))
-    yield "log_piece", encoding.log_piece(piece)
-    yield "stacks", encoding.stacks(5, (STACK,), last=False, error="")
-    yield "stacks:last", encoding.stacks(5, (), last=True, error="caf\udce9")
+    yield "log_piece", encoding.report(piece)
+    yield "stacks", encoding.report(Stacks(5, (STACK,), last=False, error=""))
+    yield "stacks:last", encoding.report(Stacks(5, (), last=True, error="caf\udce9"))
     has = Resources(8, 64, (Gpu("GPU-a", "H100", 80),), (("gpu", "h100"),), 2, "rack-1")
     yield "resources", write(pb.Resources(), has)
-    yield "holdings", encoding.holdings([Holding("job-7", "r1", 4), Holding("j", "r", 0)])
-    yield "health", encoding.health([FailingCheck("disk", "full")])
-    yield "declined", encoding.declined("job-7", "r1", "no folder \udcff", passing=True)
+    yield (
+        "holdings",
+        encoding.report(Holdings((Holding("job-7", "r1", 4), Holding("j", "r", 0)))).holdings,
+    )
+    yield "health", encoding.report(Health((FailingCheck("disk", "full"),))).health
+    yield "declined", encoding.report(Decline("", "r1", "no folder \udcff", passing=True), "job-7")
     drain = NodeDrain(lambda: NOW_MS, lambda _: None)
     drain.take_from_server(7, 60_000, "drained")
-    yield "draining", present(encoding.draining(drain))
+    yield "draining", drained(drain)
     drain.note_wish(5_000, "preempted")
-    yield "draining:own", present(encoding.draining(drain))
-    yield "gone", encoding.gone(pb.Assignment(rdzv_id="job-7", run="r1", round=5))
+    yield "draining:own", drained(drain)
 
 
 def announcements() -> Iterator[told.Announcement]:
@@ -218,9 +224,10 @@ def cases(test: Callable[..., object]) -> Iterable[Any]:
     return list(mark.args[1])
 
 
-def present(message: Message | None) -> Message:
-    assert message is not None
-    return message
+def drained(drain: NodeDrain) -> Message:
+    said = drain.said()
+    assert said is not None
+    return encoding.report(said).draining
 
 
 def check(path: Path, lines: Iterable[str], config: pytest.Config) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from rdzv.agent.core.model import AgentState, Leaving, Outcome
+from rdzv.agent.core.model import AgentState, Outcome
 from rdzv.bounds import Flat
+from rdzv.core.commands import Fail, Leave, ReportStoreHost, ReportStuck, Succeed
 from rdzv.core.model import UNMOVED, Assignment, Failure, KeptWorker, Moved
 from rdzv.messages import KeepCopies, SnapshotsHeld, SnapshotWatermark
 from rdzv.structs import struct
@@ -24,50 +25,6 @@ class SayJoin:
     moved: Annotated[Moved, Flat] = UNMOVED
     kept: tuple[KeptWorker, ...] = ()
     """The parked workers that may enter the next round."""
-
-
-@struct(frozen=True)
-class SayFailed:
-    """Report failed workers."""
-
-    run: str
-    round: int
-    failures: tuple[Failure, ...]
-
-
-@struct(frozen=True)
-class SaySucceeded:
-    """Report that all workers have exited with 0."""
-
-    run: str
-    round: int
-
-
-@struct(frozen=True)
-class SayLeave:
-    """Announce that the node is leaving; `left_round` confirms that its workers are gone."""
-
-    run: str
-    leaving: Annotated[Leaving, Flat]
-    left_round: int | None
-
-
-@struct(frozen=True)
-class SayStuck:
-    """Report workers that have survived SIGKILL."""
-
-    run: str
-    round: int
-    pids: tuple[int, ...]
-
-
-@struct(frozen=True)
-class SayStoreHostFailed:
-    """Report that the round's store is not being served."""
-
-    run: str
-    round: int
-    reason: str
 
 
 @struct(frozen=True)
@@ -142,11 +99,11 @@ class Exit:
 
 Command = (
     SayJoin
-    | SayFailed
-    | SaySucceeded
-    | SayLeave
-    | SayStuck
-    | SayStoreHostFailed
+    | Fail
+    | Succeed
+    | Leave
+    | ReportStuck
+    | ReportStoreHost
     | SnapshotsHeld
     | KeepCopies
     | SnapshotWatermark

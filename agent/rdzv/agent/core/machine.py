@@ -9,11 +9,6 @@ from __future__ import annotations
 from rdzv.agent.core.commands import (
     Command,
     EndKept,
-    SayFailed,
-    SayLeave,
-    SayStoreHostFailed,
-    SayStuck,
-    SaySucceeded,
     StartWorkers,
     StopWorkers,
     Work,
@@ -72,7 +67,17 @@ from rdzv.agent.core.server_contact import (
     server_due_ms,
     without_server,
 )
-from rdzv.agent.core.stopping import conclude, end_kept, finish, joins_anew, leave, rejoin, stop
+from rdzv.agent.core.stopping import (
+    conclude,
+    end_kept,
+    finish,
+    joins_anew,
+    leave,
+    rejoin,
+    said_leave,
+    stop,
+)
+from rdzv.core.commands import Fail, ReportStoreHost, ReportStuck, Succeed
 from rdzv.core.model import UNMOVED, Assignment, LeaveCause, Result
 from rdzv.messages import (
     Closed,
@@ -326,7 +331,7 @@ def _apply_to_workers(
                 conclude(work)
         case WorkersStuck():
             work.state = replace(work.state, stuck_pids=event.pids)
-            work.do(SayStuck(work.state.run, event.round, event.pids))
+            work.do(ReportStuck(*work.state.speaker, work.state.run, event.round, event.pids))
         case Fenced():
             _note_fence(work, event)
         case StartFailed():
@@ -370,7 +375,7 @@ def _note_failure(work: Work, event: WorkerExited | WorkerSuspected) -> None:
         return
     work.state = replace(state, failures=(*state.failures, failure))
     if state.phase is Phase.RUNNING:
-        work.do(SayFailed(state.run, event.round, work.state.evidence))
+        work.do(Fail(*state.speaker, state.run, event.round, work.state.evidence))
         stop(work, state.job.failure_stop_timeout_ms, keep=True)
 
 
@@ -418,7 +423,7 @@ def _note_unhealthy(work: Work, event: Unhealthy) -> None:
         reason = f"unhealthy: {event.reason}"
         leaving = Leaving(LeaveCause.FAILED, reason, EXIT_TRY_AGAIN)
         work.state = replace(work.state, leaving=leaving, phase=Phase.LEAVING)
-        work.do(SayLeave(work.state.run, leaving, None))
+        work.do(said_leave(work.state, leaving, None))
 
 
 def _succeed(work: Work) -> None:
@@ -426,7 +431,7 @@ def _succeed(work: Work) -> None:
     state = work.state
     assert state.assignment is not None
     work.state = replace(state, phase=Phase.SUCCEEDED)
-    work.do(SaySucceeded(state.run, state.assignment.round))
+    work.do(Succeed(*state.speaker, state.run, state.assignment.round))
     work.do(StopWorkers(state.assignment.round, 0))
 
 
@@ -436,7 +441,7 @@ def _fail_store_host(work: Work, reason: str) -> None:
     if state.phase.needs_store and not state.store_host_failed:
         assert state.assignment is not None
         work.state = replace(state, store_host_due_ms=None, store_host_failed=reason)
-        work.do(SayStoreHostFailed(state.run, state.assignment.round, reason))
+        work.do(ReportStoreHost(*state.speaker, state.run, state.assignment.round, reason))
 
 
 def _lose_runner(work: Work, event: RunnerLost) -> None:

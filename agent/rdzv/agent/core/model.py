@@ -197,6 +197,11 @@ class AgentState:
     """Set once the job has ended on this node; the node exits when its workers are gone."""
 
     @property
+    def speaker(self) -> tuple[str, int]:
+        """Who says what this node says. Only the stream knows the incarnation."""
+        return self.job.node_id, 0
+
+    @property
     def evidence(self) -> tuple[Failure, ...]:
         """What the server is told of workers that ended, so that it finds the root cause."""
         return (*self.failures, *self.finished)

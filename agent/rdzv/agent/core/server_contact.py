@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rdzv.agent.core.commands import SayStoreHostFailed, SayStuck, Work
+from rdzv.agent.core.commands import Work
 from rdzv.agent.core.events import ServerLost, SnapshotsChanged
 from rdzv.agent.core.model import (
     EXIT_FAILED,
@@ -13,6 +13,7 @@ from rdzv.agent.core.model import (
     Phase,
 )
 from rdzv.agent.core.stopping import rejoin
+from rdzv.core.commands import ReportStoreHost, ReportStuck
 from rdzv.messages import KeepCopies, SnapshotsHeld, SnapshotWatermark
 from rdzv.structs import replace
 
@@ -27,9 +28,10 @@ def note_server_found(work: Work) -> None:
         # A waiting node's join already contains them.
         work.do(snapshots_held(state))
     if state.stuck_pids and state.has_workers:
-        work.do(SayStuck(state.run, state.assignment.round, state.stuck_pids))
+        work.do(ReportStuck(*state.speaker, state.run, state.assignment.round, state.stuck_pids))
     if state.store_host_failed and (state.phase.needs_store or state.phase is Phase.STOPPING):
-        work.do(SayStoreHostFailed(state.run, state.assignment.round, state.store_host_failed))
+        run, round_, reason = state.run, state.assignment.round, state.store_host_failed
+        work.do(ReportStoreHost(*state.speaker, run, round_, reason))
 
 
 def note_server_lost(work: Work, event: ServerLost) -> None:

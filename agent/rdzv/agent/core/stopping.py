@@ -6,12 +6,12 @@ from rdzv.agent.core.commands import (
     EndKept,
     Exit,
     SayJoin,
-    SayLeave,
     StopStoreHost,
     StopWorkers,
     Work,
 )
 from rdzv.agent.core.model import AgentState, Leaving, Outcome, Phase
+from rdzv.core.commands import Leave
 from rdzv.core.model import Ended, Result
 from rdzv.structs import replace
 
@@ -53,12 +53,18 @@ def leave(work: Work, leaving: Leaving, grace_ms: int, signum: int | None) -> No
     had_workers = not work.state.workers_gone
     work.state = replace(work.state, leaving=leaving, phase=Phase.LEAVING)
     if had_workers:
-        work.do(SayLeave(work.state.run, leaving, None))
+        work.do(said_leave(work.state, leaving, None))
         stop(work, grace_ms, signum)
         return
     if work.state.has_workers:
-        work.do(SayLeave(work.state.run, leaving, None))
+        work.do(said_leave(work.state, leaving, None))
     conclude(work)
+
+
+def said_leave(state: AgentState, leaving: Leaving, left_round: int | None) -> Leave:
+    """Say that this node leaves; `left_round` confirms that its workers are gone."""
+    why = (leaving.cause, leaving.reason)
+    return Leave(*state.speaker, state.run, *why, left_round, leaving.exited_zero)
 
 
 def finish(work: Work, outcome: Outcome, charged: tuple[int, ...] = ()) -> None:
@@ -90,7 +96,7 @@ def conclude(work: Work, charged: tuple[int, ...] = ()) -> None:
     if round_ is not None:
         work.do(StopStoreHost(round_))
     if state.leaving is not None:
-        work.do(SayLeave(state.run, state.leaving, round_))
+        work.do(said_leave(state, state.leaving, round_))
         _exit(work, state.outcome or _left(state, state.leaving))
     elif anew:
         # Rounds of the other run get higher numbers than this one.

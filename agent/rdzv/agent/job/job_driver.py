@@ -16,7 +16,7 @@ from rdzv.agent import runner_link
 from rdzv.agent.core import Decision, begin, commands, events
 from rdzv.agent.core.model import EXIT_FAILED, AgentState, Leaving, Phase
 from rdzv.agent.core.server_contact import server_due_ms
-from rdzv.agent.core.stopping import rejoin
+from rdzv.agent.core.stopping import rejoin, said_leave
 from rdzv.agent.handover import leaked_processes
 from rdzv.agent.handover.handover_state import (
     HandoverPlan,
@@ -46,7 +46,16 @@ from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.model import LeaveCause, Offer
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import Joined, KeepCopies, SnapshotsHeld, SnapshotWatermark, TakeStacks
+from rdzv.messages import (
+    Joined,
+    KeepCopies,
+    Report,
+    Said,
+    SnapshotsHeld,
+    SnapshotWatermark,
+    Stacks,
+    TakeStacks,
+)
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 from rdzv.transport.addresses import StoreSocket
@@ -371,9 +380,9 @@ class JobDriver:
         state = self.decisions.state
         left_round = None if state.assignment is None else state.assignment.round
         leaving = Leaving(LeaveCause.START_FAILED, reason, EXIT_FAILED)
-        self.report(commands.SayLeave(state.run, leaving, left_round))
+        self.report(said_leave(state, leaving, left_round))
 
-    def report(self, said: encoding.Statement) -> None:
+    def report(self, said: Said | Report) -> None:
         """Send what the core or a watch reports about the workers."""
         self._link.say(encoding.report(said, self.rdzv_id, monotonic_ms()))
 
@@ -400,7 +409,7 @@ class JobDriver:
     async def _say_stacks(
         self, request: int, workers: tuple[WorkerStack, ...], last: bool, error: str
     ) -> None:
-        await self._link.say_after_all(encoding.stacks(request, workers, last=last, error=error))
+        await self._link.say_after_all(encoding.report(Stacks(request, workers, last, error)))
 
     def _read_clock(self) -> Reading | None:
         """Return the current estimate of the server's clock, and request another reading."""

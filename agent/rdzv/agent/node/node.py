@@ -19,12 +19,12 @@ from rdzv.agent.node.server_hosting import serving_if_elected, serving_itself, s
 from rdzv.agent.runner_link import StartedRunner
 from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.agent.workers.fates import NodeOutcome
+from rdzv.core.fleet.nodes import AgentKind
 from rdzv.runtime.tasks import single_error
 from rdzv.structs import replace
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.transport.endpoints import Endpoint, Listen
 from rdzv.transport.node_stream import OWN_SERVER_OPTIONS, STREAM_OPTIONS
-from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.version import VERSION
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def identity(node_id: str, local_addr: str = "") -> Identity:
         node_id=node_id,
         instance=uuid.uuid4().hex,
         # Unlike a daemon's workers, these workers end with their agent.
-        kind=pb.AGENT_KIND_FOREGROUND,
+        kind=AgentKind.FOREGROUND,
         address=local_addr,
         pid=os.getpid(),
         version=VERSION,
@@ -144,7 +144,7 @@ def daemon_identity(node_id: str, instance: Instance) -> Identity:
     """Return a daemon's identity. Its workers outlive it, and it may continue an instance."""
     return replace(
         identity(node_id),
-        kind=pb.AGENT_KIND_DAEMON,
+        kind=AgentKind.DAEMON,
         instance=instance.instance,
         incarnation=instance.incarnation,
         leadership=instance.leadership,

@@ -11,7 +11,8 @@ from rdzv.agent.output.worker_log_reader import WorkerLogReader
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.agent.server_link.ports import JobPort, PlacementPort
-from rdzv.core.model import Assignment
+from rdzv.core.commands import Leave
+from rdzv.core.model import Assignment, LeaveCause
 from rdzv.messages import (
     Announcement,
     DrainNode,
@@ -19,6 +20,7 @@ from rdzv.messages import (
     LookAgain,
     Placed,
     ReadLog,
+    Stacks,
     StopLog,
     TakeStacks,
     UndrainNode,
@@ -89,10 +91,12 @@ class Inbox:
         match told:
             case TakeStacks() if job is None:
                 error = "it no longer takes part in this job"
-                self._say(encoding.stacks(told.request, (), last=True, error=error))
+                self._say(encoding.report(Stacks(told.request, last=True, error=error)))
             case Assignment() if job is None:
                 # The seat was requested by a driver that is now gone, so it is given back here.
-                self._say(encoding.gone(told))
+                reason = "it left before it received the round"
+                gone = Leave("", 0, told.run, LeaveCause.SIGNAL, reason, told.round)
+                self._say(encoding.report(gone, told.rdzv_id))
             case _ if job is None:
                 log.debug("received a message for a job that is not on this node: %s", told)
             case TakeStacks():

@@ -30,7 +30,8 @@ from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.agent.server_link.outbox import Call, Outbox
 from rdzv.agent.server_link.ports import JobPort, PlacementPort
 from rdzv.agent.server_link.standby import Standby
-from rdzv.core.fleet.nodes import LeaseRules, absence_for, check_fence
+from rdzv.core.commands import Decline
+from rdzv.core.fleet.nodes import AgentKind, LeaseRules, absence_for, check_fence
 from rdzv.errors import (
     InvalidRequestError,
     NodeSupersededError,
@@ -38,7 +39,18 @@ from rdzv.errors import (
     RendezvousError,
     UnauthenticatedError,
 )
-from rdzv.messages import Announcement, Heard, Lease, LogPiece, Refused, Servers, Welcome
+from rdzv.messages import (
+    Announcement,
+    Health,
+    Heard,
+    Hello,
+    Holdings,
+    Lease,
+    LogPiece,
+    Refused,
+    Servers,
+    Welcome,
+)
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import struct
 from rdzv.transport.addresses import is_loopback
@@ -78,7 +90,7 @@ class Identity:
 
     node_id: str
     instance: str
-    kind: pb.AgentKind.ValueType
+    kind: AgentKind
     address: str
     """This node's address, or empty to use its end of the connection that carries each Hello."""
     pid: int
@@ -212,7 +224,9 @@ class ServerLink:
     def drain_node(self, left_ms: int, reason: str) -> None:
         """Make this node leave all its jobs within `left_ms`, and tell the server."""
         if self.drain.note_wish(left_ms, reason):
-            self.say(pb.NodeMessage(draining=encoding.draining(self.drain)))
+            said = self.drain.said()
+            assert said is not None
+            self.say(encoding.report(said))
 
     def _tell_notice(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
         if self.placements is not None:
@@ -237,19 +251,20 @@ class ServerLink:
     def say_holdings(self) -> None:
         """Report the submitted jobs that may still have processes on this node."""
         if self.placements is not None:
-            self.say(pb.NodeMessage(holdings=encoding.holdings(self.placements.holdings())))
+            self.say(encoding.report(Holdings(self.placements.holdings())))
 
     def say_health(self) -> None:
         """Report this node's failing health checks, if any. A node without any is healthy."""
         if self.placements is not None:
-            self.say(pb.NodeMessage(health=encoding.health(self.placements.failing)))
+            self.say(encoding.report(Health(self.placements.failing)))
 
     def decline_for_now(self, rdzv_id: str, run: str, reason: str) -> None:
         """Report that this node cannot run a job at the moment.
 
         If the message is lost, the server places the job here again and the report is repeated.
         """
-        self.say(encoding.declined(rdzv_id, run, reason, passing=True))
+        declined = Decline(self._identity.node_id, run, reason, passing=True)
+        self.say(encoding.report(declined, rdzv_id))
 
     def decline(self, rdzv_id: str, run: str, reason: str) -> None:
         """Report that this node cannot run a job."""
@@ -257,7 +272,10 @@ class ServerLink:
         self._declined[rdzv_id, run] = reason
         if len(self._declined) > DECLINED_KEPT:
             del self._declined[next(iter(self._declined))]
-        self.say(encoding.declined(rdzv_id, run, reason))
+        self._say_declined(rdzv_id, run, reason)
+
+    def _say_declined(self, rdzv_id: str, run: str, reason: str) -> None:
+        self.say(encoding.report(Decline(self._identity.node_id, run, reason), rdzv_id))
 
     @property
     def server_clock(self) -> ServerClock:
@@ -272,7 +290,7 @@ class ServerLink:
         self.outbox.say(message)
 
     async def _say_piece(self, piece: LogPiece) -> None:
-        await self.say_after_all(encoding.log_piece(piece))
+        await self.say_after_all(encoding.report(piece))
 
     async def say_after_all(self, message: pb.NodeMessage) -> None:
         """Send a large message once no other messages are waiting to be sent."""
@@ -451,7 +469,7 @@ class ServerLink:
             job.post(events.ServerConnected())
             self._check_fence(job, welcome.lease_ms)
         for (rdzv_id, run), reason in self._declined.items():
-            self.say(encoding.declined(rdzv_id, run, reason))
+            self._say_declined(rdzv_id, run, reason)
 
     async def _learn(self, servers: Sequence[str]) -> None:
         """Connect in advance to the server that would take over from the current one."""
@@ -502,8 +520,7 @@ class ServerLink:
         """Return the next stream's Hello, with this node's beliefs about all its jobs."""
         beliefs = [belief for job in self._jobs.values() if (belief := job.belief()) is not None]
         placements = self.placements
-        return pb.Hello(
-            protocol_version=PROTOCOL_VERSION,
+        hello = Hello(
             node_id=self._identity.node_id,
             instance=self._identity.instance,
             kind=self._identity.kind,
@@ -512,17 +529,15 @@ class ServerLink:
             leadership=self._leadership,
             incarnation=self._incarnation,
             agent_version=self._identity.version,
-            beliefs=beliefs,
             fence_after_ms=max((job.fence_after_ms for job in self._jobs.values()), default=0),
-            resources=None if placements is None else write(pb.Resources(), placements.resources),
-            holdings=None if placements is None else encoding.holdings(placements.holdings()),
-            health=encoding.health(placements.failing)
-            if placements is not None and placements.failing
-            else None,
+            resources=None if placements is None else placements.resources,
+            holdings=Holdings(() if placements is None else placements.holdings()),
+            health=Health(() if placements is None else placements.failing),
             metrics=self.metrics_at(self.address),
-            draining=encoding.draining(self.drain),
+            draining=self.drain.said(),
             takes_several=True,
         )
+        return write(pb.Hello(protocol_version=PROTOCOL_VERSION, beliefs=beliefs), hello)
 
 
 async def _read(call: Call) -> pb.ServerMessage | None:

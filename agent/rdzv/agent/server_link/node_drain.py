@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rdzv.agent.core import events
+from rdzv.messages import Draining
 from rdzv.structs import struct
 
 FORMER = 1
@@ -71,6 +72,15 @@ class NodeDrain:
         """The notice in effect, or None if the node is staying."""
         both = [notice for notice in (self.wished, self.told) if notice is not None]
         return min(both, key=lambda notice: notice.due_ms, default=None)
+
+    def said(self) -> Draining | None:
+        """Return what the server is told: the drain that is known here, and this node's wish."""
+        if self.present is None:
+            return None
+        number = self.told.number if self.told is not None else 0
+        if self.wished is None:
+            return Draining(0, "", number, own=False)
+        return Draining(self.left_ms(self.wished), self.wished.reason, number, own=True)
 
     def event(self) -> events.NoticeGiven | None:
         """Return the notice for a job that is just beginning, or None if there is none."""
