@@ -501,20 +501,6 @@ Announcement = (
     | UndrainNode
 )
 
-Report = (
-    Progress
-    | WorkersStarted
-    | SnapshotsHeld
-    | Arrivals
-    | LogPiece
-    | Hung
-    | Stacks
-    | Health
-    | Holdings
-    | Draining
-)
-"""What a node reports that is no command. Whether it has such workers is checked later."""
-
 # ------------------------------------------------------------------ requests of operators
 
 

@@ -26,21 +26,7 @@ from rdzv.core.fleet.nodes import NodesCommand, NodesEvent
 from rdzv.core.model import Tuning
 from rdzv.errors import RendezvousError
 from rdzv.view.explain import view
-from tests.scenarios.language import (
-    Line,
-    Said,
-    ScenarioError,
-    forget_tuning,
-    read_command,
-    read_ms,
-    read_settings,
-    read_tuning,
-    speaker,
-    write_events,
-    write_ms,
-    write_state,
-    write_view,
-)
+from tests.scenarios import language
 from tests.support.builders import SETTINGS, Job
 
 SEPARATOR = "----"
@@ -94,31 +80,31 @@ class Stage:
         for text in commands:
             try:
                 written += self._command(text)
-            except ScenarioError as error:
-                raise ScenarioError(f"{text}: {error}") from error
+            except language.ScenarioError as error:
+                raise language.ScenarioError(f"{text}: {error}") from error
         due = [t for t in (self.job.wake_at_ms, self.nodes.wake_at_ms) if t is not None]
-        wakes = f"; wakes at {write_ms(min(due))}" if due else ""
-        return [*written, write_state(self.job.state) + wakes]
+        wakes = f"; wakes at {language.write_ms(min(due))}" if due else ""
+        return [*written, language.write_state(self.job.state) + wakes]
 
     def _command(self, text: str) -> Iterator[str]:
         if text.startswith("at "):
             _, at, text = text.split(maxsplit=2)
-            yield from self._pass_until(read_ms(at))
-        line = Line.read(text)
+            yield from self._pass_until(language.read_ms(at))
+        line = language.Line.read(text)
         if line.verb == "new":
             self._new(line)
             return
         if line.verb == "status":
-            yield from write_view(view(self.job.state, self.job.now_ms))
+            yield from language.write_view(view(self.job.state, self.job.now_ms))
             return
         if line.verb == "tick":
             return  # Everything that was due has been ticked on the way.
         try:
-            yield write_events(self._events(line))
+            yield language.write_events(self._events(line))
         except RendezvousError as error:
             yield f"refused {error.code}: {error}"
 
-    def _events(self, line: Line) -> tuple[Happened, ...]:
+    def _events(self, line: language.Line) -> tuple[Happened, ...]:
         match line.verb:
             case "crash":
                 return self._crash()
@@ -127,21 +113,24 @@ class Stage:
             case _:
                 return self._say(line)
 
-    def _new(self, line: Line) -> None:
+    def _new(self, line: language.Line) -> None:
         name = line.word()
-        settings = read_settings(line, SETTINGS)
-        tuning, nodes_tuning = read_tuning(line, Tuning), read_tuning(line, nodes.LeaseRules)
-        forget_tuning(line, Tuning)
-        forget_tuning(line, nodes.LeaseRules)
+        settings = language.read_settings(line, SETTINGS)
+        tuning, nodes_tuning = (
+            language.read_tuning(line, Tuning),
+            language.read_tuning(line, nodes.LeaseRules),
+        )
+        language.forget_tuning(line, Tuning)
+        language.forget_tuning(line, nodes.LeaseRules)
         line.finish()
         self.job = Job(settings, tuning, name=name)
         self.nodes = nodes.Nodes(1, nodes_tuning)
         self.streams, self.unheard = 0, set()
 
-    def _say(self, line: Line) -> tuple[Event, ...]:
+    def _say(self, line: language.Line) -> tuple[Event, ...]:
         job = self.job
-        said = Said(job.settings, job.membership.run, self._incarnation, job.now_ms)
-        command = read_command(line, said)
+        said = language.Said(job.settings, job.membership.run, self._incarnation, job.now_ms)
+        command = language.read_command(line, said)
         happened = job.do(command)
         node_id = getattr(command, "node_id", "")
         if node_id in self.unheard:
@@ -167,17 +156,17 @@ class Stage:
             if self.nodes.wake_at_ms is not None and self.nodes.wake_at_ms <= now_ms:
                 happened += self._step_nodes(Tick())
             if happened:
-                yield f"at {write_ms(now_ms)}  {write_events(tuple(happened))}"
+                yield f"at {language.write_ms(now_ms)}  {language.write_events(tuple(happened))}"
         self.job.pass_until(at_ms)
 
     # -------------------------------------------------------------- the nodes core
 
-    def _nodes_command(self, line: Line) -> NodesCommand:
+    def _nodes_command(self, line: language.Line) -> NodesCommand:
         if line.verb == "pause":
             return nodes.Pause()
         if line.verb == "hear":
             return nodes.Hear(frozenset(line.words))
-        node_id, incarnation = speaker(line.word(), lambda _: 0)
+        node_id, incarnation = language.speaker(line.word(), lambda _: 0)
         record = self.nodes.records.get(node_id)
         stream = line.number("stream", (record.stream if record else None) or 0)
         if line.verb == "disconnect":

@@ -13,74 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from rdzv.core.commands import (
-    Bar,
-    Command,
-    Decline,
-    Fail,
-    GiveUp,
-    Join,
-    Leave,
-    MarkAway,
-    MarkBack,
-    MarkHeard,
-    MarkLost,
-    Place,
-    ReportStoreHost,
-    ReportStuck,
-    Restart,
-    Resume,
-    Scale,
-    Stop,
-    Submit,
-    Succeed,
-    Tick,
-    Withdraw,
-)
-from rdzv.core.events import (
-    Event,
-    JobQueued,
-    JobScaled,
-    LastCallBegan,
-    NodeAdopted,
-    NodeCameBack,
-    NodeDeclined,
-    NodeJoined,
-    NodeLeaving,
-    NodeLeft,
-    NodeLost,
-    NodesPlaced,
-    NodeStopped,
-    NodeStuck,
-    NodeSucceeded,
-    NodesWithdrawn,
-    NodeWentAway,
-    RoundAdopted,
-    RoundCompleted,
-    RoundEnded,
-    RoundSettled,
-    RunBegan,
-    RunEnded,
-    WorkerFailed,
-)
+from rdzv.core import commands, events, model
 from rdzv.core.fleet import nodes
 from rdzv.core.fleet.nodes import LeaseRules, NodesEvent
 from rdzv.core.kept_ranks import NotKept
-from rdzv.core.model import (
-    Failure,
-    JobSpec,
-    KeptWorker,
-    LeaveCause,
-    Moved,
-    Offer,
-    Round,
-    ScaleUp,
-    Settings,
-    Snapshot,
-    SnapshotMark,
-    State,
-    Tuning,
-)
 from rdzv.core.root_cause import describe_failure
 from rdzv.view.answers import JobStatus
 
@@ -165,16 +101,16 @@ class Line:
 # ------------------------------------------------------------------ settings and tuning
 
 
-def read_settings(line: Line, default: Settings) -> Settings:
+def read_settings(line: Line, default: model.Settings) -> model.Settings:
     """Take the settings of a job from a line; missing ones are as in `default`."""
     bounds = line.take("nodes", f"{default.min_nodes}:{default.max_nodes}").partition(":")
-    return Settings(
+    return model.Settings(
         min_nodes=int(bounds[0]),
         max_nodes=int(bounds[2] or bounds[0]),
         max_restarts=_read_budget(line, "max_restarts", default.max_restarts),
         join_timeout_ms=line.ms("join_timeout", default.join_timeout_ms),
         last_call_timeout_ms=line.ms("last_call", default.last_call_timeout_ms),
-        scale_up=ScaleUp(line.take("scale_up", default.scale_up)),
+        scale_up=model.ScaleUp(line.take("scale_up", default.scale_up)),
         restart_window_ms=line.ms("restart_window", default.restart_window_ms),
         scale_up_after_ms=line.ms("scale_up_after", default.scale_up_after_ms),
         restart_backoff_ms=line.ms("restart_backoff", default.restart_backoff_ms),
@@ -196,7 +132,7 @@ def _read_budget(line: Line, key: str, default: int | None) -> int | None:
     return None if value == "None" else int(value)
 
 
-def write_settings(settings: Settings, default: Settings) -> list[str]:
+def write_settings(settings: model.Settings, default: model.Settings) -> list[str]:
     """Write the differences from `default`, so that `read_settings` reads them."""
     written = []
     if (settings.min_nodes, settings.max_nodes) != (default.min_nodes, default.max_nodes):
@@ -221,11 +157,11 @@ def write_settings(settings: Settings, default: Settings) -> list[str]:
     return written
 
 
-_T = TypeVar("_T", Tuning, LeaseRules)
+_T = TypeVar("_T", model.Tuning, LeaseRules)
 
 
 _TUNING_WORDS: Mapping[type, Mapping[str, str]] = {
-    Tuning: {"forms_from": "forms_from_ms", "takeover_grace": "takeover_grace_ms"},
+    model.Tuning: {"forms_from": "forms_from_ms", "takeover_grace": "takeover_grace_ms"},
     LeaseRules: {
         "lease": "duration_ms",
         "lease_nodes": "nodes",
@@ -259,7 +195,7 @@ def forget_tuning(line: Line, kind: type[_T]) -> None:
 class Said:
     """Context of a command that its line does not contain."""
 
-    settings: Settings
+    settings: model.Settings
     run: str
     incarnation: Callable[[str], int]
     now_ms: int
@@ -274,10 +210,10 @@ def speaker(token: str, incarnation: Callable[[str], int]) -> tuple[str, int]:
     return node_id, (int(leadership) << _COUNTER_BITS) + int(counter) if dot else int(number)
 
 
-def read_command(line: Line, said: Said) -> Command:
+def read_command(line: Line, said: Said) -> commands.Command:
     """Read one command to a rendezvous."""
     if line.verb == "tick":
-        return Tick()
+        return commands.Tick()
     if line.verb in ("stop", "restart", "scale"):
         return _read_operator(line, said)
     if line.verb in ("submit", "place", "withdraw", "bar", "decline", "give-up"):
@@ -291,9 +227,9 @@ def read_command(line: Line, said: Said) -> Command:
     return command
 
 
-def _read_offer(line: Line, node_id: str) -> Offer:
+def _read_offer(line: Line, node_id: str) -> model.Offer:
     machine = line.take("machine", f"machine-of-{node_id}")
-    return Offer(
+    return model.Offer(
         address=line.take("address", f"{node_id}.net"),
         local_world_size=line.number("workers", 1),
         role=line.take("role", "default"),
@@ -306,8 +242,8 @@ def _read_offer(line: Line, node_id: str) -> Offer:
     )
 
 
-def _read_join(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
-    return Join(
+def _read_join(line: Line, node_id: str, incarnation: int, said: Said) -> commands.Command:
+    return commands.Join(
         node_id=node_id,
         incarnation=incarnation,
         run=line.take("run", ""),
@@ -322,14 +258,14 @@ def _read_join(line: Line, node_id: str, incarnation: int, said: Said) -> Comman
     )
 
 
-def _read_moved(line: Line) -> Moved:
+def _read_moved(line: Line) -> model.Moved:
     """Read the workers' progress: `step=120 snapshot=new`."""
     step = int(line.pairs.pop("step")) if "step" in line.pairs else None
-    return Moved(step, line.take("snapshot", "same") == "new")
+    return model.Moved(step, line.take("snapshot", "same") == "new")
 
 
-def _read_stopped(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
-    return Join(
+def _read_stopped(line: Line, node_id: str, incarnation: int, said: Said) -> commands.Command:
+    return commands.Join(
         node_id=node_id,
         incarnation=incarnation,
         run=line.take("run", said.run),
@@ -343,17 +279,17 @@ def _read_stopped(line: Line, node_id: str, incarnation: int, said: Said) -> Com
     )
 
 
-def _read_kept(line: Line) -> tuple[KeptWorker, ...]:
+def _read_kept(line: Line) -> tuple[model.KeptWorker, ...]:
     """Read parked workers, LOCAL_RANK and sealed steps: `kept=0:7,1:7torn,2`."""
     kept = []
     for word in filter(None, line.take("kept", "").split(",")):
         local_rank, _, step = word.removesuffix("torn").partition(":")
         torn = word.endswith("torn")
-        kept.append(KeptWorker(int(local_rank), int(step) if step else None, torn))
+        kept.append(model.KeptWorker(int(local_rank), int(step) if step else None, torn))
     return tuple(kept)
 
 
-def write_kept(kept: tuple[KeptWorker, ...]) -> str:
+def write_kept(kept: tuple[model.KeptWorker, ...]) -> str:
     """Write parked workers as `_read_kept` reads them."""
     return ",".join(
         f"{one.local_rank}"
@@ -363,7 +299,7 @@ def write_kept(kept: tuple[KeptWorker, ...]) -> str:
     )
 
 
-def _read_snapshots(line: Line) -> tuple[Snapshot, ...]:
+def _read_snapshots(line: Line) -> tuple[model.Snapshot, ...]:
     """Read what a node holds: lineage, step, part of how many, of how many workers: `3@50:0/2of4`.
 
     It is the whole state if no part is named.
@@ -374,12 +310,12 @@ def _read_snapshots(line: Line) -> tuple[Snapshot, ...]:
         lineage, _, step = at.partition("@")
         shard, _, shards = (part or "0/1of1").partition("/")
         count, _, workers = shards.partition("of")
-        mark = SnapshotMark(int(lineage), int(step), "a", int(count), int(workers))
-        held.append(Snapshot(local_rank, mark, int(shard)))
+        mark = model.SnapshotMark(int(lineage), int(step), "a", int(count), int(workers))
+        held.append(model.Snapshot(local_rank, mark, int(shard)))
     return tuple(held)
 
 
-def write_snapshots(held: tuple[Snapshot, ...]) -> str:
+def write_snapshots(held: tuple[model.Snapshot, ...]) -> str:
     """Write a node's snapshots as `_read_snapshots` reads them."""
     return ",".join(
         f"{mark.lineage}@{mark.step}:{one.shard}/{mark.shards}of{mark.world_size}"
@@ -388,12 +324,12 @@ def write_snapshots(held: tuple[Snapshot, ...]) -> str:
     )
 
 
-def _read_failures(line: Line, said: Said) -> tuple[Failure, ...]:
+def _read_failures(line: Line, said: Said) -> tuple[model.Failure, ...]:
     """Read `rank=3 exit=1 "message" traceback=... age=5ms`; without a rank there is none."""
     if "rank" not in line.pairs:
         return ()
     return (
-        Failure(
+        model.Failure(
             rank=line.number("rank", 0),
             local_rank=line.number("local_rank", 0),
             pid=line.number("pid", 4711),
@@ -407,129 +343,131 @@ def _read_failures(line: Line, said: Said) -> tuple[Failure, ...]:
     )
 
 
-def _read_fail(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
+def _read_fail(line: Line, node_id: str, incarnation: int, said: Said) -> commands.Command:
     run, number = line.take("run", said.run), line.number("round", 0)
-    return Fail(node_id, incarnation, run, number, _read_failures(line, said))
+    return commands.Fail(node_id, incarnation, run, number, _read_failures(line, said))
 
 
-def _read_leave(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
-    cause = LeaveCause(line.take("cause", LeaveCause.SIGNAL))
+def _read_leave(line: Line, node_id: str, incarnation: int, said: Said) -> commands.Command:
+    cause = model.LeaveCause(line.take("cause", model.LeaveCause.SIGNAL))
     run = line.take("run", said.run)
     number, exited_zero = line.number("left_round", -1), line.number("exited_zero", 0) == 1
     reason = line.word("its agent received SIGTERM")
     left_round = None if number < 0 else number
-    return Leave(node_id, incarnation, run, cause, reason, left_round, exited_zero)
+    return commands.Leave(node_id, incarnation, run, cause, reason, left_round, exited_zero)
 
 
-def _read_stuck(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
+def _read_stuck(line: Line, node_id: str, incarnation: int, said: Said) -> commands.Command:
     pids = tuple(int(pid) for pid in line.take("pids", "4711").split(","))
     run = line.take("run", said.run)
-    return ReportStuck(node_id, incarnation, run, line.number("round", 0), pids)
+    return commands.ReportStuck(node_id, incarnation, run, line.number("round", 0), pids)
 
 
-def _read_store_host(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
+def _read_store_host(line: Line, node_id: str, incarnation: int, said: Said) -> commands.Command:
     run, number = line.take("run", said.run), line.number("round", 0)
-    return ReportStoreHost(node_id, incarnation, run, number, line.word("it exited 1"))
+    return commands.ReportStoreHost(node_id, incarnation, run, number, line.word("it exited 1"))
 
 
-def _read_away(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
+def _read_away(line: Line, node_id: str, incarnation: int, said: Said) -> commands.Command:
     for_ms, firm = line.ms("for", 5_000), line.word("") == "firm"
-    return MarkAway(node_id, incarnation, said.now_ms + for_ms, firm)
+    return commands.MarkAway(node_id, incarnation, said.now_ms + for_ms, firm)
 
 
-def _about_round(kind: type[Resume] | type[Succeed]) -> _Reader:
-    def read(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
+def _about_round(kind: type[commands.Resume] | type[commands.Succeed]) -> _Reader:
+    def read(line: Line, node_id: str, incarnation: int, said: Said) -> commands.Command:
         return kind(node_id, incarnation, line.take("run", said.run), line.number("round", 0))
 
     return read
 
 
-def _read_operator(line: Line, said: Said) -> Command:
+def _read_operator(line: Line, said: Said) -> commands.Command:
     run = line.take("run", said.run)
     bounds = line.word().partition(":") if line.verb == "scale" else ("", "", "")
     number, reason = line.number("round", 0), line.word("an operator asked for it")
     line.finish()
     match line.verb:
         case "stop":
-            return Stop(run, reason)
+            return commands.Stop(run, reason)
         case "restart":
-            return Restart(run, number, reason)
+            return commands.Restart(run, number, reason)
         case _:
-            return Scale(run, int(bounds[0]), int(bounds[2]), reason)
+            return commands.Scale(run, int(bounds[0]), int(bounds[2]), reason)
 
 
-def _read_submitted(line: Line, said: Said) -> Command:
+def _read_submitted(line: Line, said: Said) -> commands.Command:
     if line.verb == "submit":
         run, by = line.take("run", "run-1"), line.take("by", "ada")
         settings = read_settings(line, said.settings)
         line.finish()
-        return Submit(run, settings, JobSpec(args=("train.py",)), by)
+        return commands.Submit(run, settings, model.JobSpec(args=("train.py",)), by)
     run = line.take("run", said.run)
     node_ids = () if line.verb == "give-up" else tuple(line.word().split(","))
     reason = line.word("it is so")
     line.finish()
     match line.verb:
         case "place":
-            return Place(run, node_ids)
+            return commands.Place(run, node_ids)
         case "withdraw":
-            return Withdraw(run, node_ids, reason)
+            return commands.Withdraw(run, node_ids, reason)
         case "bar":
             names = () if node_ids == ("none",) else node_ids
-            return Bar(tuple((node_id, reason) for node_id in names))
+            return commands.Bar(tuple((node_id, reason) for node_id in names))
         case "decline":
-            return Decline(node_ids[0], run, reason)
+            return commands.Decline(node_ids[0], run, reason)
         case _:
-            return GiveUp(run, reason)
+            return commands.GiveUp(run, reason)
 
 
-_Reader = Callable[[Line, str, int, Said], Command]
+_Reader = Callable[[Line, str, int, Said], commands.Command]
 
 _READERS: Mapping[str, _Reader] = {
     "join": _read_join,
     "stopped": _read_stopped,
-    "resume": _about_round(Resume),
+    "resume": _about_round(commands.Resume),
     "fail": _read_fail,
-    "succeed": _about_round(Succeed),
+    "succeed": _about_round(commands.Succeed),
     "leave": _read_leave,
     "stuck": _read_stuck,
     "store-host": _read_store_host,
     "away": _read_away,
-    "back": lambda line, node_id, incarnation, said: MarkBack(node_id, incarnation),
-    "heard": lambda line, node_id, incarnation, said: MarkHeard(node_id),
-    "lost": lambda line, node_id, incarnation, said: MarkLost(
+    "back": lambda line, node_id, incarnation, said: commands.MarkBack(node_id, incarnation),
+    "heard": lambda line, node_id, incarnation, said: commands.MarkHeard(node_id),
+    "lost": lambda line, node_id, incarnation, said: commands.MarkLost(
         node_id, incarnation, line.word("lease ran out")
     ),
 }
 
 
-def write_command(command: Command, default: Settings, now_ms: int, name: str) -> str:
+def write_command(
+    command: commands.Command, default: model.Settings, now_ms: int, name: str
+) -> str:
     """Write a command so that `read_command` reads it; `name` is its speaker's."""
     match command:
-        case Tick():
+        case commands.Tick():
             return "tick"
-        case Stop():
+        case commands.Stop():
             return f"stop run={command.run}"
-        case Restart():
+        case commands.Restart():
             return f"restart run={command.run} round={command.round}"
-        case Scale():
+        case commands.Scale():
             return f"scale {command.min_nodes}:{command.max_nodes} run={command.run}"
-        case Submit():
+        case commands.Submit():
             words = ["submit", f"run={command.run}", *write_settings(command.settings, default)]
             return " ".join(words)
-        case Place():
+        case commands.Place():
             return f"place {','.join(command.node_ids)} run={command.run}"
-        case Withdraw():
+        case commands.Withdraw():
             return f'withdraw {",".join(command.node_ids)} run={command.run} "{command.reason}"'
-        case Bar():
+        case commands.Bar():
             # One reason stands for all of them, as they are read.
             names = ",".join(node_id for node_id, _ in command.barred) or "none"
             reasons = [reason for _, reason in command.barred] or ["nobody is"]
             return f'bar {names} "{reasons[0]}"'
-        case Decline():
+        case commands.Decline():
             return f'decline {command.node_id} run={command.run} "{command.reason}"'
-        case GiveUp():
+        case commands.GiveUp():
             return f'give-up run={command.run} "{command.reason}"'
-        case Join():
+        case commands.Join():
             words = ["join", name, *([f"run={command.run}"] if command.run else [])]
             words += [f"left_round={command.left_round}"] if command.left_round is not None else []
             words += [f"workers={command.offer.local_world_size}"]
@@ -543,91 +481,91 @@ def write_command(command: Command, default: Settings, now_ms: int, name: str) -
             if command.snapshots:
                 words += [f"snapshots={write_snapshots(command.snapshots)}"]
             return " ".join(words + write_settings(command.settings, default))
-        case Resume() | Succeed():
+        case commands.Resume() | commands.Succeed():
             verb = type(command).__name__.lower()
             return f"{verb} {name} run={command.run} round={command.round}"
-        case Fail():
+        case commands.Fail():
             first = command.failures[0] if command.failures else None
             what = f" rank={first.rank} exit={first.exit_code}" if first else ""
             what += " suspect=yes" if first and first.suspect else ""
             return f"fail {name} run={command.run} round={command.round}{what}"
-        case Leave():
+        case commands.Leave():
             left = "" if command.left_round is None else f" left_round={command.left_round}"
             return f"leave {name} run={command.run}{left}"
-        case ReportStuck():
+        case commands.ReportStuck():
             return f"stuck {name} run={command.run} round={command.round}"
-        case ReportStoreHost():
+        case commands.ReportStoreHost():
             return f"store-host {name} run={command.run} round={command.round}"
-        case MarkAway():
+        case commands.MarkAway():
             firm = " firm" if command.firm else ""
             return f"away {name}{firm} for={command.until_ms - now_ms}ms"
-        case MarkBack():
+        case commands.MarkBack():
             return f"back {name}"
-        case MarkHeard():
+        case commands.MarkHeard():
             return f"heard {command.node_id}"
-        case MarkLost():
+        case commands.MarkLost():
             return f'lost {name} "{command.reason}"'
 
 
 # ------------------------------------------------------------------ answers
 
 
-def write_events(events: tuple[Event | NodesEvent, ...]) -> str:
+def write_events(events: tuple[events.Event | NodesEvent, ...]) -> str:
     """Describe an event in one line."""
     return " · ".join(_write_event(event) for event in events) or "-"
 
 
-def _write_event(event: Event | NodesEvent) -> str:
+def _write_event(event: events.Event | NodesEvent) -> str:
     text = f"{type(event).__name__} {_what(event)}".rstrip()
     # Events of the nodes core are not about this job only.
     return f"[{text}]" if isinstance(event, NodesEvent) else text
 
 
-def _what(event: Event | NodesEvent) -> str:
+def _what(event: events.Event | NodesEvent) -> str:
     match event:
-        case RunBegan():
+        case events.RunBegan():
             return f"{event.run}: {event.reason}"
-        case NodeJoined():
+        case events.NodeJoined():
             return name(event.node_id, event.incarnation)
-        case NodeStopped() | NodeSucceeded():
+        case events.NodeStopped() | events.NodeSucceeded():
             return f"{event.node_id} round={event.round}"
-        case NodeLeaving() | NodeLeft() | NodeLost():
+        case events.NodeLeaving() | events.NodeLeft() | events.NodeLost():
             return f"{event.node_id}: {event.reason}"
-        case NodeWentAway():
+        case events.NodeWentAway():
             return f"{event.node_id} for {write_ms(event.for_ms)}"
-        case NodeCameBack():
+        case events.NodeCameBack():
             return f"{event.node_id} after {write_ms(event.after_ms)}"
-        case NodeStuck():
+        case events.NodeStuck():
             return f"{event.node_id} round={event.round}: {event.reason}"
-        case WorkerFailed():
+        case events.WorkerFailed():
             return f"round={event.round} {write_failure(event.failure)}"
-        case LastCallBegan():
+        case events.LastCallBegan():
             return f"{event.nodes} nodes, {write_ms(event.for_ms)}"
-        case RoundCompleted():
+        case events.RoundCompleted():
             not_loaded = f" (not loaded: {event.not_loaded})" if event.not_loaded else ""
             return write_round(event.round) + _write_not_kept(event.not_kept) + not_loaded
-        case RoundAdopted():
+        case events.RoundAdopted():
             return write_round(event.round)
-        case NodeAdopted():
+        case events.NodeAdopted():
             return f"{event.node_id} round={event.round} GROUP_RANK={event.group_rank}"
-        case JobScaled():
+        case events.JobScaled():
             return f"{event.min_nodes}:{event.max_nodes}: {event.reason}"
-        case NodesPlaced():
+        case events.NodesPlaced():
             return ",".join(event.node_ids)
-        case NodesWithdrawn():
+        case events.NodesWithdrawn():
             return f"{','.join(event.node_ids)}: {event.reason}"
-        case NodeDeclined():
+        case events.NodeDeclined():
             return f"{event.node_id}: {event.reason}"
-        case JobQueued():
+        case events.JobQueued():
             return event.reason
-        case RoundEnded():
+        case events.RoundEnded():
             broken = " (broken)" if event.end.broken else ""
             broken += "" if event.end.keep else " (keeps nobody)"
             return f"round={event.round}{broken} {event.end.cause}: {event.end.reason}"
-        case RoundSettled():
+        case events.RoundSettled():
             budget = f"{event.restarts} of {event.max_restarts} restarts"
             return f"round={event.round} {event.cause}: {event.reason}; {budget}"
-        case RunEnded():
+        case events.RunEnded():
             again = " (try again)" if event.ended.retry_sensible else ""
             return f"{event.run} {event.ended.result}{again}: {event.ended.reason}"
         case _:
@@ -661,12 +599,12 @@ def write_incarnation(incarnation: int) -> str:
     return f"{leadership}.{counter}" if leadership else f"{counter}"
 
 
-def write_failure(failure: Failure) -> str:
+def write_failure(failure: model.Failure) -> str:
     at = f" at {write_ms(failure.at_ms)}"
     return describe_failure(failure) + at + (" with traceback" if failure.traceback else "")
 
 
-def write_round(round_: Round) -> str:
+def write_round(round_: model.Round) -> str:
     """Write `round=1 n1=0..7 n2=8..15 world_size=16 master=n1.net:29500`."""
     parts = [f"round={round_.number}"]
     roles = {participant.offer.role for participant in round_.participants}
@@ -695,7 +633,7 @@ def _write_not_kept(not_kept: tuple[NotKept, ...]) -> str:
     return f" (new: {whys})" if whys else ""
 
 
-def write_state(state: State) -> str:
+def write_state(state: model.State) -> str:
     """Describe the state of the job and its nodes: `round 1 joining: n1, n2 stopping`."""
     membership = state.membership
     if not membership.run:

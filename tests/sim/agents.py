@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_args
 
+from rdzv import messages
 from rdzv.agent.core import begin, commands, events, step
 from rdzv.agent.core.model import JobTerms, Outcome, Phase
 from rdzv.agent.core.stopping import rejoin
@@ -23,16 +24,6 @@ from rdzv.core.evidence.stacks import StackFrame, ThreadStack, WorkerStack
 from rdzv.core.fleet.node_resources import Resources
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules, absence_for
 from rdzv.core.model import UNMOVED, Assignment, Moved, Offer
-from rdzv.messages import (
-    Hung,
-    Joined,
-    KeepCopies,
-    Refused,
-    SnapshotsHeld,
-    SnapshotWatermark,
-    Stacks,
-    Waiting,
-)
 from rdzv.structs import replace, struct
 from rdzv.transport.node_stream import FINAL_REFUSALS
 from rdzv.transport.wire import write
@@ -382,7 +373,7 @@ class Runner:
                 HungWorker(line.rank_first + rank, rank, 100 + rank, 60_000, "no word of it")
                 for rank in sorted(self.hung)
             )
-            report = Hung(line.rdzv_id, line.run, line.round, hung)
+            report = messages.Hung(line.rdzv_id, line.run, line.round, hung)
             agent = self.part.agent
             agent.awake(lambda: agent.say(encoding.report(report, self.part.rdzv_id, 0)))
 
@@ -450,7 +441,7 @@ class Part:
         return encoding.join(say, self.state, self._offer(), now_ms, refuse_reuse=False)
 
     def post(self, event: events.Event) -> None:
-        self.joined = self.joined or isinstance(event, Joined)
+        self.joined = self.joined or isinstance(event, messages.Joined)
         self._inbox.append(event)
         if self._busy:
             return
@@ -517,13 +508,13 @@ class Part:
                 self.runner.take_back_notice(command.round)
             case commands.StopStoreHost():
                 pass
-            case SnapshotsHeld():
+            case messages.SnapshotsHeld():
                 self.agent.say(encoding.report(command, self.rdzv_id, 0))
-            case SnapshotWatermark():
+            case messages.SnapshotWatermark():
                 self.runner.slots.watermark = command.mark
                 self.runner.slots.given_up = command.given_up
                 self.agent.world.counts["saves given up"] += command.given_up is not None
-            case KeepCopies():
+            case messages.KeepCopies():
                 self.runner.slots.fetch(command.mark, command.sources)
             case commands.Exit():
                 self.outcome = command.outcome
@@ -802,14 +793,18 @@ class Agent:
         line = part.state.assignment if part is not None else None
         workers = (asked.rdzv_id, asked.run, asked.round)
         if part is None or line is None or part.runner.workers != workers:
-            self._answer(encoding.report(Stacks(asked.request, (), last=True, error="it has none")))
+            self._answer(
+                encoding.report(messages.Stacks(asked.request, (), last=True, error="it has none"))
+            )
             return
         for rank in sorted(part.runner.alive):
             where = StackFrame("hang" if rank in part.runner.hung else "step", "train.py", 1)
             main = ThreadStack("MainThread", True, (where,))
             stack = WorkerStack(line.rank_first + rank, rank, 100 + rank, "S", (main,))
-            self._answer(encoding.report(Stacks(asked.request, (stack,), last=False, error="")))
-        self._answer(encoding.report(Stacks(asked.request, (), last=True, error="")))
+            self._answer(
+                encoding.report(messages.Stacks(asked.request, (stack,), last=False, error=""))
+            )
+        self._answer(encoding.report(messages.Stacks(asked.request, (), last=True, error="")))
 
     def _answer(self, message: pb.NodeMessage) -> None:
         """Send a message that belongs to no run, and so to no later repetition."""
@@ -822,7 +817,7 @@ class Agent:
             connection.end_by_node()
         if end.error is not None and end.error.code in FINAL_REFUSALS:
             for part in list(self.parts.values()):
-                part.post(Refused(part.rdzv_id, end.error.code, str(end.error)))
+                part.post(messages.Refused(part.rdzv_id, end.error.code, str(end.error)))
         if self.alive:
             self._failed("the server ended the stream")
 
@@ -884,7 +879,7 @@ class Agent:
         if part is None or part.outcome is not None:
             return
         self.world.judge.heard(part, message)
-        if isinstance(told, Waiting):
+        if isinstance(told, messages.Waiting):
             part.reason = told.reason
         elif isinstance(told, get_args(events.FromServer)):
             part.post(told)

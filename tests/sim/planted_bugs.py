@@ -101,7 +101,7 @@ MUTANTS = (
     Mutant(
         "who exits because it was told to has failed",
         "_note_exit",
-        "    if state.phase is Phase.RUNNING and follows_notice(work, event):",
+        "    if state.phase is Phase.RUNNING and drain_notice.follows_notice(work, event):",
         "    if False and follows_notice(work, event):",
     ),
     Mutant(
@@ -460,8 +460,8 @@ MUTANTS = (
     Mutant(
         "a node leaves by the name of another run",
         "COMMAND_RULES",
-        "    Leave: CommandRule(leave, (*_FROM_HOLDER, of_run_joined)),",
-        "    Leave: CommandRule(leave, _FROM_HOLDER),",
+        "    commands.Leave: CommandRule(leaving.leave, (*_FROM_HOLDER, of_run_joined)),",
+        "    commands.Leave: CommandRule(leaving.leave, _FROM_HOLDER),",
         by=_unit(),
     ),
     Mutant(
@@ -527,8 +527,8 @@ MUTANTS = (
     Mutant(
         "success of an older round counts",
         "COMMAND_RULES",
-        "    Succeed: CommandRule(succeed, (run_is_open, of_this_run, of_latest_round)),",
-        "    Succeed: CommandRule(succeed, (run_is_open, of_this_run)),",
+        "CommandRule(leaving.succeed, (run_is_open, of_this_run, of_latest_round)),",
+        "CommandRule(leaving.succeed, (run_is_open, of_this_run)),",
         by=_unit(),
     ),
     Mutant(
@@ -1112,7 +1112,7 @@ MUTANTS = (
     Mutant(
         "joining never times out",
         "STATE_RULES",
-        "    time_out_joining,\n",
+        "    forming.time_out_joining,\n",
         "",
         by=_unit(),
     ),
@@ -1126,14 +1126,15 @@ MUTANTS = (
     Mutant(
         "a completion is due and nobody is woken for it",
         "rendezvous._wake_at_ms",
-        "        due.append(completion_due_ms(state))",
+        "        due.append(forming.completion_due_ms(state))",
         "        pass",
     ),
     # ---------------------------------------------------------- rendezvous: durable, or not
     Mutant(
         "seats are forgotten by a restart of the server",
         "restoring.restore",
-        "        seats={p.node_id: Seat(p.incarnation, now_ms, p.node_id in done) for p in held},",
+        "        seats={p.node_id: "
+        "model.Seat(p.incarnation, now_ms, p.node_id in done) for p in held},",
         "        seats={},",
     ),
     Mutant(

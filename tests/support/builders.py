@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from rdzv.core import model
 from rdzv.core.commands import (
     Command,
     Fail,
@@ -25,28 +26,12 @@ from rdzv.core.invariants import violations
 from rdzv.core.life.leaving import any_seat_has_deadline, seats_with_deadline
 from rdzv.core.life.restoring import restore
 from rdzv.core.life.runs import vacant
-from rdzv.core.model import (
-    UNMOVED,
-    Failure,
-    JobState,
-    KeptWorker,
-    LeaveCause,
-    Membership,
-    Moved,
-    Offer,
-    Round,
-    Settings,
-    Snapshot,
-    State,
-    Tuning,
-    job_state,
-)
 from rdzv.core.rendezvous import Transition, step
 from rdzv.errors import RendezvousError
 from rdzv.structs import replace
 from rdzv.view.explain import view, waiting_reason
 
-SETTINGS = Settings(min_nodes=2, max_nodes=3, last_call_timeout_ms=5_000)
+SETTINGS = model.Settings(min_nodes=2, max_nodes=3, last_call_timeout_ms=5_000)
 RUN = "run-1"
 """The uid of the first run of a `Job`; the next is `run-2`."""
 
@@ -58,9 +43,9 @@ class BrokenPromiseError(AssertionError):
 # ------------------------------------------------------------------ commands
 
 
-def offer(node_id: str, **given: Any) -> Offer:
+def offer(node_id: str, **given: Any) -> model.Offer:
     """A node's offer: by default, its own machine and address, and one worker."""
-    return Offer(**{"address": f"{node_id}.net", "machine": f"machine-of-{node_id}", **given})
+    return model.Offer(**{"address": f"{node_id}.net", "machine": f"machine-of-{node_id}", **given})
 
 
 def join(
@@ -68,15 +53,15 @@ def join(
     incarnation: int = 1,
     *,
     run: str = "",
-    settings: Settings = SETTINGS,
+    settings: model.Settings = SETTINGS,
     left_round: int | None = None,
-    failures: Iterable[Failure] = (),
-    moved: Moved = UNMOVED,
+    failures: Iterable[model.Failure] = (),
+    moved: model.Moved = model.UNMOVED,
     refuse_reuse: bool = False,
     new_run: str = RUN,
     secret: str = "",
-    kept: Iterable[KeptWorker] = (),
-    snapshots: Iterable[Snapshot] = (),
+    kept: Iterable[model.KeptWorker] = (),
+    snapshots: Iterable[model.Snapshot] = (),
     **offered: Any,
 ) -> Join:
     """Build a join; arguments that are no fields of `Join` describe the node's offer."""
@@ -101,7 +86,9 @@ LATER_MS = 1 << 50
 """A time after any step: a failure of that time counts as one of the step that is told of it."""
 
 
-def report(rank: int = 0, exit_code: int | None = 1, message: str = "", **given: Any) -> Failure:
+def report(
+    rank: int = 0, exit_code: int | None = 1, message: str = "", **given: Any
+) -> model.Failure:
     """Build a node's report of one failed worker, which fails when the job is told of it."""
     defaults: dict[str, Any] = {
         "local_rank": 0,
@@ -113,7 +100,7 @@ def report(rank: int = 0, exit_code: int | None = 1, message: str = "", **given:
         "traceback": "",
         "at_ms": LATER_MS,
     }
-    return Failure(**{**defaults, **given})
+    return model.Failure(**{**defaults, **given})
 
 
 # ------------------------------------------------------------------ a job that checks itself
@@ -130,12 +117,12 @@ class Job:
     time. `strict` also repeats every command, ticks early and crashes, without effect.
     """
 
-    settings: Settings = SETTINGS
-    tuning: Tuning = field(default_factory=Tuning)
+    settings: model.Settings = SETTINGS
+    tuning: model.Tuning = field(default_factory=model.Tuning)
     now_ms: int = 0
     strict: bool = True
     name: str = "job-7"
-    state: State = field(init=False)
+    state: model.State = field(init=False)
     wake_at_ms: int | None = None
     events: list[Event] = field(default_factory=list)
     """All events so far."""
@@ -201,7 +188,7 @@ class Job:
     def resume(self, node_id: str, incarnation: int = 1) -> tuple[Event, ...]:
         return self.do(Resume(node_id, incarnation, self.membership.run, self.round.number))
 
-    def fail(self, node_id: str, *reports: Failure) -> tuple[Event, ...]:
+    def fail(self, node_id: str, *reports: model.Failure) -> tuple[Event, ...]:
         round_ = self.round
         return self.do(Fail(node_id, 1, self.membership.run, round_.number, reports or (report(),)))
 
@@ -213,7 +200,7 @@ class Job:
         self,
         node_id: str,
         left_round: int | None = None,
-        cause: LeaveCause = LeaveCause.SIGNAL,
+        cause: model.LeaveCause = model.LeaveCause.SIGNAL,
         reason: str = "its agent received SIGTERM",
     ) -> tuple[Event, ...]:
         return self.do(Leave(node_id, 1, self.membership.run, cause, reason, left_round))
@@ -241,11 +228,11 @@ class Job:
     # -------------------------------------------------------------- what to look at
 
     @property
-    def membership(self) -> Membership:
+    def membership(self) -> model.Membership:
         return self.state.membership
 
     @property
-    def round(self) -> Round:
+    def round(self) -> model.Round:
         """The latest complete round."""
         assert self.membership.round is not None, "no round has completed yet"
         return self.membership.round
@@ -256,8 +243,8 @@ class Job:
         return [participant.node_id for participant in self.round.participants]
 
     @property
-    def job_state(self) -> JobState:
-        return job_state(self.state)
+    def job_state(self) -> model.JobState:
+        return model.job_state(self.state)
 
     @property
     def reason(self) -> str:
@@ -268,7 +255,7 @@ class Job:
         return next(event for event in reversed(self.events) if isinstance(event, kind))
 
 
-def running(*node_ids: str, settings: Settings = SETTINGS, **given: Any) -> Job:
+def running(*node_ids: str, settings: model.Settings = SETTINGS, **given: Any) -> Job:
     """Return a job whose round 0 runs on these nodes; `max_nodes` may exceed their number."""
     job = Job(settings, **given)
     job.join(*node_ids)
@@ -280,7 +267,7 @@ def running(*node_ids: str, settings: Settings = SETTINGS, **given: Any) -> Job:
 # ------------------------------------------------------------------ the promises of every step
 
 
-def check_step(before: State, command: Command, transition: Transition, now_ms: int) -> None:
+def check_step(before: model.State, command: Command, transition: Transition, now_ms: int) -> None:
     """Check the invariants that hold after every step."""
     after = transition.state
     if found := violations(before, after):
@@ -318,7 +305,7 @@ def check_calm(command: Command, transition: Transition, now_ms: int) -> None:
     check_reasons(state, now_ms)
 
 
-def _expect_nothing(first: Command, state: State, command: Command, now_ms: int) -> None:
+def _expect_nothing(first: Command, state: model.State, command: Command, now_ms: int) -> None:
     try:
         transition = step(state, command, now_ms)
     except RendezvousError:
@@ -328,7 +315,7 @@ def _expect_nothing(first: Command, state: State, command: Command, now_ms: int)
         raise BrokenPromiseError(f"after {first}, {what}, was no no-op: {transition.events}")
 
 
-def check_reasons(state: State, now_ms: int) -> None:
+def check_reasons(state: model.State, now_ms: int) -> None:
     """Check that a job that does not run can say why."""
     shown = view(state, now_ms)
     if state.membership.run and not shown.reason.headline:

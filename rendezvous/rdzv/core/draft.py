@@ -6,21 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rdzv.core import model
 from rdzv.core.events import Event, RunEnded
-from rdzv.core.model import (
-    Away,
-    Ended,
-    Failure,
-    Membership,
-    Result,
-    Round,
-    RoundEnd,
-    Seat,
-    State,
-    Stuck,
-    Submission,
-    Waiting,
-)
 from rdzv.structs import replace
 
 
@@ -49,12 +36,12 @@ class Ignored(StrEnum):
 class Draft:
     """The state while a step is computing it. Changes are visible only within `step`."""
 
-    state: State
+    state: model.State
     now_ms: int
     events: list[Event] = field(default_factory=list)
 
     @property
-    def membership(self) -> Membership:
+    def membership(self) -> model.Membership:
         return self.state.membership
 
     @property
@@ -66,10 +53,10 @@ class Draft:
         self,
         *,
         of: str | None,
-        seats: Mapping[str, Seat] | None = None,
-        waiting: Mapping[str, Waiting] | None = None,
-        stuck: Mapping[str, Stuck] | None = None,
-        away: Mapping[str, Away] | None = None,
+        seats: Mapping[str, model.Seat] | None = None,
+        waiting: Mapping[str, model.Waiting] | None = None,
+        stuck: Mapping[str, model.Stuck] | None = None,
+        away: Mapping[str, model.Away] | None = None,
     ) -> None:
         """Replace some of the mappings of present nodes.
 
@@ -92,29 +79,29 @@ class Draft:
             unready = before.unready + after.is_unready(of) - before.is_unready(of)
         self.state = replace(after, hasty=hasty, unready=unready)
 
-    def store(self, membership: Membership) -> None:
+    def store(self, membership: model.Membership) -> None:
         self.state = replace(self.state, membership=membership)
 
-    def store_round(self, round_: Round) -> None:
+    def store_round(self, round_: model.Round) -> None:
         self.store(replace(self.membership, round=round_))
 
-    def store_end(self, round_: Round, end: RoundEnd) -> None:
+    def store_end(self, round_: model.Round, end: model.RoundEnd) -> None:
         self.store_round(replace(round_, end=end))
 
-    def store_submission(self, submission: Submission) -> None:
+    def store_submission(self, submission: model.Submission) -> None:
         if submission != self.membership.submission:
             self.store(replace(self.membership, submission=submission))
 
     def close(
         self,
-        result: Result,
+        result: model.Result,
         reason: str,
         *,
         retry_sensible: bool = False,
-        failures: tuple[Failure, ...] = (),
+        failures: tuple[model.Failure, ...] = (),
         no_progress: bool = False,
     ) -> None:
         """Close the run, which then forms no more rounds and has no nodes."""
-        ended = Ended(result, reason, self.now_ms, retry_sensible, failures, no_progress)
-        self.state = State(replace(self.membership, ended=ended), self.state.tuning)
+        ended = model.Ended(result, reason, self.now_ms, retry_sensible, failures, no_progress)
+        self.state = model.State(replace(self.membership, ended=ended), self.state.tuning)
         self.events.append(RunEnded(self.membership.run, ended))

@@ -30,20 +30,7 @@ from rdzv.agent.output.run_files import WorkerOutput
 from rdzv.agent.runner_link import Hello, NotAdoptableError, SilentRunnerError
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.client import Endpoint
-from rdzv.core.model import (
-    Assignment,
-    Cause,
-    Ended,
-    Failure,
-    JobSpec,
-    LeaveCause,
-    Offer,
-    Result,
-    RoundEnd,
-    Settings,
-    Snapshot,
-    SnapshotMark,
-)
+from rdzv.core import model
 from rdzv.messages import Closed, Joined, RoundOver, SnapshotWatermark, Withdrawn
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
@@ -60,14 +47,14 @@ from tests.support.agent_jobs import (
 
 pytestmark = pytest.mark.slow
 
-JOB = JobTerms("job", "n1", Settings(1, 2), local_world_size=2)
-LINE = Assignment("job-7", "r1", 4, 1, 2, 2, 4, 2, 4, "127.0.0.1", 29500, True, 1, 3)
+JOB = JobTerms("job", "n1", model.Settings(1, 2), local_world_size=2)
+LINE = model.Assignment("job-7", "r1", 4, 1, 2, 2, 4, 2, 4, "127.0.0.1", 29500, True, 1, 3)
 PLACEMENT = KeptPlacement(
     "n1",
     "instance-1",
     "job",
     "r1",
-    JobSpec(args=("train.py",), env=(("A", "b"),), chdir="/srv", local_world_size=2),
+    model.JobSpec(args=("train.py",), env=(("A", "b"),), chdir="/srv", local_world_size=2),
     gpus=2,
     granted=("GPU-a", "GPU-b"),
     environ={"PATH": "/bin", "BYTES": "\udcff"},
@@ -81,7 +68,7 @@ FULL = KeptState(
         left_round=3,
         alive=frozenset({1}),
         workers_gone=False,
-        failures=(Failure(0, 2, 99, None, 9, "killed", "a \udcff trace", 12),),
+        failures=(model.Failure(0, 2, 99, None, 9, "killed", "a \udcff trace", 12),),
         stopping_since_ms=13,
         stuck_pids=(99,),
         fenced=True,
@@ -89,15 +76,15 @@ FULL = KeptState(
         store_host_failed="it exited",
         disconnected_since_ms=None,
         idle_since_ms=3,
-        leaving=Leaving(LeaveCause.SIGNAL, "told to", 143),
+        leaving=Leaving(model.LeaveCause.SIGNAL, "told to", 143),
         outcome=Outcome(
             1,
             "failed",
-            (Failure(0, 0, 7, 1, None, "boom", "", 5, node_id="n2", address="10.0.0.2"),),
-            Result.FAILED,
+            (model.Failure(0, 0, 7, 1, None, "boom", "", 5, node_id="n2", address="10.0.0.2"),),
+            model.Result.FAILED,
         ),
     ),
-    offer=Offer("10.0.0.1", 2, topology="rack-1", host_name="n1.lan", machine="boot/net"),
+    offer=model.Offer("10.0.0.1", 2, topology="rack-1", host_name="n1.lan", machine="boot/net"),
     joined=True,
     stop=KeptStop(StopWorkers(4, 5_000, 15), 14),
     outputs=(WorkerOutput(Path("/a/stdout.log"), Path("/a/stderr.log"), Path("/a/error.json")),),
@@ -354,7 +341,7 @@ class Story:
         self.driver.resume(self.runner, state)  # type: ignore[arg-type]
         await self.driver.get_ready()
 
-    async def begin_round(self, line: Assignment) -> None:
+    async def begin_round(self, line: model.Assignment) -> None:
         """Complete a round, and wait until the workers' files exist or the round has failed."""
         said = len(self.link.said)
         self.driver.post(line)
@@ -362,8 +349,8 @@ class Story:
             lambda: len(self.link.said) > said or self.driver.written.at(line.round) is not None
         )
 
-    def line(self, round_: int = 0, **changes: Any) -> Assignment:
-        line = Assignment("job-7", "r1", round_, 1, 2, 2, 4, 2, 4, "127.0.0.1", 1, True, 0, 3)
+    def line(self, round_: int = 0, **changes: Any) -> model.Assignment:
+        line = model.Assignment("job-7", "r1", round_, 1, 2, 2, 4, 2, 4, "127.0.0.1", 1, True, 0, 3)
         return replace(line, **changes)
 
     def phase(self) -> pb.Belief.Phase.ValueType | None:
@@ -405,9 +392,9 @@ async def test_a_round_runs_on_and_is_believed_in(s: Story) -> None:
 
 
 async def test_what_is_held_in_memory_is_known_to_the_next_agent(s: Story) -> None:
-    mark = SnapshotMark(0, 40, "f00d", world_size=4)
+    mark = model.SnapshotMark(0, 40, "f00d", world_size=4)
     await s.begin_round(s.line())
-    s.runner.tell(events.SnapshotsChanged((Snapshot(0, mark, bytes=1_000, digest="d"),)))
+    s.runner.tell(events.SnapshotsChanged((model.Snapshot(0, mark, bytes=1_000, digest="d"),)))
     await s.die_and_come_back()
     believed = s.driver.belief()
     assert believed is not None
@@ -432,7 +419,10 @@ async def test_a_round_whose_files_are_not_made_keeps_none_of_the_round_before(s
     await s.begin_round(s.line())
     s.driver.post(
         RoundOver(
-            "job-7", "r1", 0, RoundEnd(Cause.NODE_LOST, "n2 is lost", broken=True, keep=False)
+            "job-7",
+            "r1",
+            0,
+            model.RoundEnd(model.Cause.NODE_LOST, "n2 is lost", broken=True, keep=False),
         )
     )
     s.runner.tell(events.WorkersGone(0))
@@ -466,7 +456,10 @@ async def test_an_agent_that_dies_before_it_stops_the_workers_leaves_that_to_the
     s.runner.deaf_to.add("stop")
     s.driver.post(
         RoundOver(
-            "job-7", "r1", 0, RoundEnd(Cause.NODE_LOST, "n2 is lost", broken=True, keep=False)
+            "job-7",
+            "r1",
+            0,
+            model.RoundEnd(model.Cause.NODE_LOST, "n2 is lost", broken=True, keep=False),
         )
     )
     await s.die_and_come_back()
@@ -486,7 +479,10 @@ async def test_a_stop_is_kept_for_the_next_agent_before_the_workers_are_told(s: 
     s.runner.deaf_to.add("stop")
     s.driver.post(
         RoundOver(
-            "job-7", "r1", 0, RoundEnd(Cause.NODE_LOST, "n2 is lost", broken=True, keep=False)
+            "job-7",
+            "r1",
+            0,
+            model.RoundEnd(model.Cause.NODE_LOST, "n2 is lost", broken=True, keep=False),
         )
     )
     kept = handover_state.decode_state(s.runner.keeps[handover_state.STATE]).stop
@@ -497,7 +493,7 @@ async def test_a_stop_is_kept_for_the_next_agent_before_the_workers_are_told(s: 
 async def test_the_runner_is_told_which_step_is_whole(s: Story) -> None:
     """It is the only one that workers may not overwrite."""
     await s.begin_round(s.line())
-    mark = SnapshotMark(0, 40, "f00d", world_size=4)
+    mark = model.SnapshotMark(0, 40, "f00d", world_size=4)
     s.driver.post(SnapshotWatermark("job-7", "r1", mark))
     assert s.runner.announced == [(mark, None)]
 
@@ -507,7 +503,10 @@ async def test_a_store_host_is_stopped_when_its_round_is_over(s: Story) -> None:
     s.runner.store_hosts.add(0)
     s.driver.post(
         RoundOver(
-            "job-7", "r1", 0, RoundEnd(Cause.NODE_LOST, "n2 is lost", broken=True, keep=False)
+            "job-7",
+            "r1",
+            0,
+            model.RoundEnd(model.Cause.NODE_LOST, "n2 is lost", broken=True, keep=False),
         )
     )
     assert s.runner.store_hosts == {0}
@@ -563,7 +562,7 @@ async def test_success_is_remembered(s: Story) -> None:
     await s.die_and_come_back()
     assert s.phase() == pb.Belief.SUCCEEDED
     s.runner.tell(events.WorkersGone(0))
-    s.driver.post(Closed("job-7", "r1", Ended(Result.SUCCEEDED, "all did")))
+    s.driver.post(Closed("job-7", "r1", model.Ended(model.Result.SUCCEEDED, "all did")))
     async with asyncio.timeout(PATIENCE_S):
         assert (await s.driver.wait()).exit_code == 0
 
@@ -643,7 +642,10 @@ async def test_workers_run_on_of_which_no_more_would_be_started_today(
     # The next round fails here and says why; nothing else happens.
     s.driver.post(
         RoundOver(
-            "job-7", "r1", 0, RoundEnd(Cause.NODE_LOST, "n2 is lost", broken=True, keep=False)
+            "job-7",
+            "r1",
+            0,
+            model.RoundEnd(model.Cause.NODE_LOST, "n2 is lost", broken=True, keep=False),
         )
     )
     s.runner.tell(events.WorkersGone(0))

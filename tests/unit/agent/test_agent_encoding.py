@@ -9,24 +9,9 @@ from rdzv.agent.core import commands
 from rdzv.agent.core.model import AgentState, JobTerms, Leaving, Phase
 from rdzv.agent.server_link import encoding
 from rdzv.core import commands as asked
+from rdzv.core import model
 from rdzv.core.commands import Decline
 from rdzv.core.fleet.node_resources import Gpu, Resources
-from rdzv.core.model import (
-    Assignment,
-    Cause,
-    Ended,
-    Failure,
-    LeaveCause,
-    Moved,
-    Offer,
-    RecoveryReport,
-    Result,
-    RoundEnd,
-    ScaleUp,
-    Settings,
-    Spent,
-    Tally,
-)
 from rdzv.core.root_cause import MAX_FAILURES
 from rdzv.messages import Announcement, Closed, Holding, Holdings, Joined, RoundOver, Said
 from rdzv.server import wire
@@ -34,17 +19,17 @@ from rdzv.structs import replace
 from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 
-SETTINGS = Settings(
+SETTINGS = model.Settings(
     min_nodes=2,
     max_nodes=4,
     max_restarts=3,
     join_timeout_ms=4_000,
     last_call_timeout_ms=500,
-    scale_up=ScaleUp.ON_RESTART,
+    scale_up=model.ScaleUp.ON_RESTART,
     restart_window_ms=60_000,
 )
 JOB = JobTerms("job-7", "n1", SETTINGS, local_world_size=8)
-OFFER = Offer(
+OFFER = model.Offer(
     address="10.0.0.5",
     local_world_size=8,
     role="trainer",
@@ -55,7 +40,7 @@ OFFER = Offer(
     can_host_store=True,
     shutdown_timeout_ms=7_000,
 )
-LINE = Assignment(
+LINE = model.Assignment(
     "job-7",
     run="r1",
     round=5,
@@ -72,9 +57,9 @@ LINE = Assignment(
     max_restarts=7,
 )
 NOW_MS = 10_000
-FAILURE = Failure(1, 5, 99, 3, None, "ValueError: no", "Traceback ...", at_ms=NOW_MS - 40)
-KILLED = Failure(2, 6, 98, None, 9, "received SIGKILL (pid 98)", "", at_ms=NOW_MS + 5)
-LEAVING = Leaving(LeaveCause.SIGNAL, "its agent received SIGTERM", 143)
+FAILURE = model.Failure(1, 5, 99, 3, None, "ValueError: no", "Traceback ...", at_ms=NOW_MS - 40)
+KILLED = model.Failure(2, 6, 98, None, 9, "received SIGKILL (pid 98)", "", at_ms=NOW_MS + 5)
+LEAVING = Leaving(model.LeaveCause.SIGNAL, "its agent received SIGTERM", 143)
 SPEAKER = wire.Speaker("n1", 12)
 
 REPORTED_KILL = replace(KILLED, at_ms=NOW_MS)
@@ -108,11 +93,16 @@ def test_a_join_brings_the_launch_the_offer_and_the_round_that_was_left() -> Non
 
 @pytest.mark.parametrize(
     "moved",
-    [Moved(), Moved(furthest_step=0), Moved(furthest_step=2**64 - 1), Moved(snapshot_changed=True)],
+    [
+        model.Moved(),
+        model.Moved(furthest_step=0),
+        model.Moved(furthest_step=2**64 - 1),
+        model.Moved(snapshot_changed=True),
+    ],
     ids=str,
 )
 def test_how_far_a_round_has_come_is_heard_with_the_join_and_after_a_reconnect(
-    moved: Moved,
+    moved: model.Moved,
 ) -> None:
     state = AgentState(JOB, run="r1", assignment=LINE, left_round=5, moved=moved)
     say = commands.SayJoin("r1", 5, (), moved=moved)
@@ -187,9 +177,9 @@ def test_round_0_is_a_round_that_can_be_left() -> None:
     [
         asked.Fail("n1", 12, "r1", 5, (FAILURE, REPORTED_KILL)),
         asked.Succeed("n1", 12, "r1", 5),
-        asked.Leave("n1", 12, "r1", LeaveCause.SIGNAL, "its agent received SIGTERM"),
-        asked.Leave("n1", 12, "r1", LeaveCause.START_FAILED, "no", left_round=0),
-        asked.Leave("n1", 12, "r1", LeaveCause.SIGNAL, "no", exited_zero=True),
+        asked.Leave("n1", 12, "r1", model.LeaveCause.SIGNAL, "its agent received SIGTERM"),
+        asked.Leave("n1", 12, "r1", model.LeaveCause.START_FAILED, "no", left_round=0),
+        asked.Leave("n1", 12, "r1", model.LeaveCause.SIGNAL, "no", exited_zero=True),
         asked.ReportStuck("n1", 12, "r1", 5, (7, 8)),
         asked.ReportStoreHost("n1", 12, "r1", 5, "exit code 1"),
         asked.Decline("n1", "r1", "no GPU", passing=True),
@@ -200,8 +190,8 @@ def test_a_report_is_heard_as_it_was_said(say: Said) -> None:
     assert heard(encoding.report(say, "job-7", NOW_MS)) == say
 
 
-@pytest.mark.parametrize("cause", LeaveCause)
-def test_every_cause_to_leave_can_be_said(cause: LeaveCause) -> None:
+@pytest.mark.parametrize("cause", model.LeaveCause)
+def test_every_cause_to_leave_can_be_said(cause: model.LeaveCause) -> None:
     say = asked.Leave("n1", 12, "r1", cause, "why", 5)
     command = heard(encoding.report(say, "job-7", NOW_MS))
     assert isinstance(command, asked.Leave)
@@ -216,7 +206,7 @@ def test_names_with_bytes_that_are_no_characters_can_be_told() -> None:
     assert fail.failures[0].traceback == r"caf\udce9"
     leave = heard(
         encoding.report(
-            asked.Leave("n1", 12, "r1", LeaveCause.SIGNAL, "no folder caf\udce9"), "job-7"
+            asked.Leave("n1", 12, "r1", model.LeaveCause.SIGNAL, "no folder caf\udce9"), "job-7"
         )
     )
     assert isinstance(leave, asked.Leave)
@@ -231,10 +221,10 @@ def test_names_with_bytes_that_are_no_characters_can_be_told() -> None:
 
 IN_ROUND = AgentState(JOB, run="r1", assignment=LINE, workers_gone=False)
 REJOINING = AgentState(JOB, run="r1", assignment=LINE, left_round=5, failures=(FAILURE,))
-REPORT_OF_ROUND = RecoveryReport(LINE, SETTINGS, OFFER)
+REPORT_OF_ROUND = model.RecoveryReport(LINE, SETTINGS, OFFER)
 RESUME = asked.Resume("n1", 12, "r1", 5, REPORT_OF_ROUND)
 FAIL = asked.Fail("n1", 12, "r1", 5, (FAILURE,))
-LEAVE = asked.Leave("n1", 12, "r1", LeaveCause.SIGNAL, LEAVING.reason)
+LEAVE = asked.Leave("n1", 12, "r1", model.LeaveCause.SIGNAL, LEAVING.reason)
 
 BELIEFS = {
     "a fresh node": (AgentState(JOB), False, (asked.Join("n1", 12, "", SETTINGS, OFFER),)),
@@ -277,7 +267,7 @@ BELIEFS = {
 
 
 def belief_of(
-    state: AgentState, offer: Offer = OFFER, now_ms: int = NOW_MS, **given: Any
+    state: AgentState, offer: model.Offer = OFFER, now_ms: int = NOW_MS, **given: Any
 ) -> pb.Belief:
     join = encoding.join(None, state, offer, now_ms, refuse_reuse=False, **given)
     believed = encoding.belief(state, join, now_ms)
@@ -301,7 +291,7 @@ def test_every_phase_can_be_believed(phase: Phase) -> None:
 
 
 def test_what_a_run_has_spent_is_said_back_as_old_as_it_has_become() -> None:
-    tally = Tally(Spent(1, 2, 3, 4, 500), (NOW_MS - 70_000, NOW_MS - 1_000))
+    tally = model.Tally(model.Spent(1, 2, 3, 4, 500), (NOW_MS - 70_000, NOW_MS - 1_000))
     state = replace(IN_ROUND, assignment=replace(LINE, tally=tally), phase=Phase.RUNNING)
     believed = belief_of(state, now_ms=NOW_MS + 5_000)
     assert list(believed.round.tally.restart_ages_ms) == [75_000, 6_000]
@@ -310,7 +300,7 @@ def test_what_a_run_has_spent_is_said_back_as_old_as_it_has_become() -> None:
 
 
 def test_an_age_beyond_all_clocks_is_no_number_that_a_store_could_not_hold() -> None:
-    tally = read(Tally, pb.Tally(restart_ages_ms=[2**64 - 1]), checked=True, now_ms=5)
+    tally = read(model.Tally, pb.Tally(restart_ages_ms=[2**64 - 1]), checked=True, now_ms=5)
     assert tally.restarts_ms == (5 - bounds.TIMEOUT_MS,)
 
 
@@ -357,15 +347,17 @@ def test_what_a_node_has_and_holds_is_said_in_full() -> None:
     assert declined == pb.Declined(rdzv_id="job-7", run="r1", reason="no folder \\udcff")
 
 
-@pytest.mark.parametrize("cause", Cause)
-def test_every_cause_of_an_end_is_understood(cause: Cause) -> None:
-    over = RoundOver("job-7", "r1", 5, RoundEnd(cause, "why", broken=True, keep=False), (1,))
+@pytest.mark.parametrize("cause", model.Cause)
+def test_every_cause_of_an_end_is_understood(cause: model.Cause) -> None:
+    over = RoundOver("job-7", "r1", 5, model.RoundEnd(cause, "why", broken=True, keep=False), (1,))
     assert told(over) == over
 
 
-@pytest.mark.parametrize("result", Result)
-def test_every_result_is_understood(result: Result) -> None:
-    closed = Closed("job-7", "r1", Ended(result, "why", 0, True, (FAILURE,), no_progress=True))
+@pytest.mark.parametrize("result", model.Result)
+def test_every_result_is_understood(result: model.Result) -> None:
+    closed = Closed(
+        "job-7", "r1", model.Ended(result, "why", 0, True, (FAILURE,), no_progress=True)
+    )
     assert told(closed) == closed
 
 
@@ -374,10 +366,10 @@ def test_the_unheard_of_is_no_obstacle() -> None:
     odd = pb.RoundOver(cause=4711, reason="new")  # type: ignore[arg-type]
     over = encoding.announcement(pb.ServerMessage(round_ended=odd), NOW_MS)
     assert isinstance(over, RoundOver)
-    assert (over.end.cause, over.end.reason) == (Cause.NODE_LEFT, "new")
+    assert (over.end.cause, over.end.reason) == (model.Cause.NODE_LEFT, "new")
     closed = encoding.announcement(pb.ServerMessage(closed=pb.Closed()), NOW_MS)
     assert isinstance(closed, Closed)
-    assert closed.ended.result is Result.FAILED
+    assert closed.ended.result is model.Result.FAILED
 
 
 def test_a_crowd_of_suspects_never_hides_the_failure() -> None:

@@ -25,20 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rdzv.agent.agent_counts import NodeCounts
 from rdzv.agent.app.agent_config import read_config
 from rdzv.agent.app.agent_settings import AgentSettings
-from rdzv.agent.core import commands
-from rdzv.agent.core.events import (
-    Fenced,
-    KeptExited,
-    RunnerExited,
-    StartFailed,
-    StoreHostExited,
-    WorkerExited,
-    WorkerResumed,
-    WorkersGone,
-    WorkersStartedCold,
-    WorkersStuck,
-    WorkerStarted,
-)
+from rdzv.agent.core import commands, events
 from rdzv.agent.node.agent_metrics import AgentMetrics, announced, serving_metrics
 from rdzv.agent.node.placements import Occupancy, Placements
 from rdzv.agent.server_link.link import Identity, ServerLink
@@ -97,8 +84,10 @@ def start(round_: int, restarts: int = 0) -> commands.StartWorkers:
     return commands.StartWorkers(line)
 
 
-def exited(round_: int, rank: int, code: int | None, signum: int | None = None) -> WorkerExited:
-    return WorkerExited(round_, rank, 100 + rank, code, signum, 0)
+def exited(
+    round_: int, rank: int, code: int | None, signum: int | None = None
+) -> events.WorkerExited:
+    return events.WorkerExited(round_, rank, 100 + rank, code, signum, 0)
 
 
 def history(n: Node) -> None:
@@ -110,41 +99,41 @@ def history(n: Node) -> None:
     job.has_runner = True
     job.decided(start(0))
     n.now_s += 0.03
-    job.runner_said(WorkerStarted(0, 0, 100))
-    job.runner_said(WorkerStarted(0, 1, 101))
+    job.runner_said(events.WorkerStarted(0, 0, 100))
+    job.runner_said(events.WorkerStarted(0, 1, 101))
     job.runner_said(exited(0, 1, None, 11))
     job.decided(commands.StopWorkers(0, 5_000, None))
     job.runner_said(exited(0, 0, None, 15))
-    job.runner_said(WorkersGone(0))
+    job.runner_said(events.WorkersGone(0))
     job.decided(start(1, restarts=1))
     n.now_s += 0.2
-    job.runner_said(WorkersStartedCold(1, (0, 1), "the zygote is gone"))
-    job.runner_said(WorkerStarted(1, 0, 102, "cold"))
+    job.runner_said(events.WorkersStartedCold(1, (0, 1), "the zygote is gone"))
+    job.runner_said(events.WorkerStarted(1, 0, 102, "cold"))
     keeps = n.counts.job(local_world_size=2)
     keeps.decided(start(3))
-    keeps.runner_said(WorkerStarted(3, 0, 300, "cold"))
-    keeps.runner_said(WorkerStarted(3, 1, 301, "warm"))
+    keeps.runner_said(events.WorkerStarted(3, 0, 300, "cold"))
+    keeps.runner_said(events.WorkerStarted(3, 1, 301, "warm"))
     keeps.decided(commands.StopWorkers(3, 5_000, None, 10_000))
     n.now_s += 0.04
-    keeps.runner_said(WorkersGone(3, kept=(KeptWorker(0, pid=300), KeptWorker(1, pid=301))))
+    keeps.runner_said(events.WorkersGone(3, kept=(KeptWorker(0, pid=300), KeptWorker(1, pid=301))))
     keeps.decided(start(4))
-    keeps.runner_said(WorkerStarted(4, 0, 300, "kept"))
+    keeps.runner_said(events.WorkerStarted(4, 0, 300, "kept"))
     n.now_s += 0.02
-    keeps.runner_said(WorkerResumed(4, 0))
+    keeps.runner_said(events.WorkerResumed(4, 0))
     keeps.decided(commands.StopWorkers(4, 5_000, None, 10_000))
-    keeps.runner_said(WorkersGone(4, kept=(KeptWorker(0, pid=300), KeptWorker(1, pid=301))))
-    keeps.runner_said(KeptExited(1, 301, None, 9))
+    keeps.runner_said(events.WorkersGone(4, kept=(KeptWorker(0, pid=300), KeptWorker(1, pid=301))))
+    keeps.runner_said(events.KeptExited(1, 301, None, 9))
     n.counts.stream_ended(welcomed=True, on_purpose=False)
     n.counts.stream_opened()
 
     other = n.counts.job(local_world_size=1)
     other.has_runner = True
     other.decided(start(7))
-    other.runner_said(WorkerStarted(7, 0, 200))
-    other.runner_said(StoreHostExited(7, "", 0))
+    other.runner_said(events.WorkerStarted(7, 0, 200))
+    other.runner_said(events.StoreHostExited(7, "", 0))
     other.runner_said(exited(7, 0, 0))
-    other.runner_said(WorkersGone(7))
-    other.runner_said(RunnerExited(0))
+    other.runner_said(events.WorkersGone(7))
+    other.runner_said(events.RunnerExited(0))
     other.closed()
 
 
@@ -194,16 +183,16 @@ def test_workers_are_followed_from_their_start_to_their_end() -> None:
     assert n.workers() == [0, 0, 0]
     job.decided(start(0))
     assert n.workers() == [2, 0, 0]
-    job.runner_said(WorkerStarted(0, 0, 100))
+    job.runner_said(events.WorkerStarted(0, 0, 100))
     assert n.workers() == [1, 1, 0]
-    job.runner_said(WorkerStarted(0, 1, 101))
+    job.runner_said(events.WorkerStarted(0, 1, 101))
     job.decided(commands.StopWorkers(0, 5_000, None))
     assert n.workers() == [0, 0, 2]
     job.runner_said(exited(0, 0, None, 15))
     assert n.workers() == [0, 0, 1]
-    job.runner_said(WorkersStuck(0, (101, 102)))
+    job.runner_said(events.WorkersStuck(0, (101, 102)))
     assert n.values()["rdzv_agent_stuck_processes"] == 2
-    job.runner_said(WorkersGone(0))
+    job.runner_said(events.WorkersGone(0))
     assert n.workers() == [0, 0, 0]
     assert n.values()["rdzv_agent_stuck_processes"] == 0
     found = n.values()
@@ -229,8 +218,8 @@ def test_a_round_that_could_not_be_started_leaves_no_worker() -> None:
     n = Node()
     job = n.counts.job(local_world_size=2)
     job.decided(start(0))
-    job.runner_said(StartFailed(0, "no such file"))
-    job.runner_said(WorkersGone(0))
+    job.runner_said(events.StartFailed(0, "no such file"))
+    job.runner_said(events.WorkersGone(0))
     assert n.workers() == [0, 0, 0]
     assert n.values()["rdzv_agent_worker_start_failures_total"] == 1
 
@@ -240,9 +229,9 @@ def test_a_runner_that_dies_takes_its_workers_with_it() -> None:
     job = n.counts.job(local_world_size=1)
     job.has_runner = True
     job.decided(start(0))
-    job.runner_said(WorkerStarted(0, 0, 100))
+    job.runner_said(events.WorkerStarted(0, 0, 100))
     assert n.values()["rdzv_agent_runners"] == 1
-    job.runner_said(RunnerExited(-9))
+    job.runner_said(events.RunnerExited(-9))
     found = n.values()
     assert n.workers() == [0, 0, 0]
     assert found["rdzv_agent_runners"] == 0
@@ -279,8 +268,8 @@ def test_a_fence_is_counted_and_its_kills_are_no_failures() -> None:
     n = Node()
     job = n.counts.job(local_world_size=1)
     job.decided(start(0))
-    job.runner_said(WorkerStarted(0, 0, 100))
-    job.runner_said(Fenced(0, 0))
+    job.runner_said(events.WorkerStarted(0, 0, 100))
+    job.runner_said(events.Fenced(0, 0))
     job.runner_said(exited(0, 0, None, 9))
     found = n.values()
     assert found["rdzv_agent_rounds_fenced_total"] == 1

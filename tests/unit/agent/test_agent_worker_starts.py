@@ -6,18 +6,7 @@ import logging
 
 import pytest
 
-from rdzv.agent.core import commands
-from rdzv.agent.core.events import (
-    KeptExited,
-    WorkerExited,
-    WorkerNotKept,
-    WorkerResumed,
-    WorkersGone,
-    WorkersStartedCold,
-    WorkerStarted,
-    ZygoteLost,
-    ZygoteReady,
-)
+from rdzv.agent.core import commands, events
 from rdzv.agent.job.worker_starts import LocalStarts
 from rdzv.core.model import KeptWorker
 from rdzv.messages import StartedWorker, WorkersStarted
@@ -38,7 +27,7 @@ class Story:
         self.starts.decided(commands.StartWorkers(line(round_)))
         self.now_ms += 50
         for local_rank, one in enumerate(how):
-            self.starts.runner_said(WorkerStarted(round_, local_rank, 100 + local_rank, one))
+            self.starts.runner_said(events.WorkerStarted(round_, local_rank, 100 + local_rank, one))
 
     def stop(self, round_: int) -> None:
         self.starts.decided(commands.StopWorkers(round_, 5_000, None, 10_000))
@@ -46,7 +35,7 @@ class Story:
 
     def resume(self, round_: int, *local_ranks: int) -> None:
         for local_rank in local_ranks:
-            self.starts.runner_said(WorkerResumed(round_, local_rank))
+            self.starts.runner_said(events.WorkerResumed(round_, local_rank))
 
 
 @pytest.fixture
@@ -59,8 +48,8 @@ def test_the_first_round_has_no_line(s: Story, caplog: pytest.LogCaptureFixture)
     assert not caplog.messages
 
 
-READY = ZygoteReady(pid=7, modules=("torch",), threads=1, memory_kb=1, seconds=5.0)
-LOST = ZygoteLost("it was killed by signal 9", retry_s=1.0)
+READY = events.ZygoteReady(pid=7, modules=("torch",), threads=1, memory_kb=1, seconds=5.0)
+LOST = events.ZygoteLost("it was killed by signal 9", retry_s=1.0)
 
 
 def test_a_zygote_that_serves_the_script_is_reported_until_it_is_lost(s: Story) -> None:
@@ -82,9 +71,11 @@ def test_a_zygote_that_the_launch_asks_for_shows_nothing(s: Story) -> None:
 
 
 def test_kept_and_new_workers_are_told_apart(s: Story, caplog: pytest.LogCaptureFixture) -> None:
-    s.starts.runner_said(WorkerExited(0, 2, 102, None, 9, 0))
+    s.starts.runner_said(events.WorkerExited(0, 2, 102, None, 9, 0))
     s.stop(0)
-    s.starts.runner_said(WorkersGone(0, kept=(KeptWorker(0, pid=100), KeptWorker(1, pid=101))))
+    s.starts.runner_said(
+        events.WorkersGone(0, kept=(KeptWorker(0, pid=100), KeptWorker(1, pid=101)))
+    )
     s.start(1, "kept", "kept", "warm")
     assert not caplog.messages
     s.resume(1, 0, 1)
@@ -96,14 +87,16 @@ def test_kept_and_new_workers_are_told_apart(s: Story, caplog: pytest.LogCapture
 
 def test_each_reason_is_that_of_its_round(s: Story, caplog: pytest.LogCaptureFixture) -> None:
     s.stop(0)
-    s.starts.runner_said(WorkerNotKept(0, 0, 100, "it did not park in time"))
-    s.starts.runner_said(WorkerExited(0, 0, 100, None, 9, 0))
-    s.starts.runner_said(WorkersGone(0, kept=(KeptWorker(1, pid=101), KeptWorker(2, pid=102))))
-    s.starts.runner_said(KeptExited(1, 101, None, 9))
+    s.starts.runner_said(events.WorkerNotKept(0, 0, 100, "it did not park in time"))
+    s.starts.runner_said(events.WorkerExited(0, 0, 100, None, 9, 0))
+    s.starts.runner_said(
+        events.WorkersGone(0, kept=(KeptWorker(1, pid=101), KeptWorker(2, pid=102)))
+    )
+    s.starts.runner_said(events.KeptExited(1, 101, None, 9))
     s.start(1, "cold", "cold", "kept")
     s.resume(1, 2)
     s.stop(1)
-    s.starts.runner_said(WorkersGone(1))
+    s.starts.runner_said(events.WorkersGone(1))
     s.start(2, "cold", "cold", "cold")
     parked = "local_rank 1 is cold: its worker was parked, and has ended"
     assert caplog.messages == [
@@ -125,7 +118,7 @@ def test_a_round_that_ends_before_all_go_on_has_none(
 
 
 def test_the_server_is_told_of_each_round(s: Story) -> None:
-    s.starts.runner_said(WorkerExited(0, 2, 102, None, 9, 0))
+    s.starts.runner_said(events.WorkerExited(0, 2, 102, None, 9, 0))
     s.stop(0)
     s.start(1, "kept", "kept", "warm")
     s.resume(1, 0, 1)
@@ -142,9 +135,9 @@ def test_the_server_is_told_of_each_round(s: Story) -> None:
 def test_a_worker_that_was_to_be_warm_and_is_cold_has_a_reason(s: Story) -> None:
     s.stop(0)
     s.start(1)
-    s.starts.runner_said(WorkersStartedCold(1, (0, 2), "no zygote"))
+    s.starts.runner_said(events.WorkersStartedCold(1, (0, 2), "no zygote"))
     for local_rank, how in enumerate(("cold", "warm", "cold")):
-        s.starts.runner_said(WorkerStarted(1, local_rank, 100, how))
+        s.starts.runner_said(events.WorkerStarted(1, local_rank, 100, how))
     why = [one.why for one in s.reports[-1].workers]
     assert why == ["not warm: no zygote", "", "not warm: no zygote"]
 
@@ -161,7 +154,7 @@ def test_the_server_is_told_again_once_snapshots_are_not_loaded(
     s: Story, caplog: pytest.LogCaptureFixture
 ) -> None:
     def resume(round_: int, local_rank: int, reason: str) -> None:
-        said = WorkerResumed(round_, local_rank, not_loaded=reason)
+        said = events.WorkerResumed(round_, local_rank, not_loaded=reason)
         s.starts.runner_said(said)
 
     resume(0, 1, "")

@@ -9,27 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from rdzv.core import model
 from rdzv.core.commands import Fail, Leave, Succeed
 from rdzv.core.life import restoring
 from rdzv.core.life.restoring import not_after
-from rdzv.core.model import (
-    Assignment,
-    Cause,
-    Departure,
-    Ended,
-    Failure,
-    JobSpec,
-    LeaveCause,
-    Membership,
-    NodeState,
-    Result,
-    Round,
-    RoundEnd,
-    Seat,
-    Settings,
-    State,
-    Submission,
-)
 from rdzv.errors import (
     InvalidRequestError,
     RendezvousConnectionError,
@@ -102,24 +85,26 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 
 async def stored(store: MemoryStore, rdzv_id: str, ended_at_ms: int | None) -> None:
-    ended = None if ended_at_ms is None else Ended(Result.SUCCEEDED, "done", ended_at_ms)
-    membership = Membership(rdzv_id, "run", 1, Settings(1, 1), 0, ended=ended)
+    ended = (
+        None if ended_at_ms is None else model.Ended(model.Result.SUCCEEDED, "done", ended_at_ms)
+    )
+    membership = model.Membership(rdzv_id, "run", 1, model.Settings(1, 1), 0, ended=ended)
     await store.compare_and_swap(
         rdzv_id, membership, 0, [Record(0, rdzv_id, "run", "RunEnded", "x")]
     )
 
 
-async def begun(s: Server, rdzv_id: str) -> tuple[str, int, Assignment]:
+async def begun(s: Server, rdzv_id: str) -> tuple[str, int, model.Assignment]:
     """Let one node run a round of a job; return its identity and its assignment."""
     stream = await s.connect(f"node-of-{rdzv_id}")
     await s.driver.commands.hear(stream, rdzv_id, join(stream, (1, 1)))
     await settle()
     line = read(stream)[-1]
-    assert isinstance(line, Assignment)
+    assert isinstance(line, model.Assignment)
     return stream.node_id, stream.incarnation, line
 
 
-async def finished(s: Server, rdzv_id: str = "job-7") -> Assignment:
+async def finished(s: Server, rdzv_id: str = "job-7") -> model.Assignment:
     node_id, incarnation, line = await begun(s, rdzv_id)
     await s.driver.engine.submit(rdzv_id, Succeed(node_id, incarnation, line.run, line.round))
     await settle()
@@ -207,7 +192,7 @@ async def test_a_job_that_has_not_ended_is_not_forgotten(store: DeletingStore) -
         with pytest.raises(InvalidRequestError, match="job job-8 is joining"):
             await s.driver.forgetting.forget("job-8")
         assert (await s.driver.operations.status("job-7")).state == "running"
-        leave = Leave(node_id, incarnation, line.run, LeaveCause.SIGNAL, "bye")
+        leave = Leave(node_id, incarnation, line.run, model.LeaveCause.SIGNAL, "bye")
         await s.driver.engine.submit("job-7", leave)
         with pytest.raises(InvalidRequestError, match="job job-7 is stopping"):
             await s.driver.forgetting.forget("job-7")
@@ -217,11 +202,11 @@ async def test_a_job_that_has_not_ended_is_not_forgotten(store: DeletingStore) -
 
 
 def test_a_job_that_somebody_is_in_is_not_forgotten() -> None:
-    ended = Ended(Result.STOPPED, "an operator said so", NOW_MS)
-    membership = Membership("job-7", "run", 1, Settings(1, 1), 0, ended=ended)
-    refuse_to_forget(State(membership))
+    ended = model.Ended(model.Result.STOPPED, "an operator said so", NOW_MS)
+    membership = model.Membership("job-7", "run", 1, model.Settings(1, 1), 0, ended=ended)
+    refuse_to_forget(model.State(membership))
     with pytest.raises(InvalidRequestError, match="it is stopped, and n1 is still in it; wait"):
-        refuse_to_forget(State(membership, seats={"n1": Seat(1, NOW_MS)}))
+        refuse_to_forget(model.State(membership, seats={"n1": model.Seat(1, NOW_MS)}))
 
 
 async def test_a_store_that_refuses_keeps_the_job(store: DeletingStore) -> None:
@@ -400,7 +385,7 @@ async def test_a_job_that_somebody_is_still_in_is_not_pruned(
     store: DeletingStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await stored(store, "old", 0)
-    seat = {"n1": Seat(1, NOW_MS)}
+    seat = {"n1": model.Seat(1, NOW_MS)}
     restore = restoring.restore
     monkeypatch.setattr(
         restoring, "restore", lambda *given: replace(restore(*given), waiting={}, seats=seat)
@@ -477,10 +462,10 @@ async def test_a_clock_that_was_stepped_back_lets_ages_go_on(clock: FakeClock) -
     store = MemoryStore()
     async with server(store, clock) as s:
         stream = await s.connect("n1")
-        settings = Settings(1, 1, max_restarts=1, restart_window_ms=30_000)
+        settings = model.Settings(1, 1, max_restarts=1, restart_window_ms=30_000)
         await s.driver.commands.hear(stream, "job-7", join(stream, (1, 1), settings=settings))
         line = read(stream)[-1]
-        assert isinstance(line, Assignment)
+        assert isinstance(line, model.Assignment)
         failed = report(message="boom", pid=99)
         speaker = (stream.node_id, stream.incarnation)
         await s.driver.commands.hear(
@@ -500,20 +485,20 @@ async def test_a_clock_that_was_stepped_back_lets_ages_go_on(clock: FakeClock) -
 
 
 def test_nothing_of_a_run_lies_in_the_future() -> None:
-    failure = Failure(0, 0, 9, 1, None, "", "", 99, node_id="n1", address="a")
-    end = RoundEnd(Cause.WORKER_FAILURE, "x", 99, True, (failure,))
-    membership = Membership(
+    failure = model.Failure(0, 0, 9, 1, None, "", "", 99, node_id="n1", address="a")
+    end = model.RoundEnd(model.Cause.WORKER_FAILURE, "x", 99, True, (failure,))
+    membership = model.Membership(
         "job-7",
         "run",
         1,
-        Settings(1, 1),
+        model.Settings(1, 1),
         99,
-        round=Round(0, (), "a", 1, True, 0, 99, end=end),
+        round=model.Round(0, (), "a", 1, True, 0, 99, end=end),
         restarts=(5, 99),
         last_failures=(failure,),
-        departures=(Departure("n2", NodeState.LOST, "x", 99, "a", 1, "r"),),
+        departures=(model.Departure("n2", model.NodeState.LOST, "x", 99, "a", 1, "r"),),
         resumed_at_ms=99,
-        submission=Submission(JobSpec(()), "ada", 99),
+        submission=model.Submission(model.JobSpec(()), "ada", 99),
     )
     assert not_after(membership, 99) is membership
     clamped = not_after(membership, 50)
@@ -538,12 +523,12 @@ async def test_a_start_does_not_wait_for_what_is_forgotten(
 
 def test_each_time_of_a_round_that_is_to_come_is_taken_for_the_present() -> None:
     """Written by a server whose clock was ahead."""
-    settled = Round(0, (), "10.0.0.1", 4711, False, 0, 5)
-    end = RoundEnd(Cause.NODE_LOST, "n1 is lost", 6, True)
+    settled = model.Round(0, (), "10.0.0.1", 4711, False, 0, 5)
+    end = model.RoundEnd(model.Cause.NODE_LOST, "n1 is lost", 6, True)
     late_end = replace(end, at_ms=NOW_MS + 1)
     for round_, expected in (
         (replace(settled, at_ms=NOW_MS + 1), replace(settled, at_ms=NOW_MS)),
         (replace(settled, end=late_end), replace(settled, end=replace(end, at_ms=NOW_MS))),
     ):
-        membership = Membership("job-7", "run-1", 1, Settings(1, 1), 0, round=round_)
+        membership = model.Membership("job-7", "run-1", 1, model.Settings(1, 1), 0, round=round_)
         assert not_after(membership, NOW_MS).round == expected

@@ -13,29 +13,6 @@ from typing import get_args
 import pytest
 
 from rdzv.core import commands
-from rdzv.core.commands import (
-    Bar,
-    Command,
-    Decline,
-    Fail,
-    GiveUp,
-    Leave,
-    MarkAway,
-    MarkBack,
-    MarkHeard,
-    MarkLost,
-    Place,
-    ReportStoreHost,
-    ReportStuck,
-    Restart,
-    Resume,
-    Scale,
-    Stop,
-    Submit,
-    Succeed,
-    Tick,
-    Withdraw,
-)
 from rdzv.core.model import JobSpec, LeaveCause, State
 from rdzv.core.rendezvous import COMMAND_RULES, step
 from rdzv.errors import RendezvousError
@@ -43,7 +20,7 @@ from rdzv.structs import replace
 from tests.support.builders import RUN, SETTINGS, Job, join, report
 
 PAGE = Path(__file__).parents[3] / "docs" / "protocol.md"
-SUBMISSION = Submit(RUN, SETTINGS, JobSpec(("train.py",)), "ada")
+SUBMISSION = commands.Submit(RUN, SETTINGS, JobSpec(("train.py",)), "ada")
 RUNNING = ("n1", "n2", "n3")
 SIGNAL = LeaveCause.SIGNAL
 
@@ -52,7 +29,7 @@ def joining(*, submitted: bool) -> Job:
     job = Job()
     if submitted:
         job.do(SUBMISSION)
-        job.do(Place(RUN, RUNNING))
+        job.do(commands.Place(RUN, RUNNING))
     job.join("n1")
     return job
 
@@ -71,7 +48,7 @@ def ending(*, submitted: bool) -> Job:
 
 def being_stopped(*, submitted: bool) -> Job:
     job = running(submitted=submitted)
-    job.do(Stop(RUN, "an operator said so"))
+    job.do(commands.Stop(RUN, "an operator said so"))
     return job
 
 
@@ -107,7 +84,7 @@ SUBMITTED: Mapping[str, Callable[[], Job]] = {
 
 OTHER = replace(SETTINGS, max_restarts=7)
 FAILED = (report(),)
-CASES: tuple[tuple[str, Command], ...] = (
+CASES: tuple[tuple[str, commands.Command], ...] = (
     ("a node that is not in the job", join("n9")),
     ("n9, with other settings", join("n9", settings=OTHER)),
     ("n9, with a job secret that is not the job's", join("n9", secret="aa")),
@@ -116,55 +93,55 @@ CASES: tuple[tuple[str, Command], ...] = (
     ("n1, its workers of the round are gone", join("n1", run=RUN, left_round=0)),
     ("a new instance of n1", join("n1", 2)),
     ("a former instance of n1", join("n1", 0)),
-    ("n1", Resume("n1", 1, RUN, 0)),
-    ("a new instance of n1", Resume("n1", 2, RUN, 0)),
-    ("a former instance of n1", Resume("n1", 0, RUN, 0)),
-    ("n1, of a round before", Resume("n1", 1, RUN, -1)),
-    ("a node that is not in the job", Resume("n9", 1, RUN, 0)),
-    ("n1", Fail("n1", 1, RUN, 0, FAILED)),
-    ("n1, of a round before", Fail("n1", 1, RUN, -1, FAILED)),
-    ("n1, of another run", Fail("n1", 1, "run-0", 0, FAILED)),
-    ("a former instance of n1", Fail("n1", 0, RUN, 0, FAILED)),
-    ("a node that is not in the job", Fail("n9", 1, RUN, 0, FAILED)),
-    ("n1", Succeed("n1", 1, RUN, 0)),
-    ("n1, of a round before", Succeed("n1", 1, RUN, -1)),
-    ("a former instance of n1", Succeed("n1", 0, RUN, 0)),
-    ("a node that is not in the job", Succeed("n9", 1, RUN, 0)),
-    ("n1, whose workers still run", Leave("n1", 1, RUN, SIGNAL, "SIGTERM")),
-    ("n1, its workers of the round are gone", Leave("n1", 1, RUN, SIGNAL, "SIGTERM", 0)),
-    ("n1, of another run", Leave("n1", 1, "run-0", SIGNAL, "SIGTERM")),
-    ("a former instance of n1", Leave("n1", 0, RUN, SIGNAL, "SIGTERM")),
-    ("a node that is not in the job", Leave("n9", 1, RUN, SIGNAL, "SIGTERM")),
-    ("n1", ReportStuck("n1", 1, RUN, 0, (4711,))),
-    ("n1, of a round before", ReportStuck("n1", 1, RUN, -1, (4711,))),
-    ("n1, which hosts the store", ReportStoreHost("n1", 1, RUN, 0, "it exited 1")),
-    ("n2, which does not", ReportStoreHost("n2", 1, RUN, 0, "it exited 1")),
-    ("n1", MarkAway("n1", 1, 5_000, firm=False)),
-    ("a former instance of n1", MarkAway("n1", 0, 5_000, firm=False)),
-    ("n1, which is not away", MarkBack("n1", 1)),
-    ("n1", MarkLost("n1", 1, "lease ran out")),
-    ("a former instance of n1", MarkLost("n1", 0, "lease ran out")),
-    ("n1, which was not given up", MarkHeard("n1")),
-    ("this run", Stop(RUN, "an operator said so")),
-    ("another run", Stop("run-0", "an operator said so")),
-    ("the latest round", Restart(RUN, 0, "an operator said so")),
-    ("a later round", Restart(RUN, 1, "an operator said so")),
-    ("other bounds", Scale(RUN, 1, 2, "an operator said so")),
-    ("the same bounds", Scale(RUN, 2, 3, "an operator said so")),
+    ("n1", commands.Resume("n1", 1, RUN, 0)),
+    ("a new instance of n1", commands.Resume("n1", 2, RUN, 0)),
+    ("a former instance of n1", commands.Resume("n1", 0, RUN, 0)),
+    ("n1, of a round before", commands.Resume("n1", 1, RUN, -1)),
+    ("a node that is not in the job", commands.Resume("n9", 1, RUN, 0)),
+    ("n1", commands.Fail("n1", 1, RUN, 0, FAILED)),
+    ("n1, of a round before", commands.Fail("n1", 1, RUN, -1, FAILED)),
+    ("n1, of another run", commands.Fail("n1", 1, "run-0", 0, FAILED)),
+    ("a former instance of n1", commands.Fail("n1", 0, RUN, 0, FAILED)),
+    ("a node that is not in the job", commands.Fail("n9", 1, RUN, 0, FAILED)),
+    ("n1", commands.Succeed("n1", 1, RUN, 0)),
+    ("n1, of a round before", commands.Succeed("n1", 1, RUN, -1)),
+    ("a former instance of n1", commands.Succeed("n1", 0, RUN, 0)),
+    ("a node that is not in the job", commands.Succeed("n9", 1, RUN, 0)),
+    ("n1, whose workers still run", commands.Leave("n1", 1, RUN, SIGNAL, "SIGTERM")),
+    ("n1, its workers of the round are gone", commands.Leave("n1", 1, RUN, SIGNAL, "SIGTERM", 0)),
+    ("n1, of another run", commands.Leave("n1", 1, "run-0", SIGNAL, "SIGTERM")),
+    ("a former instance of n1", commands.Leave("n1", 0, RUN, SIGNAL, "SIGTERM")),
+    ("a node that is not in the job", commands.Leave("n9", 1, RUN, SIGNAL, "SIGTERM")),
+    ("n1", commands.ReportStuck("n1", 1, RUN, 0, (4711,))),
+    ("n1, of a round before", commands.ReportStuck("n1", 1, RUN, -1, (4711,))),
+    ("n1, which hosts the store", commands.ReportStoreHost("n1", 1, RUN, 0, "it exited 1")),
+    ("n2, which does not", commands.ReportStoreHost("n2", 1, RUN, 0, "it exited 1")),
+    ("n1", commands.MarkAway("n1", 1, 5_000, firm=False)),
+    ("a former instance of n1", commands.MarkAway("n1", 0, 5_000, firm=False)),
+    ("n1, which is not away", commands.MarkBack("n1", 1)),
+    ("n1", commands.MarkLost("n1", 1, "lease ran out")),
+    ("a former instance of n1", commands.MarkLost("n1", 0, "lease ran out")),
+    ("n1, which was not given up", commands.MarkHeard("n1")),
+    ("this run", commands.Stop(RUN, "an operator said so")),
+    ("another run", commands.Stop("run-0", "an operator said so")),
+    ("the latest round", commands.Restart(RUN, 0, "an operator said so")),
+    ("a later round", commands.Restart(RUN, 1, "an operator said so")),
+    ("other bounds", commands.Scale(RUN, 1, 2, "an operator said so")),
+    ("the same bounds", commands.Scale(RUN, 2, 3, "an operator said so")),
     ("another run", replace(SUBMISSION, run="run-9")),
-    ("", Tick()),
+    ("", commands.Tick()),
 )
-SUBMITTED_CASES: tuple[tuple[str, Command], ...] = (
+SUBMITTED_CASES: tuple[tuple[str, commands.Command], ...] = (
     ("the same run", SUBMISSION),
-    ("n4", Place(RUN, ("n4",))),
-    ("n1 again", Place(RUN, ("n1",))),
-    ("n1", Withdraw(RUN, ("n1",), "it is drained")),
-    ("n1, for this run", Decline("n1", RUN, "no such account")),
-    ("n1, for now", Decline("n1", RUN, "it is not well", passing=True)),
-    ("n9, which was not chosen", Decline("n9", RUN, "no such account")),
-    ("", GiveUp(RUN, "no node can run it")),
-    ("n1", Bar((("n1", "it is quarantined"),))),
-    ("no node", Bar(())),
+    ("n4", commands.Place(RUN, ("n4",))),
+    ("n1 again", commands.Place(RUN, ("n1",))),
+    ("n1", commands.Withdraw(RUN, ("n1",), "it is drained")),
+    ("n1, for this run", commands.Decline("n1", RUN, "no such account")),
+    ("n1, for now", commands.Decline("n1", RUN, "it is not well", passing=True)),
+    ("n9, which was not chosen", commands.Decline("n9", RUN, "no such account")),
+    ("", commands.GiveUp(RUN, "no node can run it")),
+    ("n1", commands.Bar((("n1", "it is quarantined"),))),
+    ("no node", commands.Bar(())),
 )
 
 HEAD = """\
@@ -191,7 +168,7 @@ chosen, and n1 has joined.
 """
 
 
-def outcome(state: State, command: Command, now_ms: int) -> str:
+def outcome(state: State, command: commands.Command, now_ms: int) -> str:
     """Try a command; return its outcome."""
     try:
         transition = step(state, command, now_ms)
@@ -199,18 +176,20 @@ def outcome(state: State, command: Command, now_ms: int) -> str:
         return f"refused: {type(error).__name__}"
     if transition.ignored is not None:
         # As if only time had passed.
-        tick = step(state, Tick(), now_ms)
+        tick = step(state, commands.Tick(), now_ms)
         assert (transition.state, transition.events) == (tick.state, tick.events), command
         return f"ignored: {transition.ignored}"
     changed = transition.state != state
-    assert changed or isinstance(command, Tick), f"{command} changed nothing without a word"
+    assert changed or isinstance(command, commands.Tick), (
+        f"{command} changed nothing without a word"
+    )
     if not transition.events:
         return "noted" if changed else "nothing is due"
     return ", ".join(f"**{type(event).__name__}**" for event in transition.events)
 
 
 def table(
-    phases: Mapping[str, Callable[[], Job]], cases: tuple[tuple[str, Command], ...]
+    phases: Mapping[str, Callable[[], Job]], cases: tuple[tuple[str, commands.Command], ...]
 ) -> Iterator[str]:
     jobs = {phase: make() for phase, make in phases.items()}
     for kind in dict.fromkeys(type(command) for _, command in cases):

@@ -4,33 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from rdzv.core import events, model
 from rdzv.core.commands import MarkLost, Restart, Resume, Succeed, Tick
-from rdzv.core.events import (
-    NodeJoined,
-    NodeLost,
-    NodeStuck,
-    NodeSucceeded,
-    RoundCompleted,
-    RoundSettled,
-    RunBegan,
-)
 from rdzv.core.invariants import violations
 from rdzv.core.life.forming import STORE_BACKOFF_MAX_MS, STORE_BACKOFF_MS
 from rdzv.core.life.leaving import MAX_DEPARTURES, unheard
 from rdzv.core.life.restoring import restore
 from rdzv.core.life.runs import MAX_EARLIER_RUNS, ended_run
-from rdzv.core.model import (
-    RECONNECT_GRACE_MS,
-    Cause,
-    JobState,
-    Membership,
-    Result,
-    ScaleUp,
-    Seat,
-    Settings,
-    State,
-    Tuning,
-)
 from rdzv.core.rendezvous import step
 from rdzv.core.rounds.ranks import STOP_MARGIN_MS
 from rdzv.errors import NodeSupersededError, RendezvousClosedError, SettingsMismatchError
@@ -44,7 +24,7 @@ def test_a_round_completes_only_when_at_least_min_nodes_are_seated() -> None:
     job = Job(replace(SETTINGS, min_nodes=3))
     job.join("n1", "n2")
     job.pass_until(60_000)
-    assert job.job_state is JobState.JOINING
+    assert job.job_state is model.JobState.JOINING
     job.join("n3")
     assert job.seated == ["n1", "n2", "n3"]
 
@@ -54,7 +34,7 @@ def test_a_node_that_is_away_does_not_count_as_there() -> None:
     job.join("n1", "n2")
     job.away("n2")
     job.pass_until(60_000)
-    assert job.job_state is JobState.JOINING
+    assert job.job_state is model.JobState.JOINING
 
 
 def test_never_more_than_max_nodes_are_seated() -> None:
@@ -113,8 +93,8 @@ def test_who_was_cut_off_and_killed_its_workers_spends_no_restart(failure_first:
     if not failure_first:
         broken = join("n1", settings=job.settings, run=job.membership.run, left_round=0)
         job.do(replace(broken, failures=(report(),)))
-    end = next(event for event in job.events if isinstance(event, RoundSettled))
-    assert end.cause is Cause.NODE_LEFT
+    end = next(event for event in job.events if isinstance(event, events.RoundSettled))
+    assert end.cause is model.Cause.NODE_LEFT
     assert end.reason == "n2: it was cut off, and has killed its workers (--fence-after)"
     assert not job.membership.restarts
     assert job.membership.ended is None
@@ -127,7 +107,7 @@ def test_a_round_completes_once() -> None:
     job = running("n1", "n2", "n3")
     job.join("n1", "n2", "n3", "n4")
     job.pass_until(3_600_000)
-    assert sum(isinstance(event, RoundCompleted) for event in job.events) == 1
+    assert sum(isinstance(event, events.RoundCompleted) for event in job.events) == 1
 
 
 def test_ranks_are_exactly_0_to_world_size_also_with_different_sizes() -> None:
@@ -151,7 +131,7 @@ def test_with_min_nodes_live_a_round_completes_within_bounded_time(lost: str) ->
     job.lost(lost)
     others = [n for n in ("n1", "n2", "n3") if n != lost]
     job.stopped(*others)
-    assert job.job_state is JobState.RUNNING
+    assert job.job_state is model.JobState.RUNNING
     assert job.seated == others
 
 
@@ -213,7 +193,7 @@ def test_a_participant_that_hangs_holds_the_others_up_for_a_bounded_time() -> No
 def test_many_can_be_given_up_in_one_step() -> None:
     """As many as are remembered, and more: the driver must not see a broken invariant."""
     names = [f"n{i:03}" for i in range(MAX_DEPARTURES + 10)]
-    settings = Settings(1, len(names), last_call_timeout_ms=0)
+    settings = model.Settings(1, len(names), last_call_timeout_ms=0)
     job = Job(settings, strict=False)
     job.join("n000")
     job.join(*names[1:])
@@ -222,7 +202,7 @@ def test_many_can_be_given_up_in_one_step() -> None:
     assert len(job.seated) == len(names)
     job.away(*names[1:])
     job.fail("n000")
-    job.pass_until(job.now_ms + RECONNECT_GRACE_MS)
+    job.pass_until(job.now_ms + model.RECONNECT_GRACE_MS)
     job.stopped("n000")
     assert job.seated == ["n000"]
 
@@ -248,7 +228,7 @@ def test_a_closed_run_stays_closed() -> None:
             job.resume("n1")
         assert not job.succeed("n1")
         job.crash()
-    assert job.job_state is JobState.SUCCEEDED
+    assert job.job_state is model.JobState.SUCCEEDED
 
 
 def test_a_spent_restart_stays_spent() -> None:
@@ -259,7 +239,7 @@ def test_a_spent_restart_stays_spent() -> None:
     job.back("n1", "n2")
     job.fail("n2")
     job.stopped("n1", "n2")
-    assert job.job_state is JobState.FAILED
+    assert job.job_state is model.JobState.FAILED
 
 
 def test_an_unsettled_charge_survives_a_crash() -> None:
@@ -269,12 +249,12 @@ def test_an_unsettled_charge_survives_a_crash() -> None:
     job.back("n1", "n2")
     job.stopped("n1", "n2")
     ended = job.membership.ended
-    assert ended is not None and ended.result is Result.FAILED
+    assert ended is not None and ended.result is model.Result.FAILED
     assert ended.failures[0].message == "ValueError: loss is nan"
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    settings = Settings(1, 1)
+    settings = model.Settings(1, 1)
     job = Job(settings, strict=False)
     for _ in range(MAX_EARLIER_RUNS + 9):
         job.join("n1")
@@ -289,16 +269,16 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_whoever_carries_an_earlier_run_hears_how_it_ended() -> None:
-    job = Job(Settings(1, 1))
+    job = Job(model.Settings(1, 1))
     job.join("n1")
     job.succeed("n1")
     job.join("n1")
     job.fail("n1")
     job.stopped("n1")
     results = [ended.result for run in ("run-1", "run-2") if (ended := ended_run(job.state, run))]
-    assert results == [Result.SUCCEEDED, Result.FAILED]
+    assert results == [model.Result.SUCCEEDED, model.Result.FAILED]
     stranger = ended_run(job.state, "another")
-    assert stranger is not None and stranger.result is Result.STOPPED
+    assert stranger is not None and stranger.result is model.Result.STOPPED
     assert ended_run(job.state, "") is None
 
 
@@ -359,7 +339,7 @@ def test_an_agent_may_be_replaced_and_the_server_restarted() -> None:
 
 def test_a_mismatch_names_every_difference_with_both_values() -> None:
     job = running("n1", "n2")
-    other = replace(SETTINGS, max_nodes=8, scale_up=ScaleUp.ON_RESTART)
+    other = replace(SETTINGS, max_nodes=8, scale_up=model.ScaleUp.ON_RESTART)
     with pytest.raises(SettingsMismatchError) as refused:
         job.join("n3", settings=other)
     assert "max_nodes is 8 here and 3 in the job" in str(refused.value)
@@ -395,7 +375,7 @@ def test_a_leaving_node_that_is_lost_is_said_to_have_left() -> None:
     job = running("n1", "n2")
     job.leave("n2")
     job.lost("n2")
-    assert not any(isinstance(event, NodeLost) for event in job.events)
+    assert not any(isinstance(event, events.NodeLost) for event in job.events)
     assert job.membership.departures[-1].reason == "its agent received SIGTERM"
 
 
@@ -404,7 +384,7 @@ def test_a_stuck_node_can_be_lost_leave_or_be_replaced() -> None:
         job = running("n1", "n2", "n3", settings=replace(SETTINGS, max_restarts=1))
         job.fail("n2")
         job.report_stuck("n2", 4711)
-        assert isinstance(job.last(NodeStuck), NodeStuck)
+        assert isinstance(job.last(events.NodeStuck), events.NodeStuck)
         job.stopped("n1", "n3")
         if way == "lost":
             job.lost("n2")
@@ -413,7 +393,7 @@ def test_a_stuck_node_can_be_lost_leave_or_be_replaced() -> None:
         else:
             job.join("n2", incarnation=2)
         assert not job.state.stuck
-        assert job.job_state is JobState.RUNNING or way == "join"
+        assert job.job_state is model.JobState.RUNNING or way == "join"
 
 
 def test_join_timeout_starts_anew_after_a_crash_but_not_with_every_join() -> None:
@@ -428,7 +408,7 @@ def test_join_timeout_starts_anew_after_a_crash_but_not_with_every_join() -> Non
     job.pass_until(119_998)
     assert job.membership.ended is None
     job.pass_until(120_000)
-    assert job.job_state is JobState.FAILED
+    assert job.job_state is model.JobState.FAILED
 
 
 # ------------------------------------------------------------------ what the driver relies on
@@ -458,7 +438,7 @@ def test_a_success_that_was_reported_outlives_the_server() -> None:
     job.lost("n1")
     assert job.membership.ended is None and job.round.live
     job.succeed("n2")
-    assert job.membership.ended and job.membership.ended.result is Result.SUCCEEDED
+    assert job.membership.ended and job.membership.ended.result is model.Result.SUCCEEDED
 
 
 def test_who_was_given_up_while_it_succeeded_ends_the_run_when_it_is_heard() -> None:
@@ -470,9 +450,9 @@ def test_who_was_given_up_while_it_succeeded_ends_the_run_when_it_is_heard() -> 
     assert not job.round.live
     assert unheard(job.state) == ("n2",)
     late = Succeed("n2", 7, job.membership.run, 0)
-    assert NodeSucceeded("n2", 0) in job.do(late)
+    assert events.NodeSucceeded("n2", 0) in job.do(late)
     assert not unheard(job.state)
-    assert job.membership.ended and job.membership.ended.result is Result.SUCCEEDED
+    assert job.membership.ended and job.membership.ended.result is model.Result.SUCCEEDED
     assert not job.membership.restarts
 
 
@@ -481,7 +461,7 @@ def test_a_success_that_crosses_the_end_of_its_round_counts() -> None:
     job = running("n1", "n2", settings=replace(SETTINGS, max_nodes=3))
     job.do(Restart(job.membership.run, 0, "an operator"))
     job.succeed("n1", "n2")
-    assert job.membership.ended and job.membership.ended.result is Result.SUCCEEDED
+    assert job.membership.ended and job.membership.ended.result is model.Result.SUCCEEDED
 
 
 @pytest.mark.parametrize(
@@ -517,13 +497,13 @@ def test_a_refused_first_join_leaves_no_run() -> None:
     job = Job()
     job.join("n1")
     kinds = [type(event) for event in job.events]
-    assert kinds == [RunBegan, NodeJoined]
+    assert kinds == [events.RunBegan, events.NodeJoined]
 
 
 # ------------------------------------------------------------------ the invariants see what breaks
 
 
-def broken(state: State, membership: Membership) -> list[str]:
+def broken(state: model.State, membership: model.Membership) -> list[str]:
     return violations(state, replace(state, membership=membership))
 
 
@@ -557,7 +537,7 @@ def test_the_invariants_see_every_broken_promise() -> None:
     assert broken(state, overtaken) == [
         "exclusivity: a round completed while others of the last had not stopped"
     ]
-    stranger = replace(state, seats={**state.seats, "n9": Seat(1, 0)})
+    stranger = replace(state, seats={**state.seats, "n9": model.Seat(1, 0)})
     assert "presence: a node holds a seat in a round in which it does not take part" in violations(
         state, stranger
     )
@@ -566,12 +546,12 @@ def test_the_invariants_see_every_broken_promise() -> None:
 def test_the_invariants_see_what_is_broken_of_those_whom_a_step_names() -> None:
     job = running("n1", "n2", "n3")
     state, round_ = job.state, job.round
-    named = [NodeJoined("n1", 1, "x", 1)]
+    named = [events.NodeJoined("n1", 1, "x", 1)]
     waits = next(iter(job_with("n1").state.waiting.values()))
     twice = replace(state, waiting={"n1": waits})
     assert "presence: a node has two places at once" in violations(state, twice, named)
-    stranger = replace(state, seats={**state.seats, "n9": Seat(1, 0)})
-    found = violations(state, stranger, [NodeJoined("n9", 1, "x", 1)])
+    stranger = replace(state, seats={**state.seats, "n9": model.Seat(1, 0)})
+    found = violations(state, stranger, [events.NodeJoined("n9", 1, "x", 1)])
     assert "presence: a node holds a seat in a round in which it does not take part" in found
     gone = replace(state.membership, round=replace(round_, gone=("n1",)))
     held = replace(state, membership=gone)
@@ -594,7 +574,7 @@ def test_restore_gives_nobody_up_and_invents_nobody() -> None:
     job.join("n4")
     job.lost("n1")
     job.stopped("n2")
-    restored = restore(job.membership, Tuning(), 1_000_000)
+    restored = restore(job.membership, model.Tuning(), 1_000_000)
     assert restored.seats.keys() == {"n2", "n3"}
     assert not restored.waiting
     assert all(away.firm for away in restored.away.values())

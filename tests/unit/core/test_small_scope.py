@@ -12,20 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rdzv.core.commands import (
-    Command,
-    Fail,
-    Join,
-    Leave,
-    MarkAway,
-    MarkBack,
-    MarkLost,
-    ReportStoreHost,
-    ReportStuck,
-    Resume,
-    Succeed,
-    Tick,
-)
+from rdzv.core import commands
 from rdzv.core.model import KeptWorker, LeaveCause, Moved, Settings, State
 from rdzv.core.rendezvous import step
 from rdzv.errors import RendezvousError
@@ -43,7 +30,7 @@ BUDGETED = replace(
 )
 
 
-def everything_said(state: State) -> Iterator[Command]:
+def everything_said(state: State) -> Iterator[commands.Command]:
     """Yield every command that could come now, from the present instances and from new ones."""
     run = state.membership.run
     settings = state.membership.settings if run else SETTINGS
@@ -62,24 +49,24 @@ def everything_said(state: State) -> Iterator[Command]:
             kept = (KeptWorker(0, number or None, torn=node_id == "n2"),)
             yield join(node_id, now, run=run, settings=settings, left_round=number, kept=kept)
             yield join(node_id, now + 1, run=run, settings=settings, left_round=number)
-            yield Resume(node_id, now + 1, run, number)
+            yield commands.Resume(node_id, now + 1, run, number)
         if state.present(node_id):
             yield from everything_present(node_id, now, run, number)
-    yield Tick()
+    yield commands.Tick()
 
 
-def everything_present(node_id: str, now: int, run: str, number: int) -> Iterator[Command]:
-    yield Fail(node_id, now, run, number, (report(message=node_id),))
-    yield Fail(node_id, now, run, number, (report(exit_code=None, suspect=True),))
-    yield Succeed(node_id, now, run, number)
-    yield Leave(node_id, now, run, LeaveCause.SIGNAL, "SIGTERM")
-    yield Leave(node_id, now, run, LeaveCause.SIGNAL, "SIGTERM", left_round=number)
-    yield ReportStuck(node_id, now, run, number, (4711,))
-    yield ReportStoreHost(node_id, now, run, number, "it exited 1")
-    yield MarkAway(node_id, now, 5_000, firm=False)
-    yield MarkAway(node_id, now, 30_000, firm=True)
-    yield MarkBack(node_id, now)
-    yield MarkLost(node_id, now, "lease ran out")
+def everything_present(node_id: str, now: int, run: str, number: int) -> Iterator[commands.Command]:
+    yield commands.Fail(node_id, now, run, number, (report(message=node_id),))
+    yield commands.Fail(node_id, now, run, number, (report(exit_code=None, suspect=True),))
+    yield commands.Succeed(node_id, now, run, number)
+    yield commands.Leave(node_id, now, run, LeaveCause.SIGNAL, "SIGTERM")
+    yield commands.Leave(node_id, now, run, LeaveCause.SIGNAL, "SIGTERM", left_round=number)
+    yield commands.ReportStuck(node_id, now, run, number, (4711,))
+    yield commands.ReportStoreHost(node_id, now, run, number, "it exited 1")
+    yield commands.MarkAway(node_id, now, 5_000, firm=False)
+    yield commands.MarkAway(node_id, now, 30_000, firm=True)
+    yield commands.MarkBack(node_id, now)
+    yield commands.MarkLost(node_id, now, "lease ran out")
 
 
 def explore(job: Job, steps: int) -> int:
@@ -90,7 +77,7 @@ def explore(job: Job, steps: int) -> int:
         before, then_ms, wake_at_ms = queue.popleft()
         for command in everything_said(before):
             now_ms = then_ms
-            if isinstance(command, Tick):
+            if isinstance(command, commands.Tick):
                 now_ms = then_ms + 100 if wake_at_ms is None else wake_at_ms
             try:
                 transition = step(before, command, now_ms)
@@ -100,8 +87,8 @@ def explore(job: Job, steps: int) -> int:
             check_step(before, command, transition, now_ms)
             if (key := repr(transition.state)) not in met:
                 # If the end of its run waits for this join only, the join would begin the next run.
-                ended = isinstance(command, Join) and transition.state.membership.ended
-                check_calm(Tick() if ended else command, transition, now_ms)
+                ended = isinstance(command, commands.Join) and transition.state.membership.ended
+                check_calm(commands.Tick() if ended else command, transition, now_ms)
                 met.add(key)
                 queue.append((transition.state, now_ms, transition.wake_at_ms))
     return len(met)

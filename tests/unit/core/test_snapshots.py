@@ -6,20 +6,9 @@ from collections.abc import Mapping
 
 import pytest
 
+from rdzv.core import model
 from rdzv.core.events import RoundCompleted, RoundSettled
 from rdzv.core.kept_ranks import Keeping
-from rdzv.core.model import (
-    Cause,
-    KeptWorker,
-    Membership,
-    Offer,
-    Round,
-    RoundEnd,
-    Snapshot,
-    SnapshotMark,
-    Spent,
-    Waiting,
-)
 from rdzv.core.rounds.ranks import assign_seats
 from rdzv.core.snapshots import (
     MAX_LOADS,
@@ -36,7 +25,7 @@ from tests.support.builders import SETTINGS, Job, running
 WORKERS = 4
 
 
-def mark(text: str) -> SnapshotMark:
+def mark(text: str) -> model.SnapshotMark:
     """Read `4@50`, `4@50b`, `4@50/2` or `4@50/2of8`.
 
     Lineage, step, series (`a` by default), parts, and workers.
@@ -46,15 +35,15 @@ def mark(text: str) -> SnapshotMark:
     shards, _, workers = (parts or "1").partition("of")
     series = step[-1] if step[-1].isalpha() else "a"
     number = int(step.removesuffix(series))
-    return SnapshotMark(int(lineage), number, series, int(shards), int(workers or WORKERS))
+    return model.SnapshotMark(int(lineage), number, series, int(shards), int(workers or WORKERS))
 
 
-def holds(text: str) -> tuple[Snapshot, ...]:
+def holds(text: str) -> tuple[model.Snapshot, ...]:
     """Read `4@50/2:1`: the mark, and which part it is."""
     found = []
     for local_rank, said in enumerate(text.split()):
         at, _, shard = said.partition(":")
-        found.append(Snapshot(local_rank, mark(at), int(shard or 0)))
+        found.append(model.Snapshot(local_rank, mark(at), int(shard or 0)))
     return tuple(found)
 
 
@@ -91,8 +80,10 @@ def test_the_newest_whole_mark(held: list[str], newest: str | None) -> None:
     assert newest_whole(map(holds, held), range(3, 7), WORKERS) == expected
 
 
-def waits(text: str) -> Waiting:
-    return Waiting(1, Offer("h", local_world_size=2), 0, left_round=4, snapshots=holds(text))
+def waits(text: str) -> model.Waiting:
+    return model.Waiting(
+        1, model.Offer("h", local_world_size=2), 0, left_round=4, snapshots=holds(text)
+    )
 
 
 LEFT_ASIDE = Base(None, 0, 5, 5, WhyNotLoaded.IN_VAIN)
@@ -106,15 +97,17 @@ def decided(
     source: int | None = None,
     loaded: tuple[str, int] | None = None,
     soon: int = 0,
-    cause: Cause = Cause.WORKER_FAILURE,
+    cause: model.Cause = model.Cause.WORKER_FAILURE,
     origin: int = 0,
 ) -> Base:
     """Decide on round 5's snapshots, after round 4 had `loaded` some, this many times in a row."""
-    end = RoundEnd(cause, "why", 9, broken=True, settled=True)
-    prior = Round(4, SEATED, "h", 1, True, 0, 5, end=end, origin=origin, lineage=3)
+    end = model.RoundEnd(cause, "why", 9, broken=True, settled=True)
+    prior = model.Round(4, SEATED, "h", 1, True, 0, 5, end=end, origin=origin, lineage=3)
     if loaded is not None:
         prior = replace(prior, snapshot=mark(loaded[0]), snapshot_loads=loaded[1])
-    membership = Membership("job", "run", 1, SETTINGS, 0, prior, 5, spent=Spent(soon=soon))
+    membership = model.Membership(
+        "job", "run", 1, SETTINGS, 0, prior, 5, spent=model.Spent(soon=soon)
+    )
     joins = [waits(text) for text in held.values()]
     return base(membership, Keeping(SEATED, source), joins)
 
@@ -147,21 +140,21 @@ def test_it_is_said_why_none_is_loaded(held: str, why: WhyNotLoaded | None) -> N
 
 
 def test_the_first_round_loads_nothing() -> None:
-    membership = Membership("job", "run", 1, SETTINGS, 0, None, 5)
+    membership = model.Membership("job", "run", 1, SETTINGS, 0, None, 5)
     assert base(membership, Keeping(SEATED), [waits("")]) == Base(None, 0, 5, 5)
 
 
 @pytest.mark.parametrize(
     ("loads", "soon", "cause", "loads_again"),
     [
-        (1, MAX_LOADS, Cause.WORKER_FAILURE, True),
-        (MAX_LOADS, MAX_LOADS - 1, Cause.WORKER_FAILURE, True),
-        (MAX_LOADS, MAX_LOADS, Cause.NODE_LOST, True),
-        (MAX_LOADS, MAX_LOADS, Cause.WORKER_FAILURE, False),
+        (1, MAX_LOADS, model.Cause.WORKER_FAILURE, True),
+        (MAX_LOADS, MAX_LOADS - 1, model.Cause.WORKER_FAILURE, True),
+        (MAX_LOADS, MAX_LOADS, model.Cause.NODE_LOST, True),
+        (MAX_LOADS, MAX_LOADS, model.Cause.WORKER_FAILURE, False),
     ],
 )
 def test_snapshots_with_which_rounds_keep_failing_soon_are_left_aside(
-    loads: int, soon: int, cause: Cause, loads_again: bool
+    loads: int, soon: int, cause: model.Cause, loads_again: bool
 ) -> None:
     found = decided(NODES, loaded=("4@50", loads), soon=soon, cause=cause)
     assert found == (Base(mark("4@50"), loads + 1, 0, 5) if loads_again else LEFT_ASIDE)
@@ -170,7 +163,7 @@ def test_snapshots_with_which_rounds_keep_failing_soon_are_left_aside(
     assert newer == Base(mark("4@60"), 1, 0, 5)
 
 
-ROUND = Round(5, SEATED, "h", 1, True, 0, 5, lineage=5)
+ROUND = model.Round(5, SEATED, "h", 1, True, 0, 5, lineage=5)
 
 
 def held_by_two(pinned: str | None = None) -> HeldByNodes:
@@ -278,7 +271,7 @@ def killed(job: Job, n1: str, n2: str, *, at_ms: int = 0) -> None:
     job.stopped("n2", snapshots=held(job, n2))
 
 
-def held(job: Job, text: str) -> tuple[Snapshot, ...]:
+def held(job: Job, text: str) -> tuple[model.Snapshot, ...]:
     """Read what `holds` reads, for as many workers as the job has."""
     workers = job.round.world_size
     return tuple(replace(one, mark=replace(one.mark, world_size=workers)) for one in holds(text))
@@ -322,13 +315,13 @@ def test_kept_workers_win() -> None:
     job = running("n1", "n2", settings=LASTING)
     job.fail("n1")
     job.stopped("n1", snapshots=held(job, "0@50"))
-    job.stopped("n2", snapshots=held(job, "0@50"), kept=(KeptWorker(0, 50),))
+    job.stopped("n2", snapshots=held(job, "0@50"), kept=(model.KeptWorker(0, 50),))
     assert (job.round.source, job.round.resume_step) == (1, 50)
     assert (job.round.snapshot, job.round.snapshot_loads) == (held(job, "0@50")[0].mark, 0)
     # If they repeat the last step, snapshots of it no longer have the same state.
     job.fail("n1")
     job.stopped("n1", snapshots=held(job, "0@50 0@60"))
-    job.stopped("n2", snapshots=held(job, "0@50"), kept=(KeptWorker(0, 59),))
+    job.stopped("n2", snapshots=held(job, "0@50"), kept=(model.KeptWorker(0, 59),))
     assert job.round.snapshot == held(job, "0@50")[0].mark
     # The next round has no kept workers. Its own lineage began with the first.
     killed(job, "0@50", "0@50")
@@ -339,7 +332,9 @@ def test_a_lost_shard_of_kept_workers_comes_from_snapshots() -> None:
     job = running("n1", "n2", settings=LASTING)
     job.fail("n1")
     job.stopped("n1", snapshots=held(job, "0@40/2:0"))
-    job.stopped("n2", snapshots=held(job, "0@40/2:1"), kept=(KeptWorker(0, 49, shard=1, shards=2),))
+    job.stopped(
+        "n2", snapshots=held(job, "0@40/2:1"), kept=(model.KeptWorker(0, 49, shard=1, shards=2),)
+    )
     assert job.round.source is None
     assert not any(p.kept for p in job.round.participants)
     assert (job.round.snapshot_loads, job.round.snapshot) == (1, held(job, "0@40/2:0")[0].mark)
@@ -373,10 +368,10 @@ def test_a_later_join_replaces_what_is_held() -> None:
     assert job.last(RoundSettled).round == 0
 
 
-def in_slots(*ranks: tuple[int, ...]) -> list[Snapshot]:
+def in_slots(*ranks: tuple[int, ...]) -> list[model.Snapshot]:
     """Return what the ranks of a node hold: of each, the steps in its slots."""
     return [
-        Snapshot(local_rank, SnapshotMark(1, step, "a", 4, 4), 0, 1_000)
+        model.Snapshot(local_rank, model.SnapshotMark(1, step, "a", 4, 4), 0, 1_000)
         for local_rank, steps in enumerate(ranks)
         for step in steps
     ]
@@ -407,7 +402,7 @@ def test_steps_are_given_up_once_no_rank_can_save(
     n2: list[tuple[int, ...]] | None,
     given_up: int | None,
 ) -> None:
-    mark = None if announced is None else SnapshotMark(1, announced, "a", 4, 4)
+    mark = None if announced is None else model.SnapshotMark(1, announced, "a", 4, 4)
     blocked = BlockedSaves(("n1", "n2"), mark)
     for name, ranks in (("n1", n1), ("n2", n2)):
         if ranks is not None:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -386,6 +386,11 @@ def test_the_map_is_the_tree() -> None:
     assert not flat, "neither in a folder of the map, nor on the map by itself"
 
 
+def _is_of(one: str, package: str, modules: Collection[str]) -> bool:
+    """Return whether a name that is imported from a package, if it is, is a module of it."""
+    return one.rpartition(".")[0] != package or one in modules
+
+
 @pytest.mark.slow
 def test_a_folder_imports_only_what_stands_above_it_on_the_map() -> None:
     rooms = mapped()
@@ -394,11 +399,15 @@ def test_a_folder_imports_only_what_stands_above_it_on_the_map() -> None:
         name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): room_of(name, rooms)
         for _, name in sources()
     }
+    packages = {module.rpartition(".")[0] for module in modules}
     upwards = {
         f"{name} imports rdzv.{module}"
         for path, name in sources()
-        for module in (one.removeprefix("rdzv.") for one in imports(path, name))
+        for named in [{one.removeprefix("rdzv.") for one in imports(path, name)}]
+        for module in named
         if module in modules
+        # `from rdzv.core import model` is no use of what drivers import from rdzv.core.
+        and not (module in packages and all(_is_of(one, module, modules) for one in named))
         and modules[module] not in ("server/", "agent/")
         and turn[modules[module]] > turn[room_of(name, rooms)]
     }

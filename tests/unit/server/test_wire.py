@@ -8,23 +8,8 @@ from typing import Any
 import pytest
 
 from rdzv import bounds
-from rdzv.core import commands
+from rdzv.core import commands, model
 from rdzv.core.fleet.nodes import AgentKind
-from rdzv.core.model import (
-    Assignment,
-    Failure,
-    KeptWorker,
-    LeaveCause,
-    Moved,
-    Offer,
-    RecoveryReport,
-    ScaleUp,
-    Settings,
-    Snapshot,
-    SnapshotMark,
-    Spent,
-    Tally,
-)
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import (
     Hello,
@@ -117,8 +102,8 @@ def test_hello() -> None:
         assert wire.hello_of(hello(metrics=at)).metrics == at
 
 
-CORE_SETTINGS = Settings(2, 4, 3, 600_000, 30_000, ScaleUp.ON_RESTART, 60_000)
-CORE_OFFER = Offer(
+CORE_SETTINGS = model.Settings(2, 4, 3, 600_000, 30_000, model.ScaleUp.ON_RESTART, 60_000)
+CORE_OFFER = model.Offer(
     address="10.0.0.5",
     local_world_size=8,
     role="trainer",
@@ -133,8 +118,8 @@ NOW_MS = 5_000
 CORE_FAILURE = report(
     rank=11, exit_code=None, message="killed", local_rank=3, pid=99, signal=9, at_ms=NOW_MS - 5
 )
-CORE_MARK = SnapshotMark(2, 40, "2.a1b2", 2, 6)
-CORE_SNAPSHOT = Snapshot(3, CORE_MARK, 1, 1 << 30, "f00")
+CORE_MARK = model.SnapshotMark(2, 40, "2.a1b2", 2, 6)
+CORE_SNAPSHOT = model.Snapshot(3, CORE_MARK, 1, 1 << 30, "f00")
 CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
 
 
@@ -164,9 +149,9 @@ CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
             replace(
                 CORE_JOIN,
                 kept=(
-                    KeptWorker(0),
-                    KeptWorker(3, 0, False, 1, 2, 0),
-                    KeptWorker(7, 2**53, torn=True),
+                    model.KeptWorker(0),
+                    model.KeptWorker(3, 0, False, 1, 2, 0),
+                    model.KeptWorker(7, 2**53, torn=True),
                 ),
             ),
         ),
@@ -191,7 +176,7 @@ CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
             pb.NodeMessage(
                 leave=pb.Leave(rdzv_id="job-7", run="feed", cause=pb.Leave.SIGNAL, reason="SIGTERM")
             ),
-            commands.Leave("n1", 7, "feed", LeaveCause.SIGNAL, "SIGTERM"),
+            commands.Leave("n1", 7, "feed", model.LeaveCause.SIGNAL, "SIGTERM"),
         ),
         (
             pb.NodeMessage(stuck=pb.Stuck(rdzv_id="job-7", run="feed", round=2, pids=[9, 8])),
@@ -229,16 +214,18 @@ LINE = pb.Assignment(
     use_agent_store=True,
     restarts=4,
 )
-REPORT_OF_ROUND = RecoveryReport(read(Assignment, LINE), CORE_JOIN.settings, CORE_JOIN.offer)
+REPORT_OF_ROUND = model.RecoveryReport(
+    read(model.Assignment, LINE), CORE_JOIN.settings, CORE_JOIN.offer
+)
 RESUME = commands.Resume("n1", 7, "feed", 2, REPORT_OF_ROUND)
 
 
-def reported(**changes: Any) -> RecoveryReport:
+def reported(**changes: Any) -> model.RecoveryReport:
     assignment = replace(REPORT_OF_ROUND.assignment, **changes)
     return replace(REPORT_OF_ROUND, assignment=assignment)
 
 
-TALLY = Tally(Spent(1, 2, 3, 4, 500), (NOW_MS - 70_000, NOW_MS - 1_000))
+TALLY = model.Tally(model.Spent(1, 2, 3, 4, 500), (NOW_MS - 70_000, NOW_MS - 1_000))
 PB_TALLY = pb.Tally(
     preemptions=1,
     store_failures=2,
@@ -349,7 +336,7 @@ WITH_TALLY.MergeFrom(LINE)
                 leave=pb.Leave(rdzv_id="job-7", run="feed", cause=pb.Leave.SIGNAL, reason="x"),
             ),
             True,
-            [RESUME, commands.Leave("n1", 7, "feed", LeaveCause.SIGNAL, "x")],
+            [RESUME, commands.Leave("n1", 7, "feed", model.LeaveCause.SIGNAL, "x")],
         ),
         (
             pb.Belief(
@@ -358,7 +345,7 @@ WITH_TALLY.MergeFrom(LINE)
                 leave=pb.Leave(rdzv_id="job-7", run="feed", cause=pb.Leave.TIMEOUT, reason="x"),
             ),
             False,
-            [commands.Leave("n1", 7, "feed", LeaveCause.TIMEOUT, "x")],
+            [commands.Leave("n1", 7, "feed", model.LeaveCause.TIMEOUT, "x")],
         ),
     ],
 )
@@ -525,7 +512,9 @@ def test_a_refusal_names_the_job_even_of_a_bad_message() -> None:
     assert wire.job_named_in(pb.Belief(join=pb.Join(rdzv_id="a/b"))) == "a/b"
 
 
-CORE_FAILED = Failure(3, 11, 99, 1, None, "boom", "trace", 4_000, node_id="n1", address="10.0.0.5")
+CORE_FAILED = model.Failure(
+    3, 11, 99, 1, None, "boom", "trace", 4_000, node_id="n1", address="10.0.0.5"
+)
 
 
 def test_who_knows_no_backoff_leaves_it_to_the_server() -> None:
@@ -546,11 +535,11 @@ def test_who_knows_no_backoff_leaves_it_to_the_server() -> None:
 
 def test_how_far_a_round_has_come_is_read_as_it_is_said() -> None:
     said = (
-        ({}, Moved()),
-        ({"furthest_step": 0}, Moved(furthest_step=0)),
+        ({}, model.Moved()),
+        ({"furthest_step": 0}, model.Moved(furthest_step=0)),
         (
             {"furthest_step": 2**64 - 1, "snapshot_changed": True},
-            Moved(2**64 - 1, snapshot_changed=True),
+            model.Moved(2**64 - 1, snapshot_changed=True),
         ),
     )
     for given, moved in said:
@@ -567,9 +556,9 @@ def test_how_far_a_round_has_come_is_read_as_it_is_said() -> None:
     ],
 )
 def test_settings_are_read_as_they_were_said(given: dict[str, Any]) -> None:
-    said = replace(Settings(2, 4, max_restarts=3), **given)
+    said = replace(model.Settings(2, 4, max_restarts=3), **given)
     message = write(pb.Settings(), said)
-    assert read(Settings, message, checked=True) == said
+    assert read(model.Settings, message, checked=True) == said
     # Nodes with and without support for it must send the same.
     for name in ("restart_backoff_ms", "restart_backoff_max_ms"):
         assert message.HasField(name) == (name in given)

@@ -17,46 +17,19 @@ import pytest
 from google.protobuf.message import Message
 from samples import bare, full
 
+from rdzv import messages
 from rdzv import messages as told
 from rdzv.agent.core import commands
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import NodeDrain
+from rdzv.core import model
 from rdzv.core.commands import Decline, Fail
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.node_resources import FailingCheck, Gpu, Resources
-from rdzv.core.model import (
-    Assignment,
-    Cause,
-    Ended,
-    JobSpec,
-    KeptWorker,
-    Moved,
-    Result,
-    RoundEnd,
-    ScaleUp,
-    Snapshot,
-    SnapshotMark,
-    Tally,
-)
 from rdzv.core.snapshots import CopyCarrier, CopySource, MissingCopies
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import (
-    Arrivals,
-    GroupArrivals,
-    Health,
-    Holding,
-    Holdings,
-    Hung,
-    LogPiece,
-    Progress,
-    RankArrivals,
-    SnapshotsHeld,
-    Stacks,
-    StartedWorker,
-    WorkersStarted,
-)
 from rdzv.server import wire
 from rdzv.stores.base import Record
 from rdzv.structs import as_dict, replace
@@ -69,8 +42,11 @@ from tests.unit.server.test_answer_values import ANSWERS
 
 PROTOCOL = Path(__file__).parents[1] / "protocol"
 NOW_MS = agent.NOW_MS
-MARK = SnapshotMark(2, 40, "2.a1b2", 2, 6)
-SNAPSHOTS = (Snapshot(0, MARK, 1, 1 << 30, "f00"), Snapshot(1, MARK, 0, 7, "f01", copy_of=0))
+MARK = model.SnapshotMark(2, 40, "2.a1b2", 2, 6)
+SNAPSHOTS = (
+    model.Snapshot(0, MARK, 1, 1 << 30, "f00"),
+    model.Snapshot(1, MARK, 0, 7, "f01", copy_of=0),
+)
 CARRIER = CopyCarrier(40_000, "secret", "ab12")
 MISSING = MissingCopies(MARK, "n2: no file caf\udce9")
 STACK = replace(full(WorkerStack), no_record="caf\udce9")
@@ -79,13 +55,13 @@ STACK = replace(full(WorkerStack), no_record="caf\udce9")
 def by_agents() -> Iterator[tuple[str, Message]]:
     """Yield each kind of message that a node sends."""
     state = replace(agent.REJOINING, snapshots=SNAPSHOTS, stopping_since_ms=NOW_MS - 9)
-    kept = (KeptWorker(0, pid=99), KeptWorker(3, 7, True, 1, 2, 0, pid=98))
+    kept = (model.KeptWorker(0, pid=99), model.KeptWorker(3, 7, True, 1, 2, 0, pid=98))
     say = commands.SayJoin(
-        "r1", 5, (agent.FAILURE, agent.KILLED), True, Moved(7, snapshot_changed=True), kept
+        "r1", 5, (agent.FAILURE, agent.KILLED), True, model.Moved(7, snapshot_changed=True), kept
     )
     settings = replace(
         agent.SETTINGS,
-        scale_up=ScaleUp.AFTER,
+        scale_up=model.ScaleUp.AFTER,
         max_restarts=None,
         restart_backoff_ms=0,
         restart_backoff_max_ms=5,
@@ -101,7 +77,7 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     yield "join:fresh", encoding.join(fresh, state, agent.OFFER, NOW_MS, **given)
     round_ = replace(
         agent.LINE,
-        tally=Tally(server.TALLY.spent, (NOW_MS - 70_005, NOW_MS - 1_005)),
+        tally=model.Tally(server.TALLY.spent, (NOW_MS - 70_005, NOW_MS - 1_005)),
         kept=(0, 3),
         source=0,
         resume_step=0,
@@ -121,30 +97,41 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     failed = Fail("n1", 0, "r1", 5, (suspect,))
     yield "report:suspect", encoding.report(failed, "job-7", NOW_MS)
     progress = (RankProgress(8, 1_204, 300, 14.25), RankProgress(9, 0, 0, None))
-    yield "progress", encoding.report(Progress("job-7", "r1", 2, progress), "job-7", NOW_MS)
-    held = SnapshotsHeld("job-7", "r1", SNAPSHOTS, CARRIER, MISSING)
+    yield (
+        "progress",
+        encoding.report(messages.Progress("job-7", "r1", 2, progress), "job-7", NOW_MS),
+    )
+    held = messages.SnapshotsHeld("job-7", "r1", SNAPSHOTS, CARRIER, MISSING)
     yield "snapshots_held", encoding.report(held, "job-7", NOW_MS)
-    workers = (StartedWorker(0, "kept"), StartedWorker(1, "warm", "it did not park"))
-    started = WorkersStarted("job-7", "r1", 2, workers, "no file", forks=True)
+    workers = (
+        messages.StartedWorker(0, "kept"),
+        messages.StartedWorker(1, "warm", "it did not park"),
+    )
+    started = messages.WorkersStarted("job-7", "r1", 2, workers, "no file", forks=True)
     yield "workers_started", encoding.report(started, "job-7", NOW_MS)
-    entered = (RankArrivals(8, (1_000, -5)),)
-    groups = (GroupArrivals("0", 2.5, None, (4, 5), entered), GroupArrivals("1", 0.0, 0, (), ()))
-    yield "arrivals", encoding.report(Arrivals("job-7", "r1", 2, groups), "job-7", NOW_MS)
+    entered = (messages.RankArrivals(8, (1_000, -5)),)
+    groups = (
+        messages.GroupArrivals("0", 2.5, None, (4, 5), entered),
+        messages.GroupArrivals("1", 0.0, 0, (), ()),
+    )
+    yield "arrivals", encoding.report(messages.Arrivals("job-7", "r1", 2, groups), "job-7", NOW_MS)
     hung = (HungWorker(9, 1, 99, 61_000, "no progress", timed_out=True),)
-    yield "hung", encoding.report(Hung("job-7", "r1", 2, hung), "job-7", NOW_MS)
-    yield "hung:none", encoding.report(Hung("job-7", "r1", 2, ()), "job-7", NOW_MS)
+    yield "hung", encoding.report(messages.Hung("job-7", "r1", 2, hung), "job-7", NOW_MS)
+    yield "hung:none", encoding.report(messages.Hung("job-7", "r1", 2, ()), "job-7", NOW_MS)
     position = told.LogPosition("", 2, 3, True, 7, 9)
-    piece = LogPiece(5, 2, 3, 11, True, 4_711, b"x\xff", True, "why", (position,))
+    piece = messages.LogPiece(5, 2, 3, 11, True, 4_711, b"x\xff", True, "why", (position,))
     yield "log_piece", encoding.report(piece)
-    yield "stacks", encoding.report(Stacks(5, (STACK,), last=False, error=""))
-    yield "stacks:last", encoding.report(Stacks(5, (), last=True, error="caf\udce9"))
+    yield "stacks", encoding.report(messages.Stacks(5, (STACK,), last=False, error=""))
+    yield "stacks:last", encoding.report(messages.Stacks(5, (), last=True, error="caf\udce9"))
     has = Resources(8, 64, (Gpu("GPU-a", "H100", 80),), (("gpu", "h100"),), 2, "rack-1")
     yield "resources", write(pb.Resources(), has)
     yield (
         "holdings",
-        encoding.report(Holdings((Holding("job-7", "r1", 4), Holding("j", "r", 0)))).holdings,
+        encoding.report(
+            messages.Holdings((messages.Holding("job-7", "r1", 4), messages.Holding("j", "r", 0)))
+        ).holdings,
     )
-    yield "health", encoding.report(Health((FailingCheck("disk", "full"),))).health
+    yield "health", encoding.report(messages.Health((FailingCheck("disk", "full"),))).health
     yield "declined", encoding.report(Decline("", "r1", "no folder \udcff", passing=True), "job-7")
     drain = NodeDrain(lambda: NOW_MS, lambda _: None)
     drain.take_from_server(7, 60_000, "drained")
@@ -155,7 +142,7 @@ def by_agents() -> Iterator[tuple[str, Message]]:
 
 def announcements() -> Iterator[told.Announcement]:
     """Yield each kind of what nodes are told."""
-    spec = JobSpec(
+    spec = model.JobSpec(
         ("train.py", "--lr=1"),
         (("A", "1"),),
         "/srv",
@@ -167,7 +154,7 @@ def announcements() -> Iterator[told.Announcement]:
     job = ("job-7", "r1")
     feed = ("job-7", "feed", 2)
     line = (*feed, 1, 4, 8, 32, 4, 16, "10.0.0.5", 4711, True)
-    assignment = Assignment(*line, restarts=1, max_restarts=3)
+    assignment = model.Assignment(*line, restarts=1, max_restarts=3)
     yield told.Lease(10_000, 30_000)
     yield told.Servers(("b:1", "c:1"))
     yield told.Heard(7, 5)
@@ -177,11 +164,13 @@ def announcements() -> Iterator[told.Announcement]:
     yield replace(assignment, use_agent_store=False, max_restarts=None, tally=server.TALLY)
     yield replace(assignment, kept=(0, 3), source=11, resume_step=70, charged_suspects=(2,))
     yield replace(assignment, snapshot=MARK, snapshot_loads=1, origin=1, lineage=2)
-    yield told.RoundOver(*feed, RoundEnd(Cause.NODE_LOST, "n2 was lost", 0, True))
-    restarted = RoundEnd(Cause.OPERATOR, "restart", 0, broken=False, keep=False)
+    yield told.RoundOver(*feed, model.RoundEnd(model.Cause.NODE_LOST, "n2 was lost", 0, True))
+    restarted = model.RoundEnd(model.Cause.OPERATOR, "restart", 0, broken=False, keep=False)
     yield told.RoundOver(*feed, restarted, culprits=(0, 5))
     yield told.SnapshotWatermark(*job, MARK, 7_000, MARK)
-    yield told.Closed(*job, Ended(Result.FAILED, "spent", 0, True, (server.CORE_FAILED,)))
+    yield told.Closed(
+        *job, model.Ended(model.Result.FAILED, "spent", 0, True, (server.CORE_FAILED,))
+    )
     yield told.Refused("job-7", "InvalidRequestError", "no")
     yield told.Waiting("job-7", "spare")
     yield told.Joined(*job, 2, forks=False)
@@ -190,7 +179,7 @@ def announcements() -> Iterator[told.Announcement]:
     yield told.ReadLog(5, "job-7", 0, 0, True, False, True, 9, 8, 7, 6, (position,), ("r2", "r1"))
     yield told.StopLog(5)
     yield told.Placed(*job, spec)
-    yield told.Placed(*job, JobSpec(("train.py",)))
+    yield told.Placed(*job, model.JobSpec(("train.py",)))
     yield told.Withdrawn(*job, "the job has stopped")
     yield told.LookAgain()
     yield told.TakeStacks(5, *job, 2, 10_000)

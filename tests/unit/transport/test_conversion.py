@@ -13,21 +13,10 @@ from google.protobuf.message import Message
 
 from rdzv import bounds, messages
 from rdzv.bounds import Age, Else, Flat, Rate, Unsent, Within
-from rdzv.core import commands
+from rdzv.core import commands, model
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
-from rdzv.core.model import (
-    Failure,
-    JobSpec,
-    KeptWorker,
-    Offer,
-    ScaleUp,
-    Settings,
-    Snapshot,
-    SnapshotMark,
-    Tally,
-)
 from rdzv.core.snapshots import CopyCarrier, CopySource, MissingCopies
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
@@ -39,13 +28,13 @@ from rdzv.view.answers import Budgets, JobSummary
 NOW_MS = 1_000_000_000_000
 
 REPORTS: list[tuple[type, type[Message]]] = [
-    (Settings, pb.Settings),
-    (Offer, pb.Offer),
-    (KeptWorker, pb.KeptWorker),
-    (SnapshotMark, pb.SnapshotMark),
-    (Snapshot, pb.Snapshot),
-    (JobSpec, pb.JobSpec),
-    (Tally, pb.Tally),
+    (model.Settings, pb.Settings),
+    (model.Offer, pb.Offer),
+    (model.KeptWorker, pb.KeptWorker),
+    (model.SnapshotMark, pb.SnapshotMark),
+    (model.Snapshot, pb.Snapshot),
+    (model.JobSpec, pb.JobSpec),
+    (model.Tally, pb.Tally),
     (CopyCarrier, pb.CopyCarrier),
     (CopySource, pb.CopySource),
     (MissingCopies, pb.MissingCopies),
@@ -53,7 +42,7 @@ REPORTS: list[tuple[type, type[Message]]] = [
     (WorkerStack, pb.WorkerStack),
     (Resources, pb.Resources),
     (FailingCheck, pb.FailingCheck),
-    (Failure, pb.WorkerFailure),
+    (model.Failure, pb.WorkerFailure),
     (commands.Stop, pb.StopJobRequest),
     (commands.Restart, pb.RestartJobRequest),
     (commands.Scale, pb.ScaleJobRequest),
@@ -177,7 +166,7 @@ class _Rated:
 
 @struct(frozen=True)
 class _Scaled:
-    scale_up: ScaleUp
+    scale_up: model.ScaleUp
     min_nodes: Annotated[int, Else(3)]
 
 
@@ -198,15 +187,15 @@ def test_what_is_no_rate_is_refused(rate: float) -> None:
 
 
 def test_an_enum_is_known_by_name_and_an_unset_field_by_what_it_stands_for() -> None:
-    assert write(pb.Settings(), _Scaled(ScaleUp.AFTER, 1)).scale_up == pb.SCALE_UP_AFTER
+    assert write(pb.Settings(), _Scaled(model.ScaleUp.AFTER, 1)).scale_up == pb.SCALE_UP_AFTER
     after = pb.Settings(scale_up=pb.SCALE_UP_AFTER)
-    assert read(_Scaled, after, checked=True) == _Scaled(ScaleUp.AFTER, 3)
+    assert read(_Scaled, after, checked=True) == _Scaled(model.ScaleUp.AFTER, 3)
     for number in (0, 9):
         odd = pb.Settings(scale_up=number)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequestError, match=f"scale_up {number} is not known to this se"):
             read(_Scaled, odd, checked=True)
         # Settings say what an unset one stands for, and who does not check reads all others so.
-        assert read(Settings, odd).scale_up is ScaleUp.EAGER
+        assert read(model.Settings, odd).scale_up is model.ScaleUp.EAGER
 
 
 def test_lists_that_are_too_long_are_refused_or_cut() -> None:
@@ -276,14 +265,14 @@ def test_a_number_that_is_optional_on_the_wire_may_be_zero() -> None:
 
 
 def test_a_message_is_made_of_a_value_and_read_back() -> None:
-    spec = JobSpec(("train.py", "--lr=1"), (("A", "1"),), "/home", labels=(("zone", "a"),))
+    spec = model.JobSpec(("train.py", "--lr=1"), (("A", "1"),), "/home", labels=(("zone", "a"),))
     message = write(pb.JobSpec(), spec)
     assert [(one.name, one.value) for one in (*message.env, *message.labels)] == [
         ("A", "1"),
         ("zone", "a"),
     ]
     assert not message.HasField("gpus_per_node")
-    assert read(JobSpec, pb.JobSpec.FromString(message.SerializeToString())) == spec
+    assert read(model.JobSpec, pb.JobSpec.FromString(message.SerializeToString())) == spec
 
 
 def test_a_text_that_is_no_valid_text_is_sent_with_escapes() -> None:

@@ -5,17 +5,9 @@ Those of the runner have the fields of its frames. The agent adds what only it c
 
 from __future__ import annotations
 
+from rdzv import messages
 from rdzv.core.model import UNMOVED, Assignment, Failure, KeptWorker, Moved, Snapshot, SnapshotMark
 from rdzv.core.snapshots import CopyCarrier, MissingCopies
-from rdzv.messages import (
-    Closed,
-    Joined,
-    KeepCopies,
-    Refused,
-    RoundOver,
-    SnapshotWatermark,
-    Withdrawn,
-)
 from rdzv.structs import struct
 
 
@@ -342,7 +334,14 @@ RunnerEvent = (
 
 
 FromServer = (
-    Joined | Assignment | RoundOver | Closed | Refused | SnapshotWatermark | KeepCopies | Withdrawn
+    messages.Joined
+    | Assignment
+    | messages.RoundOver
+    | messages.Closed
+    | messages.Refused
+    | messages.SnapshotWatermark
+    | messages.KeepCopies
+    | messages.Withdrawn
 )
 """What the server tells a job: the core hears its messages as they are."""
 

@@ -6,45 +6,13 @@
 
 from __future__ import annotations
 
+from rdzv.agent.core import drain_notice, events, server_contact
 from rdzv.agent.core.commands import (
     Command,
     EndKept,
     StartWorkers,
     StopWorkers,
     Work,
-)
-from rdzv.agent.core.drain_notice import (
-    follows_notice,
-    give_drain_notice,
-    keep_notice,
-    leave_with_workers,
-    lift_drain_notice,
-    notice_due_ms,
-    notice_grace_ms,
-)
-from rdzv.agent.core.events import (
-    Event,
-    Fenced,
-    KeptExited,
-    KeptGone,
-    NoticeGiven,
-    NoticeLifted,
-    RunnerLost,
-    ServerConnected,
-    ServerLost,
-    Signalled,
-    SnapshotsChanged,
-    StartFailed,
-    StoreHostExited,
-    StoreHostReady,
-    Ticked,
-    Unhealthy,
-    WorkerExited,
-    WorkerResumed,
-    WorkersGone,
-    WorkersStuck,
-    WorkerSuspected,
-    ended_worker,
 )
 from rdzv.agent.core.model import (
     EXIT_DENIED,
@@ -58,14 +26,6 @@ from rdzv.agent.core.model import (
     Leaving,
     Outcome,
     Phase,
-)
-from rdzv.agent.core.server_contact import (
-    apply_to_snapshots,
-    note_server_found,
-    note_server_lost,
-    note_snapshots,
-    server_due_ms,
-    without_server,
 )
 from rdzv.agent.core.stopping import (
     conclude,
@@ -116,7 +76,7 @@ def begin(job: JobTerms, now_ms: int, run: str = "") -> AgentState:
     )
 
 
-def step(state: AgentState, event: Event, now_ms: int) -> Decision:
+def step(state: AgentState, event: events.Event, now_ms: int) -> Decision:
     """Apply one event and decide what follows from it.
 
     Guarantees: a round's workers are started once, and only when every worker of earlier rounds is
@@ -131,12 +91,12 @@ def step(state: AgentState, event: Event, now_ms: int) -> Decision:
     return Decision(work.state, tuple(work.commands), _wake_at_ms(work.state))
 
 
-def _apply(work: Work, event: Event) -> None:
+def _apply(work: Work, event: events.Event) -> None:
     match event:
-        case ServerConnected():
-            note_server_found(work)
-        case ServerLost():
-            note_server_lost(work, event)
+        case events.ServerConnected():
+            server_contact.note_server_found(work)
+        case events.ServerLost():
+            server_contact.note_server_lost(work, event)
         case Joined():
             if work.state.phase is Phase.JOINING:
                 work.state = replace(work.state, run=event.run)
@@ -148,44 +108,44 @@ def _apply(work: Work, event: Event) -> None:
             _close(work, event)
         case Refused():
             _accept_refusal(work, event)
-        case Unhealthy():
+        case events.Unhealthy():
             _note_unhealthy(work, event)
         case (
-            WorkerExited()
-            | WorkerSuspected()
-            | WorkersGone()
-            | WorkersStuck()
-            | Fenced()
-            | StartFailed()
+            events.WorkerExited()
+            | events.WorkerSuspected()
+            | events.WorkersGone()
+            | events.WorkersStuck()
+            | events.Fenced()
+            | events.StartFailed()
         ):
             _apply_to_workers(work, event)
-        case WorkerResumed():
+        case events.WorkerResumed():
             _note_resumed(work, event)
-        case KeptExited():
+        case events.KeptExited():
             _note_kept_exit(work, event)
-        case KeptGone():
+        case events.KeptGone():
             _note_kept_gone(work)
-        case SnapshotsChanged():
-            note_snapshots(work, event)
+        case events.SnapshotsChanged():
+            server_contact.note_snapshots(work, event)
         case SnapshotWatermark() | KeepCopies():
-            apply_to_snapshots(work, event)
-        case StoreHostReady():
+            server_contact.apply_to_snapshots(work, event)
+        case events.StoreHostReady():
             if _is_current(work.state, event.round):
                 work.state = replace(work.state, store_host_due_ms=None)
-        case StoreHostExited():
+        case events.StoreHostExited():
             if _is_current(work.state, event.round):
                 _fail_store_host(work, event.reason)
-        case RunnerLost():
+        case events.RunnerLost():
             _lose_runner(work, event)
-        case Signalled():
+        case events.Signalled():
             _leave_by_signal(work, event)
         case Withdrawn():
             _withdraw(work, event)
-        case NoticeGiven():
-            give_drain_notice(work, event)
-        case NoticeLifted():
-            lift_drain_notice(work)
-        case Ticked():
+        case events.NoticeGiven():
+            drain_notice.give_drain_notice(work, event)
+        case events.NoticeLifted():
+            drain_notice.lift_drain_notice(work)
+        case events.Ticked():
             pass
 
 
@@ -243,7 +203,7 @@ def _end_round(work: Work, event: RoundOver) -> None:
         job, notice = work.state.job, work.state.notice
         if notice is not None and notice.due_ms is not None:
             # After the notice, workers may be saving, which a broken collective does not prevent.
-            leave(work, notice.leaving, notice_grace_ms(work), signum=None)
+            leave(work, notice.leaving, drain_notice.notice_grace_ms(work), signum=None)
             return
         grace_ms = job.failure_stop_timeout_ms if event.end.broken else job.shutdown_timeout_ms
         stop(work, grace_ms, keep=event.end.keep, not_kept=event.culprits)
@@ -307,18 +267,23 @@ def _accept_refusal(work: Work, event: Refused) -> None:
 
 def _apply_to_workers(
     work: Work,
-    event: WorkerExited | WorkerSuspected | WorkersGone | WorkersStuck | Fenced | StartFailed,
+    event: events.WorkerExited
+    | events.WorkerSuspected
+    | events.WorkersGone
+    | events.WorkersStuck
+    | events.Fenced
+    | events.StartFailed,
 ) -> None:
     if not _is_current(work.state, event.round) or not work.state.has_workers:
         return
-    if work.state.workers_gone and not isinstance(event, WorkersStuck):
+    if work.state.workers_gone and not isinstance(event, events.WorkersStuck):
         return
     match event:
-        case WorkerExited():
+        case events.WorkerExited():
             _note_exit(work, event)
-        case WorkerSuspected():
+        case events.WorkerSuspected():
             _note_suspect(work, event)
-        case WorkersGone():
+        case events.WorkersGone():
             work.state = replace(
                 work.state,
                 workers_gone=True,
@@ -329,12 +294,12 @@ def _apply_to_workers(
             )
             if work.state.phase is not Phase.SUCCEEDED or work.state.outcome is not None:
                 conclude(work)
-        case WorkersStuck():
+        case events.WorkersStuck():
             work.state = replace(work.state, stuck_pids=event.pids)
             work.do(ReportStuck(*work.state.speaker, work.state.run, event.round, event.pids))
-        case Fenced():
+        case events.Fenced():
             _note_fence(work, event)
-        case StartFailed():
+        case events.StartFailed():
             leaving = Leaving(LeaveCause.START_FAILED, event.reason, EXIT_FAILED)
             leave(work, leaving, grace_ms=0, signum=None)
 
@@ -344,23 +309,23 @@ def _is_current(state: AgentState, round_: int) -> bool:
     return state.assignment is not None and state.assignment.round == round_
 
 
-def _note_exit(work: Work, event: WorkerExited) -> None:
+def _note_exit(work: Work, event: events.WorkerExited) -> None:
     state = work.state
     if event.local_rank not in state.alive:
         return
     work.state = replace(state, alive=state.alive - {event.local_rank})
-    if state.phase is Phase.RUNNING and follows_notice(work, event):
-        leave_with_workers(work, event)
+    if state.phase is Phase.RUNNING and drain_notice.follows_notice(work, event):
+        drain_notice.leave_with_workers(work, event)
     elif event.exit_code != 0:
         _note_failure(work, event)
     elif state.phase is Phase.RUNNING:
-        finished = ended_worker(event, state.assignment, work.now_ms)
+        finished = events.ended_worker(event, state.assignment, work.now_ms)
         work.state = replace(work.state, finished=(*state.finished, finished))
         if not work.state.alive:
             _succeed(work)
 
 
-def _note_failure(work: Work, event: WorkerExited | WorkerSuspected) -> None:
+def _note_failure(work: Work, event: events.WorkerExited | events.WorkerSuspected) -> None:
     """Record a worker that failed by itself. A worker that the agent stopped has not failed.
 
     A suspect may end the round before the exit that broke its collective is detected. So an exit
@@ -368,8 +333,8 @@ def _note_failure(work: Work, event: WorkerExited | WorkerSuspected) -> None:
     charges the end of the round.
     """
     state = work.state
-    failure = ended_worker(event, state.assignment, work.now_ms)
-    by_itself = isinstance(event, WorkerExited) and event.by_itself
+    failure = events.ended_worker(event, state.assignment, work.now_ms)
+    by_itself = isinstance(event, events.WorkerExited) and event.by_itself
     stopping = state.stopping_since_ms is not None and failure.at_ms >= state.stopping_since_ms
     if stopping and not by_itself:
         return
@@ -379,19 +344,19 @@ def _note_failure(work: Work, event: WorkerExited | WorkerSuspected) -> None:
         stop(work, state.job.failure_stop_timeout_ms, keep=True)
 
 
-def _note_suspect(work: Work, event: WorkerSuspected) -> None:
+def _note_suspect(work: Work, event: events.WorkerSuspected) -> None:
     """Record a broken collective, which may be a peer's fault. Its worker parks by itself."""
     state = work.state
     if event.local_rank not in state.alive:
         return
-    if state.phase is Phase.RUNNING and follows_notice(work, event):
+    if state.phase is Phase.RUNNING and drain_notice.follows_notice(work, event):
         assert state.notice is not None
-        leave(work, state.notice.leaving, notice_grace_ms(work), signum=None)
+        leave(work, state.notice.leaving, drain_notice.notice_grace_ms(work), signum=None)
     else:
         _note_failure(work, event)
 
 
-def _note_fence(work: Work, event: Fenced) -> None:
+def _note_fence(work: Work, event: events.Fenced) -> None:
     """Record that the runner is killing what remains of the round. `WorkersGone` follows.
 
     This is not a worker failure. If all workers had succeeded, only leftover processes are killed.
@@ -417,7 +382,7 @@ def rejoins_after_failure(state: AgentState, round_: int) -> bool:
     )
 
 
-def _note_unhealthy(work: Work, event: Unhealthy) -> None:
+def _note_unhealthy(work: Work, event: events.Unhealthy) -> None:
     """Make an unhealthy node leave instead of joining again. Its failure still counts."""
     if rejoins_after_failure(work.state, event.round):
         reason = f"unhealthy: {event.reason}"
@@ -444,7 +409,7 @@ def _fail_store_host(work: Work, reason: str) -> None:
         work.do(ReportStoreHost(*state.speaker, state.run, state.assignment.round, reason))
 
 
-def _lose_runner(work: Work, event: RunnerLost) -> None:
+def _lose_runner(work: Work, event: events.RunnerLost) -> None:
     """Leave the job, as the runner and its workers are gone. Other nodes may continue."""
     leaving = Leaving(LeaveCause.TIMEOUT, event.reason, EXIT_TRY_AGAIN)
     work.state = replace(
@@ -466,7 +431,7 @@ def _lose_runner(work: Work, event: RunnerLost) -> None:
 # ------------------------------------------------------------------ parked workers
 
 
-def _note_kept_exit(work: Work, event: KeptExited) -> None:
+def _note_kept_exit(work: Work, event: events.KeptExited) -> None:
     state = work.state
     kept = tuple(worker for worker in state.kept if worker.pid != event.pid)
     if kept == state.kept:
@@ -500,7 +465,7 @@ def resume_ms(job: JobTerms) -> int:
     return max(job.park_timeout_ms, _RESUME_LEAST_MS)
 
 
-def _note_resumed(work: Work, event: WorkerResumed) -> None:
+def _note_resumed(work: Work, event: events.WorkerResumed) -> None:
     if _is_current(work.state, event.round):
         left = (one for one in work.state.resuming if one.local_rank != event.local_rank)
         work.state = replace(work.state, resuming=tuple(left))
@@ -520,13 +485,15 @@ def _suspect_waiting(work: Work) -> None:
     seconds = resume_ms(state.job) / 1000
     message = f"it was kept, and did not continue within {seconds:g} s"
     number = state.assignment.round
-    _note_suspect(work, WorkerSuspected(number, one.local_rank, one.pid, message, "", age_ms=0))
+    _note_suspect(
+        work, events.WorkerSuspected(number, one.local_rank, one.pid, message, "", age_ms=0)
+    )
 
 
 # ------------------------------------------------------------------ the end
 
 
-def _leave_by_signal(work: Work, event: Signalled) -> None:
+def _leave_by_signal(work: Work, event: events.Signalled) -> None:
     """Leave in an orderly way. A second signal cuts the grace period short."""
     if work.state.is_ending:
         if work.state.outcome is not None and work.state.outcome.joins_anew:
@@ -559,16 +526,16 @@ def _check_deadlines(work: Work) -> None:
     due_ms = _store_host_due_ms(state)
     if due_ms is not None and work.now_ms >= due_ms:
         _fail_store_host(work, f"not ready within {state.job.store_host_timeout_ms / 1000:g} s")
-    keep_notice(work)
+    drain_notice.keep_notice(work)
     due_ms = _park_due_ms(work.state)
     if due_ms is not None and work.now_ms >= due_ms:
         end_kept(work)
     due_ms = _resume_due_ms(work.state)
     if due_ms is not None and work.now_ms >= due_ms:
         _suspect_waiting(work)
-    due_ms = server_due_ms(work.state)
+    due_ms = server_contact.server_due_ms(work.state)
     if due_ms is not None and work.now_ms >= due_ms:
-        finish(work, without_server(work.state))
+        finish(work, server_contact.without_server(work.state))
 
 
 def _store_host_due_ms(state: AgentState) -> int | None:
@@ -581,8 +548,8 @@ def _wake_at_ms(state: AgentState) -> int | None:
         return None
     due = (
         _store_host_due_ms(state),
-        server_due_ms(state),
-        notice_due_ms(state),
+        server_contact.server_due_ms(state),
+        drain_notice.notice_due_ms(state),
         _park_due_ms(state),
         _resume_due_ms(state),
     )

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
+from rdzv import messages
 from rdzv.agent import runner_link
 from rdzv.agent.core import Decision, begin, commands, events
 from rdzv.agent.core.model import EXIT_FAILED, AgentState, Leaving, Phase
@@ -46,16 +47,6 @@ from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.model import LeaveCause, Offer
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import (
-    Joined,
-    KeepCopies,
-    Report,
-    Said,
-    SnapshotsHeld,
-    SnapshotWatermark,
-    Stacks,
-    TakeStacks,
-)
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 from rdzv.transport.addresses import StoreSocket
@@ -382,7 +373,7 @@ class JobDriver:
         leaving = Leaving(LeaveCause.START_FAILED, reason, EXIT_FAILED)
         self.report(said_leave(state, leaving, left_round))
 
-    def report(self, said: Said | Report) -> None:
+    def report(self, said: messages.Said | messages.Report) -> None:
         """Send what the core or a watch reports about the workers."""
         self._link.say(encoding.report(said, self.rdzv_id, monotonic_ms()))
 
@@ -400,7 +391,7 @@ class JobDriver:
         """Log why no workers are running yet."""
         log.info("%s: %s", self.rdzv_id, reason)
 
-    def take_stacks(self, asked: TakeStacks) -> None:
+    def take_stacks(self, asked: messages.TakeStacks) -> None:
         state = self.decisions.state
         if state.assignment is not None and state.assignment.round == asked.round:
             self.observers.held_exits.note_asked()
@@ -409,7 +400,9 @@ class JobDriver:
     async def _say_stacks(
         self, request: int, workers: tuple[WorkerStack, ...], last: bool, error: str
     ) -> None:
-        await self._link.say_after_all(encoding.report(Stacks(request, workers, last, error)))
+        await self._link.say_after_all(
+            encoding.report(messages.Stacks(request, workers, last, error))
+        )
 
     def _read_clock(self) -> Reading | None:
         """Return the current estimate of the server's clock, and request another reading."""
@@ -489,7 +482,7 @@ class JobDriver:
     def _act(self, event: events.Event, before: AgentState, decided: Decision) -> None:
         """Store the decision in the runner for the next agent, and then carry it out."""
         log_event(event, before, joined=self.joined)
-        if isinstance(event, Joined):
+        if isinstance(event, messages.Joined):
             self.joined = True
             self._prepare(event.forks)
         for command in decided.commands:
@@ -538,15 +531,15 @@ class JobDriver:
                 self._last_round.begin()
             case commands.StopWorkers():
                 self.round.stop_workers(command)
-            case SnapshotsHeld():
+            case messages.SnapshotsHeld():
                 assignment = self.decisions.state.assignment
                 nodes = 1 if assignment is None else assignment.group_world_size
                 self._snapshot_reports.report(command, nodes)
-            case SnapshotWatermark():
+            case messages.SnapshotWatermark():
                 runner, assignment = self.runner, self.decisions.state.assignment
                 runner.announce_watermark(command.mark, command.given_up)
                 self.disk.announced(runner, command.mark, command.whole_ms, assignment)
-            case KeepCopies():
+            case messages.KeepCopies():
                 self.runner.fetch_copies(command.mark, command.sources)
             case commands.EndKept():
                 self.runner.end_kept(command.grace_ms, command.charged)

@@ -17,6 +17,7 @@ from typing import cast
 
 import grpc
 
+from rdzv import messages
 from rdzv.agent.agent_counts import NodeCounts
 from rdzv.agent.core import events
 from rdzv.agent.launch.launch import local_address, reachable_host_name
@@ -38,18 +39,6 @@ from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousError,
     UnauthenticatedError,
-)
-from rdzv.messages import (
-    Announcement,
-    Health,
-    Heard,
-    Hello,
-    Holdings,
-    Lease,
-    LogPiece,
-    Refused,
-    Servers,
-    Welcome,
 )
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import struct
@@ -251,12 +240,12 @@ class ServerLink:
     def say_holdings(self) -> None:
         """Report the submitted jobs that may still have processes on this node."""
         if self.placements is not None:
-            self.say(encoding.report(Holdings(self.placements.holdings())))
+            self.say(encoding.report(messages.Holdings(self.placements.holdings())))
 
     def say_health(self) -> None:
         """Report this node's failing health checks, if any. A node without any is healthy."""
         if self.placements is not None:
-            self.say(encoding.report(Health(self.placements.failing)))
+            self.say(encoding.report(messages.Health(self.placements.failing)))
 
     def decline_for_now(self, rdzv_id: str, run: str, reason: str) -> None:
         """Report that this node cannot run a job at the moment.
@@ -289,7 +278,7 @@ class ServerLink:
         """Send a message if a stream is open. Otherwise, the next Hello covers it."""
         self.outbox.say(message)
 
-    async def _say_piece(self, piece: LogPiece) -> None:
+    async def _say_piece(self, piece: messages.LogPiece) -> None:
         await self.say_after_all(encoding.report(piece))
 
     async def say_after_all(self, message: pb.NodeMessage) -> None:
@@ -431,9 +420,9 @@ class ServerLink:
             self._leadership = message.leadership
             for one in (message, *message.more):
                 match encoding.announcement(one, monotonic_ms()):
-                    case Servers(addresses):
+                    case messages.Servers(addresses):
                         await self._learn(addresses)
-                    case Refused(code=code, message=why) if code not in FINAL_REFUSALS:
+                    case messages.Refused(code=code, message=why) if code not in FINAL_REFUSALS:
                         self._refused = True
                         return f"the server refused for now: {why}"
                     case told:
@@ -441,20 +430,20 @@ class ServerLink:
             message = await _read(call)
         return "the server ended the stream"
 
-    def _hear(self, endpoint: Endpoint, told: Announcement | None) -> None:
+    def _hear(self, endpoint: Endpoint, told: messages.Announcement | None) -> None:
         match told:
-            case Welcome():
+            case messages.Welcome():
                 self._greet(endpoint, told)
-            case Lease():
+            case messages.Lease():
                 self._take_lease(told.lease_ms, told.heartbeat_interval_ms)
                 for job in list(self._jobs.values()):
                     job.post(events.Ticked())  # The job's runner must receive the new lease.
-            case Heard():
+            case messages.Heard():
                 self._proofs.note_heard(told.number, told.clock_us)
             case _:
                 self._inbox.take(told)
 
-    def _greet(self, endpoint: Endpoint, welcome: Welcome) -> None:
+    def _greet(self, endpoint: Endpoint, welcome: messages.Welcome) -> None:
         self._incarnation = welcome.incarnation
         self.on_welcome(self._incarnation, self._leadership, welcome.lease_ms)
         self._take_lease(welcome.lease_ms, welcome.heartbeat_interval_ms)
@@ -490,7 +479,7 @@ class ServerLink:
         try:
             check_fence(job.fence_after_ms, lease_ms)
         except InvalidRequestError as error:
-            job.post(Refused(job.rdzv_id, error.code, str(error)))
+            job.post(messages.Refused(job.rdzv_id, error.code, str(error)))
             return False
         return True
 
@@ -508,7 +497,7 @@ class ServerLink:
         stranger = isinstance(failure, UnauthenticatedError) and not self._incarnation
         if stranger or failure.code in FINAL_REFUSALS:
             for job in list(self._jobs.values()):
-                job.post(Refused(job.rdzv_id, failure.code, str(failure)))
+                job.post(messages.Refused(job.rdzv_id, failure.code, str(failure)))
         # If there was no Welcome before, the refusal may only mean that the previous agent's
         # stream has not ended yet.
         if isinstance(failure, NodeSupersededError) and self._incarnation:
@@ -520,7 +509,7 @@ class ServerLink:
         """Return the next stream's Hello, with this node's beliefs about all its jobs."""
         beliefs = [belief for job in self._jobs.values() if (belief := job.belief()) is not None]
         placements = self.placements
-        hello = Hello(
+        hello = messages.Hello(
             node_id=self._identity.node_id,
             instance=self._identity.instance,
             kind=self._identity.kind,
@@ -531,8 +520,8 @@ class ServerLink:
             agent_version=self._identity.version,
             fence_after_ms=max((job.fence_after_ms for job in self._jobs.values()), default=0),
             resources=None if placements is None else placements.resources,
-            holdings=Holdings(() if placements is None else placements.holdings()),
-            health=Health(() if placements is None else placements.failing),
+            holdings=messages.Holdings(() if placements is None else placements.holdings()),
+            health=messages.Health(() if placements is None else placements.failing),
             metrics=self.metrics_at(self.address),
             draining=self.drain.said(),
             takes_several=True,

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rdzv.core import events
 from rdzv.core.commands import Leave, MarkAway, MarkLost, ReportStuck, Succeed
 from rdzv.core.draft import Draft, Ignored
-from rdzv.core.events import (
-    NodeCameBack,
-    NodeLeaving,
-    NodeLeft,
-    NodeLost,
-    NodeStuck,
-    NodeSucceeded,
-    NodeWentAway,
-)
 from rdzv.core.life.failures import charge_stuck, end_round, some_succeeded
 from rdzv.core.model import (
     DAEMON_RETURN_MS,
@@ -60,7 +52,7 @@ def succeed(work: Draft, command: Succeed) -> Ignored | None:
 
 def _note_success(work: Draft, round_: Round, node_id: str) -> None:
     work.store_round(replace(round_, succeeded=(*round_.succeeded, node_id)))
-    work.events.append(NodeSucceeded(node_id, round_.number))
+    work.events.append(events.NodeSucceeded(node_id, round_.number))
 
 
 def leave(work: Draft, command: Leave) -> Ignored | None:
@@ -89,7 +81,7 @@ def leave(work: Draft, command: Leave) -> Ignored | None:
     else:
         leaving = replace(seat, leaving=command.reason)
         work.put(of=command.node_id, seats=put(work.state.seats, command.node_id, leaving))
-        work.events.append(NodeLeaving(command.node_id, command.reason))
+        work.events.append(events.NodeLeaving(command.node_id, command.reason))
     return None
 
 
@@ -116,7 +108,7 @@ def report_stuck(work: Draft, command: ReportStuck) -> None:
     _leave_seat(work, command.node_id)
     stuck = Stuck(command.incarnation, round_.number, command.pids, work.now_ms)
     work.put(of=command.node_id, stuck=put(work.state.stuck, command.node_id, stuck))
-    work.events.append(NodeStuck(command.node_id, round_.number, reason))
+    work.events.append(events.NodeStuck(command.node_id, round_.number, reason))
 
 
 def mark_away(work: Draft, command: MarkAway) -> Ignored | None:
@@ -127,7 +119,7 @@ def mark_away(work: Draft, command: MarkAway) -> Ignored | None:
     if away == before:
         return Ignored.KNOWN
     if before is None:
-        work.events.append(NodeWentAway(command.node_id, command.until_ms - work.now_ms))
+        work.events.append(events.NodeWentAway(command.node_id, command.until_ms - work.now_ms))
     work.put(of=command.node_id, away=put(work.state.away, command.node_id, away))
     return None
 
@@ -138,7 +130,7 @@ def mark_back(work: Draft, node_id: str) -> Ignored | None:
     if away is None:
         return Ignored.KNOWN
     work.put(of=node_id, away=without(work.state.away, node_id))
-    work.events.append(NodeCameBack(node_id, work.now_ms - away.since_ms))
+    work.events.append(events.NodeCameBack(node_id, work.now_ms - away.since_ms))
     if node_id in work.state.seats:
         work.state = replace(work.state, back_ms=work.now_ms)
     deadline_ms, round_ = work.state.stop_deadline_ms, work.membership.round
@@ -221,9 +213,9 @@ def depart(
             work.store_submission(submission.without((node_id,)))
     work.state = replace(work.state, last_leave=cause)
     if how is NodeState.LOST:
-        work.events.append(NodeLost(node_id, reason, departure.may_run, silent_ms))
+        work.events.append(events.NodeLost(node_id, reason, departure.may_run, silent_ms))
     else:
-        work.events.append(NodeLeft(node_id, reason))
+        work.events.append(events.NodeLeft(node_id, reason))
 
 
 def _offer_of(state: State, node_id: str) -> Offer:

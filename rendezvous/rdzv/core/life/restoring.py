@@ -5,31 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
+from rdzv.core import model
 from rdzv.core.commands import Join, Resume
 from rdzv.core.draft import Draft
 from rdzv.core.events import NodeAdopted, RoundAdopted, RunBegan
 from rdzv.core.life.leaving import give_up
 from rdzv.core.life.runs import next_run
-from rdzv.core.model import (
-    UNMOVED,
-    Away,
-    Departure,
-    Failure,
-    Membership,
-    RecoveryReport,
-    Result,
-    Round,
-    RoundEnd,
-    Seat,
-    Settings,
-    State,
-    Submission,
-    Superseded,
-    Tally,
-    Tuning,
-    is_placeholder,
-    placeholder,
-)
 from rdzv.core.rounds.ranks import longest_stop_ms
 from rdzv.core.rounds.reachability import note_address, only_local
 from rdzv.core.rounds.recovery_reports import (
@@ -43,12 +24,12 @@ from rdzv.core.shared_map import put, without
 from rdzv.structs import replace
 
 
-def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
+def restore(membership: model.Membership, tuning: model.Tuning, now_ms: int) -> model.State:
     """Rebuild a job loaded from the store; nodes keep their seats while the server waits for them.
 
     Nodes that were waiting without a seat are forgotten; they join again when they reconnect.
     """
-    state = State(membership, tuning)
+    state = model.State(membership, tuning)
     if membership.ended is not None or not membership.run:
         return state
     round_ = membership.round
@@ -59,9 +40,11 @@ def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
     done = frozenset(round_.succeeded)
     return replace(
         state,
-        seats={p.node_id: Seat(p.incarnation, now_ms, p.node_id in done) for p in held},
+        seats={p.node_id: model.Seat(p.incarnation, now_ms, p.node_id in done) for p in held},
         away={
-            p.node_id: Away(now_ms, until_ms, firm=True, may_run=not p.instance.fence_after_ms)
+            p.node_id: model.Away(
+                now_ms, until_ms, firm=True, may_run=not p.instance.fence_after_ms
+            )
             for p in held
         },
         stop_deadline_ms=None if round_.live else until_ms + longest_stop_ms(round_),
@@ -70,13 +53,13 @@ def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
     )
 
 
-def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
+def adopt(work: Draft, command: Join | Resume, report: model.RecoveryReport) -> None:
     node_id, incarnation, told = command.node_id, command.incarnation, report.assignment
     if not adoptable(work.state, command.run, told.round):
         return
     known = work.membership.round if command.run == work.membership.run else None
     if known is not None and known.number == told.round:
-        held = placeholder(told.group_rank)
+        held = model.placeholder(told.group_rank)
         if held not in work.state.seats or node_id in work.state.seats or node_id in known.gone:
             return
         filled = further_report(known, command, report)
@@ -94,7 +77,7 @@ def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
         _adopt_round(work, round_, told.tally)
     work.put(
         of=node_id,
-        seats=put(work.state.seats, node_id, Seat(incarnation, work.now_ms)),
+        seats=put(work.state.seats, node_id, model.Seat(incarnation, work.now_ms)),
         waiting=without(work.state.waiting, node_id),
         stuck=without(work.state.stuck, node_id),
         away=without(work.state.away, node_id),
@@ -107,7 +90,7 @@ def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
     work.events.append(NodeAdopted(node_id, told.round, told.group_rank))
 
 
-def _adopt_run(work: Draft, command: Join | Resume, settings: Settings) -> None:
+def _adopt_run(work: Draft, command: Join | Resume, settings: model.Settings) -> None:
     """Continue a run that only its nodes know.
 
     Nodes waiting for the first round of the run known here wait for this run's next round.
@@ -116,23 +99,23 @@ def _adopt_run(work: Draft, command: Join | Resume, settings: Settings) -> None:
     old, reason = work.membership, "its nodes reported it; this server had no memory of it"
     unstarted = work.open and old.round is None and old.settings == settings
     if work.open and not unstarted:
-        work.close(Result.STOPPED, f"run {run} of the same job is alive", retry_sensible=True)
+        work.close(model.Result.STOPPED, f"run {run} of the same job is alive", retry_sensible=True)
     membership = next_run(work.membership, run, settings, work.now_ms, command.owner)
     membership = replace(membership, secret=command.secret)
     work.state = replace(work.state, membership=membership)
     work.events.append(RunBegan(run, membership.run_number, reason))
 
 
-def _adopt_round(work: Draft, round_: Round, tally: Tally | None) -> None:
+def _adopt_round(work: Draft, round_: model.Round, tally: model.Tally | None) -> None:
     """Continue a round that replaces an older one. The reporting node does not have a seat yet."""
     until_ms = work.now_ms + work.state.tuning.takeover_grace_ms
-    others = [p.node_id for p in round_.participants if is_placeholder(p.node_id)]
+    others = [p.node_id for p in round_.participants if model.is_placeholder(p.node_id)]
     superseded = {**work.state.superseded, **dict(_superseded(work.state, work.now_ms))}
     away = {n: held for n, held in work.state.away.items() if n not in work.state.seats}
     work.put(
         of=None,
-        seats={node_id: Seat(0, work.now_ms) for node_id in others},
-        away=away | {node_id: Away(work.now_ms, until_ms, firm=True) for node_id in others},
+        seats={node_id: model.Seat(0, work.now_ms) for node_id in others},
+        away=away | {node_id: model.Away(work.now_ms, until_ms, firm=True) for node_id in others},
     )
     membership, nodes = work.membership, len(round_.participants)
     bounds = (min(membership.min_nodes, nodes), max(membership.max_nodes, nodes))
@@ -152,13 +135,13 @@ def _adopt_round(work: Draft, round_: Round, tally: Tally | None) -> None:
         work.state,
         stop_deadline_ms=None,
         last_leave=None,
-        moved=UNMOVED,
+        moved=model.UNMOVED,
         superseded=superseded,
     )
     work.events.append(RoundAdopted(round_))
 
 
-def _superseded(state: State, now_ms: int) -> Iterable[tuple[str, Superseded]]:
+def _superseded(state: model.State, now_ms: int) -> Iterable[tuple[str, model.Superseded]]:
     """Yield the nodes that may still run workers of the current round when another is adopted."""
     round_ = state.membership.round
     if round_ is None:
@@ -168,10 +151,10 @@ def _superseded(state: State, now_ms: int) -> Iterable[tuple[str, Superseded]]:
         # Of the away nodes, include only those to which this server announced the round. Others may
         # come from an old copy of the store, and may be in the later round themselves or long gone.
         unheard = away is not None and seat.since_ms != round_.at_ms
-        if not (unheard or seat.succeeded or is_placeholder(node_id)):
+        if not (unheard or seat.succeeded or model.is_placeholder(node_id)):
             hears_ms = max(now_ms, away.until_ms) if away else now_ms
             until_ms = hears_ms + longest_stop_ms(round_)
-            yield node_id, Superseded(seat.incarnation, round_.number, until_ms)
+            yield node_id, model.Superseded(seat.incarnation, round_.number, until_ms)
 
 
 def release_unreported_seats(work: Draft) -> bool:
@@ -191,7 +174,7 @@ CLAIMS_QUIET_MS = 5_000
 """How long after the last report of an adopted round its unreported places are given up."""
 
 
-def unreported_seat_due(state: State) -> tuple[str, int] | None:
+def unreported_seat_due(state: model.State) -> tuple[str, int] | None:
     """Return a placeholder and the time at which it is given up, or None if none remain.
 
     All placeholders have the same deadline, so one is enough. This matters because a large job
@@ -201,7 +184,7 @@ def unreported_seat_due(state: State) -> tuple[str, int] | None:
     if round_ is None or not round_.adopted:
         return None
     placeholders = (
-        (node_id, away) for node_id, away in state.away.items() if is_placeholder(node_id)
+        (node_id, away) for node_id, away in state.away.items() if model.is_placeholder(node_id)
     )
     first = next(placeholders, None)
     if first is None:
@@ -209,10 +192,12 @@ def unreported_seat_due(state: State) -> tuple[str, int] | None:
     return first[0], max(first[1].until_ms, state.reported_ms + CLAIMS_QUIET_MS)
 
 
-_Dated = TypeVar("_Dated", Departure, Failure, RoundEnd, Submission, Round)
+_Dated = TypeVar(
+    "_Dated", model.Departure, model.Failure, model.RoundEnd, model.Submission, model.Round
+)
 
 
-def not_after(membership: Membership, now_ms: int) -> Membership:
+def not_after(membership: model.Membership, now_ms: int) -> model.Membership:
     """Return the membership with all future times set to now, unless its run has ended.
 
     A time can be in the future if the clock was set back, or was ahead when the time was stored.
@@ -243,7 +228,7 @@ def not_after(membership: Membership, now_ms: int) -> Membership:
     )
 
 
-def _times(membership: Membership) -> Iterable[int]:
+def _times(membership: model.Membership) -> Iterable[int]:
     """Yield all times of a run that has not ended."""
     yield membership.began_at_ms
     yield membership.resumed_at_ms or 0
